@@ -1,0 +1,34 @@
+#include "sparsekit/gather_rows.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/first_bad.h"
+#include "cpu/sum_rows.h"
+
+namespace sparsekit::cpu {
+
+int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
+                    int64_t n, void* out, const ParallelFor& parallel_for) {
+  const char* source = static_cast<const char*>(table);
+  char* target = static_cast<char*>(out);
+  FirstBad bad;
+  const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(row_bytes, 1));
+  parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kRowsAhead < end && rows[i + kRowsAhead] >= 0 && rows[i + kRowsAhead] < num_rows) {
+        prefetch_row(source + rows[i + kRowsAhead] * row_bytes, row_bytes);
+      }
+      char* copy = target + i * row_bytes;
+      if (rows[i] >= num_rows) return bad.report(i);
+      if (rows[i] < 0) {
+        std::memset(copy, 0, row_bytes);
+      } else {
+        std::memcpy(copy, source + rows[i] * row_bytes, row_bytes);
+      }
+    }
+  });
+  return bad.position();
+}
+
+}  // namespace sparsekit::cpu

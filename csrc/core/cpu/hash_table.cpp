@@ -1,0 +1,157 @@
+#include "sparsekit/hash_table.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "cpu/probe.h"
+
+namespace sparsekit::cpu {
+namespace {
+
+constexpr int64_t kGrain = 2048;
+
+// Keys whose home bucket was full and which may be further on. They are resolved in a second,
+// prefetched round, since their next line was not asked for in the first.
+struct Pending {
+  int count = 0;
+  int64_t index[kInFlight];
+  int64_t bucket[kInFlight];
+};
+
+template <class Key>
+void resolve(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t* rows,
+             Pending* pending) {
+  for (int i = 0; i < pending->count; ++i) {
+    const int64_t index = pending->index[i];
+    rows[index] = find_from(buckets, num_buckets, pending->bucket[i], keys[index]);
+  }
+  pending->count = 0;
+}
+
+template <class Key>
+void find_range(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t begin,
+                int64_t end, int64_t* rows) {
+  int64_t home[kInFlight];
+  const auto request = [&](int64_t i) {
+    const int64_t bucket = home_bucket(keys[i], num_buckets);
+    prefetch(&buckets[bucket]);
+    home[i % kInFlight] = bucket;
+  };
+  const int64_t warm = std::min<int64_t>(end, begin + kInFlight);
+  for (int64_t i = begin; i < warm; ++i) request(i);
+
+  Pending pending;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t bucket = home[i % kInFlight];
+    if (i + kInFlight < end) request(i + kInFlight);
+    if (probe_bucket(buckets[bucket], keys[i], &rows[i]) == Probe::kMoveOn) {
+      const int64_t next = next_bucket(bucket, num_buckets);
+      prefetch(&buckets[next]);
+      pending.index[pending.count] = i;
+      pending.bucket[pending.count] = next;
+      if (++pending.count == kInFlight) resolve(buckets, num_buckets, keys, rows, &pending);
+    }
+  }
+  resolve(buckets, num_buckets, keys, rows, &pending);
+}
+
+// Inserts in order the keys that find left at -1; false as soon as the table is full.
+template <class Key>
+bool insert_missing(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t capacity,
+                    const Key* keys, int64_t n, int64_t* rows) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kInFlight < n && rows[i + kInFlight] < 0) {
+      prefetch(&buckets[home_bucket(keys[i + kInFlight], num_buckets)]);
+    }
+    if (rows[i] >= 0) continue;
+    const int64_t home = home_bucket(keys[i], num_buckets);
+    // It may have come in since the find, as an earlier entry of this call.
+    rows[i] = find_from(buckets, num_buckets, home, keys[i]);
+    if (rows[i] >= 0) continue;
+    if (*size >= capacity) return false;
+    rows[i] = (*size)++;
+    insert_absent(buckets, num_buckets, home, keys[i], static_cast<int32_t>(rows[i]));
+  }
+  return true;
+}
+
+// Takes out every entry with row >= size and the marks it left on full buckets. Entries with
+// higher rows came later, so what remains is the table as it was.
+void remove_rows_from(Bucket* buckets, int64_t num_buckets, int64_t size) {
+  for (int64_t b = 0; b < num_buckets; ++b) {
+    for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+      if (buckets[b].rows[slot] < size) continue;
+      const int64_t home = home_bucket(buckets[b].keys[slot], num_buckets);
+      for (int64_t passed = home; passed != b; passed = next_bucket(passed, num_buckets)) {
+        --buckets[passed].spilled;
+      }
+      buckets[b].keys[slot] = 0;
+      buckets[b].rows[slot] = -1;
+    }
+  }
+}
+
+}  // namespace
+
+void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& parallel_for) {
+  parallel_for(0, num_buckets, kGrain, [=](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      buckets[b] = Bucket{{0, 0, 0, 0, 0}, {-1, -1, -1, -1, -1}, 0};
+    }
+  });
+}
+
+template <class Key>
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t n,
+                     int64_t* rows, const ParallelFor& parallel_for) {
+  parallel_for(0, n, kGrain, [=](int64_t begin, int64_t end) {
+    find_range(buckets, num_buckets, keys, begin, end, rows);
+  });
+}
+
+template <class Key>
+int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
+                                  int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
+                                  const ParallelFor& parallel_for) {
+  hash_table_find(buckets, num_buckets, keys, n, rows, parallel_for);
+  const int64_t size_before = *size;
+  if (insert_missing(buckets, num_buckets, size, capacity, keys, n, rows)) return 0;
+
+  remove_rows_from(buckets, num_buckets, size_before);
+  *size = size_before;
+  int64_t refused = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (rows[i] >= size_before) rows[i] = -1;
+    refused += rows[i] < 0;
+  }
+  return refused;
+}
+
+int64_t hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
+                        const ParallelFor& parallel_for) {
+  std::atomic<int64_t> written{0};
+  parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {
+    int64_t count = 0;
+    for (int64_t b = begin; b < end; ++b) {
+      for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+        const int32_t row = buckets[b].rows[slot];
+        if (row < 0 || row >= size) continue;
+        keys[row] = buckets[b].keys[slot];
+        ++count;
+      }
+    }
+    written += count;
+  });
+  return written;
+}
+
+#define SPARSEKIT_INSTANTIATE(Key)                                                             \
+  template void hash_table_find(const Bucket*, int64_t, const Key*, int64_t, int64_t*,         \
+                                const ParallelFor&);                                           \
+  template int64_t hash_table_find_or_insert(Bucket*, int64_t, int64_t*, int64_t, const Key*, \
+                                             int64_t, int64_t*, const ParallelFor&);
+SPARSEKIT_INSTANTIATE(int32_t)
+SPARSEKIT_INSTANTIATE(int64_t)
+#undef SPARSEKIT_INSTANTIATE
+
+}  // namespace sparsekit::cpu

@@ -1,0 +1,88 @@
+// Looking at one bucket, and walking a block of keys so that their cache misses overlap.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/hash_table.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace sparsekit::cpu {
+
+// Keys in flight: enough to cover a memory access, few enough for the line-fill buffers.
+constexpr int kInFlight = 32;
+
+inline void prefetch(const void* address) {
+  __builtin_prefetch(address);
+}
+
+// Bit mask of the slots whose key equals `key`. An empty slot matches key 0, but slots fill in
+// order, so the lowest set bit is a used slot whenever the key is in the bucket.
+inline uint32_t match_slots(const Bucket& bucket, int64_t key) {
+#ifdef __AVX2__
+  const __m256i wanted = _mm256_set1_epi64x(key);
+  const __m256i first4 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bucket.keys));
+  const __m256i equal = _mm256_cmpeq_epi64(first4, wanted);
+  const uint32_t mask = static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(equal)));
+  return mask | (static_cast<uint32_t>(bucket.keys[4] == key) << 4);
+#else
+  uint32_t mask = 0;
+  for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+    mask |= static_cast<uint32_t>(bucket.keys[slot] == key) << slot;
+  }
+  return mask;
+#endif
+}
+
+// First empty slot, or kSlotsPerBucket when the bucket is full.
+inline int first_empty_slot(const Bucket& bucket) {
+  int slot = 0;
+  while (slot < kSlotsPerBucket && bucket.rows[slot] >= 0) ++slot;
+  return slot;
+}
+
+inline int64_t next_bucket(int64_t bucket, int64_t num_buckets) {
+  return bucket + 1 == num_buckets ? 0 : bucket + 1;
+}
+
+enum class Probe { kFound, kAbsent, kMoveOn };
+
+// Looks for `key` in one bucket of its path; *row is its row when found and -1 when absent.
+template <class Row>
+inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
+  const uint32_t slots = match_slots(bucket, key);
+  if (slots != 0) {
+    *row = bucket.rows[__builtin_ctz(slots)];
+    return *row >= 0 ? Probe::kFound : Probe::kAbsent;
+  }
+  *row = -1;
+  return bucket.spilled == 0 ? Probe::kAbsent : Probe::kMoveOn;
+}
+
+// Row of `key`, or -1, from bucket `b` of its path on. The step count is bounded, so that even a
+// table loaded from a damaged file cannot make the search endless.
+inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, int64_t key) {
+  int64_t row = -1;
+  for (int64_t step = 0; step < num_buckets; ++step) {
+    if (probe_bucket(buckets[b], key, &row) != Probe::kMoveOn) return row;
+    b = next_bucket(b, num_buckets);
+  }
+  return -1;
+}
+
+// Stores a key that is not in the table, from its home bucket on. Precondition: a slot is free.
+inline void insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
+                          int32_t row) {
+  int64_t b = home;
+  int slot = first_empty_slot(buckets[b]);
+  while (slot == kSlotsPerBucket) {
+    ++buckets[b].spilled;
+    b = next_bucket(b, num_buckets);
+    slot = first_empty_slot(buckets[b]);
+  }
+  buckets[b].keys[slot] = key;
+  buckets[b].rows[slot] = row;
+}
+
+}  // namespace sparsekit::cpu

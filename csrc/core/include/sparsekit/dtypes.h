@@ -1,0 +1,53 @@
+// Element types of rows: float, double, and BFloat16, which is stored in 16 bits and computed in
+// float.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace sparsekit {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// The type in which rows of type T are added and multiplied.
+template <class T>
+struct Accumulate {
+  using type = T;
+};
+template <>
+struct Accumulate<BFloat16> {
+  using type = float;
+};
+template <class T>
+using Acc = typename Accumulate<T>::type;
+
+inline float load(float x) {
+  return x;
+}
+inline double load(double x) {
+  return x;
+}
+inline float load(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+template <class T>
+inline T store(Acc<T> x) {
+  return static_cast<T>(x);
+}
+// Rounds to nearest, ties to even; a NaN stays one, whatever its payload.
+template <>
+inline BFloat16 store<BFloat16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  const uint32_t nan = (bits >> 16) | 0x40;
+  return BFloat16{static_cast<uint16_t>(x != x ? nan : rounded)};
+}
+
+}  // namespace sparsekit

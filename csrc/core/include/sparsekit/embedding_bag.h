@@ -1,0 +1,56 @@
+// Pooling of table rows into bags, and its gradients.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/dtypes.h"
+#include "sparsekit/parallel.h"
+
+namespace sparsekit {
+
+// How the rows x_i of a bag, with weights w_i (1 when there are none), become one vector:
+//   sum: S = sum w_i x_i;   mean: S / sum w_i;   sqrtn: S / sqrt(sum w_i^2).
+// A divisor of zero, as of an empty bag, gives zeros.
+enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2 };
+
+// Bag b pools rows[offsets[b] : offsets[b + 1]].
+struct Bags {
+  const int64_t* rows;     // [n] row numbers; a negative one stands for a row of zeros
+  int64_t n;
+  const int64_t* offsets;  // [num_bags + 1], from 0 to n, never decreasing
+  int64_t num_bags;
+};
+
+namespace cpu {
+
+// Returns -1, or the first index at which `offsets` breaks the rule of Bags.
+int64_t check_offsets(const Bags& bags);
+
+// out [num_bags, dim] = pooled rows of weight [num_rows, dim]; sample_weights [n] may be null.
+// Returns -1, or a position in `rows` whose row is >= num_rows; out is then undefined.
+template <class T>
+int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& bags,
+                      const Acc<T>* sample_weights, Combiner combiner, T* out,
+                      const ParallelFor& parallel_for);
+
+// Bytes of workspace for embedding_bag_backward.
+template <class T>
+int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows);
+
+// grad_weight [num_rows, dim] from grad_out [num_bags, dim]; rows that no bag uses are zero. The
+// order of additions is fixed, as in unsorted_segment_sum. Returns as embedding_bag does.
+template <class T>
+int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
+                               const Acc<T>* sample_weights, Combiner combiner, T* grad_weight,
+                               void* workspace, const ParallelFor& parallel_for);
+
+// grad_sample_weights [n], the gradient for the weights themselves. Rows are as the forward took
+// them, so there is nothing left to check.
+template <class T>
+void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, int64_t dim,
+                                           const Bags& bags, const Acc<T>* sample_weights,
+                                           Combiner combiner, Acc<T>* grad_sample_weights,
+                                           const ParallelFor& parallel_for);
+
+}  // namespace cpu
+}  // namespace sparsekit

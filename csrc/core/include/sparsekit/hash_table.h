@@ -1,0 +1,65 @@
+// A hash table from int64 keys to dense row numbers.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/parallel.h"
+
+namespace sparsekit {
+
+constexpr int kSlotsPerBucket = 5;
+
+// One 64-byte line, all that a lookup reads. A slot is empty when its row is -1, so every int64
+// is a legal key; an empty slot's key is 0. Slots fill in order.
+struct Bucket {
+  int64_t keys[kSlotsPerBucket];
+  int32_t rows[kSlotsPerBucket];
+  // How many keys looked here, found the bucket full and moved on. 0 ends the search for a key.
+  int32_t spilled;
+};
+static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
+
+// Mixes every bit of the key into the high bits, which home_bucket() uses. Two rounds of
+// multiply and xor-shift, constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
+inline uint64_t hash_key(int64_t key) {
+  uint64_t x = static_cast<uint64_t>(key);
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// The bucket where the search for a key starts: hash scaled to [0, num_buckets) by multiply-high,
+// so that the number of buckets need not be a power of two.
+inline int64_t home_bucket(int64_t key, int64_t num_buckets) {
+  __extension__ using uint128 = unsigned __int128;
+  return static_cast<int64_t>(
+      (static_cast<uint128>(hash_key(key)) * static_cast<uint64_t>(num_buckets)) >> 64);
+}
+
+namespace cpu {
+
+// Empties all buckets.
+void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& parallel_for);
+
+// rows[i] = row of keys[i], or -1 when it is absent. Key is int32_t or int64_t.
+template <class Key>
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t n,
+                     int64_t* rows, const ParallelFor& parallel_for);
+
+// As find, but absent keys get the rows *size, *size + 1, ... in order of first occurrence, and
+// *size grows. All or nothing: when the rows would exceed `capacity`, the table and *size are left
+// as they were, byte for byte, rows[i] of the absent keys is -1, and the call returns how many
+// entries of `keys` those are (repeats counted); otherwise it returns 0.
+// Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
+template <class Key>
+int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
+                                  int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
+                                  const ParallelFor& parallel_for);
+
+// keys[row] = key for every entry whose row is below `size`; returns how many were written, which
+// is `size` in a sound table.
+int64_t hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
+                        const ParallelFor& parallel_for);
+
+}  // namespace cpu
+}  // namespace sparsekit

@@ -1,0 +1,33 @@
+// How core runs in parallel without a thread pool of its own: the caller brings one.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace sparsekit {
+
+// A loop over [begin, end) that may call its body on several threads, each with a sub-range of at
+// least `grain` items. The body must not throw. Every kernel gives the same bits whatever the
+// number of threads, so ranges may only decide who works, never in which order values are added.
+class ParallelFor {
+ public:
+  using Body = void (*)(int64_t begin, int64_t end, void* context);
+  using Run = void (*)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
+
+  explicit ParallelFor(Run run) : run_(run) {}
+
+  template <class F>
+  void operator()(int64_t begin, int64_t end, int64_t grain, F&& body) const {
+    if (begin >= end) return;
+    using Callable = std::remove_reference_t<F>;
+    run_(
+        begin, end, grain,
+        [](int64_t b, int64_t e, void* context) { (*static_cast<Callable*>(context))(b, e); },
+        const_cast<void*>(static_cast<const void*>(&body)));
+  }
+
+ private:
+  Run run_;
+};
+
+}  // namespace sparsekit

@@ -1,0 +1,20 @@
+// Distinct keys in order of first occurrence.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/parallel.h"
+
+namespace sparsekit::cpu {
+
+// Bytes of workspace that unique() needs for n keys; 64-byte alignment is best.
+int64_t unique_workspace_bytes(int64_t n);
+
+// Writes the distinct keys to unique_keys [n], in order of first occurrence; to inverse [n] the
+// position of each key in unique_keys; to counts [n] how often each distinct key occurs. Returns
+// the number of distinct keys u; entries from u on are undefined. Precondition: n < 2^31.
+template <class Key>
+int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
+               void* workspace, const ParallelFor& parallel_for);
+
+}  // namespace sparsekit::cpu

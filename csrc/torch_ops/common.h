@@ -1,0 +1,131 @@
+// What every op needs between torch and core: checks with the op's and argument's name, dtype
+// dispatch, torch's thread pool. Only torch's stable ABI, never ATen or c10.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+
+#include "sparsekit/dtypes.h"
+#include "sparsekit/parallel.h"
+
+namespace sparsekit::ops {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <class... Parts>
+std::string message(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
+// Python sees a ValueError ...
+template <class... Parts>
+void check(bool condition, const Parts&... parts) {
+  if (!condition) throw std::invalid_argument(message(parts...));
+}
+
+// ... or an IndexError.
+template <class... Parts>
+[[noreturn]] void index_error(const Parts&... parts) {
+  throw std::out_of_range(message(parts...));
+}
+
+inline ParallelFor torch_parallel_for() {
+  return ParallelFor([](int64_t begin, int64_t end, int64_t grain, ParallelFor::Body body,
+                        void* context) {
+    torch::stable::parallel_for(begin, end, grain, [=](int64_t b, int64_t e) {
+      body(b, e, context);
+    });
+  });
+}
+
+inline void check_dtype(const Tensor& tensor, ScalarType dtype, const char* op, const char* name) {
+  check(tensor.scalar_type() == dtype, op, ": ", name, " must have dtype ",
+        torch::headeronly::toString(dtype), ", got ",
+        torch::headeronly::toString(tensor.scalar_type()));
+}
+
+inline void check_dim(const Tensor& tensor, int64_t dim, const char* op, const char* name) {
+  check(tensor.dim() == dim, op, ": ", name, " must have ", dim, " dimension(s), got ",
+        tensor.dim());
+}
+
+inline void check_size(const Tensor& tensor, int64_t dim, int64_t size, const char* op,
+                       const char* name) {
+  check(tensor.size(dim) == size, op, ": ", name, " must have size ", size, " in dimension ", dim,
+        ", got ", tensor.size(dim));
+}
+
+// A tensor that the op writes to: its memory is used as it lies.
+inline void check_mutable(const Tensor& tensor, const char* op, const char* name) {
+  check(tensor.is_contiguous(), op, ": ", name, " must be contiguous");
+}
+
+inline const int64_t* int64_data(const Tensor& tensor) {
+  return tensor.const_data_ptr<int64_t>();
+}
+
+// Memory for core that lives as long as the returned tensor. Zero bytes are fine.
+inline Tensor workspace(int64_t bytes, const Tensor& beside) {
+  return torch::stable::new_empty(beside, {bytes}, ScalarType::Byte);
+}
+
+template <class T>
+struct TypeTag {
+  using type = T;
+};
+
+// The ScalarType in which rows of core's type T are accumulated.
+template <class T>
+constexpr ScalarType kAccumulateType =
+    std::is_same_v<Acc<T>, double> ? ScalarType::Double : ScalarType::Float;
+
+// Calls body(TypeTag<T>) with core's type of the rows' dtype.
+template <class Body>
+auto dispatch_rows(const Tensor& rows, const char* op, const char* name, Body&& body) {
+  switch (rows.scalar_type()) {
+    case ScalarType::Float:
+      return body(TypeTag<float>{});
+    case ScalarType::Double:
+      return body(TypeTag<double>{});
+    case ScalarType::BFloat16:
+      return body(TypeTag<BFloat16>{});
+    default:
+      throw std::invalid_argument(message(op, ": ", name,
+                                          " must be float32, float64 or bfloat16, got ",
+                                          torch::headeronly::toString(rows.scalar_type())));
+  }
+}
+
+// Calls body(TypeTag<Key>) with int32_t or int64_t.
+template <class Body>
+auto dispatch_keys(const Tensor& keys, const char* op, Body&& body) {
+  switch (keys.scalar_type()) {
+    case ScalarType::Int:
+      return body(TypeTag<int32_t>{});
+    case ScalarType::Long:
+      return body(TypeTag<int64_t>{});
+    default:
+      throw std::invalid_argument(message(op, ": keys must be int64 or int32, got ",
+                                          torch::headeronly::toString(keys.scalar_type())));
+  }
+}
+
+template <class T>
+const T* data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+template <class T>
+T* mutable_data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+}  // namespace sparsekit::ops

@@ -1,0 +1,129 @@
+#include "sparsekit/embedding_bag.h"
+
+#include "common.h"
+
+namespace sparsekit::ops {
+namespace {
+
+// The checked arguments that forward and backward share; keeps the memory that `bags` points to.
+struct BagArguments {
+  Tensor rows;
+  Tensor offsets;
+  std::optional<Tensor> sample_weights;
+  Combiner combiner;
+  Bags bags;
+
+  BagArguments(const char* op, const Tensor& rows_in, const Tensor& offsets_in,
+               int64_t combiner_code, const std::optional<Tensor>& sample_weights_in)
+      : rows(rows_in), offsets(offsets_in), combiner(static_cast<Combiner>(combiner_code)) {
+    check_dim(rows, 1, op, "rows");
+    check_dtype(rows, ScalarType::Long, op, "rows");
+    check_dim(offsets, 1, op, "offsets");
+    check_dtype(offsets, ScalarType::Long, op, "offsets");
+    check(offsets.numel() > 0, op, ": offsets must have one element more than there are bags");
+    check(combiner_code >= 0 && combiner_code <= static_cast<int64_t>(Combiner::kSqrtn), op,
+          ": combiner must be 0 (sum), 1 (mean) or 2 (sqrtn), got ", combiner_code);
+    rows = torch::stable::contiguous(rows);
+    offsets = torch::stable::contiguous(offsets);
+    if (sample_weights_in.has_value()) {
+      check_dim(*sample_weights_in, 1, op, "sample_weights");
+      check_size(*sample_weights_in, 0, rows.numel(), op, "sample_weights");
+      sample_weights = torch::stable::contiguous(*sample_weights_in);
+    }
+    bags = Bags{int64_data(rows), rows.numel(), int64_data(offsets), offsets.numel() - 1};
+    const int64_t bad = cpu::check_offsets(bags);
+    check(bad < 0, op, ": offsets must rise from 0 to len(rows) = ", bags.n, ", but offsets[", bad,
+          "] is ", bad < 0 ? 0 : bags.offsets[bad]);
+  }
+
+  template <class T>
+  const Acc<T>* sample_weights_data(const char* op) const {
+    if (!sample_weights.has_value()) return nullptr;
+    check_dtype(*sample_weights, kAccumulateType<T>, op, "sample_weights");
+    return data<Acc<T>>(*sample_weights);
+  }
+
+  void check_row(const char* op, int64_t bad, int64_t num_rows) const {
+    if (bad >= 0) {
+      index_error(op, ": rows[", bad, "] is ", bags.rows[bad], ", but weight has ", num_rows,
+                  " rows");
+    }
+  }
+};
+
+Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combiner,
+                     std::optional<Tensor> sample_weights) {
+  const char* op = "embedding_bag";
+  check_dim(weight, 2, op, "weight");
+  const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
+  weight = torch::stable::contiguous(weight);
+  const int64_t num_rows = weight.size(0), dim = weight.size(1);
+  Tensor out = torch::stable::new_empty(weight, {arguments.bags.num_bags, dim});
+  dispatch_rows(weight, op, "weight", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t bad =
+        cpu::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags,
+                           arguments.sample_weights_data<T>(op), arguments.combiner,
+                           mutable_data<T>(out), torch_parallel_for());
+    arguments.check_row(op, bad, num_rows);
+  });
+  return out;
+}
+
+Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t combiner,
+                              std::optional<Tensor> sample_weights, int64_t num_rows) {
+  const char* op = "embedding_bag_backward";
+  const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
+  check_dim(grad, 2, op, "grad");
+  check_size(grad, 0, arguments.bags.num_bags, op, "grad");
+  check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
+  grad = torch::stable::contiguous(grad);
+  const int64_t dim = grad.size(1);
+  Tensor out = torch::stable::new_empty(grad, {num_rows, dim});
+  dispatch_rows(grad, op, "grad", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    Tensor memory = workspace(
+        cpu::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim, num_rows), grad);
+    const int64_t bad = cpu::embedding_bag_backward(
+        data<T>(grad), num_rows, dim, arguments.bags, arguments.sample_weights_data<T>(op),
+        arguments.combiner, mutable_data<T>(out), memory.mutable_data_ptr(), torch_parallel_for());
+    arguments.check_row(op, bad, num_rows);
+  });
+  return out;
+}
+
+Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor rows,
+                                             Tensor offsets, int64_t combiner,
+                                             Tensor sample_weights) {
+  const char* op = "embedding_bag_backward_sample_weights";
+  const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
+  check_dim(weight, 2, op, "weight");
+  check_dim(grad, 2, op, "grad");
+  check_size(grad, 0, arguments.bags.num_bags, op, "grad");
+  check_size(grad, 1, weight.size(1), op, "grad");
+  check_dtype(grad, weight.scalar_type(), op, "grad");
+  for (int64_t i = 0; i < arguments.bags.n; ++i) {
+    if (arguments.bags.rows[i] >= weight.size(0)) arguments.check_row(op, i, weight.size(0));
+  }
+  grad = torch::stable::contiguous(grad);
+  weight = torch::stable::contiguous(weight);
+  Tensor out = torch::stable::new_empty(sample_weights, {sample_weights.numel()});
+  dispatch_rows(weight, op, "weight", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    cpu::embedding_bag_backward_sample_weights(
+        data<T>(grad), data<T>(weight), weight.size(1), arguments.bags,
+        arguments.sample_weights_data<T>(op), arguments.combiner, mutable_data<Acc<T>>(out),
+        torch_parallel_for());
+  });
+  return out;
+}
+
+}  // namespace
+}  // namespace sparsekit::ops
+
+STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+  m.impl("embedding_bag", TORCH_BOX(&sparsekit::ops::embedding_bag));
+  m.impl("embedding_bag_backward", TORCH_BOX(&sparsekit::ops::embedding_bag_backward));
+  m.impl("embedding_bag_backward_sample_weights",
+         TORCH_BOX(&sparsekit::ops::embedding_bag_backward_sample_weights));
+}

@@ -1,0 +1,32 @@
+#include "sparsekit/gather_rows.h"
+
+#include "common.h"
+
+namespace sparsekit::ops {
+namespace {
+
+Tensor gather_rows(Tensor table, Tensor rows) {
+  const char* op = "gather_rows";
+  check_dim(table, 2, op, "table");
+  check_dim(rows, 1, op, "rows");
+  check_dtype(rows, ScalarType::Long, op, "rows");
+  table = torch::stable::contiguous(table);
+  rows = torch::stable::contiguous(rows);
+  Tensor out = torch::stable::new_empty(table, {rows.numel(), table.size(1)});
+  const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
+  const int64_t bad =
+      cpu::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
+                       rows.numel(), out.mutable_data_ptr(), torch_parallel_for());
+  if (bad >= 0) {
+    index_error(op, ": rows[", bad, "] is ", int64_data(rows)[bad], ", but table has ",
+                table.size(0), " rows");
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace sparsekit::ops
+
+STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+  m.impl("gather_rows", TORCH_BOX(&sparsekit::ops::gather_rows));
+}

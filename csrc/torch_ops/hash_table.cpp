@@ -1,0 +1,93 @@
+#include "sparsekit/hash_table.h"
+
+#include <limits>
+
+#include "common.h"
+
+namespace sparsekit::ops {
+namespace {
+
+constexpr int64_t kWordsPerBucket = sizeof(Bucket) / sizeof(int64_t);
+
+void check_buckets(const Tensor& buckets, const char* op) {
+  check_dtype(buckets, ScalarType::Long, op, "buckets");
+  check_dim(buckets, 2, op, "buckets");
+  check_size(buckets, 1, kWordsPerBucket, op, "buckets");
+  check(buckets.size(0) > 0, op, ": buckets must not be empty");
+  check_mutable(buckets, op, "buckets");
+}
+
+int64_t check_table_size(const Tensor& size, int64_t num_buckets, const char* op) {
+  check_dtype(size, ScalarType::Long, op, "size");
+  check(size.numel() == 1, op, ": size must have one element, got ", size.numel());
+  const int64_t value = *int64_data(size);
+  check(value >= 0 && value <= num_buckets * kSlotsPerBucket, op, ": size is ", value,
+        ", but the buckets have ", num_buckets * kSlotsPerBucket, " slots");
+  return value;
+}
+
+void clear(Tensor buckets) {
+  check_buckets(buckets, "hash_table_clear_");
+  cpu::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), torch_parallel_for());
+}
+
+Tensor find(Tensor buckets, Tensor keys) {
+  const char* op = "hash_table_find";
+  check_buckets(buckets, op);
+  check_dim(keys, 1, op, "keys");
+  keys = torch::stable::contiguous(keys);
+  Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
+  dispatch_keys(keys, op, [&](auto tag) {
+    using Key = typename decltype(tag)::type;
+    cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), keys.numel(),
+                         mutable_data<int64_t>(rows), torch_parallel_for());
+  });
+  return rows;
+}
+
+std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor keys,
+                                          int64_t capacity) {
+  const char* op = "hash_table_find_or_insert_";
+  check_buckets(buckets, op);
+  check_dim(keys, 1, op, "keys");
+  check(capacity > 0 && capacity <= buckets.size(0) * kSlotsPerBucket &&
+            capacity <= std::numeric_limits<int32_t>::max(),
+        op, ": capacity is ", capacity, ", but must be in [1, ",
+        std::min<int64_t>(buckets.size(0) * kSlotsPerBucket, std::numeric_limits<int32_t>::max()),
+        "]");
+  const int64_t size_before = check_table_size(size, buckets.size(0), op);
+  keys = torch::stable::contiguous(keys);
+  Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
+  Tensor status = torch::stable::new_empty(keys, {2}, ScalarType::Long);
+  const int64_t refused = dispatch_keys(keys, op, [&](auto tag) {
+    using Key = typename decltype(tag)::type;
+    return cpu::hash_table_find_or_insert(
+        mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
+        data<Key>(keys), keys.numel(), mutable_data<int64_t>(rows), torch_parallel_for());
+  });
+  mutable_data<int64_t>(status)[0] = size_before;
+  mutable_data<int64_t>(status)[1] = refused;
+  return {rows, status};
+}
+
+Tensor keys(Tensor buckets, Tensor size) {
+  const char* op = "hash_table_keys";
+  check_buckets(buckets, op);
+  const int64_t n = check_table_size(size, buckets.size(0), op);
+  Tensor keys = torch::stable::new_empty(buckets, {n});
+  const int64_t written =
+      cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
+                           torch_parallel_for());
+  check(written == n, op, ": the table is damaged: ", written, " entries for ", n, " rows");
+  return keys;
+}
+
+}  // namespace
+}  // namespace sparsekit::ops
+
+STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+  m.impl("hash_table_clear_", TORCH_BOX(&sparsekit::ops::clear));
+  m.impl("hash_table_find", TORCH_BOX(&sparsekit::ops::find));
+  m.impl("hash_table_find_or_insert_", TORCH_BOX(&sparsekit::ops::find_or_insert));
+  m.impl("hash_table_keys", TORCH_BOX(&sparsekit::ops::keys));
+}

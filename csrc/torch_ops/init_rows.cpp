@@ -1,0 +1,53 @@
+#include "sparsekit/init_rows.h"
+
+#include "common.h"
+
+namespace sparsekit::ops {
+namespace {
+
+void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optional<Tensor> status,
+               int64_t seed, int64_t distribution, double a, double b) {
+  const char* op = "init_rows_";
+  check_dim(out, 2, op, "out");
+  check_mutable(out, op, "out");
+  check_dim(keys, 1, op, "keys");
+  check_dtype(keys, ScalarType::Long, op, "keys");
+  check(distribution >= 0 && distribution <= static_cast<int64_t>(Distribution::kNormal), op,
+        ": distribution must be 0 (constant), 1 (uniform) or 2 (normal), got ", distribution);
+  keys = torch::stable::contiguous(keys);
+  const int64_t n = keys.numel();
+  if (rows.has_value()) {
+    check_dim(*rows, 1, op, "rows");
+    check_dtype(*rows, ScalarType::Long, op, "rows");
+    check_size(*rows, 0, n, op, "rows");
+    rows = torch::stable::contiguous(*rows);
+  } else {
+    check_size(out, 0, n, op, "out");
+  }
+  int64_t first_row = 0;
+  if (status.has_value()) {
+    check_dtype(*status, ScalarType::Long, op, "status");
+    check(status->numel() > 0, op, ": status must not be empty");
+    first_row = std::max<int64_t>(0, *int64_data(*status));
+  }
+  const Initializer initializer{static_cast<uint64_t>(seed),
+                                static_cast<Distribution>(distribution), static_cast<float>(a),
+                                static_cast<float>(b)};
+  dispatch_rows(out, op, "out", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1),
+                                       int64_data(keys), rows ? int64_data(*rows) : nullptr, n,
+                                       first_row, initializer, torch_parallel_for());
+    if (bad >= 0) {
+      index_error(op, ": rows[", bad, "] is ", int64_data(*rows)[bad], ", but out has ",
+                  out.size(0), " rows");
+    }
+  });
+}
+
+}  // namespace
+}  // namespace sparsekit::ops
+
+STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+  m.impl("init_rows_", TORCH_BOX(&sparsekit::ops::init_rows));
+}

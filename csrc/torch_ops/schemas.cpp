@@ -1,0 +1,38 @@
+// Every op that sparsekit defines, in one place. A trailing underscore marks an op that changes
+// the arguments written `Tensor(x!)`. What each does is said in sparsekit/ops/.
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(sparsekit, m) {
+  m.def("hash_table_clear_(Tensor(a!) buckets) -> ()");
+  m.def("hash_table_find(Tensor buckets, Tensor keys) -> Tensor");
+  m.def(
+      "hash_table_find_or_insert_(Tensor(a!) buckets, Tensor(b!) size, Tensor keys, int capacity)"
+      " -> (Tensor rows, Tensor status)");
+  m.def("hash_table_keys(Tensor buckets, Tensor size) -> Tensor");
+
+  m.def("unique(Tensor keys) -> (Tensor unique, Tensor inverse, Tensor counts)");
+
+  m.def(
+      "unsorted_segment_sum(Tensor data, Tensor segment_ids, SymInt num_segments) -> Tensor");
+
+  m.def("gather_rows(Tensor table, Tensor rows) -> Tensor");
+
+  m.def(
+      "embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int combiner,"
+      " Tensor? sample_weights=None) -> Tensor");
+  m.def(
+      "embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int combiner,"
+      " Tensor? sample_weights, SymInt num_rows) -> Tensor");
+  m.def(
+      "embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor rows,"
+      " Tensor offsets, int combiner, Tensor sample_weights) -> Tensor");
+
+  m.def(
+      "init_rows_(Tensor(a!) out, Tensor keys, Tensor? rows, Tensor? status, int seed,"
+      " int distribution, float a, float b) -> ()");
+
+  m.def(
+      "lazy_adam_step_(Tensor(a!) weight, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq,"
+      " Tensor? rows, Tensor grad, Tensor step, float lr, float beta1, float beta2, float eps)"
+      " -> ()");
+}

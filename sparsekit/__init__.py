@@ -1,0 +1,40 @@
+"""Sparse embeddings with unbounded ids for PyTorch."""
+
+from . import _pybind
+from ._load import instruction_set, load
+
+load()
+
+from . import hashing, nn, ops, optim  # noqa: E402  the ops exist from here on
+from .errors import TableFullError  # noqa: E402
+from .nn import All2AllDenseEmbedding, DistributedEmbedding  # noqa: E402
+from .optim import split_embedding_variable_from_others  # noqa: E402
+from .table import HashTable  # noqa: E402
+
+__version__: str = _pybind.build_info()["version"]
+
+
+def build_info() -> dict[str, object]:
+    """What this installation was built with and which engine it runs.
+
+    Returns:
+        The version, compiler, C++ standard, build type, the torch it was built with and the oldest
+        it runs with, the Python of the binding module, whether CUDA kernels are in it, and the
+        instruction set of the CPU engine in use.
+    """
+    return {**_pybind.build_info(), "cpu_engine": instruction_set()}
+
+
+__all__ = [
+    "All2AllDenseEmbedding",
+    "DistributedEmbedding",
+    "HashTable",
+    "TableFullError",
+    "__version__",
+    "build_info",
+    "hashing",
+    "nn",
+    "ops",
+    "optim",
+    "split_embedding_variable_from_others",
+]

@@ -1,0 +1,63 @@
+"""Loads the compiled libraries, or says in one error why that cannot be.
+
+Order matters: the engine (``libsparsekit_core.so``) is built once per instruction set under one
+library name. The copy that fits this machine is loaded first; ``libsparsekit_torch.so``, which
+asks for that name, then gets it.
+"""
+
+import ctypes
+import re
+from pathlib import Path
+
+import torch
+
+MINIMUM_TORCH = (2, 11)
+_LIB = Path(__file__).parent / "lib"
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps sparsekit (from its source)"
+
+
+def _torch_version() -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def instruction_set() -> str:
+    """Name of the engine that fits this machine: ``"avx2"`` or ``"generic"``.
+
+    Asks torch, so ``ATEN_CPU_CAPABILITY=default`` selects the portable engine as it does torch's.
+    """
+    fits = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return "avx2" if fits and (_LIB / "avx2").is_dir() else "generic"
+
+
+def load() -> None:
+    """Make ``torch.ops.sparsekit`` available.
+
+    Raises:
+        ImportError: torch is too old, the libraries were not built, or they do not load.
+    """
+    minimum = ".".join(map(str, MINIMUM_TORCH))
+    if _torch_version() < MINIMUM_TORCH:
+        raise ImportError(
+            f"sparsekit is built for torch >= {minimum}, but found torch {torch.__version__}. "
+            f"Upgrade it: pip install 'torch>={minimum}'"
+        )
+    core = _LIB / instruction_set() / "libsparsekit_core.so"
+    ops = _LIB / "libsparsekit_torch.so"
+    for library in (core, ops):
+        if not library.exists():
+            raise ImportError(
+                f"sparsekit's compiled library {library} does not exist. In a source tree run "
+                f"`make build`; otherwise reinstall: {_REBUILD}"
+            )
+        try:
+            if library is core:
+                ctypes.CDLL(str(core))
+            else:
+                torch.ops.load_library(str(ops))
+        except OSError as error:
+            raise ImportError(
+                f"sparsekit's compiled library {library} does not load under torch "
+                f"{torch.__version__} (built for torch >= {minimum}): {error}. "
+                f"Rebuild it here: {_REBUILD}"
+            ) from error

@@ -1,0 +1,28 @@
+"""Errors of sparsekit that are not one of Python's own."""
+
+
+class TableFullError(RuntimeError):
+    """A table has no room for the new keys of a call; the table is as it was before the call.
+
+    Attributes:
+        layer: name of the layer or table.
+        rank: rank of the process whose shard is full.
+        size: rows in use.
+        capacity: rows there are.
+        refused: distinct new keys in the call, none of which was inserted.
+    """
+
+    def __init__(self, layer: str, rank: int, size: int, capacity: int, refused: int) -> None:
+        super().__init__(
+            f"{layer}: the table on rank {rank} is full: {size} of {capacity} rows are in use and "
+            f"the call brought {refused} new keys; none was inserted. Raise its capacity "
+            f"(max_vocabulary_size_per_gpu)."
+        )
+        self.layer = layer
+        self.rank = rank
+        self.size = size
+        self.capacity = capacity
+        self.refused = refused
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, int, int]]:
+        return type(self), (self.layer, self.rank, self.size, self.capacity, self.refused)

@@ -1,0 +1,127 @@
+"""Stable integer codes for feature values.
+
+A code depends on the value and the seed alone: not on the other values, the process, the machine
+or ``PYTHONHASHSEED``. So a raw user name or product id can be a key of a hash table without a
+dictionary that is built first and carried along.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekit import _pybind
+
+__all__ = ["xxh64"]
+
+_INTEGER_DTYPES = frozenset(
+    getattr(torch, sign + "int" + bits) for sign in ("", "u") for bits in ("8", "16", "32", "64")
+)
+_SINGLE_VALUES = (str, bytes, bytearray, memoryview, int, np.generic, type(None))
+
+
+def xxh64(
+    values: Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor, seed: int = 0
+) -> torch.Tensor:
+    """The 64-bit XXH64 hash of each value.
+
+    =============  ==================================================================
+    value          what is hashed
+    =============  ==================================================================
+    ``str``        its UTF-8 bytes
+    ``bytes``      the bytes as they are, so ``"a"`` and ``b"a"`` have the same code
+    ``int``        its decimal text, so ``3``, ``np.int32(3)`` and ``"3"`` have the same code
+    ``None``       nothing, as for ``""``: missing values share one code
+    =============  ==================================================================
+
+    Subclasses of str and int (an ``Enum`` with str values, say) count by content, not by what
+    their ``__str__`` prints. Everything else is refused: floats, whose text is a matter of taste
+    (put ``None`` for a NaN that means missing), and bools.
+
+    Args:
+        values: n values in a list, a tuple or another sequence, which may mix the types above; or
+            a 1-D numpy array of an integer, ``str``, ``bytes`` or object dtype; or a 1-D integer
+            tensor on the CPU. Lists, tuples and integer arrays are the fast ones. A fixed-width
+            numpy array (dtype ``S`` or ``U``) drops the NUL characters at the end of an item when
+            the item is read, so those are not hashed. Masked items count as None.
+        seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
+
+    Returns:
+        int64 ``[n]`` on the CPU. torch computes little with unsigned 64-bit integers, so the 64
+        bits are read as a signed number: a hash h of 2**63 or more comes out as ``h - 2**64``.
+        ``code % 2**64`` on a Python int gives h back.
+
+    Raises:
+        TypeError: A value of another type, named with its position; an array of another dtype; a
+            single value, a set, a dict or an iterator instead of a sequence.
+        ValueError: A str with a lone surrogate or an int too long for Python to print, named with
+            its position; more or fewer than one dimension; a tensor on another device; a seed out
+            of range.
+
+    Example:
+        >>> xxh64(["3", 3, "item_42", None])
+        tensor([ 2744800946715733156,  2744800946715733156, -2566156066482769840,
+                -1205034819632174695])
+        >>> hex(xxh64(["item_42"]).item() % 2**64)
+        '0xdc6235da484f3050'
+    """
+    seed = _checked_seed(seed)
+    if isinstance(values, torch.Tensor):
+        values = _array_of_tensor(values)
+    codes = _hash_array(values, seed) if isinstance(values, np.ndarray) else _hash(values, seed)
+    return torch.from_numpy(codes)
+
+
+def _hash(values: Any, seed: int) -> np.ndarray:
+    if isinstance(values, _SINGLE_VALUES):
+        raise TypeError(
+            f"xxh64 takes a sequence of values and got a single {type(values).__name__}; "
+            "put it in a list: xxh64([value])"
+        )
+    if isinstance(values, Mapping):
+        raise TypeError(f"values must be a sequence, such as a list; got {type(values).__name__}")
+    _check_dimensions(values)
+    return _pybind.xxh64_many(values, seed)
+
+
+def _hash_array(values: np.ndarray, seed: int) -> np.ndarray:
+    _check_dimensions(values)
+    kind = values.dtype.kind
+    # A masked array goes the general way: its tolist() has None where an item is masked.
+    if kind in "iu" and not isinstance(values, np.ma.MaskedArray):
+        wide = np.int64 if kind == "i" else np.uint64
+        return _pybind.xxh64_integers(np.ascontiguousarray(values, dtype=wide), seed)
+    if kind in "iuOUST":
+        return _pybind.xxh64_many(values.tolist(), seed)
+    raise TypeError(
+        f"values is an array of dtype {values.dtype}; expected integers, str, bytes or objects"
+    )
+
+
+def _array_of_tensor(values: torch.Tensor) -> np.ndarray:
+    if values.dtype not in _INTEGER_DTYPES:
+        raise TypeError(f"values is a tensor of dtype {values.dtype}; expected integers")
+    if values.device.type != "cpu":
+        raise ValueError(f"values is on device {values.device}; hashing runs on the CPU: .cpu()")
+    return values.numpy()
+
+
+def _check_dimensions(values: Any) -> None:
+    # A table of pandas is refused here too: as a sequence it would be its column names.
+    dimensions = getattr(values, "ndim", 1)
+    if dimensions != 1:
+        raise ValueError(f"values must have one dimension, got {dimensions}")
+
+
+def _checked_seed(seed: int) -> int:
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"seed must be an int, got {type(seed).__name__}") from None
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed must be in [0, 2**64), got {seed}")
+    return seed

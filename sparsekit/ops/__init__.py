@@ -1,0 +1,27 @@
+"""The ops: plain functions on tensors, each with its fake kernel and gradient."""
+
+from .embedding_bag import embedding_bag
+from .gather_rows import gather_rows
+from .hash_table import (
+    hash_table_clear_,
+    hash_table_find,
+    hash_table_find_or_insert_,
+    hash_table_keys,
+)
+from .init_rows import init_rows_
+from .lazy_adam import lazy_adam_step_
+from .segment_sum import unsorted_segment_sum
+from .unique import unique
+
+__all__ = [
+    "embedding_bag",
+    "gather_rows",
+    "hash_table_clear_",
+    "hash_table_find",
+    "hash_table_find_or_insert_",
+    "hash_table_keys",
+    "init_rows_",
+    "lazy_adam_step_",
+    "unique",
+    "unsorted_segment_sum",
+]

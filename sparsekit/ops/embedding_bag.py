@@ -1,0 +1,127 @@
+"""Pooling of table rows into bags."""
+
+from typing import Any
+
+import torch
+
+from ._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype, check_same_device, check_tensor
+
+COMBINERS = {"sum": 0, "mean": 1, "sqrtn": 2}
+
+_ops = torch.ops.sparsekit
+_op = _ops.embedding_bag.default
+
+
+def check_combiner(name: str, combiner: str) -> None:
+    """Raise ValueError unless combiner is one of ``COMBINERS``; ``name`` begins the message."""
+    if combiner not in COMBINERS:
+        raise ValueError(f"{name}: combiner must be one of {list(COMBINERS)}, got {combiner!r}")
+
+
+def embedding_bag(
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    combiner: str = "sum",
+    sample_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Pool rows of a table into bags; bag b pools ``rows[offsets[b]:offsets[b + 1]]``.
+
+    With rows x_i and weights w_i (1 without sample_weights), the bag is
+
+    - ``"sum"``: S = sum w_i x_i
+    - ``"mean"``: S / sum w_i
+    - ``"sqrtn"``: S / sqrt(sum w_i^2), as in TensorFlow's ``embedding_lookup_sparse``
+
+    and zeros where it is empty or the divisor is zero. Differentiable in weight and
+    sample_weights; the gradient for weight is dense.
+
+    Args:
+        weight: float32, float64 or bfloat16 (added in float32) ``[num_rows, dim]``.
+        rows: int64 or int32 ``[n]``; a negative row stands for a vector of zeros.
+        offsets: int64 or int32 ``[bags + 1]``, rising from 0 to n.
+        combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``.
+        sample_weights: floating point ``[n]``, or None.
+
+    Returns:
+        ``[bags, dim]`` in the dtype of weight.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, combiner or offset; the message has its position.
+        IndexError: a row >= num_rows; the message has its position.
+    """
+    name = "embedding_bag"
+    check_tensor(name, "weight", weight, ROW_DTYPES, 2)
+    check_tensor(name, "rows", rows, KEY_DTYPES, 1)
+    check_tensor(name, "offsets", offsets, KEY_DTYPES, 1)
+    check_combiner(name, combiner)
+    if sample_weights is not None:
+        check_tensor(name, "sample_weights", sample_weights, (*ROW_DTYPES, torch.float16), 1)
+        sample_weights = sample_weights.to(accumulate_dtype(weight.dtype))
+    check_same_device(name, weight=weight, rows=rows, offsets=offsets, sample_weights=sample_weights)
+    return _op(
+        weight, rows.to(torch.int64), offsets.to(torch.int64), COMBINERS[combiner], sample_weights
+    )
+
+
+@torch.library.register_fake("sparsekit::embedding_bag")
+def _(
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    combiner: int,
+    sample_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return weight.new_empty([offsets.shape[0] - 1, weight.shape[1]])
+
+
+@torch.library.register_fake("sparsekit::embedding_bag_backward")
+def _(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    combiner: int,
+    sample_weights: torch.Tensor | None,
+    num_rows: int,
+) -> torch.Tensor:
+    return grad.new_empty([num_rows, grad.shape[1]])
+
+
+@torch.library.register_fake("sparsekit::embedding_bag_backward_sample_weights")
+def _(
+    grad: torch.Tensor,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    combiner: int,
+    sample_weights: torch.Tensor,
+) -> torch.Tensor:
+    return torch.empty_like(sample_weights)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    weight, rows, offsets, combiner, sample_weights = inputs
+    # Only the gradient for sample_weights reads the table; without it the table is free to change
+    # before the backward.
+    kept = weight if sample_weights is not None and sample_weights.requires_grad else None
+    ctx.save_for_backward(rows, offsets, sample_weights, kept)
+    ctx.combiner = combiner
+    ctx.num_rows = weight.shape[0]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    rows, offsets, sample_weights, weight = ctx.saved_tensors
+    grad_weight = grad_sample_weights = None
+    if ctx.needs_input_grad[0]:
+        grad_weight = _ops.embedding_bag_backward.default(
+            grad, rows, offsets, ctx.combiner, sample_weights, ctx.num_rows
+        )
+    if weight is not None:
+        grad_sample_weights = _ops.embedding_bag_backward_sample_weights.default(
+            grad, weight, rows, offsets, ctx.combiner, sample_weights
+        )
+    return grad_weight, None, None, None, grad_sample_weights
+
+
+torch.library.register_autograd("sparsekit::embedding_bag", _backward, setup_context=_setup)

@@ -1,0 +1,52 @@
+"""Copies of table rows."""
+
+from typing import Any
+
+import torch
+
+from ._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+
+_op = torch.ops.sparsekit.gather_rows.default
+
+
+def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of a table by number.
+
+    Its gradient for ``table`` is dense; `DistributedEmbedding` has the sparse one.
+
+    Args:
+        table: float32, float64 or bfloat16 ``[num_rows, dim]``.
+        rows: int64 or int32 ``[n]``; a negative one, such as the -1 of `HashTable.find`, reads
+            zeros and gets no gradient.
+
+    Returns:
+        ``[n, dim]`` in the dtype of table.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape.
+        IndexError: a row >= num_rows; the message has its position.
+    """
+    check_tensor("gather_rows", "table", table, ROW_DTYPES, 2)
+    check_tensor("gather_rows", "rows", rows, KEY_DTYPES, 1)
+    check_same_device("gather_rows", table=table, rows=rows)
+    return _op(table, rows.to(torch.int64))
+
+
+@torch.library.register_fake("sparsekit::gather_rows")
+def _(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return table.new_empty([rows.shape[0], table.shape[1]])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    table, rows = inputs
+    ctx.save_for_backward(rows)
+    ctx.num_rows = table.shape[0]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    (rows,) = ctx.saved_tensors
+    return torch.ops.sparsekit.unsorted_segment_sum.default(grad, rows, ctx.num_rows), None
+
+
+torch.library.register_autograd("sparsekit::gather_rows", _backward, setup_context=_setup)

@@ -1,0 +1,100 @@
+"""The hash table's ops on its plain tensors; `sparsekit.HashTable` is the comfortable form.
+
+``buckets`` is int64 ``[num_buckets, 8]``: a line of 64 bytes with 5 int64 keys, 5 int32 rows (-1
+in an empty slot) and an int32 count of the keys that found the bucket full. ``size`` is int64
+``[1]``, the number of rows in use.
+"""
+
+import torch
+
+from ._checks import KEY_DTYPES, check_same_device, check_tensor
+
+SLOTS_PER_BUCKET = 5
+_ops = torch.ops.sparsekit
+_clear = _ops.hash_table_clear_.default
+_find = _ops.hash_table_find.default
+_find_or_insert = _ops.hash_table_find_or_insert_.default
+_keys = _ops.hash_table_keys.default
+
+
+def hash_table_clear_(buckets: torch.Tensor) -> None:
+    """Empty all buckets, in place."""
+    _clear(buckets)
+
+
+def hash_table_find(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Rows of keys.
+
+    Args:
+        buckets: int64 ``[num_buckets, 8]``.
+        keys: int64 or int32 ``[n]``, any values.
+
+    Returns:
+        int64 ``[n]``, -1 where the key is absent.
+
+    Raises:
+        TypeError: keys has a wrong dtype.
+        ValueError: a wrong shape or a mix of devices.
+    """
+    check_tensor("hash_table_find", "keys", keys, KEY_DTYPES, 1)
+    check_same_device("hash_table_find", buckets=buckets, keys=keys)
+    return _find(buckets, keys)
+
+
+def hash_table_find_or_insert_(
+    buckets: torch.Tensor, size: torch.Tensor, keys: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of keys; absent keys get the rows size, size + 1, ... in order of first occurrence.
+
+    All or nothing: when the rows would exceed capacity, buckets and size stay as they were.
+
+    Args:
+        buckets: int64 ``[num_buckets, 8]``, changed in place.
+        size: int64 ``[1]``, changed in place.
+        keys: int64 or int32 ``[n]``, any values, repeats allowed.
+        capacity: most rows there may be, at most ``5 * num_buckets`` and below 2^31.
+
+    Returns:
+        ``rows`` int64 ``[n]`` and ``status`` int64 ``[2]``: the size before the call, so rows from
+        there on are new, and how many entries of keys were refused for lack of room (their rows
+        are -1), 0 if all went well.
+
+    Raises:
+        TypeError: keys has a wrong dtype.
+        ValueError: a wrong shape, capacity or size, or a mix of devices.
+    """
+    name = "hash_table_find_or_insert_"
+    check_tensor(name, "keys", keys, KEY_DTYPES, 1)
+    check_same_device(name, buckets=buckets, size=size, keys=keys)
+    return _find_or_insert(buckets, size, keys, capacity)
+
+
+def hash_table_keys(buckets: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """Keys in the table, int64 ``[size]``, in order of their rows.
+
+    Raises:
+        ValueError: the table is damaged: it does not have exactly one key for each row.
+    """
+    return _keys(buckets, size)
+
+
+@torch.library.register_fake("sparsekit::hash_table_clear_")
+def _(buckets: torch.Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("sparsekit::hash_table_find")
+def _(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return keys.new_empty(keys.shape, dtype=torch.int64)
+
+
+@torch.library.register_fake("sparsekit::hash_table_find_or_insert_")
+def _(
+    buckets: torch.Tensor, size: torch.Tensor, keys: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty([2], dtype=torch.int64)
+
+
+@torch.library.register_fake("sparsekit::hash_table_keys")
+def _(buckets: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    return buckets.new_empty([torch.library.get_ctx().new_dynamic_size()])

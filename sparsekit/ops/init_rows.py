@@ -1,0 +1,68 @@
+"""Initial vectors of embedding rows."""
+
+import torch
+
+from ._checks import ROW_DTYPES, check_tensor
+
+DISTRIBUTIONS = {"constant": 0, "uniform": 1, "normal": 2}
+
+_op = torch.ops.sparsekit.init_rows_.default
+
+
+def init_rows_(
+    out: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+    *,
+    seed: int = 0,
+    distribution: str = "uniform",
+    a: float = -0.05,
+    b: float = 0.05,
+) -> None:
+    """Write the initial vectors of keys to ``out[rows]``, in place.
+
+    A value is a function of (seed, key, column) and of nothing else: a draw of Philox4x32-10
+    (Salmon et al., SC 2011) with the seed as key and (key, column // 4) as counter. Computed in
+    float32 and rounded to the dtype of out, so every dtype starts from the same numbers.
+
+    Args:
+        out: float32, float64 or bfloat16 ``[num_rows, dim]``, contiguous.
+        keys: int64 ``[n]``.
+        rows: int64 ``[n]``, where each vector goes; None means row i for key i.
+        status: the status of `hash_table_find_or_insert_`; rows below ``status[0]`` are left
+            alone, so only new rows are written. None writes all rows that are not negative.
+        seed: any 64-bit integer, signed or unsigned.
+        distribution: ``"constant"`` (a), ``"uniform"`` (in [a, b)) or ``"normal"`` (mean a,
+            standard deviation b).
+        a: first parameter of the distribution.
+        b: second parameter of the distribution.
+
+    Raises:
+        TypeError: out has a wrong dtype.
+        ValueError: a wrong shape or distribution.
+        IndexError: a row >= num_rows; the message has its position.
+    """
+    check_tensor("init_rows_", "out", out, ROW_DTYPES, 2)
+    check_tensor("init_rows_", "keys", keys, (torch.int64,), 1)
+    if distribution not in DISTRIBUTIONS:
+        raise ValueError(
+            f"init_rows_: distribution must be one of {list(DISTRIBUTIONS)}, got {distribution!r}"
+        )
+    # The schema's int is signed; the 64 bits are what counts.
+    signed = (seed + 2**63) % 2**64 - 2**63
+    _op(out, keys, rows, status, signed, DISTRIBUTIONS[distribution], a, b)
+
+
+@torch.library.register_fake("sparsekit::init_rows_")
+def _(
+    out: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor | None,
+    status: torch.Tensor | None,
+    seed: int,
+    distribution: int,
+    a: float,
+    b: float,
+) -> None:
+    return None

@@ -1,0 +1,53 @@
+"""Sums of rows by segment."""
+
+from typing import Any
+
+import torch
+
+from ._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from .gather_rows import _op as _gather_rows
+
+_op = torch.ops.sparsekit.unsorted_segment_sum.default
+
+
+def unsorted_segment_sum(
+    data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int
+) -> torch.Tensor:
+    """Sum of the rows of each segment; the ids may come in any order.
+
+    Args:
+        data: float32, float64 or bfloat16 (added in float32) ``[n, dim]``.
+        segment_ids: int64 or int32 ``[n]``; rows with an id below 0 are dropped.
+        num_segments: number of rows of the result.
+
+    Returns:
+        ``[num_segments, dim]`` in the dtype of data; a segment without rows is zero. The order of
+        additions depends on the ids only, so repeated calls give the same bits.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape or a negative num_segments.
+        IndexError: an id >= num_segments; the message has its position.
+    """
+    name = "unsorted_segment_sum"
+    check_tensor(name, "data", data, ROW_DTYPES, 2)
+    check_tensor(name, "segment_ids", segment_ids, KEY_DTYPES, 1)
+    check_same_device(name, data=data, segment_ids=segment_ids)
+    return _op(data, segment_ids.to(torch.int64), num_segments)
+
+
+@torch.library.register_fake("sparsekit::unsorted_segment_sum")
+def _(data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
+    return data.new_empty([num_segments, data.shape[1]])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    (segment_ids,) = ctx.saved_tensors
+    return _gather_rows(grad, segment_ids), None, None
+
+
+torch.library.register_autograd("sparsekit::unsorted_segment_sum", _backward, setup_context=_setup)

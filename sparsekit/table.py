@@ -1,0 +1,100 @@
+"""A hash table from int64 keys to rows 0, 1, 2, ..., whose state is plain tensors."""
+
+import math
+
+import torch
+
+from . import ops
+from .errors import TableFullError
+from .ops.hash_table import SLOTS_PER_BUCKET
+
+
+class HashTable(torch.nn.Module):
+    """Maps any int64 keys to dense row numbers in order of first occurrence.
+
+    The state is two buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
+    ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with 5 slots) and
+    ``size`` int64 ``[1]``.
+
+    Args:
+        capacity: most keys it can hold, in [1, 2^31 - 1]. It holds exactly so many.
+        device: where the buffers live.
+        load_factor: share of slots in use when full, in (0, 1]. Lower is faster and larger: a row
+            takes 12.8 / load_factor bytes.
+        name: how errors call it.
+
+    Raises:
+        ValueError: a capacity or load_factor out of range.
+
+    Example:
+        >>> table = HashTable(capacity=1000)
+        >>> table.find_or_insert(torch.tensor([42, -7, 42]))
+        tensor([0, 1, 0])
+        >>> table.find(torch.tensor([-7, 5]))
+        tensor([ 1, -1])
+    """
+
+    buckets: torch.Tensor
+    size: torch.Tensor
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        device: torch.device | str | None = None,
+        load_factor: float = 0.6,
+        name: str = "HashTable",
+    ) -> None:
+        super().__init__()
+        if not 1 <= capacity < 2**31:
+            raise ValueError(f"{name}: capacity must be in [1, 2^31 - 1], got {capacity}")
+        if not 0 < load_factor <= 1:
+            raise ValueError(f"{name}: load_factor must be in (0, 1], got {load_factor}")
+        self.capacity = capacity
+        self.load_factor = load_factor
+        self.name = name
+        num_buckets = math.ceil(capacity / (SLOTS_PER_BUCKET * load_factor))
+        self.register_buffer("buckets", torch.empty(num_buckets, 8, dtype=torch.int64, device=device))
+        self.register_buffer("size", torch.zeros(1, dtype=torch.int64, device=device))
+        ops.hash_table_clear_(self.buckets)
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
+        return ops.hash_table_find(self.buckets, keys.reshape(-1)).view(keys.shape)
+
+    def find_or_insert(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rows of keys; absent keys get the next free rows, in order of first occurrence.
+
+        Args:
+            keys: int64 or int32, any shape, any values, repeats allowed.
+
+        Returns:
+            int64 in the shape of keys.
+
+        Raises:
+            TableFullError: more new keys than free rows; the table is as it was.
+        """
+        rows, _ = self.find_or_insert_with_status(keys.reshape(-1))
+        return rows.view(keys.shape)
+
+    def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
+        rows, status = ops.hash_table_find_or_insert_(self.buckets, self.size, keys, self.capacity)
+        if status[1] != 0:
+            refused = len(ops.unique(keys[rows < 0])[0])
+            raise TableFullError(self.name, 0, len(self), self.capacity, refused)
+        return rows, status
+
+    def keys(self) -> torch.Tensor:
+        """All keys, int64 ``[len(table)]``; the key of row i is at position i."""
+        return ops.hash_table_keys(self.buckets, self.size)
+
+    def __len__(self) -> int:
+        return int(self.size)
+
+    def __bool__(self) -> bool:
+        return True  # an empty table is still a table
+
+    def extra_repr(self) -> str:
+        """Size, capacity and load factor."""
+        return f"size={len(self)}, capacity={self.capacity}, load_factor={self.load_factor}"
