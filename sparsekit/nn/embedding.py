@@ -1,0 +1,230 @@
+"""The two layers: pooled bags of keys, and one vector for each key."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import ops
+from ..ops._checks import KEY_DTYPES
+from ..ops.embedding_bag import check_combiner
+from .init import Initializer
+from .inputs import check_bags, to_bags, without_padding
+from .shard import EmbeddingWeight, ShardedTable
+
+__all__ = ["All2AllDenseEmbedding", "DistributedEmbedding", "EmbeddingWeight"]
+
+
+class DistributedEmbedding(ShardedTable):
+    """Embedding bags over an unbounded vocabulary; a drop-in for ``nn.EmbeddingBag``.
+
+    Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which
+    starts from an initial vector that depends on (seed, key, column) only. In evaluation nothing
+    is inserted, and an unseen key reads that same initial vector. ``weight.grad`` is a coalesced
+    sparse tensor, for `sparsekit.optim.LazyAdam` as for torch's SparseAdam, SGD and Adagrad.
+
+    Args:
+        combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum) or ``"sqrtn"``.
+        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
+        embedding_vec_size: elements of a vector (dim).
+        slot_num: bags of a sample.
+        max_nnz: most keys in a bag, padding included.
+        max_feature_num: most keys in a sample; None means slot_num * max_nnz.
+        use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
+        key_dtype: torch.int64 (int32 keys are taken as well) or torch.int32.
+        embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``;
+            None = ``Uniform(-0.05, 0.05)``.
+        padding_key: entries with this key are left out, neither counted nor inserted.
+        on_full: ``"error"``: `TableFullError`, with the table left as it was.
+        gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; the same on one rank.
+        seed: of the initial vectors; None derives it from the name.
+        name: how errors call the layer; give one when layers may be built in another order.
+        dtype: of the rows: float32, float64 or bfloat16 (added in float32).
+        device: of the rows and the table.
+        process_group: None means torch.distributed's default group, or one process.
+
+    Shape:
+        - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
+          or CSR ``[bags, max_nnz]``, whose values are the keys; torch.nested jagged
+          ``[bags, j]``; a KeyedJaggedTensor with slot_num features; or dense
+          ``[batch, slot_num, max_nnz]``. Keys are int64 or int32.
+        - Output: ``[batch, slot_num, dim]``; an empty bag is zeros.
+
+    Raises:
+        TypeError, ValueError, IndexError: on bad arguments or inputs; the message names the
+            layer, the argument, the value and its position.
+        TableFullError: (a call in training) more new keys than free rows.
+
+    Example:
+        >>> layer = DistributedEmbedding("mean", 1000, 8, slot_num=2, max_nnz=3)
+        >>> keys = torch.tensor([[[7, -1, 7], [10**12, 0, 3]]])  # [batch=1, slots=2, nnz=3]
+        >>> layer(keys).shape
+        torch.Size([1, 2, 8])
+    """
+
+    def __init__(
+        self,
+        combiner: str,
+        max_vocabulary_size_per_gpu: int,
+        embedding_vec_size: int,
+        slot_num: int,
+        max_nnz: int,
+        max_feature_num: int | None = None,
+        use_hashtable: bool = True,
+        *,
+        key_dtype: torch.dtype = torch.int64,
+        embedding_initializer: Initializer | None = None,
+        padding_key: int | None = None,
+        on_full: str = "error",
+        gradient_reduction: str = "mean",
+        seed: int | None = None,
+        name: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            max_vocabulary_size_per_gpu,
+            embedding_vec_size,
+            use_hashtable,
+            key_dtype=key_dtype,
+            embedding_initializer=embedding_initializer,
+            padding_key=padding_key,
+            on_full=on_full,
+            gradient_reduction=gradient_reduction,
+            seed=seed,
+            name=name,
+            dtype=dtype,
+            device=device,
+            process_group=process_group,
+        )
+        check_combiner(self.name, combiner)
+        self._check_count("slot_num", slot_num)
+        self._check_count("max_nnz", max_nnz)
+        if max_feature_num is not None:
+            self._check_count("max_feature_num", max_feature_num)
+        self.combiner = combiner
+        self.slot_num = slot_num
+        self.max_nnz = max_nnz
+        self.max_feature_num = max_feature_num
+
+    def forward(self, inputs: Any, sample_weights: Any = None) -> torch.Tensor:
+        """Pool the vectors of each bag's keys.
+
+        Args:
+            inputs: the bags; see Shape above.
+            sample_weights: one weight for each key, floating point: flat ``[n]``, or in the form
+                of inputs. A KeyedJaggedTensor brings its own.
+
+        Returns:
+            ``[batch, slot_num, dim]`` in the dtype of weight.
+        """
+        bags = to_bags(inputs, sample_weights, self.name)
+        bags = check_bags(bags, self.name, self.slot_num, self.max_nnz, self.max_feature_num)
+        bags = without_padding(bags, self.padding_key)
+        self._check_keys(bags.values)
+        vectors, positions = self._lookup(bags.values)
+        pooled = ops.embedding_bag(vectors, positions, bags.offsets, self.combiner, bags.weights)
+        if bags.slot_major:
+            return pooled.view(self.slot_num, -1, self.embedding_vec_size).transpose(0, 1)
+        return pooled.view(-1, self.slot_num, self.embedding_vec_size)
+
+    def extra_repr(self) -> str:
+        """The base's, and how bags are pooled."""
+        return (
+            f"{super().extra_repr()}, combiner={self.combiner!r}, slot_num={self.slot_num}, "
+            f"max_nnz={self.max_nnz}"
+        )
+
+
+class All2AllDenseEmbedding(ShardedTable):
+    """One vector for each key, not pooled; a drop-in for ``nn.Embedding``.
+
+    The table, its rules and the remaining keywords are those of `DistributedEmbedding`.
+
+    Args:
+        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
+        embedding_vec_size: elements of a vector (dim).
+        slot_num: slots of a sample.
+        nnz_per_slot: keys of each slot, always so many.
+        dynamic_input: take 1-D keys of any length instead.
+        use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
+        padding_key: entries with this key give zeros, get no gradient and are not inserted.
+        key_dtype, embedding_initializer, on_full, gradient_reduction, seed, name, dtype, device,
+            process_group: as in `DistributedEmbedding`.
+
+    Shape:
+        - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
+          ``[batch, slot_num, nnz_per_slot, dim]``.
+        - With dynamic_input: ``[n]``, 0 included. Output: ``[n, dim]``.
+    """
+
+    def __init__(
+        self,
+        max_vocabulary_size_per_gpu: int,
+        embedding_vec_size: int,
+        slot_num: int,
+        nnz_per_slot: int,
+        dynamic_input: bool = False,
+        use_hashtable: bool = True,
+        *,
+        key_dtype: torch.dtype = torch.int64,
+        embedding_initializer: Initializer | None = None,
+        padding_key: int | None = None,
+        on_full: str = "error",
+        gradient_reduction: str = "mean",
+        seed: int | None = None,
+        name: str | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            max_vocabulary_size_per_gpu,
+            embedding_vec_size,
+            use_hashtable,
+            key_dtype=key_dtype,
+            embedding_initializer=embedding_initializer,
+            padding_key=padding_key,
+            on_full=on_full,
+            gradient_reduction=gradient_reduction,
+            seed=seed,
+            name=name,
+            dtype=dtype,
+            device=device,
+            process_group=process_group,
+        )
+        self._check_count("slot_num", slot_num)
+        self._check_count("nnz_per_slot", nnz_per_slot)
+        self.slot_num = slot_num
+        self.nnz_per_slot = nnz_per_slot
+        self.dynamic_input = dynamic_input
+
+    def forward(self, keys: torch.Tensor) -> torch.Tensor:
+        """Look up the vector of each key; see Shape above."""
+        if not isinstance(keys, torch.Tensor):
+            raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
+        if keys.dtype not in KEY_DTYPES:
+            raise TypeError(f"{self.name}: keys must be int64 or int32, got {keys.dtype}")
+        if self.dynamic_input:
+            if keys.dim() != 1:
+                raise ValueError(f"{self.name}: keys must be 1-D, got shape {tuple(keys.shape)}")
+        elif keys.dim() != 3 or keys.shape[1:] != (self.slot_num, self.nnz_per_slot):
+            raise ValueError(
+                f"{self.name}: keys must have shape [batch, slot_num={self.slot_num}, "
+                f"nnz_per_slot={self.nnz_per_slot}], got {tuple(keys.shape)}"
+            )
+        flat = keys.reshape(-1)
+        if self.padding_key is None:
+            vectors, positions = self._checked_lookup(flat)
+        else:
+            keep = flat != self.padding_key
+            vectors, found = self._checked_lookup(flat[keep])
+            # A negative position reads zeros and sends no gradient.
+            positions = torch.full_like(flat, -1, dtype=torch.int64)
+            positions[keep] = found
+        return ops.gather_rows(vectors, positions).view(*keys.shape, self.embedding_vec_size)
+
+    def _checked_lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_keys(keys)
+        return self._lookup(keys)

@@ -1,0 +1,86 @@
+"""Initializers: what a new embedding row starts from."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .. import ops
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """A distribution of initial values; use one of its subclasses."""
+
+    @property
+    def _distribution(self) -> tuple[str, float, float]:
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        name, a, b = self._distribution
+        if not (math.isfinite(a) and math.isfinite(b)):
+            raise ValueError(f"{self}: the parameters must be finite")
+        if name == "uniform" and a >= b:
+            raise ValueError(f"{self}: low must be below high")
+        if name == "normal" and b < 0:
+            raise ValueError(f"{self}: std must not be negative")
+
+    def write_(
+        self,
+        out: torch.Tensor,
+        keys: torch.Tensor,
+        rows: torch.Tensor | None = None,
+        status: torch.Tensor | None = None,
+        *,
+        seed: int,
+    ) -> None:
+        """Write the initial vectors of keys to ``out[rows]``; see `sparsekit.ops.init_rows_`."""
+        name, a, b = self._distribution
+        ops.init_rows_(out, keys, rows, status, seed=seed, distribution=name, a=a, b=b)
+
+
+@dataclass(frozen=True)
+class Uniform(Initializer):
+    """Uniform in [low, high)."""
+
+    low: float = -0.05
+    high: float = 0.05
+
+    @property
+    def _distribution(self) -> tuple[str, float, float]:
+        return "uniform", self.low, self.high
+
+
+@dataclass(frozen=True)
+class Normal(Initializer):
+    """Normal with the given mean and standard deviation."""
+
+    mean: float = 0.0
+    std: float = 0.05
+
+    @property
+    def _distribution(self) -> tuple[str, float, float]:
+        return "normal", self.mean, self.std
+
+
+@dataclass(frozen=True)
+class Constant(Initializer):
+    """The same value everywhere."""
+
+    value: float = 0.0
+
+    @property
+    def _distribution(self) -> tuple[str, float, float]:
+        return "constant", self.value, 0.0
+
+
+def resolve(layer: str, initializer: Initializer | None) -> Initializer:
+    """The default for None; TypeError naming the layer for what is no initializer."""
+    if initializer is None:
+        return Uniform()
+    if not isinstance(initializer, Initializer):
+        raise TypeError(
+            f"{layer}: embedding_initializer must be a sparsekit.nn.Uniform, Normal or Constant, "
+            f"got {initializer!r}"
+        )
+    return initializer

@@ -1,0 +1,260 @@
+"""Every form in which a layer takes bags of keys, brought to one: values and offsets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..ops._checks import KEY_DTYPES, ROW_DTYPES
+
+FORMS = (
+    "(values, offsets), a sparse COO or CSR tensor, a jagged nested tensor, a KeyedJaggedTensor, "
+    "or a dense [batch, slot_num, max_nnz] tensor"
+)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Bag b holds ``values[offsets[b]:offsets[b + 1]]``.
+
+    Bags lie sample by sample (bag = sample * slot_num + slot), or slot by slot where slot_major.
+    """
+
+    values: torch.Tensor  # [n] keys
+    offsets: torch.Tensor  # int64 [bags + 1]
+    weights: torch.Tensor | None  # [n] or None
+    slot_major: bool = False
+
+
+def to_bags(inputs: Any, sample_weights: Any, layer: str) -> Bags:
+    """Bags of any accepted form; see `DistributedEmbedding` for the forms.
+
+    Raises:
+        TypeError: none of the forms, or a wrong dtype.
+        ValueError: a wrong shape, or sample_weights that do not fit.
+    """
+    bags = _form(inputs, layer)(inputs, sample_weights, layer)
+    _check_types(bags, layer)
+    return bags
+
+
+def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
+    if isinstance(inputs, (tuple, list)) and len(inputs) == 2:
+        return _from_values_offsets
+    if isinstance(inputs, torch.Tensor):
+        if inputs.is_nested:
+            return _from_jagged
+        forms = {
+            torch.sparse_coo: _from_coo,
+            torch.sparse_csr: _from_csr,
+            torch.strided: _from_dense,
+        }
+        if inputs.layout in forms:
+            return forms[inputs.layout]
+    # A KeyedJaggedTensor is recognised by what it can do; torchrec need not be installed.
+    if all(callable(getattr(inputs, name, None)) for name in ("values", "offsets", "stride")):
+        return _from_keyed_jagged
+    raise TypeError(f"{layer}: inputs must be {FORMS}; got {type(inputs).__name__}")
+
+
+def _flat_weights(weights: Any, n: int, layer: str, like: str) -> torch.Tensor | None:
+    """Weights that are given flat, one for each value."""
+    if weights is None:
+        return None
+    if not isinstance(weights, torch.Tensor) or weights.layout != torch.strided:
+        raise TypeError(
+            f"{layer}: sample_weights must be a 1-D tensor or {like}; got {type(weights).__name__}"
+        )
+    if weights.shape != (n,):
+        raise ValueError(
+            f"{layer}: sample_weights must have one weight for each of the {n} keys, "
+            f"got shape {tuple(weights.shape)}"
+        )
+    return weights
+
+
+def _from_values_offsets(inputs: Any, weights: Any, layer: str) -> Bags:
+    values, offsets = inputs
+    for name, part in (("values", values), ("offsets", offsets)):
+        if not isinstance(part, torch.Tensor):
+            raise TypeError(f"{layer}: {name} must be a tensor, got {type(part).__name__}")
+        if part.dim() != 1:
+            raise ValueError(f"{layer}: {name} must be 1-D, got shape {tuple(part.shape)}")
+    return Bags(values, offsets, _flat_weights(weights, len(values), layer, "None"))
+
+
+def _same_form(inputs: torch.Tensor, weights: Any) -> bool:
+    return (
+        isinstance(weights, torch.Tensor)
+        and weights.layout == inputs.layout
+        and weights.is_nested == inputs.is_nested
+    )
+
+
+def _check_structure(inputs: tuple[torch.Tensor, ...], weights: Any, layer: str) -> None:
+    if any(
+        mine.shape != theirs.shape or not torch.equal(mine, theirs)
+        for mine, theirs in zip(inputs, weights, strict=True)
+    ):
+        raise ValueError(f"{layer}: sample_weights does not have the same positions as inputs")
+
+
+def _check_2d(inputs: torch.Tensor, layer: str) -> None:
+    if inputs.dim() != 2:
+        raise ValueError(
+            f"{layer}: a sparse input must have shape [batch * slot_num, max_nnz], "
+            f"got {tuple(inputs.shape)}"
+        )
+
+
+def _from_coo(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
+    _check_2d(inputs, layer)
+    # Never coalesce(): that would add up the keys of equal positions.
+    indices, values = inputs._indices(), inputs._values()
+    if _same_form(inputs, weights):
+        _check_structure((indices,), (weights._indices(),), layer)
+        weights = weights._values()
+    flat = _flat_weights(weights, len(values), layer, "a sparse tensor like inputs")
+    bag = indices[0]
+    if not inputs.is_coalesced():
+        bag, order = bag.sort(stable=True)
+        values = values[order]
+        flat = None if flat is None else flat[order]
+    counts = torch.bincount(bag, minlength=inputs.shape[0])
+    return Bags(values, _offsets_of(counts), flat)
+
+
+def _from_csr(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
+    _check_2d(inputs, layer)
+    if _same_form(inputs, weights):
+        mine = (inputs.crow_indices(), inputs.col_indices())
+        _check_structure(mine, (weights.crow_indices(), weights.col_indices()), layer)
+        weights = weights.values()
+    values = inputs.values()
+    flat = _flat_weights(weights, len(values), layer, "a sparse tensor like inputs")
+    return Bags(values, inputs.crow_indices(), flat)
+
+
+def _from_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
+    if inputs.layout != torch.jagged or inputs.dim() != 2 or inputs._lengths is not None:
+        raise ValueError(
+            f"{layer}: a nested input must have layout=torch.jagged, shape [batch * slot_num, j] "
+            f"and no holes (call .contiguous()); got layout {inputs.layout}, {inputs.dim()} "
+            f"dimensions"
+        )
+    if _same_form(inputs, weights):
+        _check_structure((inputs.offsets(),), (weights.offsets(),), layer)
+        weights = weights.values()
+    flat = _flat_weights(weights, len(inputs.values()), layer, "a nested tensor like inputs")
+    return Bags(inputs.values(), inputs.offsets(), flat)
+
+
+def _from_keyed_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
+    own = getattr(inputs, "weights_or_none", lambda: None)()
+    if weights is None:
+        weights = own
+    elif own is not None:
+        raise ValueError(f"{layer}: inputs has weights of its own; pass no sample_weights")
+    flat = _flat_weights(weights, len(inputs.values()), layer, "None")
+    return Bags(inputs.values(), inputs.offsets(), flat, slot_major=True)
+
+
+def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
+    if inputs.dim() != 3:
+        raise ValueError(
+            f"{layer}: a dense input must have shape [batch, slot_num, max_nnz], "
+            f"got {tuple(inputs.shape)}"
+        )
+    batch, slots, nnz = inputs.shape
+    if weights is not None and weights.shape != inputs.shape:
+        raise ValueError(
+            f"{layer}: sample_weights must have the shape of inputs, {tuple(inputs.shape)}, "
+            f"got {tuple(weights.shape)}"
+        )
+    # nnz may be 0, where an arange by steps of nnz would not do.
+    offsets = torch.arange(batch * slots + 1, device=inputs.device) * nnz
+    return Bags(inputs.reshape(-1), offsets, None if weights is None else weights.reshape(-1))
+
+
+def _check_types(bags: Bags, layer: str) -> None:
+    if bags.values.dtype not in KEY_DTYPES:
+        raise TypeError(f"{layer}: keys must be int64 or int32, got {bags.values.dtype}")
+    if bags.offsets.dtype not in KEY_DTYPES:
+        raise TypeError(f"{layer}: offsets must be int64 or int32, got {bags.offsets.dtype}")
+    if bags.weights is not None and bags.weights.dtype not in (*ROW_DTYPES, torch.float16):
+        raise TypeError(f"{layer}: sample_weights must be floating point, got {bags.weights.dtype}")
+    devices = {part.device for part in (bags.values, bags.offsets, bags.weights) if part is not None}
+    if len(devices) > 1:
+        listed = sorted(map(str, devices))
+        raise ValueError(f"{layer}: keys, offsets and sample_weights lie on {listed}; need one")
+
+
+def _offsets_of(counts: torch.Tensor) -> torch.Tensor:
+    offsets = counts.new_zeros(len(counts) + 1)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    return offsets
+
+
+def check_bags(
+    bags: Bags, layer: str, slot_num: int, max_nnz: int, max_feature_num: int | None
+) -> Bags:
+    """Check the offsets and the layer's limits; the result has int64 offsets.
+
+    Raises:
+        ValueError: offsets that do not rise from 0 to len(values), a number of bags that slot_num
+            does not divide, or a bag or sample with too many keys; the message has its position.
+    """
+    offsets = bags.offsets.to(torch.int64)
+    if len(offsets) == 0 or offsets[0] != 0:
+        first = int(offsets[0]) if len(offsets) else "missing"
+        raise ValueError(f"{layer}: offsets must start at 0, but offsets[0] is {first}")
+    if (len(offsets) - 1) % slot_num != 0:
+        raise ValueError(
+            f"{layer}: the number of bags must be a multiple of slot_num={slot_num}, "
+            f"got {len(offsets) - 1}"
+        )
+    counts = offsets.diff()
+    if len(counts):
+        low, high = counts.aminmax()
+        if low < 0:
+            b = int((counts < 0).nonzero()[0])
+            raise ValueError(
+                f"{layer}: offsets must not decrease, but offsets[{b}] is {int(offsets[b])} and "
+                f"offsets[{b + 1}] is {int(offsets[b + 1])}"
+            )
+        if high > max_nnz:
+            b = int((counts > max_nnz).nonzero()[0])
+            raise ValueError(
+                f"{layer}: bag {b} has {int(counts[b])} keys, more than max_nnz={max_nnz}"
+            )
+    if offsets[-1] != len(bags.values):
+        raise ValueError(
+            f"{layer}: offsets must end at len(values)={len(bags.values)}, but offsets[-1] is "
+            f"{int(offsets[-1])}"
+        )
+    if max_feature_num is not None and len(counts):
+        by_slot = counts.view(slot_num, -1).T if bags.slot_major else counts.view(-1, slot_num)
+        per_sample = by_slot.sum(1)
+        if per_sample.max() > max_feature_num:
+            sample = int((per_sample > max_feature_num).nonzero()[0])
+            raise ValueError(
+                f"{layer}: sample {sample} has {int(per_sample[sample])} keys, more than "
+                f"max_feature_num={max_feature_num}"
+            )
+    return replace(bags, offsets=offsets)
+
+
+def without_padding(bags: Bags, padding_key: int | None) -> Bags:
+    """The bags without the entries that are padding_key. Expects checked bags."""
+    if padding_key is None:
+        return bags
+    keep = bags.values != padding_key
+    # Keys kept before each position; its values at the old offsets are the new offsets.
+    kept_before = _offsets_of(keep.to(torch.int64))
+    return Bags(
+        bags.values[keep],
+        kept_before[bags.offsets],
+        None if bags.weights is None else bags.weights[keep],
+        bags.slot_major,
+    )

@@ -1,0 +1,221 @@
+"""What both layers share: the table, its rows and the lookup of distinct keys."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import hashing, ops
+from ..ops._checks import KEY_DTYPES, ROW_DTYPES
+from ..table import HashTable
+from .init import Initializer, resolve
+
+_names = itertools.count()
+
+
+class EmbeddingWeight(torch.nn.Parameter):
+    """The parameter of an embedding layer, so that optimizers can tell it from dense ones."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return EmbeddingWeight, (self.data, self.requires_grad)
+
+
+class _GatherSparse(torch.autograd.Function):
+    """Rows of the weight, with a coalesced sparse gradient. Rows are distinct and sorted."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        rows: torch.Tensor,
+        fill_missing: Callable[[torch.Tensor], None] | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = weight.shape
+        vectors = ops.gather_rows(weight, rows)
+        if fill_missing is not None:
+            fill_missing(vectors)
+        return vectors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        (grad,) = grads
+        # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
+        missing = int(torch.searchsorted(rows, 0)) if len(rows) and rows[0] < 0 else 0
+        sparse = torch.sparse_coo_tensor(
+            rows[missing:].unsqueeze(0),
+            grad[missing:],
+            ctx.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        return sparse, None, None
+
+
+def _mark_coalesced(weight: torch.Tensor) -> None:
+    """Restore the coalesced flag, which autograd drops when it takes a gradient over uncopied."""
+    grad = weight.grad
+    if grad is not None and grad.is_sparse and not grad.is_coalesced():
+        rows = grad._indices()[0]
+        if bool((rows[1:] > rows[:-1]).all()):
+            grad._coalesced_(True)
+        else:
+            weight.grad = grad.coalesce()
+
+
+class ShardedTable(torch.nn.Module):
+    """One process's share of an embedding table; base class of the layers.
+
+    Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
+    ``table`` (a `HashTable`, absent without the hash table) and ``seed`` int64 [1].
+    """
+
+    weight: EmbeddingWeight
+    seed: torch.Tensor
+
+    def __init__(
+        self,
+        max_vocabulary_size_per_gpu: int,
+        embedding_vec_size: int,
+        use_hashtable: bool,
+        *,
+        key_dtype: torch.dtype,
+        embedding_initializer: Initializer | None,
+        padding_key: int | None,
+        on_full: str,
+        gradient_reduction: str,
+        seed: int | None,
+        name: str | None,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self.name = f"{type(self).__name__}_{next(_names)}" if name is None else name
+        self._check_count("max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu, 2**31 - 1)
+        self._check_count("embedding_vec_size", embedding_vec_size)
+        self._check_choice("key_dtype", key_dtype, KEY_DTYPES)
+        self._check_choice("dtype", dtype, ROW_DTYPES)
+        self._check_choice("on_full", on_full, ("error",))
+        self._check_choice("gradient_reduction", gradient_reduction, ("mean", "sum"))
+        self._check_world(process_group)
+        if torch.device(device or torch.get_default_device()).type != "cpu":
+            raise NotImplementedError(f"{self.name}: device must be cpu for now, got {device}")
+
+        self.capacity = max_vocabulary_size_per_gpu
+        self.embedding_vec_size = embedding_vec_size
+        self.key_dtype = key_dtype
+        self.initializer = resolve(self.name, embedding_initializer)
+        self.padding_key = padding_key
+        self.on_full = on_full
+        self.gradient_reduction = gradient_reduction
+        # Layers must not start from equal vectors for equal keys (user 5 and item 5), so the
+        # default seed depends on the name. It is state: a loaded layer goes on as it began.
+        self._seed = hashing.xxh64([self.name]).item() if seed is None else _signed(seed)
+        self.register_buffer("seed", torch.tensor([self._seed], device=device))
+        self.weight = EmbeddingWeight(
+            torch.zeros(self.capacity, embedding_vec_size, dtype=dtype, device=device)
+        )
+        if use_hashtable:
+            self.table: HashTable | None = HashTable(self.capacity, device=device, name=self.name)
+        else:
+            self.table = None
+            keys = torch.arange(self.capacity, device=device)
+            self.initializer.write_(self.weight.data, keys, seed=self._seed)
+
+    def _check_count(self, argument: str, value: int, most: int = 2**63 - 1) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{self.name}: {argument} must be an int, got {value!r}")
+        if not 1 <= value <= most:
+            raise ValueError(f"{self.name}: {argument} must be in [1, {most}], got {value}")
+
+    def _check_choice(self, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
+        if value not in choices:
+            listed = ", ".join(map(str, choices))
+            raise ValueError(f"{self.name}: {argument} must be one of {listed}; got {value!r}")
+
+    def _check_world(self, process_group: dist.ProcessGroup | None) -> None:
+        world = 1
+        if dist.is_available() and dist.is_initialized():
+            world = dist.get_world_size(process_group)
+        if world > 1:
+            raise NotImplementedError(
+                f"{self.name}: a process group of {world} ranks; sharding over more than one rank "
+                f"is not implemented yet"
+            )
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._seed = int(self.seed)
+
+    def _check_keys(self, keys: torch.Tensor) -> None:
+        if keys.dtype != self.key_dtype and self.key_dtype == torch.int32:
+            raise TypeError(f"{self.name}: keys must be {self.key_dtype}, got {keys.dtype}")
+        if keys.device != self.weight.device:
+            raise ValueError(
+                f"{self.name}: keys lie on {keys.device}, the weight on {self.weight.device}"
+            )
+        if self.table is not None or keys.numel() == 0:
+            return
+        low, high = keys.aminmax()
+        if low < 0 or high >= self.capacity:
+            flat = keys.reshape(-1)
+            position = int(((flat < 0) | (flat >= self.capacity)).nonzero()[0])
+            raise IndexError(
+                f"{self.name}: key {int(flat[position])} at position {position} is outside "
+                f"[0, {self.capacity}), the range of keys without the hash table"
+            )
+
+    def _rows(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rows of distinct int64 keys; new ones are inserted in training, -1 in evaluation."""
+        if self.table is None:
+            return keys
+        if not self.training:
+            return self.table.find(keys)
+        rows, status = self.table.find_or_insert_with_status(keys)
+        self.initializer.write_(self.weight.data, keys, rows, status, seed=self._seed)
+        return rows
+
+    def _fill_missing(
+        self, keys: torch.Tensor, rows: torch.Tensor
+    ) -> Callable[[torch.Tensor], None] | None:
+        """What writes the initial vectors of keys with row -1, or None if there are none."""
+        if self.training or self.table is None:
+            return None
+        missing = (rows < 0).nonzero().squeeze(1)
+        if len(missing) == 0:
+            return None
+        return lambda out: self.initializer.write_(out, keys[missing], missing, seed=self._seed)
+
+    def _lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
+        if self.weight.requires_grad and not self.weight._post_accumulate_grad_hooks:
+            # Here and not in __init__, since a copied module has a new weight without hooks.
+            self.weight.register_post_accumulate_grad_hook(_mark_coalesced)
+        unique, inverse, _ = ops.unique(keys)
+        unique = unique.to(torch.int64)
+        rows = self._rows(unique)
+        # A coalesced gradient has its rows sorted. Sorting them here, where the inverse can follow
+        # cheaply, saves a pass over the gradients.
+        rows, order = rows.sort()
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
+        vectors = _GatherSparse.apply(self.weight, rows, self._fill_missing(unique[order], rows))
+        return vectors, position[inverse]
+
+    def extra_repr(self) -> str:
+        """Name, shape and the settings that matter."""
+        rows = f", rows={len(self.table)}" if self.table is not None else ", use_hashtable=False"
+        return (
+            f"name={self.name!r}, capacity={self.capacity}, dim={self.embedding_vec_size}, "
+            f"dtype={self.weight.dtype}{rows}"
+        )
+
+
+def _signed(seed: int) -> int:
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed must fit 64 bits, got {seed}")
+    return (seed + 2**63) % 2**64 - 2**63

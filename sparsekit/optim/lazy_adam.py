@@ -1,0 +1,113 @@
+"""Adam on the rows that were touched."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..ops._checks import ROW_DTYPES, accumulate_dtype
+
+
+class LazyAdam(torch.optim.Optimizer):
+    r"""Adam that moves only the rows with a gradient; all others keep their bits.
+
+    At step t, for every row in the gradient g:
+
+    .. math::
+        m &= \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2 \\
+        w &= w - lr \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + eps}
+
+    t counts the steps of the parameter, not of the row, and the moments of rows without a
+    gradient do not decay. So it is not dense Adam: a row that is rarely seen keeps its momentum
+    until it is seen again. This is TensorFlow Addons' LazyAdam and torch.optim.SparseAdam; source
+    of the formula: Kingma and Ba, "Adam", ICLR 2015, end of section 2. There eps is not rescaled
+    by the bias correction, unlike in torch.optim.Adam.
+
+    A dense gradient is taken as one that touches every row. Moments are float32 for bfloat16
+    parameters.
+
+    Args:
+        params: parameters or groups of them; float32, float64 or bfloat16.
+        lr: learning rate, > 0 or 0.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the second moment, >= 0.
+
+    Raises:
+        ValueError: an argument out of range.
+        TypeError: (in step) a parameter of another dtype.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        if not lr >= 0:
+            raise ValueError(f"LazyAdam: lr must be >= 0, got {lr}")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"LazyAdam: betas must be two numbers in [0, 1), got {betas}")
+        if not eps >= 0:
+            raise ValueError(f"LazyAdam: eps must be >= 0, got {eps}")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; returns the closure's loss, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, group)
+        return loss
+
+    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        if parameter.dtype not in ROW_DTYPES:
+            raise TypeError(
+                f"LazyAdam: parameters must be float32, float64 or bfloat16, got {parameter.dtype} "
+                f"for one of shape {tuple(parameter.shape)}"
+            )
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = torch.zeros_like(
+                    parameter,
+                    dtype=accumulate_dtype(parameter.dtype),
+                    memory_format=torch.contiguous_format,
+                )
+        state["step"] += 1
+        grad, rows = parameter.grad, None
+        assert grad is not None
+        if grad.is_sparse:
+            grad = grad.coalesce()
+            rows, grad = grad._indices()[0], grad._values()
+        # A parameter of any shape as a matrix of rows; views, so changes reach it.
+        as_rows = parameter.detach().view(parameter.shape[0] if parameter.dim() else 1, -1)
+        ops.lazy_adam_step_(
+            as_rows,
+            state["exp_avg"].view(as_rows.shape),
+            state["exp_avg_sq"].view(as_rows.shape),
+            rows,
+            grad.reshape(-1, as_rows.shape[1]),
+            state["step"],
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; float32 moments of bfloat16 parameters stay float32."""
+        super().load_state_dict(state_dict)
+        # torch has cast the moments to the parameters' dtype; take the saved ones instead.
+        saved = (i for group in state_dict["param_groups"] for i in group["params"])
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for index, parameter in zip(saved, parameters, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if key != "step" and value.dtype != self.state[parameter][key].dtype:
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)
