@@ -45,7 +45,8 @@ def xxh64(
     Args:
         values: n values in a list, a tuple or another sequence, which may mix the types above; or
             a 1-D numpy array of an integer, ``str``, ``bytes`` or object dtype; or a 1-D integer
-            tensor on the CPU. Lists, tuples and integer arrays are the fast ones. A fixed-width
+            tensor on the CPU. Lists, tuples and integer arrays are the fast ones;
+            large ones are hashed by up to ``torch.get_num_threads()`` threads. A fixed-width
             numpy array (dtype ``S`` or ``U``) drops the NUL characters at the end of an item when
             the item is read, so those are not hashed. Masked items count as None.
         seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
@@ -85,7 +86,7 @@ def _hash(values: Any, seed: int) -> np.ndarray:
     if isinstance(values, Mapping):
         raise TypeError(f"values must be a sequence, such as a list; got {type(values).__name__}")
     _check_dimensions(values)
-    return _pybind.xxh64_many(values, seed)
+    return _pybind.xxh64_many(values, seed, torch.get_num_threads())
 
 
 def _hash_array(values: np.ndarray, seed: int) -> np.ndarray:
@@ -94,9 +95,10 @@ def _hash_array(values: np.ndarray, seed: int) -> np.ndarray:
     # A masked array goes the general way: its tolist() has None where an item is masked.
     if kind in "iu" and not isinstance(values, np.ma.MaskedArray):
         wide = np.int64 if kind == "i" else np.uint64
-        return _pybind.xxh64_integers(np.ascontiguousarray(values, dtype=wide), seed)
+        integers = np.ascontiguousarray(values, dtype=wide)
+        return _pybind.xxh64_integers(integers, seed, torch.get_num_threads())
     if kind in "iuOUST":
-        return _pybind.xxh64_many(values.tolist(), seed)
+        return _pybind.xxh64_many(values.tolist(), seed, torch.get_num_threads())
     raise TypeError(
         f"values is an array of dtype {values.dtype}; expected integers, str, bytes or objects"
     )

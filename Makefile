@@ -1,0 +1,65 @@
+# Everything a person needs: `make demo`, `make test`, `make lint`, `make wheel`, `make bench`,
+# `make clean`. Set-up (virtual environment, pinned dependencies, build) happens by itself and is
+# not repeated when nothing has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The libraries that the build leaves behind; any of them missing or older than a source rebuilds.
+BUILT := build/.built
+SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test lint format wheel check-wheel bench build clean distclean help
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+demo: build ## train on MovieLens-100K and compare with two baselines
+	$(BIN)/sparsekit train
+
+test: build ## run the test suite
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: build ## ruff, mypy and clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp')
+
+format: $(VENV)/.ready ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp')
+
+wheel: $(VENV)/.ready ## build a wheel into dist/
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@ls dist
+
+check-wheel: wheel ## install that wheel under two torches and train with it
+	PYTHON=$(PYTHON) tests/wheel_check.sh dist/*.whl
+
+bench: build ## time the kernels against torch's
+	$(BIN)/python -m benchmarks
+
+build: $(BUILT) ## compile what has changed
+
+$(BUILT): $(VENV)/.ready $(SOURCES)
+	$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# torch goes first: everything else is built against it or works without it.
+$(VENV)/.ready: requirements-dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+	@touch $@
+
+clean: ## remove what the build made; the environment stays
+	rm -rf build dist *.egg-info sparsekit/lib sparsekit/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environment as well
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

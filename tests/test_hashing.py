@@ -1,0 +1,393 @@
+"""sparsekit.hashing against the xxhash package, the published answers and its own rules."""
+
+import array
+import collections
+import enum
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparsekit
+from sparsekit.hashing import xxh64
+
+SEEDS = st.one_of(st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = st.one_of(TEXT, st.binary(max_size=80), st.integers(), st.none())
+INTEGER_DTYPES = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+# More than one part of a list that is hashed by several threads.
+MANY = 100_003
+
+
+@pytest.fixture
+def four_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def oracle(value, seed=0):
+    """The code of one value as the rules have it, by the xxhash package."""
+    if value is None:
+        data = b""
+    elif isinstance(value, bytes):
+        data = value
+    else:
+        data = str(value).encode()
+    unsigned = xxhash.xxh64_intdigest(data, seed)
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned
+
+
+# The hash itself
+
+
+@pytest.mark.parametrize("seed", [0, 1, 0x9E3779B97F4A7C15, 2**64 - 1])
+def test_every_length_equals_xxhash(seed):
+    values = [random.Random(length).randbytes(length) for length in range(301)]
+    assert xxh64(values, seed).tolist() == [oracle(value, seed) for value in values]
+
+
+@given(data=st.binary(max_size=300), seed=SEEDS)
+def test_any_bytes_and_seed_equal_xxhash(data, seed):
+    assert xxh64([data], seed).tolist() == [oracle(data, seed)]
+
+
+@given(data=st.binary(min_size=1, max_size=100), position=st.integers(0, 99), bit=st.integers(0, 7))
+def test_every_bit_counts(data, position, bit):
+    changed = bytearray(data)
+    changed[position % len(data)] ^= 1 << bit
+    before, after = xxh64([data, bytes(changed)]).tolist()
+    assert before != after
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("3", 0x26167C2AF5162CA4),
+        ("item_42", 0xDC6235DA484F3050),
+        ("", 0xEF46DB3751D8E999),
+    ],
+)
+def test_known_answers(value, expected):
+    (code,) = xxh64([value]).tolist()
+    assert code % 2**64 == expected
+    assert -(2**63) <= code < 2**63
+
+
+def test_output_is_a_signed_int64_vector():
+    codes = xxh64(["item_42", "3"])
+    assert codes.dtype == torch.int64
+    assert codes.shape == (2,)
+    assert codes[0] == 0xDC6235DA484F3050 - 2**64
+    assert xxh64([]).shape == (0,)
+    assert xxh64(np.array([], dtype=np.int32)).shape == (0,)
+
+
+# What is hashed for which type
+
+
+@given(TEXT, SEEDS)
+def test_str_counts_as_its_utf8_bytes(text, seed):
+    as_str, as_bytes = xxh64([text, text.encode()], seed).tolist()
+    assert as_str == as_bytes == oracle(text, seed)
+
+
+@given(st.one_of(st.integers(), st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 0])))
+def test_int_counts_as_its_decimal_text(number):
+    as_int, as_str = xxh64([number, str(number)]).tolist()
+    assert as_int == as_str == oracle(number)
+
+
+def test_huge_int():
+    number = 10**4000 + 7
+    assert xxh64([number]).tolist() == [oracle(number)]
+
+
+def test_none_counts_as_the_empty_string():
+    assert len(set(xxh64([None, "", b""]).tolist())) == 1
+    assert xxh64([None]).tolist() != xxh64(["None"]).tolist()
+
+
+def test_numpy_scalars():
+    values = [np.dtype(name).type(7) for name in INTEGER_DTYPES]
+    assert xxh64(values).tolist() == [oracle(7)] * len(values)
+    assert xxh64([np.str_("ab"), np.bytes_(b"ab")]).tolist() == [oracle("ab")] * 2
+
+
+def test_subclasses_count_by_content():
+    class Color(str, enum.Enum):
+        RED = "red"
+
+    class Level(enum.IntEnum):
+        HIGH = 3
+
+    class Loud(int):
+        def __str__(self):
+            return "loud"
+
+    values = [Color.RED, Level.HIGH, Loud(2**70)]
+    assert xxh64(values).tolist() == [oracle("red"), oracle(3), oracle(2**70)]
+
+
+@given(st.lists(VALUES, max_size=20), SEEDS, st.randoms())
+def test_a_code_does_not_depend_on_the_neighbours(values, seed, rng):
+    shuffled = rng.sample(values, len(values))
+    together = xxh64(shuffled, seed).tolist()
+    assert together == [xxh64([value], seed).item() for value in shuffled]
+    assert together == [oracle(value, seed) for value in shuffled]
+
+
+def test_a_code_does_not_depend_on_the_process():
+    values = ["3", 3, "item_42", "é", b"\xff", None, 2**80]
+    program = f"from sparsekit.hashing import xxh64; print(xxh64({values!r}).tolist())"
+    path = os.pathsep.join(
+        [str(Path(sparsekit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    for hash_seed in ("0", "12345"):
+        run = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert run.stdout.strip() == str([oracle(value) for value in values])
+
+
+# Containers
+
+
+class Reversed(collections.abc.Sequence):
+    """A sequence of its own kind."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[len(self.items) - 1 - i]
+
+
+@pytest.mark.parametrize(
+    "container",
+    [list, tuple, collections.deque, Reversed, lambda items: np.array(items, dtype=object)],
+)
+def test_sequences(container):
+    values = container(["a", b"b", 3, None, "é", np.int16(-4), 2**64])
+    assert xxh64(values).tolist() == [oracle(value) for value in values]
+
+
+@given(st.data(), st.sampled_from(INTEGER_DTYPES), SEEDS)
+def test_integer_arrays_and_tensors(data, name, seed):
+    info = np.iinfo(name)
+    numbers = data.draw(st.lists(st.integers(int(info.min), int(info.max)), max_size=80))
+    expected = [oracle(number, seed) for number in numbers]
+    values = np.array(numbers, dtype=name)
+    assert xxh64(values, seed).tolist() == expected
+    assert xxh64(torch.from_numpy(values), seed).tolist() == expected
+    assert xxh64(values.astype(values.dtype.newbyteorder()), seed).tolist() == expected
+    assert xxh64(values[::-2], seed).tolist() == expected[::-2]
+
+
+def test_integer_sequences_that_are_no_arrays():
+    assert xxh64(range(-2, 3)).tolist() == [oracle(number) for number in range(-2, 3)]
+    assert xxh64(array.array("q", [5, -6])).tolist() == [oracle(5), oracle(-6)]
+
+
+def test_string_arrays():
+    words = ["item_1", "é", "", "日本"]
+    expected = [oracle(word) for word in words]
+    assert xxh64(np.array(words)).tolist() == expected
+    assert xxh64(np.array([word.encode() for word in words])).tolist() == expected
+    assert xxh64(np.array([b"a\0"])).tolist() == [oracle(b"a")]  # as numpy reads it
+    assert xxh64([b"a\0"]).tolist() == [oracle(b"a\0")]
+
+
+def test_masked_items_count_as_none():
+    values = np.ma.masked_array([1, 2, 3], mask=[False, True, False])
+    assert xxh64(values).tolist() == [oracle(1), oracle(None), oracle(3)]
+
+
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: f"item_{i}",
+        lambda i: i * 977,
+        lambda i: [f"item_{i}", b"%d" % i, None, i, f"é{i}", np.int64(i), -(10**20) - i][i % 7],
+    ],
+    ids=["str", "int", "mixed"],
+)
+def test_threads_give_the_same_codes(make):
+    values = [make(i) for i in range(MANY)]
+    assert xxh64(values).tolist() == [oracle(value) for value in values]
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_threads_give_the_same_codes_for_arrays():
+    values = np.arange(MANY) * 977 - MANY
+    assert xxh64(values).tolist() == [oracle(value) for value in values.tolist()]
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_a_bad_item_among_many_is_named():
+    values = ["x"] * MANY
+    values[MANY - 2] = 0.5
+    with pytest.raises(TypeError, match=rf"values\[{MANY - 2}\] is of type float"):
+        xxh64(values)
+
+
+def test_items_are_not_kept():
+    values = ["é" * 5, "text" * 9, b"bytes" * 9, 2**80, np.int64(7)]
+    before = [sys.getrefcount(value) for value in values]
+    for _ in range(10):
+        xxh64(values)
+    assert [sys.getrefcount(value) for value in values] == before
+
+
+def test_a_list_that_changes_while_it_is_hashed_counts_as_it_was():
+    class Emptying:
+        def __index__(self):
+            values.clear()
+            return 5
+
+    values = ["a", Emptying(), "é", 2**80]
+    assert xxh64(values).tolist() == [oracle("a"), oracle(5), oracle("é"), oracle(2**80)]
+    assert values == []
+
+
+# What is refused
+
+
+class Bad:
+    pass
+
+
+class Raising:
+    def __index__(self):
+        raise RuntimeError("from __index__")
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda items: np.array(items, dtype=object)])
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [
+        (True, "bool"),
+        (np.False_, "numpy.bool"),
+        (1.0, "float"),
+        (float("nan"), "float"),
+        (np.float32(1), "numpy.float32"),
+        (Bad(), "Bad"),
+        (bytearray(b"a"), "bytearray"),
+        (["a"], "list"),
+        (torch.tensor(True), "Tensor"),
+        (torch.tensor(1), "Tensor"),
+    ],
+)
+def test_items_of_other_types_are_refused(container, item, kind):
+    values = ["a", 2, "b", "c"]
+    values[2] = item
+    if container not in (list, tuple):
+        wrapped = np.empty(4, dtype=object)
+        wrapped[:] = values[:2] + [None] + values[3:]
+        wrapped[2] = item
+        values = wrapped
+    else:
+        values = container(values)
+    with pytest.raises(TypeError, match=rf"values\[2\] is of type {kind}; expected str, bytes"):
+        xxh64(values)
+
+
+@pytest.mark.parametrize("text", ["\ud800", "ab\udfff"])
+def test_lone_surrogates_are_refused(text):
+    with pytest.raises(ValueError, match=r"values\[3\] is a str with a lone surrogate") as caught:
+        xxh64(["a", "é", None, text])
+    assert isinstance(caught.value.__cause__, UnicodeEncodeError)
+
+
+@pytest.mark.skipif(not hasattr(sys, "get_int_max_str_digits"), reason="no limit in this Python")
+def test_an_int_too_long_to_print_is_refused():
+    number = 10 ** (sys.get_int_max_str_digits() + 1)
+    with pytest.raises(ValueError, match=r"values\[1\] is an int with more digits than"):
+        xxh64([1, number])
+
+
+def test_errors_of_an_index_method_pass():
+    with pytest.raises(RuntimeError, match="from __index__"):
+        xxh64([Raising()])
+
+
+@pytest.mark.parametrize(
+    "value", ["abc", b"abc", bytearray(b"abc"), memoryview(b"abc"), 3, None, np.int64(3), True]
+)
+def test_a_single_value_is_refused_with_a_hint(value):
+    with pytest.raises(TypeError, match=rf"a single {type(value).__name__}.*xxh64\(\[value\]\)"):
+        xxh64(value)
+
+
+@pytest.mark.parametrize(
+    "values", [{"a", "b"}, {"a": 1}, collections.UserDict(a=1), iter(["a"]), 2.5]
+)
+def test_containers_without_an_order_are_refused(values):
+    with pytest.raises(TypeError, match=f"must be a sequence.*{type(values).__name__}"):
+        xxh64(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.array([True]), "bool"),
+        (np.array([1.5]), "float64"),
+        (np.array(["2020-01-01"], dtype="datetime64[D]"), "datetime64"),
+        (torch.tensor([True]), "torch.bool"),
+        (torch.tensor([1.5]), "torch.float32"),
+        (torch.tensor([1.5], dtype=torch.bfloat16), "torch.bfloat16"),
+    ],
+)
+def test_arrays_of_other_dtypes_are_refused(values, dtype):
+    with pytest.raises(TypeError, match=f"of dtype {dtype}.*expected integers"):
+        xxh64(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [np.zeros((2, 3), dtype=int), np.array(3), torch.zeros(2, 3, dtype=torch.int64)],
+)
+def test_other_than_one_dimension_is_refused(values):
+    with pytest.raises(ValueError, match=f"values must have one dimension, got {values.ndim}"):
+        xxh64(values)
+
+
+def test_a_tensor_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="values is on device meta"):
+        xxh64(torch.empty(3, dtype=torch.int64, device="meta"))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 10**30])
+def test_a_seed_out_of_range_is_refused(seed):
+    with pytest.raises(ValueError, match=rf"seed must be in \[0, 2\*\*64\), got {seed}"):
+        xxh64(["a"], seed)
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None])
+def test_a_seed_of_another_type_is_refused(seed):
+    with pytest.raises(TypeError, match=f"seed must be an int, got {type(seed).__name__}"):
+        xxh64(["a"], seed)
+
+
+@settings(max_examples=20)
+@given(SEEDS, SEEDS)
+def test_the_seed_matters(one, other):
+    same = xxh64(["a", 1, None], one).tolist() == xxh64(["a", 1, None], other).tolist()
+    assert same == (one == other)
