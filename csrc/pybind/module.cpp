@@ -75,8 +75,8 @@ class DecimalHasher {
   void add(Integer value, int64_t* code) {
     if (count_ == kBatch) flush();
     char* digits = digits_[count_];
-    length_[count_] = static_cast<size_t>(
-        std::to_chars(digits, digits + sizeof digits_[0], value).ptr - digits);
+    length_[count_] =
+        static_cast<size_t>(std::to_chars(digits, digits + sizeof digits_[0], value).ptr - digits);
     code_[count_++] = code;
   }
 
@@ -95,7 +95,9 @@ class DecimalHasher {
   int64_t* code_[kBatch];
 };
 
-std::string item_name(Py_ssize_t position) { return "values[" + std::to_string(position) + "]"; }
+std::string item_name(Py_ssize_t position) {
+  return "values[" + std::to_string(position) + "]";
+}
 
 [[noreturn]] void throw_wrong_type(PyObject* item, Py_ssize_t position) {
   PyErr_Clear();
@@ -265,8 +267,8 @@ PYBIND11_MODULE(_pybind, m) {
   m.def("xxh64_integers", &xxh64_integers<int64_t>, py::arg("values").noconvert(), py::arg("seed"),
         py::arg("num_threads") = 1,
         "XXH64 of the decimal text of each integer of a contiguous 1-D array, as int64.");
-  m.def("xxh64_integers", &xxh64_integers<uint64_t>, py::arg("values").noconvert(),
-        py::arg("seed"), py::arg("num_threads") = 1);
+  m.def("xxh64_integers", &xxh64_integers<uint64_t>, py::arg("values").noconvert(), py::arg("seed"),
+        py::arg("num_threads") = 1);
   m.def("build_info", &build_info, "How this module was built, as a dict.");
 }
 
