@@ -1,4 +1,6 @@
-"""Errors of sparsekit that are not one of Python's own."""
+"""Errors of sparsekit that are not one of Python's own, and the check of whole numbers."""
+
+import operator
 
 
 class TableFullError(RuntimeError):
@@ -26,3 +28,21 @@ class TableFullError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, int, int]]:
         return type(self), (self.layer, self.rank, self.size, self.capacity, self.refused)
+
+
+def check_int(name: str, argument: str, value: object, least: int, most: int) -> int:
+    """``value`` as an int, a numpy one too; ``name`` begins the message.
+
+    Raises:
+        TypeError: not a whole number; True and False are none.
+        ValueError: outside [least, most].
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name}: {argument} must be an int, got {value!r}")
+    if not least <= number <= most:
+        raise ValueError(f"{name}: {argument} must be in [{least}, {most}], got {number}")
+    return number

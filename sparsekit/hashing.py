@@ -27,7 +27,7 @@ _SINGLE_VALUES = (str, bytes, bytearray, memoryview, int, np.generic, type(None)
 def xxh64(
     values: Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor, seed: int = 0
 ) -> torch.Tensor:
-    """The 64-bit XXH64 hash of each value.
+    """Hash each value to 64 bits with XXH64.
 
     =============  ==================================================================
     value          what is hashed
@@ -45,8 +45,8 @@ def xxh64(
     Args:
         values: n values in a list, a tuple or another sequence, which may mix the types above; or
             a 1-D numpy array of an integer, ``str``, ``bytes`` or object dtype; or a 1-D integer
-            tensor on the CPU. Lists, tuples and integer arrays are the fast ones;
-            large ones are hashed by up to ``torch.get_num_threads()`` threads. A fixed-width
+            tensor on the CPU. Lists, tuples and integer arrays are the fast ones; large ones are
+            hashed by up to ``torch.get_num_threads()`` threads. A fixed-width
             numpy array (dtype ``S`` or ``U``) drops the NUL characters at the end of an item when
             the item is read, so those are not hashed. Masked items count as None.
         seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
@@ -69,6 +69,7 @@ def xxh64(
                 -1205034819632174695])
         >>> hex(xxh64(["item_42"]).item() % 2**64)
         '0xdc6235da484f3050'
+
     """
     seed = _checked_seed(seed)
     if isinstance(values, torch.Tensor):

@@ -5,7 +5,8 @@ import math
 import torch
 
 from . import ops
-from .errors import TableFullError
+from .errors import TableFullError, check_int
+from .ops._checks import KEY_DTYPES
 from .ops.hash_table import SLOTS_PER_BUCKET
 
 
@@ -24,7 +25,8 @@ class HashTable(torch.nn.Module):
         name: how errors call it.
 
     Raises:
-        ValueError: a capacity or load_factor out of range.
+        TypeError: a capacity that is no int, or a load_factor that is no number.
+        ValueError: one of them out of range.
 
     Example:
         >>> table = HashTable(capacity=1000)
@@ -46,20 +48,23 @@ class HashTable(torch.nn.Module):
         name: str = "HashTable",
     ) -> None:
         super().__init__()
-        if not 1 <= capacity < 2**31:
-            raise ValueError(f"{name}: capacity must be in [1, 2^31 - 1], got {capacity}")
+        self.capacity = check_int(name, "capacity", capacity, 1, 2**31 - 1)
+        if not isinstance(load_factor, (float, int)):
+            raise TypeError(f"{name}: load_factor must be a number, got {load_factor!r}")
         if not 0 < load_factor <= 1:
             raise ValueError(f"{name}: load_factor must be in (0, 1], got {load_factor}")
-        self.capacity = capacity
         self.load_factor = load_factor
         self.name = name
-        num_buckets = math.ceil(capacity / (SLOTS_PER_BUCKET * load_factor))
-        self.register_buffer("buckets", torch.empty(num_buckets, 8, dtype=torch.int64, device=device))
+        num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
+        self.register_buffer(
+            "buckets", torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
+        )
         self.register_buffer("size", torch.zeros(1, dtype=torch.int64, device=device))
         ops.hash_table_clear_(self.buckets)
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
+        self._check_keys(keys)
         return ops.hash_table_find(self.buckets, keys.reshape(-1)).view(keys.shape)
 
     def find_or_insert(self, keys: torch.Tensor) -> torch.Tensor:
@@ -73,7 +78,9 @@ class HashTable(torch.nn.Module):
 
         Raises:
             TableFullError: more new keys than free rows; the table is as it was.
+            TypeError, ValueError: keys is no such tensor, or lies on another device.
         """
+        self._check_keys(keys)
         rows, _ = self.find_or_insert_with_status(keys.reshape(-1))
         return rows.view(keys.shape)
 
@@ -84,6 +91,16 @@ class HashTable(torch.nn.Module):
             refused = len(ops.unique(keys[rows < 0])[0])
             raise TableFullError(self.name, 0, len(self), self.capacity, refused)
         return rows, status
+
+    def _check_keys(self, keys: torch.Tensor) -> None:
+        if not isinstance(keys, torch.Tensor):
+            raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
+        if keys.dtype not in KEY_DTYPES:
+            raise TypeError(f"{self.name}: keys must be int64 or int32, got {keys.dtype}")
+        if keys.device != self.buckets.device:
+            raise ValueError(
+                f"{self.name}: keys is on {keys.device}, the table on {self.buckets.device}"
+            )
 
     def keys(self) -> torch.Tensor:
         """All keys, int64 ``[len(table)]``; the key of row i is at position i."""

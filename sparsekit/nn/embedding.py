@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from .. import ops
 from ..ops._checks import KEY_DTYPES
-from ..ops.embedding_bag import check_combiner
+from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
-from .inputs import check_bags, to_bags, without_padding
+from .inputs import check_bags, check_device, is_padding, to_bags, without_padding
 from .shard import EmbeddingWeight, ShardedTable
 
 __all__ = ["All2AllDenseEmbedding", "DistributedEmbedding", "EmbeddingWeight"]
@@ -98,14 +98,12 @@ class DistributedEmbedding(ShardedTable):
             device=device,
             process_group=process_group,
         )
-        check_combiner(self.name, combiner)
-        self._check_count("slot_num", slot_num)
-        self._check_count("max_nnz", max_nnz)
-        if max_feature_num is not None:
-            self._check_count("max_feature_num", max_feature_num)
+        self._check_choice("combiner", combiner, tuple(COMBINERS))
         self.combiner = combiner
-        self.slot_num = slot_num
-        self.max_nnz = max_nnz
+        self.slot_num = self._count("slot_num", slot_num)
+        self.max_nnz = self._count("max_nnz", max_nnz)
+        if max_feature_num is not None:
+            max_feature_num = self._count("max_feature_num", max_feature_num)
         self.max_feature_num = max_feature_num
 
     def forward(self, inputs: Any, sample_weights: Any = None) -> torch.Tensor:
@@ -119,14 +117,15 @@ class DistributedEmbedding(ShardedTable):
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
         """
-        bags = to_bags(inputs, sample_weights, self.name)
+        bags = to_bags(inputs, sample_weights, self.name, self.weight.device)
         bags = check_bags(bags, self.name, self.slot_num, self.max_nnz, self.max_feature_num)
+        self._check_keys(bags.values, bags.order)
         bags = without_padding(bags, self.padding_key)
-        self._check_keys(bags.values)
         vectors, positions = self._lookup(bags.values)
         pooled = ops.embedding_bag(vectors, positions, bags.offsets, self.combiner, bags.weights)
         if bags.slot_major:
-            return pooled.view(self.slot_num, -1, self.embedding_vec_size).transpose(0, 1)
+            by_slot = pooled.view(self.slot_num, -1, self.embedding_vec_size)
+            return by_slot.transpose(0, 1).contiguous()
         return pooled.view(-1, self.slot_num, self.embedding_vec_size)
 
     def extra_repr(self) -> str:
@@ -194,10 +193,8 @@ class All2AllDenseEmbedding(ShardedTable):
             device=device,
             process_group=process_group,
         )
-        self._check_count("slot_num", slot_num)
-        self._check_count("nnz_per_slot", nnz_per_slot)
-        self.slot_num = slot_num
-        self.nnz_per_slot = nnz_per_slot
+        self.slot_num = self._count("slot_num", slot_num)
+        self.nnz_per_slot = self._count("nnz_per_slot", nnz_per_slot)
         self.dynamic_input = dynamic_input
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
@@ -214,17 +211,15 @@ class All2AllDenseEmbedding(ShardedTable):
                 f"{self.name}: keys must have shape [batch, slot_num={self.slot_num}, "
                 f"nnz_per_slot={self.nnz_per_slot}], got {tuple(keys.shape)}"
             )
+        check_device(self.name, "keys", keys, self.weight.device)
         flat = keys.reshape(-1)
+        self._check_keys(flat)
         if self.padding_key is None:
-            vectors, positions = self._checked_lookup(flat)
+            vectors, positions = self._lookup(flat)
         else:
-            keep = flat != self.padding_key
-            vectors, found = self._checked_lookup(flat[keep])
+            keep = ~is_padding(flat, self.padding_key)
+            vectors, found = self._lookup(flat[keep])
             # A negative position reads zeros and sends no gradient.
             positions = torch.full_like(flat, -1, dtype=torch.int64)
             positions[keep] = found
         return ops.gather_rows(vectors, positions).view(*keys.shape, self.embedding_vec_size)
-
-    def _checked_lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._check_keys(keys)
-        return self._lookup(keys)

@@ -1,6 +1,5 @@
 """Initializers: what a new embedding row starts from."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +17,9 @@ class Initializer:
 
     def __post_init__(self) -> None:
         name, a, b = self._distribution
-        if not (math.isfinite(a) and math.isfinite(b)):
-            raise ValueError(f"{self}: the parameters must be finite")
+        # Values are drawn in float32; b - a is what a uniform draw is scaled by.
+        if not all(abs(x) <= torch.finfo(torch.float32).max for x in (a, b, b - a)):
+            raise ValueError(f"{self}: the parameters must be finite in float32")
         if name == "uniform" and a >= b:
             raise ValueError(f"{self}: low must be below high")
         if name == "normal" and b < 0:

@@ -25,18 +25,33 @@ class Bags:
     offsets: torch.Tensor  # int64 [bags + 1]
     weights: torch.Tensor | None  # [n] or None
     slot_major: bool = False
+    slots: int | None = None  # of a sample, where the form says it
+    order: torch.Tensor | None = None  # [n] where each value stood in the input; None: in place
 
 
-def to_bags(inputs: Any, sample_weights: Any, layer: str) -> Bags:
+def to_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Bags:
     """Bags of any accepted form; see `DistributedEmbedding` for the forms.
 
     Raises:
         TypeError: none of the forms, or a wrong dtype.
-        ValueError: a wrong shape, or sample_weights that do not fit.
+        ValueError: a wrong shape or device, or sample_weights that do not fit.
     """
-    bags = _form(inputs, layer)(inputs, sample_weights, layer)
+    form = _form(inputs, layer)
+    # Before any value is read, which the meta device has none of and others would wait for.
+    check_device(layer, "inputs", inputs, device)
+    check_device(layer, "sample_weights", sample_weights, device)
+    bags = form(inputs, sample_weights, layer)
+    check_device(layer, "values", bags.values, device)
+    check_device(layer, "offsets", bags.offsets, device)
+    check_device(layer, "sample_weights", bags.weights, device)
     _check_types(bags, layer)
     return bags
+
+
+def check_device(layer: str, argument: str, tensor: Any, device: torch.device) -> None:
+    """Raise ValueError for a tensor on another device; what is no tensor has none."""
+    if isinstance(tensor, torch.Tensor) and tensor.device != device:
+        raise ValueError(f"{layer}: {argument} is on {tensor.device}, the weight on {device}")
 
 
 def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
@@ -53,18 +68,27 @@ def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
         if inputs.layout in forms:
             return forms[inputs.layout]
     # A KeyedJaggedTensor is recognised by what it can do; torchrec need not be installed.
-    if all(callable(getattr(inputs, name, None)) for name in ("values", "offsets", "stride")):
+    if all(callable(getattr(inputs, name, None)) for name in ("keys", "values", "offsets")):
         return _from_keyed_jagged
-    raise TypeError(f"{layer}: inputs must be {FORMS}; got {type(inputs).__name__}")
+    raise TypeError(f"{layer}: inputs must be {FORMS}; got {_kind(inputs)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {'nested ' if value.is_nested else ''}tensor of layout {value.layout}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return type(value).__name__
 
 
 def _flat_weights(weights: Any, n: int, layer: str, like: str) -> torch.Tensor | None:
     """Weights that are given flat, one for each value."""
     if weights is None:
         return None
-    if not isinstance(weights, torch.Tensor) or weights.layout != torch.strided:
+    plain = isinstance(weights, torch.Tensor) and weights.layout == torch.strided
+    if not plain or weights.is_nested:
         raise TypeError(
-            f"{layer}: sample_weights must be a 1-D tensor or {like}; got {type(weights).__name__}"
+            f"{layer}: sample_weights must be a 1-D tensor or {like}; got {_kind(weights)}"
         )
     if weights.shape != (n,):
         raise ValueError(
@@ -92,19 +116,27 @@ def _same_form(inputs: torch.Tensor, weights: Any) -> bool:
     )
 
 
-def _check_structure(inputs: tuple[torch.Tensor, ...], weights: Any, layer: str) -> None:
-    if any(
-        mine.shape != theirs.shape or not torch.equal(mine, theirs)
-        for mine, theirs in zip(inputs, weights, strict=True)
-    ):
-        raise ValueError(f"{layer}: sample_weights does not have the same positions as inputs")
+def _check_structure(layer: str, **parts: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Parts of inputs and of sample_weights that must be equal."""
+    for name, (mine, theirs) in parts.items():
+        if mine.shape != theirs.shape:
+            raise ValueError(
+                f"{layer}: sample_weights must have the {name} of inputs, but their shapes are "
+                f"{tuple(theirs.shape)} and {tuple(mine.shape)}"
+            )
+        if not torch.equal(mine, theirs):
+            at = int((mine != theirs).view(-1, mine.shape[-1]).any(0).nonzero()[0])
+            raise ValueError(
+                f"{layer}: sample_weights must have the {name} of inputs, but at position {at} "
+                f"they are {theirs[..., at].tolist()} and {mine[..., at].tolist()}"
+            )
 
 
 def _check_2d(inputs: torch.Tensor, layer: str) -> None:
-    if inputs.dim() != 2:
+    if inputs.dim() != 2 or inputs.dense_dim() != 0:
         raise ValueError(
-            f"{layer}: a sparse input must have shape [batch * slot_num, max_nnz], "
-            f"got {tuple(inputs.shape)}"
+            f"{layer}: a sparse input must have shape [batch * slot_num, max_nnz] and no dense "
+            f"dimension, got {tuple(inputs.shape)} with {inputs.dense_dim()} of them"
         )
 
 
@@ -113,23 +145,32 @@ def _from_coo(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
     # Never coalesce(): that would add up the keys of equal positions.
     indices, values = inputs._indices(), inputs._values()
     if _same_form(inputs, weights):
-        _check_structure((indices,), (weights._indices(),), layer)
-        weights = weights._values()
+        _check_structure(layer, indices=(indices, weights._indices()))
+        if weights.requires_grad and not weights.is_coalesced():
+            raise ValueError(
+                f"{layer}: sample_weights requires a gradient but is not coalesced, and torch "
+                f"would lose the gradient; pass the weights flat, shape ({len(values)},)"
+            )
+        # Unlike values(), _values() takes what is not coalesced, and stops the gradient.
+        weights = weights.values() if weights.is_coalesced() else weights._values()
     flat = _flat_weights(weights, len(values), layer, "a sparse tensor like inputs")
-    bag = indices[0]
+    bag, order = indices[0], None
     if not inputs.is_coalesced():
         bag, order = bag.sort(stable=True)
         values = values[order]
         flat = None if flat is None else flat[order]
     counts = torch.bincount(bag, minlength=inputs.shape[0])
-    return Bags(values, _offsets_of(counts), flat)
+    return Bags(values, _offsets_of(counts), flat, order=order)
 
 
 def _from_csr(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
     _check_2d(inputs, layer)
     if _same_form(inputs, weights):
-        mine = (inputs.crow_indices(), inputs.col_indices())
-        _check_structure(mine, (weights.crow_indices(), weights.col_indices()), layer)
+        _check_structure(
+            layer,
+            crow_indices=(inputs.crow_indices(), weights.crow_indices()),
+            col_indices=(inputs.col_indices(), weights.col_indices()),
+        )
         weights = weights.values()
     values = inputs.values()
     flat = _flat_weights(weights, len(values), layer, "a sparse tensor like inputs")
@@ -144,7 +185,7 @@ def _from_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
             f"dimensions"
         )
     if _same_form(inputs, weights):
-        _check_structure((inputs.offsets(),), (weights.offsets(),), layer)
+        _check_structure(layer, offsets=(inputs.offsets(), weights.offsets()))
         weights = weights.values()
     flat = _flat_weights(weights, len(inputs.values()), layer, "a nested tensor like inputs")
     return Bags(inputs.values(), inputs.offsets(), flat)
@@ -156,8 +197,8 @@ def _from_keyed_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
         weights = own
     elif own is not None:
         raise ValueError(f"{layer}: inputs has weights of its own; pass no sample_weights")
-    flat = _flat_weights(weights, len(inputs.values()), layer, "None")
-    return Bags(inputs.values(), inputs.offsets(), flat, slot_major=True)
+    bags = _from_values_offsets((inputs.values(), inputs.offsets()), weights, layer)
+    return replace(bags, slot_major=True, slots=len(inputs.keys()))
 
 
 def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
@@ -167,14 +208,13 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
             f"got {tuple(inputs.shape)}"
         )
     batch, slots, nnz = inputs.shape
-    if weights is not None and weights.shape != inputs.shape:
-        raise ValueError(
-            f"{layer}: sample_weights must have the shape of inputs, {tuple(inputs.shape)}, "
-            f"got {tuple(weights.shape)}"
-        )
+    if _same_form(inputs, weights) and weights.shape == inputs.shape:
+        weights = weights.reshape(-1)
+    like = f"have the shape of inputs, {tuple(inputs.shape)}"
+    flat = _flat_weights(weights, inputs.numel(), layer, like)
     # nnz may be 0, where an arange by steps of nnz would not do.
     offsets = torch.arange(batch * slots + 1, device=inputs.device) * nnz
-    return Bags(inputs.reshape(-1), offsets, None if weights is None else weights.reshape(-1))
+    return Bags(inputs.reshape(-1), offsets, flat, slots=slots)
 
 
 def _check_types(bags: Bags, layer: str) -> None:
@@ -184,10 +224,6 @@ def _check_types(bags: Bags, layer: str) -> None:
         raise TypeError(f"{layer}: offsets must be int64 or int32, got {bags.offsets.dtype}")
     if bags.weights is not None and bags.weights.dtype not in (*ROW_DTYPES, torch.float16):
         raise TypeError(f"{layer}: sample_weights must be floating point, got {bags.weights.dtype}")
-    devices = {part.device for part in (bags.values, bags.offsets, bags.weights) if part is not None}
-    if len(devices) > 1:
-        listed = sorted(map(str, devices))
-        raise ValueError(f"{layer}: keys, offsets and sample_weights lie on {listed}; need one")
 
 
 def _offsets_of(counts: torch.Tensor) -> torch.Tensor:
@@ -205,6 +241,8 @@ def check_bags(
         ValueError: offsets that do not rise from 0 to len(values), a number of bags that slot_num
             does not divide, or a bag or sample with too many keys; the message has its position.
     """
+    if bags.slots not in (None, slot_num):
+        raise ValueError(f"{layer}: inputs has {bags.slots} slots, but slot_num={slot_num}")
     offsets = bags.offsets.to(torch.int64)
     if len(offsets) == 0 or offsets[0] != 0:
         first = int(offsets[0]) if len(offsets) else "missing"
@@ -245,11 +283,16 @@ def check_bags(
     return replace(bags, offsets=offsets)
 
 
+def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
+    """Which keys are padding_key. In int64, since an int32 tensor would cut a larger number."""
+    return keys.to(torch.int64) == padding_key
+
+
 def without_padding(bags: Bags, padding_key: int | None) -> Bags:
     """The bags without the entries that are padding_key. Expects checked bags."""
     if padding_key is None:
         return bags
-    keep = bags.values != padding_key
+    keep = ~is_padding(bags.values, padding_key)
     # Keys kept before each position; its values at the old offsets are the new offsets.
     kept_before = _offsets_of(keep.to(torch.int64))
     return Bags(

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 
 from .. import hashing, ops
+from ..errors import check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from ..table import HashTable
 from .init import Initializer, resolve
+from .inputs import is_padding
 
 _names = itertools.count()
 
@@ -95,29 +97,36 @@ class ShardedTable(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.name = f"{type(self).__name__}_{next(_names)}" if name is None else name
-        self._check_count("max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu, 2**31 - 1)
-        self._check_count("embedding_vec_size", embedding_vec_size)
+        self.capacity = self._count(
+            "max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu, 2**31 - 1
+        )
+        self.embedding_vec_size = self._count("embedding_vec_size", embedding_vec_size)
         self._check_choice("key_dtype", key_dtype, KEY_DTYPES)
         self._check_choice("dtype", dtype, ROW_DTYPES)
         self._check_choice("on_full", on_full, ("error",))
         self._check_choice("gradient_reduction", gradient_reduction, ("mean", "sum"))
         self._check_world(process_group)
-        if torch.device(device or torch.get_default_device()).type != "cpu":
+        device = torch.device(device or torch.get_default_device())
+        if device.type != "cpu":
             raise NotImplementedError(f"{self.name}: device must be cpu for now, got {device}")
 
-        self.capacity = max_vocabulary_size_per_gpu
-        self.embedding_vec_size = embedding_vec_size
         self.key_dtype = key_dtype
         self.initializer = resolve(self.name, embedding_initializer)
+        if padding_key is not None:
+            padding_key = check_int(self.name, "padding_key", padding_key, -(2**63), 2**63 - 1)
         self.padding_key = padding_key
         self.on_full = on_full
         self.gradient_reduction = gradient_reduction
         # Layers must not start from equal vectors for equal keys (user 5 and item 5), so the
         # default seed depends on the name. It is state: a loaded layer goes on as it began.
-        self._seed = hashing.xxh64([self.name]).item() if seed is None else _signed(seed)
+        if seed is None:
+            seed = int(hashing.xxh64([self.name]))
+        # An unsigned seed may be given, a signed one is kept: the 64 bits are what counts.
+        seed = check_int(self.name, "seed", seed, -(2**63), 2**64 - 1)
+        self._seed = (seed + 2**63) % 2**64 - 2**63
         self.register_buffer("seed", torch.tensor([self._seed], device=device))
         self.weight = EmbeddingWeight(
-            torch.zeros(self.capacity, embedding_vec_size, dtype=dtype, device=device)
+            torch.zeros(self.capacity, self.embedding_vec_size, dtype=dtype, device=device)
         )
         if use_hashtable:
             self.table: HashTable | None = HashTable(self.capacity, device=device, name=self.name)
@@ -126,11 +135,8 @@ class ShardedTable(torch.nn.Module):
             keys = torch.arange(self.capacity, device=device)
             self.initializer.write_(self.weight.data, keys, seed=self._seed)
 
-    def _check_count(self, argument: str, value: int, most: int = 2**63 - 1) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{self.name}: {argument} must be an int, got {value!r}")
-        if not 1 <= value <= most:
-            raise ValueError(f"{self.name}: {argument} must be in [1, {most}], got {value}")
+    def _count(self, argument: str, value: int, most: int = 2**63 - 1) -> int:
+        return check_int(self.name, argument, value, 1, most)
 
     def _check_choice(self, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
         if value not in choices:
@@ -150,22 +156,32 @@ class ShardedTable(torch.nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self._seed = int(self.seed)
+        if not isinstance(self.weight, EmbeddingWeight):
+            # load_state_dict(assign=True) puts a plain parameter in its place.
+            self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
 
-    def _check_keys(self, keys: torch.Tensor) -> None:
+    def _check_keys(self, keys: torch.Tensor, order: torch.Tensor | None = None) -> None:
+        """Check the keys of a call, padding included; order has their places in the input."""
         if keys.dtype != self.key_dtype and self.key_dtype == torch.int32:
             raise TypeError(f"{self.name}: keys must be {self.key_dtype}, got {keys.dtype}")
-        if keys.device != self.weight.device:
-            raise ValueError(
-                f"{self.name}: keys lie on {keys.device}, the weight on {self.weight.device}"
+        if self.weight.dtype not in ROW_DTYPES:
+            # After half(), for instance. Later it would fail with the keys already inserted.
+            raise TypeError(
+                f"{self.name}: weight must be float32, float64 or bfloat16, got {self.weight.dtype}"
             )
         if self.table is not None or keys.numel() == 0:
             return
         low, high = keys.aminmax()
-        if low < 0 or high >= self.capacity:
-            flat = keys.reshape(-1)
-            position = int(((flat < 0) | (flat >= self.capacity)).nonzero()[0])
+        if low >= 0 and high < self.capacity:
+            return
+        outside = (keys < 0) | (keys >= self.capacity)
+        if self.padding_key is not None:
+            outside &= ~is_padding(keys, self.padding_key)
+        if outside.any():
+            first = int(outside.nonzero()[0])
+            position = first if order is None else int(order[first])
             raise IndexError(
-                f"{self.name}: key {int(flat[position])} at position {position} is outside "
+                f"{self.name}: key {int(keys[first])} at position {position} is outside "
                 f"[0, {self.capacity}), the range of keys without the hash table"
             )
 
@@ -192,7 +208,8 @@ class ShardedTable(torch.nn.Module):
 
     def _lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
-        if self.weight.requires_grad and not self.weight._post_accumulate_grad_hooks:
+        hooks = self.weight._post_accumulate_grad_hooks or {}
+        if self.weight.requires_grad and _mark_coalesced not in hooks.values():
             # Here and not in __init__, since a copied module has a new weight without hooks.
             self.weight.register_post_accumulate_grad_hook(_mark_coalesced)
         unique, inverse, _ = ops.unique(keys)
@@ -213,9 +230,3 @@ class ShardedTable(torch.nn.Module):
             f"name={self.name!r}, capacity={self.capacity}, dim={self.embedding_vec_size}, "
             f"dtype={self.weight.dtype}{rows}"
         )
-
-
-def _signed(seed: int) -> int:
-    if not -(2**63) <= seed < 2**64:
-        raise ValueError(f"seed must fit 64 bits, got {seed}")
-    return (seed + 2**63) % 2**64 - 2**63

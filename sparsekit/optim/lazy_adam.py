@@ -36,6 +36,8 @@ class LazyAdam(torch.optim.Optimizer):
     Raises:
         ValueError: an argument out of range.
         TypeError: (in step) a parameter of another dtype.
+        ValueError: (in step) a parameter that is not contiguous, or a sparse gradient of single
+            elements rather than rows (sparse_dim > 1).
     """
 
     def __init__(
@@ -47,7 +49,8 @@ class LazyAdam(torch.optim.Optimizer):
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"LazyAdam: lr must be >= 0, got {lr}")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        pair = isinstance(betas, (tuple, list)) and len(betas) == 2
+        if not (pair and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(f"LazyAdam: betas must be two numbers in [0, 1), got {betas}")
         if not eps >= 0:
             raise ValueError(f"LazyAdam: eps must be >= 0, got {eps}")
@@ -72,6 +75,22 @@ class LazyAdam(torch.optim.Optimizer):
                 f"LazyAdam: parameters must be float32, float64 or bfloat16, got {parameter.dtype} "
                 f"for one of shape {tuple(parameter.shape)}"
             )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"LazyAdam: parameters must be contiguous, got one of shape "
+                f"{tuple(parameter.shape)} and strides {parameter.stride()}"
+            )
+        grad, rows = parameter.grad, None
+        assert grad is not None
+        if grad.is_sparse:
+            if grad.sparse_dim() != 1:
+                raise ValueError(
+                    f"LazyAdam: a sparse gradient must be one of rows (sparse_dim 1), got "
+                    f"sparse_dim {grad.sparse_dim()} for a parameter of shape "
+                    f"{tuple(parameter.shape)}"
+                )
+            grad = grad.coalesce()
+            rows, grad = grad._indices()[0], grad._values()
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -82,19 +101,16 @@ class LazyAdam(torch.optim.Optimizer):
                     memory_format=torch.contiguous_format,
                 )
         state["step"] += 1
-        grad, rows = parameter.grad, None
-        assert grad is not None
-        if grad.is_sparse:
-            grad = grad.coalesce()
-            rows, grad = grad._indices()[0], grad._values()
-        # A parameter of any shape as a matrix of rows; views, so changes reach it.
-        as_rows = parameter.detach().view(parameter.shape[0] if parameter.dim() else 1, -1)
+        # A parameter of any shape as a matrix of rows; views, so changes reach it. No size is left
+        # to view() as -1, since there may be no elements.
+        num_rows = parameter.shape[0] if parameter.dim() else 1
+        dim = parameter.numel() // max(num_rows, 1)
         ops.lazy_adam_step_(
-            as_rows,
-            state["exp_avg"].view(as_rows.shape),
-            state["exp_avg_sq"].view(as_rows.shape),
+            parameter.detach().view(num_rows, dim),
+            state["exp_avg"].view(num_rows, dim),
+            state["exp_avg_sq"].view(num_rows, dim),
             rows,
-            grad.reshape(-1, as_rows.shape[1]),
+            grad.reshape(num_rows if rows is None else len(rows), dim),
             state["step"],
             lr=float(group["lr"]),
             betas=group["betas"],
@@ -102,12 +118,14 @@ class LazyAdam(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; float32 moments of bfloat16 parameters stay float32."""
+        """Load a state; moments of bfloat16 parameters stay float32."""
         super().load_state_dict(state_dict)
-        # torch has cast the moments to the parameters' dtype; take the saved ones instead.
+        # torch has cast the moments to the parameters' dtype; go back to the saved ones where the
+        # moments are kept in another.
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
         parameters = (p for group in self.param_groups for p in group["params"])
         for index, parameter in zip(saved, parameters, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
-                if key != "step" and value.dtype != self.state[parameter][key].dtype:
-                    self.state[parameter][key] = value.to(parameter.device, copy=True)
+                dtype = accumulate_dtype(parameter.dtype)
+                if key != "step" and dtype != parameter.dtype:
+                    self.state[parameter][key] = value.to(parameter.device, dtype, copy=True)

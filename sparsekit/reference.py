@@ -1,0 +1,205 @@
+"""Every op in plain torch: what each one means, and what its kernels are tested against.
+
+Signatures are those of `sparsekit.ops`. Nothing here is fast. What is differentiable there is
+differentiable here, by autograd alone. The hash table is a class around a dict, since how buckets
+are filled is not part of what the ops mean.
+"""
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from .ops._checks import accumulate_dtype
+
+_MASK = 0xFFFFFFFF
+
+
+def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Distinct keys in order of first occurrence, where each key went, and how often each came."""
+    position: dict[int, int] = {}
+    inverse = [position.setdefault(key, len(position)) for key in keys.tolist()]
+    as_tensor = torch.tensor(inverse, dtype=torch.int64, device=keys.device)
+    return (
+        torch.tensor(list(position), dtype=keys.dtype, device=keys.device),
+        as_tensor,
+        torch.bincount(as_tensor, minlength=len(position)),
+    )
+
+
+def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``out[i] = table[rows[i]]``, or zeros where ``rows[i] < 0``."""
+    with_zeros = torch.cat([table.new_zeros(1, table.shape[1]), table])
+    return with_zeros[rows.clamp(min=-1) + 1]
+
+
+def unsorted_segment_sum(
+    data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int
+) -> torch.Tensor:
+    """``out[s]`` = sum of ``data[i]`` over the i with ``segment_ids[i] == s``; ids < 0 drop out."""
+    kept = (segment_ids >= 0).nonzero().squeeze(1)
+    total = _segment_sum(data[kept], segment_ids[kept], num_segments)
+    return total.to(data.dtype)
+
+
+def _segment_sum(data: torch.Tensor, ids: torch.Tensor, num_segments: int) -> torch.Tensor:
+    """Sum in the dtype that sums are computed in; no id is negative."""
+    data = data.to(accumulate_dtype(data.dtype))
+    return data.new_zeros(num_segments, *data.shape[1:]).index_add(0, ids, data)
+
+
+def embedding_bag(
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    combiner: str = "sum",
+    sample_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Pool ``rows[offsets[b]:offsets[b + 1]]`` of weight into bag b.
+
+    With rows x_i and weights w_i, S = sum w_i x_i: sum is S, mean is S / sum w_i, sqrtn is
+    S / sqrt(sum w_i^2). A negative row is a zero vector that counts like any other. An empty bag
+    and a divisor of zero give zeros.
+    """
+    bags = len(offsets) - 1
+    bag = torch.repeat_interleave(torch.arange(bags, device=rows.device), offsets.diff())
+    x = gather_rows(weight, rows).to(accumulate_dtype(weight.dtype))
+    w = x.new_ones(len(rows)) if sample_weights is None else sample_weights.to(x.dtype)
+    pooled = _segment_sum(w.unsqueeze(1) * x, bag, bags)
+    if combiner != "sum":
+        divisor = _segment_sum(w if combiner == "mean" else w * w, bag, bags)
+        zero = divisor == 0
+        # Replaced before the root and the division, so that no gradient becomes NaN.
+        divisor = divisor.masked_fill(zero, 1)
+        divisor = divisor.sqrt() if combiner == "sqrtn" else divisor
+        pooled = (pooled / divisor.unsqueeze(1)).masked_fill(zero.unsqueeze(1), 0)
+    return pooled.to(weight.dtype)
+
+
+class HashTable:
+    """Keys to rows 0, 1, 2, ... in order of first occurrence."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.row: dict[int, int] = {}
+
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """Rows of keys, -1 where a key is absent."""
+        return torch.tensor([self.row.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
+
+    def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of keys, absent ones inserted; and status: the size before, entries refused.
+
+        All or nothing: if not all new keys have room none is inserted, and their rows are -1.
+        """
+        before = len(self.row)
+        new = [key for key in dict.fromkeys(keys.tolist()) if key not in self.row]
+        if before + len(new) <= self.capacity:
+            self.row.update(zip(new, range(before, before + len(new)), strict=True))
+        rows = self.find(keys)
+        return rows, torch.tensor([before, int((rows < 0).sum())])
+
+    def keys(self) -> torch.Tensor:
+        """All keys; the key of row i is at position i."""
+        return torch.tensor(list(self.row), dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+def philox4x32_10(counter: Iterable[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
+    """Four random words from a counter of four and a key of two 32-bit words, held in int64.
+
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: ten
+    rounds of two 32 x 32 -> 64 bit products, the key moving by two Weyl constants in between.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # The products wrap to negative numbers; the mask takes the right 32 bits all the same.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            (product1 >> 32 & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            (product0 >> 32 & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return [c0, c1, c2, c3]
+
+
+def init_vectors(
+    keys: torch.Tensor, dim: int, *, seed: int, distribution: str, a: float, b: float
+) -> torch.Tensor:
+    """Compute initial vectors, float32 ``[n, dim]``: a function of key, column and seed alone.
+
+    Columns 4 j to 4 j + 3 are the four words of the counter (low half of the key, high half, j, 0)
+    under the two halves of the seed. Constant: a. Uniform in [a, b): the upper 24 bits u of a word
+    as a + u / 2^24 * (b - a), all in float32, and the float below b where that rounds up to b.
+    Normal: a + b z in float64, z by Box-Muller from two neighbouring words.
+    """
+    if distribution == "constant":
+        return torch.full((len(keys), dim), a, device=keys.device)
+    column = torch.arange((dim + 3) // 4, device=keys.device)
+    zero = torch.zeros(len(keys), len(column), dtype=torch.int64, device=keys.device)
+    low, high = keys.unsqueeze(1) & _MASK, keys.unsqueeze(1) >> 32 & _MASK
+    key = (seed & _MASK, seed >> 32 & _MASK)
+    words = torch.stack(philox4x32_10([low + zero, high + zero, column + zero, zero], key), dim=2)
+    if distribution == "uniform":
+        a32, b32 = torch.tensor([a, b], dtype=torch.float32, device=keys.device)
+        values = a32 + (words >> 8).to(torch.float32) * 2**-24 * (b32 - a32)
+        values = torch.where((values >= b32) & (b32 > a32), torch.nextafter(b32, a32), values)
+    else:
+        a, b = torch.tensor([a, b]).tolist()  # the parameters are float32
+        words = words.unflatten(2, (2, 2)).to(torch.float64)
+        radius = torch.sqrt(-2 * torch.log((words[..., 0] + 1) * 2**-32))
+        angle = 2 * math.pi * 2**-32 * words[..., 1]
+        z = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=3)
+        values = (a + b * z).to(torch.float32)
+    return values.reshape(len(keys), -1)[:, :dim]
+
+
+def init_rows_(
+    out: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    status: torch.Tensor | None = None,
+    *,
+    seed: int = 0,
+    distribution: str = "uniform",
+    a: float = -0.05,
+    b: float = 0.05,
+) -> None:
+    """``out[rows[i]] = initial vector of keys[i]`` for rows >= ``status[0]``, or 0 without it."""
+    rows = torch.arange(len(keys), device=keys.device) if rows is None else rows
+    written = rows >= max(0, 0 if status is None else int(status[0]))
+    vectors = init_vectors(
+        keys[written], out.shape[1], seed=seed, distribution=distribution, a=a, b=b
+    )
+    out[rows[written]] = vectors.to(out.dtype)
+
+
+def lazy_adam_step_(
+    weight: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    rows: torch.Tensor | None,
+    grad: torch.Tensor,
+    step: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Adam on the rows in `rows`, or on all of them for None; Kingma and Ba, end of section 2.
+
+    m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
+    w = w - lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps).
+    """
+    rows = torch.arange(len(weight), device=weight.device) if rows is None else rows
+    (b1, b2), t, g = betas, int(step), grad.to(exp_avg.dtype)
+    m = b1 * exp_avg[rows] + (1 - b1) * g
+    v = b2 * exp_avg_sq[rows] + (1 - b2) * g * g
+    step_size = lr * math.sqrt(1 - b2**t) / (1 - b1**t)
+    w = weight[rows].to(exp_avg.dtype) - step_size * (m / (v.sqrt() + eps))
+    weight[rows], exp_avg[rows], exp_avg_sq[rows] = w.to(weight.dtype), m, v

@@ -1,0 +1,63 @@
+"""One line about how far an epoch is."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+REFRESH_S = 0.1
+
+
+class Progress:
+    """A bar that is rewritten in place on a terminal, and nothing but its last line elsewhere.
+
+    Args:
+        title: what the line begins with.
+        total: samples to come.
+        stream: where to write; None means ``sys.stderr``.
+    """
+
+    def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
+        self.title = title
+        self.total = total
+        self.stream = sys.stderr if stream is None else stream
+        self.live = self.stream.isatty()
+        self.done = 0
+        self._start = self._shown = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.perf_counter() - self._start
+
+    def update(self, samples: int, loss: Callable[[], float]) -> None:
+        """Count samples; loss is asked for only when the line is rewritten."""
+        self.done += samples
+        if self.live and time.perf_counter() - self._shown >= REFRESH_S:
+            self._shown = time.perf_counter()
+            filled = 20 * self.done // self.total
+            bar = "#" * filled + "." * (20 - filled)
+            rate = self.done / self.seconds
+            self.stream.write(
+                f"\r\033[K{self.title} [{bar}] loss {loss():.4f}  {rate:,.0f} samples/s"
+            )
+            self.stream.flush()
+
+    def finish(self, text: str) -> None:
+        """Put a line with the title and text in place of the bar."""
+        self.clear()
+        self.stream.write(f"{self.title} {text}\n")
+        self.stream.flush()
+
+    def clear(self) -> None:
+        """Remove the bar."""
+        if self.live:
+            self.stream.write("\r\033[K")
+            self.stream.flush()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # Whatever ended the block, an error message for instance, gets a line of its own.
+        self.clear()

@@ -1,0 +1,104 @@
+"""What the suites share: backends, reproducibility, and the inputs that are hard to get right."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+
+# The backends that every op suite runs on. A new one is added here and nowhere else.
+BACKENDS = ("cpu",)
+
+# Random examples change from run to run on a developer's machine, never under CI.
+settings.register_profile(
+    "sparsekit", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI"))
+)
+settings.load_profile("sparsekit")
+
+# xdist runs a process per core; more threads in each would only wait for one another, spinning.
+# Tests about threads set their number themselves.
+torch.set_num_threads(1)
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+KEY_EXTREMES = (0, -1, INT64_MIN, INT64_MAX)
+KEY_DTYPES = (torch.int64, torch.int32)
+ROW_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+# Any int64 key, with a liking for extremes and for repeats.
+KEYS = st.one_of(
+    st.sampled_from(KEY_EXTREMES), st.integers(-3, 3), st.integers(INT64_MIN, INT64_MAX)
+)
+
+
+@pytest.fixture(params=BACKENDS, scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where an op suite's tensors live; the suite runs once per backend."""
+    return torch.device(request.param)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def key_pattern(name: str, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """n keys of one of the shapes in KEY_PATTERNS, the same every time."""
+    limits = torch.iinfo(dtype)
+    random = torch.randint(limits.min, limits.max, (n,), generator=generator(n), dtype=dtype)
+    if name == "equal":
+        return torch.full((n,), -7, dtype=dtype)
+    if name == "distinct":
+        return torch.randperm(n, generator=generator(n)).to(dtype) - n // 2
+    if name == "half on one":
+        return torch.where(random % 2 == 0, 3, random)
+    if name == "few":
+        return random % 11
+    assert name == "extremes"
+    extremes = torch.tensor([0, -1, limits.min, limits.max, 1], dtype=dtype)
+    return extremes[random.to(torch.int64) % len(extremes)]
+
+
+KEY_PATTERNS = ("equal", "distinct", "half on one", "few", "extremes")
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers: their sums are exact in any order, so results must be equal."""
+    return torch.randint(-8, 9, shape, generator=generator(seed)).to(dtype)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equality up to rounding, measured by the largest value, which sums have passed through."""
+    tolerance = TOLERANCE[actual.dtype]
+    largest = expected.abs().max().item() if expected.numel() else 0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(1, largest))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equality that tells -0 from 0 and takes a NaN as equal to itself."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return _bytes(one) == _bytes(other)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_same_bits_for_any_threads(compute) -> None:
+    """Call compute, which returns tensors, under several thread counts and compare the bits."""
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(compute())
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        for one, other in zip(results[0], result, strict=True):
+            assert same_bits(one, other)

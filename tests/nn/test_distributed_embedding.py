@@ -1,0 +1,396 @@
+"""DistributedEmbedding against nn.EmbeddingBag with the same rows, in every form of input."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sparsekit
+
+from .bags import (
+    BAGS,
+    FORMS,
+    INT64_MAX,
+    INT64_MIN,
+    MAX_NNZ,
+    PADDING,
+    SLOTS,
+    check_coalesced,
+    flat,
+    make_layer,
+    oracle,
+    random_weights,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+
+COMBINERS = ["sum", "mean", "sqrtn"]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
+
+
+def check_equal(layer, form, bags, weights=None):
+    """Forward and backward of layer on bags in this form equal the oracle's."""
+    inputs, sample_weights = FORMS[form](bags, weights)
+    out = layer(inputs, sample_weights)
+    expected, weight, expected_weights = oracle(layer, bags, weights)
+    assert out.shape == (len(bags) // layer.slot_num, layer.slot_num, layer.embedding_vec_size)
+    assert out.dtype == layer.weight.dtype
+    assert out.is_contiguous()
+    close = {"rtol": 0, "atol": TOLERANCE[layer.weight.dtype]}
+    torch.testing.assert_close(out, expected, **close)
+
+    generator = torch.Generator().manual_seed(0)
+    upstream = torch.rand(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    leaves = [layer.weight] if weights is None else [layer.weight, weights]
+    for leaf in leaves:
+        leaf.grad = None
+    out.backward(upstream)
+    expected.backward(upstream)
+    check_coalesced(layer.weight.grad)
+    torch.testing.assert_close(layer.weight.grad.to_dense(), weight.grad, **close)
+    if weights is not None:
+        torch.testing.assert_close(weights.grad, expected_weights.grad, **close)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_equals_embedding_bag(dtype, combiner, weighted, form):
+    layer = make_layer(combiner, dtype=dtype, padding_key=PADDING if form == "dense" else None)
+    bags = BAGS if form != "int32" else [[key % 1000 for key in bag] for bag in BAGS]
+    weights = random_weights(sum(map(len, bags)), dtype) if weighted else None
+    check_equal(layer, form, bags, weights)
+    assert len(layer.table) == len({key for bag in bags for key in bag})
+
+
+KEYS = st.one_of(
+    st.sampled_from([0, -1, 1, INT64_MIN, INT64_MAX]),
+    st.integers(-4, 4),
+    st.integers(INT64_MIN, INT64_MAX),
+).filter(lambda key: key != PADDING)
+
+
+@given(
+    bags=st.lists(st.lists(KEYS, max_size=MAX_NNZ), max_size=18).map(
+        lambda bags: bags[: len(bags) // SLOTS * SLOTS]
+    ),
+    combiner=st.sampled_from(COMBINERS),
+    weighted=st.booleans(),
+    form=st.sampled_from(sorted(FORMS.keys() - {"int32"})),
+    dim=st.sampled_from([1, 2, 5, 16, 33]),
+)
+def test_any_bags_equal_embedding_bag(bags, combiner, weighted, form, dim):
+    layer = make_layer(combiner, embedding_vec_size=dim, padding_key=PADDING)
+    weights = random_weights(sum(map(len, bags))) if weighted else None
+    for _ in range(2):  # keys that are new, and then known
+        check_equal(layer, form, bags, weights)
+    assert set(layer.table.keys().tolist()) == {key for bag in bags for key in bag}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("bags", [[], [[]] * SLOTS], ids=["batch_0", "no_keys"])
+def test_no_keys(bags, combiner, weighted, form):
+    layer = make_layer(combiner, padding_key=PADDING)
+    check_equal(layer, form, bags, random_weights(0) if weighted else None)
+    assert len(layer.table) == 0
+    assert layer.weight.grad._nnz() == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dense_without_padding_key_or_with_none_padded(training):
+    keys = torch.tensor([[[4, 4], [0, PADDING]], [[1, 2], [3, 4]]])
+    layers = [make_layer("mean", slot_num=2, padding_key=key).train(training) for key in (None, 9)]
+    expected = make_layer("mean", slot_num=2).train(training)(
+        (keys.view(-1), torch.arange(0, 9, 2))
+    )
+    for layer in layers:
+        assert torch.equal(layer(keys), expected)
+        assert len(layer.table) == (6 if training else 0)
+
+
+def test_padding_is_left_out_of_every_form():
+    bags = [[PADDING, 3], [PADDING], [], [1, PADDING, 1], [PADDING, PADDING, 2], [7]]
+    without = [[key for key in bag if key != PADDING] for bag in bags]
+    weights = random_weights(sum(map(len, bags)))
+    kept = weights.detach()[flat(bags)[0] != PADDING]
+    for form in FORMS.values():
+        layer = make_layer("mean", padding_key=PADDING)
+        out = layer(*form(bags, weights))
+        expected, _, _ = oracle(layer, without, kept)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        assert layer.table.find(torch.tensor([PADDING])) == -1
+
+
+@pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bfloat16_rounds_once(combiner, weighted):
+    layer = make_layer(combiner, dtype=torch.bfloat16, embedding_vec_size=32)
+    wide = make_layer(combiner, embedding_vec_size=32)
+    weights = random_weights(sum(map(len, BAGS))) if weighted else None
+    out = layer(flat(BAGS), weights)
+    assert out.dtype == torch.bfloat16
+    wide(flat(BAGS))
+    wide.weight.data.copy_(layer.weight.data)
+    exact, _, exact_weights = oracle(wide, BAGS, weights)
+    # 8 bits of significand: rounding once is off by up to 2^-8 / 2 of the power of two below, so by
+    # 2^-8 of the value at most. Sums in bfloat16 would be off by more.
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8 * 1.001, atol=1e-7)
+    out.sum().backward()
+    exact.sum().backward()
+    assert layer.weight.grad.dtype == torch.bfloat16
+    if weighted:
+        torch.testing.assert_close(weights.grad, exact_weights.grad, rtol=0.02, atol=1e-3)
+
+
+def test_without_hash_table_keys_are_rows():
+    layer = make_layer("mean", use_hashtable=False, max_vocabulary_size_per_gpu=8)
+    assert layer.table is None
+    check_equal(layer, "values_offsets", [[0, 7], [3, 3, 3], []])
+    hashed = make_layer("sum", slot_num=1, max_nnz=1)
+    assert torch.equal(hashed((torch.arange(8), torch.arange(9))).squeeze(1), layer.weight)
+
+
+# The life of a table
+
+
+def vectors(layer, keys):
+    """The vector of each key, by bags of one key."""
+    keys = torch.tensor(keys)
+    with torch.no_grad():
+        return layer((keys, torch.arange(len(keys) + 1))).view(-1, layer.embedding_vec_size)
+
+
+def single(**changes):
+    return make_layer(**{"slot_num": 1, "max_nnz": 1, **changes})
+
+
+def test_training_inserts_and_evaluation_reads_what_training_would_start_from():
+    layer = single()
+    known, unseen = [3, INT64_MIN, -1], [0, INT64_MAX, 12]
+    first = vectors(layer, known)
+    assert layer.table.keys().tolist() == known
+    before = copy.deepcopy(layer.state_dict())
+
+    layer.eval()
+    read = vectors(layer, unseen + known + unseen[:1])
+    assert torch.equal(read, torch.cat([read[:3], first, read[:1]]))
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+    layer.train()
+    assert torch.equal(vectors(layer, unseen), read[:3])
+    assert layer.table.keys().tolist() == known + unseen
+    assert torch.equal(layer.weight[:6].detach(), torch.cat([first, read[:3]]))
+
+
+@given(keys=st.lists(KEYS, min_size=1, max_size=40), size=st.integers(1, 40), shuffle=st.randoms())
+def test_initial_vectors_do_not_depend_on_order_or_batches(keys, size, shuffle):
+    at_once = vectors(single(), keys)
+    order = list(range(len(keys)))
+    shuffle.shuffle(order)
+    in_batches = single()
+    for begin in range(0, len(order), size):
+        vectors(in_batches, [keys[i] for i in order[begin : begin + size]])
+    assert torch.equal(vectors(in_batches.eval(), keys), at_once)
+
+
+def test_layers_start_from_different_vectors_unless_told_to_share():
+    default, other = single(name=None), single(name=None)
+    keys = list(range(-20, 20))
+    assert not (vectors(default, keys) == vectors(other, keys)).any()
+    assert not (vectors(single(name="a"), keys) == vectors(single(name="b"), keys)).any()
+    assert not (vectors(single(seed=1), keys) == vectors(single(seed=2), keys)).any()
+    assert torch.equal(vectors(single(name="a"), keys), vectors(single(name="a"), keys))
+    assert torch.equal(vectors(single(seed=-1), keys), vectors(single(seed=2**64 - 1), keys))
+
+
+def through_state_dict(layer, assign=False):
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = single(seed=99, name="another")
+    other.load_state_dict(torch.load(file, weights_only=True), strict=True, assign=assign)
+    return other
+
+
+def through_torch_save(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "state_dict": through_state_dict,
+    "state_dict_assign": lambda layer: through_state_dict(layer, assign=True),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "torch_save": through_torch_save,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_goes_on_as_the_original(way):
+    layer = single()
+    optimizer = sparsekit.optim.LazyAdam(layer.parameters(), lr=0.1)
+    inputs = (torch.tensor([4, 0, -9]), torch.arange(4))
+    layer(inputs).sum().backward()
+    optimizer.step()
+    twin = COPIES[way](layer)
+    assert len(sparsekit.split_embedding_variable_from_others(twin)[0]) == 1
+
+    keys = [-9, 77, 4, INT64_MAX]  # seen and unseen
+    for training in (False, True):
+        layer.train(training)
+        twin.train(training)
+        assert torch.equal(vectors(twin, keys), vectors(layer, keys))
+    assert torch.equal(twin.table.keys(), layer.table.keys())
+    # Each has its own memory.
+    twin(inputs).sum().backward()
+    sparsekit.optim.LazyAdam(twin.parameters(), lr=0.1).step()
+    vectors(twin, [123])
+    assert len(layer.table) == len(twin.table) - 1
+    assert not torch.equal(vectors(twin, [4]), vectors(layer, [4]))
+
+
+@pytest.mark.parametrize("convert", [torch.nn.Module.double, torch.nn.Module.bfloat16])
+def test_converted_layer(convert):
+    layer, expected = single(dtype=torch.float32), single(dtype=torch.float32)
+    vectors(layer, [1, 2])
+    convert(layer)
+    keys = [2, 5, 1]  # known, new, known
+    found = vectors(layer, keys)
+    assert found.dtype == layer.weight.dtype
+    assert torch.equal(found, vectors(expected, keys).to(found.dtype))
+    layer((torch.tensor([5]), torch.arange(2))).sum().backward()
+    assert layer.weight.grad.dtype == layer.weight.dtype
+
+
+# Gradients
+
+
+GRADIENT = {
+    "one call": lambda layer, call: call(layer).backward(),
+    "two calls, one backward": lambda layer, call: (call(layer) + call(layer)).backward(),
+    "two backwards": lambda layer, call: [call(layer).backward() for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("way", GRADIENT)
+@pytest.mark.parametrize("copied", [None, *COPIES])
+@pytest.mark.parametrize("hook", [False, True], ids=["", "user_hook"])
+def test_gradient_is_coalesced_however_it_comes(way, copied, hook):
+    layer = single()
+    batches = iter([[5, 1, 5], [1, 8, 5]])
+    vectors(layer, [1, 2, 8, 5])
+    if copied is not None:
+        vectors(layer, [1])
+        layer = COPIES[copied](layer)
+    if hook:
+        layer.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+    def call(layer):
+        return layer((torch.tensor(next(batches)), torch.arange(4))).sum()
+
+    GRADIENT[way](layer, call)
+    check_coalesced(layer.weight.grad)
+    # Rows are 1, 2, 8, 5.
+    counts = torch.tensor([1, 0, 0, 2] if way == "one call" else [2, 0, 1, 3])
+    expected = counts[:, None].expand(4, 5).to(torch.float64)
+    assert torch.equal(layer.weight.grad.to_dense()[:4], expected)
+    assert layer.weight.grad._nnz() == (counts > 0).sum()
+
+
+def test_unseen_key_in_evaluation_has_no_gradient():
+    layer = single()
+    vectors(layer, [7, 8])
+    layer.eval()((torch.tensor([5, 8, 6, 8]), torch.arange(5))).sum().backward()
+    check_coalesced(layer.weight.grad)
+    assert layer.weight.grad.indices().tolist() == [[1]]
+    assert layer.weight.grad.values().tolist() == [[2.0] * 5]
+
+
+OPTIMIZERS = {
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+}
+
+
+# Adagrad makes sparse tensors itself, without saying whether to check them.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torch_optimizers_train_it_as_they_train_embedding_bag(name):
+    layer = make_layer()
+    layer(flat(BAGS))
+    bag = torch.nn.EmbeddingBag(300, 5, mode="sum", include_last_offset=True, sparse=True)
+    bag = bag.double()
+    bag.weight.data.copy_(layer.weight.data)
+    start = layer.weight.detach().clone()
+    optimizers = [OPTIMIZERS[name](list(module.parameters())) for module in (layer, bag)]
+    for step in range(5):
+        part = flat(BAGS[step % 2 * 3 :][:3])
+        layer(part).square().sum().backward()
+        bag(layer.table.find(part[0]), part[1]).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(layer.weight, bag.weight, rtol=0, atol=1e-12)
+    assert ((layer.weight - start)[: len(layer.table)] != 0).all()
+
+
+def test_two_calls_and_a_step_before_backward():
+    """Backward works with what forward saw, whatever was inserted or updated since."""
+    layer = make_layer("mean")
+    weights, more_weights = random_weights(5), random_weights(4)
+    bags, more = [[1, 2], [1], [3, 3]], [[9, 1], [], [10, 11]]
+    out = layer(flat(bags), weights)
+    expected, weight, expected_weights = oracle(layer, bags, weights)
+    layer(flat(more), more_weights).sum().backward()
+    sparsekit.optim.LazyAdam(layer.parameters(), lr=0.5).step()
+    layer.weight.grad = None
+    (out * torch.arange(5)).sum().backward()
+    (expected * torch.arange(5)).sum().backward()
+    torch.testing.assert_close(layer.weight.grad.to_dense(), weight.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights.grad, expected_weights.grad, rtol=0, atol=1e-12)
+
+
+def test_no_grad_and_frozen_weight():
+    layer = make_layer()
+    with torch.no_grad():
+        assert not layer(flat(BAGS)).requires_grad
+    layer.requires_grad_(False)
+    assert not layer(flat(BAGS)).requires_grad
+    weights = random_weights(sum(map(len, BAGS)))
+    layer(flat(BAGS), weights).sum().backward()
+    assert layer.weight.grad is None
+    assert (weights.grad != 0).all()
+    layer.requires_grad_(True)
+    layer(flat(BAGS)).sum().backward()
+    check_coalesced(layer.weight.grad)
+
+
+def test_sample_weights_in_other_shapes():
+    values, offsets = flat(BAGS)
+    weights = random_weights(len(values)).detach()
+    expected = make_layer()((values, offsets), weights)
+    keys, _ = FORMS["uncoalesced_coo"](BAGS, None)
+    coo = torch.sparse_coo_tensor(
+        keys._indices(),
+        FORMS["uncoalesced_coo"](BAGS, weights)[1],
+        keys.shape,
+        check_invariants=True,
+    )
+    torch.testing.assert_close(make_layer()(keys, coo), expected, rtol=0, atol=1e-12)
+    dense, padded = FORMS["dense"](BAGS, weights)
+    assert torch.equal(make_layer(padding_key=PADDING)(dense, padded.view(-1)), expected)
+    jagged = FORMS["keyed_jagged"](BAGS, weights)[0]
+    flat_weights, jagged._weights = jagged._weights, None
+    assert torch.equal(make_layer()(jagged, flat_weights), expected)

@@ -1,0 +1,265 @@
+"""sparsekit.ops.embedding_bag, forward and gradients, against the reference and torch."""
+
+import functools
+
+import pytest
+import torch
+from conftest import (
+    KEY_DTYPES,
+    ROW_DTYPES,
+    assert_close,
+    assert_same_bits_for_any_threads,
+    generator,
+    randn,
+    whole_numbers,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekit import ops, reference
+from sparsekit.ops.embedding_bag import COMBINERS
+
+all_combiners = pytest.mark.parametrize("combiner", COMBINERS)
+weighted_or_not = pytest.mark.parametrize("weighted", [False, True])
+
+
+def bags_of(lengths, num_rows, seed=0, lowest=-1):
+    """(rows, offsets) of bags of these lengths."""
+    lengths = torch.tensor(lengths, dtype=torch.int64)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    rows = torch.randint(lowest, num_rows, (int(lengths.sum()),), generator=generator(seed))
+    return rows, offsets
+
+
+def check(weight, rows, offsets, combiner, sample_weights, device):
+    """Compare the pooled bags and both gradients with the reference's."""
+    results = []
+    for embedding_bag in (ops.embedding_bag, reference.embedding_bag):
+        on = device if embedding_bag is ops.embedding_bag else torch.device("cpu")
+        leaves = [weight.detach().to(on).requires_grad_()]
+        if sample_weights is not None:
+            leaves.append(sample_weights.detach().to(on).requires_grad_())
+        out = embedding_bag(leaves[0], rows.to(on), offsets.to(on), combiner, *leaves[1:])
+        upstream = randn(*out.shape, dtype=out.dtype, seed=1).to(on)
+        results.append([out, *torch.autograd.grad(out, leaves, upstream)])
+    for result, expected in zip(*results, strict=True):
+        assert_close(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@weighted_or_not
+@all_combiners
+@pytest.mark.parametrize("dim", [0, 1, 3, 16, 64, 100, 128, 257, 1024])
+def test_equals_the_reference(device, dim, combiner, weighted, dtype):
+    rows, offsets = bags_of([0, 1, 3, 0, 0, 17, 40, 2, 0], 23)
+    # Away from zero: a small divisor would magnify what is only rounding.
+    sample_weights = randn(len(rows)).abs() + 0.5 if weighted else None
+    sample_weights = (
+        sample_weights.double() if weighted and dtype == torch.float64 else sample_weights
+    )
+    check(randn(23, dim, dtype=dtype), rows, offsets, combiner, sample_weights, device)
+
+
+@weighted_or_not
+@all_combiners
+@pytest.mark.parametrize(
+    "lengths",
+    [[], [0], [1], [0, 0, 0], [1] * 100, [5000], [0] * 50 + [1030] + [0] * 50, [1023, 1, 1024]],
+    ids=str,
+)
+def test_shapes_of_bags(device, lengths, combiner, weighted):
+    rows, offsets = bags_of(lengths, 5)
+    weights = randn(len(rows), dtype=torch.float64).abs() + 0.5 if weighted else None
+    check(randn(5, 7, dtype=torch.float64), rows, offsets, combiner, weights, device)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), max_size=12),
+    num_rows=st.integers(1, 9),
+    dim=st.integers(1, 70),
+    combiner=st.sampled_from(list(COMBINERS)),
+    weighted=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_any_bags(device, lengths, num_rows, dim, combiner, weighted, seed):
+    rows, offsets = bags_of(lengths, num_rows, seed, lowest=-2)
+    # -1, 0 or 1, so that weights of zero and sums of zero are among them.
+    weights = whole_numbers(len(rows), dtype=torch.float64, seed=seed).sign()
+    weight = randn(num_rows, dim, dtype=torch.float64, seed=seed)
+    check(weight, rows, offsets, combiner, weights if weighted else None, device)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_torch(device, combiner, dtype):
+    rows, offsets = bags_of([0, 3, 1, 700, 0], 50, lowest=0)
+    weight = randn(50, 32, dtype=dtype).to(device)
+    result = ops.embedding_bag(weight, rows.to(device), offsets.to(device), combiner)
+    expected = torch.nn.functional.embedding_bag(
+        rows, weight.cpu(), offsets, mode=combiner, include_last_offset=True
+    )
+    assert_close(result.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+def test_sums_of_whole_numbers_are_exact(device, dtype):
+    rows, offsets = bags_of([0, 1, 300, 30], 40)
+    weight = whole_numbers(40, 100, dtype=dtype).to(device)
+    result = ops.embedding_bag(weight, rows.to(device), offsets.to(device))
+    assert torch.equal(result.cpu(), reference.embedding_bag(weight.cpu(), rows, offsets))
+
+
+def test_formulas(device):
+    weight = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]], device=device)
+    rows = torch.tensor([0, 1, 2, -1, 2], device=device)
+    offsets = torch.tensor([0, 2, 2, 4, 5], device=device)
+    sample_weights = torch.tensor([3.0, 4.0, 2.0, 6.0, 0.0], device=device)
+
+    def first_column(combiner, *weights):
+        return ops.embedding_bag(weight, rows, offsets, combiner, *weights)[:, 0].tolist()
+
+    assert first_column("sum") == [3, 0, 4, 4]
+    assert first_column("mean") == [1.5, 0, 2, 4]  # the negative row counts
+    assert first_column("sqrtn") == pytest.approx([3 / 2**0.5, 0, 4 / 2**0.5, 4])
+    assert first_column("sum", sample_weights) == [11, 0, 8, 0]
+    assert first_column("mean", sample_weights) == pytest.approx([11 / 7, 0, 1, 0])
+    assert first_column("sqrtn", sample_weights) == pytest.approx([11 / 5, 0, 8 / 40**0.5, 0])
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_a_zero_divisor_gives_zeros_and_no_gradient(device, combiner):
+    weight = torch.ones(2, 3, device=device, requires_grad=True)
+    rows, offsets = torch.tensor([0, 1], device=device), torch.tensor([0, 2], device=device)
+    values = [1.0, -1.0] if combiner == "mean" else [0.0, 0.0]
+    sample_weights = torch.tensor(values, device=device, requires_grad=True)
+    out = ops.embedding_bag(weight, rows, offsets, combiner, sample_weights)
+    out.sum().backward()
+    for zeros in (out, weight.grad, sample_weights.grad):
+        assert not zeros.any()
+
+
+@pytest.mark.parametrize("dtype", KEY_DTYPES)
+@all_combiners
+def test_index_dtypes_and_non_contiguous_arguments(device, combiner, dtype):
+    rows, offsets = bags_of([4, 0, 9, 2], 6)
+    strided = [torch.stack([tensor, tensor], dim=1)[:, 0] for tensor in (rows, offsets)]
+    strided = [tensor.to(dtype) for tensor in strided]
+    sample_weights = (randn(2 * len(rows)).abs() + 0.5)[::2]
+    weight = randn(5, 6).t()
+    assert not weight.is_contiguous()
+    check(weight, *strided, combiner, sample_weights, device)
+    strided = [torch.stack([tensor, tensor], dim=1)[:, 0] for tensor in (rows, offsets)]
+    assert not any(tensor.is_contiguous() for tensor in strided)
+    check(weight, *strided, combiner, sample_weights, device)
+
+
+def test_bfloat16_is_added_in_float32(device):
+    weight = torch.ones(1, 3, dtype=torch.bfloat16, device=device, requires_grad=True)
+    rows = torch.zeros(1000, dtype=torch.int64, device=device)
+    offsets = torch.tensor([0, 1000], device=device)
+    out = ops.embedding_bag(weight, rows, offsets)
+    assert out.tolist() == [[1000.0] * 3]
+    out.sum().backward()
+    assert weight.grad.tolist() == [[1000.0] * 3]
+
+
+@pytest.mark.parametrize("given_dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_sample_weights_of_any_floating_dtype(device, given_dtype):
+    rows, offsets = bags_of([3, 2], 4, lowest=0)
+    sample_weights = torch.tensor([0.5, 2, 1, 4, 0.25], dtype=given_dtype, device=device)
+    weight = whole_numbers(4, 3).to(device)
+    leaf = sample_weights.clone().requires_grad_()
+    out = ops.embedding_bag(weight, rows.to(device), offsets.to(device), "sum", leaf)
+    expected = reference.embedding_bag(weight.cpu(), rows, offsets, "sum", sample_weights.cpu())
+    assert torch.equal(out.detach().cpu(), expected)
+    out.sum().backward()
+    assert leaf.grad.dtype == given_dtype
+    assert torch.equal(leaf.grad.cpu(), weight.cpu().sum(1)[rows].to(given_dtype))
+
+
+@weighted_or_not
+@all_combiners
+def test_bits_do_not_depend_on_threads(device, combiner, weighted):
+    rows, offsets = bags_of([7] * 900 + [0, 3000, 1], 200)
+    rows[::2] = 3  # one hot row over several chunks of the backward
+    weights = [(randn(len(rows)).to(device).abs() + 0.5).requires_grad_()] if weighted else []
+    rows, offsets = rows.to(device), offsets.to(device)
+    weight = randn(200, 65).to(device).requires_grad_()
+
+    def compute():
+        out = ops.embedding_bag(weight, rows, offsets, combiner, *weights)
+        return [out, *torch.autograd.grad((out * out).sum(), [weight, *weights])]
+
+    assert_same_bits_for_any_threads(compute)
+
+
+@weighted_or_not
+@all_combiners
+def test_gradient(device, combiner, weighted):
+    rows = torch.tensor([0, 3, 3, -1, 2, 0, 3], device=device)
+    offsets = torch.tensor([0, 0, 3, 5, 6, 6, 7], device=device)
+    weight = randn(5, 3, dtype=torch.float64).to(device).requires_grad_()
+    pool = functools.partial(_pool, rows, offsets, combiner)
+    if not weighted:
+        assert torch.autograd.gradcheck(pool, (weight,))
+        return
+    values = [0.7, -1.3, 2.0, 1.5, 0.4, -0.8, 3.0]  # no bag's sum is near zero
+    sample_weights = torch.tensor(values, dtype=torch.float64, device=device, requires_grad=True)
+    assert torch.autograd.gradcheck(pool, (weight, sample_weights))
+    assert torch.autograd.gradcheck(pool, (weight.detach(), sample_weights))
+    assert torch.autograd.gradcheck(pool, (weight, sample_weights.detach()))
+
+
+def _pool(rows, offsets, combiner, weight, *sample_weights):
+    return ops.embedding_bag(weight, rows, offsets, combiner, *sample_weights)
+
+
+def test_the_table_may_change_before_a_backward_that_does_not_read_it(device):
+    weight = torch.ones(2, 3, device=device, requires_grad=True)
+    rows, offsets = torch.tensor([0, 1], device=device), torch.tensor([0, 2], device=device)
+    out = ops.embedding_bag(weight, rows, offsets, "sum")
+    with torch.no_grad():
+        weight.mul_(2)
+    out.sum().backward()
+    assert weight.grad.tolist() == [[1.0] * 3] * 2
+
+    sample_weights = torch.ones(2, device=device, requires_grad=True)
+    out = ops.embedding_bag(weight, rows, offsets, "sum", sample_weights)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+ONES = torch.ones(3, 2)
+ROWS = torch.tensor([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((ONES, ROWS, [0, 3], "max"), ValueError, "combiner must be one of .* got 'max'"),
+        ((ONES[0], ROWS, [0, 3]), ValueError, r"weight must have 2 dimension\(s\)"),
+        ((ONES.half(), ROWS, [0, 3]), TypeError, "weight must be float32 or"),
+        ((ONES, ROWS.double(), [0, 3]), TypeError, "rows must be int64 or int32"),
+        ((ONES, ROWS, []), ValueError, "offsets must have one element more"),
+        ((ONES, ROWS, [1, 3]), ValueError, r"offsets\[0\] is 1"),
+        ((ONES, ROWS, [-1, 3]), ValueError, r"offsets\[0\] is -1"),
+        ((ONES, ROWS, [0, 2, 1, 3]), ValueError, r"offsets\[2\] is 1"),
+        ((ONES, ROWS, [0, 2]), ValueError, r"to len\(rows\) = 3, but offsets\[1\] is 2"),
+        ((ONES, ROWS, [0, 4, 3]), ValueError, r"offsets\[1\] is 4"),
+        ((ONES, ROWS, [0]), ValueError, r"offsets\[0\] is 0"),
+        ((ONES, ROWS, [0, 3], "sum", ROWS), TypeError, "sample_weights must be float32 or"),
+        (
+            (ONES, ROWS, [0, 3], "sum", ONES[:, 0][:2]),
+            ValueError,
+            "sample_weights must have size 3",
+        ),
+        ((ONES, ROWS + 1, [0, 3]), IndexError, r"rows\[2\] is 3, but weight has 3 rows"),
+        ((ONES, ROWS.to("meta"), [0, 3]), ValueError, "rows on meta"),
+    ],
+)
+def test_what_is_refused(arguments, error, message):
+    weight, rows, offsets, *rest = arguments
+    with pytest.raises(error, match=f"embedding_bag: .*{message}"):
+        ops.embedding_bag(weight, rows, torch.tensor(offsets, dtype=torch.int64), *rest)

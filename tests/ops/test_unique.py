@@ -1,0 +1,106 @@
+"""sparsekit.ops.unique against the reference."""
+
+import pytest
+import torch
+from conftest import (
+    KEY_DTYPES,
+    KEY_EXTREMES,
+    KEY_PATTERNS,
+    KEYS,
+    assert_same_bits_for_any_threads,
+    key_pattern,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekit import ops, reference
+
+
+def check(keys, device):
+    results = ops.unique(keys.to(device))
+    for result, expected in zip(results, reference.unique(keys), strict=True):
+        assert result.dtype == expected.dtype
+        assert result.tolist() == expected.tolist()
+    unique, inverse, counts = results
+    assert torch.equal(unique[inverse].cpu(), keys)
+    assert counts.sum() == len(keys)
+
+
+@pytest.mark.parametrize("dtype", KEY_DTYPES)
+@pytest.mark.parametrize("pattern", KEY_PATTERNS)
+@pytest.mark.parametrize("n", [0, 1, 2, 31, 32, 33, 1000, 4097])
+def test_equals_the_reference(device, n, pattern, dtype):
+    check(key_pattern(pattern, n, dtype), device)
+
+
+@given(st.lists(KEYS, max_size=200))
+def test_any_keys(device, keys):
+    check(torch.tensor(keys, dtype=torch.int64), device)
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=200))
+def test_any_int32_keys(device, keys):
+    check(torch.tensor(keys, dtype=torch.int32), device)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
+def test_extremes_in_every_small_table(device, n):
+    # The scratch table has from one bucket on; 0 is what its empty slots hold.
+    for shift in range(len(KEY_EXTREMES)):
+        keys = KEY_EXTREMES[shift:] + KEY_EXTREMES[:shift] + (5, 6, 7)
+        check(torch.tensor(keys[:n]), device)
+
+
+def test_keys_with_low_bits_alike(device):
+    # Multiples of 2^32 are all alike to a hash that looks at low bits only.
+    check(torch.arange(3000) << 32, device)
+    check(torch.arange(3000) << 51, device)
+
+
+def test_order_is_that_of_first_occurrence(device):
+    unique, inverse, counts = ops.unique(torch.tensor([9, -4, 9, 0, -4, 9], device=device))
+    assert unique.tolist() == [9, -4, 0]
+    assert inverse.tolist() == [0, 1, 0, 2, 1, 0]
+    assert counts.tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", KEY_DTYPES)
+def test_non_contiguous_keys(device, dtype):
+    keys = key_pattern("few", 600, dtype).to(device)
+    for view in (keys[::3], keys.view(20, 30)[:, 7], keys[:1].expand(50)):
+        assert not view.is_contiguous()
+        check(view.cpu(), device)
+        assert torch.equal(ops.unique(view)[1], ops.unique(view.contiguous())[1])
+
+
+def test_input_is_not_changed(device):
+    keys = key_pattern("few", 100).to(device)
+    before = keys.clone()
+    ops.unique(keys)
+    assert torch.equal(keys, before)
+
+
+def test_few_distinct_keys_do_not_keep_a_large_buffer(device):
+    unique, _, counts = ops.unique(torch.zeros(100_000, dtype=torch.int64, device=device))
+    for result in (unique, counts):
+        assert result.untyped_storage().nbytes() <= 1024
+
+
+def test_bits_do_not_depend_on_threads(device):
+    keys = key_pattern("half on one", 50_000).to(device)
+    assert_same_bits_for_any_threads(lambda: ops.unique(keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ([1, 2], TypeError, "unique: keys must be a tensor, got list"),
+        (torch.ones(2), TypeError, "unique: keys must be int64 or int32, got torch.float32"),
+        (torch.tensor([True]), TypeError, "keys must be int64 or int32, got torch.bool"),
+        (torch.ones(2, 3, dtype=torch.int64), ValueError, r"1 dimension\(s\), got shape \(2, 3\)"),
+        (torch.tensor(3), ValueError, r"unique: keys must have 1 dimension\(s\), got shape \(\)"),
+    ],
+)
+def test_what_is_refused(keys, error, message):
+    with pytest.raises(error, match=message):
+        ops.unique(keys)
