@@ -1,11 +1,10 @@
 """Sparse embeddings with unbounded ids for PyTorch."""
 
-from . import _pybind
 from ._load import instruction_set, load
 
 load()
 
-from . import hashing, nn, ops, optim  # noqa: E402  the ops exist from here on
+from . import _pybind, hashing, nn, ops, optim  # noqa: E402  the ops exist from here on
 from .errors import TableFullError  # noqa: E402
 from .nn import All2AllDenseEmbedding, DistributedEmbedding  # noqa: E402
 from .optim import split_embedding_variable_from_others  # noqa: E402

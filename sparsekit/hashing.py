@@ -46,9 +46,9 @@ def xxh64(
         values: n values in a list, a tuple or another sequence, which may mix the types above; or
             a 1-D numpy array of an integer, ``str``, ``bytes`` or object dtype; or a 1-D integer
             tensor on the CPU. Lists, tuples and integer arrays are the fast ones; large ones are
-            hashed by up to ``torch.get_num_threads()`` threads. A fixed-width
-            numpy array (dtype ``S`` or ``U``) drops the NUL characters at the end of an item when
-            the item is read, so those are not hashed. Masked items count as None.
+            hashed by up to ``torch.get_num_threads()`` threads. A fixed-width numpy array (dtype
+            ``S`` or ``U``) drops the NUL characters at the end of an item when the item is read,
+            so those are not hashed. Masked items count as None.
         seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
 
     Returns:

@@ -139,7 +139,7 @@ def init_vectors(
     Normal: a + b z in float64, z by Box-Muller from two neighbouring words.
     """
     if distribution == "constant":
-        return torch.full((len(keys), dim), a, device=keys.device)
+        return torch.full((len(keys), dim), a, dtype=torch.float32, device=keys.device)
     column = torch.arange((dim + 3) // 4, device=keys.device)
     zero = torch.zeros(len(keys), len(column), dtype=torch.int64, device=keys.device)
     low, high = keys.unsqueeze(1) & _MASK, keys.unsqueeze(1) >> 32 & _MASK
@@ -150,13 +150,13 @@ def init_vectors(
         values = a32 + (words >> 8).to(torch.float32) * 2**-24 * (b32 - a32)
         values = torch.where((values >= b32) & (b32 > a32), torch.nextafter(b32, a32), values)
     else:
-        a, b = torch.tensor([a, b]).tolist()  # the parameters are float32
+        a, b = torch.tensor([a, b], dtype=torch.float32).tolist()  # the parameters are float32
         words = words.unflatten(2, (2, 2)).to(torch.float64)
         radius = torch.sqrt(-2 * torch.log((words[..., 0] + 1) * 2**-32))
         angle = 2 * math.pi * 2**-32 * words[..., 1]
         z = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=3)
         values = (a + b * z).to(torch.float32)
-    return values.reshape(len(keys), -1)[:, :dim]
+    return values.reshape(len(keys), 4 * len(column))[:, :dim]
 
 
 def init_rows_(

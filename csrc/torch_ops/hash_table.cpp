@@ -65,6 +65,8 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
         mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
         data<Key>(keys), keys.numel(), mutable_data<int64_t>(rows), torch_parallel_for());
   });
+  check(refused >= 0, op, ": the table is damaged: no slot is free for row ", size_before,
+        " and on, though its capacity is ", capacity);
   mutable_data<int64_t>(status)[0] = size_before;
   mutable_data<int64_t>(status)[1] = refused;
   return {rows, status};
@@ -75,10 +77,11 @@ Tensor keys(Tensor buckets, Tensor size) {
   check_buckets(buckets, op);
   const int64_t n = check_table_size(size, buckets.size(0), op);
   Tensor keys = torch::stable::new_empty(buckets, {n});
-  const int64_t written =
+  Tensor rows = torch::stable::new_empty(buckets, {n});
+  const bool sound =
       cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
-                           torch_parallel_for());
-  check(written == n, op, ": the table is damaged: ", written, " entries for ", n, " rows");
+                           mutable_data<int64_t>(rows), torch_parallel_for());
+  check(sound, op, ": the table is damaged: its ", n, " rows do not have one key each");
   return keys;
 }
 

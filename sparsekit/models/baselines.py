@@ -62,14 +62,7 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
             each user's ratings in train after a fit on the others, and then fits on all of train.
     """
     if damping is None:
-        earlier, latest = train.split_by_time(0.2)
-        damping = min(
-            itertools.product(DAMPINGS, DAMPINGS),
-            key=lambda pair: rmse(
-                fit_bias_baseline(earlier, pair).predict(latest.users, latest.items),
-                latest.ratings,
-            ),
-        )
+        damping = _choose_damping(train)
     ratings = train.ratings.double()
     user_ids, user, user_count = train.users.unique(return_inverse=True, return_counts=True)
     item_ids, item, item_count = train.items.unique(return_inverse=True, return_counts=True)
@@ -93,3 +86,15 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
         item_bias,
         damping,
     )
+
+
+def _choose_damping(train: Ratings) -> tuple[float, float]:
+    earlier, latest = train.split_by_time(0.2)
+    if len(latest) == 0:
+        return DAMPINGS[3], DAMPINGS[3]
+
+    def error(pair: tuple[float, float]) -> float:
+        baseline = fit_bias_baseline(earlier, pair)
+        return rmse(baseline.predict(latest.users, latest.items), latest.ratings)
+
+    return min(itertools.product(DAMPINGS, DAMPINGS), key=error)

@@ -27,7 +27,7 @@ class UserHistory(torch.nn.Module):
     starts: torch.Tensor  # int64 [u + 1]: user i has items[starts[i] : starts[i + 1]]
     items: torch.Tensor  # int64, by user, the earliest first
 
-    def __init__(self, train: Ratings, max_items: int = 64) -> None:
+    def __init__(self, train: Ratings, max_items: int = 32) -> None:
         super().__init__()
         self.max_items = max_items
         by_time = train.timestamps.argsort(stable=True)
@@ -65,10 +65,10 @@ class RatingModel(torch.nn.Module):
     r"""SVD++: matrix factorisation with biases and the history of the user.
 
     .. math::
-        r_{ui} = \mu + b_u + b_i + w \cdot (q_i * (p_u + |N|^{-1/2} \sum_{j \in N} y_j))
+        r_{ui} = \mu + b_u + b_i + q_i \cdot (p_u + W |N|^{-1/2} \sum_{j \in N} y_j)
 
-    N is the history of u without i. w and mu are the dense part. Source: Koren, "Factorization
-    meets the neighborhood", KDD 2008; there w is 1.
+    N is the history of u without i; mu and W are the dense part. Source: Koren, "Factorization
+    meets the neighborhood", KDD 2008, where W is the identity.
 
     Ids go into hash tables as they are; nothing counts or renumbers them beforehand.
 
@@ -86,7 +86,7 @@ class RatingModel(torch.nn.Module):
         *,
         dim: int = 32,
         capacity: int = 100_000,
-        history_size: int = 64,
+        history_size: int = 32,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -94,7 +94,13 @@ class RatingModel(torch.nn.Module):
 
         def layer(name: str, seed: int, dim: int, max_nnz: int = 1) -> DistributedEmbedding:
             return DistributedEmbedding(
-                "sqrtn", capacity, dim, 1, max_nnz, embedding_initializer=INITIAL, seed=seed,
+                "sqrtn",
+                capacity,
+                dim,
+                1,
+                max_nnz,
+                embedding_initializer=INITIAL,
+                seed=seed,
                 name=name,
             )
 
@@ -124,6 +130,11 @@ class RatingModel(torch.nn.Module):
         """
         scores, penalty = self._score(users, items)
         return (scores - ratings).square(), penalty
+
+    def table_sizes(self) -> dict[str, int]:
+        """Count the rows in use of each table."""
+        layers = (self.user, self.item, self.rated)
+        return {layer.name: len(layer.table) for layer in layers if layer.table is not None}
 
     def _score(self, users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         one_each = torch.arange(len(users) + 1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._checks import ROW_DTYPES, check_tensor
+from ._checks import ROW_DTYPES, check_same_device, check_tensor
 
 DISTRIBUTIONS = {"constant": 0, "uniform": 1, "normal": 2}
 
@@ -40,11 +40,12 @@ def init_rows_(
 
     Raises:
         TypeError: out has a wrong dtype.
-        ValueError: a wrong shape or distribution.
+        ValueError: a wrong shape or distribution, or a mix of devices.
         IndexError: a row >= num_rows; the message has its position.
     """
     check_tensor("init_rows_", "out", out, ROW_DTYPES, 2)
     check_tensor("init_rows_", "keys", keys, (torch.int64,), 1)
+    check_same_device("init_rows_", out=out, keys=keys, rows=rows, status=status)
     if distribution not in DISTRIBUTIONS:
         raise ValueError(
             f"init_rows_: distribution must be one of {list(DISTRIBUTIONS)}, got {distribution!r}"

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._checks import ROW_DTYPES, check_tensor
+from ._checks import ROW_DTYPES, check_same_device, check_tensor
 
 _op = torch.ops.sparsekit.lazy_adam_step_.default
 
@@ -36,10 +36,12 @@ def lazy_adam_step_(
 
     Raises:
         TypeError: weight has a wrong dtype.
-        ValueError: a wrong shape or dtype.
+        ValueError: a wrong shape or dtype, or a mix of devices.
         IndexError: a row outside ``[0, num_rows)``; nothing has been changed.
     """
     check_tensor("lazy_adam_step_", "weight", weight, ROW_DTYPES, 2)
+    state = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    check_same_device("lazy_adam_step_", **state, rows=rows, grad=grad, step=step)
     _op(weight, exp_avg, exp_avg_sq, rows, grad, step, lr, *betas, eps)
     # Ops outside of torch do not count as a change by themselves; without this, a backward that
     # saved the old weight would use the new one in silence.

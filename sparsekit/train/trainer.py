@@ -117,9 +117,7 @@ class Trainer:
             Progress("interrupted:", 0, self.stream).finish(text)
         return self.history
 
-    def _epoch(
-        self, data: Batch, batch_size: int, title: str, evaluate: Evaluate | None
-    ) -> None:
+    def _epoch(self, data: Batch, batch_size: int, title: str, evaluate: Evaluate | None) -> None:
         count = len(data[0])
         # In float64, where a sum over many millions of samples has digits to spare.
         total = torch.zeros((), dtype=torch.float64, device=data[0].device)

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from sparsekit import DistributedEmbedding
 
@@ -18,6 +19,11 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 # 2 samples of 3 slots: empty bags at the start, inside and at the end; duplicates within a bag and
 # between bags; the keys that other tables reserve.
 BAGS = [[], [0, -1, 0], [INT64_MIN], [5, INT64_MAX, 5, 0, 5], [-1], []]
+KEYS = st.one_of(
+    st.sampled_from([0, -1, 1, INT64_MIN, INT64_MAX]),
+    st.integers(-4, 4),
+    st.integers(INT64_MIN, INT64_MAX),
+).filter(lambda key: key != PADDING)
 
 
 def flat(bags):
@@ -35,6 +41,17 @@ def make_layer(combiner="sum", **changes):
         "name": "layer",
     }
     return DistributedEmbedding(combiner, **{**arguments, **changes})
+
+
+def vectors(layer, keys):
+    """The vector of each key, by bags of one key."""
+    keys = torch.tensor(keys)
+    with torch.no_grad():
+        return layer((keys, torch.arange(len(keys) + 1))).view(-1, layer.embedding_vec_size)
+
+
+def single(**changes):
+    return make_layer(**{"slot_num": 1, "max_nnz": 1, **changes})
 
 
 def random_weights(n, dtype=torch.float64):

@@ -9,7 +9,7 @@ import torch
 import sparsekit
 from sparsekit import All2AllDenseEmbedding, DistributedEmbedding, TableFullError
 
-from .bags import KeyedJagged
+from .bags import KeyedJagged, flat
 
 T = torch.tensor
 VALUES, OFFSETS = T([4, 5, 4, 90]), T([0, 2, 2, 3, 4])
@@ -64,6 +64,12 @@ def jagged(values, offsets=OFFSETS):
 def keyed(slots, weights=None):
     bags = KeyedJagged([[]] * 6, weights)
     bags.keys = lambda: ["key"] * slots
+    return bags
+
+
+def two_slots(by_slot):
+    bags = keyed(2)
+    bags._values, bags._offsets = flat(by_slot)
     return bags
 
 
@@ -192,6 +198,12 @@ CALLS = {
         [(VALUES, T([0, 1, 1, 2, 4]))],
         ValueError,
         ["sample 1", "3 keys", "max_feature_num=2"],
+    ),
+    "max_feature_num KJT": (
+        lambda: pooled(max_feature_num=2),
+        [two_slots([[1, 1], [2], [3], [4]])],  # samples [1, 1], [3] and [2], [4]
+        ValueError,
+        ["sample 0", "3 keys", "max_feature_num=2"],
     ),
     # keys without the hash table
     "key too large": (

@@ -9,6 +9,7 @@ from conftest import (
     KEYS,
     ROW_DTYPES,
     assert_same_bits_for_any_threads,
+    generator,
     key_pattern,
     same_bits,
 )
@@ -94,7 +95,7 @@ def test_any_arguments(device, keys, dim, seed, distribution, a, width):
 @all_distributions
 def test_rows_and_status(device, distribution):
     keys = key_pattern("distinct", 60)
-    rows = torch.randperm(100)[:60]
+    rows = torch.randperm(100, generator=generator(0))[:60]
     rows[::4] = -1
     for status in (None, torch.tensor([30, 0]), torch.tensor([100]), torch.tensor([-5])):
         out, expected = (torch.full((100, 7), -777.0) for _ in range(2))
@@ -117,7 +118,7 @@ def test_a_value_depends_on_seed_key_and_column_alone(device, distribution):
     keys = key_pattern("distinct", 300)
     whole = vectors(keys, 13, device, **settings)
     # not on the order,
-    order = torch.randperm(300)
+    order = torch.randperm(300, generator=generator(0))
     assert same_bits(vectors(keys[order], 13, device, **settings), whole[order])
     # the split into calls,
     parts = [vectors(part, 13, device, **settings) for part in keys.split(7)]
@@ -214,6 +215,9 @@ def test_bits_do_not_depend_on_threads(device):
         ((3, 2), {"rows": torch.tensor([0, 3, 9])}, IndexError, r"rows\[1\] is 3, but out has 3"),
         ((3, 2), {"distribution": "gamma"}, ValueError, "distribution must be one of.*'gamma'"),
         ((3, 2), {"status": torch.tensor([]).long()}, ValueError, "status must not be empty"),
+        ((3, 2), {"keys": torch.ones(3).long().to("meta")}, ValueError, "keys on meta"),
+        ((3, 2), {"rows": torch.ones(3).long().to("meta")}, ValueError, "rows on meta"),
+        ((3, 2), {"status": torch.ones(2).long().to("meta")}, ValueError, "status on meta"),
     ],
 )
 def test_what_is_refused(out, arguments, error, message):

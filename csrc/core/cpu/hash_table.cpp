@@ -55,10 +55,12 @@ void find_range(const Bucket* buckets, int64_t num_buckets, const Key* keys, int
   resolve(buckets, num_buckets, keys, rows, &pending);
 }
 
-// Inserts in order the keys that find left at -1; false as soon as the table is full.
+enum class Inserted { kAll, kFull, kDamaged };
+
+// Inserts in order the keys that find left at -1, up to the first for which there is no room.
 template <class Key>
-bool insert_missing(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t capacity,
-                    const Key* keys, int64_t n, int64_t* rows) {
+Inserted insert_missing(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t capacity,
+                        const Key* keys, int64_t n, int64_t* rows) {
   for (int64_t i = 0; i < n; ++i) {
     if (i + kInFlight < n && rows[i + kInFlight] < 0) {
       prefetch(&buckets[home_bucket(keys[i + kInFlight], num_buckets)]);
@@ -68,11 +70,13 @@ bool insert_missing(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t
     // It may have come in since the find, as an earlier entry of this call.
     rows[i] = find_from(buckets, num_buckets, home, keys[i]);
     if (rows[i] >= 0) continue;
-    if (*size >= capacity) return false;
-    rows[i] = (*size)++;
-    insert_absent(buckets, num_buckets, home, keys[i], static_cast<int32_t>(rows[i]));
+    if (*size >= capacity) return Inserted::kFull;
+    const auto row = static_cast<int32_t>(*size);
+    if (!insert_absent(buckets, num_buckets, home, keys[i], row)) return Inserted::kDamaged;
+    rows[i] = row;
+    ++*size;
   }
-  return true;
+  return Inserted::kAll;
 }
 
 // Takes out every entry with row >= size and the marks it left on full buckets. Entries with
@@ -115,10 +119,13 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t*
                                   const ParallelFor& parallel_for) {
   hash_table_find(buckets, num_buckets, keys, n, rows, parallel_for);
   const int64_t size_before = *size;
-  if (insert_missing(buckets, num_buckets, size, capacity, keys, n, rows)) return 0;
+  const Inserted inserted =
+      insert_missing(buckets, num_buckets, size, capacity, keys, n, rows);
+  if (inserted == Inserted::kAll) return 0;
 
   remove_rows_from(buckets, num_buckets, size_before);
   *size = size_before;
+  if (inserted == Inserted::kDamaged) return -1;
   int64_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {
     if (rows[i] >= size_before) rows[i] = -1;
@@ -127,22 +134,28 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t*
   return refused;
 }
 
-int64_t hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
-                        const ParallelFor& parallel_for) {
-  std::atomic<int64_t> written{0};
-  parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {
-    int64_t count = 0;
+bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
+                     int64_t* rows, const ParallelFor& parallel_for) {
+  parallel_for(0, size, kGrain, [=](int64_t begin, int64_t end) {
+    std::fill(keys + begin, keys + end, int64_t{0});
+  });
+  parallel_for(0, num_buckets, kGrain, [=](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
         const int32_t row = buckets[b].rows[slot];
-        if (row < 0 || row >= size) continue;
-        keys[row] = buckets[b].keys[slot];
-        ++count;
+        if (row >= 0 && row < size) keys[row] = buckets[b].keys[slot];
       }
     }
-    written += count;
   });
-  return written;
+  // A row that no key has, or that two have, does not find itself.
+  hash_table_find(buckets, num_buckets, keys, size, rows, parallel_for);
+  std::atomic<bool> sound{true};
+  parallel_for(0, size, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (rows[row] != row) sound = false;
+    }
+  });
+  return sound;
 }
 
 #define SPARSEKIT_INSTANTIATE(Key)                                                             \

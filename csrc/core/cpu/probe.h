@@ -71,18 +71,22 @@ inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, 
   return -1;
 }
 
-// Stores a key that is not in the table, from its home bucket on. Precondition: a slot is free.
-inline void insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
+// Stores a key that is not in the table, from its home bucket on. False when no slot is free, which
+// a sound table below its capacity always has; only the marks on full buckets have then changed.
+inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
                           int32_t row) {
   int64_t b = home;
-  int slot = first_empty_slot(buckets[b]);
-  while (slot == kSlotsPerBucket) {
+  for (int64_t step = 0; step < num_buckets; ++step) {
+    const int slot = first_empty_slot(buckets[b]);
+    if (slot < kSlotsPerBucket) {
+      buckets[b].keys[slot] = key;
+      buckets[b].rows[slot] = row;
+      return true;
+    }
     ++buckets[b].spilled;
     b = next_bucket(b, num_buckets);
-    slot = first_empty_slot(buckets[b]);
   }
-  buckets[b].keys[slot] = key;
-  buckets[b].rows[slot] = row;
+  return false;
 }
 
 }  // namespace sparsekit::cpu

@@ -1,0 +1,197 @@
+"""The command ``sparsekit``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import build_info
+from .datasets import DatasetUnavailableError, Ratings, RatingsFormatError, movielens_100k
+from .errors import TableFullError
+from .models import RatingModel, fit_bias_baseline, rmse
+from .optim import LazyAdam, split_embedding_variable_from_others
+from .train import Trainer
+
+# Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
+# train part, the test part unseen.
+DEFAULT_EPOCHS = 20
+DENSE_LR = 1e-3
+TEST_FRACTION = 0.2
+EVALUATION_BATCH = 8192
+
+
+class UsageError(Exception):
+    """What the person at the keyboard can put right; shown without a traceback."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments; None means those of the process.
+
+    Returns:
+        The exit code: 0; 2 for what the user can put right; 130 after Ctrl-C.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (UsageError, DatasetUnavailableError, RatingsFormatError) as error:
+        print(f"sparsekit: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sparsekit: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    info = commands.add_parser("info", help="show how sparsekit was built")
+    info.set_defaults(run=_info)
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a rating model and compare it with two baselines",
+        description="Train a rating model on MovieLens-100K, or on a file of ratings: the latest "
+        "fifth of each user's ratings is the test part, the others are trained on.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    train.set_defaults(run=_train, data=None)
+    count = _number(int, 1, 2**31 - 1)
+    train.add_argument(
+        "--data",
+        metavar="FILE",
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="ratings of your own (default: MovieLens-100K): columns separated by tabs, with the "
+        "header user_id:token item_id:token rating:float timestamp:float",
+    )
+    train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
+    train.add_argument("--batch-size", type=count, default=1024, help="ratings in a step")
+    train.add_argument("--dim", type=count, default=32, help="elements of an embedding vector")
+    train.add_argument(
+        "--lr",
+        type=_number(float, 1e-12, 1e12),
+        default=0.02,
+        help="learning rate of the embeddings; it falls to zero over the epochs",
+    )
+    train.add_argument(
+        "--seed",
+        type=_number(int, 0, 2**63 - 1),
+        default=0,
+        help="of initial vectors and the order of ratings",
+    )
+    # Batches of this size gain little from a second thread, and lose much where cores are shared:
+    # torch's threads wait for one another by spinning.
+    train.add_argument("--threads", type=_number(int, 1, 1024), default=1, help="CPU threads")
+    train.add_argument("--capacity", type=count, default=100_000, help="rows of each table")
+
+
+def _number(kind: type, least: float, most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:  # true of nan as well
+            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    return parse
+
+
+def _info(args: argparse.Namespace) -> int:
+    for key, value in build_info().items():
+        print(f"{key}: {value}")
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    torch.set_num_threads(args.threads)
+    train, test = _load(args.data)
+    try:
+        model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)
+    except RuntimeError as error:  # how torch's allocator says it
+        raise UsageError(
+            f"no memory for tables of {args.capacity:,} rows of dim {args.dim}: use a smaller "
+            f"--capacity or --dim"
+        ) from error
+    try:
+        trainer = _fit(model, train, test, args)
+    except TableFullError as error:
+        raise UsageError(f"{error} Here that is --capacity.") from error
+    if trainer.interrupted:
+        return 130
+    _report(model, trainer, train, test)
+    return 0
+
+
+def _load(data: str | None) -> tuple[Ratings, Ratings]:
+    try:
+        ratings = movielens_100k(data)
+    except OSError as error:
+        raise UsageError(f"--data {data}: {error.strerror or error}") from error
+    train, test = ratings.split_by_time(TEST_FRACTION)
+    if len(test) == 0:
+        raise UsageError(f"--data {data}: no user has the 5 ratings of which one can be tested on")
+    print(
+        f"{data or 'MovieLens-100K'}: {len(ratings):,} ratings; {len(train):,} are trained on, "
+        f"the latest fifth of each user's, {len(test):,}, are tested on",
+        flush=True,
+    )
+    return train, test
+
+
+def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Namespace) -> Trainer:
+    sparse, dense = split_embedding_variable_from_others(model)
+    optimizers = [LazyAdam(sparse, lr=args.lr), torch.optim.Adam(dense, lr=DENSE_LR)]
+    steps = args.epochs * math.ceil(len(train) / args.batch_size)
+    schedulers = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        for optimizer in optimizers
+    ]
+    trainer = Trainer(
+        model,
+        lambda _, batch: model.losses(*batch),
+        optimizers,
+        schedulers=schedulers,
+        seed=args.seed,
+        stream=sys.stdout,
+    )
+    trainer.fit(
+        (train.users, train.items, train.ratings),
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        # To watch only: nothing is chosen by it.
+        evaluate=lambda model: {"test RMSE": _test_rmse(model, test)},
+    )
+    return trainer
+
+
+def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
+    batches = zip(
+        test.users.split(EVALUATION_BATCH), test.items.split(EVALUATION_BATCH), strict=True
+    )
+    return rmse(torch.cat([model(users, items) for users, items in batches]), test.ratings)
+
+
+def _report(model: RatingModel, trainer: Trainer, train: Ratings, test: Ratings) -> None:
+    baseline = fit_bias_baseline(train)
+    mean = torch.full((len(test),), baseline.mean)
+    results = {
+        "global mean": rmse(mean, test.ratings),
+        "user + item bias": rmse(baseline.predict(test.users, test.items), test.ratings),
+        "model": trainer.history[-1].metrics["test RMSE"],
+    }
+    print(f"\n{'':18}test RMSE")
+    for name, value in results.items():
+        print(f"{name:18}{value:9.4f}")
+    rows = ", ".join(f"{name} {count:,}" for name, count in model.table_sizes().items())
+    seconds = sum(epoch.seconds for epoch in trainer.history)
+    print(f"\n{len(trainer.history)} epochs in {seconds:.1f} s; rows in the tables: {rows}")

@@ -1,0 +1,132 @@
+"""torch.library.opcheck for every op in the namespace; an op without a case here fails the suite.
+
+opcheck compares an op with its schema (what it changes, what aliases what), its fake kernel (shapes
+and dtypes without data) and its gradient under AOT autograd, as torch.compile uses it.
+"""
+
+import pytest
+import torch
+from conftest import KEY_DTYPES, ROW_DTYPES, randn
+
+from sparsekit import HashTable
+
+NAMESPACE = "sparsekit::"
+
+
+def int64(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def table(*keys):
+    table = HashTable(20)
+    table.find_or_insert(int64(*keys))
+    return table
+
+
+def bags(dtype, combiner, weights, grad):
+    """Arguments of embedding_bag; `grad` says which of weight and sample_weights require one."""
+    weight = randn(4, 3, dtype=dtype).requires_grad_("weight" in grad)
+    sample_weights = None
+    if weights:
+        accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+        sample_weights = (randn(5, dtype=accumulate).abs() + 1).requires_grad_("samples" in grad)
+    return weight, int64(0, 3, -1, 3, 1), int64(0, 2, 2, 5), combiner, sample_weights
+
+
+def bags_backward(dtype, combiner, weights):
+    _, rows, offsets, _, sample_weights = bags(dtype, combiner, weights, "")
+    return randn(3, 3, dtype=dtype), rows, offsets, combiner, sample_weights, 4
+
+
+def bags_backward_sample_weights(dtype, combiner):
+    weight, rows, offsets, _, sample_weights = bags(dtype, combiner, True, "")
+    return randn(3, 3, dtype=dtype), weight, rows, offsets, combiner, sample_weights
+
+
+def lazy_adam(dtype, rows):
+    moments = torch.float32 if dtype == torch.bfloat16 else dtype
+    state = randn(4, 3, dtype=dtype), torch.zeros(4, 3, dtype=moments), torch.ones(4, 3).to(moments)
+    grad = randn(4 if rows is None else len(rows), 3, dtype=dtype)
+    return *state, rows, grad, int64(2), 0.1, 0.9, 0.999, 1e-8
+
+
+# What each op is called with. Made when it is wanted, since some ops change their arguments.
+CASES = {
+    "hash_table_clear_": lambda: [(table(1, 2).buckets,)],
+    "hash_table_find": lambda: [
+        *((table(1, 2).buckets, int64(2, 0, 1).to(dtype)) for dtype in KEY_DTYPES),
+        (table().buckets, int64()),
+        (table(4).buckets, int64(4, 0, 5, 0)[::2]),
+    ],
+    "hash_table_find_or_insert_": lambda: [
+        *(
+            (t.buckets, t.size, keys, 20)
+            for t, keys in ((table(1), int64(2, 1)), (table(), int64()))
+        ),
+        *((t.buckets, t.size, int64(1, 2, 3).int(), 2) for t in (table(9),)),
+    ],
+    "hash_table_keys": lambda: [(t.buckets, t.size) for t in (table(), table(5, -6, 7))],
+    "unique": lambda: [
+        *((int64(3, 0, 3, 2).to(dtype),) for dtype in KEY_DTYPES),
+        (int64(),),
+        (int64(7, 7, 7, 7, 7, 7),),
+    ],
+    "unsorted_segment_sum": lambda: [
+        *((randn(4, 3, dtype=dtype), int64(1, -1, 1, 0), 3) for dtype in ROW_DTYPES),
+        (randn(4, 3).requires_grad_(), int64(1, -1, 1, 0), 3),
+        (randn(0, 3), int64(), 2),
+    ],
+    "gather_rows": lambda: [
+        *((randn(4, 3, dtype=dtype), int64(1, -1, 3, 1)) for dtype in ROW_DTYPES),
+        (randn(4, 3).requires_grad_(), int64(1, -1, 3, 1)),
+        (randn(4, 3), int64()),
+    ],
+    "embedding_bag": lambda: [
+        *(bags(dtype, 0, False, "weight") for dtype in ROW_DTYPES),
+        *(bags(torch.float64, combiner, False, "weight") for combiner in (1, 2)),
+        *(bags(torch.float64, combiner, True, "weight samples") for combiner in (0, 1, 2)),
+        bags(torch.float32, 1, True, "samples"),
+        bags(torch.bfloat16, 1, True, "weight samples"),
+        bags(torch.float32, 2, True, ""),
+    ],
+    "embedding_bag_backward": lambda: [
+        *(bags_backward(dtype, 0, False) for dtype in ROW_DTYPES),
+        *(bags_backward(torch.float32, combiner, True) for combiner in (0, 1, 2)),
+    ],
+    "embedding_bag_backward_sample_weights": lambda: [
+        *(bags_backward_sample_weights(dtype, 1) for dtype in ROW_DTYPES),
+        *(bags_backward_sample_weights(torch.float32, combiner) for combiner in (0, 2)),
+    ],
+    "init_rows_": lambda: [
+        *(
+            (randn(2, 5, dtype=dtype), int64(8, 9), None, None, 3, 1, 0.0, 1.0)
+            for dtype in ROW_DTYPES
+        ),
+        (randn(4, 5), int64(8, 9), int64(3, -1), int64(1, 0), 3, 2, 0.0, 1.0),
+    ],
+    "lazy_adam_step_": lambda: [
+        *(lazy_adam(dtype, int64(3, 0)) for dtype in ROW_DTYPES),
+        lazy_adam(torch.float32, None),
+        lazy_adam(torch.float32, int64()),
+    ],
+}
+
+
+def registered_ops():
+    """Names of all ops in the namespace, overloads included, as torch has them."""
+    names = set()
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith(NAMESPACE):
+            overload = f".{schema.overload_name}" if schema.overload_name else ""
+            names.add(schema.name.removeprefix(NAMESPACE) + overload)
+    return names
+
+
+def test_every_op_has_a_case():
+    assert registered_ops() == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_opcheck(name):
+    for arguments in CASES[name]():
+        torch.library.opcheck(getattr(torch.ops.sparsekit, name).default, arguments)

