@@ -1,4 +1,4 @@
-"""Thin driver of CMake: configures once, builds with ninja, copies the libraries beside the package.
+"""Thin driver of CMake: configures, builds with ninja, copies the libraries beside the package.
 
 Everything else about the package is in pyproject.toml; what is compiled is in CMakeLists.txt.
 """

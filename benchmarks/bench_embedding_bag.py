@@ -31,6 +31,4 @@ def run(quick: bool) -> Iterator[Result]:
                 return F.embedding_bag(r, w, o, mode="sum", include_last_offset=True)
 
             torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=1e-4)
-            yield compare(
-                f"bags of {per_bag}, {n:,} rows x {dim}", ours, "F.embedding_bag", theirs
-            )
+            yield compare(f"bags of {per_bag}, {n:,} rows x {dim}", ours, "F.embedding_bag", theirs)

@@ -19,9 +19,12 @@ def run(quick: bool) -> Iterator[Result]:
         table.find_or_insert(keys)
         ordered = keys.sort().values
         assert torch.equal(keys[table.find(queries)], queries)
-        yield compare(
-            f"find {len(queries):,} of {n:,} keys",
-            lambda table=table, queries=queries: table.find(queries),
-            "torch.searchsorted",
-            lambda ordered=ordered, queries=queries: torch.searchsorted(ordered, queries),
-        )
+
+        def ours(table: sparsekit.HashTable = table, q: torch.Tensor = queries) -> object:
+            return table.find(q)
+
+        def theirs(ordered: torch.Tensor = ordered, q: torch.Tensor = queries) -> object:
+            return torch.searchsorted(ordered, q)
+
+        case = f"find {len(queries):,} of {n:,} keys"
+        yield compare(case, ours, "torch.searchsorted", theirs)

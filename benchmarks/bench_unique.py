@@ -19,9 +19,11 @@ def run(quick: bool) -> Iterator[Result]:
         for name, keys in inputs.items():
             distinct, inverse, _ = sparsekit.ops.unique(keys)
             assert torch.equal(distinct[inverse], keys)
-            yield compare(
-                f"unique {n:,} {name}",
-                lambda keys=keys: sparsekit.ops.unique(keys),
-                "torch.unique",
-                lambda keys=keys: torch.unique(keys, return_inverse=True, return_counts=True),
-            )
+
+            def ours(keys: torch.Tensor = keys) -> object:
+                return sparsekit.ops.unique(keys)
+
+            def theirs(keys: torch.Tensor = keys) -> object:
+                return torch.unique(keys, return_inverse=True, return_counts=True)
+
+            yield compare(f"unique {n:,} {name}", ours, "torch.unique", theirs)

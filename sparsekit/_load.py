@@ -13,7 +13,9 @@ import torch
 
 MINIMUM_TORCH = (2, 11)
 _LIB = Path(__file__).parent / "lib"
-_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps sparsekit (from its source)"
+_REBUILD = (
+    "pip install --no-build-isolation --force-reinstall --no-deps sparsekit (from its source)"
+)
 
 
 def _torch_version() -> tuple[int, int]:

@@ -65,6 +65,20 @@ class Ratings:
         """Select the ratings at index, an int64 tensor of positions or a bool mask ``[n]``."""
         return Ratings(*(getattr(self, field.name)[index] for field in fields(self)))
 
+    def by_user(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sort by user, and each user's by time; of equal timestamps the first comes first.
+
+        Returns:
+            All int64: ``order [n]``, positions that sort; ``users [u]``, ascending, and
+            ``counts [u]``, the number of ratings of each; ``from_end [n]``, what place a sorted
+            rating has among those of its user, counted from the latest, which is 1.
+        """
+        by_time = self.timestamps.argsort(stable=True)
+        order = by_time[self.users[by_time].argsort(stable=True)]
+        users, counts = self.users[order].unique_consecutive(return_counts=True)
+        from_end = torch.repeat_interleave(counts.cumsum(0), counts) - torch.arange(len(order))
+        return order, users, counts, from_end
+
     def split_by_time(self, test_fraction: float = 0.2) -> tuple[Ratings, Ratings]:
         """Split off the latest ratings of every user.
 
@@ -83,12 +97,9 @@ class Ratings:
         """
         if not 0 <= test_fraction < 1:
             raise ValueError(f"test_fraction must be in [0, 1), got {test_fraction}")
-        by_time = self.timestamps.argsort(stable=True)
-        order = by_time[self.users[by_time].argsort(stable=True)]
-        _, counts = self.users[order].unique_consecutive(return_counts=True)
+        order, _, counts, from_end = self.by_user()
         # The addition undoes rounding: 0.29 * 100 is a little less than 29.
-        tested = (counts * test_fraction + 1e-9).floor().to(torch.int64)
-        from_end = torch.repeat_interleave(counts.cumsum(0), counts) - torch.arange(len(order))
+        tested = (counts.double() * test_fraction + 1e-9).floor().to(torch.int64)
         is_test = torch.empty(len(order), dtype=torch.bool)
         is_test[order] = from_end <= torch.repeat_interleave(tested, counts)
         return self[~is_test], self[is_test]

@@ -124,6 +124,12 @@ def test_split_breaks_ties_by_position():
     assert test.items.tolist() == [8, 9]
 
 
+def test_split_is_not_misled_by_rounding():
+    assert 0.29 * 100 < 29
+    _, test = make_ratings([1] * 100, [0] * 100).split_by_time(0.29)
+    assert len(test) == 29
+
+
 @given(
     pairs=st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 4)), min_size=1, max_size=60),
     percent=st.integers(0, 99),

@@ -1,4 +1,4 @@
-"""Trains a small model with an installed sparsekit; run by wheel_check.sh outside the source tree."""
+"""Trains a small model with an installed sparsekit, for wheel_check.sh."""
 
 import sys
 from pathlib import Path

@@ -38,12 +38,11 @@ template <class... Parts>
 }
 
 inline ParallelFor torch_parallel_for() {
-  return ParallelFor([](int64_t begin, int64_t end, int64_t grain, ParallelFor::Body body,
-                        void* context) {
-    torch::stable::parallel_for(begin, end, grain, [=](int64_t b, int64_t e) {
-      body(b, e, context);
-    });
-  });
+  return ParallelFor(
+      [](int64_t begin, int64_t end, int64_t grain, ParallelFor::Body body, void* context) {
+        torch::stable::parallel_for(begin, end, grain,
+                                    [=](int64_t b, int64_t e) { body(b, e, context); });
+      });
 }
 
 inline void check_dtype(const Tensor& tensor, ScalarType dtype, const char* op, const char* name) {

@@ -61,10 +61,9 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
   Tensor out = torch::stable::new_empty(weight, {arguments.bags.num_bags, dim});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t bad =
-        cpu::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags,
-                           arguments.sample_weights_data<T>(op), arguments.combiner,
-                           mutable_data<T>(out), torch_parallel_for());
+    const int64_t bad = cpu::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags,
+                                           arguments.sample_weights_data<T>(op), arguments.combiner,
+                                           mutable_data<T>(out), torch_parallel_for());
     arguments.check_row(op, bad, num_rows);
   });
   return out;
@@ -76,7 +75,9 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
   const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
   check_dim(grad, 2, op, "grad");
   check_size(grad, 0, arguments.bags.num_bags, op, "grad");
-  check(num_rows >= 0, op, ": num_rows must not be negative, got ", num_rows);
+  // Beyond any memory; keeps the size of the workspace far from overflow.
+  check(num_rows >= 0 && num_rows < (int64_t{1} << 48), op, ": num_rows must be in [0, 2^48), got ",
+        num_rows);
   grad = torch::stable::contiguous(grad);
   const int64_t dim = grad.size(1);
   Tensor out = torch::stable::new_empty(grad, {num_rows, dim});
@@ -110,10 +111,10 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
   Tensor out = torch::stable::new_empty(sample_weights, {sample_weights.numel()});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    cpu::embedding_bag_backward_sample_weights(
-        data<T>(grad), data<T>(weight), weight.size(1), arguments.bags,
-        arguments.sample_weights_data<T>(op), arguments.combiner, mutable_data<Acc<T>>(out),
-        torch_parallel_for());
+    cpu::embedding_bag_backward_sample_weights(data<T>(grad), data<T>(weight), weight.size(1),
+                                               arguments.bags, arguments.sample_weights_data<T>(op),
+                                               arguments.combiner, mutable_data<Acc<T>>(out),
+                                               torch_parallel_for());
   });
   return out;
 }

@@ -36,10 +36,10 @@ void lazy_adam_step(Tensor weight, Tensor exp_avg, Tensor exp_avg_sq, std::optio
     using T = typename decltype(tag)::type;
     check_dtype(exp_avg, kAccumulateType<T>, op, "exp_avg");
     check_dtype(exp_avg_sq, kAccumulateType<T>, op, "exp_avg_sq");
-    const int64_t bad = cpu::lazy_adam_step(
-        mutable_data<T>(weight), mutable_data<Acc<T>>(exp_avg), mutable_data<Acc<T>>(exp_avg_sq),
-        num_rows, dim, rows ? int64_data(*rows) : nullptr, data<T>(grad), grad.size(0), adam,
-        torch_parallel_for());
+    const int64_t bad = cpu::lazy_adam_step(mutable_data<T>(weight), mutable_data<Acc<T>>(exp_avg),
+                                            mutable_data<Acc<T>>(exp_avg_sq), num_rows, dim,
+                                            rows ? int64_data(*rows) : nullptr, data<T>(grad),
+                                            grad.size(0), adam, torch_parallel_for());
     if (bad >= 0) {
       index_error(op, ": rows[", bad, "] is ", int64_data(*rows)[bad], ", but weight has ",
                   num_rows, " rows");

@@ -12,8 +12,7 @@ STABLE_TORCH_LIBRARY(sparsekit, m) {
 
   m.def("unique(Tensor keys) -> (Tensor unique, Tensor inverse, Tensor counts)");
 
-  m.def(
-      "unsorted_segment_sum(Tensor data, Tensor segment_ids, SymInt num_segments) -> Tensor");
+  m.def("unsorted_segment_sum(Tensor data, Tensor segment_ids, SymInt num_segments) -> Tensor");
 
   m.def("gather_rows(Tensor table, Tensor rows) -> Tensor");
 

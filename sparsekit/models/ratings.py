@@ -30,10 +30,7 @@ class UserHistory(torch.nn.Module):
     def __init__(self, train: Ratings, max_items: int = 32) -> None:
         super().__init__()
         self.max_items = max_items
-        by_time = train.timestamps.argsort(stable=True)
-        order = by_time[train.users[by_time].argsort(stable=True)]
-        users, counts = train.users[order].unique_consecutive(return_counts=True)
-        from_end = torch.repeat_interleave(counts.cumsum(0), counts) - torch.arange(len(order))
+        order, users, counts, from_end = train.by_user()
         starts = torch.nn.functional.pad(counts.clamp(max=max_items).cumsum(0), (1, 0))
         self.register_buffer("users", users)
         self.register_buffer("starts", starts)

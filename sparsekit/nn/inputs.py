@@ -205,7 +205,7 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
     if inputs.dim() != 3:
         raise ValueError(
             f"{layer}: a dense input must have shape [batch, slot_num, max_nnz], "
-            f"got {tuple(inputs.shape)}"
+            f"got {tuple(inputs.shape)}; flat keys go in a tuple with their offsets"
         )
     batch, slots, nnz = inputs.shape
     if _same_form(inputs, weights) and weights.shape == inputs.shape:

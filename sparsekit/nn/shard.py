@@ -42,6 +42,7 @@ class _GatherSparse(torch.autograd.Function):
         return vectors
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         (grad,) = grads

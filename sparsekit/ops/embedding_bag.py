@@ -59,7 +59,9 @@ def embedding_bag(
     if sample_weights is not None:
         check_tensor(name, "sample_weights", sample_weights, (*ROW_DTYPES, torch.float16), 1)
         sample_weights = sample_weights.to(accumulate_dtype(weight.dtype))
-    check_same_device(name, weight=weight, rows=rows, offsets=offsets, sample_weights=sample_weights)
+    check_same_device(
+        name, weight=weight, rows=rows, offsets=offsets, sample_weights=sample_weights
+    )
     return _op(
         weight, rows.to(torch.int64), offsets.to(torch.int64), COMBINERS[combiner], sample_weights
     )
@@ -125,3 +127,29 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
 
 torch.library.register_autograd("sparsekit::embedding_bag", _backward, setup_context=_setup)
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, rows, offsets, combiner, sample_weights, _ = inputs
+    ctx.save_for_backward(rows, offsets, sample_weights)
+    ctx.combiner = combiner
+
+
+def _backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    if any(ctx.needs_input_grad[1:]):
+        _no_second_derivative(ctx, grad)
+    # The gradient is linear in what it came from, and the pooling is its transpose.
+    rows, offsets, sample_weights = ctx.saved_tensors
+    return _op(grad, rows, offsets, ctx.combiner, sample_weights), None, None, None, None, None
+
+
+def _no_second_derivative(ctx: Any, grad: torch.Tensor) -> Any:
+    raise NotImplementedError("embedding_bag: no second derivative with respect to sample_weights")
+
+
+torch.library.register_autograd(
+    "sparsekit::embedding_bag_backward", _backward_backward, setup_context=_setup_backward
+)
+torch.library.register_autograd(
+    "sparsekit::embedding_bag_backward_sample_weights", _no_second_derivative
+)

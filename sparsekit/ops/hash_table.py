@@ -6,6 +6,7 @@ in an empty slot) and an int32 count of the keys that found the bucket full. ``s
 """
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ._checks import KEY_DTYPES, check_same_device, check_tensor
 
@@ -19,7 +20,9 @@ _keys = _ops.hash_table_keys.default
 
 def hash_table_clear_(buckets: torch.Tensor) -> None:
     """Empty all buckets, in place."""
+    check_tensor("hash_table_clear_", "buckets", buckets, (torch.int64,), 2)
     _clear(buckets)
+    increment_version(buckets)
 
 
 def hash_table_find(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -36,6 +39,7 @@ def hash_table_find(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         TypeError: keys has a wrong dtype.
         ValueError: a wrong shape or a mix of devices.
     """
+    check_tensor("hash_table_find", "buckets", buckets, (torch.int64,), 2)
     check_tensor("hash_table_find", "keys", keys, KEY_DTYPES, 1)
     check_same_device("hash_table_find", buckets=buckets, keys=keys)
     return _find(buckets, keys)
@@ -64,9 +68,13 @@ def hash_table_find_or_insert_(
         ValueError: a wrong shape, capacity or size, or a mix of devices.
     """
     name = "hash_table_find_or_insert_"
+    check_tensor(name, "buckets", buckets, (torch.int64,), 2)
+    check_tensor(name, "size", size, (torch.int64,), 1)
     check_tensor(name, "keys", keys, KEY_DTYPES, 1)
     check_same_device(name, buckets=buckets, size=size, keys=keys)
-    return _find_or_insert(buckets, size, keys, capacity)
+    result = _find_or_insert(buckets, size, keys, capacity)
+    increment_version([buckets, size])
+    return result
 
 
 def hash_table_keys(buckets: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
@@ -75,6 +83,8 @@ def hash_table_keys(buckets: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: the table is damaged: it does not have exactly one key for each row.
     """
+    check_tensor("hash_table_keys", "buckets", buckets, (torch.int64,), 2)
+    check_tensor("hash_table_keys", "size", size, (torch.int64,), 1)
     return _keys(buckets, size)
 
 

@@ -53,6 +53,7 @@ def init_rows_(
     # The schema's int is signed; the 64 bits are what counts.
     signed = (seed + 2**63) % 2**64 - 2**63
     _op(out, keys, rows, status, signed, DISTRIBUTIONS[distribution], a, b)
+    torch.autograd.graph.increment_version(out)
 
 
 @torch.library.register_fake("sparsekit::init_rows_")

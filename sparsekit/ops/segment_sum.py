@@ -1,5 +1,6 @@
 """Sums of rows by segment."""
 
+import operator
 from typing import Any
 
 import torch
@@ -25,15 +26,15 @@ def unsorted_segment_sum(
         additions depends on the ids only, so repeated calls give the same bits.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape or a negative num_segments.
+        TypeError: a wrong dtype, or num_segments is no int.
+        ValueError: a wrong shape, or num_segments outside [0, 2^48).
         IndexError: an id >= num_segments; the message has its position.
     """
     name = "unsorted_segment_sum"
     check_tensor(name, "data", data, ROW_DTYPES, 2)
     check_tensor(name, "segment_ids", segment_ids, KEY_DTYPES, 1)
     check_same_device(name, data=data, segment_ids=segment_ids)
-    return _op(data, segment_ids.to(torch.int64), num_segments)
+    return _op(data, segment_ids.to(torch.int64), operator.index(num_segments))
 
 
 @torch.library.register_fake("sparsekit::unsorted_segment_sum")

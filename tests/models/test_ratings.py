@@ -54,7 +54,7 @@ def test_history_is_the_latest_items_without_the_target():
         [(5, 1, 0), (INT64_MIN, 9, 0), (5, 2, 0), (5, INT64_MAX, 0), (5, 3, 0), (7, 1, 0)]
     )
     history = UserHistory(train, max_items=3)
-    wanted = [(5, 8), (5, INT64_MAX), (5, 1), (INT64_MIN, 9), (7, 2), (6, 1), (INT64_MAX, 1)]
+    wanted = [(5, 8), (5, INT64_MAX), (5, 1), (INT64_MIN, 9), (7, 2), (6, 8), (INT64_MAX, 8)]
     users, without = map(list, zip(*wanted, strict=True))
     assert bags(history, users, without) == [
         [2, INT64_MAX, 3],

@@ -159,6 +159,7 @@ CALLS = {
     "values 2-D": (pooled, [(DENSE[0], OFFSETS)], ValueError, ["values", "(2, 2)"]),
     "offsets 2-D": (pooled, [(VALUES, OFFSETS[None])], ValueError, ["offsets", "(1, 5)"]),
     "dense 2-D": (pooled, [DENSE[0]], ValueError, ["dense", "(2, 2)"]),
+    "as for EmbeddingBag": (pooled, [VALUES, OFFSETS], ValueError, ["dense", "(4,)", "tuple"]),
     "dense slots": (pooled, [DENSE.expand(2, 2, 2)[:, :1]], ValueError, ["1 slots", "slot_num=2"]),
     "COO 3-D": (pooled, [DENSE.to_sparse_coo()], ValueError, ["sparse", "(1, 2, 2)"]),
     "COO dense_dim": (pooled, [DENSE[0].to_sparse(1)], ValueError, ["sparse", "(2, 2)", "1"]),
@@ -201,7 +202,7 @@ CALLS = {
     ),
     "max_feature_num KJT": (
         lambda: pooled(max_feature_num=2),
-        [two_slots([[1, 1], [2], [3], [4]])],  # samples [1, 1], [3] and [2], [4]
+        [two_slots([[1, 1], [], [3], [4]])],  # samples [1, 1], [3] and [], [4]
         ValueError,
         ["sample 0", "3 keys", "max_feature_num=2"],
     ),

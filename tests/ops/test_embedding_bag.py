@@ -263,3 +263,44 @@ def test_what_is_refused(arguments, error, message):
     weight, rows, offsets, *rest = arguments
     with pytest.raises(error, match=f"embedding_bag: .*{message}"):
         ops.embedding_bag(weight, rows, torch.tensor(offsets, dtype=torch.int64), *rest)
+
+
+def test_an_infinite_row_in_a_bag_whose_weights_cancel_is_zeros() -> None:
+    weight = torch.full((1, 3), torch.inf)
+    rows, offsets = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2])
+    pooled = ops.embedding_bag(weight, rows, offsets, "mean", torch.tensor([1.0, -1.0]))
+    assert pooled.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_a_tiny_weight_is_as_good_as_one(combiner: str) -> None:
+    weight = torch.tensor([[2.0, -3.0]], requires_grad=True)
+    tiny = torch.tensor([1e-40 if combiner == "mean" else 1e-18])
+    pooled = ops.embedding_bag(
+        weight, torch.tensor([0]), torch.tensor([0, 1]), combiner, tiny
+    )
+    torch.testing.assert_close(pooled, weight, rtol=1e-4, atol=0)
+    pooled.sum().backward()
+    torch.testing.assert_close(weight.grad, torch.ones(1, 2), rtol=1e-4, atol=0)
+
+
+def test_second_derivatives() -> None:
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    rows, offsets = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 1, 4])
+    weights = torch.rand(4, dtype=torch.float64)
+
+    def cubed(w: torch.Tensor) -> torch.Tensor:
+        return ops.embedding_bag(w, rows, offsets, "mean", weights) ** 3
+
+    assert torch.autograd.gradgradcheck(cubed, (weight,))
+    weights.requires_grad_()
+    (grad,) = torch.autograd.grad(cubed(weight).sum(), weights, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        grad.sum().backward()
+
+
+def test_a_size_beyond_any_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_segments must be in \[0, 2\^48\)"):
+        ops.unsorted_segment_sum(torch.ones(0, 0), torch.ones(0, dtype=torch.int64), 2**61)
+    with pytest.raises(TypeError):
+        ops.unsorted_segment_sum(torch.ones(0, 0), torch.ones(0, dtype=torch.int64), 2.5)

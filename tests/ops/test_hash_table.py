@@ -238,20 +238,36 @@ def test_bits_do_not_depend_on_threads(device):
         (lambda b, s, k: ops.hash_table_find(b[:, :7], k), "buckets must have size 8 in dim"),
         (lambda b, s, k: ops.hash_table_find(b.t().contiguous().t(), k), "must be contiguous"),
         (lambda b, s, k: ops.hash_table_find(b[:0], k), "buckets must not be empty"),
-        (lambda b, s, k: ops.hash_table_find(b.double(), k), "buckets must have dtype Long"),
         (lambda b, s, k: ops.hash_table_find(b, k.view(1, -1)), r"keys must have 1 dimension\(s\)"),
         (lambda b, s, k: ops.hash_table_find_or_insert_(b, s, k, 0), r"capacity is 0.*\[1, 20\]"),
         (lambda b, s, k: ops.hash_table_find_or_insert_(b, s, k, 21), "capacity is 21"),
         (lambda b, s, k: ops.hash_table_find_or_insert_(b, s - 1, k, 20), "size is -1"),
         (lambda b, s, k: ops.hash_table_find_or_insert_(b, s + 21, k, 20), "the buckets have 20"),
-        (lambda b, s, k: ops.hash_table_find_or_insert_(b, s.int(), k, 20), "size must have dtype"),
-        (lambda b, s, k: ops.hash_table_keys(b, s + 1), "damaged: 0 entries for 1 rows"),
+        (lambda b, s, k: ops.hash_table_keys(b, s + 1), "damaged: its 1 rows"),
     ],
 )
 def test_what_is_refused(call, message):
     table = HashTable(20, load_factor=1.0)
     before = snapshot(table)
     with pytest.raises(ValueError, match=f"hash_table_.*: .*{message}"):
+        call(table.buckets, table.size, torch.tensor([1, 2]))
+    assert_unchanged(table, before)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b, s, k: ops.hash_table_clear_(None), "buckets must be a tensor, got NoneType"),
+        (lambda b, s, k: ops.hash_table_find(b.double(), k), "buckets must be int64"),
+        (lambda b, s, k: ops.hash_table_find(b, k.double()), "keys must be int64 or int32"),
+        (lambda b, s, k: ops.hash_table_find_or_insert_(b, s.int(), k, 20), "size must be int64"),
+        (lambda b, s, k: ops.hash_table_keys(b, s.int()), "size must be int64"),
+    ],
+)
+def test_what_is_of_a_wrong_type(call, message):
+    table = HashTable(20, load_factor=1.0)
+    before = snapshot(table)
+    with pytest.raises(TypeError, match=f"hash_table_.*: {message}"):
         call(table.buckets, table.size, torch.tensor([1, 2]))
     assert_unchanged(table, before)
 
@@ -298,11 +314,6 @@ signal.alarm(6)
 """
 
 
-endless_insert = pytest.mark.xfail(
-    reason="an insert into buckets that are fuller than their size says does not return"
-)
-
-
 def run_damaged(body):
     path = [str(Path(sparsekit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -316,17 +327,14 @@ def run_damaged(body):
     assert done.returncode == 0, done.stderr
 
 
-@endless_insert
 def test_random_bytes_in_the_buckets():
     run_damaged("for seed in range(7): use(random.Random(seed).randbytes, seed)")
 
 
-@endless_insert
 def test_damage_that_leaves_no_free_slot():
     run_damaged("for byte in 0x00, 0x01, 0x7F: use(lambda n: bytes([byte]) * n, 0)")
 
 
-@pytest.mark.xfail(reason="hash_table_keys counts its entries and does not see which they are")
 def test_two_keys_of_one_row_are_damage(device):
     table = HashTable(10, device=device, load_factor=1.0)
     table.find_or_insert(torch.tensor([5, 6, 7], device=device))

@@ -25,9 +25,10 @@ A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 
+// Division and not multiplication by the inverse, which a tiny divisor would make infinite.
 template <class A>
-A inverse_or_zero(A x) {
-  return x == 0 ? A{0} : 1 / x;
+A divided(A x, A divisor) {
+  return divisor == 0 ? A{0} : x / divisor;
 }
 
 int64_t bag_grain(const Bags& bags, int64_t dim) {
@@ -48,8 +49,8 @@ int64_t first_bad_row(const Bags& bags, int64_t num_rows, const ParallelFor& par
 template <class T>
 struct BackwardWorkspace {
   SegmentWorkspace<T> segments;
-  int64_t* bag;      // [n] bag of each position
-  Acc<T>* scale;     // [n] what the bag's gradient is multiplied by at each position
+  int64_t* bag;   // [n] bag of each position
+  Acc<T>* scale;  // [n] what the bag's gradient is multiplied by at each position
 
   static int64_t bytes(const Bags& bags, int64_t dim, int64_t num_rows) {
     return SegmentWorkspace<T>::bytes(bags.n, dim, num_rows) +
@@ -89,7 +90,7 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
     Acc<T> sum[kColumns];
     for (int64_t b = begin; b < end; ++b) {
       const int64_t first = bags.offsets[b], last = bags.offsets[b + 1];
-      const Acc<T> scale = inverse_or_zero(divisor(sample_weights, first, last, combiner));
+      const Acc<T> total = divisor(sample_weights, first, last, combiner);
       for (int64_t column = 0; column < dim; column += kColumns) {
         const int64_t width = std::min(kColumns, dim - column);
         const auto row_part = [=](int64_t i) {
@@ -104,7 +105,7 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
           sum_rows<T>(first, last, width, row_part, weight_of, ahead, sum);
         }
         T* pooled = out + b * dim + column;
-        for (int64_t j = 0; j < width; ++j) pooled[j] = store<T>(sum[j] * scale);
+        for (int64_t j = 0; j < width; ++j) pooled[j] = store<T>(divided(sum[j], total));
       }
     }
   });
@@ -122,17 +123,16 @@ int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim,
                                void* workspace, const ParallelFor& parallel_for) {
   const BackwardWorkspace<T> work(workspace, bags, dim, num_rows);
   const SegmentWorkspace<T>& segments = work.segments;
-  const int64_t bad =
-      sort_by_segment(bags.rows, bags.n, num_rows, segments.start, segments.order);
+  const int64_t bad = sort_by_segment(bags.rows, bags.n, num_rows, segments.start, segments.order);
   if (bad >= 0) return bad;
 
   parallel_for(0, bags.num_bags, 4096, [=](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
       const int64_t first = bags.offsets[b], last = bags.offsets[b + 1];
-      const Acc<T> scale = inverse_or_zero(divisor(sample_weights, first, last, combiner));
+      const Acc<T> total = divisor(sample_weights, first, last, combiner);
       for (int64_t i = first; i < last; ++i) {
         work.bag[i] = b;
-        work.scale[i] = sample_weights == nullptr ? scale : scale * sample_weights[i];
+        work.scale[i] = divided(sample_weights == nullptr ? Acc<T>{1} : sample_weights[i], total);
       }
     }
   });
@@ -164,26 +164,24 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
         weighted += sample_weights[i] * dot;
       }
       if (combiner == Combiner::kSum) continue;
-      const Acc<T> inverse = inverse_or_zero(divisor(sample_weights, first, last, combiner));
+      const Acc<T> total = divisor(sample_weights, first, last, combiner);
       for (int64_t i = first; i < last; ++i) {
-        const Acc<T> shared = combiner == Combiner::kMean
-                                  ? weighted * inverse
-                                  : sample_weights[i] * weighted * inverse * inverse;
-        grad_sample_weights[i] = (grad_sample_weights[i] - shared) * inverse;
+        Acc<T> shared = divided(weighted, total);
+        if (combiner == Combiner::kSqrtn) shared *= divided(sample_weights[i], total);
+        grad_sample_weights[i] = divided(grad_sample_weights[i] - shared, total);
       }
     }
   });
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                \
-  template int64_t embedding_bag(const T*, int64_t, int64_t, const Bags&, const Acc<T>*,        \
-                                 Combiner, T*, const ParallelFor&);                             \
-  template int64_t embedding_bag_backward_workspace_bytes<T>(const Bags&, int64_t, int64_t);    \
-  template int64_t embedding_bag_backward(const T*, int64_t, int64_t, const Bags&,              \
-                                          const Acc<T>*, Combiner, T*, void*,                   \
-                                          const ParallelFor&);                                  \
-  template void embedding_bag_backward_sample_weights(const T*, const T*, int64_t, const Bags&, \
-                                                      const Acc<T>*, Combiner, Acc<T>*,         \
+#define SPARSEKIT_INSTANTIATE(T)                                                                   \
+  template int64_t embedding_bag(const T*, int64_t, int64_t, const Bags&, const Acc<T>*, Combiner, \
+                                 T*, const ParallelFor&);                                          \
+  template int64_t embedding_bag_backward_workspace_bytes<T>(const Bags&, int64_t, int64_t);       \
+  template int64_t embedding_bag_backward(const T*, int64_t, int64_t, const Bags&, const Acc<T>*,  \
+                                          Combiner, T*, void*, const ParallelFor&);                \
+  template void embedding_bag_backward_sample_weights(const T*, const T*, int64_t, const Bags&,    \
+                                                      const Acc<T>*, Combiner, Acc<T>*,            \
                                                       const ParallelFor&);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)

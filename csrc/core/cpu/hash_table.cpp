@@ -119,8 +119,7 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t*
                                   const ParallelFor& parallel_for) {
   hash_table_find(buckets, num_buckets, keys, n, rows, parallel_for);
   const int64_t size_before = *size;
-  const Inserted inserted =
-      insert_missing(buckets, num_buckets, size, capacity, keys, n, rows);
+  const Inserted inserted = insert_missing(buckets, num_buckets, size, capacity, keys, n, rows);
   if (inserted == Inserted::kAll) return 0;
 
   remove_rows_from(buckets, num_buckets, size_before);
@@ -158,9 +157,9 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, i
   return sound;
 }
 
-#define SPARSEKIT_INSTANTIATE(Key)                                                             \
-  template void hash_table_find(const Bucket*, int64_t, const Key*, int64_t, int64_t*,         \
-                                const ParallelFor&);                                           \
+#define SPARSEKIT_INSTANTIATE(Key)                                                            \
+  template void hash_table_find(const Bucket*, int64_t, const Key*, int64_t, int64_t*,        \
+                                const ParallelFor&);                                          \
   template int64_t hash_table_find_or_insert(Bucket*, int64_t, int64_t*, int64_t, const Key*, \
                                              int64_t, int64_t*, const ParallelFor&);
 SPARSEKIT_INSTANTIATE(int32_t)

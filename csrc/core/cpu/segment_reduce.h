@@ -19,11 +19,11 @@ constexpr int64_t kChunk = 1024;
 // Workspace of a segment reduction, laid out in one block of memory.
 template <class T>
 struct SegmentWorkspace {
-  int64_t* start;       // [num_segments + 1] first entry of each segment in `order`
-  int64_t* order;       // [n] positions sorted by segment, stable
-  Acc<T>* first_part;   // [num_chunks, dim] sum of a chunk's entries of its first segment, when
-                        // that began in an earlier chunk
-  Acc<T>* last_part;    // [num_chunks, dim] the same of its last segment, when that goes on
+  int64_t* start;      // [num_segments + 1] first entry of each segment in `order`
+  int64_t* order;      // [n] positions sorted by segment, stable
+  Acc<T>* first_part;  // [num_chunks, dim] sum of a chunk's entries of its first segment, when
+                       // that began in an earlier chunk
+  Acc<T>* last_part;   // [num_chunks, dim] the same of its last segment, when that goes on
 
   static int64_t num_chunks(int64_t n) { return (n + kChunk - 1) / kChunk; }
 

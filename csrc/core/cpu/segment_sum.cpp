@@ -22,10 +22,10 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
   return -1;
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                               \
-  template int64_t segment_sum_workspace_bytes<T>(int64_t, int64_t, int64_t);                 \
-  template int64_t unsorted_segment_sum(const T*, const int64_t*, int64_t, int64_t, int64_t, \
-                                        T*, void*, const ParallelFor&);
+#define SPARSEKIT_INSTANTIATE(T)                                                                 \
+  template int64_t segment_sum_workspace_bytes<T>(int64_t, int64_t, int64_t);                    \
+  template int64_t unsorted_segment_sum(const T*, const int64_t*, int64_t, int64_t, int64_t, T*, \
+                                        void*, const ParallelFor&);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

@@ -38,8 +38,8 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, RowAt row, Sca
 // i. row(i) is a `const T*`, null for a row to leave out. ahead(i) is called with entries that
 // will be read soon, also past `end`, and prefetches what it likes.
 template <class T, class RowAt, class ScaleAt, class Ahead>
-inline void sum_rows(int64_t begin, int64_t end, int64_t dim, RowAt row, ScaleAt scale,
-                     Ahead ahead, Acc<T>* sum) {
+inline void sum_rows(int64_t begin, int64_t end, int64_t dim, RowAt row, ScaleAt scale, Ahead ahead,
+                     Acc<T>* sum) {
   const auto nothing = [](int64_t) {};
   int64_t column = 0;
   if (dim >= 64) {

@@ -15,7 +15,7 @@ enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2 };
 
 // Bag b pools rows[offsets[b] : offsets[b + 1]].
 struct Bags {
-  const int64_t* rows;     // [n] row numbers; a negative one stands for a row of zeros
+  const int64_t* rows;  // [n] row numbers; a negative one stands for a row of zeros
   int64_t n;
   const int64_t* offsets;  // [num_bags + 1], from 0 to n, never decreasing
   int64_t num_bags;

@@ -49,8 +49,8 @@ void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys
 // As find, but absent keys get the rows *size, *size + 1, ... in order of first occurrence, and
 // *size grows. All or nothing: when the rows would exceed `capacity`, the table and *size are left
 // as they were, byte for byte, rows[i] of the absent keys is -1, and the call returns how many
-// entries of `keys` those are (repeats counted); otherwise it returns 0. It returns -1 when the table
-// is damaged (by a bad file, say): no slot is free though *size is below `capacity`.
+// entries of `keys` those are (repeats counted); otherwise it returns 0. It returns -1 when the
+// table is damaged (by a bad file, say): no slot is free though *size is below `capacity`.
 // Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
 template <class Key>
 int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
