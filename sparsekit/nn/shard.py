@@ -124,8 +124,8 @@ class ShardedTable(torch.nn.Module):
             seed = int(hashing.xxh64([self.name]))
         # An unsigned seed may be given, a signed one is kept: the 64 bits are what counts.
         seed = check_int(self.name, "seed", seed, -(2**63), 2**64 - 1)
-        self._seed = (seed + 2**63) % 2**64 - 2**63
-        self.register_buffer("seed", torch.tensor([self._seed], device=device))
+        signed = (seed + 2**63) % 2**64 - 2**63
+        self.register_buffer("seed", torch.tensor([signed], device=device))
         self.weight = EmbeddingWeight(
             torch.zeros(self.capacity, self.embedding_vec_size, dtype=dtype, device=device)
         )
@@ -134,7 +134,7 @@ class ShardedTable(torch.nn.Module):
         else:
             self.table = None
             keys = torch.arange(self.capacity, device=device)
-            self.initializer.write_(self.weight.data, keys, seed=self._seed)
+            self.initializer.write_(self.weight.data, keys, seed=int(self.seed))
 
     def _count(self, argument: str, value: int, most: int = 2**63 - 1) -> int:
         return check_int(self.name, argument, value, 1, most)
@@ -156,7 +156,6 @@ class ShardedTable(torch.nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._seed = int(self.seed)
         if not isinstance(self.weight, EmbeddingWeight):
             # load_state_dict(assign=True) puts a plain parameter in its place.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
@@ -193,7 +192,7 @@ class ShardedTable(torch.nn.Module):
         if not self.training:
             return self.table.find(keys)
         rows, status = self.table.find_or_insert_with_status(keys)
-        self.initializer.write_(self.weight.data, keys, rows, status, seed=self._seed)
+        self.initializer.write_(self.weight.data, keys, rows, status, seed=int(self.seed))
         return rows
 
     def _fill_missing(
@@ -205,7 +204,7 @@ class ShardedTable(torch.nn.Module):
         missing = (rows < 0).nonzero().squeeze(1)
         if len(missing) == 0:
             return None
-        return lambda out: self.initializer.write_(out, keys[missing], missing, seed=self._seed)
+        return lambda out: self.initializer.write_(out, keys[missing], missing, seed=int(self.seed))
 
     def _lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""

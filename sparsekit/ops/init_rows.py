@@ -33,8 +33,8 @@ def init_rows_(
         status: the status of `hash_table_find_or_insert_`; rows below ``status[0]`` are left
             alone, so only new rows are written. None writes all rows that are not negative.
         seed: any 64-bit integer, signed or unsigned.
-        distribution: ``"constant"`` (a), ``"uniform"`` (in [a, b)) or ``"normal"`` (mean a,
-            standard deviation b).
+        distribution: ``"constant"`` (a), ``"uniform"`` (in [a, b), before rounding to the dtype of
+            out) or ``"normal"`` (mean a, standard deviation b).
         a: first parameter of the distribution.
         b: second parameter of the distribution.
 

@@ -276,9 +276,7 @@ def test_an_infinite_row_in_a_bag_whose_weights_cancel_is_zeros() -> None:
 def test_a_tiny_weight_is_as_good_as_one(combiner: str) -> None:
     weight = torch.tensor([[2.0, -3.0]], requires_grad=True)
     tiny = torch.tensor([1e-40 if combiner == "mean" else 1e-18])
-    pooled = ops.embedding_bag(
-        weight, torch.tensor([0]), torch.tensor([0, 1]), combiner, tiny
-    )
+    pooled = ops.embedding_bag(weight, torch.tensor([0]), torch.tensor([0, 1]), combiner, tiny)
     torch.testing.assert_close(pooled, weight, rtol=1e-4, atol=0)
     pooled.sum().backward()
     torch.testing.assert_close(weight.grad, torch.ones(1, 2), rtol=1e-4, atol=0)
