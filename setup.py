@@ -39,7 +39,8 @@ class CMakeBuild(build_ext):
             "SPARSEKIT_TORCH_VERSION": torch.__version__,
         }
         defines = [f"-D{name}={value}" for name, value in options.items()]
-        subprocess.run(["cmake", "--log-level=WARNING", "-G", "Ninja", "-S", ROOT, "-B", build, *defines], check=True)
+        configure = ["cmake", "--log-level=WARNING", "-G", "Ninja", "-S", ROOT, "-B", build]
+        subprocess.run([*configure, *defines], check=True)
         subprocess.run(["cmake", "--build", build], check=True)
         target = ROOT if self.inplace else Path(self.build_lib)
         for library in (build / "sparsekit").rglob("*.so"):
