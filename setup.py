@@ -39,7 +39,7 @@ class CMakeBuild(build_ext):
             "SPARSEKIT_TORCH_VERSION": torch.__version__,
         }
         defines = [f"-D{name}={value}" for name, value in options.items()]
-        configure = ["cmake", "--log-level=WARNING", "-G", "Ninja", "-S", str(ROOT), "-B", str(build)]
+        configure = ["cmake", "--log-level=WARNING", "-G", "Ninja", f"-S{ROOT}", f"-B{build}"]
         subprocess.run([*configure, *defines], check=True)
         subprocess.run(["cmake", "--build", build], check=True)
         target = ROOT if self.inplace else Path(self.build_lib)
