@@ -18,7 +18,7 @@ for version in "${versions[@]}"; do
   "$folder/venv/bin/pip" install --quiet "torch==$version" numpy
   # No dependencies and no index: what is tested is this file and nothing else.
   "$folder/venv/bin/pip" install --quiet --no-deps --no-index "$wheel"
-  (cd "$folder" && "$folder/venv/bin/python" "$smoke" "$version")
+  (cd "$folder" && "$folder/venv/bin/python" -W error "$smoke" "$version")
   rm -rf "$folder"
 done
 echo "wheel check passed: $(basename "$wheel") under torch ${versions[*]}"

@@ -48,12 +48,18 @@ class _GatherSparse(torch.autograd.Function):
         (grad,) = grads
         # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
         missing = int(torch.searchsorted(rows, 0)) if len(rows) and rows[0] < 0 else 0
-        sparse = torch.sparse_coo_tensor(
+        # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although
+        # they are turned off by its argument.
+        sparse = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+            1,
+            1,
+            ctx.shape,
             rows[missing:].unsqueeze(0),
             grad[missing:],
-            ctx.shape,
+            dtype=grad.dtype,
+            layout=torch.sparse_coo,
+            device=grad.device,
             is_coalesced=True,
-            check_invariants=False,
         )
         return sparse, None, None
 
