@@ -86,26 +86,21 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
     if (i < bags.n) prefetch_row(row(i), dim);
   };
   parallel_for(0, bags.num_bags, bag_grain(bags, dim), [=](int64_t begin, int64_t end) {
-    constexpr int64_t kColumns = 256;
-    Acc<T> sum[kColumns];
     for (int64_t b = begin; b < end; ++b) {
       const int64_t first = bags.offsets[b], last = bags.offsets[b + 1];
       const Acc<T> total = divisor(sample_weights, first, last, combiner);
-      for (int64_t column = 0; column < dim; column += kColumns) {
-        const int64_t width = std::min(kColumns, dim - column);
-        const auto row_part = [=](int64_t i) {
-          const T* whole = row(i);
-          return whole == nullptr ? nullptr : whole + column;
-        };
-        if (sample_weights == nullptr) {
-          const auto one = [](int64_t) { return Acc<T>{1}; };
-          sum_rows<T>(first, last, width, row_part, one, ahead, sum);
-        } else {
-          const auto weight_of = [=](int64_t i) { return sample_weights[i]; };
-          sum_rows<T>(first, last, width, row_part, weight_of, ahead, sum);
-        }
-        T* pooled = out + b * dim + column;
-        for (int64_t j = 0; j < width; ++j) pooled[j] = store<T>(divided(sum[j], total));
+      T* pooled = out + b * dim;
+      const auto put = [=](int64_t j, Acc<T> sum) { pooled[j] = store<T>(sum); };
+      const auto put_divided = [=](int64_t j, Acc<T> sum) {
+        pooled[j] = store<T>(divided(sum, total));
+      };
+      if (sample_weights != nullptr) {
+        const auto weight_of = [=](int64_t i) { return sample_weights[i]; };
+        sum_rows<T>(first, last, dim, row, weight_of, ahead, put_divided);
+      } else if (total == 1) {
+        sum_rows<T>(first, last, dim, row, one<T>, ahead, put);
+      } else {
+        sum_rows<T>(first, last, dim, row, one<T>, ahead, put_divided);
       }
     }
   });

@@ -58,11 +58,6 @@ inline int64_t sort_by_segment(const int64_t* ids, int64_t n, int64_t num_segmen
   return -1;
 }
 
-template <class T>
-inline void store_row(const Acc<T>* sum, int64_t dim, T* out) {
-  for (int64_t j = 0; j < dim; ++j) out[j] = store<T>(sum[j]);
-}
-
 // out[s] = sum over the entries i of segment s, in the order of `order`, of
 // scale(i) * row(i)[0 : dim]. `ids` are the segments that `order` was sorted by.
 template <class T, class RowAt, class ScaleAt>
@@ -94,11 +89,15 @@ void reduce_segments(const int64_t* ids, int64_t dim, int64_t num_segments, RowA
         const int64_t stop = std::min(end, start[segment + 1]);
         const bool from_before = start[segment] < begin;
         const bool goes_on = start[segment + 1] > end;
-        // A whole segment is summed where first_part or last_part would be: both are free then,
-        // unless the chunk's first segment needs the first, so a whole one takes the last.
-        Acc<T>* sum = (from_before ? work.first_part : work.last_part) + chunk * dim;
-        sum_rows<T>(k, stop, dim, sorted_row, sorted_scale, ahead, sum);
-        if (!from_before && !goes_on) store_row<T>(sum, dim, out + segment * dim);
+        if (from_before || goes_on) {
+          Acc<T>* part = (from_before ? work.first_part : work.last_part) + chunk * dim;
+          const auto put = [=](int64_t j, Acc<T> sum) { part[j] = sum; };
+          sum_rows<T>(k, stop, dim, sorted_row, sorted_scale, ahead, put);
+        } else {
+          T* whole = out + segment * dim;
+          const auto put = [=](int64_t j, Acc<T> sum) { whole[j] = store<T>(sum); };
+          sum_rows<T>(k, stop, dim, sorted_row, sorted_scale, ahead, put);
+        }
         k = stop;
       }
     }
@@ -112,7 +111,7 @@ void reduce_segments(const int64_t* ids, int64_t dim, int64_t num_segments, RowA
     for (int64_t c = chunk; c < num_chunks && c * kChunk < start[segment + 1]; ++c) {
       for (int64_t j = 0; j < dim; ++j) sum[j] += work.first_part[c * dim + j];
     }
-    store_row<T>(sum, dim, out + segment * dim);
+    for (int64_t j = 0; j < dim; ++j) out[segment * dim + j] = store<T>(sum[j]);
   }
 }
 

@@ -17,8 +17,8 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
   const int64_t bad = sort_by_segment(segment_ids, n, num_segments, work.start, work.order);
   if (bad >= 0) return bad;
   reduce_segments<T>(
-      segment_ids, dim, num_segments, [=](int64_t i) { return data + i * dim; },
-      [](int64_t) { return Acc<T>{1}; }, work, out, parallel_for);
+      segment_ids, dim, num_segments, [=](int64_t i) { return data + i * dim; }, one<T>, work, out,
+      parallel_for);
   return -1;
 }
 
