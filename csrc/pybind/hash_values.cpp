@@ -1,0 +1,273 @@
+// The rules of hashing are stated for users in sparsekit/hashing.py.
+#include "hash_values.h"
+
+#include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <exception>
+#include <memory>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "sparsekit/xxh64.h"
+
+namespace sparsekit {
+namespace {
+
+// Below this many values for each, threads cost more than they save.
+constexpr Py_ssize_t kGrain = 32768;
+
+// How many items ahead an object is asked for: objects lie scattered over the heap, and the loop
+// would otherwise wait for each.
+constexpr Py_ssize_t kPrefetchDistance = 16;
+
+struct DropReference {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Reference = std::unique_ptr<PyObject, DropReference>;
+
+inline void prefetch_object(const PyObject* item) {
+#if defined(__GNUC__)
+  const char* address = reinterpret_cast<const char*>(item);
+  __builtin_prefetch(address);
+  __builtin_prefetch(address + 48);  // the text of a short str, often on the next line
+#else
+  (void)item;
+#endif
+}
+
+bool check_num_threads(int num_threads) {
+  if (num_threads >= 1) return true;
+  PyErr_SetString(PyExc_ValueError, "num_threads must be positive");
+  return false;
+}
+
+// Calls body(begin, end) for up to num_threads parts of [0, n), the first in this thread. `body`
+// must not throw.
+template <class Body>
+void split(Py_ssize_t n, int num_threads, const Body& body) {
+  const Py_ssize_t parts = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
+  std::vector<std::thread> others;
+  Py_ssize_t part = 1;
+  try {
+    others.reserve(parts - 1);
+    for (; part < parts; ++part) {
+      others.emplace_back(body, n * part / parts, n * (part + 1) / parts);
+    }
+  } catch (const std::exception&) {
+    // No memory or no more threads to be had: this one does the parts that are left.
+  }
+  body(0, n / parts);
+  if (part < parts) body(n * part / parts, n);
+  for (auto& other : others) other.join();
+}
+
+int64_t code_of(std::string_view text, uint64_t seed) {
+  return static_cast<int64_t>(xxh64(text.data(), text.size(), seed));
+}
+
+// Hashes the decimal text of integers, a batch at a time: read back at once, digits that were
+// written in small pieces would stall the loads of the hash.
+class DecimalHasher {
+ public:
+  explicit DecimalHasher(uint64_t seed) : seed_(seed) {}
+
+  // *code is written at the latest by flush().
+  template <class Integer>
+  void add(Integer value, int64_t* code) {
+    if (count_ == kBatch) flush();
+    char* digits = digits_[count_];
+    length_[count_] =
+        static_cast<size_t>(std::to_chars(digits, digits + sizeof digits_[0], value).ptr - digits);
+    code_[count_++] = code;
+  }
+
+  void flush() {
+    for (int i = 0; i < count_; ++i) *code_[i] = code_of({digits_[i], length_[i]}, seed_);
+    count_ = 0;
+  }
+
+ private:
+  static constexpr int kBatch = 32;
+
+  uint64_t seed_;
+  int count_ = 0;
+  char digits_[kBatch][24];  // INT64_MIN and UINT64_MAX take 20 characters
+  size_t length_[kBatch];
+  int64_t* code_[kBatch];
+};
+
+// The functions below that set an error return false or null, so that callers can pass it on.
+
+bool refuse_type(PyObject* item, Py_ssize_t position) {
+  PyErr_Format(PyExc_TypeError, "values[%zd] is of type %s; expected str, bytes, int or None",
+               position, Py_TYPE(item)->tp_name);
+  return false;
+}
+
+// Puts a ValueError that names the position in place of the one now set, which becomes its cause.
+// Any other error (a lack of memory, an interrupt) stays.
+bool refuse_value(Py_ssize_t position, const char* what) {
+  if (!PyErr_ExceptionMatches(PyExc_ValueError)) return false;
+  PyObject *type, *cause, *error, *traceback;
+  PyErr_Fetch(&type, &cause, &traceback);
+  PyErr_NormalizeException(&type, &cause, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(cause, traceback);
+  Py_XDECREF(traceback);
+  Py_DECREF(type);
+  PyErr_Format(PyExc_ValueError, "values[%zd] is %s", position, what);
+  PyErr_Fetch(&type, &error, &traceback);
+  PyErr_NormalizeException(&type, &error, &traceback);
+  PyException_SetContext(error, Py_NewRef(cause));
+  PyException_SetCause(error, cause);  // takes the reference over
+  PyErr_Restore(type, error, traceback);
+  return false;
+}
+
+// The bytes to hash of an item that holds them as they are; false if it is not such an item.
+// Only reads memory, so any thread may call it while some thread holds the GIL.
+inline bool plain_text(PyObject* item, std::string_view* text) {
+  if (PyUnicode_Check(item)) {
+    // ASCII is its own UTF-8.
+    if (!PyUnicode_IS_COMPACT_ASCII(item)) return false;
+    *text = {static_cast<const char*>(PyUnicode_DATA(item)),
+             static_cast<size_t>(PyUnicode_GET_LENGTH(item))};
+    return true;
+  }
+  if (PyBytes_Check(item)) {
+    *text = {PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item))};
+    return true;
+  }
+  *text = {};
+  return item == Py_None;
+}
+
+bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
+  Py_ssize_t length = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(item, &length);
+  if (text == nullptr) {
+    return refuse_value(position, "a str with a lone surrogate, which has no UTF-8 form");
+  }
+  *code = code_of({text, static_cast<size_t>(length)}, seed);
+  return true;
+}
+
+// For an int of any size.
+bool hash_big_int(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
+  const Reference text(PyNumber_ToBase(item, 10));
+  if (!text) {
+    return refuse_value(position,
+                        "an int with more digits than sys.get_int_max_str_digits() allows");
+  }
+  return hash_str(text.get(), position, seed, code);
+}
+
+// The int that an integer of another type stands for, numpy's for one. May run Python code.
+PyObject* to_int(PyObject* item, Py_ssize_t position) {
+  // A 0-d array or a tensor of one element can be an index too, but unlike numbers they define
+  // len(), and a bool tensor would pass for an int.
+  const PyTypeObject* type = Py_TYPE(item);
+  const bool has_length = (type->tp_as_sequence && type->tp_as_sequence->sq_length) ||
+                          (type->tp_as_mapping && type->tp_as_mapping->mp_length);
+  PyObject* integer = nullptr;
+  if (PyIndex_Check(item) && !has_length) {
+    integer = PyNumber_Index(item);
+    if (integer != nullptr || !PyErr_ExceptionMatches(PyExc_TypeError)) return integer;
+  }
+  refuse_type(item, position);
+  return nullptr;
+}
+
+// codes[i] for the items that hash_items() leaves out.
+bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
+  Reference copy;
+  DecimalHasher decimals(seed);
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(items, i);
+    std::string_view text;
+    if (plain_text(item, &text)) continue;
+    if (PyUnicode_Check(item)) {
+      if (!hash_str(item, i, seed, &codes[i])) return false;
+      continue;
+    }
+    if (PyBool_Check(item)) return refuse_type(item, i);
+    Reference integer;
+    if (!PyLong_Check(item)) {
+      // Python code could change a list, so go on with a copy.
+      if (PyList_Check(items)) {
+        copy.reset(PyList_AsTuple(items));
+        if (!copy) return false;
+        items = copy.get();
+      }
+      integer.reset(to_int(item, i));
+      if (!integer) return false;
+      item = integer.get();
+    }
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+    if (overflow == 0) {
+      decimals.add(value, &codes[i]);
+    } else if (!hash_big_int(item, i, seed, &codes[i])) {
+      return false;
+    }
+  }
+  decimals.flush();
+  return true;
+}
+
+template <class Integer>
+bool hash_integers_of(const Integer* values, Py_ssize_t n, uint64_t seed, int num_threads,
+                      int64_t* codes) {
+  if (!check_num_threads(num_threads)) return false;
+  PyThreadState* const state = PyEval_SaveThread();
+  split(n, num_threads, [=](Py_ssize_t begin, Py_ssize_t end) {
+    DecimalHasher decimals(seed);
+    for (Py_ssize_t i = begin; i < end; ++i) decimals.add(values[i], &codes[i]);
+    decimals.flush();
+  });
+  PyEval_RestoreThread(state);
+  return true;
+}
+
+}  // namespace
+
+PyObject* sequence_items(PyObject* values) {
+  // Sets and dicts can be iterated too, but the order of their codes would mean nothing.
+  if (PySequence_Check(values)) return PySequence_Fast(values, "values must be a sequence");
+  return PyErr_Format(PyExc_TypeError, "values must be a sequence, such as a list; got %s",
+                      Py_TYPE(values)->tp_name);
+}
+
+bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes) {
+  if (!check_num_threads(num_threads)) return false;
+  PyObject* const* slots = PySequence_Fast_ITEMS(items);
+  std::atomic<bool> all_plain{true};
+  // This thread keeps the GIL and waits, so nothing changes while the others read.
+  split(PySequence_Fast_GET_SIZE(items), num_threads,
+        [=, &all_plain](Py_ssize_t begin, Py_ssize_t end) {
+          for (Py_ssize_t i = begin; i < end; ++i) {
+            if (i + kPrefetchDistance < end) prefetch_object(slots[i + kPrefetchDistance]);
+            std::string_view text;
+            if (plain_text(slots[i], &text)) {
+              codes[i] = code_of(text, seed);
+            } else {
+              all_plain.store(false, std::memory_order_relaxed);
+            }
+          }
+        });
+  return all_plain || hash_others(items, seed, codes);
+}
+
+bool hash_integers(const int64_t* values, Py_ssize_t n, uint64_t seed, int num_threads,
+                   int64_t* codes) {
+  return hash_integers_of(values, n, seed, num_threads, codes);
+}
+
+bool hash_integers(const uint64_t* values, Py_ssize_t n, uint64_t seed, int num_threads,
+                   int64_t* codes) {
+  return hash_integers_of(values, n, seed, num_threads, codes);
+}
+
+}  // namespace sparsekit
