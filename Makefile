@@ -5,8 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The libraries that the build leaves behind; any of them missing or older than a source rebuilds.
-BUILT := build/.built
+# Lies beside the libraries, so that it goes when they do.
+BUILT := sparsekit/lib/.built
 SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -34,11 +34,11 @@ format: $(VENV)/.ready ## rewrite the sources in the project's format
 	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp')
 
 wheel: $(VENV)/.ready ## build a wheel into dist/
-	rm -rf dist
+	rm -rf dist build/lib.* build/bdist.*
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	@ls dist
 
-check-wheel: wheel ## install that wheel under two torches and train with it
+check-wheel: wheel ## train with that wheel under two torches; downloads both, several GB
 	PYTHON=$(PYTHON) tests/wheel_check.sh dist/*.whl
 
 bench: build ## time the kernels against torch's
@@ -52,7 +52,7 @@ $(BUILT): $(VENV)/.ready $(SOURCES)
 
 # torch goes first: everything else is built against it or works without it.
 $(VENV)/.ready: requirements-dev.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements-dev.txt
 	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@

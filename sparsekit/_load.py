@@ -13,9 +13,7 @@ import torch
 
 MINIMUM_TORCH = (2, 11)
 _LIB = Path(__file__).parent / "lib"
-_REBUILD = (
-    "pip install --no-build-isolation --force-reinstall --no-deps sparsekit (from its source)"
-)
+_REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
 
 
 def _torch_version() -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, DatasetUnavailableError, RatingsFormatError) as error:
         print(f"sparsekit: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # The reader of our output, `head` for one, has gone; what is left to flush goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("sparsekit: interrupted", file=sys.stderr)
         return 130

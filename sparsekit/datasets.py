@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import subprocess
 import sys
@@ -160,7 +159,9 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
     for column in COLUMNS:
         if names.count(column) != 1:
             raise RatingsFormatError(
-                f"{source}:1: the header must have one column {column!r}; it has {names}"
+                f"{source}:1: the header must have one column {column!r}; it has "
+                f"{repr(names)[:200]}. Expected columns separated by tabs, named "
+                f"{'<TAB>'.join(COLUMNS)}"
             )
     user_at, item_at, rating_at, time_at = map(names.index, COLUMNS)
     # Arrays of machine numbers: they take 32 bytes a rating, and refuse ids beyond int64.
@@ -172,13 +173,16 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
         try:
             if len(row) != len(names):
                 raise ValueError(f"{len(row)} columns, the header has {len(names)}")
-            users.append(int(row[user_at]))
-            items.append(int(row[item_at]))
-            ratings.append(_finite(row[rating_at]))
+            users.append(_id(row[user_at], "user_id"))
+            items.append(_id(row[item_at], "item_id"))
+            ratings.append(_finite(row[rating_at], torch.finfo(torch.float32).max))
             times.append(_finite(row[time_at]))
         except (ValueError, OverflowError) as error:
-            reason = "an id beyond int64" if isinstance(error, OverflowError) else error
-            raise RatingsFormatError(f"{source}:{number}: {reason}: {line.rstrip()!r}") from None
+            beyond = isinstance(error, OverflowError)
+            reason = "an id beyond int64" if beyond else error
+            raise RatingsFormatError(
+                f"{source}:{number}: {reason}: {line.rstrip()[:80]!r}"
+            ) from None
     if not users:
         raise RatingsFormatError(f"{source}: no ratings after the header")
     return Ratings(
@@ -189,10 +193,20 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
     )
 
 
-def _finite(text: str) -> float:
+def _id(text: str, column: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"{column} {text[:80]!r} is not an integer; sparsekit.hashing.xxh64 makes "
+            f"integers of names"
+        ) from None
+
+
+def _finite(text: str, most: float = sys.float_info.max) -> float:
     number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not a finite number")
+    if not abs(number) <= most:
+        raise ValueError(f"{text[:80]} is not a finite number")
     return number
 
 

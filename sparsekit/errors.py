@@ -17,8 +17,8 @@ class TableFullError(RuntimeError):
     def __init__(self, layer: str, rank: int, size: int, capacity: int, refused: int) -> None:
         super().__init__(
             f"{layer}: the table on rank {rank} is full: {size} of {capacity} rows are in use and "
-            f"the call brought {refused} new keys; none was inserted. Raise its capacity "
-            f"(max_vocabulary_size_per_gpu)."
+            f"the call brought {refused} new keys; none was inserted. Give it a larger "
+            f"capacity (a layer's max_vocabulary_size_per_gpu)."
         )
         self.layer = layer
         self.rank = rank

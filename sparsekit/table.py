@@ -15,7 +15,8 @@ class HashTable(torch.nn.Module):
 
     The state is two buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
     ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with 5 slots) and
-    ``size`` int64 ``[1]``.
+    ``size`` int64 ``[1]``. Any number of threads may find at the same time; while one inserts, no
+    other may use the table.
 
     Args:
         capacity: most keys it can hold, in [1, 2^31 - 1]. It holds exactly so many.

@@ -165,3 +165,22 @@ def test_ctrl_c_in_training(data):
     assert process.returncode == 130
     assert re.search(r"^interrupted: \d+ of 100000 epochs are finished$", output, re.MULTILINE)
     assert "Traceback" not in errors
+
+
+def test_python_m_and_a_reader_that_goes_away():
+    done = subprocess.run(
+        f"{sys.executable} -m sparsekit info | head -0; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsekit", "info"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0
+    assert "version: " in done.stdout

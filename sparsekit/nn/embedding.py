@@ -16,11 +16,12 @@ __all__ = ["All2AllDenseEmbedding", "DistributedEmbedding", "EmbeddingWeight"]
 
 
 class DistributedEmbedding(ShardedTable):
-    """Embedding bags over an unbounded vocabulary; a drop-in for ``nn.EmbeddingBag``.
+    """Embedding bags over an unbounded vocabulary; in place of ``nn.EmbeddingBag``.
 
     Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which
     starts from an initial vector that depends on (seed, key, column) only. In evaluation nothing
-    is inserted, and an unseen key reads that same initial vector. ``weight.grad`` is a coalesced
+    is inserted, and an unseen key reads that same initial vector. Any number of threads may look up
+    in evaluation; one at a time may train. ``weight.grad`` is a coalesced
     sparse tensor, for `sparsekit.optim.LazyAdam` as for torch's SparseAdam, SGD and Adagrad.
 
     Args:
@@ -137,7 +138,7 @@ class DistributedEmbedding(ShardedTable):
 
 
 class All2AllDenseEmbedding(ShardedTable):
-    """One vector for each key, not pooled; a drop-in for ``nn.Embedding``.
+    """One vector for each key, not pooled; in place of ``nn.Embedding``.
 
     The table, its rules and the remaining keywords are those of `DistributedEmbedding`.
 

@@ -269,7 +269,7 @@ def check_bags(
     if offsets[-1] != len(bags.values):
         raise ValueError(
             f"{layer}: offsets must end at len(values)={len(bags.values)}, but offsets[-1] is "
-            f"{int(offsets[-1])}"
+            f"{int(offsets[-1])} (the end is included, as with include_last_offset=True)"
         )
     if max_feature_num is not None and len(counts):
         by_slot = counts.view(slot_num, -1).T if bags.slot_major else counts.view(-1, slot_num)

@@ -214,6 +214,9 @@ class ShardedTable(torch.nn.Module):
 
     def _lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            # A trace would keep today's branches: which keys were new, whether the table was full.
+            raise NotImplementedError(f"{self.name}: torch.jit.trace cannot record a table lookup")
         hooks = self.weight._post_accumulate_grad_hooks or {}
         if self.weight.requires_grad and _mark_coalesced not in hooks.values():
             # Here and not in __init__, since a copied module has a new weight without hooks.

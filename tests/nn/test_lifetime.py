@@ -194,3 +194,10 @@ def test_no_grad_and_frozen_weight():
     layer.requires_grad_(True)
     layer(flat(BAGS)).sum().backward()
     check_coalesced(layer.weight.grad)
+
+
+def test_a_trace_is_refused():
+    layer = sparsekit.DistributedEmbedding("sum", 10, 4, slot_num=1, max_nnz=1, name="traced")
+    with pytest.raises(NotImplementedError, match=r"traced: torch\.jit\.trace"):
+        torch.jit.trace(layer, torch.arange(5).view(5, 1, 1))
+    assert len(layer.table) == 0

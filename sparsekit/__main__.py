@@ -1,0 +1,7 @@
+"""`python -m sparsekit` is the command ``sparsekit``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
