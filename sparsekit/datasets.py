@@ -178,8 +178,7 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
             ratings.append(_finite(row[rating_at], torch.finfo(torch.float32).max))
             times.append(_finite(row[time_at]))
         except (ValueError, OverflowError) as error:
-            beyond = isinstance(error, OverflowError)
-            reason = "an id beyond int64" if beyond else error
+            reason = "an id beyond int64" if isinstance(error, OverflowError) else error
             raise RatingsFormatError(
                 f"{source}:{number}: {reason}: {line.rstrip()[:80]!r}"
             ) from None

@@ -118,6 +118,7 @@ class DistributedEmbedding(ShardedTable):
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
         """
+        self._refuse_trace()
         bags = to_bags(inputs, sample_weights, self.name, self.weight.device)
         bags = check_bags(bags, self.name, self.slot_num, self.max_nnz, self.max_feature_num)
         self._check_keys(bags.values, bags.order)
@@ -200,6 +201,7 @@ class All2AllDenseEmbedding(ShardedTable):
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each key; see Shape above."""
+        self._refuse_trace()
         if not isinstance(keys, torch.Tensor):
             raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
         if keys.dtype not in KEY_DTYPES:

@@ -166,6 +166,11 @@ class ShardedTable(torch.nn.Module):
             # load_state_dict(assign=True) puts a plain parameter in its place.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
 
+    def _refuse_trace(self) -> None:
+        """Raise under torch.jit.trace, which would keep today's branches: was the table full?"""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise NotImplementedError(f"{self.name}: torch.jit.trace cannot record a table lookup")
+
     def _check_keys(self, keys: torch.Tensor, order: torch.Tensor | None = None) -> None:
         """Check the keys of a call, padding included; order has their places in the input."""
         if keys.dtype != self.key_dtype and self.key_dtype == torch.int32:
@@ -214,9 +219,6 @@ class ShardedTable(torch.nn.Module):
 
     def _lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            # A trace would keep today's branches: which keys were new, whether the table was full.
-            raise NotImplementedError(f"{self.name}: torch.jit.trace cannot record a table lookup")
         hooks = self.weight._post_accumulate_grad_hooks or {}
         if self.weight.requires_grad and _mark_coalesced not in hooks.values():
             # Here and not in __init__, since a copied module has a new weight without hooks.
