@@ -167,7 +167,7 @@ class ShardedTable(torch.nn.Module):
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
 
     def _refuse_trace(self) -> None:
-        """Raise under torch.jit.trace, which would keep today's branches: was the table full?"""
+        """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise NotImplementedError(f"{self.name}: torch.jit.trace cannot record a table lookup")
 
