@@ -1,6 +1,6 @@
 // What an op schema cannot carry: bulk hashing of Python objects, and facts about the build. Only
-// the glue to Python is here, which is slow to compile; the work is in hash_values.cpp. For the same
-// reason arrays are buffers here, without pybind11/numpy.h.
+// the glue to Python is here, which is slow to compile; the work is in hash_values.cpp. For the
+// same reason arrays are buffers here, without pybind11/numpy.h.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
