@@ -220,7 +220,11 @@ class ShardedTable(torch.nn.Module):
     def _lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
         hooks = self.weight._post_accumulate_grad_hooks or {}
-        if self.weight.requires_grad and _mark_coalesced not in hooks.values():
+        if (
+            self.weight.is_leaf
+            and self.weight.requires_grad
+            and _mark_coalesced not in hooks.values()
+        ):
             # Here and not in __init__, since a copied module has a new weight without hooks.
             self.weight.register_post_accumulate_grad_hook(_mark_coalesced)
         unique, inverse, _ = ops.unique(keys)

@@ -79,19 +79,26 @@ Inserted insert_missing(Bucket* buckets, int64_t num_buckets, int64_t* size, int
   return Inserted::kAll;
 }
 
-// Takes out every entry with row >= size and the marks it left on full buckets. Entries with
-// higher rows came later, so what remains is the table as it was.
-void remove_rows_from(Bucket* buckets, int64_t num_buckets, int64_t size) {
-  for (int64_t b = 0; b < num_buckets; ++b) {
+// Takes a key out and the marks it left on full buckets.
+void erase(Bucket* buckets, int64_t num_buckets, int64_t key, int64_t row) {
+  for (int64_t b = home_bucket(key, num_buckets);; b = next_bucket(b, num_buckets)) {
     for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
-      if (buckets[b].rows[slot] < size) continue;
-      const int64_t home = home_bucket(buckets[b].keys[slot], num_buckets);
-      for (int64_t passed = home; passed != b; passed = next_bucket(passed, num_buckets)) {
-        --buckets[passed].spilled;
+      if (buckets[b].rows[slot] == row && buckets[b].keys[slot] == key) {
+        buckets[b].keys[slot] = 0;
+        buckets[b].rows[slot] = -1;
+        return;
       }
-      buckets[b].keys[slot] = 0;
-      buckets[b].rows[slot] = -1;
     }
+    --buckets[b].spilled;
+  }
+}
+
+// Takes out what this call inserted, the newest first, so that what remains is the table as it was.
+template <class Key>
+void take_back(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t size_before,
+               const Key* keys, int64_t end, const int64_t* rows) {
+  for (int64_t i = end - 1; *size > size_before; --i) {
+    if (rows[i] == *size - 1) erase(buckets, num_buckets, keys[i], --*size);
   }
 }
 
@@ -122,8 +129,7 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t*
   const Inserted inserted = insert_missing(buckets, num_buckets, size, capacity, keys, n, rows);
   if (inserted == Inserted::kAll) return 0;
 
-  remove_rows_from(buckets, num_buckets, size_before);
-  *size = size_before;
+  take_back(buckets, num_buckets, size, size_before, keys, n, rows);
   if (inserted == Inserted::kDamaged) return -1;
   int64_t refused = 0;
   for (int64_t i = 0; i < n; ++i) {

@@ -75,7 +75,7 @@ inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, 
 }
 
 // Stores a key that is not in the table, from its home bucket on. False when no slot is free, which
-// a sound table below its capacity always has; only the marks on full buckets have then changed.
+// a sound table below its capacity always has; nothing has then changed.
 inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
                           int32_t row) {
   int64_t b = home;
@@ -89,6 +89,7 @@ inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, in
     ++buckets[b].spilled;
     b = next_bucket(b, num_buckets);
   }
+  for (int64_t i = 0; i < num_buckets; ++i) --buckets[i].spilled;
   return false;
 }
 
