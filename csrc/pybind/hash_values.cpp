@@ -27,39 +27,30 @@ struct DropReference {
 };
 using Reference = std::unique_ptr<PyObject, DropReference>;
 
-inline void prefetch_object(const PyObject* item) {
-#if defined(__GNUC__)
-  const char* address = reinterpret_cast<const char*>(item);
-  __builtin_prefetch(address);
-  __builtin_prefetch(address + 48);  // the text of a short str, often on the next line
-#else
-  (void)item;
-#endif
-}
-
 bool check_num_threads(int num_threads) {
   if (num_threads >= 1) return true;
   PyErr_SetString(PyExc_ValueError, "num_threads must be positive");
   return false;
 }
 
-// Calls body(begin, end) for up to num_threads parts of [0, n), the first in this thread. `body`
-// must not throw.
+// Calls body(begin, end) for up to num_threads parts of [0, n), the last in this thread. `body` must
+// not throw.
 template <class Body>
 void split(Py_ssize_t n, int num_threads, const Body& body) {
   const Py_ssize_t parts = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
   std::vector<std::thread> others;
-  Py_ssize_t part = 1;
+  Py_ssize_t begin = 0;
   try {
-    others.reserve(parts - 1);
-    for (; part < parts; ++part) {
-      others.emplace_back(body, n * part / parts, n * (part + 1) / parts);
+    others.reserve(static_cast<size_t>(parts - 1));
+    for (Py_ssize_t part = 1; part < parts; ++part) {
+      const Py_ssize_t end = n * part / parts;
+      others.emplace_back(body, begin, end);
+      begin = end;
     }
   } catch (const std::exception&) {
-    // No memory or no more threads to be had: this one does the parts that are left.
+    // No memory or no thread to be had: what is left is done here.
   }
-  body(0, n / parts);
-  if (part < parts) body(n * part / parts, n);
+  body(begin, n);
   for (auto& other : others) other.join();
 }
 
@@ -143,6 +134,33 @@ inline bool plain_text(PyObject* item, std::string_view* text) {
   return item == Py_None;
 }
 
+inline void prefetch_object(const PyObject* item) {
+#if defined(__GNUC__)
+  const char* address = reinterpret_cast<const char*>(item);
+  __builtin_prefetch(address);
+  __builtin_prefetch(address + 48);  // the text of a short str, often on the next line
+#else
+  (void)item;
+#endif
+}
+
+// codes[i] for the items in [begin, end) that are plain text; false if others are among them. Kept
+// out of line, where the loop has all registers to itself.
+[[gnu::noinline]] bool hash_plain(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end,
+                                  uint64_t seed, int64_t* codes) {
+  bool all_plain = true;
+  for (Py_ssize_t i = begin; i < end; ++i) {
+    if (i + kPrefetchDistance < end) prefetch_object(items[i + kPrefetchDistance]);
+    std::string_view text;
+    if (plain_text(items[i], &text)) {
+      codes[i] = code_of(text, seed);
+    } else {
+      all_plain = false;
+    }
+  }
+  return all_plain;
+}
+
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
   Py_ssize_t length = 0;
   const char* text = PyUnicode_AsUTF8AndSize(item, &length);
@@ -179,7 +197,7 @@ PyObject* to_int(PyObject* item, Py_ssize_t position) {
   return nullptr;
 }
 
-// codes[i] for the items that hash_items() leaves out.
+// codes[i] for the items that hash_plain() leaves out.
 bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   Reference copy;
@@ -247,15 +265,7 @@ bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes)
   // This thread keeps the GIL and waits, so nothing changes while the others read.
   split(PySequence_Fast_GET_SIZE(items), num_threads,
         [=, &all_plain](Py_ssize_t begin, Py_ssize_t end) {
-          for (Py_ssize_t i = begin; i < end; ++i) {
-            if (i + kPrefetchDistance < end) prefetch_object(slots[i + kPrefetchDistance]);
-            std::string_view text;
-            if (plain_text(slots[i], &text)) {
-              codes[i] = code_of(text, seed);
-            } else {
-              all_plain.store(false, std::memory_order_relaxed);
-            }
-          }
+          if (!hash_plain(slots, begin, end, seed, codes)) all_plain = false;
         });
   return all_plain || hash_others(items, seed, codes);
 }
