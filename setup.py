@@ -38,6 +38,41 @@ def check_tools() -> None:
         raise SystemExit(f"sparsekit: the build needs torch >= 2.11, found {torch.__version__}")
 
 
+def cuda_options() -> dict[str, str]:
+    """Whether CUDA kernels are compiled in, and for which chips.
+
+    They are when there is an nvcc, whatever GPU there may or may not be here. SPARSEKIT_CUDA=0
+    leaves them out, SPARSEKIT_CUDA=1 insists. SPARSEKIT_CUDA_ARCHS, such as "sm_90" or
+    "sm_80;sm_90", names the chips; else it is the one in this machine, or three generations.
+    """
+    wanted = os.environ.get("SPARSEKIT_CUDA", "")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    places = os.pathsep.join([PATH, *(f"{home}/bin" for home in homes if home)])
+    nvcc = shutil.which("nvcc", path=places)
+    if wanted == "0" or (not nvcc and not wanted):
+        return {"SPARSEKIT_CUDA": "OFF", "SPARSEKIT_CUDA_ARCHS": ""}
+    if not nvcc:
+        raise SystemExit(
+            "sparsekit: SPARSEKIT_CUDA=1, but no nvcc in PATH, CUDA_HOME or /usr/local/cuda"
+        )
+    archs = os.environ.get("SPARSEKIT_CUDA_ARCHS") or present_archs() or "sm_80;sm_90;sm_100"
+    return {
+        "SPARSEKIT_CUDA": "ON",
+        "SPARSEKIT_CUDA_ARCHS": archs.replace(",", ";").replace(" ", ";"),
+        "CMAKE_CUDA_COMPILER": nvcc,
+    }
+
+
+def present_archs() -> str:
+    """Chips of the GPUs in this machine, such as "sm_90", or nothing."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return ";".join(sorted({"sm_" + capability.replace(".", "") for capability in found}))
+
+
 class CMakeBuild(build_ext):
     """Builds every library with one CMake project; `Extension`s only name what comes out."""
 
@@ -58,6 +93,8 @@ class CMakeBuild(build_ext):
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "SPARSEKIT_TORCH_DIR": str(Path(torch.__file__).parent),
             "SPARSEKIT_TORCH_VERSION": torch.__version__,
+            "SPARSEKIT_SIMT": "ON" if self.inplace else "OFF",
+            **cuda_options(),
         }
         defines = [f"-D{name}={value}" for name, value in options.items()]
         configure = ["cmake", "--log-level=WARNING", "-G", "Ninja", f"-S{ROOT}", f"-B{build}"]
@@ -66,6 +103,8 @@ class CMakeBuild(build_ext):
                 raise SystemExit("sparsekit: CMake failed; its output is above")
         target = ROOT if self.inplace else Path(self.build_lib)
         for library in (build / "sparsekit").rglob("*.so"):
+            if library.parent.name == "simt" and not self.inplace:
+                continue  # for the tests
             destination = target / library.relative_to(build)
             destination.parent.mkdir(parents=True, exist_ok=True)
             # A new file, not new bytes in the old one: a running process has that one mapped.

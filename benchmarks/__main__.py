@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from . import (
+    bench_bucketize,
     bench_embedding_bag,
     bench_hash_table,
     bench_lazy_adam,
@@ -16,6 +17,7 @@ from .common import Result, machine, write_json
 BENCHMARKS = {
     "hash_table": bench_hash_table.run,
     "unique": bench_unique.run,
+    "bucketize": bench_bucketize.run,
     "segment_sum": bench_segment_sum.run,
     "embedding_bag": bench_embedding_bag.run,
     "lazy_adam": bench_lazy_adam.run,

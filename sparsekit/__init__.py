@@ -1,6 +1,6 @@
 """Sparse embeddings with unbounded ids for PyTorch."""
 
-from ._load import instruction_set, load
+from ._load import checked, instruction_set, load
 
 load()
 
@@ -18,8 +18,9 @@ def build_info() -> dict[str, object]:
 
     Returns:
         The version, compiler, C++ standard, build type, the torch it was built with and the oldest
-        it runs with, the Python of the binding module, whether CUDA kernels are in it, and the
-        instruction set of the CPU engine in use.
+        it runs with, the Python of the binding module, whether CUDA kernels are in it and for
+        which chips (``cuda_archs``, such as ``"sm_80,sm_90"``), and the instruction set of the CPU
+        engine in use.
     """
     return {**_pybind.build_info(), "cpu_engine": instruction_set()}
 
@@ -31,6 +32,7 @@ __all__ = [
     "TableFullError",
     "__version__",
     "build_info",
+    "checked",
     "hashing",
     "nn",
     "ops",

@@ -13,6 +13,7 @@ import torch
 
 MINIMUM_TORCH = (2, 11)
 _LIB = Path(__file__).parent / "lib"
+_CUDA = "libsparsekit_cuda.so"
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
 
 
@@ -44,7 +45,9 @@ def load() -> None:
         )
     core = _LIB / instruction_set() / "libsparsekit_core.so"
     ops = _LIB / "libsparsekit_torch.so"
-    for library in (core, ops):
+    # The CUDA kernels, in builds that have them. Loads without a GPU or a driver as well.
+    cuda = [_LIB / _CUDA] if (_LIB / _CUDA).exists() else []
+    for library in (core, ops, *cuda):
         if not library.exists():
             raise ImportError(
                 f"sparsekit's compiled library {library} does not exist. In a source tree run "
@@ -54,10 +57,44 @@ def load() -> None:
             if library is core:
                 ctypes.CDLL(str(core))
             else:
-                torch.ops.load_library(str(ops))
+                torch.ops.load_library(str(library))
         except OSError as error:
             raise ImportError(
                 f"sparsekit's compiled library {library} does not load under torch "
                 f"{torch.__version__} (built for torch >= {minimum}): {error}. "
                 f"Rebuild it here: {_REBUILD}"
             ) from error
+
+
+class checked:
+    """Whether ops on CUDA look at once for values that only the device sees.
+
+    With checks off, as they begin, a row or offset out of range is left out (it reads zeros and
+    writes nothing), and the next op that waits for the device anyway, such as `ops.unique`, raises
+    the error. With checks on every op waits, and the call itself raises an error that names the
+    position and the value. Checks on the CPU are always on. ``SPARSEKIT_CHECKED=1`` in the
+    environment turns them on from the start.
+
+    Takes effect at once; as a context manager, until its end::
+
+        with sparsekit.checked():
+            step(batch)
+
+    Args:
+        on: True for checks.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        self._before = _set_checked(on)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        _set_checked(self._before)
+
+
+def _set_checked(on: bool) -> bool:
+    if not (_LIB / _CUDA).exists():
+        return True  # there are only the CPU's checks
+    return bool(ctypes.CDLL(str(_LIB / _CUDA)).sparsekit_set_checked(int(on)))

@@ -27,6 +27,16 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     )
 
 
+def bucketize(
+    keys: torch.Tensor, world_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys in the order of their owners, unsigned(key) % world_size; group sizes; permutation."""
+    owners = [key % 2**64 % world_size for key in keys.tolist()]
+    owner = torch.tensor(owners, dtype=torch.int64, device=keys.device)
+    permutation = owner.argsort(stable=True)
+    return keys[permutation], torch.bincount(owner, minlength=world_size), permutation
+
+
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """``out[i] = table[rows[i]]``, or zeros where ``rows[i] < 0``."""
     with_zeros = torch.cat([table.new_zeros(1, table.shape[1]), table])

@@ -88,7 +88,13 @@ class HashTable(torch.nn.Module):
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
         rows, status = ops.hash_table_find_or_insert_(self.buckets, self.size, keys, self.capacity)
-        if status[1] != 0:
+        before, entries_refused = status.tolist()
+        if entries_refused < 0:  # only on a device; the CPU's op raises by itself
+            raise ValueError(
+                f"{self.name}: the table is damaged: its size is {before} of {self.capacity}, and "
+                f"no slot was free for the new keys"
+            )
+        if entries_refused > 0:
             refused = len(ops.unique(keys[rows < 0])[0])
             raise TableFullError(self.name, 0, len(self), self.capacity, refused)
         return rows, status

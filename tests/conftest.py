@@ -1,14 +1,21 @@
 """What the suites share: backends, reproducibility, and the inputs that are hard to get right."""
 
+import contextlib
 import os
 
 import pytest
+import simt
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-# The backends that every op suite runs on. A new one is added here and nowhere else.
-BACKENDS = ("cpu",)
+import sparsekit
+
+# The backends that every op suite runs on: the CPU engine, the CUDA kernels on the host runner,
+# and the CUDA kernels on a GPU if there is one.
+HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
+BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
+simt.load()
 
 # Random examples change from run to run on a developer's machine, never under CI.
 settings.register_profile(
@@ -35,7 +42,27 @@ KEYS = st.one_of(
 @pytest.fixture(params=BACKENDS, scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where an op suite's tensors live; the suite runs once per backend."""
-    return torch.device(request.param)
+    return torch.device("cpu" if request.param == "simt" else request.param)
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
+    """Name of the backend that `device` stands for."""
+    return request.node.callspec.params["device"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function):
+    """Run the tests of the simt backend under its mode."""
+    parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
+    with simt.SimtMode() if parameters.get("device") == "simt" else contextlib.nullcontext():
+        return (yield)
+
+
+def pytest_report_header() -> str:
+    """Say why there may be no tests on a GPU."""
+    reason = "" if HAS_GPU else " (no GPU or a build without CUDA: nothing runs on a device)"
+    return f"sparsekit backends: cpu, simt{', cuda' if HAS_GPU else reason}"
 
 
 def generator(seed: int) -> torch.Generator:
@@ -89,14 +116,29 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@contextlib.contextmanager
+def deterministic(on: bool = True):
+    """Ask for deterministic algorithms, or not. On the CPU they always are."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def assert_same_bits_for_any_threads(compute) -> None:
-    """Call compute, which returns tensors, under several thread counts and compare the bits."""
+    """Call compute, which returns tensors, under several thread counts and compare the bits.
+
+    On the host runner and on a GPU the interleaving of threads differs from call to call anyway.
+    """
     before = torch.get_num_threads()
     try:
         results = []
-        for threads in (1, 2, 2, 4):
-            torch.set_num_threads(threads)
-            results.append(compute())
+        with deterministic():
+            for threads in (1, 2, 2, 4):
+                torch.set_num_threads(threads)
+                results.append(compute())
     finally:
         torch.set_num_threads(before)
     for result in results[1:]:

@@ -43,7 +43,8 @@ def stems(pattern, *others):
 LAYERS = {
     "csrc/core/include/sparsekit": stems("csrc/core/include/sparsekit/*.h"),
     "csrc/core/cpu": stems("csrc/core/cpu/*.cpp"),
-    "csrc/torch_ops": stems("csrc/torch_ops/*.cpp", "schemas"),
+    "csrc/core/cuda": stems("csrc/core/cuda/*.cu"),
+    "csrc/torch_ops": stems("csrc/torch_ops/*.cpp", "schemas", "engine"),
     "sparsekit/ops": stems("sparsekit/ops/[!_]*.py"),
     "tests/ops": stems("tests/ops/test_*.py", "opcheck"),
 }
@@ -61,7 +62,7 @@ def test_there_is_something_to_check():
     includes = [INCLUDE.findall(path.read_text()) for path in (ROOT / "csrc").rglob("*.cpp")]
     assert all(includes)
     known = {"unique", "segment_sum", "gather_rows", "embedding_bag", "hash_table", "init_rows"}
-    assert known | {"lazy_adam"} <= OPS
+    assert known | {"lazy_adam", "bucketize"} <= OPS
 
 
 @pytest.mark.parametrize("layer", LAYERS)

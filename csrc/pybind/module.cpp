@@ -68,7 +68,8 @@ py::dict build_info() {
   info["torch_minimum"] = kTorchMinimum;
   info["build_type"] = SPARSEKIT_BUILD_TYPE;
   info["python"] = PY_VERSION;
-  info["cuda"] = static_cast<bool>(SPARSEKIT_WITH_CUDA);
+  info["cuda"] = *SPARSEKIT_CUDA_ARCHS != 0;
+  info["cuda_archs"] = SPARSEKIT_CUDA_ARCHS;
   return info;
 }
 

@@ -1,6 +1,6 @@
 #include "sparsekit/embedding_bag.h"
 
-#include "common.h"
+#include "engine.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -16,6 +16,7 @@ struct BagArguments {
   BagArguments(const char* op, const Tensor& rows_in, const Tensor& offsets_in,
                int64_t combiner_code, const std::optional<Tensor>& sample_weights_in)
       : rows(rows_in), offsets(offsets_in), combiner(static_cast<Combiner>(combiner_code)) {
+    check_same_device(op, {{"rows", rows}, {"offsets", offsets}, {"sample_weights", sample_weights_in.value_or(rows)}});
     check_dim(rows, 1, op, "rows");
     check_dtype(rows, ScalarType::Long, op, "rows");
     check_dim(offsets, 1, op, "offsets");
@@ -31,9 +32,7 @@ struct BagArguments {
       sample_weights = torch::stable::contiguous(*sample_weights_in);
     }
     bags = Bags{int64_data(rows), rows.numel(), int64_data(offsets), offsets.numel() - 1};
-    const int64_t bad = cpu::check_offsets(bags);
-    check(bad < 0, op, ": offsets must rise from 0 to len(rows) = ", bags.n, ", but offsets[", bad,
-          "] is ", bad < 0 ? 0 : bags.offsets[bad]);
+    if constexpr (!kOnDevice) check_offset(op, cpu::check_offsets(bags), Engine(rows));
   }
 
   template <class T>
@@ -43,52 +42,92 @@ struct BagArguments {
     return data<Acc<T>>(*sample_weights);
   }
 
-  void check_row(const char* op, int64_t bad, int64_t num_rows) const {
-    if (bad >= 0) {
-      index_error(op, ": rows[", bad, "] is ", bags.rows[bad], ", but weight has ", num_rows,
-                  " rows");
-    }
+  void check_offset(const char* op, int64_t bad, const Engine& engine) const {
+    if (bad < 0) return;
+    check(false, op, ": offsets must rise from 0 to len(rows) = ", bags.n, ", but offsets[", bad,
+          "] is ", engine.value(offsets, bad));
+  }
+
+  void check_row(const char* op, int64_t bad, int64_t num_rows, const Engine& engine) const {
+    if (bad < 0) return;
+    index_error(op, ": rows[", bad, "] is ", engine.value(rows, bad), ", but weight has ", num_rows,
+                " rows");
+  }
+
+  // What the device has found, when checks are on. Both words are read before one is raised, so
+  // that none stays behind.
+  void check_found(const char* op, int64_t num_rows, const Engine& engine) const {
+    const int64_t bad_offset = engine.found(Complaint::kBagOffset);
+    const int64_t bad_row = engine.found(Complaint::kBagRow);
+    check_offset(op, bad_offset, engine);
+    check_row(op, bad_row, num_rows, engine);
   }
 };
+
+cuda::BagErrors errors_of(const Engine& engine) {
+  return {engine.bad(Complaint::kBagOffset), engine.bad(Complaint::kBagRow)};
+}
 
 Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combiner,
                      std::optional<Tensor> sample_weights) {
   const char* op = "embedding_bag";
   check_dim(weight, 2, op, "weight");
+  check_same_device(op, {{"weight", weight}, {"rows", rows}});
   const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
   weight = torch::stable::contiguous(weight);
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
+  const Engine engine(weight);
   Tensor out = torch::stable::new_empty(weight, {arguments.bags.num_bags, dim});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t bad = cpu::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags,
-                                           arguments.sample_weights_data<T>(op), arguments.combiner,
-                                           mutable_data<T>(out), torch_parallel_for());
-    arguments.check_row(op, bad, num_rows);
+    const auto* weights = arguments.sample_weights_data<T>(op);
+    if constexpr (kOnDevice) {
+      Tensor memory = workspace(cuda::embedding_bag_workspace_bytes<T>(arguments.bags, dim), weight);
+      cuda::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags, weights,
+                          arguments.combiner, mutable_data<T>(out), errors_of(engine),
+                          memory.mutable_data_ptr(), engine.stream());
+      arguments.check_found(op, num_rows, engine);
+    } else {
+      const int64_t bad =
+          cpu::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags, weights,
+                             arguments.combiner, mutable_data<T>(out), torch_parallel_for());
+      arguments.check_row(op, bad, num_rows, engine);
+    }
   });
   return out;
 }
 
 Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t combiner,
-                              std::optional<Tensor> sample_weights, int64_t num_rows) {
+                              std::optional<Tensor> sample_weights, int64_t num_rows,
+                              bool deterministic) {
   const char* op = "embedding_bag_backward";
+  check_same_device(op, {{"grad", grad}, {"rows", rows}});
   const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
   check_dim(grad, 2, op, "grad");
   check_size(grad, 0, arguments.bags.num_bags, op, "grad");
-  // Beyond any memory; keeps the size of the workspace far from overflow.
-  check(num_rows >= 0 && num_rows < (int64_t{1} << 48), op, ": num_rows must be in [0, 2^48), got ",
-        num_rows);
+  check_sort_sizes(arguments.bags.n, num_rows, op, "num_rows");
   grad = torch::stable::contiguous(grad);
   const int64_t dim = grad.size(1);
+  const Engine engine(grad);
   Tensor out = torch::stable::new_empty(grad, {num_rows, dim});
   dispatch_rows(grad, op, "grad", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    Tensor memory = workspace(
-        cpu::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim, num_rows), grad);
-    const int64_t bad = cpu::embedding_bag_backward(
-        data<T>(grad), num_rows, dim, arguments.bags, arguments.sample_weights_data<T>(op),
-        arguments.combiner, mutable_data<T>(out), memory.mutable_data_ptr(), torch_parallel_for());
-    arguments.check_row(op, bad, num_rows);
+    const auto* weights = arguments.sample_weights_data<T>(op);
+    if constexpr (kOnDevice) {
+      Tensor memory = workspace(
+          cuda::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim, num_rows), grad);
+      cuda::embedding_bag_backward(data<T>(grad), num_rows, dim, arguments.bags, weights,
+                                   arguments.combiner, deterministic, mutable_data<T>(out),
+                                   errors_of(engine), memory.mutable_data_ptr(), engine.stream());
+      arguments.check_found(op, num_rows, engine);
+    } else {
+      Tensor memory = workspace(
+          cpu::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim, num_rows), grad);
+      const int64_t bad = cpu::embedding_bag_backward(
+          data<T>(grad), num_rows, dim, arguments.bags, weights, arguments.combiner,
+          mutable_data<T>(out), memory.mutable_data_ptr(), torch_parallel_for());
+      arguments.check_row(op, bad, num_rows, engine);
+    }
   });
   return out;
 }
@@ -97,24 +136,37 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
                                              Tensor offsets, int64_t combiner,
                                              Tensor sample_weights) {
   const char* op = "embedding_bag_backward_sample_weights";
+  check_same_device(op, {{"grad", grad}, {"weight", weight}, {"rows", rows}});
   const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
   check_dim(weight, 2, op, "weight");
   check_dim(grad, 2, op, "grad");
   check_size(grad, 0, arguments.bags.num_bags, op, "grad");
   check_size(grad, 1, weight.size(1), op, "grad");
   check_dtype(grad, weight.scalar_type(), op, "grad");
-  for (int64_t i = 0; i < arguments.bags.n; ++i) {
-    if (arguments.bags.rows[i] >= weight.size(0)) arguments.check_row(op, i, weight.size(0));
+  const Engine engine(weight);
+  if constexpr (!kOnDevice) {
+    for (int64_t i = 0; i < arguments.bags.n; ++i) {
+      if (arguments.bags.rows[i] >= weight.size(0)) {
+        arguments.check_row(op, i, weight.size(0), engine);
+      }
+    }
   }
   grad = torch::stable::contiguous(grad);
   weight = torch::stable::contiguous(weight);
   Tensor out = torch::stable::new_empty(sample_weights, {sample_weights.numel()});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    cpu::embedding_bag_backward_sample_weights(data<T>(grad), data<T>(weight), weight.size(1),
-                                               arguments.bags, arguments.sample_weights_data<T>(op),
-                                               arguments.combiner, mutable_data<Acc<T>>(out),
-                                               torch_parallel_for());
+    const auto* weights = arguments.sample_weights_data<T>(op);
+    if constexpr (kOnDevice) {
+      cuda::embedding_bag_backward_sample_weights(
+          data<T>(grad), data<T>(weight), weight.size(0), weight.size(1), arguments.bags, weights,
+          arguments.combiner, mutable_data<Acc<T>>(out), errors_of(engine), engine.stream());
+      arguments.check_found(op, weight.size(0), engine);
+    } else {
+      cpu::embedding_bag_backward_sample_weights(
+          data<T>(grad), data<T>(weight), weight.size(1), arguments.bags, weights,
+          arguments.combiner, mutable_data<Acc<T>>(out), torch_parallel_for());
+    }
   });
   return out;
 }
@@ -122,7 +174,7 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
 }  // namespace
 }  // namespace sparsekit::ops
 
-STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("embedding_bag", TORCH_BOX(&sparsekit::ops::embedding_bag));
   m.impl("embedding_bag_backward", TORCH_BOX(&sparsekit::ops::embedding_bag_backward));
   m.impl("embedding_bag_backward_sample_weights",

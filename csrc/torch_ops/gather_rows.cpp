@@ -1,12 +1,13 @@
 #include "sparsekit/gather_rows.h"
 
-#include "common.h"
+#include "engine.h"
 
 namespace sparsekit::ops {
 namespace {
 
 Tensor gather_rows(Tensor table, Tensor rows) {
   const char* op = "gather_rows";
+  check_same_device(op, {{"table", table}, {"rows", rows}});
   check_dim(table, 2, op, "table");
   check_dim(rows, 1, op, "rows");
   check_dtype(rows, ScalarType::Long, op, "rows");
@@ -14,11 +15,19 @@ Tensor gather_rows(Tensor table, Tensor rows) {
   rows = torch::stable::contiguous(rows);
   Tensor out = torch::stable::new_empty(table, {rows.numel(), table.size(1)});
   const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
-  const int64_t bad =
-      cpu::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
-                       rows.numel(), out.mutable_data_ptr(), torch_parallel_for());
+  const Engine engine(table);
+  int64_t bad = -1;
+  if constexpr (kOnDevice) {
+    cuda::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
+                      rows.numel(), out.mutable_data_ptr(), engine.bad(Complaint::kGatherRow),
+                      engine.stream());
+    bad = engine.found(Complaint::kGatherRow);
+  } else {
+    bad = cpu::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
+                           rows.numel(), out.mutable_data_ptr(), torch_parallel_for());
+  }
   if (bad >= 0) {
-    index_error(op, ": rows[", bad, "] is ", int64_data(rows)[bad], ", but table has ",
+    index_error(op, ": rows[", bad, "] is ", engine.value(rows, bad), ", but table has ",
                 table.size(0), " rows");
   }
   return out;
@@ -27,6 +36,6 @@ Tensor gather_rows(Tensor table, Tensor rows) {
 }  // namespace
 }  // namespace sparsekit::ops
 
-STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("gather_rows", TORCH_BOX(&sparsekit::ops::gather_rows));
 }

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "common.h"
+#include "engine.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -17,30 +17,44 @@ void check_buckets(const Tensor& buckets, const char* op) {
   check_mutable(buckets, op, "buckets");
 }
 
-int64_t check_table_size(const Tensor& size, int64_t num_buckets, const char* op) {
+void check_table_size(const Tensor& size, const char* op) {
   check_dtype(size, ScalarType::Long, op, "size");
   check(size.numel() == 1, op, ": size must have one element, got ", size.numel());
-  const int64_t value = *int64_data(size);
-  check(value >= 0 && value <= num_buckets * kSlotsPerBucket, op, ": size is ", value,
+}
+
+void check_size_value(int64_t size, int64_t num_buckets, const char* op) {
+  check(size >= 0 && size <= num_buckets * kSlotsPerBucket, op, ": size is ", size,
         ", but the buckets have ", num_buckets * kSlotsPerBucket, " slots");
-  return value;
 }
 
 void clear(Tensor buckets) {
   check_buckets(buckets, "hash_table_clear_");
-  cpu::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), torch_parallel_for());
+  const Engine engine(buckets);
+  if constexpr (kOnDevice) {
+    cuda::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), engine.stream());
+  } else {
+    cpu::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), torch_parallel_for());
+  }
 }
 
 Tensor find(Tensor buckets, Tensor keys) {
   const char* op = "hash_table_find";
   check_buckets(buckets, op);
+  check_same_device(op, {{"buckets", buckets}, {"keys", keys}});
   check_dim(keys, 1, op, "keys");
   keys = torch::stable::contiguous(keys);
+  const Engine engine(buckets);
   Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
-    cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), keys.numel(),
-                         mutable_data<int64_t>(rows), torch_parallel_for());
+    if constexpr (kOnDevice) {
+      cuda::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys),
+                            DeviceCount{keys.numel()}, mutable_data<int64_t>(rows),
+                            engine.stream());
+    } else {
+      cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), keys.numel(),
+                           mutable_data<int64_t>(rows), torch_parallel_for());
+    }
   });
   return rows;
 }
@@ -49,38 +63,68 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
                                           int64_t capacity) {
   const char* op = "hash_table_find_or_insert_";
   check_buckets(buckets, op);
+  check_same_device(op, {{"buckets", buckets}, {"size", size}, {"keys", keys}});
   check_dim(keys, 1, op, "keys");
   check(capacity > 0 && capacity <= buckets.size(0) * kSlotsPerBucket &&
             capacity <= std::numeric_limits<int32_t>::max(),
         op, ": capacity is ", capacity, ", but must be in [1, ",
         std::min<int64_t>(buckets.size(0) * kSlotsPerBucket, std::numeric_limits<int32_t>::max()),
         "]");
-  const int64_t size_before = check_table_size(size, buckets.size(0), op);
+  check_table_size(size, op);
+  check(!kOnDevice || keys.numel() <= std::numeric_limits<int32_t>::max(), op, ": keys has ",
+        keys.numel(), " elements; at most 2^31 - 1 are supported");
   keys = torch::stable::contiguous(keys);
+  const Engine engine(buckets);
   Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
   Tensor status = torch::stable::new_empty(keys, {2}, ScalarType::Long);
-  const int64_t refused = dispatch_keys(keys, op, [&](auto tag) {
+  dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
-    return cpu::hash_table_find_or_insert(
-        mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
-        data<Key>(keys), keys.numel(), mutable_data<int64_t>(rows), torch_parallel_for());
+    if constexpr (kOnDevice) {
+      Tensor memory =
+          workspace(cuda::hash_table_find_or_insert_workspace_bytes(keys.numel()), keys);
+      cuda::hash_table_find_or_insert(mutable_data<Bucket>(buckets), buckets.size(0),
+                                      mutable_data<int64_t>(size), capacity, data<Key>(keys),
+                                      DeviceCount{keys.numel()}, mutable_data<int64_t>(rows),
+                                      mutable_data<int64_t>(status), memory.mutable_data_ptr(),
+                                      engine.stream());
+    } else {
+      const int64_t size_before = *int64_data(size);
+      check_size_value(size_before, buckets.size(0), op);
+      const int64_t refused = cpu::hash_table_find_or_insert(
+          mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
+          data<Key>(keys), keys.numel(), mutable_data<int64_t>(rows), torch_parallel_for());
+      check(refused >= 0, op, ": the table is damaged: no slot is free for row ", size_before,
+            " and on, though its capacity is ", capacity);
+      mutable_data<int64_t>(status)[0] = size_before;
+      mutable_data<int64_t>(status)[1] = refused;
+    }
   });
-  check(refused >= 0, op, ": the table is damaged: no slot is free for row ", size_before,
-        " and on, though its capacity is ", capacity);
-  mutable_data<int64_t>(status)[0] = size_before;
-  mutable_data<int64_t>(status)[1] = refused;
   return {rows, status};
 }
 
 Tensor keys(Tensor buckets, Tensor size) {
   const char* op = "hash_table_keys";
   check_buckets(buckets, op);
-  const int64_t n = check_table_size(size, buckets.size(0), op);
+  check_same_device(op, {{"buckets", buckets}, {"size", size}});
+  check_table_size(size, op);
+  const Engine engine(buckets);
+  int64_t n = 0;
+  engine.read(int64_data(size), 1, &n);
+  check_size_value(n, buckets.size(0), op);
   Tensor keys = torch::stable::new_empty(buckets, {n});
   Tensor rows = torch::stable::new_empty(buckets, {n});
-  const bool sound =
-      cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
-                           mutable_data<int64_t>(rows), torch_parallel_for());
+  bool sound = false;
+  if constexpr (kOnDevice) {
+    Tensor unsound = torch::stable::new_empty(buckets, {1});
+    cuda::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
+                          mutable_data<int64_t>(rows), mutable_data<int64_t>(unsound),
+                          engine.stream());
+    sound = engine.value(unsound, 0) == 0;
+  } else {
+    sound =
+        cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
+                             mutable_data<int64_t>(rows), torch_parallel_for());
+  }
   check(sound, op, ": the table is damaged: its ", n, " rows do not have one key each");
   return keys;
 }
@@ -88,7 +132,7 @@ Tensor keys(Tensor buckets, Tensor size) {
 }  // namespace
 }  // namespace sparsekit::ops
 
-STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("hash_table_clear_", TORCH_BOX(&sparsekit::ops::clear));
   m.impl("hash_table_find", TORCH_BOX(&sparsekit::ops::find));
   m.impl("hash_table_find_or_insert_", TORCH_BOX(&sparsekit::ops::find_or_insert));

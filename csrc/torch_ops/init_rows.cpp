@@ -1,6 +1,6 @@
 #include "sparsekit/init_rows.h"
 
-#include "common.h"
+#include "engine.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -8,6 +8,7 @@ namespace {
 void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optional<Tensor> status,
                int64_t seed, int64_t distribution, double a, double b) {
   const char* op = "init_rows_";
+  check_same_device(op, {{"out", out}, {"keys", keys}, {"rows", rows.value_or(keys)}, {"status", status.value_or(keys)}});
   check_dim(out, 2, op, "out");
   check_mutable(out, op, "out");
   check_dim(keys, 1, op, "keys");
@@ -24,22 +25,30 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
   } else {
     check_size(out, 0, n, op, "out");
   }
-  int64_t first_row = 0;
   if (status.has_value()) {
     check_dtype(*status, ScalarType::Long, op, "status");
     check(status->numel() > 0, op, ": status must not be empty");
-    first_row = std::max<int64_t>(0, *int64_data(*status));
   }
+  const int64_t* first_row = status ? int64_data(*status) : nullptr;
+  const Engine engine(out);
   const Initializer initializer{static_cast<uint64_t>(seed),
                                 static_cast<Distribution>(distribution), static_cast<float>(a),
                                 static_cast<float>(b)};
   dispatch_rows(out, op, "out", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1),
-                                       int64_data(keys), rows ? int64_data(*rows) : nullptr, n,
-                                       first_row, initializer, torch_parallel_for());
+    const int64_t* row_numbers = rows ? int64_data(*rows) : nullptr;
+    int64_t bad = -1;
+    if constexpr (kOnDevice) {
+      cuda::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys), row_numbers,
+                      n, first_row, initializer, engine.bad(Complaint::kInitRow), engine.stream());
+      bad = engine.found(Complaint::kInitRow);
+    } else {
+      bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys),
+                           row_numbers, n, first_row ? std::max<int64_t>(0, *first_row) : 0,
+                           initializer, torch_parallel_for());
+    }
     if (bad >= 0) {
-      index_error(op, ": rows[", bad, "] is ", int64_data(*rows)[bad], ", but out has ",
+      index_error(op, ": rows[", bad, "] is ", engine.value(*rows, bad), ", but out has ",
                   out.size(0), " rows");
     }
   });
@@ -48,6 +57,6 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
 }  // namespace
 }  // namespace sparsekit::ops
 
-STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("init_rows_", TORCH_BOX(&sparsekit::ops::init_rows));
 }

@@ -1,8 +1,8 @@
 // Every op that sparsekit defines, in one place. A trailing underscore marks an op that changes
 // the arguments written `Tensor(x!)`. What each does is said in sparsekit/ops/.
-#include <torch/csrc/stable/library.h>
+#include "engine.h"
 
-STABLE_TORCH_LIBRARY(sparsekit, m) {
+SPARSEKIT_LIBRARY(m) {
   m.def("hash_table_clear_(Tensor(a!) buckets) -> ()");
   m.def("hash_table_find(Tensor buckets, Tensor keys) -> Tensor");
   m.def(
@@ -11,8 +11,17 @@ STABLE_TORCH_LIBRARY(sparsekit, m) {
   m.def("hash_table_keys(Tensor buckets, Tensor size) -> Tensor");
 
   m.def("unique(Tensor keys) -> (Tensor unique, Tensor inverse, Tensor counts)");
+  m.def(
+      "unique_padded(Tensor keys, Tensor? num_keys=None)"
+      " -> (Tensor unique, Tensor inverse, Tensor counts, Tensor num_unique)");
 
-  m.def("unsorted_segment_sum(Tensor data, Tensor segment_ids, SymInt num_segments) -> Tensor");
+  m.def(
+      "unsorted_segment_sum(Tensor data, Tensor segment_ids, SymInt num_segments,"
+      " bool deterministic=True) -> Tensor");
+
+  m.def(
+      "bucketize(Tensor keys, int world_size)"
+      " -> (Tensor by_owner, Tensor counts, Tensor permutation)");
 
   m.def("gather_rows(Tensor table, Tensor rows) -> Tensor");
 
@@ -21,7 +30,7 @@ STABLE_TORCH_LIBRARY(sparsekit, m) {
       " Tensor? sample_weights=None) -> Tensor");
   m.def(
       "embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int combiner,"
-      " Tensor? sample_weights, SymInt num_rows) -> Tensor");
+      " Tensor? sample_weights, SymInt num_rows, bool deterministic=True) -> Tensor");
   m.def(
       "embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor rows,"
       " Tensor offsets, int combiner, Tensor sample_weights) -> Tensor");

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "common.h"
+#include "engine.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -15,8 +15,16 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   return 2 * count > size ? view : torch::stable::clone(view);
 }
 
-std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
-  const char* op = "unique";
+// A result as long as the input, with the number of distinct keys where the engine left it.
+struct Padded {
+  Tensor unique_keys;
+  Tensor inverse;
+  Tensor counts;
+  Tensor num_unique;
+};
+
+Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_keys,
+                 const char* op) {
   check_dim(keys, 1, op, "keys");
   const int64_t n = keys.numel();
   check(n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
@@ -25,19 +33,47 @@ std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
   Tensor unique_keys = torch::stable::new_empty(keys, {n});
   Tensor inverse = torch::stable::new_empty(keys, {n}, ScalarType::Long);
   Tensor counts = torch::stable::new_empty(keys, {n}, ScalarType::Long);
-  Tensor memory = workspace(cpu::unique_workspace_bytes(n), keys);
-  const int64_t num_unique = dispatch_keys(keys, op, [&](auto tag) {
+  Tensor num_unique = torch::stable::new_empty(keys, {1}, ScalarType::Long);
+  check_same_device(op, {{"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
+  const DeviceCount count = device_count(n, num_keys, op, "num_keys");
+  dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
-    return cpu::unique(data<Key>(keys), n, mutable_data<Key>(unique_keys),
-                       mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts),
-                       memory.mutable_data_ptr(), torch_parallel_for());
+    if constexpr (kOnDevice) {
+      Tensor memory = workspace(cuda::unique_workspace_bytes(n), keys);
+      cuda::unique(data<Key>(keys), count, mutable_data<Key>(unique_keys),
+                   mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts),
+                   mutable_data<int64_t>(num_unique), memory.mutable_data_ptr(), engine.stream());
+    } else {
+      Tensor memory = workspace(cpu::unique_workspace_bytes(n), keys);
+      *mutable_data<int64_t>(num_unique) = cpu::unique(
+          data<Key>(keys), count.get(), mutable_data<Key>(unique_keys),
+          mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts), memory.mutable_data_ptr(),
+          torch_parallel_for());
+    }
   });
-  return {trimmed(unique_keys, num_unique), inverse, trimmed(counts, num_unique)};
+  return {unique_keys, inverse, counts, num_unique};
+}
+
+std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
+  const Engine engine(keys);
+  const Padded padded = unique_of(engine, keys, std::nullopt, "unique");
+  int64_t num_unique = 0;
+  engine.read(int64_data(padded.num_unique), 1, &num_unique);
+  return {trimmed(padded.unique_keys, num_unique), padded.inverse,
+          trimmed(padded.counts, num_unique)};
+}
+
+// For a caller that goes on without a word from the device.
+std::tuple<Tensor, Tensor, Tensor, Tensor> unique_padded(Tensor keys,
+                                                         std::optional<Tensor> num_keys) {
+  const Padded padded = unique_of(Engine(keys), keys, num_keys, "unique_padded");
+  return {padded.unique_keys, padded.inverse, padded.counts, padded.num_unique};
 }
 
 }  // namespace
 }  // namespace sparsekit::ops
 
-STABLE_TORCH_LIBRARY_IMPL(sparsekit, CPU, m) {
+SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("unique", TORCH_BOX(&sparsekit::ops::unique));
+  m.impl("unique_padded", TORCH_BOX(&sparsekit::ops::unique_padded));
 }

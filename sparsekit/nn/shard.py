@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import hashing, ops
+from .. import _pybind, hashing, ops
 from ..errors import check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from ..table import HashTable
@@ -114,8 +114,13 @@ class ShardedTable(torch.nn.Module):
         self._check_choice("gradient_reduction", gradient_reduction, ("mean", "sum"))
         self._check_world(process_group)
         device = torch.device(device or torch.get_default_device())
-        if device.type != "cpu":
-            raise NotImplementedError(f"{self.name}: device must be cpu for now, got {device}")
+        if device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"{self.name}: device must be cpu or cuda, got {device}")
+        if device.type == "cuda" and not _pybind.build_info()["cuda"]:
+            raise NotImplementedError(
+                f"{self.name}: device is {device}, but this build of sparsekit has no CUDA "
+                f"kernels; install it where there is an nvcc"
+            )
 
         self.key_dtype = key_dtype
         self.initializer = resolve(self.name, embedding_initializer)

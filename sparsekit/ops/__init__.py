@@ -1,5 +1,6 @@
 """The ops: plain functions on tensors, each with its fake kernel and gradient."""
 
+from .bucketize import bucketize
 from .embedding_bag import embedding_bag
 from .gather_rows import gather_rows
 from .hash_table import (
@@ -14,6 +15,7 @@ from .segment_sum import unsorted_segment_sum
 from .unique import unique
 
 __all__ = [
+    "bucketize",
     "embedding_bag",
     "gather_rows",
     "hash_table_clear_",

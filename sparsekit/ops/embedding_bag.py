@@ -86,6 +86,7 @@ def _(
     combiner: int,
     sample_weights: torch.Tensor | None,
     num_rows: int,
+    deterministic: bool = True,
 ) -> torch.Tensor:
     return grad.new_empty([num_rows, grad.shape[1]])
 
@@ -116,8 +117,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     rows, offsets, sample_weights, weight = ctx.saved_tensors
     grad_weight = grad_sample_weights = None
     if ctx.needs_input_grad[0]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
         grad_weight = _ops.embedding_bag_backward.default(
-            grad, rows, offsets, ctx.combiner, sample_weights, ctx.num_rows
+            grad, rows, offsets, ctx.combiner, sample_weights, ctx.num_rows, deterministic
         )
     if weight is not None:
         grad_sample_weights = _ops.embedding_bag_backward_sample_weights.default(
@@ -130,7 +132,7 @@ torch.library.register_autograd("sparsekit::embedding_bag", _backward, setup_con
 
 
 def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _, rows, offsets, combiner, sample_weights, _ = inputs
+    _, rows, offsets, combiner, sample_weights, *_ = inputs
     ctx.save_for_backward(rows, offsets, sample_weights)
     ctx.combiner = combiner
 
@@ -140,7 +142,8 @@ def _backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | Non
         _no_second_derivative(ctx, grad)
     # The gradient is linear in what it came from, and the pooling is its transpose.
     rows, offsets, sample_weights = ctx.saved_tensors
-    return _op(grad, rows, offsets, ctx.combiner, sample_weights), None, None, None, None, None
+    grad_grad = _op(grad, rows, offsets, ctx.combiner, sample_weights)
+    return grad_grad, None, None, None, None, None, None
 
 
 def _no_second_derivative(ctx: Any, grad: torch.Tensor) -> Any:

@@ -46,7 +46,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     (rows,) = ctx.saved_tensors
-    return torch.ops.sparsekit.unsorted_segment_sum.default(grad, rows, ctx.num_rows), None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    segment_sum = torch.ops.sparsekit.unsorted_segment_sum.default
+    return segment_sum(grad, rows, ctx.num_rows, deterministic), None
 
 
 torch.library.register_autograd("sparsekit::gather_rows", _backward, setup_context=_setup)

@@ -22,8 +22,9 @@ def unsorted_segment_sum(
         num_segments: number of rows of the result.
 
     Returns:
-        ``[num_segments, dim]`` in the dtype of data; a segment without rows is zero. The order of
-        additions depends on the ids only, so repeated calls give the same bits.
+        ``[num_segments, dim]`` in the dtype of data; a segment without rows is zero. On the CPU, and on
+        CUDA under ``torch.use_deterministic_algorithms(True)``, the order of additions depends on
+        the ids only, so repeated calls give the same bits.
 
     Raises:
         TypeError: a wrong dtype, or num_segments is no int.
@@ -34,11 +35,14 @@ def unsorted_segment_sum(
     check_tensor(name, "data", data, ROW_DTYPES, 2)
     check_tensor(name, "segment_ids", segment_ids, KEY_DTYPES, 1)
     check_same_device(name, data=data, segment_ids=segment_ids)
-    return _op(data, segment_ids.to(torch.int64), operator.index(num_segments))
+    ids = segment_ids.to(torch.int64)
+    return _op(data, ids, operator.index(num_segments), torch.are_deterministic_algorithms_enabled())
 
 
 @torch.library.register_fake("sparsekit::unsorted_segment_sum")
-def _(data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int) -> torch.Tensor:
+def _(
+    data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int, deterministic: bool = True
+) -> torch.Tensor:
     return data.new_empty([num_segments, data.shape[1]])
 
 
@@ -46,9 +50,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(inputs[1])
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
     (segment_ids,) = ctx.saved_tensors
-    return _gather_rows(grad, segment_ids), None, None
+    return _gather_rows(grad, segment_ids), None, None, None
 
 
 torch.library.register_autograd("sparsekit::unsorted_segment_sum", _backward, setup_context=_setup)

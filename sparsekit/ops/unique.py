@@ -33,3 +33,11 @@ def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inverse = keys.new_empty(keys.shape, dtype=torch.int64)
     counts = keys.new_empty([num_unique], dtype=torch.int64)
     return keys.new_empty([num_unique]), inverse, counts
+
+
+@torch.library.register_fake("sparsekit::unique_padded")
+def _(
+    keys: torch.Tensor, num_keys: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    inverse, counts = (keys.new_empty(keys.shape, dtype=torch.int64) for _ in range(2))
+    return torch.empty_like(keys), inverse, counts, keys.new_empty([1], dtype=torch.int64)

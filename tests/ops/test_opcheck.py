@@ -71,6 +71,15 @@ CASES = {
         (int64(),),
         (int64(7, 7, 7, 7, 7, 7),),
     ],
+    "unique_padded": lambda: [
+        # All distinct: what lies behind the results is undefined, and would differ.
+        *((int64(7, 8, 9).to(dtype), count) for dtype in KEY_DTYPES for count in (None, int64(3))),
+        (int64(), None),
+    ],
+    "bucketize": lambda: [
+        *((int64(3, -1, 3, 2).to(dtype), 3) for dtype in KEY_DTYPES),
+        (int64(), 2),
+    ],
     "unsorted_segment_sum": lambda: [
         *((randn(4, 3, dtype=dtype), int64(1, -1, 1, 0), 3) for dtype in ROW_DTYPES),
         (randn(4, 3).requires_grad_(), int64(1, -1, 1, 0), 3),

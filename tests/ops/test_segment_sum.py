@@ -7,6 +7,7 @@ from conftest import (
     ROW_DTYPES,
     assert_close,
     assert_same_bits_for_any_threads,
+    deterministic,
     generator,
     randn,
     same_bits,
@@ -38,10 +39,12 @@ def ids_of(pattern, n, num_segments):
 
 def check_exact(data, ids, num_segments, device):
     """Whole numbers add without rounding, so any order must give the reference's bits."""
-    result = ops.unsorted_segment_sum(data.to(device), ids.to(device), num_segments)
     expected = reference.unsorted_segment_sum(data, ids, num_segments)
-    assert result.dtype == data.dtype
-    assert torch.equal(result.cpu(), expected)
+    for in_order in (False, True):
+        with deterministic(in_order):
+            result = ops.unsorted_segment_sum(data.to(device), ids.to(device), num_segments)
+        assert result.dtype == data.dtype
+        assert torch.equal(result.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
@@ -51,8 +54,10 @@ def test_equals_the_reference(device, dim, dtype):
         ids = ids_of(pattern, n, 13)
         check_exact(whole_numbers(n, dim, dtype=dtype), ids, 13, device)
         data = randn(n, dim, dtype=dtype)
-        result = ops.unsorted_segment_sum(data.to(device), ids.to(device), 13)
-        assert_close(result.cpu(), reference.unsorted_segment_sum(data, ids, 13))
+        for in_order in (False, True):
+            with deterministic(in_order):
+                result = ops.unsorted_segment_sum(data.to(device), ids.to(device), 13)
+            assert_close(result.cpu(), reference.unsorted_segment_sum(data, ids, 13))
 
 
 @pytest.mark.parametrize("pattern", ID_PATTERNS)
@@ -126,9 +131,10 @@ def test_bits_do_not_depend_on_threads(device, pattern, dtype):
 def test_twenty_runs_give_the_same_bits(device):
     data = randn(6000, 33).to(device)
     ids = ids_of("half on one", 6000, 50).to(device)
-    first = ops.unsorted_segment_sum(data, ids, 50)
-    for _ in range(20):
-        assert same_bits(ops.unsorted_segment_sum(data, ids, 50), first)
+    with deterministic():
+        first = ops.unsorted_segment_sum(data, ids, 50)
+        for _ in range(20):
+            assert same_bits(ops.unsorted_segment_sum(data, ids, 50), first)
 
 
 def test_gradient(device):

@@ -10,14 +10,14 @@ namespace sparsekit::cpu {
 template <class T>
 int64_t lazy_adam_step(T* weight, Acc<T>* exp_avg, Acc<T>* exp_avg_sq, int64_t num_rows,
                        int64_t dim, const int64_t* rows, const T* grad, int64_t n,
-                       const LazyAdam& adam, const ParallelFor& parallel_for) {
+                       const LazyAdam& adam, int64_t step, const ParallelFor& parallel_for) {
   if (rows != nullptr) {
     for (int64_t i = 0; i < n; ++i) {
       if (rows[i] < 0 || rows[i] >= num_rows) return i;
     }
   }
   using A = Acc<T>;
-  const auto t = static_cast<double>(adam.step);
+  const auto t = static_cast<double>(step);
   const A step_size = static_cast<A>(adam.lr * std::sqrt(1 - std::pow(adam.beta2, t)) /
                                      (1 - std::pow(adam.beta1, t)));
   const A beta1 = static_cast<A>(adam.beta1), keep1 = static_cast<A>(1 - adam.beta1);
@@ -52,7 +52,8 @@ int64_t lazy_adam_step(T* weight, Acc<T>* exp_avg, Acc<T>* exp_avg_sq, int64_t n
 
 #define SPARSEKIT_INSTANTIATE(T)                                                          \
   template int64_t lazy_adam_step(T*, Acc<T>*, Acc<T>*, int64_t, int64_t, const int64_t*, \
-                                  const T*, int64_t, const LazyAdam&, const ParallelFor&);
+                                  const T*, int64_t, const LazyAdam&, int64_t,             \
+                                  const ParallelFor&);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

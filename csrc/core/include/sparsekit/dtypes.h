@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "sparsekit/host_device.h"
+
 namespace sparsekit {
 
 struct BFloat16 {
@@ -23,13 +25,13 @@ struct Accumulate<BFloat16> {
 template <class T>
 using Acc = typename Accumulate<T>::type;
 
-inline float load(float x) {
+SPARSEKIT_HOST_DEVICE inline float load(float x) {
   return x;
 }
-inline double load(double x) {
+SPARSEKIT_HOST_DEVICE inline double load(double x) {
   return x;
 }
-inline float load(BFloat16 x) {
+SPARSEKIT_HOST_DEVICE inline float load(BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float value;
   std::memcpy(&value, &bits, sizeof value);
@@ -37,12 +39,12 @@ inline float load(BFloat16 x) {
 }
 
 template <class T>
-inline T store(Acc<T> x) {
+SPARSEKIT_HOST_DEVICE inline T store(Acc<T> x) {
   return static_cast<T>(x);
 }
 // Rounds to nearest, ties to even; a NaN stays one, whatever its payload.
 template <>
-inline BFloat16 store<BFloat16>(float x) {
+SPARSEKIT_HOST_DEVICE inline BFloat16 store<BFloat16>(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;

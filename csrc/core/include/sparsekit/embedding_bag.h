@@ -53,4 +53,41 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
                                            const ParallelFor& parallel_for);
 
 }  // namespace cpu
+
+// On a device. Offsets and rows are checked there: *bad_offset and *bad_row, which the caller has
+// set to INT64_MAX, become the smallest position at which offsets break the rule of Bags (as
+// cpu::check_offsets reports it) and of a row >= num_rows. A bag with bad offsets counts as empty,
+// a bad row as a row of zeros. n < 2^31.
+namespace cuda {
+
+struct BagErrors {
+  int64_t* bad_offset;
+  int64_t* bad_row;
+};
+
+template <class T>
+int64_t embedding_bag_workspace_bytes(const Bags& bags, int64_t dim);
+
+template <class T>
+void embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& bags,
+                   const Acc<T>* sample_weights, Combiner combiner, T* out, const BagErrors& errors,
+                   void* workspace, void* stream);
+
+template <class T>
+int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows);
+
+// num_rows < 2^32 - 1. `deterministic` as in unsorted_segment_sum.
+template <class T>
+void embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
+                            const Acc<T>* sample_weights, Combiner combiner, bool deterministic,
+                            T* grad_weight, const BagErrors& errors, void* workspace, void* stream);
+
+template <class T>
+void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, int64_t num_rows,
+                                           int64_t dim, const Bags& bags,
+                                           const Acc<T>* sample_weights, Combiner combiner,
+                                           Acc<T>* grad_sample_weights, const BagErrors& errors,
+                                           void* stream);
+
+}  // namespace cuda
 }  // namespace sparsekit

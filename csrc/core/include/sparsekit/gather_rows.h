@@ -5,7 +5,8 @@
 
 #include "sparsekit/parallel.h"
 
-namespace sparsekit::cpu {
+namespace sparsekit {
+namespace cpu {
 
 // out[i] = table[rows[i]], or zeros where rows[i] < 0, for rows of row_bytes bytes: copying knows
 // no dtype. table [num_rows, row_bytes], rows [n], out [n, row_bytes]. Returns -1, or the first
@@ -13,4 +14,14 @@ namespace sparsekit::cpu {
 int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
                     int64_t n, void* out, const ParallelFor& parallel_for);
 
-}  // namespace sparsekit::cpu
+}  // namespace cpu
+
+namespace cuda {
+
+// *bad, which the caller has set to INT64_MAX, becomes the smallest position whose row is
+// >= num_rows, if there is one; such rows are copied as zeros.
+void gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
+                 int64_t n, void* out, int64_t* bad, void* stream);
+
+}  // namespace cuda
+}  // namespace sparsekit

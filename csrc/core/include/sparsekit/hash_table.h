@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "sparsekit/device_count.h"
+#include "sparsekit/host_device.h"
 #include "sparsekit/parallel.h"
 
 namespace sparsekit {
@@ -21,7 +23,7 @@ static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
 
 // Mixes every bit of the key into the high bits, which home_bucket() uses. Two rounds of
 // multiply and xor-shift, constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
-inline uint64_t hash_key(int64_t key) {
+SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
@@ -30,7 +32,7 @@ inline uint64_t hash_key(int64_t key) {
 
 // The bucket where the search for a key starts: hash scaled to [0, num_buckets) by multiply-high,
 // so that the number of buckets need not be a power of two.
-inline int64_t home_bucket(int64_t key, int64_t num_buckets) {
+SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t num_buckets) {
   __extension__ using uint128 = unsigned __int128;
   return static_cast<int64_t>(
       (static_cast<uint128>(hash_key(key)) * static_cast<uint64_t>(num_buckets)) >> 64);
@@ -63,4 +65,30 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, i
                      int64_t* rows, const ParallelFor& parallel_for);
 
 }  // namespace cpu
+
+// On a device: pointers are to its memory, `stream` is a cudaStream_t, nothing waits for the host.
+namespace cuda {
+
+void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream);
+
+// Rows of entries beyond n.get() are -1.
+template <class Key>
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, DeviceCount n,
+                     int64_t* rows, void* stream);
+
+int64_t hash_table_find_or_insert_workspace_bytes(int64_t n);
+
+// As on the CPU. status[0] becomes the size before the call; status[1] the number of entries
+// refused, 0 when all went well, or -1 when the table is damaged: *size makes no sense, or no slot
+// was free, and the table is then worth nothing.
+template <class Key>
+void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
+                               int64_t capacity, const Key* keys, DeviceCount n, int64_t* rows,
+                               int64_t* status, void* workspace, void* stream);
+
+// *unsound [1] becomes 0, or not 0 when the table is damaged. rows [size] is workspace.
+void hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
+                     int64_t* rows, int64_t* unsound, void* stream);
+
+}  // namespace cuda
 }  // namespace sparsekit

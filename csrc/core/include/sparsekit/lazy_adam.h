@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "sparsekit/device_count.h"
 #include "sparsekit/dtypes.h"
 #include "sparsekit/parallel.h"
 
@@ -18,7 +19,6 @@ struct LazyAdam {
   double beta1;
   double beta2;
   double eps;
-  int64_t step;
 };
 
 namespace cpu {
@@ -30,7 +30,18 @@ namespace cpu {
 template <class T>
 int64_t lazy_adam_step(T* weight, Acc<T>* exp_avg, Acc<T>* exp_avg_sq, int64_t num_rows,
                        int64_t dim, const int64_t* rows, const T* grad, int64_t n,
-                       const LazyAdam& adam, const ParallelFor& parallel_for);
+                       const LazyAdam& adam, int64_t step, const ParallelFor& parallel_for);
 
 }  // namespace cpu
+
+namespace cuda {
+
+// *step is read on the device; nothing happens when it is below 1. Rows outside [0, num_rows) are
+// left out and reported in *bad, as in gather_rows.
+template <class T>
+void lazy_adam_step(T* weight, Acc<T>* exp_avg, Acc<T>* exp_avg_sq, int64_t num_rows, int64_t dim,
+                    const int64_t* rows, const T* grad, DeviceCount n, const LazyAdam& adam,
+                    const int64_t* step, int64_t* bad, void* stream);
+
+}  // namespace cuda
 }  // namespace sparsekit

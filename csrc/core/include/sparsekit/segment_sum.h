@@ -6,7 +6,8 @@
 #include "sparsekit/dtypes.h"
 #include "sparsekit/parallel.h"
 
-namespace sparsekit::cpu {
+namespace sparsekit {
+namespace cpu {
 
 // Bytes of workspace for the segment sum of n rows of `dim` elements of type T.
 template <class T>
@@ -22,4 +23,22 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
                              int64_t num_segments, T* out, void* workspace,
                              const ParallelFor& parallel_for);
 
-}  // namespace sparsekit::cpu
+}  // namespace cpu
+
+namespace cuda {
+
+// Bytes of workspace, the same for both modes. n < 2^31 and num_segments < 2^32 - 1.
+template <class T>
+int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
+
+// As on the CPU when `deterministic`: the order of additions depends on the ids alone. Otherwise
+// whatever is fastest, and float sums may differ in the last bits from run to run.
+// *bad, which the caller has set to INT64_MAX, becomes the smallest position of an id
+// >= num_segments, if there is one; such rows are dropped.
+template <class T>
+void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
+                          int64_t num_segments, bool deterministic, T* out, int64_t* bad,
+                          void* workspace, void* stream);
+
+}  // namespace cuda
+}  // namespace sparsekit

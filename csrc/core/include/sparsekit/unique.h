@@ -3,9 +3,11 @@
 
 #include <cstdint>
 
+#include "sparsekit/device_count.h"
 #include "sparsekit/parallel.h"
 
-namespace sparsekit::cpu {
+namespace sparsekit {
+namespace cpu {
 
 // Bytes of workspace that unique() needs for n keys; 64-byte alignment is best.
 int64_t unique_workspace_bytes(int64_t n);
@@ -17,4 +19,17 @@ template <class Key>
 int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
                void* workspace, const ParallelFor& parallel_for);
 
-}  // namespace sparsekit::cpu
+}  // namespace cpu
+
+namespace cuda {
+
+int64_t unique_workspace_bytes(int64_t n);
+
+// As on the CPU, the number of distinct keys being written to *num_unique in device memory. Of
+// inverse, unique_keys and counts, entries beyond the counts are undefined.
+template <class Key>
+void unique(const Key* keys, DeviceCount n, Key* unique_keys, int64_t* inverse, int64_t* counts,
+            int64_t* num_unique, void* workspace, void* stream);
+
+}  // namespace cuda
+}  // namespace sparsekit

@@ -1,0 +1,159 @@
+#include <algorithm>
+
+#include "cuda/primitives.h"
+#include "cuda/simt.cuh"
+#include "cuda/workspace.h"
+#include "sparsekit/bucketize.h"
+
+namespace sparsekit::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * simt::kWarp;
+
+// Keys that a lane has on their way at a time.
+constexpr int kBatch = 4;
+
+// Keys of a warp, a multiple of 32 * kBatch; a block has those of its warps. Grows with world_size,
+// so that the table of counts has no more than half as many entries as there are keys.
+int keys_per_warp(int64_t world_size) {
+  return 256 * std::max(1, static_cast<int>(world_size / 256));
+}
+
+struct Workspace {
+  int64_t blocks;
+  int32_t* starts;  // [world_size, blocks] counts of keys, then where each block puts its first
+  char* scan;
+
+  Workspace(Arena& arena, int64_t n, int64_t world_size) {
+    const int64_t keys_per_block = kWarps * keys_per_warp(world_size);
+    blocks = std::max<int64_t>(1, (n + keys_per_block - 1) / keys_per_block);
+    starts = arena.take<int32_t>(world_size * blocks);
+    scan = arena.take<char>(scan_workspace_bytes(world_size * blocks));
+  }
+};
+
+// Calls visit(i, key, owner, peers) for this warp's keys, in order, with all lanes: owner is -1
+// past the end, and peers are the lanes whose key has the same owner.
+template <class Key, class Visit>
+SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, OwnerOf owner_of,
+                                       int keys_per_warp, const Visit& visit) {
+  const int64_t begin = simt::global_thread() / simt::kWarp * keys_per_warp;
+  const int64_t end = begin + keys_per_warp < n ? begin + keys_per_warp : n;
+  for (int64_t batch = begin; batch < end; batch += kBatch * simt::kWarp) {
+    const int64_t base = batch + simt::lane();
+    Key key[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int64_t i = base + j * simt::kWarp;
+      key[j] = i < end ? keys[i] : Key{};
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int64_t i = base + j * simt::kWarp;
+      const int owner = i < end ? static_cast<int>(owner_of(key[j])) : -1;
+      visit(i, key[j], owner, simt::warp_match(owner));
+    }
+  }
+}
+
+// Fills counts [kWarps, world_size], in shared memory, with how many keys of each owner each warp
+// of the block has.
+template <class Key>
+SPARSEKIT_DEVICE void count_owners(const Key* keys, int64_t n, int world_size, OwnerOf owner_of,
+                                   int keys_per_warp, int32_t* counts) {
+  for (int i = simt::thread(); i < kWarps * world_size; i += kThreads) counts[i] = 0;
+  simt::barrier();
+  int32_t* mine = counts + simt::thread() / simt::kWarp * world_size;
+  for_keys_of_warp(keys, n, owner_of, keys_per_warp, [=](int64_t, Key, int owner, uint32_t peers) {
+    if (owner >= 0 && simt::lowest_bit(peers) == simt::lane()) {
+      mine[owner] += simt::count_bits(peers);
+    }
+    simt::warp_sync();
+  });
+  simt::barrier();
+}
+
+template <class Key>
+SPARSEKIT_KERNEL __launch_bounds__(kThreads)
+    count_kernel(const Key* keys, DeviceCount n, int world_size, OwnerOf owner_of,
+                 int keys_per_warp, int32_t* starts) {
+  int32_t* counts = simt::shared<int32_t>();
+  count_owners(keys, n.get(), world_size, owner_of, keys_per_warp, counts);
+  for (int owner = simt::thread(); owner < world_size; owner += kThreads) {
+    int32_t sum = 0;
+    for (int warp = 0; warp < kWarps; ++warp) sum += counts[warp * world_size + owner];
+    starts[owner * simt::blocks() + simt::block()] = sum;
+  }
+}
+
+// Keys of one owner keep their order: blocks, the warps of a block, the steps of a warp and its
+// lanes all follow that of the input.
+template <class Key>
+SPARSEKIT_KERNEL __launch_bounds__(kThreads)
+    scatter_kernel(const Key* keys, DeviceCount n, int world_size, OwnerOf owner_of,
+                   int keys_per_warp, const int32_t* starts, Key* by_owner, int64_t* counts,
+                   int64_t* permutation) {
+  int32_t* next = simt::shared<int32_t>();  // where each warp puts its next key of each owner
+  count_owners(keys, n.get(), world_size, owner_of, keys_per_warp, next);
+  for (int owner = simt::thread(); owner < world_size; owner += kThreads) {
+    int32_t start = starts[owner * simt::blocks() + simt::block()];
+    for (int warp = 0; warp < kWarps; ++warp) {
+      const int32_t count = next[warp * world_size + owner];
+      next[warp * world_size + owner] = start;
+      start += count;
+    }
+    if (simt::block() == 0) {
+      const int64_t end = owner + 1 < world_size ? starts[(owner + 1) * simt::blocks()] : n.get();
+      counts[owner] = end - starts[owner * simt::blocks()];
+    }
+  }
+  simt::barrier();
+
+  int32_t* mine = next + simt::thread() / simt::kWarp * world_size;
+  for_keys_of_warp(keys, n.get(), owner_of, keys_per_warp,
+                   [=](int64_t i, Key key, int owner, uint32_t peers) {
+                     const uint32_t before = simt::lanes_before(peers, simt::lane());
+                     const int32_t start = owner < 0 ? 0 : mine[owner];
+                     simt::warp_sync();
+                     if (owner >= 0) {
+                       const int32_t position = start + simt::count_bits(before);
+                       by_owner[position] = key;
+                       permutation[position] = i;
+                       if (before == 0) mine[owner] = start + simt::count_bits(peers);
+                     }
+                     simt::warp_sync();
+                   });
+}
+
+}  // namespace
+
+int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size) {
+  Arena arena;
+  Workspace(arena, n, world_size);
+  return arena.bytes();
+}
+
+template <class Key>
+void bucketize(const Key* keys, DeviceCount n, int64_t world_size, Key* by_owner, int64_t* counts,
+               int64_t* permutation, void* workspace, void* stream) {
+  Arena arena(workspace);
+  const Workspace work(arena, n.most, world_size);
+  const OwnerOf owner_of(world_size);
+  const int per_warp = keys_per_warp(world_size);
+  const auto ranks = static_cast<int>(world_size);
+  const simt::Grid grid{work.blocks, kThreads,
+                        kWarps * world_size * static_cast<int64_t>(sizeof(int32_t))};
+  simt::launch("bucketize_count", count_kernel<Key>, grid, stream, keys, n, ranks, owner_of,
+               per_warp, work.starts);
+  exclusive_scan(work.starts, work.starts, world_size * work.blocks, work.scan, stream);
+  simt::launch("bucketize_scatter", scatter_kernel<Key>, grid, stream, keys, n, ranks, owner_of,
+               per_warp, work.starts, by_owner, counts, permutation);
+}
+
+template void bucketize(const int32_t*, DeviceCount, int64_t, int32_t*, int64_t*, int64_t*, void*,
+                        void*);
+template void bucketize(const int64_t*, DeviceCount, int64_t, int64_t*, int64_t*, int64_t*, void*,
+                        void*);
+
+}  // namespace sparsekit::cuda

@@ -1,0 +1,43 @@
+#include "sparsekit/device_memory.h"
+
+#include <cstring>
+
+#include "cuda/simt.cuh"
+
+namespace sparsekit::cuda {
+
+void fill_bytes(void* device, int byte, int64_t bytes, void* stream) {
+  simt::fill_bytes(device, byte, bytes, stream);
+}
+
+#ifdef __CUDACC__
+void read_back(const Piece* pieces, int count, void* stream) {
+  // Page-locked, so that the copies are asynchronous and one wait is enough. Never freed: at the
+  // end of a thread the driver may be gone.
+  constexpr int64_t kBytes = 4096;
+  thread_local char* staging = nullptr;
+  if (staging == nullptr) simt::check(cudaMallocHost(&staging, kBytes), "page-locked memory");
+  int64_t used = 0;
+  for (int i = 0; i < count; ++i) {
+    if (used + pieces[i].bytes > kBytes) throw std::logic_error("sparsekit: read_back is for words");
+    simt::check(cudaMemcpyAsync(staging + used, pieces[i].device, pieces[i].bytes,
+                                cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)),
+                "copy to the host");
+    used += pieces[i].bytes;
+  }
+  simt::check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "synchronise");
+  used = 0;
+  for (int i = 0; i < count; ++i) {
+    std::memcpy(pieces[i].host, staging + used, pieces[i].bytes);
+    used += pieces[i].bytes;
+  }
+}
+#else
+void read_back(const Piece* pieces, int count, void*) {
+  for (int i = 0; i < count; ++i) {
+    std::memcpy(pieces[i].host, pieces[i].device, static_cast<size_t>(pieces[i].bytes));
+  }
+}
+#endif
+
+}  // namespace sparsekit::cuda

@@ -1,0 +1,71 @@
+#include "cuda/row_shape.h"
+#include "sparsekit/gather_rows.h"
+
+namespace sparsekit::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+// Rows that a tile has on their way at a time. Rows lie anywhere in memory: what counts is how many
+// requests wait for it together.
+constexpr int kRows = 4;
+
+// Rows of row_words words. A block has kRows rows for each of its tiles, and neighbouring tiles
+// neighbouring rows, so that the output is written in one piece.
+template <class Word>
+SPARSEKIT_KERNEL __launch_bounds__(kThreads)
+    gather_rows_kernel(const Word* table, int64_t num_rows, int64_t row_words, const int64_t* rows,
+                       int64_t n, Word* out, int64_t* bad, int log2_lanes) {
+  const int tiles = kThreads >> log2_lanes;
+  const int64_t first = simt::block() * tiles * kRows + (simt::thread() >> log2_lanes);
+  const int64_t at = first_element(1, log2_lanes);
+
+  // First all row numbers, then all rows, then the rest: nothing that waits stands between two
+  // loads.
+  int64_t row[kRows];
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const int64_t i = first + j * tiles;
+    row[j] = i < n ? rows[i] : -1;
+  }
+  Word word[kRows];
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const bool there = row[j] >= 0 && row[j] < num_rows && at < row_words;
+    word[j] = there ? table[row[j] * row_words + at] : Word{};
+  }
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) {
+    const int64_t i = first + j * tiles;
+    if (i < n && at < row_words) out[i * row_words + at] = word[j];
+    if (row[j] >= num_rows && at == 0) simt::atomic_min(bad, i);
+  }
+}
+
+template <class Word>
+void launch_gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
+                        int64_t n, void* out, int64_t* bad, void* stream) {
+  const int64_t row_words = row_bytes / static_cast<int64_t>(sizeof(Word));
+  // A word is all that a lane moves at a time, whatever its size.
+  const RowShape shape = row_shape<simt::Vec<uint64_t, 2>>(row_words);
+  simt::launch("gather_rows", gather_rows_kernel<Word>,
+               grid_for_rows((n + kRows - 1) / kRows, shape, kThreads), stream,
+               static_cast<const Word*>(table), num_rows, row_words, rows, n,
+               static_cast<Word*>(out), bad, shape.log2_lanes);
+}
+
+}  // namespace
+
+void gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
+                 int64_t n, void* out, int64_t* bad, void* stream) {
+  if (n <= 0) return;
+  const auto bits = reinterpret_cast<uintptr_t>(table) | reinterpret_cast<uintptr_t>(out) |
+                    static_cast<uintptr_t>(row_bytes);
+  const auto launch = bits % 16 == 0  ? launch_gather_rows<simt::Vec<uint64_t, 2>>
+                      : bits % 8 == 0 ? launch_gather_rows<uint64_t>
+                      : bits % 4 == 0 ? launch_gather_rows<uint32_t>
+                      : bits % 2 == 0 ? launch_gather_rows<uint16_t>
+                                      : launch_gather_rows<uint8_t>;
+  launch(table, num_rows, row_bytes, rows, n, out, bad, stream);
+}
+
+}  // namespace sparsekit::cuda

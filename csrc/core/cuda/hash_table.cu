@@ -1,0 +1,259 @@
+#include "sparsekit/hash_table.h"
+
+#include "cuda/first_seen.cuh"
+
+namespace sparsekit::cuda {
+namespace {
+
+// A quarter of a bucket, what one lane reads of it: quarters 0 and 1 have two keys each, 2 has the
+// fifth key and two rows, 3 has three rows and the count of spilled keys.
+using Quarter = simt::Vec<int64_t, 2>;
+constexpr int kLanesPerKey = 4;
+
+SPARSEKIT_DEVICE int32_t low(int64_t word) {
+  return static_cast<int32_t>(static_cast<uint64_t>(word));
+}
+SPARSEKIT_DEVICE int32_t high(int64_t word) {
+  return static_cast<int32_t>(static_cast<uint64_t>(word) >> 32);
+}
+
+// For a full warp. Four lanes look at a bucket together, so one load instruction covers eight
+// lines, and each lane has four lines in flight. In round j a group works for its lane j. Returns
+// the row of this lane's key, -1 where it is absent or `wanted` is false.
+SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, int64_t key,
+                                  bool wanted) {
+  const int quarter = simt::lane() % kLanesPerKey;
+  const int group = simt::lane() - quarter;
+  int64_t bucket = wanted ? home_bucket(key, num_buckets) : 0;
+  int32_t row = -1;
+  // Bounded, so that a damaged table cannot make the search endless.
+  for (int64_t step = 0; step < num_buckets; ++step) {
+    const uint32_t pending = simt::warp_ballot(wanted);
+    if (pending == 0) break;
+    Quarter parts[kLanesPerKey];
+#pragma unroll
+    for (int j = 0; j < kLanesPerKey; ++j) {
+      const int64_t line = simt::warp_shuffle(bucket, group + j);
+      if ((pending >> (group + j)) & 1) {
+        parts[j] = reinterpret_cast<const Quarter*>(&buckets[line])[quarter];
+      } else {
+        parts[j] = Quarter{{0, 0}};
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kLanesPerKey; ++j) {
+      const int64_t sought = simt::warp_shuffle(key, group + j);
+      const int64_t a = parts[j].at[0], b = parts[j].at[1];
+      const uint32_t firsts = simt::warp_ballot(quarter <= 2 && a == sought) >> group;
+      const uint32_t seconds = simt::warp_ballot(quarter <= 1 && b == sought) >> group;
+      // Bit s: slot s has this key. Slots fill in order and an empty one has key 0, so the lowest
+      // bit is a used slot whenever the key is here.
+      const uint32_t slots = (firsts & 1) | (seconds & 1) << 1 | (firsts & 2) << 1 |
+                             (seconds & 2) << 2 | (firsts & 4) << 2;
+      const int slot = slots == 0 ? 0 : simt::lowest_bit(slots);
+      const int32_t mine = quarter == 2 ? (slot == 0 ? low(b) : high(b))
+                           : slot == 2  ? low(a)
+                           : slot == 3  ? high(a)
+                                        : low(b);
+      const int32_t found = simt::warp_shuffle(mine, group + (slot <= 1 ? 2 : 3));
+      const int32_t spilled = simt::warp_shuffle(high(b), group + 3);
+      if (quarter == j && wanted && (slots != 0 || spilled == 0)) {
+        row = slots == 0 || found < 0 ? -1 : found;
+        wanted = false;
+      }
+    }
+    bucket = bucket + 1 == num_buckets ? 0 : bucket + 1;
+  }
+  return row;
+}
+
+// rows[i] of keys[i]; *misses, unless null, counts the -1 among them.
+template <class Key>
+SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const Key* keys,
+                             DeviceCount n, int64_t* rows, int64_t* misses) {
+  const int64_t i = simt::global_thread();
+  const bool wanted = i < n.get();
+  const int32_t row = find_row(buckets, num_buckets, wanted ? int64_t{keys[i]} : 0, wanted);
+  if (i < n.most) rows[i] = row;
+  if (misses == nullptr) return;
+
+  auto* in_block = simt::shared<int32_t>();
+  if (simt::thread() == 0) *in_block = 0;
+  simt::barrier();
+  const uint32_t missing = simt::warp_ballot(wanted && row < 0);
+  if (simt::lane() == 0 && missing != 0) simt::atomic_add(in_block, simt::count_bits(missing));
+  simt::barrier();
+  if (simt::thread() == 0 && *in_block > 0) simt::atomic_add(misses, int64_t{*in_block});
+}
+
+// The scratch slot of a missing key waits in rows[i] as this negative number.
+SPARSEKIT_DEVICE int64_t coded(int64_t slot) {
+  return -2 - slot;
+}
+
+template <class Key>
+SPARSEKIT_KERNEL enter_missing_kernel(const Key* keys, DeviceCount n, DeviceCount misses,
+                                      FirstSeen seen, int64_t* rows) {
+  if (misses.get() == 0) return;
+  const int64_t count = n.get();
+  const int64_t capacity = num_slots(misses.get());
+  for (int64_t first = simt::global_thread() - simt::lane(); first < count;
+       first += simt::global_threads()) {
+    const int64_t i = first + simt::lane();
+    const bool missing = i < count && rows[i] < 0;
+    const int64_t slot = missing ? enter_key(seen.slots, capacity, keys[i]) : -1;
+    if (missing) rows[i] = coded(slot);
+    count_key(seen.slots, slot, static_cast<int32_t>(i));
+  }
+}
+
+// One thread decides for all, so that a refusal changes nothing.
+SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* size,
+                              int64_t capacity, int64_t slots, int64_t* status) {
+  if (simt::global_thread() != 0) return;
+  const int64_t before = *size, after = before + seen.total();
+  status[0] = before;
+  status[1] = before < 0 || before > slots ? -1 : after > capacity ? *misses : 0;
+  if (status[1] == 0) *size = after;
+}
+
+// Stores a key that no bucket has. Only this thread inserts it, and nobody looks for it before the
+// next launch, so the slot's row is claimed first and the key follows. False when no slot is free.
+SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t key,
+                                    int32_t row) {
+  int64_t b = home_bucket(key, num_buckets);
+  for (int64_t step = 0; step < num_buckets; ++step) {
+    Bucket& bucket = buckets[b];
+    int32_t seen[kSlotsPerBucket];
+#pragma unroll
+    for (int slot = 0; slot < kSlotsPerBucket; ++slot) seen[slot] = simt::load(&bucket.rows[slot]);
+#pragma unroll
+    for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
+      if (seen[slot] < 0 && simt::atomic_cas(&bucket.rows[slot], int32_t{-1}, row) == -1) {
+        bucket.keys[slot] = key;
+        return true;
+      }
+    }
+    simt::atomic_add(&bucket.spilled, int32_t{1});
+    b = b + 1 == num_buckets ? 0 : b + 1;
+  }
+  return false;
+}
+
+template <class Key>
+SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const Key* keys, DeviceCount n,
+                               const int64_t* misses, FirstSeen seen, int64_t* rows,
+                               int64_t* status) {
+  if (*misses == 0) return;
+  const bool refused = simt::load(&status[1]) != 0;
+  const int64_t size_before = status[0];
+  for (int64_t i = simt::global_thread(); i < n.get(); i += simt::global_threads()) {
+    if (rows[i] >= 0) continue;
+    if (refused) {
+      rows[i] = -1;
+      continue;
+    }
+    const Slot slot = seen.slots[coded(rows[i])];
+    const int64_t row = size_before + seen.rank(slot.first);
+    rows[i] = row;
+    if (slot.first == i &&
+        !insert_absent(buckets, num_buckets, keys[i], static_cast<int32_t>(row))) {
+      simt::store(&status[1], int64_t{-1});
+    }
+  }
+}
+
+SPARSEKIT_KERNEL clear_buckets_kernel(Bucket* buckets, int64_t num_buckets) {
+  const int64_t i = simt::global_thread();
+  if (i < num_buckets) buckets[i] = Bucket{{0, 0, 0, 0, 0}, {-1, -1, -1, -1, -1}, 0};
+}
+
+SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets, int64_t size,
+                                     int64_t* keys) {
+  const int64_t i = simt::global_thread();
+  if (i >= num_buckets * kSlotsPerBucket) return;
+  const Bucket& bucket = buckets[i / kSlotsPerBucket];
+  const int32_t row = bucket.rows[i % kSlotsPerBucket];
+  // Relaxed: in a damaged table two slots may have one row.
+  if (row >= 0 && row < size) simt::store(&keys[row], bucket.keys[i % kSlotsPerBucket]);
+}
+
+// A row that no key has, or that two have, does not find itself.
+SPARSEKIT_KERNEL verify_kernel(const int64_t* rows, int64_t size, int64_t* unsound) {
+  const int64_t i = simt::global_thread();
+  if (i < size && rows[i] != i) simt::store(unsound, int64_t{1});
+}
+
+struct InsertWorkspace {
+  int64_t* misses;
+  FirstSeen seen;
+
+  InsertWorkspace(Arena& arena, int64_t n) : misses(arena.take<int64_t>(1)), seen(arena, n) {}
+};
+
+}  // namespace
+
+void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream) {
+  simt::launch("hash_table: clear", clear_buckets_kernel, simt::grid_for(num_buckets), stream,
+               buckets, num_buckets);
+}
+
+template <class Key>
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, DeviceCount n,
+                     int64_t* rows, void* stream) {
+  int64_t* const no_count = nullptr;
+  simt::launch("hash_table: find", find_kernel<Key>, simt::grid_for(n.most), stream, buckets,
+               num_buckets, keys, n, rows, no_count);
+}
+
+int64_t hash_table_find_or_insert_workspace_bytes(int64_t n) {
+  Arena arena;
+  InsertWorkspace(arena, n);
+  return arena.bytes();
+}
+
+template <class Key>
+void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
+                               int64_t capacity, const Key* keys, DeviceCount n, int64_t* rows,
+                               int64_t* status, void* workspace, void* stream) {
+  Arena arena(workspace);
+  const InsertWorkspace work(arena, n.most);
+  const DeviceCount misses{n.most, work.misses};
+  simt::fill_bytes(work.misses, 0, sizeof(int64_t), stream);
+  simt::Grid grid = simt::grid_for(n.most);
+  grid.shared_bytes = sizeof(int32_t);
+  simt::launch("hash_table: find", find_kernel<Key>, grid, stream, buckets, num_buckets, keys, n,
+               rows, work.misses);
+  // The scratch table is as large as the misses need, which only the device knows.
+  clear_first_seen(work.seen, misses, stream);
+  simt::launch("hash_table: enter", enter_missing_kernel<Key>, simt::strided_grid_for(n.most),
+               stream, keys, n, misses, work.seen, rows);
+  rank_first_seen(work.seen, misses, stream);
+  simt::launch("hash_table: admit", admit_kernel, simt::Grid{1, simt::kWarp}, stream, work.seen,
+               work.misses, size, capacity, num_buckets * kSlotsPerBucket, status);
+  simt::launch("hash_table: insert", insert_kernel<Key>, simt::strided_grid_for(n.most), stream,
+               buckets, num_buckets, keys, n, work.misses, work.seen, rows, status);
+}
+
+void hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
+                     int64_t* rows, int64_t* unsound, void* stream) {
+  simt::fill_bytes(unsound, 0, sizeof(int64_t), stream);
+  simt::fill_bytes(keys, 0, size * static_cast<int64_t>(sizeof(int64_t)), stream);
+  simt::launch("hash_table: keys", scatter_keys_kernel,
+               simt::grid_for(num_buckets * kSlotsPerBucket), stream, buckets, num_buckets, size,
+               keys);
+  hash_table_find(buckets, num_buckets, keys, DeviceCount{size}, rows, stream);
+  simt::launch("hash_table: verify", verify_kernel, simt::grid_for(size), stream, rows, size,
+               unsound);
+}
+
+#define SPARSEKIT_INSTANTIATE(Key)                                                             \
+  template void hash_table_find(const Bucket*, int64_t, const Key*, DeviceCount, int64_t*,     \
+                                void*);                                                        \
+  template void hash_table_find_or_insert(Bucket*, int64_t, int64_t*, int64_t, const Key*,     \
+                                          DeviceCount, int64_t*, int64_t*, void*, void*);
+SPARSEKIT_INSTANTIATE(int32_t)
+SPARSEKIT_INSTANTIATE(int64_t)
+#undef SPARSEKIT_INSTANTIATE
+
+}  // namespace sparsekit::cuda

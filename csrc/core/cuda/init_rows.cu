@@ -1,0 +1,76 @@
+#include "cuda/row_shape.h"
+#include "sparsekit/init_rows.h"
+#include "sparsekit/initial_values.h"
+
+namespace sparsekit::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kColumns = 4;  // that one draw fills
+
+// Every lane looks up one key, and a tile writes the rows of its lanes in turn: of most batches few
+// keys are new, and those that are not cost no more than the reading of their row number.
+template <class T, int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(kThreads)
+    init_rows_kernel(T* out, int64_t num_rows, int64_t dim, const int64_t* keys,
+                     const int64_t* rows, int64_t n, const int64_t* first_row,
+                     Initializer initializer, int64_t* bad, int log2_lanes) {
+  const int64_t i = simt::global_thread();
+  const int64_t first = first_row == nullptr || *first_row < 0 ? 0 : *first_row;
+  int64_t row = i >= n ? -1 : rows == nullptr ? i : rows[i];
+  if (row < first) {
+    row = -1;
+  } else if (row >= num_rows) {
+    simt::atomic_min(bad, i);
+    row = -1;
+  }
+  if (!simt::warp_any(row >= 0)) return;
+
+  const int64_t key = row < 0 ? 0 : keys[i];
+  const int lanes = 1 << log2_lanes;
+  const int tile = simt::lane() & ~(lanes - 1);
+  const int64_t column = first_element(kColumns, log2_lanes);
+  for (int turn = 0; turn < lanes; ++turn) {
+    const int64_t target = simt::warp_shuffle(row, tile + turn);
+    const int64_t target_key = simt::warp_shuffle(key, tile + turn);
+    if (target < 0 || column >= dim) continue;
+    float values[kColumns];
+    initial_values(initializer, target_key, column / kColumns, values);
+    T* at = out + target * dim + column;
+#pragma unroll
+    for (int j = 0; j < kColumns; j += kWidth) {
+      if (kWidth == 1 && column + j >= dim) break;
+      simt::Vec<T, kWidth> part;
+      for (int k = 0; k < kWidth; ++k) part.at[k] = store<T>(Acc<T>{values[j + k]});
+      *reinterpret_cast<simt::Vec<T, kWidth>*>(at + j) = part;
+    }
+  }
+}
+
+}  // namespace
+
+template <class T>
+void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
+               int64_t n, const int64_t* first_row, const Initializer& initializer, int64_t* bad,
+               void* stream) {
+  if (n <= 0) return;
+  constexpr int kMost = kWide<T> < kColumns ? kWide<T> : kColumns;
+  const bool wide = dim % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
+  // A lane per draw: kColumns floats are as wide as an access may be.
+  const RowShape shape = row_shape<float>((dim + kColumns - 1) / kColumns * kColumns);
+  simt::Grid grid = simt::grid_for(n, kThreads);
+  grid.columns = shape.columns;
+  simt::launch("init_rows", wide ? init_rows_kernel<T, kMost> : init_rows_kernel<T, 1>, grid,
+               stream, out, num_rows, dim, keys, rows, n, first_row, initializer, bad,
+               shape.log2_lanes);
+}
+
+#define SPARSEKIT_INSTANTIATE(T)                                                         \
+  template void init_rows(T*, int64_t, int64_t, const int64_t*, const int64_t*, int64_t, \
+                          const int64_t*, const Initializer&, int64_t*, void*);
+SPARSEKIT_INSTANTIATE(float)
+SPARSEKIT_INSTANTIATE(double)
+SPARSEKIT_INSTANTIATE(BFloat16)
+#undef SPARSEKIT_INSTANTIATE
+
+}  // namespace sparsekit::cuda

@@ -1,0 +1,54 @@
+// How the elements of a row are spread over lanes, the same for every kernel on rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/simt.cuh"
+
+namespace sparsekit::cuda {
+
+// A row is read by a tile of 2^log2_lanes neighbouring lanes, 1 to 32, each with `width` elements
+// in one access. Rows wider than that are cut into `columns` slices, one per column of the grid.
+struct RowShape {
+  int width;
+  int log2_lanes;
+  int columns;
+
+  int lanes() const { return 1 << log2_lanes; }
+};
+
+// Elements of T in the widest access, 16 bytes.
+template <class T>
+constexpr int kWide = 16 / static_cast<int>(sizeof(T));
+
+// kWide<T> elements per lane if every row of every array starts at a multiple of 16 bytes, else 1.
+// `arrays` are the addresses of all arrays of rows of T (null ones do not count).
+template <class T, class... Arrays>
+RowShape row_shape(int64_t dim, const Arrays*... arrays) {
+  const bool aligned = dim % kWide<T> == 0 && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...);
+  RowShape shape{aligned ? kWide<T> : 1, 0, 1};
+  const int64_t accesses = (dim + shape.width - 1) / shape.width;
+  while (shape.log2_lanes < 5 && shape.lanes() < accesses) ++shape.log2_lanes;
+  // At least one, so that rows of no elements still have their numbers checked.
+  shape.columns = std::max(1, static_cast<int>((accesses + shape.lanes() - 1) / shape.lanes()));
+  return shape;
+}
+
+// A grid with a tile for each of n rows.
+inline simt::Grid grid_for_rows(int64_t n, const RowShape& shape, int threads = 256) {
+  simt::Grid grid = simt::grid_for(n << shape.log2_lanes, threads);
+  grid.columns = shape.columns;
+  return grid;
+}
+
+// Which row this tile has, and which elements of it this lane.
+SPARSEKIT_DEVICE int64_t tile_of_thread(int log2_lanes) {
+  return simt::global_thread() >> log2_lanes;
+}
+SPARSEKIT_DEVICE int64_t first_element(int width, int log2_lanes) {
+  const int lane_in_tile = simt::thread() & ((1 << log2_lanes) - 1);
+  return ((static_cast<int64_t>(simt::column()) << log2_lanes) + lane_in_tile) * width;
+}
+
+}  // namespace sparsekit::cuda

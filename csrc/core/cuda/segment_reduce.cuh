@@ -1,0 +1,420 @@
+// Sums of rows by segment on a device; shared by segment_sum and the backward of embedding_bag,
+// which differ only in which row an entry stands for and what that is multiplied by.
+//
+// In order: sort the entries by segment, then let each tile add a fixed chunk of the sorted
+// entries. A segment that crosses a chunk's bounds leaves partial sums, which are the entries of
+// the next level, until one chunk is left. So a hot segment is shared by the whole device, and the
+// order of additions depends on the ids alone.
+// By atomics: one pass over the entries as they come.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/primitives.h"
+#include "cuda/row_shape.h"
+#include "cuda/simt.cuh"
+#include "cuda/workspace.h"
+#include "sparsekit/dtypes.h"
+
+namespace sparsekit::cuda {
+
+// Rows that a tile asks for before it uses the first.
+constexpr int kInFlight = 4;
+
+// Sorted entries per tile. Even, so that both partial sums of a chunk meet at the next level.
+constexpr uint32_t kChunk = 64;
+
+// The kWidth elements of a row that one lane has, as they lie in memory.
+template <class S, int kWidth>
+struct RowPiece {
+  static constexpr int kAccess = kWidth < kWide<S> ? kWidth : kWide<S>;
+  simt::Vec<S, kAccess> access[kWidth / kAccess];
+
+  SPARSEKIT_DEVICE void read(const S* from) {
+    const auto* vectors = reinterpret_cast<const simt::Vec<S, kAccess>*>(from);
+    for (int i = 0; i < kWidth / kAccess; ++i) access[i] = vectors[i];
+  }
+  SPARSEKIT_DEVICE void write(S* to) const {
+    auto* vectors = reinterpret_cast<simt::Vec<S, kAccess>*>(to);
+    for (int i = 0; i < kWidth / kAccess; ++i) vectors[i] = access[i];
+  }
+  SPARSEKIT_DEVICE S& at(int i) { return access[i / kAccess].at[i % kAccess]; }
+  SPARSEKIT_DEVICE const S& at(int i) const { return access[i / kAccess].at[i % kAccess]; }
+};
+
+// to[0 : kWidth] = sum, rounded to the type of the row.
+template <class T, int kWidth>
+SPARSEKIT_DEVICE void write_row(T* to, const Acc<T> (&sum)[kWidth]) {
+  RowPiece<T, kWidth> piece;
+  for (int i = 0; i < kWidth; ++i) piece.at(i) = store<T>(sum[i]);
+  piece.write(to);
+}
+
+// A row and what it is multiplied by.
+template <class A>
+struct alignas(2 * sizeof(A)) ScaledRow {
+  int32_t row;  // negative for a row of zeros
+  A scale;
+};
+
+// The rows behind the values of entries: row `value`, or, where `scaled` is given, the one that
+// scaled[value] names.
+template <class S>
+struct Rows {
+  const S* rows;
+  const ScaledRow<Acc<S>>* scaled;
+  int64_t dim;
+
+  SPARSEKIT_DEVICE ScaledRow<Acc<S>> find(int32_t value) const {
+    if (value < 0) return {-1, Acc<S>{0}};
+    return scaled == nullptr ? ScaledRow<Acc<S>>{value, Acc<S>{1}} : scaled[value];
+  }
+  template <int kWidth>
+  SPARSEKIT_DEVICE void read(int32_t row, int64_t element, RowPiece<S, kWidth>& piece) const {
+    piece = {};
+    if (row >= 0 && element < dim) piece.read(rows + row * dim + element);
+  }
+};
+
+// An entry: the segment it belongs to, which is num_segments for one that is dropped, and its row;
+// a value below 0 stands for an entry that is not there.
+struct Entry {
+  uint32_t key;
+  int32_t value;
+};
+
+// How a run of entries with equal keys lies in a tile's range: all in it, begun before it, or
+// begun in it and going on after it.
+enum class Run { kWhole, kHead, kTail };
+
+// Walks entries [begin, end) of n, not none, which are sorted by key. put(run, key, sum) is called
+// for every run in which any entry is there, with the sum of its rows in the range, added in
+// order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. Unsigned, as k may pass
+// n by a little.
+template <int kWidth, class S, class EntryAt, class Put>
+SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
+                               const Rows<S>& rows, const EntryAt& entry, const Put& put) {
+  // Past the end the last entry's key is repeated, which ends no run.
+  const auto entry_or_none = [&](uint32_t k) {
+    Entry found = entry(k < end ? k : end - 1);
+    if (k >= end) found.value = -1;
+    return found;
+  };
+  Entry next[kInFlight];
+  for (int j = 0; j < kInFlight; ++j) next[j] = entry_or_none(begin + j);
+  uint32_t key = next[0].key;
+  bool head = begin > 0 && entry(begin - 1).key == key;
+  bool any = false;
+  Acc<S> sum[kWidth] = {};
+  for (uint32_t k = begin; k < end; k += kInFlight) {
+    Entry now[kInFlight];
+    ScaledRow<Acc<S>> from[kInFlight];
+    RowPiece<S, kWidth> piece[kInFlight];
+    for (int j = 0; j < kInFlight; ++j) now[j] = next[j];
+    for (int j = 0; j < kInFlight; ++j) from[j] = rows.find(now[j].value);
+    for (int j = 0; j < kInFlight; ++j) rows.read(from[j].row, element, piece[j]);
+    for (int j = 0; j < kInFlight; ++j) next[j] = entry_or_none(k + kInFlight + j);
+    for (int j = 0; j < kInFlight; ++j) {
+      if (now[j].key != key) {
+        if (any) put(head ? Run::kHead : Run::kWhole, key, sum);
+        key = now[j].key;
+        head = any = false;
+        for (int i = 0; i < kWidth; ++i) sum[i] = 0;
+      }
+      any = any || now[j].value >= 0;
+      for (int i = 0; i < kWidth; ++i) sum[i] += from[j].scale * load(piece[j].at(i));
+    }
+  }
+  const bool goes_on = end < n && entry(end).key == key;
+  if (any) put(head ? Run::kHead : goes_on ? Run::kTail : Run::kWhole, key, sum);
+}
+
+// The segment of entry i as a key; reports an id that is too large.
+SPARSEKIT_DEVICE uint32_t segment_key(int64_t id, int64_t i, int64_t num_segments, bool report,
+                                      int64_t* bad) {
+  if (id >= num_segments && report) simt::atomic_min(bad, i);
+  return static_cast<uint32_t>(id < 0 || id >= num_segments ? num_segments : id);
+}
+
+// What is summed: entry i, for i in [0, n), is row values[i], or row i when `values` is null, of
+// segment ids[i]. Entries with a value or id below 0 are dropped. *bad as in unsorted_segment_sum.
+struct Segments {
+  const int64_t* ids;
+  const int32_t* values;
+  int64_t n;
+  int64_t num_segments;
+  int64_t* bad;
+};
+
+// ---- in order ----
+
+// Entries of a level. The rows of level 0 are the caller's, those of the others partial sums: two
+// per chunk of the level before, one of a run that began before it, one of a run that goes on.
+template <class T>
+struct Level {
+  uint32_t* keys;
+  int32_t* values;
+  Acc<T>* rows;
+  int64_t n;
+};
+
+template <class T>
+struct SegmentWorkspace {
+  static constexpr int kMaxLevels = 8;  // n < 2^31 needs 6, and one for what the last one leaves
+
+  uint32_t* keys;      // [n] of the entries as they come
+  int32_t* positions;  // [n]
+  uint32_t* present;   // a bit for each segment, set when it has entries
+  char* sort;
+  Level<T> levels[kMaxLevels];
+  int num_levels = 0;
+
+  SegmentWorkspace(Arena& arena, int64_t n, int64_t dim, int64_t num_segments)
+      : keys(arena.take<uint32_t>(n)),
+        positions(arena.take<int32_t>(n)),
+        present(arena.take<uint32_t>(present_words(num_segments))),
+        sort(arena.take<char>(sort_workspace_bytes(n))) {
+    add_level(arena, n, 0);
+    for (int64_t entries = n; entries > 0;) {
+      const int64_t chunks = (entries + kChunk - 1) / kChunk;
+      entries = 2 * chunks;
+      add_level(arena, entries, dim);
+      if (chunks == 1) break;
+    }
+  }
+
+  static int64_t present_words(int64_t num_segments) { return (num_segments + 31) / 32; }
+
+ private:
+  void add_level(Arena& arena, int64_t n, int64_t dim) {
+    Level<T>& level = levels[num_levels++];
+    level.keys = arena.take<uint32_t>(n);
+    level.values = arena.take<int32_t>(n);
+    level.rows = arena.take<Acc<T>>(n * dim);
+    level.n = n;
+  }
+};
+
+SPARSEKIT_KERNEL segment_keys_kernel(Segments in, uint32_t* keys, int32_t* positions) {
+  const int64_t i = simt::global_thread();
+  if (i >= in.n) return;
+  uint32_t key = segment_key(in.ids[i], i, in.num_segments, true, in.bad);
+  if (in.values == nullptr) {
+    positions[i] = static_cast<int32_t>(i);
+  } else if (in.values[i] < 0) {
+    key = static_cast<uint32_t>(in.num_segments);
+  }
+  keys[i] = key;
+}
+
+// Sums the runs of one chunk of `from` per tile: whole ones to `out`, others to `to`. `present` is
+// given at level 0.
+template <class T, class S, int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(256)
+    sum_chunks_kernel(Level<T> from, Rows<S> rows, int64_t num_segments, int log2_lanes,
+                      Level<T> to, uint32_t* present, T* out) {
+  const int64_t element = first_element(kWidth, log2_lanes);
+  const auto n = static_cast<uint32_t>(from.n);
+  const auto chunk = static_cast<uint32_t>(tile_of_thread(log2_lanes));
+  const uint32_t begin = chunk * kChunk;
+  if (begin >= n) return;
+  const uint32_t end = n - begin > kChunk ? begin + kChunk : n;
+  const auto entry = [&](uint32_t k) {
+    Entry found{from.keys[k], from.values[k]};
+    if (found.key >= num_segments) found.value = -1;
+    return found;
+  };
+  bool has_head = false, has_tail = false;
+  sum_runs<kWidth>(begin, end, n, element, rows, entry,
+                   [&](Run run, uint32_t key, const Acc<S>(&sum)[kWidth]) {
+                     if (run != Run::kHead && present != nullptr && element == 0) {
+                       simt::atomic_or(present + key / 32, 1u << key % 32);
+                     }
+                     has_head = has_head || run == Run::kHead;
+                     has_tail = has_tail || run == Run::kTail;
+                     if (element >= rows.dim) return;
+                     if (run == Run::kWhole) {
+                       write_row(out + key * rows.dim + element, sum);
+                     } else {
+                       const int64_t slot = 2 * chunk + (run == Run::kTail ? 1 : 0);
+                       write_row(to.rows + slot * rows.dim + element, sum);
+                     }
+                   });
+  if (element > 0) return;
+  // A slot without a sum keeps its key, so that the entries of the next level are sorted as well.
+  to.keys[2 * chunk] = from.keys[begin];
+  to.keys[2 * chunk + 1] = from.keys[end - 1];
+  to.values[2 * chunk] = has_head ? static_cast<int32_t>(2 * chunk) : -1;
+  to.values[2 * chunk + 1] = has_tail ? static_cast<int32_t>(2 * chunk + 1) : -1;
+}
+
+// Zeros for segments without entries; a warp for each word of `present`.
+template <class T, int kWidth>
+SPARSEKIT_KERNEL zero_absent_kernel(const uint32_t* present, int64_t num_segments, int64_t dim,
+                                    int log2_lanes, T* out) {
+  const int64_t word = simt::global_thread() / simt::kWarp;
+  const int64_t element = first_element(kWidth, log2_lanes);
+  if (word * 32 >= num_segments || element >= dim) return;
+  const uint32_t bits = present[word];
+  const Acc<T> zeros[kWidth] = {};
+  for (int i = simt::lane() >> log2_lanes; i < 32; i += 32 >> log2_lanes) {
+    const int64_t segment = word * 32 + i;
+    if (segment < num_segments && (bits >> i & 1) == 0) {
+      write_row(out + segment * dim + element, zeros);
+    }
+  }
+}
+
+template <class T, int kWidth>
+void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& shape,
+                     const SegmentWorkspace<T>& work, T* out, void* stream) {
+  int bits = 1;  // of num_segments, the key of dropped entries
+  while (bits < 32 && in.num_segments >> bits != 0) ++bits;
+  sort_pairs(work.keys, work.levels[0].keys, in.values == nullptr ? work.positions : in.values,
+             work.levels[0].values, in.n, bits, work.sort, stream);
+
+  const int64_t words = SegmentWorkspace<T>::present_words(in.num_segments);
+  simt::fill_bytes(work.present, 0, words * 4, stream);
+  for (int i = 0; i + 1 < work.num_levels; ++i) {
+    const Level<T>&from = work.levels[i], &to = work.levels[i + 1];
+    const simt::Grid grid = grid_for_rows((from.n + kChunk - 1) / kChunk, shape);
+    if (i == 0) {
+      simt::launch("segment sum: rows", sum_chunks_kernel<T, T, kWidth>, grid, stream, from, rows,
+                   in.num_segments, shape.log2_lanes, to, work.present, out);
+    } else {
+      const Rows<Acc<T>> sums{from.rows, nullptr, rows.dim};
+      simt::launch("segment sum: partial sums", sum_chunks_kernel<T, Acc<T>, kWidth>, grid, stream,
+                   from, sums, in.num_segments, shape.log2_lanes, to, nullptr, out);
+    }
+  }
+  simt::Grid grid = simt::grid_for(words * simt::kWarp);
+  grid.columns = shape.columns;
+  simt::launch("segment sum: zeros", zero_absent_kernel<T, kWidth>, grid, stream, work.present,
+               in.num_segments, rows.dim, shape.log2_lanes, out);
+}
+
+// ---- by atomics ----
+
+// Adds 32 entries per warp to `out`. Entries of one segment among them are brought together first
+// and added in registers, so that a hot segment costs one atomic addition per warp.
+template <int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(256)
+    add_rows_kernel(Segments in, Rows<float> rows, int log2_lanes, float* out) {
+  const int64_t i = simt::global_thread();
+  const int64_t element = first_element(kWidth, log2_lanes);
+  const int lane = simt::lane();
+  Entry mine{static_cast<uint32_t>(in.num_segments), -1};
+  if (i < in.n) {
+    mine.value = in.values == nullptr ? static_cast<int32_t>(i) : in.values[i];
+    const uint32_t key = segment_key(in.ids[i], i, in.num_segments, simt::column() == 0, in.bad);
+    if (mine.value >= 0) mine.key = key;
+    if (key == in.num_segments) mine.value = -1;
+  }
+
+  // The warp's entries, grouped by key, in shared memory.
+  const uint32_t equal = simt::warp_match(mine.key);
+  int place = lane;
+  if (simt::warp_any(simt::count_bits(equal) > 1)) {
+    const int leader = simt::lowest_bit(equal);
+    const int group = leader == lane ? simt::count_bits(equal) : 0;
+    int up_to_here = group;
+    for (int step = 1; step < simt::kWarp; step *= 2) {
+      const int before = simt::warp_shuffle(up_to_here, (lane - step) & (simt::kWarp - 1));
+      if (lane >= step) up_to_here += before;
+    }
+    place = simt::warp_shuffle(up_to_here - group, leader) +
+            simt::count_bits(simt::lanes_before(equal, lane));
+  }
+  Entry* entries = simt::shared<Entry>() + (simt::thread() - lane);
+  entries[place] = mine;
+  simt::warp_sync();
+
+  // A tile has as many entries as it has lanes.
+  const int lanes = 1 << log2_lanes;
+  const int begin = lane & ~(lanes - 1);
+  const auto add = [&](uint32_t key, const float (&sum)[kWidth]) {
+    if (element >= rows.dim) return;
+    simt::Vec<float, kWidth> vector;
+    for (int j = 0; j < kWidth; ++j) vector.at[j] = sum[j];
+    simt::reduce_add(out + key * rows.dim + element, vector);
+  };
+  float head[kWidth] = {}, tail[kWidth] = {};
+  bool has_head = false, has_tail = false;
+  sum_runs<kWidth>(
+      begin, begin + lanes, simt::kWarp, element, rows, [&](uint32_t k) { return entries[k]; },
+      [&](Run run, uint32_t key, const float (&sum)[kWidth]) {
+        if (run == Run::kWhole) return add(key, sum);
+        for (int j = 0; j < kWidth; ++j) {
+          if (run == Run::kHead) head[j] = sum[j];
+          if (run == Run::kTail) tail[j] = sum[j];
+        }
+        has_head = has_head || run == Run::kHead;
+        has_tail = has_tail || run == Run::kTail;
+      });
+
+  // A group over several tiles is a tail and the heads of the tiles after it. Those are summed as
+  // far as the group reaches, then the tail's tile adds the lot.
+  if (!simt::warp_any(has_tail)) return;
+  const int last = begin + lanes - 1;
+  const uint32_t last_key = entries[last].key;
+  bool on = has_head && entries[begin].key == last_key && last + 1 < simt::kWarp &&
+            entries[last + 1].key == last_key;
+  for (int step = lanes; step < simt::kWarp; step *= 2) {
+    const int from = (lane + step) & (simt::kWarp - 1);
+    const bool on_after = simt::warp_shuffle<int>(on, from) != 0;
+    for (int j = 0; j < kWidth; ++j) {
+      const float more = simt::warp_shuffle(head[j], from);
+      if (on) head[j] += more;
+    }
+    on = on && on_after;
+  }
+  for (int j = 0; j < kWidth; ++j) {
+    tail[j] += simt::warp_shuffle(head[j], (lane + lanes) & (simt::kWarp - 1));
+  }
+  if (has_tail) add(last_key, tail);
+}
+
+template <int kWidth>
+void reduce_by_atomics(const Segments& in, const Rows<float>& rows, const RowShape& shape,
+                       float* out, void* stream) {
+  simt::fill_bytes(out, 0, in.num_segments * rows.dim * static_cast<int64_t>(sizeof(float)),
+                   stream);
+  simt::Grid grid = simt::grid_for(in.n);
+  grid.columns = shape.columns;
+  grid.shared_bytes = grid.threads * static_cast<int64_t>(sizeof(Entry));
+  simt::launch("segment sum: atomics", add_rows_kernel<kWidth>, grid, stream, in, rows,
+               shape.log2_lanes, out);
+}
+
+// Sorting moves about 76 bytes per entry, and costs some ten launches; atomics on rows that have
+// left the L2 cache read and write them in memory once more. The bounds are estimates.
+inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
+  constexpr int64_t kFewEntries = 32768;
+  constexpr int64_t kSmallRow = 8;
+  constexpr int64_t kCachedOutput = (int64_t{32} << 20) / static_cast<int64_t>(sizeof(float));
+  return n <= kFewEntries || dim <= kSmallRow || num_segments * dim <= kCachedOutput;
+}
+
+// ---- both ----
+
+// out[s] = sum of the scaled rows of segment s; zeros for a segment without entries.
+template <class T>
+void reduce_segments(const Segments& in, const Rows<T>& rows, bool deterministic, T* out,
+                     const SegmentWorkspace<T>& work, void* stream) {
+  const RowShape shape = row_shape<T>(rows.dim, rows.rows, out);
+  if constexpr (std::is_same_v<T, float>) {
+    if (!deterministic && prefer_atomics(in.n, rows.dim, in.num_segments)) {
+      const auto reduce = shape.width == 1 ? reduce_by_atomics<1> : reduce_by_atomics<kWide<float>>;
+      return reduce(in, rows, shape, out, stream);
+    }
+  }
+  simt::launch("segment sum: keys", segment_keys_kernel, simt::grid_for(in.n), stream, in,
+               work.keys, work.positions);
+  if (rows.dim == 0 || in.num_segments == 0) return;
+  const auto reduce = shape.width == 1 ? reduce_in_order<T, 1> : reduce_in_order<T, kWide<T>>;
+  reduce(in, rows, shape, work, out, stream);
+}
+
+}  // namespace sparsekit::cuda

@@ -1,0 +1,32 @@
+#include "cuda/segment_reduce.cuh"
+#include "sparsekit/segment_sum.h"
+
+namespace sparsekit::cuda {
+
+template <class T>
+int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments) {
+  Arena arena;
+  SegmentWorkspace<T>(arena, n, dim, num_segments);
+  return arena.bytes();
+}
+
+template <class T>
+void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
+                          int64_t num_segments, bool deterministic, T* out, int64_t* bad,
+                          void* workspace, void* stream) {
+  Arena arena(workspace);
+  const SegmentWorkspace<T> work(arena, n, dim, num_segments);
+  const Segments segments{segment_ids, nullptr, n, num_segments, bad};
+  reduce_segments<T>(segments, {data, nullptr, dim}, deterministic, out, work, stream);
+}
+
+#define SPARSEKIT_INSTANTIATE(T)                                                                \
+  template int64_t segment_sum_workspace_bytes<T>(int64_t, int64_t, int64_t);                   \
+  template void unsorted_segment_sum(const T*, const int64_t*, int64_t, int64_t, int64_t, bool, \
+                                     T*, int64_t*, void*, void*);
+SPARSEKIT_INSTANTIATE(float)
+SPARSEKIT_INSTANTIATE(double)
+SPARSEKIT_INSTANTIATE(BFloat16)
+#undef SPARSEKIT_INSTANTIATE
+
+}  // namespace sparsekit::cuda

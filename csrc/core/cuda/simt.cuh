@@ -1,0 +1,217 @@
+// All that the kernels know of the machine. nvcc turns every function here into the CUDA intrinsic
+// behind it; g++ gets simt/host.h instead, where tests run all threads of a block concurrently.
+//
+// Rules for kernels, which the host runner enforces: a block has a multiple of 32 threads; every
+// lane of a warp takes part in each collective, and every thread of a block in each barrier.
+// Memory that another thread may write in the same launch is only touched through the atomics and
+// the relaxed load and store; all else is plain C++.
+#pragma once
+
+#include <cstdint>
+
+namespace sparsekit::simt {
+
+constexpr int kWarp = 32;
+
+// The shape of a launch: blocks * columns blocks of `threads` threads, each block with shared_bytes
+// of shared memory. A kernel sees block() < blocks and column() < columns.
+struct Grid {
+  int64_t blocks;
+  int threads = 256;
+  int64_t shared_bytes = 0;
+  int columns = 1;
+};
+
+// Blocks for n threads; at least one, so that a kernel over nothing may still write its result.
+inline Grid grid_for(int64_t n, int threads = 256) {
+  return Grid{n <= 0 ? 1 : (n + threads - 1) / threads, threads};
+}
+
+// The same for kernels that loop over their items with the stride of the grid: a few full waves of
+// the largest chip, so that a kernel which the device finds to have little to do costs little. The
+// host runner gets few blocks, so that small tests loop as well.
+#ifdef __CUDACC__
+constexpr int64_t kMostBlocks = 2112;
+#else
+constexpr int64_t kMostBlocks = 3;
+#endif
+inline Grid strided_grid_for(int64_t n, int threads = 256) {
+  Grid grid = grid_for(n, threads);
+  if (grid.blocks > kMostBlocks) grid.blocks = kMostBlocks;
+  return grid;
+}
+
+// N values that move in one access of sizeof(T) * N bytes, at most 16.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T at[N];
+};
+
+}  // namespace sparsekit::simt
+
+#ifndef __CUDACC__
+#include "simt/host.h"
+#else
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#define SPARSEKIT_KERNEL [[maybe_unused]] static __global__ void
+#define SPARSEKIT_DEVICE __device__ __forceinline__
+
+namespace sparsekit::simt {
+
+SPARSEKIT_DEVICE int thread() {
+  return static_cast<int>(threadIdx.x);
+}
+SPARSEKIT_DEVICE int block_size() {
+  return static_cast<int>(blockDim.x);
+}
+SPARSEKIT_DEVICE int64_t block() {
+  return blockIdx.x;
+}
+SPARSEKIT_DEVICE int64_t blocks() {
+  return gridDim.x;
+}
+SPARSEKIT_DEVICE int column() {
+  return static_cast<int>(blockIdx.y);
+}
+
+// The block's shared memory: the same bytes for every call, 16-byte aligned, not initialised.
+template <class T>
+SPARSEKIT_DEVICE T* shared() {
+  extern __shared__ int4 sparsekit_shared_memory[];
+  return reinterpret_cast<T*>(sparsekit_shared_memory);
+}
+
+// Waits for all threads of the block; what they wrote before is seen after.
+SPARSEKIT_DEVICE void barrier() {
+  __syncthreads();
+}
+// The same for the lanes of a warp.
+SPARSEKIT_DEVICE void warp_sync() {
+  __syncwarp();
+}
+
+// Collectives of a warp. They order no memory.
+template <class T>
+SPARSEKIT_DEVICE T warp_shuffle(T value, int from) {
+  return __shfl_sync(~0u, value, from);
+}
+SPARSEKIT_DEVICE uint32_t warp_ballot(bool condition) {
+  return __ballot_sync(~0u, condition);
+}
+SPARSEKIT_DEVICE bool warp_any(bool condition) {
+  return __any_sync(~0u, condition);
+}
+// Mask of the lanes whose value is that of this lane.
+template <class T>
+SPARSEKIT_DEVICE uint32_t warp_match(T value) {
+  return __match_any_sync(~0u, value);
+}
+
+// __popc, __ffs - 1 (mask != 0) and the mask of the lanes before one.
+SPARSEKIT_DEVICE int count_bits(uint32_t mask) {
+  return __popc(mask);
+}
+SPARSEKIT_DEVICE int lowest_bit(uint32_t mask) {
+  return __ffs(static_cast<int>(mask)) - 1;
+}
+
+// Relaxed atomics, device-wide. Each returns the old value.
+template <class T>
+SPARSEKIT_DEVICE T atomic_add(T* address, T value) {
+  if constexpr (sizeof(T) == 8 && static_cast<T>(1.5) == T{1}) {
+    return static_cast<T>(atomicAdd(reinterpret_cast<unsigned long long*>(address),
+                                    static_cast<unsigned long long>(value)));
+  } else {
+    return atomicAdd(address, value);
+  }
+}
+SPARSEKIT_DEVICE int32_t atomic_min(int32_t* address, int32_t value) {
+  return atomicMin(address, value);
+}
+SPARSEKIT_DEVICE int64_t atomic_min(int64_t* address, int64_t value) {
+  return atomicMin(reinterpret_cast<long long*>(address), static_cast<long long>(value));
+}
+SPARSEKIT_DEVICE uint32_t atomic_or(uint32_t* address, uint32_t value) {
+  return atomicOr(address, value);
+}
+SPARSEKIT_DEVICE int32_t atomic_cas(int32_t* address, int32_t expected, int32_t desired) {
+  return atomicCAS(address, expected, desired);
+}
+SPARSEKIT_DEVICE int64_t atomic_cas(int64_t* address, int64_t expected, int64_t desired) {
+  return static_cast<int64_t>(atomicCAS(reinterpret_cast<unsigned long long*>(address),
+                                        static_cast<unsigned long long>(expected),
+                                        static_cast<unsigned long long>(desired)));
+}
+template <class T>
+SPARSEKIT_DEVICE T load(const T* address) {
+  return *static_cast<const volatile T*>(address);
+}
+template <class T>
+SPARSEKIT_DEVICE void store(T* address, T value) {
+  *static_cast<volatile T*>(address) = value;
+}
+
+// address[0 : N] += value; one 16-byte reduction at the L2 where the chip has it.
+template <int N>
+SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
+#if __CUDA_ARCH__ >= 900
+  constexpr bool kAtOnce = N == 4;
+#else
+  constexpr bool kAtOnce = false;
+#endif
+  if constexpr (kAtOnce) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(
+                     __cvta_generic_to_global(address)),
+                 "f"(value.at[0]), "f"(value.at[1]), "f"(value.at[2]), "f"(value.at[3])
+                 : "memory");
+  } else {
+    for (int i = 0; i < N; ++i) atomicAdd(address + i, value.at[i]);
+  }
+}
+
+// Host side. All throw std::runtime_error with CUDA's message.
+inline void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("sparsekit: ") + what + ": " + cudaGetErrorString(error));
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, void* stream,
+            const Arguments&... arguments) {
+  const dim3 size(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.columns));
+  kernel<<<size, grid.threads, grid.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
+      arguments...);
+  check(cudaGetLastError(), name);
+}
+
+// Fills device memory with one byte.
+inline void fill_bytes(void* device, int byte, int64_t bytes, void* stream) {
+  if (bytes == 0) return;
+  check(cudaMemsetAsync(device, byte, bytes, static_cast<cudaStream_t>(stream)), "memset");
+}
+
+}  // namespace sparsekit::simt
+#endif
+
+namespace sparsekit::simt {
+
+SPARSEKIT_DEVICE int lane() {
+  return thread() % kWarp;
+}
+SPARSEKIT_DEVICE int64_t global_thread() {
+  return block() * block_size() + thread();
+}
+SPARSEKIT_DEVICE int64_t global_threads() {
+  return blocks() * block_size();
+}
+// The lanes of a mask that come before `lane`.
+SPARSEKIT_DEVICE uint32_t lanes_before(uint32_t mask, int lane) {
+  return mask & ((1u << lane) - 1);
+}
+
+}  // namespace sparsekit::simt

@@ -1,0 +1,100 @@
+#include "sparsekit/unique.h"
+
+#include "cuda/first_seen.cuh"
+
+namespace sparsekit::cuda {
+namespace {
+
+SPARSEKIT_KERNEL clear_kernel(FirstSeen seen, DeviceCount n) {
+  const int64_t count = n.get();
+  for (int64_t i = simt::global_thread(); i < num_slots(count) + 1; i += simt::global_threads()) {
+    seen.slots[i] = Slot{kNoKey, INT32_MAX, 0};
+  }
+  for (int64_t i = simt::global_thread(); i < seen.words; i += simt::global_threads()) {
+    seen.bits[i] = 0;
+  }
+}
+
+template <class Key>
+SPARSEKIT_KERNEL enter_kernel(const Key* keys, DeviceCount n, FirstSeen seen, int64_t* slot_of) {
+  const int64_t count = n.get();
+  const int64_t capacity = num_slots(count);
+  // Whole warps loop together: `first` is where the lanes of this one start.
+  for (int64_t first = simt::global_thread() - simt::lane(); first < count;
+       first += simt::global_threads()) {
+    const int64_t i = first + simt::lane();
+    const int64_t slot = i < count ? enter_key(seen.slots, capacity, keys[i]) : -1;
+    if (slot >= 0) slot_of[i] = slot;
+    count_key(seen.slots, slot, static_cast<int32_t>(i));
+  }
+}
+
+SPARSEKIT_KERNEL mark_kernel(FirstSeen seen, DeviceCount n) {
+  const int64_t end = num_slots(n.get()) + 1;
+  for (int64_t i = simt::global_thread(); i < end; i += simt::global_threads()) {
+    const Slot slot = seen.slots[i];
+    if (slot.count > 0) simt::atomic_or(&seen.bits[slot.first / 32], 1u << (slot.first % 32));
+  }
+}
+
+SPARSEKIT_KERNEL count_bits_kernel(FirstSeen seen) {
+  const int64_t i = simt::global_thread();
+  if (i <= seen.words) seen.before[i] = i < seen.words ? simt::count_bits(seen.bits[i]) : 0;
+}
+
+template <class Key>
+SPARSEKIT_KERNEL emit_kernel(const Key* keys, DeviceCount n, FirstSeen seen, Key* unique_keys,
+                             int64_t* inverse, int64_t* counts, int64_t* num_unique) {
+  const int64_t i = simt::global_thread();
+  if (i == 0) *num_unique = seen.total();
+  if (i >= n.get()) return;
+  const Slot slot = seen.slots[inverse[i]];
+  const int64_t rank = seen.rank(slot.first);
+  inverse[i] = rank;
+  if (slot.first == i) {
+    unique_keys[rank] = keys[i];
+    counts[rank] = slot.count;
+  }
+}
+
+}  // namespace
+
+void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
+  simt::launch("unique: clear", clear_kernel, simt::strided_grid_for(num_slots(n.most) + 1), stream,
+               seen, n);
+}
+
+void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
+  simt::launch("unique: mark", mark_kernel, simt::strided_grid_for(num_slots(n.most) + 1), stream,
+               seen, n);
+  simt::launch("unique: count bits", count_bits_kernel, simt::grid_for(seen.words + 1), stream,
+               seen);
+  exclusive_scan(seen.before, seen.before, seen.words + 1, seen.scan, stream);
+}
+
+int64_t unique_workspace_bytes(int64_t n) {
+  Arena arena;
+  FirstSeen(arena, n);
+  return arena.bytes();
+}
+
+template <class Key>
+void unique(const Key* keys, DeviceCount n, Key* unique_keys, int64_t* inverse, int64_t* counts,
+            int64_t* num_unique, void* workspace, void* stream) {
+  Arena arena(workspace);
+  const FirstSeen seen(arena, n.most);
+  clear_first_seen(seen, n, stream);
+  // `inverse` holds the slots until emit turns them into ranks.
+  simt::launch("unique: enter", enter_kernel<Key>, simt::strided_grid_for(n.most), stream, keys, n,
+               seen, inverse);
+  rank_first_seen(seen, n, stream);
+  simt::launch("unique: emit", emit_kernel<Key>, simt::grid_for(n.most), stream, keys, n, seen,
+               unique_keys, inverse, counts, num_unique);
+}
+
+template void unique(const int32_t*, DeviceCount, int32_t*, int64_t*, int64_t*, int64_t*, void*,
+                     void*);
+template void unique(const int64_t*, DeviceCount, int64_t*, int64_t*, int64_t*, int64_t*, void*,
+                     void*);
+
+}  // namespace sparsekit::cuda

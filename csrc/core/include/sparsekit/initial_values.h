@@ -1,0 +1,47 @@
+// The numbers behind init_rows, the same code for CPU and device.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "sparsekit/host_device.h"
+#include "sparsekit/init_rows.h"
+#include "sparsekit/philox.h"
+
+namespace sparsekit {
+
+// The four values of columns 4 * block ... 4 * block + 3 of a key's row.
+SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer, int64_t key,
+                                                 int64_t block, float values[4]) {
+  const float a = initializer.a, b = initializer.b;
+  if (initializer.distribution == Distribution::kConstant) {
+    for (int j = 0; j < 4; ++j) values[j] = a;
+    return;
+  }
+  const auto unsigned_key = static_cast<uint64_t>(key);
+  const Philox4x32 random = philox4x32_10(
+      Philox4x32{{static_cast<uint32_t>(unsigned_key), static_cast<uint32_t>(unsigned_key >> 32),
+                  static_cast<uint32_t>(block), 0}},
+      static_cast<uint32_t>(initializer.seed), static_cast<uint32_t>(initializer.seed >> 32));
+  if (initializer.distribution == Distribution::kUniform) {
+    // 24 random bits make every float in [0, 1) of that spacing equally likely. a + u * (b - a)
+    // may round up to b, which the interval leaves out.
+    for (int j = 0; j < 4; ++j) {
+      const float u = static_cast<float>(random.word[j] >> 8) * 0x1p-24f;
+      const float value = a + u * (b - a);
+      values[j] = value < b || b <= a ? value : std::nextafterf(b, a);
+    }
+    return;
+  }
+  for (int j = 0; j < 4; j += 2) {
+    // (0, 1] for the logarithm. In double, so that the rounding of the last step is all that a
+    // platform's log and cos could change.
+    const double u = (static_cast<double>(random.word[j]) + 1) * 0x1p-32;
+    const double angle = 2 * 3.14159265358979323846 * 0x1p-32 * random.word[j + 1];
+    const double radius = std::sqrt(-2 * std::log(u));
+    values[j] = static_cast<float>(a + b * (radius * std::cos(angle)));
+    values[j + 1] = static_cast<float>(a + b * (radius * std::sin(angle)));
+  }
+}
+
+}  // namespace sparsekit

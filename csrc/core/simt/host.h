@@ -1,0 +1,178 @@
+// The host's side of cuda/simt.cuh, for tests: a kernel is compiled as plain C++ and its threads
+// run as fibers. The warps of a block are shared out over two OS threads and two blocks run at a
+// time, so blocks and warps are truly concurrent; the fibers of one OS thread are switched in
+// random order at every collective and barrier, and now and then at atomics. A missing barrier or
+// a claim that is not atomic therefore shows as a wrong result, and as a race under
+// ThreadSanitizer, which is told of every fiber. Included by cuda/simt.cuh only.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+#define SPARSEKIT_KERNEL [[maybe_unused]] static void
+#define SPARSEKIT_DEVICE inline
+#define __launch_bounds__(...)
+
+namespace sparsekit::simt {
+
+namespace host {
+
+// Where the running fiber is.
+struct Position {
+  int thread;
+  int block_size;
+  int64_t block;
+  int64_t blocks;
+  int column;
+  char* shared;
+};
+
+enum class Collective { kShuffle, kBallot, kMatch, kSync };
+
+const Position& position();
+// Lets other fibers of this OS thread run, sometimes.
+void maybe_switch();
+void wait_for_block();
+// Waits for all lanes of the warp and fills `values` with what each brought.
+void gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]);
+// Runs body(context) once per thread of the grid. Throws std::runtime_error when a kernel breaks
+// the rules of simt.cuh.
+void run_grid(const char* name, const Grid& grid, void (*body)(const void*), const void* context);
+
+template <class T>
+uint64_t to_word(T value) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof value);
+  return word;
+}
+template <class T>
+T from_word(uint64_t word) {
+  T value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+}  // namespace host
+
+inline int thread() {
+  return host::position().thread;
+}
+inline int block_size() {
+  return host::position().block_size;
+}
+inline int64_t block() {
+  return host::position().block;
+}
+inline int64_t blocks() {
+  return host::position().blocks;
+}
+inline int column() {
+  return host::position().column;
+}
+template <class T>
+T* shared() {
+  return reinterpret_cast<T*>(host::position().shared);
+}
+
+inline void barrier() {
+  host::wait_for_block();
+}
+inline void warp_sync() {
+  uint64_t values[kWarp];
+  host::gather_warp(host::Collective::kSync, 0, values);
+}
+template <class T>
+T warp_shuffle(T value, int from) {
+  uint64_t values[kWarp];
+  host::gather_warp(host::Collective::kShuffle, host::to_word(value), values);
+  return host::from_word<T>(values[from % kWarp]);
+}
+inline uint32_t warp_ballot(bool condition) {
+  uint64_t values[kWarp];
+  host::gather_warp(host::Collective::kBallot, condition, values);
+  uint32_t mask = 0;
+  for (int i = 0; i < kWarp; ++i) mask |= static_cast<uint32_t>(values[i]) << i;
+  return mask;
+}
+inline bool warp_any(bool condition) {
+  return warp_ballot(condition) != 0;
+}
+template <class T>
+uint32_t warp_match(T value) {
+  uint64_t values[kWarp];
+  host::gather_warp(host::Collective::kMatch, host::to_word(value), values);
+  uint32_t mask = 0;
+  for (int i = 0; i < kWarp; ++i) {
+    mask |= static_cast<uint32_t>(values[i] == host::to_word(value)) << i;
+  }
+  return mask;
+}
+inline int count_bits(uint32_t mask) {
+  return __builtin_popcount(mask);
+}
+inline int lowest_bit(uint32_t mask) {
+  return __builtin_ctz(mask);
+}
+
+// The value at `address` becomes change(value), in one step.
+template <class T, class Change>
+T atomic_change(T* address, const Change& change) {
+  host::maybe_switch();
+  T seen, wanted;
+  __atomic_load(address, &seen, __ATOMIC_RELAXED);
+  do {
+    wanted = change(seen);
+  } while (!__atomic_compare_exchange(address, &seen, &wanted, true, __ATOMIC_RELAXED,
+                                      __ATOMIC_RELAXED));
+  return seen;
+}
+template <class T>
+T atomic_add(T* address, T value) {
+  return atomic_change(address, [=](T seen) { return static_cast<T>(seen + value); });
+}
+template <class T>
+T atomic_min(T* address, T value) {
+  return atomic_change(address, [=](T seen) { return value < seen ? value : seen; });
+}
+inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
+  return atomic_change(address, [=](uint32_t seen) { return seen | value; });
+}
+template <class T>
+T atomic_cas(T* address, T expected, T desired) {
+  host::maybe_switch();
+  __atomic_compare_exchange(address, &expected, &desired, false, __ATOMIC_RELAXED,
+                            __ATOMIC_RELAXED);
+  return expected;
+}
+template <class T>
+T load(const T* address) {
+  T value;
+  __atomic_load(address, &value, __ATOMIC_RELAXED);
+  host::maybe_switch();
+  return value;
+}
+template <class T>
+void store(T* address, T value) {
+  host::maybe_switch();
+  __atomic_store(address, &value, __ATOMIC_RELAXED);
+}
+template <int N>
+void reduce_add(float* address, const Vec<float, N>& value) {
+  for (int i = 0; i < N; ++i) atomic_add(address + i, value.at[i]);
+}
+
+template <class... Parameters, class... Arguments>
+void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, void*,
+            const Arguments&... arguments) {
+  const auto call = [&] { kernel(arguments...); };
+  host::run_grid(
+      name, grid, [](const void* context) { (*static_cast<decltype(&call)>(context))(); }, &call);
+}
+
+inline void fill_bytes(void* memory, int byte, int64_t bytes, void*) {
+  if (bytes > 0) std::memset(memory, byte, bytes);
+}
+
+}  // namespace sparsekit::simt

@@ -1,0 +1,43 @@
+#include "sparsekit/bucketize.h"
+
+#include "engine.h"
+
+namespace sparsekit::ops {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size) {
+  const char* op = "bucketize";
+  check_dim(keys, 1, op, "keys");
+  check(world_size >= 1 && world_size <= kMaxWorldSize, op, ": world_size must be in [1, ",
+        kMaxWorldSize, "], got ", world_size);
+  const int64_t n = keys.numel();
+  check(!kOnDevice || n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
+        " elements; at most 2^31 - 1 are supported");
+  keys = torch::stable::contiguous(keys);
+  Tensor by_owner = torch::stable::new_empty(keys, {n});
+  Tensor counts = torch::stable::new_empty(keys, {world_size}, ScalarType::Long);
+  Tensor permutation = torch::stable::new_empty(keys, {n}, ScalarType::Long);
+  const Engine engine(keys);
+  dispatch_keys(keys, op, [&](auto tag) {
+    using Key = typename decltype(tag)::type;
+    if constexpr (kOnDevice) {
+      Tensor memory = workspace(cuda::bucketize_workspace_bytes(n, world_size), keys);
+      cuda::bucketize(data<Key>(keys), DeviceCount{n}, world_size, mutable_data<Key>(by_owner),
+                      mutable_data<int64_t>(counts), mutable_data<int64_t>(permutation),
+                      memory.mutable_data_ptr(), engine.stream());
+    } else {
+      Tensor memory = workspace(cpu::bucketize_workspace_bytes(n, world_size), keys);
+      cpu::bucketize(data<Key>(keys), n, world_size, mutable_data<Key>(by_owner),
+                     mutable_data<int64_t>(counts), mutable_data<int64_t>(permutation),
+                     memory.mutable_data_ptr(), torch_parallel_for());
+    }
+  });
+  return {by_owner, counts, permutation};
+}
+
+}  // namespace
+}  // namespace sparsekit::ops
+
+SPARSEKIT_LIBRARY_IMPL(m) {
+  m.impl("bucketize", TORCH_BOX(&sparsekit::ops::bucketize));
+}

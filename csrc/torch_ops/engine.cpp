@@ -1,0 +1,141 @@
+#include "engine.h"
+
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+
+#include "sparsekit/device_memory.h"
+
+namespace sparsekit::ops {
+namespace {
+
+bool checks_wanted() {
+#if defined(SPARSEKIT_ENGINE_SIMT)
+  return true;  // the host runner waits for every kernel anyway
+#else
+  const char* set = std::getenv("SPARSEKIT_CHECKED");
+  return set != nullptr && *set != '\0' && std::string(set) != "0";
+#endif
+}
+
+std::atomic<bool> checks_on{checks_wanted()};
+
+struct Kind {
+  const char* op;
+  const char* argument;
+};
+constexpr Kind kKinds[] = {
+    {"gather_rows", "rows"},          {"init_rows_", "rows"},       {"lazy_adam_step_", "rows"},
+    {"unsorted_segment_sum", "segment_ids"}, {"embedding_bag", "offsets"}, {"embedding_bag", "rows"},
+};
+constexpr int64_t kNumKinds = sizeof(kKinds) / sizeof(Kind);
+
+// The device's words for complaints, made at its first use and kept for good.
+int64_t* complaints_of(const Tensor& on, void* stream) {
+  static std::mutex mutex;
+  static auto* devices = new std::map<int32_t, Tensor>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const int32_t device = on.get_device_index();
+  auto found = devices->find(device);
+  if (found == devices->end()) {
+    Tensor words = torch::stable::new_empty(on, {kNumKinds}, ScalarType::Long);
+    cuda::fill_bytes(words.mutable_data_ptr(), cuda::kNoPositionByte,
+                     kNumKinds * static_cast<int64_t>(sizeof(int64_t)), stream);
+    // Waits, so that other streams find the words ready.
+    int64_t word = 0;
+    const cuda::Piece piece{&word, words.const_data_ptr(), sizeof word};
+    cuda::read_back(&piece, 1, stream);
+    found = devices->emplace(device, words).first;
+  }
+  return mutable_data<int64_t>(found->second);
+}
+
+}  // namespace
+
+#if defined(SPARSEKIT_ENGINE_CUDA)
+
+struct Engine::Guard {
+  torch::stable::accelerator::DeviceGuard guard;
+};
+
+namespace {
+
+// Linked directly, this symbol would keep the library from loading under a CPU build of torch.
+void* current_stream(int32_t device) {
+  using Function = int32_t (*)(int32_t, void**);
+  static const auto get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    if (symbol == nullptr) {
+      throw std::runtime_error("sparsekit: this torch has no aoti_torch_get_current_cuda_stream");
+    }
+    return reinterpret_cast<Function>(symbol);
+  }();
+  void* stream = nullptr;
+  if (get(device, &stream) != 0) throw std::runtime_error("sparsekit: torch has no current stream");
+  return stream;
+}
+
+}  // namespace
+
+Engine::Engine(const Tensor& on)
+    : guard_(new Guard{torch::stable::accelerator::DeviceGuard(on.get_device_index())}),
+      stream_(current_stream(on.get_device_index())),
+      complaints_(complaints_of(on, stream_)) {}
+
+#else
+
+struct Engine::Guard {};
+
+Engine::Engine(const Tensor& on) : complaints_(complaints_of(on, nullptr)) {}
+
+#endif
+
+Engine::~Engine() = default;
+
+int64_t* Engine::bad(Complaint complaint) const {
+  return complaints_ + static_cast<int64_t>(complaint);
+}
+
+int64_t Engine::found(Complaint complaint) const {
+  if (!checks_on) return -1;
+  int64_t position = 0;
+  const cuda::Piece piece{&position, bad(complaint), sizeof position};
+  cuda::read_back(&piece, 1, stream_);
+  if (position == cuda::kNoPosition) return -1;
+  cuda::fill_bytes(bad(complaint), cuda::kNoPositionByte, sizeof position, stream_);
+  return position;
+}
+
+int64_t Engine::value(const Tensor& words, int64_t i) const {
+  int64_t value = 0;
+  const cuda::Piece piece{&value, int64_data(words) + i, sizeof value};
+  cuda::read_back(&piece, 1, stream_);
+  return value;
+}
+
+void Engine::read(const int64_t* device, int64_t count, int64_t* host) const {
+  int64_t positions[kNumKinds];
+  const cuda::Piece pieces[] = {{host, device, count * static_cast<int64_t>(sizeof(int64_t))},
+                                {positions, complaints_, sizeof positions}};
+  cuda::read_back(pieces, 2, stream_);
+  for (int64_t kind = 0; kind < kNumKinds; ++kind) {
+    if (positions[kind] == cuda::kNoPosition) continue;
+    cuda::fill_bytes(complaints_, cuda::kNoPositionByte, sizeof positions, stream_);
+    index_error(kKinds[kind].op, ": ", kKinds[kind].argument, "[", positions[kind],
+                "] was out of range in an earlier call on this device; it was left out. Set "
+                "SPARSEKIT_CHECKED=1 to have the call itself raise");
+  }
+}
+
+}  // namespace sparsekit::ops
+
+// Turns checks on or off; returns how they were. For sparsekit.checked, through ctypes: an op
+// without tensors would have no engine to be dispatched to.
+extern "C" __attribute__((visibility("default"))) int sparsekit_set_checked(int on) {
+  return sparsekit::ops::checks_on.exchange(on != 0);
+}

@@ -1,0 +1,37 @@
+"""Runs the CUDA kernels on the host: ops of `sparsekit` go to `sparsekit_simt` instead.
+
+A test under `SimtMode` calls the public functions, gradients and layers as ever; below autograd,
+each op is replaced by the one of the same name whose kernels are the CUDA ones, executed by the
+host runner (csrc/core/simt).
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsekit
+
+LIBRARY = Path(
+    os.environ.get("SPARSEKIT_SIMT_LIBRARY")
+    or Path(sparsekit.__file__).parent / "lib" / "simt" / "libsparsekit_simt.so"
+)
+
+
+class SimtMode(TorchDispatchMode):
+    """While this is on, the current thread's sparsekit ops run on the host runner."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call the op, or its namesake."""
+        if func.namespace == "sparsekit":
+            func = getattr(torch.ops.sparsekit_simt, func._schema.name.split("::")[1]).default
+        return func(*args, **(kwargs or {}))
+
+
+def load() -> None:
+    """Make `torch.ops.sparsekit_simt` available."""
+    torch.ops.load_library(str(LIBRARY))

@@ -1,0 +1,1 @@
+"""What a developer runs by hand or through make; no part of the package."""

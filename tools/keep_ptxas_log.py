@@ -1,0 +1,30 @@
+"""A launcher of nvcc: keeps what ptxas says of each kernel in a file beside the object.
+
+CMakeLists.txt puts it before the compiler, so that `make cuda-report` reads what the build has
+said instead of compiling again, and so that a build is silent unless something is wrong: all other
+lines, warnings and errors among them, pass through.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def is_report(line: str) -> bool:
+    """Whether the line belongs to the output of `-Xptxas -v`."""
+    return line.startswith("ptxas info") or "bytes stack frame" in line
+
+
+def main(command: list[str]) -> int:
+    """Run the command; its exit status."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.splitlines(keepends=True)
+    sys.stderr.writelines(line for line in lines if not is_report(line))
+    if done.returncode == 0 and "-o" in command:
+        log = Path(command[command.index("-o") + 1] + ".ptxas")
+        log.write_text("".join(line for line in lines if is_report(line)))
+    return done.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
