@@ -11,7 +11,7 @@ SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test lint format wheel check-wheel bench build clean distclean help
+.PHONY: demo test sanitize lint format wheel check-wheel bench cuda-report cuda-sass build clean distclean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -22,16 +22,19 @@ demo: build ## train on MovieLens-100K and compare with two baselines
 test: build ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+sanitize: build ## run the CUDA kernels on the host under AddressSanitizer and ThreadSanitizer
+	PYTHON=$(BIN)/python tests/sanitize.sh
+
 lint: build ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 format: $(VENV)/.ready ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp')
+	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 wheel: $(VENV)/.ready ## build a wheel into dist/
 	rm -rf dist build/lib.* build/bdist.*
@@ -43,6 +46,12 @@ check-wheel: wheel ## train with that wheel under two torches; downloads both, s
 
 bench: build ## time the kernels against torch's
 	$(BIN)/python -m benchmarks
+
+cuda-report: build ## registers, spills and shared memory of the CUDA kernels of this build
+	$(BIN)/python -m tools.cuda_report
+
+cuda-sass: build ## their loads, stores and atomics in sm_90 machine code
+	$(BIN)/python -m tools.cuda_sass
 
 build: $(BUILT) ## compile what has changed
 

@@ -102,9 +102,9 @@ class CMakeBuild(build_ext):
             if subprocess.run(command, env={**os.environ, "PATH": PATH}).returncode != 0:
                 raise SystemExit("sparsekit: CMake failed; its output is above")
         target = ROOT if self.inplace else Path(self.build_lib)
-        for library in (build / "sparsekit").rglob("*.so"):
-            if library.parent.name == "simt" and not self.inplace:
-                continue  # for the tests
+        for library in (build / "sparsekit").rglob("*"):
+            if library.is_dir() or (library.parent.name == "simt" and not self.inplace):
+                continue  # what is in simt is for the tests
             destination = target / library.relative_to(build)
             destination.parent.mkdir(parents=True, exist_ok=True)
             # A new file, not new bytes in the old one: a running process has that one mapped.

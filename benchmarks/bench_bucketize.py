@@ -1,12 +1,14 @@
 """bucketize against a stable argsort of the owners, with the counts."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 import sparsekit
 
 from .common import Result, compare
+from .gpu import Comparison, Gpu
 
 
 def run(quick: bool) -> Iterator[Result]:
@@ -27,3 +29,19 @@ def run(quick: bool) -> Iterator[Result]:
         for one, other in zip(ours(), theirs(), strict=True):
             assert torch.equal(one, other)
         yield compare(f"bucketize {n:,} to {world_size} ranks", ours, "argsort(owner)", theirs)
+
+
+def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
+    """Read are the keys, written the keys by owner and the permutation: 24 bytes a key."""
+    for n in gpu.size(1 << 20, 500), gpu.size(16 << 20, 1_000):
+        keys = gpu.randint(2**62, n)
+        for world_size in (8, 64):
+
+            def theirs(keys: torch.Tensor = keys, world_size: int = world_size) -> torch.Tensor:
+                return (keys % world_size).argsort(stable=True)
+
+            assert torch.equal(sparsekit.ops.bucketize(keys, world_size)[2], theirs())
+            timing = gpu.time(partial(sparsekit.ops.bucketize, keys, world_size))
+            case = f"bucketize {n:,} to {world_size} ranks"
+            yield gpu.against_r1(case, timing, 24 * n, "bucketize")
+            yield from gpu.against(case, timing, "argsort(owner)", gpu.time(theirs), "bucketize")

@@ -1,6 +1,7 @@
 """embedding_bag forward against F.embedding_bag."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 import sparsekit
 
 from .common import Result, compare
+from .gpu import Comparison, Gpu, Timing, assert_same_sums
 
 
 def run(quick: bool) -> Iterator[Result]:
@@ -32,3 +34,63 @@ def run(quick: bool) -> Iterator[Result]:
 
             torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=1e-4)
             yield compare(f"bags of {per_bag}, {n:,} rows x {dim}", ours, "F.embedding_bag", theirs)
+
+
+def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
+    """Bags of a table of 8 GiB. Rows, their numbers and offsets are read, bags written."""
+    floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=5)
+    storage = gpu.randn(floats)
+    for dim in (16, 32, 64, 128, 256):
+        weight = storage.view(-1, dim)
+        n = gpu.size((1 << 29) // dim, 240)
+        target = {16: "", 32: "embedding_bag, D 32-64", 64: "embedding_bag, D 32-64"}
+        for name, rows in (
+            ("uniform", gpu.randint(len(weight), n)),
+            ("zipf 1.05", gpu.zipf(n, 1.05, len(weight))),
+        ):
+            for per_bag in (2, 20):
+                offsets = torch.arange(0, n + 1, per_bag, device=gpu.device)
+                rows = rows[: int(offsets[-1])]
+                ours = partial(sparsekit.ops.embedding_bag, weight, rows, offsets)
+                theirs = partial(
+                    F.embedding_bag, rows, weight, offsets, mode="sum", include_last_offset=True
+                )
+                assert_same_sums(ours(), theirs())
+                timing = gpu.time(ours)
+                case = f"bags of {per_bag}, {len(rows):,} of {len(weight):,} x {dim} {name}"
+                num_bytes = len(rows) * (4 * dim + 8) + len(offsets) * (4 * dim + 8)
+                # Of a zipf batch most rows are in the cache, so it may well pass this roof.
+                goal = target.get(dim, "embedding_bag, D >= 128") if name == "uniform" else ""
+                yield gpu.against_r1(case, timing, num_bytes, goal)
+                yield from gpu.against(case, timing, "F.embedding_bag", gpu.time(theirs))
+    yield from _pooled_keys(gpu, storage.view(-1, 128))
+
+
+def _pooled_keys(gpu: Gpu, weight: torch.Tensor) -> Iterator[Comparison]:
+    """From raw keys to bags, against bags of known rows and the lines of the hash table."""
+    table = sparsekit.HashTable(len(weight), device=gpu.device)
+    keys = gpu.distinct_keys(0, table.capacity)
+    for part in keys.split(4 << 20):
+        table.find_or_insert(part)
+    n, per_bag = gpu.size(4 << 20, 80), 20
+    offsets = torch.arange(0, n + 1, per_bag, device=gpu.device)
+    n = int(offsets[-1])
+    rows = gpu.randint(len(weight), n)
+    queries = keys[rows]
+
+    def pool_rows() -> torch.Tensor:
+        return sparsekit.ops.embedding_bag(weight, rows, offsets)
+
+    def pool_keys() -> torch.Tensor:
+        return sparsekit.ops.embedding_bag(weight, table.find(queries), offsets)
+
+    assert torch.equal(pool_rows(), pool_keys())
+    known = gpu.time(pool_rows)
+    least = known.ms + 1e3 * n / gpu.gather_roof(table.buckets.nbytes)
+    yield from gpu.against(
+        f"keys to bags of {per_bag}, {n:,} of {len(weight):,} x {weight.shape[1]}",
+        gpu.time(pool_keys),
+        "known rows + keys / R2",
+        Timing(least, known.spread, least, known.spread),
+        "keys to pooled vectors",
+    )

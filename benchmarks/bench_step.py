@@ -10,6 +10,7 @@ import torch
 import sparsekit
 
 from .common import Result, compare, zipf_keys
+from .gpu import Comparison, Gpu, Timing
 
 
 def _steps(
@@ -46,3 +47,64 @@ def run(quick: bool) -> Iterator[Result]:
         "EmbeddingBag(sparse) + SparseAdam",
         _steps(peer, torch.optim.SparseAdam(peer.parameters()), [(k, offsets) for k in keys]),
     )
+
+
+def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
+    """65,536 samples of 26 slots with 2 keys each; a table of 8 GiB with dim 128, of 4 with 64."""
+    batch, slots, nnz = gpu.size(65536, 8), 26, 2
+    n = batch * slots * nnz
+    for dim in (128, 64):
+        # Weight and moments, and the two sides' temporaries.
+        ids = gpu.fit(gpu.size(16 << 20, 1_000), bytes_each=20 * dim)
+        for name, keys in (
+            ("uniform", gpu.randint(ids, n)),
+            ("zipf 1.2", gpu.zipf(n, 1.2, ids)),
+        ):
+            grad = gpu.randn(batch, slots, dim)
+            layer = sparsekit.DistributedEmbedding("sum", ids, dim, slots, nnz, device=gpu.device)
+            optimizer: torch.optim.Optimizer = sparsekit.optim.LazyAdam(layer.parameters())
+            ours = _parts(gpu, layer, optimizer, (keys.view(batch, slots, nnz),), grad)
+            del layer, optimizer
+            peer = torch.nn.EmbeddingBag(
+                ids, dim, mode="sum", sparse=True, include_last_offset=True, device=gpu.device
+            )
+            offsets = torch.arange(0, n + 1, nnz, device=gpu.device)
+            optimizer = torch.optim.SparseAdam(peer.parameters())
+            flat = grad.view(batch * slots, dim)
+            theirs = _parts(gpu, peer, optimizer, (keys, offsets), flat)
+            del peer, optimizer
+
+            peer_name = "EmbeddingBag + SparseAdam"
+            distinct = len(sparsekit.ops.unique(keys)[0])
+            case = f"{n:,} keys ({distinct:,} distinct of {ids:,}) {name} x {dim}"
+            target = f"backward + LazyAdam, {name.split()[0]}"
+            num_bytes = 4 * dim * n + 24 * dim * distinct
+            backward = f"backward + LazyAdam, {case}"
+            yield gpu.against_r1(backward, ours[0], num_bytes, target)
+            yield from gpu.against(backward, ours[0], peer_name, theirs[0], target)
+            yield from gpu.against(f"step, {case}", ours[1], peer_name, theirs[1], wall=True)
+
+
+def _parts(
+    gpu: Gpu,
+    layer: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: tuple[object, ...],
+    grad: torch.Tensor,
+) -> tuple[Timing, Timing]:
+    """Times of backward and optimizer, and of the whole step."""
+    outputs = []
+
+    def forward() -> None:
+        outputs.append(layer(*inputs))
+
+    def backward() -> None:
+        outputs.pop().backward(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step() -> None:
+        forward()
+        backward()
+
+    return gpu.time(backward, forward), gpu.time(step)

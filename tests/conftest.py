@@ -51,11 +51,18 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
     return request.node.callspec.params["device"]
 
 
+@pytest.fixture(params=["cpu", "simt"], scope="session")
+def engine(request: pytest.FixtureRequest) -> str:
+    """Which kernels do the work in a suite of layers, whose tensors are on the CPU."""
+    return request.param
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
     """Run the tests of the simt backend under its mode."""
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
-    with simt.SimtMode() if parameters.get("device") == "simt" else contextlib.nullcontext():
+    on_host_runner = "simt" in (parameters.get("device"), parameters.get("engine"))
+    with simt.SimtMode() if on_host_runner else contextlib.nullcontext():
         return (yield)
 
 

@@ -23,9 +23,7 @@ LIBRARY = Path(
 class SimtMode(TorchDispatchMode):
     """While this is on, the current thread's sparsekit ops run on the host runner."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the op, or its namesake."""
         if func.namespace == "sparsekit":
             func = getattr(torch.ops.sparsekit_simt, func._schema.name.split("::")[1]).default

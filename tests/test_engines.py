@@ -53,6 +53,9 @@ def use_everything():
         keys = integers(-2000, 2000, 9000).to(key_dtype)
         keys[::100] = 0
         show(f"unique {key_dtype}", *ops.unique(keys))
+        _, inverse, _, count = torch.ops.sparsekit.unique_padded(keys)
+        show(f"unique_padded {key_dtype}", inverse, count)
+        show(f"bucketize {key_dtype}", *ops.bucketize(keys, 7))
         for load_factor in (0.6, 1.0):
             table = sparsekit.HashTable(4000, load_factor=load_factor)
             name = f"table {key_dtype} {load_factor}"

@@ -33,8 +33,8 @@ bool check_num_threads(int num_threads) {
   return false;
 }
 
-// Calls body(begin, end) for up to num_threads parts of [0, n), the last in this thread. `body` must
-// not throw.
+// Calls body(begin, end) for up to num_threads parts of [0, n), the last in this thread. `body`
+// must not throw.
 template <class Body>
 void split(Py_ssize_t n, int num_threads, const Body& body) {
   const Py_ssize_t parts = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);

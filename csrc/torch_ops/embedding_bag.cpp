@@ -16,7 +16,9 @@ struct BagArguments {
   BagArguments(const char* op, const Tensor& rows_in, const Tensor& offsets_in,
                int64_t combiner_code, const std::optional<Tensor>& sample_weights_in)
       : rows(rows_in), offsets(offsets_in), combiner(static_cast<Combiner>(combiner_code)) {
-    check_same_device(op, {{"rows", rows}, {"offsets", offsets}, {"sample_weights", sample_weights_in.value_or(rows)}});
+    check_same_device(op, {{"rows", rows},
+                           {"offsets", offsets},
+                           {"sample_weights", sample_weights_in.value_or(rows)}});
     check_dim(rows, 1, op, "rows");
     check_dtype(rows, ScalarType::Long, op, "rows");
     check_dim(offsets, 1, op, "offsets");
@@ -82,7 +84,8 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
     using T = typename decltype(tag)::type;
     const auto* weights = arguments.sample_weights_data<T>(op);
     if constexpr (kOnDevice) {
-      Tensor memory = workspace(cuda::embedding_bag_workspace_bytes<T>(arguments.bags, dim), weight);
+      Tensor memory =
+          workspace(cuda::embedding_bag_workspace_bytes<T>(arguments.bags, dim), weight);
       cuda::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags, weights,
                           arguments.combiner, mutable_data<T>(out), errors_of(engine),
                           memory.mutable_data_ptr(), engine.stream());
@@ -163,9 +166,9 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
           arguments.combiner, mutable_data<Acc<T>>(out), errors_of(engine), engine.stream());
       arguments.check_found(op, weight.size(0), engine);
     } else {
-      cpu::embedding_bag_backward_sample_weights(
-          data<T>(grad), data<T>(weight), weight.size(1), arguments.bags, weights,
-          arguments.combiner, mutable_data<Acc<T>>(out), torch_parallel_for());
+      cpu::embedding_bag_backward_sample_weights(data<T>(grad), data<T>(weight), weight.size(1),
+                                                 arguments.bags, weights, arguments.combiner,
+                                                 mutable_data<Acc<T>>(out), torch_parallel_for());
     }
   });
   return out;

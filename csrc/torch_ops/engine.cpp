@@ -29,8 +29,9 @@ struct Kind {
   const char* argument;
 };
 constexpr Kind kKinds[] = {
-    {"gather_rows", "rows"},          {"init_rows_", "rows"},       {"lazy_adam_step_", "rows"},
-    {"unsorted_segment_sum", "segment_ids"}, {"embedding_bag", "offsets"}, {"embedding_bag", "rows"},
+    {"gather_rows", "rows"},      {"init_rows_", "rows"},
+    {"lazy_adam_step_", "rows"},  {"unsorted_segment_sum", "segment_ids"},
+    {"embedding_bag", "offsets"}, {"embedding_bag", "rows"},
 };
 constexpr int64_t kNumKinds = sizeof(kKinds) / sizeof(Kind);
 
@@ -69,7 +70,8 @@ void* current_stream(int32_t device) {
   using Function = int32_t (*)(int32_t, void**);
   static const auto get = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
-    void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    void* symbol =
+        library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
     if (symbol == nullptr) {
       throw std::runtime_error("sparsekit: this torch has no aoti_torch_get_current_cuda_stream");
     }

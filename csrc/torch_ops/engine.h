@@ -1,7 +1,8 @@
 // Which engine a build of torch_ops calls. The same files are compiled for each:
 //   SPARSEKIT_ENGINE_CPU   ops of `sparsekit` on CPU tensors, by sparsekit::cpu
 //   SPARSEKIT_ENGINE_CUDA  ops of `sparsekit` on CUDA tensors, by sparsekit::cuda
-//   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors: the CUDA kernels, run on the host
+//   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors: the CUDA kernels, run on the
+//   host
 #pragma once
 
 #include <algorithm>
@@ -106,8 +107,8 @@ inline void check_same_device(const char* op, std::initializer_list<Named> argum
   }
 }
 
-// Entries and targets of an op that sorts. On the CPU the bound is beyond any memory and keeps sizes
-// of workspace far from overflow; on a device, sort keys are 32-bit.
+// Entries and targets of an op that sorts. On the CPU the bound is beyond any memory and keeps
+// sizes of workspace far from overflow; on a device, sort keys are 32-bit.
 inline void check_sort_sizes(int64_t entries, int64_t targets, const char* op, const char* name) {
   constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
   check(targets >= 0 && targets < kEnd, op, ": ", name, " must be in [0, ",

@@ -82,11 +82,10 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
     if constexpr (kOnDevice) {
       Tensor memory =
           workspace(cuda::hash_table_find_or_insert_workspace_bytes(keys.numel()), keys);
-      cuda::hash_table_find_or_insert(mutable_data<Bucket>(buckets), buckets.size(0),
-                                      mutable_data<int64_t>(size), capacity, data<Key>(keys),
-                                      DeviceCount{keys.numel()}, mutable_data<int64_t>(rows),
-                                      mutable_data<int64_t>(status), memory.mutable_data_ptr(),
-                                      engine.stream());
+      cuda::hash_table_find_or_insert(
+          mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
+          data<Key>(keys), DeviceCount{keys.numel()}, mutable_data<int64_t>(rows),
+          mutable_data<int64_t>(status), memory.mutable_data_ptr(), engine.stream());
     } else {
       const int64_t size_before = *int64_data(size);
       check_size_value(size_before, buckets.size(0), op);

@@ -8,7 +8,10 @@ namespace {
 void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optional<Tensor> status,
                int64_t seed, int64_t distribution, double a, double b) {
   const char* op = "init_rows_";
-  check_same_device(op, {{"out", out}, {"keys", keys}, {"rows", rows.value_or(keys)}, {"status", status.value_or(keys)}});
+  check_same_device(op, {{"out", out},
+                         {"keys", keys},
+                         {"rows", rows.value_or(keys)},
+                         {"status", status.value_or(keys)}});
   check_dim(out, 2, op, "out");
   check_mutable(out, op, "out");
   check_dim(keys, 1, op, "keys");

@@ -8,7 +8,12 @@ namespace {
 void lazy_adam_step(Tensor weight, Tensor exp_avg, Tensor exp_avg_sq, std::optional<Tensor> rows,
                     Tensor grad, Tensor step, double lr, double beta1, double beta2, double eps) {
   const char* op = "lazy_adam_step_";
-  check_same_device(op, {{"weight", weight}, {"exp_avg", exp_avg}, {"exp_avg_sq", exp_avg_sq}, {"rows", rows.value_or(grad)}, {"grad", grad}, {"step", step}});
+  check_same_device(op, {{"weight", weight},
+                         {"exp_avg", exp_avg},
+                         {"exp_avg_sq", exp_avg_sq},
+                         {"rows", rows.value_or(grad)},
+                         {"grad", grad},
+                         {"step", step}});
   check_dim(weight, 2, op, "weight");
   check_mutable(weight, op, "weight");
   const int64_t num_rows = weight.size(0), dim = weight.size(1);

@@ -45,10 +45,10 @@ Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_ke
                    mutable_data<int64_t>(num_unique), memory.mutable_data_ptr(), engine.stream());
     } else {
       Tensor memory = workspace(cpu::unique_workspace_bytes(n), keys);
-      *mutable_data<int64_t>(num_unique) = cpu::unique(
-          data<Key>(keys), count.get(), mutable_data<Key>(unique_keys),
-          mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts), memory.mutable_data_ptr(),
-          torch_parallel_for());
+      *mutable_data<int64_t>(num_unique) =
+          cpu::unique(data<Key>(keys), count.get(), mutable_data<Key>(unique_keys),
+                      mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts),
+                      memory.mutable_data_ptr(), torch_parallel_for());
     }
   });
   return {unique_keys, inverse, counts, num_unique};

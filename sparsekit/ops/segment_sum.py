@@ -22,9 +22,9 @@ def unsorted_segment_sum(
         num_segments: number of rows of the result.
 
     Returns:
-        ``[num_segments, dim]`` in the dtype of data; a segment without rows is zero. On the CPU, and on
-        CUDA under ``torch.use_deterministic_algorithms(True)``, the order of additions depends on
-        the ids only, so repeated calls give the same bits.
+        ``[num_segments, dim]`` in the dtype of data; a segment without rows is zero. On the
+        CPU, and on CUDA under ``torch.use_deterministic_algorithms(True)``, the order of additions
+        depends on the ids only, so repeated calls give the same bits.
 
     Raises:
         TypeError: a wrong dtype, or num_segments is no int.
@@ -35,8 +35,8 @@ def unsorted_segment_sum(
     check_tensor(name, "data", data, ROW_DTYPES, 2)
     check_tensor(name, "segment_ids", segment_ids, KEY_DTYPES, 1)
     check_same_device(name, data=data, segment_ids=segment_ids)
-    ids = segment_ids.to(torch.int64)
-    return _op(data, ids, operator.index(num_segments), torch.are_deterministic_algorithms_enabled())
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _op(data, segment_ids.to(torch.int64), operator.index(num_segments), deterministic)
 
 
 @torch.library.register_fake("sparsekit::unsorted_segment_sum")

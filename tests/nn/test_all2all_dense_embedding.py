@@ -10,6 +10,8 @@ from sparsekit import All2AllDenseEmbedding, DistributedEmbedding
 
 from .bags import INT64_MAX, INT64_MIN, check_coalesced
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 KEYS = torch.tensor([[[0, -1, 0]], [[INT64_MIN, INT64_MAX, 5]], [[5, 7, 0]], [[7, 7, 7]]])
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
 

@@ -21,7 +21,10 @@ from .bags import (
     random_weights,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
+]
 
 COMBINERS = ["sum", "mean", "sqrtn"]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}

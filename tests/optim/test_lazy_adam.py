@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from sparsekit.optim import LazyAdam
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 ROWS, DIM, STEPS = 12, 5, 50
 NEVER = 11  # a row that no gradient touches
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

@@ -52,7 +52,7 @@ int64_t lazy_adam_step(T* weight, Acc<T>* exp_avg, Acc<T>* exp_avg_sq, int64_t n
 
 #define SPARSEKIT_INSTANTIATE(T)                                                          \
   template int64_t lazy_adam_step(T*, Acc<T>*, Acc<T>*, int64_t, int64_t, const int64_t*, \
-                                  const T*, int64_t, const LazyAdam&, int64_t,             \
+                                  const T*, int64_t, const LazyAdam&, int64_t,            \
                                   const ParallelFor&);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)

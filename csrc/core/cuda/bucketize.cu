@@ -1,9 +1,10 @@
+#include "sparsekit/bucketize.h"
+
 #include <algorithm>
 
 #include "cuda/primitives.h"
 #include "cuda/simt.cuh"
 #include "cuda/workspace.h"
-#include "sparsekit/bucketize.h"
 
 namespace sparsekit::cuda {
 namespace {

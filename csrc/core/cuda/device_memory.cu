@@ -19,7 +19,8 @@ void read_back(const Piece* pieces, int count, void* stream) {
   if (staging == nullptr) simt::check(cudaMallocHost(&staging, kBytes), "page-locked memory");
   int64_t used = 0;
   for (int i = 0; i < count; ++i) {
-    if (used + pieces[i].bytes > kBytes) throw std::logic_error("sparsekit: read_back is for words");
+    if (used + pieces[i].bytes > kBytes)
+      throw std::logic_error("sparsekit: read_back is for words");
     simt::check(cudaMemcpyAsync(staging + used, pieces[i].device, pieces[i].bytes,
                                 cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)),
                 "copy to the host");

@@ -1,275 +1,13 @@
-#include <cmath>
-
-#include "cuda/segment_reduce.cuh"
 #include "sparsekit/embedding_bag.h"
+
+#include <algorithm>
+
+#include "cuda/bags.cuh"
+#include "cuda/pool_bags.cuh"
+#include "cuda/segment_reduce.cuh"
 
 namespace sparsekit::cuda {
 namespace {
-
-// Entries of a bag that one tile pools. A longer bag is cut into parts of this many, which are
-// pooled by tiles of their own and then put together in order, kPart at a time.
-constexpr int64_t kPart = 256;
-
-struct Range {
-  int64_t begin;
-  int64_t end;
-};
-
-// Entries of a bag, none if its offsets are bad.
-SPARSEKIT_DEVICE Range bag_range(const Bags& bags, int64_t bag) {
-  const Range range{bags.offsets[bag], bags.offsets[bag + 1]};
-  const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= bags.n;
-  return good ? range : Range{0, 0};
-}
-
-// Reports offsets[position], position <= num_bags, if it breaks the rule of Bags.
-SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* bad_offset) {
-  const int64_t offset = bags.offsets[position];
-  const int64_t least = position == 0 ? 0 : bags.offsets[position - 1];
-  const bool good = least <= offset && offset <= (position == 0 ? 0 : bags.n) &&
-                    (position < bags.num_bags || offset == bags.n);
-  if (!good) simt::atomic_min(bad_offset, position);
-}
-
-// The bag >= from with entry i, or -1. All offsets up to `from` are taken to be <= i.
-SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
-  int64_t low = from, high = bags.num_bags;  // offsets[low] <= i, or low == from
-  while (high - low > 1) {
-    const int64_t middle = low + (high - low) / 2;
-    if (bags.offsets[middle] <= i) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  if (low >= bags.num_bags) return -1;
-  const Range range = bag_range(bags, low);
-  return range.begin <= i && i < range.end ? low : -1;
-}
-
-// What a weight adds to the total that the divisor comes from.
-template <class A>
-SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
-  return combiner == Combiner::kMean ? weight : weight * weight;
-}
-
-// What a pooled sum is divided by; 0 for a bag that pools to zeros.
-template <class A>
-SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
-  if (count == 0) return A{0};
-  if (combiner == Combiner::kSum) return A{1};
-  return combiner == Combiner::kMean ? total : std::sqrt(total);
-}
-
-// Division and not multiplication by the inverse, which a tiny divisor would make infinite.
-template <class A>
-SPARSEKIT_DEVICE A divided(A x, A by) {
-  return by == 0 ? A{0} : x / by;
-}
-
-// ---- forward ----
-
-template <class T>
-struct Pooling {
-  const T* weight;
-  int64_t num_rows;
-  int64_t dim;
-  Bags bags;
-  const Acc<T>* sample_weights;  // may be null
-  Combiner combiner;
-  BagErrors errors;
-  int log2_lanes;
-};
-
-// sum = the weighted rows of the `count` entries from `begin`, at most kPart, added in order;
-// total = what their weights add to the total.
-template <class T, int kWidth>
-SPARSEKIT_DEVICE void pool(const Pooling<T>& in, int64_t begin, int count, int64_t element,
-                           Acc<T> (&sum)[kWidth], Acc<T>& total) {
-  int64_t next_row[kInFlight];
-  Acc<T> next_weight[kInFlight];
-  const auto look_up = [&](int from) {
-    for (int j = 0; j < kInFlight; ++j) {
-      const int64_t i = begin + from + j;
-      const bool there = from + j < count;
-      next_row[j] = there ? in.bags.rows[i] : -1;
-      next_weight[j] = there ? Acc<T>{1} : Acc<T>{0};
-      if (there && in.sample_weights != nullptr) next_weight[j] = in.sample_weights[i];
-    }
-  };
-  for (int l = 0; l < kWidth; ++l) sum[l] = 0;
-  total = 0;
-  look_up(0);
-  for (int k = 0; k < count; k += kInFlight) {
-    int64_t row[kInFlight];
-    Acc<T> weight[kInFlight];
-    RowPiece<T, kWidth> piece[kInFlight];
-    for (int j = 0; j < kInFlight; ++j) {
-      row[j] = next_row[j];
-      weight[j] = next_weight[j];
-    }
-    for (int j = 0; j < kInFlight; ++j) {
-      piece[j] = {};
-      if (row[j] >= 0 && row[j] < in.num_rows && element < in.dim) {
-        piece[j].read(in.weight + row[j] * in.dim + element);
-      }
-    }
-    look_up(k + kInFlight);
-    for (int j = 0; j < kInFlight; ++j) {
-      total += in_total(weight[j], in.combiner);
-      if (row[j] >= in.num_rows) {
-        if (element == 0) simt::atomic_min(in.errors.bad_row, begin + k + j);
-      } else if (row[j] >= 0) {
-        for (int l = 0; l < kWidth; ++l) sum[l] += weight[j] * load(piece[j].at(l));
-      }
-    }
-  }
-}
-
-// Writes the pooled vector of a bag of `count` entries.
-template <class T, int kWidth>
-SPARSEKIT_DEVICE void write_bag(const Pooling<T>& in, int64_t bag, int64_t count, int64_t element,
-                                Acc<T> (&sum)[kWidth], Acc<T> total, T* out) {
-  if (element >= in.dim) return;
-  const Acc<T> by = divisor(total, count, in.combiner);
-  for (int j = 0; j < kWidth; ++j) sum[j] = divided(sum[j], by);
-  write_row(out + bag * in.dim + element, sum);
-}
-
-// A part of a long bag: entries [begin + index * kPart, ...) of it, at most kPart.
-struct Part {
-  int64_t bag;  // negative in a slot without a part
-  int64_t index;
-};
-
-SPARSEKIT_DEVICE int64_t num_parts(const Range& range) {
-  return (range.end - range.begin + kPart - 1) / kPart;
-}
-
-// Parts of all long bags, those of one bag side by side; the order of the bags is that of
-// arrival, which no sum depends on.
-template <class T>
-struct LongBags {
-  int64_t* taken;    // parts so far
-  Part* parts;       // [capacity]
-  Acc<T>* sums;      // [capacity, dim]
-  Acc<T>* totals;    // [2, capacity]
-  int64_t capacity;  // 0 when no bag can be long
-
-  LongBags(Arena& arena, int64_t n, int64_t dim)
-      // A bag of more than kPart entries has fewer than two parts for each kPart of them.
-      : capacity(n <= kPart ? 0 : 2 * (n / kPart) + 1) {
-    taken = arena.take<int64_t>(capacity == 0 ? 0 : 1);
-    parts = arena.take<Part>(capacity);
-    sums = arena.take<Acc<T>>(capacity * dim);
-    totals = arena.take<Acc<T>>(2 * capacity);
-  }
-};
-
-// A tile per bag, and one more for the last offset. Long bags are put down as parts and get zeros
-// for now; they keep them if there is no space, which only bags that overlap can bring about.
-template <class T, int kWidth>
-SPARSEKIT_KERNEL __launch_bounds__(256)
-    pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags, T* out) {
-  const int64_t bag = tile_of_thread(in.log2_lanes);
-  const int64_t element = first_element(kWidth, in.log2_lanes);
-  if (element == 0 && bag <= in.bags.num_bags) check_offset(in.bags, bag, in.errors.bad_offset);
-  Range range = bag < in.bags.num_bags ? bag_range(in.bags, bag) : Range{0, 0};
-  if (long_bags.capacity > 0 && simt::column() == 0) {
-    const int lanes = 1 << in.log2_lanes;
-    const int lane_in_tile = simt::lane() & (lanes - 1);
-    const int64_t parts = range.end - range.begin > kPart ? num_parts(range) : 0;
-    int64_t first = 0;
-    if (parts > 0 && lane_in_tile == 0) first = simt::atomic_add(long_bags.taken, parts);
-    first = simt::warp_shuffle(first, simt::lane() - lane_in_tile);
-    for (int64_t j = lane_in_tile; j < parts && first + parts <= long_bags.capacity; j += lanes) {
-      long_bags.parts[first + j] = Part{bag, j};
-    }
-  }
-  if (bag >= in.bags.num_bags) return;
-  const int64_t entries = range.end - range.begin;
-  const int count = entries > kPart ? 0 : static_cast<int>(entries);
-  Acc<T> sum[kWidth], total;
-  pool(in, range.begin, count, element, sum, total);
-  write_bag(in, bag, count, element, sum, total, out);
-}
-
-// A tile per part.
-template <class T, int kWidth>
-SPARSEKIT_KERNEL __launch_bounds__(256) pool_parts_kernel(Pooling<T> in, LongBags<T> long_bags) {
-  const int64_t slot = tile_of_thread(in.log2_lanes);
-  const int64_t element = first_element(kWidth, in.log2_lanes);
-  if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
-  const Part part = long_bags.parts[slot];
-  const Range range = bag_range(in.bags, part.bag);
-  const int64_t begin = range.begin + part.index * kPart;
-  const auto count = static_cast<int>(range.end - begin < kPart ? range.end - begin : kPart);
-  Acc<T> sum[kWidth], total;
-  pool(in, begin, count, element, sum, total);
-  if (element < in.dim) write_row(long_bags.sums + slot * in.dim + element, sum);
-  if (element == 0) long_bags.totals[slot] = total;
-}
-
-// Every stride-th part of a bag has the sum of its `stride` parts; now adds kPart of those to the
-// first of them, and writes the bags when no more is to be added. Totals go from one half of
-// `totals` to the other, as every lane of a row reads them; sums stay in their place.
-template <class T, int kWidth>
-SPARSEKIT_KERNEL __launch_bounds__(256)
-    add_parts_kernel(Pooling<T> in, LongBags<T> long_bags, int64_t stride, int half, bool last,
-                     T* out) {
-  const int64_t slot = tile_of_thread(in.log2_lanes);
-  const int64_t element = first_element(kWidth, in.log2_lanes);
-  if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
-  const Part part = long_bags.parts[slot];
-  if (part.index % (stride * kPart) != 0) return;
-  const Range range = bag_range(in.bags, part.bag);
-  const int64_t left = (num_parts(range) - part.index + stride - 1) / stride;
-  const int64_t count = left < kPart ? left : kPart;
-  const Acc<T>* totals = long_bags.totals + half * long_bags.capacity;
-
-  Acc<T> sum[kWidth] = {}, total = 0;
-  for (int64_t k = 0; k < count; k += kInFlight) {
-    RowPiece<Acc<T>, kWidth> piece[kInFlight];
-    Acc<T> more[kInFlight];
-    for (int j = 0; j < kInFlight; ++j) {
-      const int64_t from = slot + (k + j) * stride;
-      piece[j] = {};
-      if (k + j < count && element < in.dim) {
-        piece[j].read(long_bags.sums + from * in.dim + element);
-      }
-      more[j] = k + j < count ? totals[from] : Acc<T>{0};
-    }
-    for (int j = 0; j < kInFlight; ++j) {
-      total += more[j];
-      for (int l = 0; l < kWidth; ++l) sum[l] += piece[j].at(l);
-    }
-  }
-  if (last) return write_bag(in, part.bag, range.end - range.begin, element, sum, total, out);
-  if (element < in.dim) write_row(long_bags.sums + slot * in.dim + element, sum);
-  if (element == 0) long_bags.totals[(1 - half) * long_bags.capacity + slot] = total;
-}
-
-template <class T, int kWidth>
-void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShape& shape, T* out,
-               void* stream) {
-  if (long_bags.capacity > 0) {
-    simt::fill_bytes(long_bags.taken, 0, sizeof *long_bags.taken, stream);
-    simt::fill_bytes(long_bags.parts, 0xFF, long_bags.capacity * static_cast<int64_t>(sizeof(Part)),
-                     stream);
-  }
-  simt::launch("embedding_bag: bags", pool_bags_kernel<T, kWidth>,
-               grid_for_rows(in.bags.num_bags + 1, shape), stream, in, long_bags, out);
-  if (long_bags.capacity == 0) return;
-  const simt::Grid grid = grid_for_rows(long_bags.capacity, shape);
-  simt::launch("embedding_bag: parts", pool_parts_kernel<T, kWidth>, grid, stream, in, long_bags);
-  int half = 0;
-  bool last = false;
-  for (int64_t stride = 1; !last; stride *= kPart, half = 1 - half) {
-    last = stride * kPart * kPart >= in.bags.n;
-    simt::launch("embedding_bag: sums of parts", add_parts_kernel<T, kWidth>, grid, stream, in,
-                 long_bags, stride, half, last, out);
-  }
-}
 
 // ---- backward ----
 
@@ -287,7 +25,7 @@ SPARSEKIT_DEVICE BagSums<A> sum_bag(const A* weights, const A* dots, const Range
   BagSums<A> sums{0, 0};
   for (int64_t i = range.begin + simt::lane(); i < range.end; i += simt::kWarp) {
     sums.total += in_total(weights[i], combiner);
-    if (dots != nullptr) sums.weighted += weights[i] * dots[i];
+    if (dots != nullptr) sums.weighted += weights[i] * simt::load(dots + i);
   }
   for (int step = simt::kWarp / 2; step > 0; step /= 2) {
     sums.total += simt::warp_shuffle(sums.total, simt::lane() ^ step);
@@ -406,7 +144,8 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
 }
 
-// From the dots to the gradient, as the CPU's comment says; a warp per bag.
+// From the dots to the gradient, as the CPU's comment says; a warp per bag. Bags overlap when
+// offsets are bad, so the gradients are read and written as what another warp may write.
 template <class A>
 SPARSEKIT_KERNEL normalise_dots_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                        A* grad) {
@@ -418,7 +157,7 @@ SPARSEKIT_KERNEL normalise_dots_kernel(Bags bags, const A* sample_weights, Combi
   for (int64_t i = range.begin + simt::lane(); i < range.end; i += simt::kWarp) {
     A shared = divided(sums.weighted, by);
     if (combiner == Combiner::kSqrtn) shared *= divided(sample_weights[i], by);
-    grad[i] = divided(grad[i] - shared, by);
+    simt::store(grad + i, divided(simt::load(grad + i) - shared, by));
   }
 }
 

@@ -1,5 +1,6 @@
-#include "cuda/row_shape.h"
 #include "sparsekit/gather_rows.h"
+
+#include "cuda/row_shape.h"
 
 namespace sparsekit::cuda {
 namespace {

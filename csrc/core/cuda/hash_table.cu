@@ -247,10 +247,9 @@ void hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, i
                unsound);
 }
 
-#define SPARSEKIT_INSTANTIATE(Key)                                                             \
-  template void hash_table_find(const Bucket*, int64_t, const Key*, DeviceCount, int64_t*,     \
-                                void*);                                                        \
-  template void hash_table_find_or_insert(Bucket*, int64_t, int64_t*, int64_t, const Key*,     \
+#define SPARSEKIT_INSTANTIATE(Key)                                                                 \
+  template void hash_table_find(const Bucket*, int64_t, const Key*, DeviceCount, int64_t*, void*); \
+  template void hash_table_find_or_insert(Bucket*, int64_t, int64_t*, int64_t, const Key*,         \
                                           DeviceCount, int64_t*, int64_t*, void*, void*);
 SPARSEKIT_INSTANTIATE(int32_t)
 SPARSEKIT_INSTANTIATE(int64_t)

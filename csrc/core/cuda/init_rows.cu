@@ -1,5 +1,6 @@
-#include "cuda/row_shape.h"
 #include "sparsekit/init_rows.h"
+
+#include "cuda/row_shape.h"
 #include "sparsekit/initial_values.h"
 
 namespace sparsekit::cuda {

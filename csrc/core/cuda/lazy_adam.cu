@@ -1,8 +1,9 @@
+#include "sparsekit/lazy_adam.h"
+
 #include <algorithm>
 #include <cmath>
 
 #include "cuda/row_shape.h"
-#include "sparsekit/lazy_adam.h"
 
 namespace sparsekit::cuda {
 namespace {

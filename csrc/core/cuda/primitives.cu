@@ -24,10 +24,10 @@ int64_t scan_workspace_bytes(int64_t n) {
 
 int64_t sort_workspace_bytes(int64_t n) {
   size_t bytes = 0;
-  simt::check(cub::DeviceRadixSort::SortPairs(
-                  nullptr, bytes, static_cast<const uint32_t*>(nullptr),
-                  static_cast<uint32_t*>(nullptr), static_cast<const int32_t*>(nullptr),
-                  static_cast<int32_t*>(nullptr), static_cast<int>(n)),
+  simt::check(cub::DeviceRadixSort::SortPairs(nullptr, bytes, static_cast<const uint32_t*>(nullptr),
+                                              static_cast<uint32_t*>(nullptr),
+                                              static_cast<const int32_t*>(nullptr),
+                                              static_cast<int32_t*>(nullptr), static_cast<int>(n)),
               "sort");
   return static_cast<int64_t>(bytes);
 }
@@ -44,11 +44,10 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
                 int32_t* sorted_values, int64_t n, int bits, void* workspace, void* stream) {
   if (n == 0) return;
   auto bytes = static_cast<size_t>(sort_workspace_bytes(n));
-  simt::check(
-      cub::DeviceRadixSort::SortPairs(workspace, bytes, keys, sorted_keys, values, sorted_values,
-                                      static_cast<int>(n), 0, bits,
-                                      static_cast<cudaStream_t>(stream)),
-      "sort");
+  simt::check(cub::DeviceRadixSort::SortPairs(workspace, bytes, keys, sorted_keys, values,
+                                              sorted_values, static_cast<int>(n), 0, bits,
+                                              static_cast<cudaStream_t>(stream)),
+              "sort");
 }
 
 #else
@@ -75,7 +74,8 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
   const auto low = [=](int64_t i) { return keys[i] & ((uint64_t{1} << bits) - 1); };
   std::vector<int64_t> order(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) order[static_cast<size_t>(i)] = i;
-  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return low(a) < low(b); });
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return low(a) < low(b); });
   for (int64_t i = 0; i < n; ++i) {
     sorted_keys[i] = keys[order[static_cast<size_t>(i)]];
     sorted_values[i] = values[order[static_cast<size_t>(i)]];

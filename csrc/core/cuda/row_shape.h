@@ -26,7 +26,8 @@ constexpr int kWide = 16 / static_cast<int>(sizeof(T));
 // `arrays` are the addresses of all arrays of rows of T (null ones do not count).
 template <class T, class... Arrays>
 RowShape row_shape(int64_t dim, const Arrays*... arrays) {
-  const bool aligned = dim % kWide<T> == 0 && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...);
+  const bool aligned =
+      dim % kWide<T> == 0 && ((reinterpret_cast<uintptr_t>(arrays) % 16 == 0) && ...);
   RowShape shape{aligned ? kWide<T> : 1, 0, 1};
   const int64_t accesses = (dim + shape.width - 1) / shape.width;
   while (shape.log2_lanes < 5 && shape.lanes() < accesses) ++shape.log2_lanes;

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "cuda/primitives.h"
+#include "cuda/row_piece.cuh"
 #include "cuda/row_shape.h"
 #include "cuda/simt.cuh"
 #include "cuda/workspace.h"
@@ -20,37 +21,8 @@
 
 namespace sparsekit::cuda {
 
-// Rows that a tile asks for before it uses the first.
-constexpr int kInFlight = 4;
-
 // Sorted entries per tile. Even, so that both partial sums of a chunk meet at the next level.
 constexpr uint32_t kChunk = 64;
-
-// The kWidth elements of a row that one lane has, as they lie in memory.
-template <class S, int kWidth>
-struct RowPiece {
-  static constexpr int kAccess = kWidth < kWide<S> ? kWidth : kWide<S>;
-  simt::Vec<S, kAccess> access[kWidth / kAccess];
-
-  SPARSEKIT_DEVICE void read(const S* from) {
-    const auto* vectors = reinterpret_cast<const simt::Vec<S, kAccess>*>(from);
-    for (int i = 0; i < kWidth / kAccess; ++i) access[i] = vectors[i];
-  }
-  SPARSEKIT_DEVICE void write(S* to) const {
-    auto* vectors = reinterpret_cast<simt::Vec<S, kAccess>*>(to);
-    for (int i = 0; i < kWidth / kAccess; ++i) vectors[i] = access[i];
-  }
-  SPARSEKIT_DEVICE S& at(int i) { return access[i / kAccess].at[i % kAccess]; }
-  SPARSEKIT_DEVICE const S& at(int i) const { return access[i / kAccess].at[i % kAccess]; }
-};
-
-// to[0 : kWidth] = sum, rounded to the type of the row.
-template <class T, int kWidth>
-SPARSEKIT_DEVICE void write_row(T* to, const Acc<T> (&sum)[kWidth]) {
-  RowPiece<T, kWidth> piece;
-  for (int i = 0; i < kWidth; ++i) piece.at(i) = store<T>(sum[i]);
-  piece.write(to);
-}
 
 // A row and what it is multiplied by.
 template <class A>
@@ -91,8 +63,8 @@ enum class Run { kWhole, kHead, kTail };
 
 // Walks entries [begin, end) of n, not none, which are sorted by key. put(run, key, sum) is called
 // for every run in which any entry is there, with the sum of its rows in the range, added in
-// order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. Unsigned, as k may pass
-// n by a little.
+// order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. The numbers are unsigned
+// because they get a little past n < 2^31.
 template <int kWidth, class S, class EntryAt, class Put>
 SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
                                const Rows<S>& rows, const EntryAt& entry, const Put& put) {
@@ -278,20 +250,21 @@ void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& sh
   const int64_t words = SegmentWorkspace<T>::present_words(in.num_segments);
   simt::fill_bytes(work.present, 0, words * 4, stream);
   for (int i = 0; i + 1 < work.num_levels; ++i) {
-    const Level<T>&from = work.levels[i], &to = work.levels[i + 1];
+    const Level<T>& from = work.levels[i];
+    const Level<T>& to = work.levels[i + 1];
     const simt::Grid grid = grid_for_rows((from.n + kChunk - 1) / kChunk, shape);
     if (i == 0) {
-      simt::launch("segment sum: rows", sum_chunks_kernel<T, T, kWidth>, grid, stream, from, rows,
+      simt::launch("segment_sum: rows", sum_chunks_kernel<T, T, kWidth>, grid, stream, from, rows,
                    in.num_segments, shape.log2_lanes, to, work.present, out);
     } else {
       const Rows<Acc<T>> sums{from.rows, nullptr, rows.dim};
-      simt::launch("segment sum: partial sums", sum_chunks_kernel<T, Acc<T>, kWidth>, grid, stream,
+      simt::launch("segment_sum: partial sums", sum_chunks_kernel<T, Acc<T>, kWidth>, grid, stream,
                    from, sums, in.num_segments, shape.log2_lanes, to, nullptr, out);
     }
   }
   simt::Grid grid = simt::grid_for(words * simt::kWarp);
   grid.columns = shape.columns;
-  simt::launch("segment sum: zeros", zero_absent_kernel<T, kWidth>, grid, stream, work.present,
+  simt::launch("segment_sum: zeros", zero_absent_kernel<T, kWidth>, grid, stream, work.present,
                in.num_segments, rows.dim, shape.log2_lanes, out);
 }
 
@@ -384,12 +357,14 @@ void reduce_by_atomics(const Segments& in, const Rows<float>& rows, const RowSha
   simt::Grid grid = simt::grid_for(in.n);
   grid.columns = shape.columns;
   grid.shared_bytes = grid.threads * static_cast<int64_t>(sizeof(Entry));
-  simt::launch("segment sum: atomics", add_rows_kernel<kWidth>, grid, stream, in, rows,
+  simt::launch("segment_sum: atomics", add_rows_kernel<kWidth>, grid, stream, in, rows,
                shape.log2_lanes, out);
 }
 
-// Sorting moves about 76 bytes per entry, and costs some ten launches; atomics on rows that have
-// left the L2 cache read and write them in memory once more. The bounds are estimates.
+// Sorting moves about 76 bytes per entry and costs some ten launches. Atomics on rows that do not
+// stay in the L2 cache read and write these in memory once more for every entry. So atomics suit
+// few entries, rows of up to 32 bytes, and outputs of up to 32 MiB; all three are estimates, not
+// yet measured.
 inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
   constexpr int64_t kFewEntries = 32768;
   constexpr int64_t kSmallRow = 8;
@@ -410,7 +385,7 @@ void reduce_segments(const Segments& in, const Rows<T>& rows, bool deterministic
       return reduce(in, rows, shape, out, stream);
     }
   }
-  simt::launch("segment sum: keys", segment_keys_kernel, simt::grid_for(in.n), stream, in,
+  simt::launch("segment_sum: keys", segment_keys_kernel, simt::grid_for(in.n), stream, in,
                work.keys, work.positions);
   if (rows.dim == 0 || in.num_segments == 0) return;
   const auto reduce = shape.width == 1 ? reduce_in_order<T, 1> : reduce_in_order<T, kWide<T>>;

@@ -1,5 +1,6 @@
-#include "cuda/segment_reduce.cuh"
 #include "sparsekit/segment_sum.h"
+
+#include "cuda/segment_reduce.cuh"
 
 namespace sparsekit::cuda {
 

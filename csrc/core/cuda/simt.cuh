@@ -183,10 +183,12 @@ inline void check(cudaError_t error, const char* what) {
 template <class... Parameters, class... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, void* stream,
             const Arguments&... arguments) {
-  const dim3 size(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.columns));
-  kernel<<<size, grid.threads, grid.shared_bytes, static_cast<cudaStream_t>(stream)>>>(
-      arguments...);
-  check(cudaGetLastError(), name);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(grid.blocks), static_cast<unsigned>(grid.columns));
+  config.blockDim = dim3(static_cast<unsigned>(grid.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(grid.shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), name);
 }
 
 // Fills device memory with one byte.

@@ -308,12 +308,8 @@ bool Worker::run_block() {
   waiting_.clear();
   for (size_t i = 0; i < count; ++i) {
     const int warp = index_ + static_cast<int>(i) / kWarp * kWorkersPerGroup;
-    fibers_[i]->position = Position{warp * kWarp + fibers_[i]->lane,
-                                    grid.threads,
-                                    block,
-                                    grid.blocks,
-                                    column,
-                                    group_.shared()};
+    fibers_[i]->position = Position{
+        warp * kWarp + fibers_[i]->lane, grid.threads, block, grid.blocks, column, group_.shared()};
     ready_.push_back(fibers_[i].get());
   }
   live_ = count;
@@ -368,9 +364,7 @@ void Worker::run(Launch& launch) {
     if (index_ == 0) {
       const int64_t turn = launch.failed ? num_blocks : launch.next_block++;
       // Half of the launches begin at the far end: no kernel may rely on the order of blocks.
-      group_.block = turn >= num_blocks     ? -1
-                     : launch.seed % 2 == 0 ? turn
-                                            : num_blocks - 1 - turn;
+      group_.block = turn >= num_blocks ? -1 : launch.seed % 2 == 0 ? turn : num_blocks - 1 - turn;
       acquire(&group_.end);
       // Garbage, so that reading what was never written shows.
       if (__asan_unpoison_memory_region != nullptr) {

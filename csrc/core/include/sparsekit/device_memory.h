@@ -6,7 +6,8 @@
 
 namespace sparsekit::cuda {
 
-// What position words hold while nothing bad was found: every byte the same, so that a fill sets it.
+// What position words hold while nothing bad was found: every byte the same, so that a fill sets
+// it.
 constexpr int kNoPositionByte = 0x7F;
 constexpr int64_t kNoPosition = 0x7F7F7F7F7F7F7F7F;
 

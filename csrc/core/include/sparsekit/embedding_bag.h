@@ -57,7 +57,7 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
 // On a device. Offsets and rows are checked there: *bad_offset and *bad_row, which the caller has
 // set to INT64_MAX, become the smallest position at which offsets break the rule of Bags (as
 // cpu::check_offsets reports it) and of a row >= num_rows. A bag with bad offsets counts as empty,
-// a bad row as a row of zeros. n < 2^31.
+// a bad row as a row of zeros. n and num_bags < 2^31.
 namespace cuda {
 
 struct BagErrors {

@@ -37,10 +37,18 @@ SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer,
     // (0, 1] for the logarithm. In double, so that the rounding of the last step is all that a
     // platform's log and cos could change.
     const double u = (static_cast<double>(random.word[j]) + 1) * 0x1p-32;
-    const double angle = 2 * 3.14159265358979323846 * 0x1p-32 * random.word[j + 1];
     const double radius = std::sqrt(-2 * std::log(u));
-    values[j] = static_cast<float>(a + b * (radius * std::cos(angle)));
-    values[j + 1] = static_cast<float>(a + b * (radius * std::sin(angle)));
+    double sine = 0, cosine = 0;
+#ifdef __CUDA_ARCH__
+    // The plain functions drag along, for huge angles, a path that needs a stack.
+    sincospi(0x1p-31 * random.word[j + 1], &sine, &cosine);
+#else
+    const double angle = 2 * 3.14159265358979323846 * 0x1p-32 * random.word[j + 1];
+    sine = std::sin(angle);
+    cosine = std::cos(angle);
+#endif
+    values[j] = static_cast<float>(a + b * (radius * cosine));
+    values[j + 1] = static_cast<float>(a + b * (radius * sine));
   }
 }
 

@@ -13,7 +13,8 @@ struct Philox4x32 {
 };
 
 // The four random words of a 128-bit counter under a 64-bit key.
-SPARSEKIT_HOST_DEVICE inline Philox4x32 philox4x32_10(Philox4x32 counter, uint32_t key0, uint32_t key1) {
+SPARSEKIT_HOST_DEVICE inline Philox4x32 philox4x32_10(Philox4x32 counter, uint32_t key0,
+                                                      uint32_t key1) {
   for (int round = 0; round < 10; ++round) {
     const uint64_t product0 = uint64_t{0xD2511F53u} * counter.word[0];
     const uint64_t product1 = uint64_t{0xCD9E8D57u} * counter.word[2];

@@ -1,0 +1,26 @@
+"""gather_rows against index_select, on a GPU; the CPU's is a part of the other benchmarks."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+import sparsekit
+
+from .gpu import Comparison, Gpu
+
+
+def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
+    """Uniform rows of a large table; read and written are a row and its number."""
+    floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=6)
+    storage = gpu.randn(floats)
+    for dim in (16, 64, 128, 256):
+        table = storage.view(-1, dim)
+        n = gpu.size((1 << 29) // dim, 100)
+        rows = gpu.randint(len(table), n)
+        assert torch.equal(sparsekit.ops.gather_rows(table, rows), table[rows])
+        ours = gpu.time(partial(sparsekit.ops.gather_rows, table, rows))
+        theirs = gpu.time(partial(torch.index_select, table, 0, rows))
+        case = f"gather_rows {n:,} of {len(table):,} x {dim}"
+        yield gpu.against_r1(case, ours, n * (8 + 8 * dim))
+        yield from gpu.against(case, ours, "index_select", theirs)

@@ -1,0 +1,317 @@
+"""What the benchmarks of a GPU share: clocks, roofs, targets and the form of a result.
+
+A result is one comparison: a case of ours against a roof or against a peer, on the same inputs in
+the same run. A roof counts as a peer that takes the time the roof allows, so one ratio serves all.
+
+R1 is the speed of a copy within the device, bytes read and written; R2 the number of 64-byte lines
+gathered per second, one for each random key, from an array as large as the table.
+"""
+
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import sparsekit
+
+# The project's targets: how many times as fast as the roof or the peer a case shall be. A time of
+# at most 1.15 times that of another is a ratio of 1 / 1.15. A target that is met is raised.
+TARGETS = {
+    ("find, load <= 0.75", "R2"): 0.70,
+    ("find, load 0.9", "R2"): 0.55,
+    ("find_or_insert, all new", "R2"): 0.30,
+    ("find_or_insert, 10% new", "R2"): 0.50,
+    ("unique", "torch.unique"): 4.0,
+    ("unique", "cupy.unique"): 4.0,
+    ("unique 1M", "torch.unique"): 6.0,
+    ("unique 1M", "cupy.unique"): 6.0,
+    ("segment_sum uniform", "R1"): 0.65,
+    ("segment_sum sorted", "R1"): 0.85,
+    ("segment_sum uniform", "index_add_"): 1.2,
+    ("segment_sum zipf", "index_add_"): 3.0,
+    ("segment_sum half on one", "index_add_"): 8.0,
+    ("segment_sum deterministic", "its fastest mode"): 1 / 1.5,
+    ("embedding_bag, D >= 128", "R1"): 0.85,
+    ("embedding_bag, D 32-64", "R1"): 0.75,
+    ("keys to pooled vectors", "known rows + keys / R2"): 1 / 1.15,
+    ("backward + LazyAdam, uniform", "R1"): 0.65,
+    ("backward + LazyAdam, zipf", "R1"): 0.5,
+    ("backward + LazyAdam, uniform", "EmbeddingBag + SparseAdam"): 10.0,
+    ("backward + LazyAdam, zipf", "EmbeddingBag + SparseAdam"): 10.0,
+    ("LazyAdam, D >= 64", "R1"): 0.85,
+    ("bucketize", "R1"): 0.5,
+    ("bucketize", "argsort(owner)"): 5.0,
+}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread, (longest - shortest) / median, of the device's clock and of the wall's.
+
+    The wall's begins and ends with nothing left to do on the device, so it has the launches and
+    the waits of the host in it, and is what a call that reads something back really takes.
+    """
+
+    ms: float
+    spread: float
+    wall_ms: float
+    wall_spread: float
+
+    def on(self, clock: str) -> tuple[float, float]:
+        """Median and spread by "events" or "wall"."""
+        return (self.wall_ms, self.wall_spread) if clock == "wall" else (self.ms, self.spread)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A case against one roof or one peer; times are medians in milliseconds."""
+
+    case: str
+    clock: str
+    ms: float
+    spread: float
+    against: str
+    against_ms: float
+    against_spread: float
+    bytes: int | None
+    target: float | None
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast as the roof or the peer."""
+        return self.against_ms / self.ms
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met, if there is one."""
+        return None if self.target is None else self.ratio >= self.target
+
+
+class Gpu:
+    """The device under test. Any device will do, at toy size, to see whether all lines run."""
+
+    repeats = 7
+
+    def __init__(self, device: torch.device, quick: bool) -> None:
+        self.device = device
+        self.quick = quick
+        self.on_gpu = device.type == "cuda"
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.gather_roofs: dict[int, float] = {}
+        # Larger than the L2 cache: written before each timed call, so that none finds its input
+        # there, and so that the host is ahead of the device when the call is queued.
+        self._flush = torch.empty(1 << 10 if quick else 1 << 29, dtype=torch.uint8, device=device)
+        self.copy_roof = self._measure_copy()
+
+    # ---- clocks ----
+
+    def time(self, run: Callable[[], object], setup: Callable[[], object] | None = None) -> Timing:
+        """Time `run`; `setup` comes before each call and is not counted."""
+        for _ in range(2):
+            self._prepare(setup)
+            run()
+        device, wall = [], []
+        for _ in range(self.repeats):
+            self._prepare(setup)
+            device.append(self._device_ms(run))
+        for _ in range(self.repeats):
+            self._prepare(setup)
+            self._synchronize()
+            wall.append(self._wall_ms(run))
+        return Timing(*_median_and_spread(device), *_median_and_spread(wall))
+
+    def _prepare(self, setup: Callable[[], object] | None) -> None:
+        if setup is not None:
+            setup()
+        self._flush.zero_()
+
+    def _device_ms(self, run: Callable[[], object]) -> float:
+        if not self.on_gpu:
+            return self._wall_ms(run)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def _wall_ms(self, run: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        run()
+        self._synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    # ---- roofs ----
+
+    def _measure_copy(self) -> float:
+        """R1, bytes per second: the best of several sizes."""
+        best = 0.0
+        for size in (1 << 10,) if self.quick else (1 << 28, 1 << 30, 1 << 32):
+            size = self.fit(size, bytes_each=2)
+            source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            target = torch.empty_like(source)
+            timing = self.time(partial(target.copy_, source))
+            best = max(best, 2e3 * size / timing.ms)
+        return best
+
+    def gather_roof(self, table_bytes: int) -> float:
+        """R2, lines per second, for an array of this size: the best of several ways."""
+        lines = max(1, table_bytes // 64)
+        if lines not in self.gather_roofs:
+            table = torch.zeros(lines, 16, device=self.device)
+            n = self.size(16 << 20, 1_000)
+            keys = self.randint(lines, n)
+            # The last two add up what they gather, so that next to nothing is written.
+            offsets = torch.arange(0, n + 1, 64, device=self.device)
+            keys = keys[: int(offsets[-1])]
+            ways: list[Callable[[], object]] = [
+                lambda: torch.index_select(table, 0, keys),
+                lambda: sparsekit.ops.gather_rows(table, keys),
+                lambda: sparsekit.ops.embedding_bag(table, keys, offsets),
+                lambda: F.embedding_bag(keys, table, offsets, mode="sum", include_last_offset=True),
+            ]
+            self.gather_roofs[lines] = max(1e3 * len(keys) / self.time(way).ms for way in ways)
+        return self.gather_roofs[lines]
+
+    # ---- comparisons ----
+
+    def against_r1(self, case: str, ours: Timing, num_bytes: int, target: str = "") -> Comparison:
+        """Compare with moving so many bytes at the speed of a copy."""
+        roof_ms = 1e3 * num_bytes / self.copy_roof
+        return self._compare(case, ours, "R1", Timing(roof_ms, 0, roof_ms, 0), target, num_bytes)
+
+    def against_r2(
+        self, case: str, ours: Timing, lines: int, table_bytes: int, target: str = ""
+    ) -> Comparison:
+        """Compare with gathering so many random lines from an array of so many bytes."""
+        roof_ms = 1e3 * lines / self.gather_roof(table_bytes)
+        return self._compare(case, ours, "R2", Timing(roof_ms, 0, roof_ms, 0), target, 64 * lines)
+
+    def against(
+        self, case: str, ours: Timing, peer: str, theirs: Timing, target: str = "", *,
+        wall: bool = False,
+    ) -> Iterator[Comparison]:  # fmt: skip
+        """Compare with a peer, by the device's clock and, if wanted, by the wall's as well."""
+        for clock in ("events", "wall") if wall else ("events",):
+            yield self._compare(case, ours, peer, theirs, target, None, clock)
+
+    def _compare(
+        self, case: str, ours: Timing, against: str, theirs: Timing, target: str,
+        num_bytes: int | None, clock: str = "events",
+    ) -> Comparison:  # fmt: skip
+        if target and (target, against) not in TARGETS:
+            raise KeyError(f"there is no target for {target!r} against {against!r}")
+        return Comparison(
+            case, clock, *ours.on(clock), against, *theirs.on(clock), num_bytes,
+            TARGETS.get((target, against)),
+        )  # fmt: skip
+
+    # ---- inputs ----
+
+    def size(self, full: int, quick: int) -> int:
+        """One or the other."""
+        return quick if self.quick else full
+
+    def fit(self, count: int, bytes_each: float) -> int:
+        """Count, halved until so many things of so many bytes leave some memory free."""
+        # Modules with hooks are in cycles, and what is cached is not free for other sizes.
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self.device)
+            while count > 1 and count * bytes_each > 0.8 * free:
+                count //= 2
+        return count
+
+    def randint(self, high: int, n: int) -> torch.Tensor:
+        """Int64 ``[n]``, uniform in [0, high)."""
+        return torch.randint(0, high, (n,), generator=self.generator, device=self.device)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Float32 of the normal distribution."""
+        return torch.randn(*shape, generator=self.generator, device=self.device)
+
+    def distinct_keys(self, start: int, end: int) -> torch.Tensor:
+        """Keys number start, ..., end - 1 of a sequence without repeats."""
+        return torch.arange(start, end, device=self.device) * 0x1E3779B97F4A7C15
+
+    def zipf(self, n: int, exponent: float, num_ids: int) -> torch.Tensor:
+        """Int64 ``[n]`` in [0, num_ids); frequent ones are not neighbours."""
+        ranks = torch.arange(1, num_ids + 1, dtype=torch.float64, device=self.device)
+        cumulative = ranks.pow_(-exponent).cumsum_(0)
+        draws = torch.rand(n, generator=self.generator, device=self.device, dtype=torch.float64)
+        rank = torch.searchsorted(cumulative, draws * cumulative[-1]).clamp_(max=num_ids - 1)
+        return rank * 2654435761 % num_ids  # a prime, so no two ranks meet
+
+    def array_module(self) -> Any:
+        """The module cupy, None without it; numpy where it can be one and the same."""
+        if not self.on_gpu:
+            return np
+        if find_spec("cupy") is None:
+            return None
+        return import_module("cupy")
+
+    def describe(self) -> dict[str, object]:
+        """What a result must be read with."""
+        info: dict[str, object] = {
+            "device": platform.processor(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "build": sparsekit.build_info(),
+            "r1_bytes_per_s": self.copy_roof,
+            "r2_lines_per_s": {str(64 * n): roof for n, roof in self.gather_roofs.items()},
+        }
+        if self.on_gpu:
+            properties = torch.cuda.get_device_properties(self.device)
+            info["device"] = properties.name
+            info["memory_bytes"] = properties.total_memory
+            info["driver"] = _driver()
+        cupy = self.array_module()
+        info["cupy"] = None if cupy is None else cupy.__version__
+        return info
+
+
+def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equality up to the rounding of long sums, measured by the largest one."""
+    difference = float((actual - expected).abs_().max()) if len(actual) else 0.0
+    largest = float(expected.abs().max()) if len(expected) else 0.0
+    assert difference <= 1e-4 * largest + 1e-5, f"off by {difference}; the largest is {largest}"
+
+
+def write_gpu_json(
+    path: Path, results: list[Comparison], machine: dict[str, object], failed: list[str]
+) -> None:
+    """Write the results with the machine they were measured on."""
+    rows = [{**asdict(result), "ratio": result.ratio, "met": result.met} for result in results]
+    written = {"machine": machine, "failed": failed, "results": rows}
+    path.write_text(json.dumps(written, indent=1) + "\n")
+
+
+def _median_and_spread(times: list[float]) -> tuple[float, float]:
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"

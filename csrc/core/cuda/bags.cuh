@@ -1,0 +1,71 @@
+// What every kernel on bags needs: which entries a bag has, when offsets may be wrong, and what its
+// sum is divided by.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/simt.cuh"
+#include "sparsekit/embedding_bag.h"
+
+namespace sparsekit::cuda {
+
+struct Range {
+  int64_t begin;
+  int64_t end;
+};
+
+// Entries of a bag, none if its offsets are bad: bounds that are out of order or beyond the rows.
+SPARSEKIT_DEVICE Range bag_range(const Bags& bags, int64_t bag) {
+  const Range range{bags.offsets[bag], bags.offsets[bag + 1]};
+  const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= bags.n;
+  return good ? range : Range{0, 0};
+}
+
+// Reports offsets[position], position <= num_bags, if it breaks the rule of Bags.
+SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* bad_offset) {
+  const int64_t offset = bags.offsets[position];
+  const int64_t least = position == 0 ? 0 : bags.offsets[position - 1];
+  const bool good = least <= offset && offset <= (position == 0 ? 0 : bags.n) &&
+                    (position < bags.num_bags || offset == bags.n);
+  if (!good) simt::atomic_min(bad_offset, position);
+}
+
+// The bag >= from that has entry i, or -1. Where offsets are bad, one of the bags that have it, or
+// -1.
+SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
+  int64_t low = from, high = bags.num_bags;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (bags.offsets[middle] <= i) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  if (low >= bags.num_bags) return -1;
+  const Range range = bag_range(bags, low);
+  return range.begin <= i && i < range.end ? low : -1;
+}
+
+// What a weight adds to the total that the divisor comes from.
+template <class A>
+SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
+  return combiner == Combiner::kMean ? weight : weight * weight;
+}
+
+// What a pooled sum is divided by; 0 for a bag that pools to zeros.
+template <class A>
+SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
+  if (count == 0) return A{0};
+  if (combiner == Combiner::kSum) return A{1};
+  return combiner == Combiner::kMean ? total : std::sqrt(total);
+}
+
+// Division and not multiplication by the inverse, which a tiny divisor would make infinite.
+template <class A>
+SPARSEKIT_DEVICE A divided(A x, A by) {
+  return by == 0 ? A{0} : x / by;
+}
+
+}  // namespace sparsekit::cuda

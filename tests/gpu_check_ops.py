@@ -1,0 +1,172 @@
+"""Every op at many small shapes, each compared with the CPU: what gpu_check.sh gives a sanitizer.
+
+usage: python tests/gpu_check_ops.py DEVICE SECONDS
+DEVICE is cuda, or simt, the host runner, to rehearse. Begins no more cases after so many seconds.
+"""
+
+import contextlib
+import functools
+import itertools
+import random
+import sys
+import time
+
+import simt
+import torch
+
+import sparsekit
+from sparsekit import ops
+
+SIZES = (0, 1, 31, 33, 257, 1000)
+DIMS = (1, 3, 16, 64, 100, 128, 1024)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2}
+EXTREMES = torch.tensor([0, -1, -(2**63), 2**63 - 1])
+
+
+def both(function, device, *arguments, mode, exact=True):
+    """Call with tensors of the CPU and of the device; the results must be the same."""
+    expected = function(*(a.clone() if torch.is_tensor(a) else a for a in arguments))
+    with mode():
+        actual = function(*(a.to(device) if torch.is_tensor(a) else a for a in arguments))
+    for one, other in zip(_tensors(actual), _tensors(expected), strict=True):
+        one = one.cpu()
+        if exact or not one.is_floating_point():
+            assert torch.equal(one, other), f"{function} on {[_shape(a) for a in arguments]}"
+        else:
+            scale = max(1.0, float(other.abs().max())) if other.numel() else 1.0
+            tolerance = TOLERANCE[one.dtype] * scale
+            torch.testing.assert_close(one, other, rtol=0, atol=tolerance, check_device=False)
+
+
+def _tensors(result):
+    return result if isinstance(result, (tuple, list)) else [result]
+
+
+def _shape(argument):
+    return tuple(argument.shape) if torch.is_tensor(argument) else argument
+
+
+def key_inputs(n):
+    generator = torch.Generator().manual_seed(n)
+    random = torch.randint(-(2**62), 2**62, (n,), generator=generator)
+    yield random
+    yield random % 7
+    yield torch.full((n,), -5)
+    yield EXTREMES[random % 4]
+    yield torch.where(random % 2 == 0, 3, random)
+
+
+def padded(keys):
+    """The padded form, without what lies behind its end."""
+    distinct, inverse, counts, number = torch.ops.sparsekit.unique_padded(keys)
+    return distinct[: int(number)], inverse, counts[: int(number)]
+
+
+def table_of(keys):
+    """Everything that a table answers, over two batches."""
+    table = sparsekit.HashTable(max(1, len(keys)), load_factor=0.9, device=keys.device)
+    first = table.find_or_insert(keys[: len(keys) // 2])
+    before = table.find(keys)
+    second = table.find_or_insert(keys)
+    return first, before, second, table.find(keys + 1), table.keys(), table.size
+
+
+def full_table(keys):
+    """A refusal, which must leave the table as it was."""
+    table = sparsekit.HashTable(3, load_factor=1.0, device=keys.device)
+    rows, status = ops.hash_table_find_or_insert_(table.buckets, table.size, keys, 3)
+    return rows, status[1:], table.size, table.keys()
+
+
+def bags(weight, rows, offsets, combiner, sample_weights):
+    """A bag and all its gradients."""
+    weight = weight.clone().requires_grad_()
+    inputs = [weight]
+    if sample_weights is not None:
+        sample_weights = sample_weights.clone().requires_grad_()
+        inputs.append(sample_weights)
+    out = ops.embedding_bag(weight, rows, offsets, combiner, sample_weights)
+    return (out.detach(), *torch.autograd.grad(out.sum() + (out * out).sum(), inputs))
+
+
+def initial(keys, dim, dtype, distribution):
+    out = torch.zeros(len(keys), dim, dtype=dtype, device=keys.device)
+    ops.init_rows_(out, keys, seed=11, distribution=distribution, a=-0.05, b=0.05)
+    return out
+
+
+def adam(weight, rows, grad):
+    moments = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
+    state = [weight.clone(), *(torch.zeros_like(weight, dtype=moments) for _ in range(2))]
+    step = torch.ones((), dtype=torch.int64, device=weight.device)
+    ops.lazy_adam_step_(*state, rows, grad, step, lr=0.1, betas=(0.9, 0.99), eps=1e-8)
+    return state
+
+
+def check_keys(device, mode, keys):
+    both(ops.unique, device, keys, mode=mode)
+    both(padded, device, keys, mode=mode)
+    both(table_of, device, keys, mode=mode)
+    both(full_table, device, keys, mode=mode)
+    for world_size in (1, 8, 1000):
+        both(ops.bucketize, device, keys, world_size, mode=mode)
+
+
+def check_rows(device, mode, n, dim, dtype):
+    generator = torch.Generator().manual_seed(n + dim)
+    data = torch.randint(-8, 9, (n, dim), generator=generator).to(dtype)
+    rows = torch.randint(-1, 40, (n,), generator=generator)
+    table = torch.randint(-8, 9, (40, dim), generator=generator).to(dtype)
+    hot = torch.where(torch.arange(n) % 2 == 0, 3, rows)
+    both(ops.gather_rows, device, table, rows, mode=mode)
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        for ids in (rows, hot, rows.sort().values):
+            both(ops.unsorted_segment_sum, device, data, ids, 40, mode=mode, exact=False)
+        offsets = torch.tensor([0, n // 3, n // 3, n])
+        for combiner in ("sum", "mean", "sqrtn"):
+            both(bags, device, table, hot, offsets, combiner, None, mode=mode, exact=False)
+        weights = torch.rand(n, generator=generator).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        both(bags, device, table, rows, offsets, "sum", weights + 0.5, mode=mode, exact=False)
+    torch.use_deterministic_algorithms(False)
+    keys = torch.arange(n) * 12345678901
+    for distribution in ("constant", "uniform", "normal"):
+        both(initial, device, keys, dim, dtype, distribution, mode=mode, exact=False)
+    touched = torch.randperm(40, generator=generator)[: min(n, 40)]
+    both(adam, device, table, touched, data[: len(touched)], mode=mode, exact=False)
+
+
+def cases(device, mode):
+    for n in SIZES:
+        for keys in key_inputs(n):
+            for dtype in (torch.int64, torch.int32):
+                yield functools.partial(check_keys, device, mode, keys.to(dtype))
+    for n, dim, dtype in itertools.product((0, 1, 33, 300), DIMS, DTYPES):
+        yield functools.partial(check_rows, device, mode, n, dim, dtype)
+
+
+def main(device, seconds):
+    simt_mode = device == "simt"
+    if simt_mode:
+        simt.load()
+    mode = simt.SimtMode if simt_mode else contextlib.nullcontext
+    todo = list(cases(torch.device("cpu" if simt_mode else device), mode))
+    random.Random(0).shuffle(todo)  # so that a short run has seen some of everything
+    end = time.monotonic() + seconds
+    done = 0
+    for case in todo:
+        if time.monotonic() > end:
+            break
+        case()
+        done += 1
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert done > 10, f"only {done} cases in {seconds} s: that shows nothing"
+    print(f"{done} of {len(todo)} cases on {device}, all as on the CPU")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

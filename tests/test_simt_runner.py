@@ -1,0 +1,41 @@
+"""The host runner notices broken kernels, else what it says of the others means nothing."""
+
+import subprocess
+
+import pytest
+import simt
+
+RUNS = 50  # of each kernel, in csrc/core/simt/selftest.cpp
+
+
+@pytest.fixture(scope="module")
+def outcome():
+    program = simt.LIBRARY.parent / "sparsekit_simt_selftest"
+    output = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True)
+    return dict(line.split(": ", 1) for line in output.stdout.splitlines())
+
+
+@pytest.mark.parametrize("case", ["sum", "claim", "sum again"])
+def test_right_kernels_give_right_results(outcome, case):
+    assert outcome[case] == "0 wrong"
+
+
+@pytest.mark.parametrize("case", ["sum without a barrier", "claim that is not atomic"])
+def test_missing_synchronisation_gives_wrong_results(outcome, case):
+    # How threads interleave is left to chance, but not much of it.
+    assert int(outcome[case].split()[0]) > RUNS * 0.9
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("a thread ends before a barrier", "some threads have ended, or wait at a barrier"),
+        ("a lane misses a vote", "some threads have ended, or wait at a barrier"),
+        ("warps part at a barrier", "barrier"),
+        ("collectives differ", "lanes of a warp wait in different collectives"),
+        ("no such grid", "a grid that no device runs"),
+    ],
+)
+def test_broken_rules_are_errors(outcome, case, message):
+    assert outcome[case].startswith("simt: kernel: ")
+    assert message in outcome[case]
