@@ -1,1 +1,1 @@
-"""Kernel microbenchmarks: `python -m benchmarks [--device cuda] [NAME ...] [--quick] [--json FILE]`."""
+"""Kernel microbenchmarks: `python -m benchmarks [--device cuda] [NAME ...] [--quick] [--json ...]`."""

@@ -91,8 +91,8 @@ def _run_on_cpu(names: list[str], quick: bool, json: Path | None) -> None:
 
 def _run_on_gpu(names: list[str], gpu: Gpu, json: Path | None) -> list[str]:
     """Names of the benchmarks that failed; the others run all the same."""
-    name = gpu.describe()["device"] if gpu.on_gpu else "a rehearsal: no time here means anything"
-    print(f"{name}, torch {torch.__version__}")
+    title = gpu.describe()["device"] if gpu.on_gpu else "a rehearsal: no time here means anything"
+    print(f"{title}, torch {torch.__version__}")
     print(f"R1, copy: {gpu.copy_roof / 1e9:,.0f} GB/s\n")
     print(
         f"{'case':<76}{'clock':<7}{'ms':>9}{'spread':>8}  {'against':<26}{'ms':>9}{'ratio':>8}"

@@ -130,3 +130,25 @@ def test_the_device_functions_read_counts_on_the_device(device):
         assert unique[:distinct].tolist() == [5, 7, 9, 11][:distinct]
         assert inverse[:used].tolist() == [0, 0, 1, 2, 0, 3][:used]
         assert counts[:distinct].sum() == used
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1, 63, 64, 200, 300])
+def test_ops_take_only_as_many_keys_as_a_number_on_the_device_says(device, count):
+    keys = (torch.arange(300) * 37 % 101).to(device)
+    used = min(max(count, 0), 300)
+    number = torch.tensor([count], device=device)
+    table, twin = (sparsekit.HashTable(200, device=device) for _ in range(2))
+    rows, status = torch.ops.sparsekit.hash_table_find_or_insert_(
+        table.buckets, table.size, keys, 200, number
+    )
+    assert torch.equal(rows[:used], twin.find_or_insert(keys[:used]))
+    assert (rows[used:] == -1).all()
+    assert status.tolist() == [0, 0]
+    assert len(table) == len(twin)
+    found = torch.ops.sparsekit.hash_table_find(table.buckets, keys, number)
+    assert torch.equal(found, rows)
+    by_owner, counts, permutation = torch.ops.sparsekit.bucketize(keys, 3, number)
+    for result, whole in zip(
+        (by_owner[:used], counts, permutation[:used]), ops.bucketize(keys[:used], 3), strict=True
+    ):
+        assert torch.equal(result, whole)

@@ -5,8 +5,10 @@
 namespace sparsekit::ops {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size) {
+std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size,
+                                             std::optional<Tensor> num_keys) {
   const char* op = "bucketize";
+  check_same_device(op, {{"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
   check_dim(keys, 1, op, "keys");
   check(world_size >= 1 && world_size <= kMaxWorldSize, op, ": world_size must be in [1, ",
         kMaxWorldSize, "], got ", world_size);
@@ -17,17 +19,18 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size) {
   Tensor by_owner = torch::stable::new_empty(keys, {n});
   Tensor counts = torch::stable::new_empty(keys, {world_size}, ScalarType::Long);
   Tensor permutation = torch::stable::new_empty(keys, {n}, ScalarType::Long);
+  const DeviceCount count = device_count(n, num_keys, op, "num_keys");
   const Engine engine(keys);
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
       Tensor memory = workspace(cuda::bucketize_workspace_bytes(n, world_size), keys);
-      cuda::bucketize(data<Key>(keys), DeviceCount{n}, world_size, mutable_data<Key>(by_owner),
+      cuda::bucketize(data<Key>(keys), count, world_size, mutable_data<Key>(by_owner),
                       mutable_data<int64_t>(counts), mutable_data<int64_t>(permutation),
                       memory.mutable_data_ptr(), engine.stream());
     } else {
       Tensor memory = workspace(cpu::bucketize_workspace_bytes(n, world_size), keys);
-      cpu::bucketize(data<Key>(keys), n, world_size, mutable_data<Key>(by_owner),
+      cpu::bucketize(data<Key>(keys), count.get(), world_size, mutable_data<Key>(by_owner),
                      mutable_data<int64_t>(counts), mutable_data<int64_t>(permutation),
                      memory.mutable_data_ptr(), torch_parallel_for());
     }

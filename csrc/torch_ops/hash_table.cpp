@@ -15,6 +15,8 @@ void check_buckets(const Tensor& buckets, const char* op) {
   check_size(buckets, 1, kWordsPerBucket, op, "buckets");
   check(buckets.size(0) > 0, op, ": buckets must not be empty");
   check_mutable(buckets, op, "buckets");
+  check(!kOnDevice || reinterpret_cast<uintptr_t>(buckets.const_data_ptr()) % 16 == 0, op,
+        ": buckets must lie at a multiple of 16 bytes");
 }
 
 void check_table_size(const Tensor& size, const char* op) {
@@ -27,6 +29,11 @@ void check_size_value(int64_t size, int64_t num_buckets, const char* op) {
         ", but the buckets have ", num_buckets * kSlotsPerBucket, " slots");
 }
 
+void no_rows_beyond(const DeviceCount& count, const Tensor& rows) {
+  std::fill(mutable_data<int64_t>(rows) + count.get(), mutable_data<int64_t>(rows) + count.most,
+            int64_t{-1});
+}
+
 void clear(Tensor buckets) {
   check_buckets(buckets, "hash_table_clear_");
   const Engine engine(buckets);
@@ -37,33 +44,38 @@ void clear(Tensor buckets) {
   }
 }
 
-Tensor find(Tensor buckets, Tensor keys) {
+Tensor find(Tensor buckets, Tensor keys, std::optional<Tensor> num_keys) {
   const char* op = "hash_table_find";
   check_buckets(buckets, op);
-  check_same_device(op, {{"buckets", buckets}, {"keys", keys}});
+  check_same_device(op,
+                    {{"buckets", buckets}, {"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
   check_dim(keys, 1, op, "keys");
   keys = torch::stable::contiguous(keys);
+  const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Engine engine(buckets);
   Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      cuda::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys),
-                            DeviceCount{keys.numel()}, mutable_data<int64_t>(rows),
-                            engine.stream());
+      cuda::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), count,
+                            mutable_data<int64_t>(rows), engine.stream());
     } else {
-      cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), keys.numel(),
+      cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), count.get(),
                            mutable_data<int64_t>(rows), torch_parallel_for());
+      no_rows_beyond(count, rows);
     }
   });
   return rows;
 }
 
 std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor keys,
-                                          int64_t capacity) {
+                                          int64_t capacity, std::optional<Tensor> num_keys) {
   const char* op = "hash_table_find_or_insert_";
   check_buckets(buckets, op);
-  check_same_device(op, {{"buckets", buckets}, {"size", size}, {"keys", keys}});
+  check_same_device(op, {{"buckets", buckets},
+                         {"size", size},
+                         {"keys", keys},
+                         {"num_keys", num_keys.value_or(keys)}});
   check_dim(keys, 1, op, "keys");
   check(capacity > 0 && capacity <= buckets.size(0) * kSlotsPerBucket &&
             capacity <= std::numeric_limits<int32_t>::max(),
@@ -74,6 +86,7 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
   check(!kOnDevice || keys.numel() <= std::numeric_limits<int32_t>::max(), op, ": keys has ",
         keys.numel(), " elements; at most 2^31 - 1 are supported");
   keys = torch::stable::contiguous(keys);
+  const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Engine engine(buckets);
   Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
   Tensor status = torch::stable::new_empty(keys, {2}, ScalarType::Long);
@@ -82,16 +95,17 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
     if constexpr (kOnDevice) {
       Tensor memory =
           workspace(cuda::hash_table_find_or_insert_workspace_bytes(keys.numel()), keys);
-      cuda::hash_table_find_or_insert(
-          mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
-          data<Key>(keys), DeviceCount{keys.numel()}, mutable_data<int64_t>(rows),
-          mutable_data<int64_t>(status), memory.mutable_data_ptr(), engine.stream());
+      cuda::hash_table_find_or_insert(mutable_data<Bucket>(buckets), buckets.size(0),
+                                      mutable_data<int64_t>(size), capacity, data<Key>(keys), count,
+                                      mutable_data<int64_t>(rows), mutable_data<int64_t>(status),
+                                      memory.mutable_data_ptr(), engine.stream());
     } else {
       const int64_t size_before = *int64_data(size);
       check_size_value(size_before, buckets.size(0), op);
       const int64_t refused = cpu::hash_table_find_or_insert(
           mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
-          data<Key>(keys), keys.numel(), mutable_data<int64_t>(rows), torch_parallel_for());
+          data<Key>(keys), count.get(), mutable_data<int64_t>(rows), torch_parallel_for());
+      no_rows_beyond(count, rows);
       check(refused >= 0, op, ": the table is damaged: no slot is free for row ", size_before,
             " and on, though its capacity is ", capacity);
       mutable_data<int64_t>(status)[0] = size_before;

@@ -1,13 +1,16 @@
 // Every op that sparsekit defines, in one place. A trailing underscore marks an op that changes
 // the arguments written `Tensor(x!)`. What each does is said in sparsekit/ops/.
+//
+// With num_keys, one number where the keys are, an op takes only so many of them: on a device it is
+// read by the kernel, so that ops can follow one another without a word from the host.
 #include "engine.h"
 
 SPARSEKIT_LIBRARY(m) {
   m.def("hash_table_clear_(Tensor(a!) buckets) -> ()");
-  m.def("hash_table_find(Tensor buckets, Tensor keys) -> Tensor");
+  m.def("hash_table_find(Tensor buckets, Tensor keys, Tensor? num_keys=None) -> Tensor");
   m.def(
-      "hash_table_find_or_insert_(Tensor(a!) buckets, Tensor(b!) size, Tensor keys, int capacity)"
-      " -> (Tensor rows, Tensor status)");
+      "hash_table_find_or_insert_(Tensor(a!) buckets, Tensor(b!) size, Tensor keys, int capacity,"
+      " Tensor? num_keys=None) -> (Tensor rows, Tensor status)");
   m.def("hash_table_keys(Tensor buckets, Tensor size) -> Tensor");
 
   m.def("unique(Tensor keys) -> (Tensor unique, Tensor inverse, Tensor counts)");
@@ -20,7 +23,7 @@ SPARSEKIT_LIBRARY(m) {
       " bool deterministic=True) -> Tensor");
 
   m.def(
-      "bucketize(Tensor keys, int world_size)"
+      "bucketize(Tensor keys, int world_size, Tensor? num_keys=None)"
       " -> (Tensor by_owner, Tensor counts, Tensor permutation)");
 
   m.def("gather_rows(Tensor table, Tensor rows) -> Tensor");

@@ -36,7 +36,9 @@ def bucketize(
 
 
 @torch.library.register_fake("sparsekit::bucketize")
-def _(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(
+    keys: torch.Tensor, world_size: int, num_keys: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     counts = keys.new_empty([world_size], dtype=torch.int64)
     permutation = keys.new_empty(keys.shape, dtype=torch.int64)
     return keys.new_empty(keys.shape), counts, permutation

@@ -94,13 +94,19 @@ def _(buckets: torch.Tensor) -> None:
 
 
 @torch.library.register_fake("sparsekit::hash_table_find")
-def _(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _(
+    buckets: torch.Tensor, keys: torch.Tensor, num_keys: torch.Tensor | None = None
+) -> torch.Tensor:
     return keys.new_empty(keys.shape, dtype=torch.int64)
 
 
 @torch.library.register_fake("sparsekit::hash_table_find_or_insert_")
 def _(
-    buckets: torch.Tensor, size: torch.Tensor, keys: torch.Tensor, capacity: int
+    buckets: torch.Tensor,
+    size: torch.Tensor,
+    keys: torch.Tensor,
+    capacity: int,
+    num_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty([2], dtype=torch.int64)
 
