@@ -1,1 +1,1 @@
-"""Kernel microbenchmarks: `python -m benchmarks [--device cuda] [NAME ...] [--quick] [--json ...]`."""
+"""Kernel microbenchmarks: `python -m benchmarks [NAME ...] [--device cuda] [--json FILE]`."""

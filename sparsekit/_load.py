@@ -13,6 +13,7 @@ import torch
 
 MINIMUM_TORCH = (2, 11)
 _LIB = Path(__file__).parent / "lib"
+_OPS = "libsparsekit_torch.so"
 _CUDA = "libsparsekit_cuda.so"
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
 
@@ -31,11 +32,19 @@ def instruction_set() -> str:
     return "avx2" if fits and (_LIB / "avx2").is_dir() else "generic"
 
 
+def _other_copy() -> str | None:
+    """Path of the ops of another copy of sparsekit in this process, of which there can be one."""
+    ours = str(_LIB / _OPS)
+    paths = [p for p in torch.ops.loaded_libraries if Path(p).name == _OPS and p != ours]
+    return paths[0] if paths else None
+
+
 def load() -> None:
     """Make ``torch.ops.sparsekit`` available.
 
     Raises:
-        ImportError: torch is too old, the libraries were not built, or they do not load.
+        ImportError: torch is too old, the libraries were not built or do not load, or another copy
+            of sparsekit has been imported before.
     """
     minimum = ".".join(map(str, MINIMUM_TORCH))
     if _torch_version() < MINIMUM_TORCH:
@@ -43,8 +52,13 @@ def load() -> None:
             f"sparsekit is built for torch >= {minimum}, but found torch {torch.__version__}. "
             f"Upgrade it: pip install 'torch>={minimum}'"
         )
+    if other := _other_copy():
+        raise ImportError(
+            f"sparsekit: this process has already loaded another copy of its ops, {other}, and can "
+            f"have only one; this one is in {_LIB.parent}"
+        )
     core = _LIB / instruction_set() / "libsparsekit_core.so"
-    ops = _LIB / "libsparsekit_torch.so"
+    ops = _LIB / _OPS
     # The CUDA kernels, in builds that have them. Loads without a GPU or a driver as well.
     cuda = [_LIB / _CUDA] if (_LIB / _CUDA).exists() else []
     for library in (core, ops, *cuda):

@@ -18,6 +18,7 @@ limit=${SPARSEKIT_GPU_CHECK_SECONDS:-570}
 # nvcc and compute-sanitizer are often there without being on the path.
 export PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
 export SPARSEKIT_CUDA=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 device=cuda
 selection=(-m cuda)
@@ -61,23 +62,23 @@ versions() {
   "$python" - "$commit" "$out/versions.json" <<'END'
 import json, platform, shutil, subprocess, sys
 
-def first_line(*command):
+def ask(*command, word=""):
     if shutil.which(command[0]) is None:
         return None
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.strip().splitlines()
-    return lines[-1] if lines else None
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return next((line.strip() for line in lines if word in line.lower()), None)
 
 import torch
 
 query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 found = {
     "commit": sys.argv[1],
-    "gpu": first_line(*query),
+    "gpu": ask(*query),
     "python": platform.python_version(),
     "torch": torch.__version__,
-    "nvcc": first_line("nvcc", "--version"),
-    "cmake": first_line("cmake", "--version"),
-    "compute_sanitizer": first_line("compute-sanitizer", "--version"),
+    "nvcc": ask("nvcc", "--version", word="release"),
+    "cmake": ask("cmake", "--version", word="version"),
+    "compute_sanitizer": ask("compute-sanitizer", "--version", word="version"),
 }
 open(sys.argv[2], "w").write(json.dumps(found, indent=1) + "\n")
 print(found["gpu"] or "no GPU", "torch", found["torch"], "commit", found["commit"], sep="  ")
@@ -112,7 +113,7 @@ END
 tests() {
   local options=(-q -p no:cacheprovider --ignore=tests/test_hashing.py --durations=5)
   ! has xdist || options+=(-n 4 --dist worksteal)
-  has hypothesis || export PYTHONPATH="$PWD/tests/stand_ins${PYTHONPATH:+:$PYTHONPATH}"
+  has hypothesis || export PYTHONPATH="$PWD/tests/stand_ins:$PYTHONPATH"
   "$python" -m pytest "${options[@]}" "${selection[@]}"
 }
 

@@ -143,9 +143,11 @@ def test_engines_give_the_same_bits():
 
 @pytest.fixture
 def libraries(tmp_path, monkeypatch):
-    """A copy of the compiled libraries, from which load() then loads."""
-    shutil.copytree(PACKAGE / "lib", tmp_path / "lib")
+    """A copy of the compiled libraries, from which load() then fails to load."""
+    ignored = shutil.ignore_patterns("simt", "libsparsekit_cuda.so")
+    shutil.copytree(PACKAGE / "lib", tmp_path / "lib", ignore=ignored)
     monkeypatch.setattr(_load, "_LIB", tmp_path / "lib")
+    monkeypatch.setattr(_load, "_other_copy", lambda: None)
     return tmp_path / "lib"
 
 
@@ -208,6 +210,24 @@ def test_a_library_that_does_not_load(libraries, which, content):
     for part in (str(library), f"torch {torch.__version__}", f"torch >= {minimum()}", "Rebuild"):
         assert part in str(caught.value)
     assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_a_second_copy_in_one_process(tmp_path):
+    ignored = shutil.ignore_patterns("simt", "libsparsekit_cuda.so", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "sparsekit", ignore=ignored)
+    program = (
+        "import sys, sparsekit\n"
+        "for name in [name for name in sys.modules if name.startswith('sparsekit')]:\n"
+        "    del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import sparsekit\n"
+    )
+    done = run(program)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: sparsekit: this process has already loaded another copy")
+    assert str(PACKAGE / "lib") in last
+    assert str(tmp_path) in last
 
 
 def test_a_source_tree_that_was_not_built(tmp_path):

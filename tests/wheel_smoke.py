@@ -13,6 +13,8 @@ def main() -> None:
     assert Path(sys.prefix).resolve() in package.parents, f"not the installed wheel: {package}"
     assert torch.__version__.startswith(sys.argv[1]), torch.__version__
 
+    assert not (package.parent / "lib" / "simt").exists(), "the tests' library is in the wheel"
+
     torch.manual_seed(0)
     layer = sparsekit.DistributedEmbedding("mean", 1000, 16, slot_num=2, max_nnz=3)
     model = torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(32, 1))

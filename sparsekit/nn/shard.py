@@ -185,6 +185,12 @@ class ShardedTable(torch.nn.Module):
             raise TypeError(
                 f"{self.name}: weight must be float32, float64 or bfloat16, got {self.weight.dtype}"
             )
+        shape = (self.capacity, self.embedding_vec_size)
+        if self.weight.shape != shape or not self.weight.is_contiguous():
+            raise ValueError(
+                f"{self.name}: weight must be contiguous and of shape {shape}, got shape "
+                f"{tuple(self.weight.shape)} and strides {self.weight.stride()}"
+            )
         if self.table is not None or keys.numel() == 0:
             return
         low, high = keys.aminmax()

@@ -63,13 +63,20 @@ class LazyAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, group)
+        # All are looked at before any is changed.
+        steps = [
+            (parameter, group, *self._gradient(parameter))
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for step in steps:
+            self._update(*step)
         return loss
 
-    def _step(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    @staticmethod
+    def _gradient(parameter: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Rows, or None for all, and their gradients."""
         if parameter.dtype not in ROW_DTYPES:
             raise TypeError(
                 f"LazyAdam: parameters must be float32, float64 or bfloat16, got {parameter.dtype} "
@@ -91,6 +98,15 @@ class LazyAdam(torch.optim.Optimizer):
                 )
             grad = grad.coalesce()
             rows, grad = grad._indices()[0], grad._values()
+        return rows, grad
+
+    def _update(
+        self,
+        parameter: torch.Tensor,
+        group: dict[str, Any],
+        rows: torch.Tensor | None,
+        grad: torch.Tensor,
+    ) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -100,7 +116,7 @@ class LazyAdam(torch.optim.Optimizer):
                     dtype=accumulate_dtype(parameter.dtype),
                     memory_format=torch.contiguous_format,
                 )
-        state["step"] += 1
+        step = state["step"] + 1
         # A parameter of any shape as a matrix of rows; views, so changes reach it. No size is left
         # to view() as -1, since there may be no elements.
         num_rows = parameter.shape[0] if parameter.dim() else 1
@@ -111,11 +127,12 @@ class LazyAdam(torch.optim.Optimizer):
             state["exp_avg_sq"].view(num_rows, dim),
             rows,
             grad.reshape(num_rows if rows is None else len(rows), dim),
-            state["step"],
+            step,
             lr=float(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
         )
+        state["step"].copy_(step)  # counted once it is done
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; moments of bfloat16 parameters stay float32."""

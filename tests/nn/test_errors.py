@@ -16,6 +16,11 @@ VALUES, OFFSETS = T([4, 5, 4, 90]), T([0, 2, 2, 3, 4])
 DENSE = T([[[1, 2], [3, 95]]])
 
 
+def with_weight(layer, weight):
+    layer.weight = sparsekit.nn.EmbeddingWeight(weight)
+    return layer
+
+
 def pooled(combiner="sum", **changes):
     arguments = {
         "max_vocabulary_size_per_gpu": 100,
@@ -285,6 +290,18 @@ CALLS = {
     "weights twice": (pooled, [keyed(2, ONES[:0]), ONES[:0]], ValueError, ["weights of its own"]),
     # the layer itself
     "half": (lambda: pooled().half(), [(VALUES, OFFSETS)], TypeError, ["weight", "float16"]),
+    "weight shape": (
+        lambda: with_weight(pooled(), torch.zeros(2, 2)),
+        [(VALUES, OFFSETS)],
+        ValueError,
+        ["weight", "(2, 2)"],
+    ),
+    "weight strides": (
+        lambda: with_weight(pooled(), pooled().weight.detach().t().contiguous().t()),
+        [(VALUES, OFFSETS)],
+        ValueError,
+        ["weight", "contiguous"],
+    ),
     "full": (
         lambda: pooled(max_vocabulary_size_per_gpu=5),
         [(VALUES, OFFSETS)],

@@ -348,11 +348,28 @@ def test_bad_arguments(case):
     ids=["dtype", "strides", "sparse_dim"],
 )
 def test_bad_parameters(weight, grad, error, message):
+    good = torch.nn.Parameter(torch.ones(2, 2))
+    good.grad = torch.ones(2, 2)
     weight = torch.nn.Parameter(weight)
     weight.grad = grad
     before = weight.detach().clone()
-    optimizer = LazyAdam([weight])
+    optimizer = LazyAdam([good, weight])
     with pytest.raises(error, match="LazyAdam: .*" + message):
         optimizer.step()
+    assert torch.equal(good, torch.ones(2, 2))
     assert torch.equal(weight, before)
     assert weight not in optimizer.state
+
+
+def test_a_step_that_fails_does_not_count():
+    weight = start(torch.float32)
+    optimizer = LazyAdam([weight])
+    values = torch.ones(1, DIM)
+    weight.grad = sparse([0], values)
+    optimizer.step()
+    weight.grad = torch.sparse_coo_tensor(
+        torch.tensor([[ROWS]]), values, (ROWS, DIM), check_invariants=False, is_coalesced=True
+    )
+    with pytest.raises(IndexError, match=rf"rows\[0\] is {ROWS}"):
+        optimizer.step()
+    assert optimizer.state[weight]["step"] == 1
