@@ -36,6 +36,23 @@ def violations(csrc):
     return found
 
 
+# CUDA's own names, which the host runner does not have.
+CUDA_NAME = re.compile(
+    r"\b(?:threadIdx|blockIdx|blockDim|gridDim|__(?:shfl|syncwarp|syncthreads|ballot|any|all|match|"
+    r"popc|ffs|ldg|shared__|global__|device__)\w*|atomic[A-Z]\w*|cuda[A-Z]\w*|cub::)"
+)
+# simt.cuh gives them other names; the other two have a host version beside the device's.
+KNOW_CUDA = {"simt.cuh", "primitives.cu", "device_memory.cu"}
+
+
+def test_kernels_know_of_the_machine_by_simt_only():
+    files = [p for p in (ROOT / "csrc/core/cuda").iterdir() if p.name not in KNOW_CUDA]
+    uses = {path.name: CUDA_NAME.findall(path.read_text()) for path in files}
+    assert {name: names for name, names in uses.items() if names} == {}
+    assert {"unique.cu", "segment_reduce.cuh"} <= set(uses)
+    assert CUDA_NAME.findall((ROOT / "csrc/core/cuda/simt.cuh").read_text())
+
+
 def stems(pattern, *others):
     return {path.stem.removeprefix("test_") for path in ROOT.glob(pattern)} - set(others)
 
