@@ -15,12 +15,12 @@
 
 namespace sparsekit::cuda {
 
-struct Slot {
+// 16 bytes that move in one access; two share a 32-byte sector.
+struct alignas(16) Slot {
   int64_t key;
   int32_t first;
   int32_t count;
 };
-static_assert(sizeof(Slot) == 16, "two slots share a 32-byte sector");
 
 // Marks a free slot. The key of this value has a slot of its own behind the others.
 constexpr int64_t kNoKey = INT64_MIN;

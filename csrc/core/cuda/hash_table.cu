@@ -163,9 +163,15 @@ SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const Key* 
   }
 }
 
-SPARSEKIT_KERNEL clear_buckets_kernel(Bucket* buckets, int64_t num_buckets) {
+// A quarter of a bucket per lane.
+SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
   const int64_t i = simt::global_thread();
-  if (i < num_buckets) buckets[i] = Bucket{{0, 0, 0, 0, 0}, {-1, -1, -1, -1, -1}, 0};
+  if (i >= num_buckets * kLanesPerKey) return;
+  const int64_t quarter = i % kLanesPerKey;
+  const int64_t two_rows = -1, row_and_spilled = int64_t{0xFFFFFFFF};
+  quarters[i] = quarter <= 1   ? Quarter{{0, 0}}
+                : quarter == 2 ? Quarter{{0, two_rows}}
+                               : Quarter{{two_rows, row_and_spilled}};
 }
 
 SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets, int64_t size,
@@ -194,8 +200,9 @@ struct InsertWorkspace {
 }  // namespace
 
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream) {
-  simt::launch("hash_table: clear", clear_buckets_kernel, simt::grid_for(num_buckets), stream,
-               buckets, num_buckets);
+  simt::launch("hash_table: clear", clear_buckets_kernel,
+               simt::grid_for(num_buckets * kLanesPerKey), stream,
+               reinterpret_cast<Quarter*>(buckets), num_buckets);
 }
 
 template <class Key>

@@ -55,6 +55,7 @@ struct alignas(sizeof(T) * N) Vec {
 
 #include <cuda_runtime.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -149,11 +150,31 @@ SPARSEKIT_DEVICE int64_t atomic_cas(int64_t* address, int64_t expected, int64_t 
 }
 template <class T>
 SPARSEKIT_DEVICE T load(const T* address) {
-  return *static_cast<const volatile T*>(address);
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "words only");
+  T value;
+  if constexpr (sizeof(T) == 4) {
+    uint32_t word;
+    asm volatile("ld.relaxed.gpu.b32 %0, [%1];" : "=r"(word) : "l"(address));
+    memcpy(&value, &word, sizeof value);
+  } else {
+    uint64_t word;
+    asm volatile("ld.relaxed.gpu.b64 %0, [%1];" : "=l"(word) : "l"(address));
+    memcpy(&value, &word, sizeof value);
+  }
+  return value;
 }
 template <class T>
 SPARSEKIT_DEVICE void store(T* address, T value) {
-  *static_cast<volatile T*>(address) = value;
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "words only");
+  if constexpr (sizeof(T) == 4) {
+    uint32_t word;
+    memcpy(&word, &value, sizeof value);
+    asm volatile("st.relaxed.gpu.b32 [%0], %1;" ::"l"(address), "r"(word) : "memory");
+  } else {
+    uint64_t word;
+    memcpy(&word, &value, sizeof value);
+    asm volatile("st.relaxed.gpu.b64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
+  }
 }
 
 // address[0 : N] += value; one 16-byte reduction at the L2 where the chip has it.
