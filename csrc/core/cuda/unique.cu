@@ -8,7 +8,8 @@ namespace {
 SPARSEKIT_KERNEL clear_kernel(FirstSeen seen, DeviceCount n) {
   const int64_t count = n.get();
   for (int64_t i = simt::global_thread(); i < num_slots(count) + 1; i += simt::global_threads()) {
-    seen.slots[i] = Slot{kNoKey, INT32_MAX, 0};
+    // Slot{kNoKey, INT32_MAX, 0} in one store.
+    reinterpret_cast<simt::Vec<int64_t, 2>*>(seen.slots)[i] = {{kNoKey, INT32_MAX}};
   }
   for (int64_t i = simt::global_thread(); i < seen.words; i += simt::global_threads()) {
     seen.bits[i] = 0;
