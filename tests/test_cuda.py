@@ -111,6 +111,25 @@ def test_the_same_on_the_host_runner():
             assert set_checked(1) == 0
 
 
+def test_with_checks_on_a_call_answers_for_itself_only():
+    set_checked = ctypes.CDLL(str(simt.LIBRARY)).sparsekit_set_checked
+    weight, moments = torch.ones(4, 2), torch.zeros(4, 2)
+    with simt.SimtMode():
+        for innocent in (
+            lambda: ops.gather_rows(weight, torch.tensor([0, 1])),
+            lambda: ops.lazy_adam_step_(
+                weight, moments, moments.clone(), None, weight.clone(), torch.tensor([1]),
+                lr=0.1, betas=(0.9, 0.99), eps=1e-8,
+            ),
+        ):  # fmt: skip
+            set_checked(0)
+            ops.gather_rows(weight, torch.tensor([0] * 4999 + [9]))
+            set_checked(1)
+            with pytest.raises(IndexError, match=r"gather_rows: rows\[4999\] .* an earlier call"):
+                innocent()
+            innocent()
+
+
 def test_checked_gives_back_what_was():
     with sparsekit.checked(True):
         with sparsekit.checked(False):

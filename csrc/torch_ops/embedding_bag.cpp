@@ -59,8 +59,8 @@ struct BagArguments {
   // What the device has found, when checks are on. Both words are read before one is raised, so
   // that none stays behind.
   void check_found(const char* op, int64_t num_rows, const Engine& engine) const {
-    const int64_t bad_offset = engine.found(Complaint::kBagOffset);
-    const int64_t bad_row = engine.found(Complaint::kBagRow);
+    const int64_t bad_offset = engine.found(Complaint::kBagOffset, offsets.numel());
+    const int64_t bad_row = engine.found(Complaint::kBagRow, rows.numel());
     check_offset(op, bad_offset, engine);
     check_row(op, bad_row, num_rows, engine);
   }
@@ -78,6 +78,7 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
   const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
   weight = torch::stable::contiguous(weight);
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
+  check_row_size(dim, op, "weight");
   const Engine engine(weight);
   Tensor out = torch::stable::new_empty(weight, {arguments.bags.num_bags, dim});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
@@ -111,6 +112,7 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
   check_sort_sizes(arguments.bags.n, num_rows, op, "num_rows");
   grad = torch::stable::contiguous(grad);
   const int64_t dim = grad.size(1);
+  check_row_size(dim, op, "grad");
   const Engine engine(grad);
   Tensor out = torch::stable::new_empty(grad, {num_rows, dim});
   dispatch_rows(grad, op, "grad", [&](auto tag) {

@@ -43,6 +43,10 @@ int64_t* complaints_of(const Tensor& on, void* stream) {
   const int32_t device = on.get_device_index();
   auto found = devices->find(device);
   if (found == devices->end()) {
+    if (cuda::is_capturing(stream)) {
+      throw std::runtime_error(
+          "sparsekit: the first op on a device cannot be captured in a graph; run one before");
+    }
     Tensor words = torch::stable::new_empty(on, {kNumKinds}, ScalarType::Long);
     cuda::fill_bytes(words.mutable_data_ptr(), cuda::kNoPositionByte,
                      kNumKinds * static_cast<int64_t>(sizeof(int64_t)), stream);
@@ -87,13 +91,17 @@ void* current_stream(int32_t device) {
 Engine::Engine(const Tensor& on)
     : guard_(new Guard{torch::stable::accelerator::DeviceGuard(on.get_device_index())}),
       stream_(current_stream(on.get_device_index())),
-      complaints_(complaints_of(on, stream_)) {}
+      complaints_(complaints_of(on, stream_)) {
+  begin();
+}
 
 #else
 
 struct Engine::Guard {};
 
-Engine::Engine(const Tensor& on) : complaints_(complaints_of(on, nullptr)) {}
+Engine::Engine(const Tensor& on) : complaints_(complaints_of(on, nullptr)) {
+  begin();
+}
 
 #endif
 
@@ -103,12 +111,28 @@ int64_t* Engine::bad(Complaint complaint) const {
   return complaints_ + static_cast<int64_t>(complaint);
 }
 
-int64_t Engine::found(Complaint complaint) const {
-  if (!checks_on) return -1;
-  int64_t position = 0;
-  const cuda::Piece piece{&position, bad(complaint), sizeof position};
+// With checks on, what a call finds must be its own.
+void Engine::begin() const {
+  if (!checking()) return;
+  int64_t positions[kNumKinds];
+  const cuda::Piece piece{positions, complaints_, sizeof positions};
   cuda::read_back(&piece, 1, stream_);
+  raise_left_over(positions);
+}
+
+bool Engine::checking() const {
+  return checks_on && !cuda::is_capturing(stream_);
+}
+
+int64_t Engine::found(Complaint complaint, int64_t limit) const {
+  if (!checking()) return -1;
+  int64_t positions[kNumKinds];
+  const cuda::Piece piece{positions, complaints_, sizeof positions};
+  cuda::read_back(&piece, 1, stream_);
+  const int64_t position = positions[static_cast<int64_t>(complaint)];
   if (position == cuda::kNoPosition) return -1;
+  // Another stream of this device may have reported as well.
+  if (position >= limit) raise_left_over(positions);
   cuda::fill_bytes(bad(complaint), cuda::kNoPositionByte, sizeof position, stream_);
   return position;
 }
@@ -121,13 +145,23 @@ int64_t Engine::value(const Tensor& words, int64_t i) const {
 }
 
 void Engine::read(const int64_t* device, int64_t count, int64_t* host) const {
+  if (cuda::is_capturing(stream_)) {
+    throw std::runtime_error(
+        "sparsekit: an op whose result has a size that only the device knows cannot be captured in "
+        "a graph");
+  }
   int64_t positions[kNumKinds];
   const cuda::Piece pieces[] = {{host, device, count * static_cast<int64_t>(sizeof(int64_t))},
                                 {positions, complaints_, sizeof positions}};
   cuda::read_back(pieces, 2, stream_);
+  raise_left_over(positions);
+}
+
+// Raises what an earlier call has left, if it has left anything.
+void Engine::raise_left_over(const int64_t* positions) const {
   for (int64_t kind = 0; kind < kNumKinds; ++kind) {
     if (positions[kind] == cuda::kNoPosition) continue;
-    cuda::fill_bytes(complaints_, cuda::kNoPositionByte, sizeof positions, stream_);
+    cuda::fill_bytes(complaints_, cuda::kNoPositionByte, kNumKinds * sizeof(int64_t), stream_);
     index_error(kKinds[kind].op, ": ", kKinds[kind].argument, "[", positions[kind],
                 "] was out of range in an earlier call on this device; it was left out. Set "
                 "SPARSEKIT_CHECKED=1 to have the call itself raise");

@@ -43,7 +43,7 @@ class Engine {
   explicit Engine(const Tensor&) {}
   void* stream() const { return nullptr; }
   int64_t* bad(Complaint) const { return nullptr; }
-  int64_t found(Complaint) const { return -1; }
+  int64_t found(Complaint, int64_t) const { return -1; }
   int64_t value(const Tensor& words, int64_t i) const { return int64_data(words)[i]; }
   void read(const int64_t* words, int64_t count, int64_t* host) const {
     std::copy(words, words + count, host);
@@ -68,14 +68,19 @@ class Engine {
 
   void* stream() const { return stream_; }
   int64_t* bad(Complaint complaint) const;
-  // The position reported since, or -1. With checks off it is always -1.
-  int64_t found(Complaint complaint) const;
+  // The position, below `limit`, that this call's kernel has reported, or -1. Always -1 with checks
+  // off and while a graph is captured.
+  int64_t found(Complaint complaint, int64_t limit) const;
   // An element of an int64 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
   // Copies `count` words to the host, and raises what earlier calls have left.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
  private:
+  void begin() const;
+  bool checking() const;
+  void raise_left_over(const int64_t* positions) const;
+
   struct Guard;
   std::unique_ptr<Guard> guard_;
   void* stream_ = nullptr;
@@ -105,6 +110,13 @@ inline void check_same_device(const char* op, std::initializer_list<Named> argum
     check(argument.tensor.device() == first.device(), op, ": ", argument.name,
           " is not on the device of ", arguments.begin()->name);
   }
+}
+
+// A row is cut into slices of at least 32 elements, and a grid has room for 65535 of them.
+inline void check_row_size(int64_t dim, const char* op, const char* name) {
+  constexpr int64_t kMost = 65535 * 32;
+  check(!kOnDevice || dim <= kMost, op, ": rows of ", name, " may have at most ", kMost,
+        " elements on a device, got ", dim);
 }
 
 // Entries and targets of an op that sorts. On the CPU the bound is beyond any memory and keeps

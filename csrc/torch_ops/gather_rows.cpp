@@ -21,7 +21,7 @@ Tensor gather_rows(Tensor table, Tensor rows) {
     cuda::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
                       rows.numel(), out.mutable_data_ptr(), engine.bad(Complaint::kGatherRow),
                       engine.stream());
-    bad = engine.found(Complaint::kGatherRow);
+    bad = engine.found(Complaint::kGatherRow, rows.numel());
   } else {
     bad = cpu::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
                            rows.numel(), out.mutable_data_ptr(), torch_parallel_for());

@@ -33,6 +33,7 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
     check(status->numel() > 0, op, ": status must not be empty");
   }
   const int64_t* first_row = status ? int64_data(*status) : nullptr;
+  check_row_size(out.size(1), op, "out");
   const Engine engine(out);
   const Initializer initializer{static_cast<uint64_t>(seed),
                                 static_cast<Distribution>(distribution), static_cast<float>(a),
@@ -44,7 +45,7 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
     if constexpr (kOnDevice) {
       cuda::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys), row_numbers,
                       n, first_row, initializer, engine.bad(Complaint::kInitRow), engine.stream());
-      bad = engine.found(Complaint::kInitRow);
+      bad = engine.found(Complaint::kInitRow, rows ? n : 0);
     } else {
       bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys),
                            row_numbers, n, first_row ? std::max<int64_t>(0, *first_row) : 0,

@@ -38,6 +38,7 @@ void lazy_adam_step(Tensor weight, Tensor exp_avg, Tensor exp_avg_sq, std::optio
   check(step.numel() == 1 && (kOnDevice || *int64_data(step) >= 1), op,
         ": step must be one number >= 1");
   grad = torch::stable::contiguous(grad);
+  check_row_size(dim, op, "weight");
   const Engine engine(weight);
   const LazyAdam adam{lr, beta1, beta2, eps};
   dispatch_rows(weight, op, "weight", [&](auto tag) {
@@ -51,7 +52,7 @@ void lazy_adam_step(Tensor weight, Tensor exp_avg, Tensor exp_avg_sq, std::optio
                            mutable_data<Acc<T>>(exp_avg_sq), num_rows, dim, row_numbers,
                            data<T>(grad), DeviceCount{grad.size(0)}, adam, int64_data(step),
                            engine.bad(Complaint::kAdamRow), engine.stream());
-      bad = engine.found(Complaint::kAdamRow);
+      bad = engine.found(Complaint::kAdamRow, rows ? grad.size(0) : 0);
     } else {
       bad = cpu::lazy_adam_step(mutable_data<T>(weight), mutable_data<Acc<T>>(exp_avg),
                                 mutable_data<Acc<T>>(exp_avg_sq), num_rows, dim, row_numbers,

@@ -17,6 +17,7 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
   values = torch::stable::contiguous(values);
   segment_ids = torch::stable::contiguous(segment_ids);
   const int64_t n = values.size(0), dim = values.size(1);
+  check_row_size(dim, op, "data");
   const Engine engine(values);
   Tensor out = torch::stable::new_empty(values, {num_segments, dim});
   dispatch_rows(values, op, "data", [&](auto tag) {
@@ -28,7 +29,7 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
                                  deterministic, mutable_data<T>(out),
                                  engine.bad(Complaint::kSegmentId), memory.mutable_data_ptr(),
                                  engine.stream());
-      bad = engine.found(Complaint::kSegmentId);
+      bad = engine.found(Complaint::kSegmentId, n);
     } else {
       Tensor memory = workspace(cpu::segment_sum_workspace_bytes<T>(n, dim, num_segments), values);
       bad = cpu::unsorted_segment_sum(data<T>(values), int64_data(segment_ids), n, dim,

@@ -11,6 +11,18 @@ void fill_bytes(void* device, int byte, int64_t bytes, void* stream) {
 }
 
 #ifdef __CUDACC__
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  if (error == cudaErrorStreamCaptureImplicit) {
+    // The legacy stream, while another one captures.
+    (void)cudaGetLastError();
+    return true;
+  }
+  simt::check(error, "capture status");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 void read_back(const Piece* pieces, int count, void* stream) {
   // Page-locked, so that the copies are asynchronous and one wait is enough. Never freed: at the
   // end of a thread the driver may be gone.
@@ -34,6 +46,10 @@ void read_back(const Piece* pieces, int count, void* stream) {
   }
 }
 #else
+bool is_capturing(void*) {
+  return false;
+}
+
 void read_back(const Piece* pieces, int count, void*) {
   for (int i = 0; i < count; ++i) {
     std::memcpy(pieces[i].host, pieces[i].device, static_cast<size_t>(pieces[i].bytes));

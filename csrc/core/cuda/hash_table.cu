@@ -119,10 +119,12 @@ SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* si
 
 // Stores a key that no bucket has. Only this thread inserts it, and nobody looks for it before the
 // next launch, so the slot's row is claimed first and the key follows. False when no slot is free.
-SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t key,
-                                    int32_t row) {
+SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t key, int32_t row,
+                                    const int64_t* status) {
   int64_t b = home_bucket(key, num_buckets);
   for (int64_t step = 0; step < num_buckets; ++step) {
+    // The first to have looked at all buckets in vain ends the search of the others.
+    if (step % 64 == 63 && simt::load(&status[1]) != 0) return false;
     Bucket& bucket = buckets[b];
     int32_t seen[kSlotsPerBucket];
 #pragma unroll
@@ -157,7 +159,7 @@ SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const Key* 
     const int64_t row = size_before + seen.rank(slot.first);
     rows[i] = row;
     if (slot.first == i &&
-        !insert_absent(buckets, num_buckets, keys[i], static_cast<int32_t>(row))) {
+        !insert_absent(buckets, num_buckets, keys[i], static_cast<int32_t>(row), status)) {
       simt::store(&status[1], int64_t{-1});
     }
   }

@@ -198,6 +198,7 @@ SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
 // Host side. All throw std::runtime_error with CUDA's message.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
+  (void)cudaGetLastError();  // else CUB would find it after its next launch and take it for its own
   throw std::runtime_error(std::string("sparsekit: ") + what + ": " + cudaGetErrorString(error));
 }
 

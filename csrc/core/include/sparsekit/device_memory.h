@@ -14,6 +14,9 @@ constexpr int64_t kNoPosition = 0x7F7F7F7F7F7F7F7F;
 // Fills device memory with one byte, in the order of the stream. Does not wait.
 void fill_bytes(void* device, int byte, int64_t bytes, void* stream);
 
+// Whether work on the stream is being recorded in a CUDA graph, when nothing may wait for it.
+bool is_capturing(void* stream);
+
 struct Piece {
   void* host;
   const void* device;
