@@ -111,9 +111,12 @@ class Gpu:
         self.on_gpu = device.type == "cuda"
         self.generator = torch.Generator(device).manual_seed(0)
         self.gather_roofs: dict[int, float] = {}
-        # Larger than the L2 cache: written before each timed call, so that none finds its input
-        # there, and so that the host is ahead of the device when the call is queued.
+        # Both larger than the L2 cache. The first is written before each timed call, so that none
+        # finds its input there, and so that the host is ahead of the device when the call is
+        # queued. Then the second is only read: what the writes have left in the cache would go to
+        # memory during the timed call, and is gone before it.
         self._flush = torch.empty(1 << 10 if quick else 1 << 29, dtype=torch.uint8, device=device)
+        self._unwritten = torch.zeros(1 << 8 if quick else 1 << 26, device=device)
         self.copy_roof = self._measure_copy()
 
     # ---- clocks ----
@@ -137,6 +140,7 @@ class Gpu:
         if setup is not None:
             setup()
         self._flush.zero_()
+        self._unwritten.sum()
 
     def _device_ms(self, run: Callable[[], object]) -> float:
         if not self.on_gpu:

@@ -4,9 +4,15 @@ from ._load import checked, instruction_set, load
 
 load()
 
-from . import _pybind, hashing, nn, ops, optim  # noqa: E402  the ops exist from here on
+from . import _pybind, distributed, hashing, nn, ops, optim  # noqa: E402  the ops exist from here on
+from .distributed import init  # noqa: E402
 from .errors import TableFullError  # noqa: E402
-from .nn import All2AllDenseEmbedding, DistributedEmbedding  # noqa: E402
+from .nn import (  # noqa: E402
+    All2AllDenseEmbedding,
+    DistributedEmbedding,
+    EmbeddingGroup,
+    group_embedding_lookup_sparse,
+)
 from .optim import split_embedding_variable_from_others  # noqa: E402
 from .table import HashTable  # noqa: E402
 
@@ -28,12 +34,16 @@ def build_info() -> dict[str, object]:
 __all__ = [
     "All2AllDenseEmbedding",
     "DistributedEmbedding",
+    "EmbeddingGroup",
     "HashTable",
     "TableFullError",
     "__version__",
     "build_info",
     "checked",
+    "distributed",
+    "group_embedding_lookup_sparse",
     "hashing",
+    "init",
     "nn",
     "ops",
     "optim",

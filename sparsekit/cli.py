@@ -188,7 +188,7 @@ def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
 
 def _report(model: RatingModel, trainer: Trainer, train: Ratings, test: Ratings) -> None:
     baseline = fit_bias_baseline(train)
-    mean = torch.full((len(test),), baseline.mean)
+    mean = torch.full_like(test.ratings, baseline.mean)
     results = {
         "global mean": rmse(mean, test.ratings),
         "user + item bias": rmse(baseline.predict(test.users, test.items), test.ratings),

@@ -75,7 +75,8 @@ class Ratings:
         by_time = self.timestamps.argsort(stable=True)
         order = by_time[self.users[by_time].argsort(stable=True)]
         users, counts = self.users[order].unique_consecutive(return_counts=True)
-        from_end = torch.repeat_interleave(counts.cumsum(0), counts) - torch.arange(len(order))
+        place = torch.arange(len(order), device=order.device)
+        from_end = torch.repeat_interleave(counts.cumsum(0), counts) - place
         return order, users, counts, from_end
 
     def split_by_time(self, test_fraction: float = 0.2) -> tuple[Ratings, Ratings]:
@@ -99,7 +100,7 @@ class Ratings:
         order, _, counts, from_end = self.by_user()
         # The addition undoes rounding: 0.29 * 100 is a little less than 29.
         tested = (counts.double() * test_fraction + 1e-9).floor().to(torch.int64)
-        is_test = torch.empty(len(order), dtype=torch.bool)
+        is_test = torch.empty(len(order), dtype=torch.bool, device=order.device)
         is_test[order] = from_end <= torch.repeat_interleave(tested, counts)
         return self[~is_test], self[is_test]
 

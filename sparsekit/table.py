@@ -56,6 +56,7 @@ class HashTable(torch.nn.Module):
             raise ValueError(f"{name}: load_factor must be in (0, 1], got {load_factor}")
         self.load_factor = load_factor
         self.name = name
+        self.rank = 0  # whose shard this is, for errors
         num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
         self.register_buffer(
             "buckets", torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
@@ -96,7 +97,7 @@ class HashTable(torch.nn.Module):
             )
         if entries_refused > 0:
             refused = len(ops.unique(keys[rows < 0])[0])
-            raise TableFullError(self.name, 0, len(self), self.capacity, refused)
+            raise TableFullError(self.name, self.rank, len(self), self.capacity, refused)
         return rows, status
 
     def _check_keys(self, keys: torch.Tensor) -> None:

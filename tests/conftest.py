@@ -59,10 +59,17 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Run the tests of the simt backend under its mode."""
+    """Run the tests of the simt backend under its mode, and those of a GPU with checks on.
+
+    The CPU and the host runner always check; on a GPU a bad row would only be reported later.
+    """
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
-    on_host_runner = "simt" in (parameters.get("device"), parameters.get("engine"))
-    with simt.SimtMode() if on_host_runner else contextlib.nullcontext():
+    mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if "simt" in (parameters.get("device"), parameters.get("engine")):
+        mode = simt.SimtMode()
+    elif parameters.get("device") == "cuda":
+        mode = sparsekit.checked(True)
+    with mode:
         return (yield)
 
 
@@ -103,6 +110,19 @@ def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=generator(seed), dtype=torch.float64).to(dtype)
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy that begins one element behind an aligned address.
+
+    A GPU faults on a wide access to it, so kernels must take their narrow path.
+    """
+    space = torch.empty(1 + tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    copy = space[1:].view(tensor.shape)
+    copy.copy_(tensor)
+    assert copy.is_contiguous()
+    assert copy.data_ptr() % 16 != 0
+    return copy
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -1,14 +1,26 @@
-"""What only a device has: streams, several devices, graphs; and reports of bad values."""
+"""What only a device has: streams, several devices, graphs; and reports of bad values.
 
+At the end layers, optimizers and tables on a device, against the CPU. Those tests run on every
+backend, so that each of their lines has run before it meets a GPU.
+"""
+
+import copy
 import ctypes
+import functools
+import io
 
 import pytest
 import simt
 import torch
-from conftest import HAS_GPU
+from conftest import HAS_GPU, ROW_DTYPES, assert_close, generator, randn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import sparsekit
 from sparsekit import ops
+from sparsekit.datasets import Ratings
+from sparsekit.models import RatingModel
+from sparsekit.optim import LazyAdam, split_embedding_variable_from_others
+from sparsekit.train import Trainer
 
 gpu = pytest.mark.cuda
 
@@ -21,19 +33,32 @@ def needs_gpu(request: pytest.FixtureRequest) -> None:
 
 @gpu
 def test_ops_run_on_the_current_stream():
-    stream = torch.cuda.Stream()
-    table = sparsekit.HashTable(10_000, device="cuda")
-    keys = torch.zeros(5000, dtype=torch.int64, device="cuda")
     new_keys = torch.arange(5000, device="cuda") * 7
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)
+
+    def inputs() -> tuple[sparsekit.HashTable, torch.Tensor]:
+        table = sparsekit.HashTable(10_000, device="cuda")
+        return table, torch.zeros(5000, dtype=torch.int64, device="cuda")
+
+    def chain(table: sparsekit.HashTable, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
         keys.copy_(new_keys)  # an op on another stream would see zeros
         unique, inverse, _, count = torch.ops.sparsekit.unique_padded(keys)
         rows, _ = torch.ops.sparsekit.hash_table_find_or_insert_(
             table.buckets, table.size, keys, table.capacity
         )
-        vectors = ops.gather_rows(keys.double().unsqueeze(1), rows)
+        return unique, inverse, count, rows, ops.gather_rows(keys.double().unsqueeze(1), rows)
+
+    stream = torch.cuda.Stream()
+    throw_away, wanted = inputs(), inputs()
+    torch.cuda.synchronize()
+    # With checks on every op waits.
+    with sparsekit.checked(False), torch.cuda.stream(stream):
+        # The first call of a kernel loads it, and a first tensor takes memory from the device;
+        # either may wait for all that runs there.
+        torch.cuda._sleep(1)
+        chain(*throw_away)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        unique, inverse, count, rows, vectors = chain(*wanted)
         assert not stream.query()  # none of them has waited
     torch.cuda.synchronize()
     assert int(count) == 5000
@@ -69,16 +94,19 @@ def test_a_chain_of_ops_is_captured_in_a_graph():
         return ops.gather_rows(weight, rows)
 
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        lookup()  # warm-up, as torch asks for before a capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        vectors = lookup()
-    for start in (100, 200):
-        keys.copy_(torch.arange(start, start + 64))
-        graph.replay()
-        assert (vectors == 2).all()
+    torch.cuda.synchronize()  # the tensors were made on another stream
+    # With checks on every op waits, which a capture does not allow.
+    with sparsekit.checked(False):
+        with torch.cuda.stream(stream):
+            lookup()  # warm-up, as torch asks for before a capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            vectors = lookup()
+        for start in (100, 200):
+            keys.copy_(torch.arange(start, start + 64))
+            graph.replay()
+            assert (vectors == 2).all()
     assert len(table) == 1 + 128
 
 
@@ -171,3 +199,205 @@ def test_ops_take_only_as_many_keys_as_a_number_on_the_device_says(device, count
         (by_owner[:used], counts, permutation[:used]), ops.bucketize(keys[:used], 3), strict=True
     ):
         assert torch.equal(result, whole)
+
+
+# Layers, optimizers and tables on a device
+
+
+LAYERS = {
+    **{
+        combiner: functools.partial(
+            sparsekit.DistributedEmbedding, combiner, 100, 16, slot_num=2, max_nnz=4
+        )
+        for combiner in ("sum", "mean", "sqrtn")
+    },
+    "dense": functools.partial(
+        sparsekit.All2AllDenseEmbedding, 100, 16, slot_num=2, nnz_per_slot=4
+    ),
+}
+PADDING = -1
+each_layer = pytest.mark.parametrize("kind", LAYERS)
+
+
+class Run:
+    """A layer in training; every run of a kind and a dtype takes the same steps."""
+
+    def __init__(self, kind, dtype, device):
+        self.kind = kind
+        self.layer = LAYERS[kind](
+            dtype=dtype,
+            device=device,
+            name=kind,
+            seed=5,
+            padding_key=PADDING,
+            embedding_initializer=sparsekit.nn.Uniform(-1.0, 1.0),
+        )
+        self.optimizer = LazyAdam(self.layer.parameters(), lr=0.01)
+
+    def inputs(self, number):
+        """Keys that repeat, new ones in every step, with padding; for bags, weights as well."""
+        device = self.layer.weight.device
+        ids = torch.randint(0, 20 + 10 * number, (6, 2, 4), generator=generator(number))
+        keys = (ids * 0x1E3779B97F4A7C15).masked_fill(ids % 7 == 0, PADDING).to(device)
+        if self.kind == "dense":
+            return (keys,)
+        weights = (randn(6, 2, 4, seed=number).abs() + 0.5).to(device)
+        if number % 2 == 0:
+            return keys, weights
+        offsets = torch.arange(0, 49, 4, device=device)
+        return (keys.flatten(), offsets), weights.flatten()
+
+    def step(self, number):
+        """Take one step with checks off, as users do; returns the output."""
+        with sparsekit.checked(False):
+            self.optimizer.zero_grad()
+            out = self.layer(*self.inputs(number))
+            out.backward(randn(*out.shape, dtype=out.dtype, seed=number).to(out.device))
+            self.optimizer.step()
+        return out.detach()
+
+    def state(self):
+        return self.layer.state_dict(), self.optimizer.state_dict()
+
+    def load(self, state):
+        self.layer.load_state_dict(state[0])
+        self.optimizer.load_state_dict(state[1])
+
+    def tensors(self):
+        """The state by name."""
+        return {**self.layer.state_dict(), **self.optimizer.state[self.layer.weight]}
+
+
+def on_cpu(kind, dtype, steps):
+    """The twin of a run: so many steps on the CPU engine, also under the host runner's mode."""
+    with _disable_current_modes():
+        twin = Run(kind, dtype, "cpu")
+        return twin, [twin.step(number) for number in range(steps)]
+
+
+def assert_same_state(run, twin, device):
+    """Equality of keys, rows and counts, and of all else up to rounding."""
+    assert run.layer.table.keys().tolist() == twin.layer.table.keys().tolist()
+    theirs = twin.tensors()
+    for name, tensor in run.tensors().items():
+        assert tensor.device.type == device.type, name
+        if tensor.is_floating_point():
+            assert_close(tensor.cpu(), theirs[name])
+        elif name != "table.buckets":  # which slot of a bucket a key takes is free
+            assert torch.equal(tensor.cpu(), theirs[name]), name
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@each_layer
+def test_three_steps_of_a_layer_are_those_of_the_cpu(device, kind, dtype):
+    run = Run(kind, dtype, device)
+    twin, outputs = on_cpu(kind, dtype, 3)
+    for number, expected in enumerate(outputs):
+        assert_close(run.step(number).cpu(), expected)
+    assert_same_state(run, twin, device)
+    assert run.tensors()["step"] == 3
+    # In evaluation, unseen keys among others.
+    run.layer.eval()
+    twin.layer.eval()
+    size = len(twin.layer.table)
+    with torch.no_grad():
+        assert_close(run.layer(*run.inputs(7)).cpu(), twin.layer(*twin.inputs(7)))
+    assert len(run.layer.table) == size
+
+
+@each_layer
+def test_a_layer_in_training_moves(device, kind):
+    outputs = on_cpu(kind, torch.float32, 5)[1]
+    run = Run(kind, torch.float32, "cpu")
+
+    def check_step(number):
+        assert_close(run.step(number).cpu(), outputs[number])
+        twin, _ = on_cpu(kind, torch.float32, number + 1)
+        assert_same_state(run, twin, run.layer.weight.device)
+
+    check_step(0)
+    weight = run.layer.weight
+    run.layer.to(device)
+    assert run.layer.weight is weight  # so the optimizer still has it
+    run.optimizer.load_state_dict(run.optimizer.state_dict())  # moves the state after it
+    assert_same_state(run, on_cpu(kind, torch.float32, 1)[0], device)
+    check_step(1)
+    original, run = run, copy.deepcopy(run)
+    check_step(2)
+    assert original.tensors()["step"] == 2
+    # To the CPU and back.
+    for where in ("cpu", device):
+        state, run = run.state(), Run(kind, torch.float32, where)
+        run.load(state)
+        check_step(3 if where == "cpu" else 4)
+
+
+@pytest.mark.parametrize("kind", [LazyAdam, torch.optim.SparseAdam])
+def test_an_optimizer_goes_on_from_a_state_of_the_cpu(device, kind):
+    def step(optimizer, weight, number):
+        rows = torch.randperm(9, generator=generator(number))[None, :4]
+        weight.grad = torch.sparse_coo_tensor(
+            rows, randn(4, 3, seed=number), (9, 3), check_invariants=False
+        ).to(weight.device)
+        optimizer.step()
+
+    saved = torch.nn.Parameter(randn(9, 3))
+    optimizer = kind([saved], lr=0.1)
+    step(optimizer, saved, 1)
+    weight = torch.nn.Parameter(saved.detach().to(device, copy=True))
+    resumed = LazyAdam([weight])
+    # A copy, since torch lets two optimizers of one device share what one has loaded.
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in (2, 3):
+        step(optimizer, saved, number)
+        step(resumed, weight, number)
+    assert_close(weight.detach().cpu(), saved.detach())
+    state = resumed.state[weight]
+    assert {value.device for value in state.values()} == {weight.device}
+    assert state["step"] == 3
+
+
+def test_a_table_moves(device):
+    keys = torch.randperm(300, generator=generator(0)) * 0x1E3779B97F4A7C15
+    there, then, never = keys[:100], keys[100:200], keys[200:]
+    table = sparsekit.HashTable(250)
+    table.find_or_insert(there)
+    assert table.to(device) is table
+    assert table.buckets.device.type == table.size.device.type == device.type
+    assert table.find(keys.to(device)).tolist() == [*range(100), *[-1] * 200]
+    assert table.find_or_insert(then.to(device)).tolist() == list(range(100, 200))
+    twin = copy.deepcopy(table)
+    table.to("cpu")
+    for one, on in ((table, "cpu"), (twin, device)):
+        assert one.keys().tolist() == keys[:200].tolist()
+        assert one.find(keys.to(on)).tolist() == [*range(200), *[-1] * 100]
+        with pytest.raises(sparsekit.TableFullError):
+            one.find_or_insert(never.to(on))
+    loaded = sparsekit.HashTable(250, device=device)
+    loaded.load_state_dict(table.state_dict())
+    assert loaded.find(keys.to(device)).tolist() == [*range(200), *[-1] * 100]
+
+
+def test_the_model_of_ratings_trains_on_a_device(device):
+    users, items = (torch.randint(0, 9, (60,), generator=generator(n)) for n in range(2))
+    values, times = randn(60).sigmoid() * 5, torch.arange(60, dtype=torch.float64)
+    data = Ratings(users, items, values, times)
+
+    def train(where):
+        # Under a default device too, which must not reach what has generators of the CPU.
+        with torch.device(where):
+            model = RatingModel(data, dim=4, capacity=50, history_size=5).to(where)
+            sparse, dense = split_embedding_variable_from_others(model)
+            optimizers = [LazyAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.01)]
+            trainer = Trainer(
+                model, lambda model, batch: model.losses(*batch), optimizers, stream=io.StringIO()
+            )
+            batch = tuple(tensor.to(where) for tensor in (users, items, values))
+            losses = [epoch.loss for epoch in trainer.fit(batch, epochs=2, batch_size=16)]
+            return losses, model.eval()(*batch[:2]).detach().cpu()
+
+    with _disable_current_modes():
+        expected, predicted = train("cpu")
+    losses, predictions = train(device)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(predictions, predicted, rtol=1e-3, atol=1e-3)

@@ -67,8 +67,8 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
     user_ids, user, user_count = train.users.unique(return_inverse=True, return_counts=True)
     item_ids, item, item_count = train.items.unique(return_inverse=True, return_counts=True)
     residuals = ratings - ratings.mean()
-    user_bias = torch.zeros(len(user_ids), dtype=torch.float64)
-    item_bias = torch.zeros(len(item_ids), dtype=torch.float64)
+    user_bias = ratings.new_zeros(len(user_ids))  # float64, where the ratings are
+    item_bias = ratings.new_zeros(len(item_ids))
     # Each half sweep is exact for one side given the other; this converges to the minimum.
     for _ in range(SWEEPS):
         sums = torch.zeros_like(item_bias).index_add_(0, item, residuals - user_bias[user])

@@ -52,8 +52,9 @@ class UserHistory(torch.nn.Module):
         at = torch.searchsorted(self.users, users).clamp(max=len(self.users) - 1)
         counts = torch.where(self.users[at] == users, self.starts[at + 1] - self.starts[at], 0)
         offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        bag = torch.repeat_interleave(torch.arange(len(users)), counts)
-        values = self.items[self.starts[at][bag] + torch.arange(len(bag)) - offsets[bag]]
+        bag = torch.repeat_interleave(torch.arange(len(users), device=users.device), counts)
+        place = torch.arange(len(bag), device=users.device) - offsets[bag]
+        values = self.items[self.starts[at][bag] + place]
         keep = values != without[bag]
         return values[keep], torch.nn.functional.pad(keep.cumsum(0), (1, 0))[offsets]
 
@@ -87,7 +88,9 @@ class RatingModel(torch.nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        seeds = torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
+        # On the CPU, where the generator is, whatever torch's default device.
+        generator = torch.Generator("cpu").manual_seed(seed)
+        seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
 
         def layer(name: str, seed: int, dim: int, max_nnz: int = 1) -> DistributedEmbedding:
             return DistributedEmbedding(
@@ -134,7 +137,7 @@ class RatingModel(torch.nn.Module):
         return {layer.name: len(layer.table) for layer in layers if layer.table is not None}
 
     def _score(self, users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        one_each = torch.arange(len(users) + 1)
+        one_each = torch.arange(len(users) + 1, device=users.device)
         user = self.user((users, one_each))[:, 0]  # [n, 1 + dim]
         item = self.item((items, one_each))[:, 0]  # [n, 1 + dim]
         rated = self.project(self.rated(self.history(users, without=items))[:, 0])  # [n, dim]

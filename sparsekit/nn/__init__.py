@@ -1,14 +1,17 @@
 """Layers and initializers."""
 
 from .embedding import All2AllDenseEmbedding, DistributedEmbedding, EmbeddingWeight
+from .group import EmbeddingGroup, group_embedding_lookup_sparse
 from .init import Constant, Initializer, Normal, Uniform
 
 __all__ = [
     "All2AllDenseEmbedding",
     "Constant",
     "DistributedEmbedding",
+    "EmbeddingGroup",
     "EmbeddingWeight",
     "Initializer",
     "Normal",
     "Uniform",
+    "group_embedding_lookup_sparse",
 ]

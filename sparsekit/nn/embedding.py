@@ -10,9 +10,36 @@ from ..ops._checks import KEY_DTYPES
 from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
 from .inputs import check_bags, check_device, is_padding, to_bags, without_padding
-from .shard import EmbeddingWeight, ShardedTable
+from .lookup import look_up
+from .shard import EmbeddingWeight, Prepared, ShardedTable
 
 __all__ = ["All2AllDenseEmbedding", "DistributedEmbedding", "EmbeddingWeight"]
+
+
+def prepare_bags(
+    table: ShardedTable,
+    inputs: Any,
+    sample_weights: Any,
+    combiner: str,
+    slot_num: int,
+    max_nnz: int = 2**63 - 1,
+    max_feature_num: int | None = None,
+) -> Prepared:
+    """Check bags for a table; their vectors will be pooled to ``[batch, slot_num, dim]``."""
+    table._refuse_trace()
+    bags = to_bags(inputs, sample_weights, table.name, table.weight.device)
+    bags = check_bags(bags, table.name, slot_num, max_nnz, max_feature_num)
+    table._check_keys(bags.values, bags.order)
+    bags = without_padding(bags, table.padding_key)
+
+    def finish(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        pooled = ops.embedding_bag(vectors, positions, bags.offsets, combiner, bags.weights)
+        dim = table.embedding_vec_size
+        if bags.slot_major:
+            return pooled.view(slot_num, -1, dim).transpose(0, 1).contiguous()
+        return pooled.view(-1, slot_num, dim)
+
+    return Prepared(bags.values, finish)
 
 
 class DistributedEmbedding(ShardedTable):
@@ -118,17 +145,19 @@ class DistributedEmbedding(ShardedTable):
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
         """
-        self._refuse_trace()
-        bags = to_bags(inputs, sample_weights, self.name, self.weight.device)
-        bags = check_bags(bags, self.name, self.slot_num, self.max_nnz, self.max_feature_num)
-        self._check_keys(bags.values, bags.order)
-        bags = without_padding(bags, self.padding_key)
-        vectors, positions = self._lookup(bags.values)
-        pooled = ops.embedding_bag(vectors, positions, bags.offsets, self.combiner, bags.weights)
-        if bags.slot_major:
-            by_slot = pooled.view(self.slot_num, -1, self.embedding_vec_size)
-            return by_slot.transpose(0, 1).contiguous()
-        return pooled.view(-1, self.slot_num, self.embedding_vec_size)
+        return look_up([self], [(inputs, sample_weights)])[0]
+
+    def prepare(self, inputs: Any, sample_weights: Any = None) -> Prepared:
+        """Check the bags and say which keys they need."""
+        return prepare_bags(
+            self,
+            inputs,
+            sample_weights,
+            self.combiner,
+            self.slot_num,
+            self.max_nnz,
+            self.max_feature_num,
+        )
 
     def extra_repr(self) -> str:
         """The base's, and how bags are pooled."""
@@ -201,6 +230,10 @@ class All2AllDenseEmbedding(ShardedTable):
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each key; see Shape above."""
+        return look_up([self], [(keys,)])[0]
+
+    def prepare(self, keys: torch.Tensor) -> Prepared:
+        """Check the keys."""
         self._refuse_trace()
         if not isinstance(keys, torch.Tensor):
             raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
@@ -217,12 +250,14 @@ class All2AllDenseEmbedding(ShardedTable):
         check_device(self.name, "keys", keys, self.weight.device)
         flat = keys.reshape(-1)
         self._check_keys(flat)
-        if self.padding_key is None:
-            vectors, positions = self._lookup(flat)
-        else:
-            keep = ~is_padding(flat, self.padding_key)
-            vectors, found = self._lookup(flat[keep])
-            # A negative position reads zeros and sends no gradient.
-            positions = torch.full_like(flat, -1, dtype=torch.int64)
-            positions[keep] = found
-        return ops.gather_rows(vectors, positions).view(*keys.shape, self.embedding_vec_size)
+        keep = None if self.padding_key is None else ~is_padding(flat, self.padding_key)
+
+        def finish(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            if keep is not None:
+                # A negative position reads zeros and sends no gradient.
+                found = positions
+                positions = torch.full_like(flat, -1, dtype=torch.int64)
+                positions[keep] = found
+            return ops.gather_rows(vectors, positions).view(*keys.shape, self.embedding_vec_size)
+
+        return Prepared(flat if keep is None else flat[keep], finish)

@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import _pybind, hashing, ops
+from ..distributed import Exchange, exchange_of
+from ..distributed.world import settings
 from ..errors import check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from ..table import HashTable
@@ -22,6 +25,14 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return EmbeddingWeight, (self.data, self.requires_grad)
+
+
+@dataclass
+class Prepared:
+    """A layer's checked input: the keys it needs, and what to do with their vectors."""
+
+    keys: torch.Tensor
+    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _GatherSparse(torch.autograd.Function):
@@ -46,22 +57,26 @@ class _GatherSparse(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (rows,) = ctx.saved_tensors
         (grad,) = grads
-        # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
-        missing = int(torch.searchsorted(rows, 0)) if len(rows) and rows[0] < 0 else 0
-        # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although
-        # they are turned off by its argument.
-        sparse = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
-            1,
-            1,
-            ctx.shape,
-            rows[missing:].unsqueeze(0),
-            grad[missing:],
-            dtype=grad.dtype,
-            layout=torch.sparse_coo,
-            device=grad.device,
-            is_coalesced=True,
-        )
-        return sparse, None, None
+        return sparse_gradient(ctx.shape, rows, grad), None, None
+
+
+def sparse_gradient(shape: torch.Size, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The coalesced sparse tensor of these rows, which rise."""
+    # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
+    missing = int(torch.searchsorted(rows, 0)) if len(rows) and rows[0] < 0 else 0
+    # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although they
+    # are turned off by its argument.
+    return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        1,
+        1,
+        shape,
+        rows[missing:].unsqueeze(0),
+        grad[missing:],
+        dtype=grad.dtype,
+        layout=torch.sparse_coo,
+        device=grad.device,
+        is_coalesced=True,
+    )
 
 
 def _mark_coalesced(weight: torch.Tensor) -> None:
@@ -112,7 +127,6 @@ class ShardedTable(torch.nn.Module):
         self._check_choice("dtype", dtype, ROW_DTYPES)
         self._check_choice("on_full", on_full, ("error",))
         self._check_choice("gradient_reduction", gradient_reduction, ("mean", "sum"))
-        self._check_world(process_group)
         device = torch.device(device or torch.get_default_device())
         if device.type not in ("cpu", "cuda"):
             raise NotImplementedError(f"{self.name}: device must be cpu or cuda, got {device}")
@@ -122,6 +136,13 @@ class ShardedTable(torch.nn.Module):
                 f"kernels; install it where there is an nvcc"
             )
 
+        self.process_group = process_group
+        exchange = exchange_of(process_group, device)
+        self.rank = exchange.rank if exchange else 0
+        self.world_size = exchange.world_size if exchange else 1
+        # Whether a rank sends each of its keys once. Off, it sends them as they come, which is for
+        # measurements.
+        self.dedupe = True
         self.key_dtype = key_dtype
         self.initializer = resolve(self.name, embedding_initializer)
         if padding_key is not None:
@@ -132,7 +153,7 @@ class ShardedTable(torch.nn.Module):
         # Layers must not start from equal vectors for equal keys (user 5 and item 5), so the
         # default seed depends on the name. It is state: a loaded layer goes on as it began.
         if seed is None:
-            seed = int(hashing.xxh64([self.name]))
+            seed = int(hashing.xxh64([self.name], seed=settings.seed))
         # An unsigned seed may be given, a signed one is kept: the 64 bits are what counts.
         seed = check_int(self.name, "seed", seed, -(2**63), 2**64 - 1)
         signed = (seed + 2**63) % 2**64 - 2**63
@@ -142,9 +163,10 @@ class ShardedTable(torch.nn.Module):
         )
         if use_hashtable:
             self.table: HashTable | None = HashTable(self.capacity, device=device, name=self.name)
+            self.table.rank = self.rank
         else:
             self.table = None
-            keys = torch.arange(self.capacity, device=device)
+            keys = torch.arange(self.capacity, device=device) * self.world_size + self.rank
             self.initializer.write_(self.weight.data, keys, seed=int(self.seed))
 
     def _count(self, argument: str, value: int, most: int = 2**63 - 1) -> int:
@@ -155,15 +177,23 @@ class ShardedTable(torch.nn.Module):
             listed = ", ".join(map(str, choices))
             raise ValueError(f"{self.name}: {argument} must be one of {listed}; got {value!r}")
 
-    def _check_world(self, process_group: dist.ProcessGroup | None) -> None:
-        world = 1
-        if dist.is_available() and dist.is_initialized():
-            world = dist.get_world_size(process_group)
-        if world > 1:
-            raise NotImplementedError(
-                f"{self.name}: a process group of {world} ranks; sharding over more than one rank "
-                f"is not implemented yet"
-            )
+    def prepare(self, *inputs: Any) -> Prepared:
+        """Check the input of a call. Changes nothing."""
+        raise NotImplementedError
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The way to the other ranks, or None where there are none."""
+        return exchange_of(self.process_group, self.weight.device)
+
+    def plan(self) -> str:
+        """What all ranks must agree on before they look something up."""
+        return (
+            f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
+            f"{'training' if self.training else 'evaluation'}, "
+            f"{'hash table' if self.table is not None else 'row numbers'}"
+            f"{'' if self.weight.requires_grad else ', frozen'})"
+        )
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -194,9 +224,10 @@ class ShardedTable(torch.nn.Module):
         if self.table is not None or keys.numel() == 0:
             return
         low, high = keys.aminmax()
-        if low >= 0 and high < self.capacity:
+        end = self.capacity * self.world_size
+        if low >= 0 and high < end:
             return
-        outside = (keys < 0) | (keys >= self.capacity)
+        outside = (keys < 0) | (keys >= end)
         if self.padding_key is not None:
             outside &= ~is_padding(keys, self.padding_key)
         if outside.any():
@@ -204,13 +235,13 @@ class ShardedTable(torch.nn.Module):
             position = first if order is None else int(order[first])
             raise IndexError(
                 f"{self.name}: key {int(keys[first])} at position {position} is outside "
-                f"[0, {self.capacity}), the range of keys without the hash table"
+                f"[0, {end}), the range of keys without the hash table"
             )
 
     def _rows(self, keys: torch.Tensor) -> torch.Tensor:
-        """Rows of distinct int64 keys; new ones are inserted in training, -1 in evaluation."""
+        """Rows of distinct int64 keys of this rank; new ones are inserted in training, else -1."""
         if self.table is None:
-            return keys
+            return keys // self.world_size
         if not self.training:
             return self.table.find(keys)
         rows, status = self.table.find_or_insert_with_status(keys)
@@ -228,8 +259,8 @@ class ShardedTable(torch.nn.Module):
             return None
         return lambda out: self.initializer.write_(out, keys[missing], missing, seed=int(self.seed))
 
-    def _lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
+    def _watch_gradient(self) -> None:
+        """Keep the gradient marked as coalesced."""
         hooks = self.weight._post_accumulate_grad_hooks or {}
         if (
             self.weight.is_leaf
@@ -238,6 +269,10 @@ class ShardedTable(torch.nn.Module):
         ):
             # Here and not in __init__, since a copied module has a new weight without hooks.
             self.weight.register_post_accumulate_grad_hook(_mark_coalesced)
+
+    def lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
+        self._watch_gradient()
         unique, inverse, _ = ops.unique(keys)
         unique = unique.to(torch.int64)
         rows = self._rows(unique)

@@ -135,14 +135,21 @@ class LazyAdam(torch.optim.Optimizer):
         state["step"].copy_(step)  # counted once it is done
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; moments of bfloat16 parameters stay float32."""
+        """Load a state, also one of torch's SparseAdam or from another device.
+
+        Moments of bfloat16 parameters stay float32.
+        """
         super().load_state_dict(state_dict)
         # torch has cast the moments to the parameters' dtype; go back to the saved ones where the
-        # moments are kept in another.
+        # moments are kept in another. It leaves the step where and what it was: on the device it
+        # was saved on, and a plain number if SparseAdam has counted it.
         saved = (i for group in state_dict["param_groups"] for i in group["params"])
         parameters = (p for group in self.param_groups for p in group["params"])
         for index, parameter in zip(saved, parameters, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
                 dtype = accumulate_dtype(parameter.dtype)
-                if key != "step" and dtype != parameter.dtype:
+                if key == "step":
+                    step = torch.as_tensor(value, dtype=torch.int64, device=parameter.device)
+                    self.state[parameter][key] = step
+                elif dtype != parameter.dtype:
                     self.state[parameter][key] = value.to(parameter.device, dtype, copy=True)

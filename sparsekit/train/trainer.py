@@ -73,7 +73,7 @@ class Trainer:
         self.stream = stream
         self.history: list[Epoch] = []
         self.interrupted = False
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
 
     def fit(
         self,
@@ -140,8 +140,9 @@ class Trainer:
             progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s")
 
     def _batches(self, data: Batch, batch_size: int) -> Iterator[Batch]:
-        order = torch.randperm(len(data[0]), generator=self._generator).to(data[0].device)
-        for positions in order.split(batch_size):
+        # On the CPU, where the generator is, whatever torch's default device.
+        order = torch.randperm(len(data[0]), generator=self._generator, device="cpu")
+        for positions in order.to(data[0].device).split(batch_size):
             yield tuple(tensor[positions] for tensor in data)
 
     def _step(self, batch: Batch) -> torch.Tensor:

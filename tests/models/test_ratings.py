@@ -97,6 +97,19 @@ def lookup(layer, key: int) -> torch.Tensor:
     return layer.weight[layer.table.find(torch.tensor([key]))[0]]
 
 
+def test_the_default_device_is_not_that_of_generators_or_data():
+    train = low_rank()
+    with torch.device("meta"):  # stands for cuda, of which this is all that can be had anywhere
+        UserHistory(train)(train.users, train.items)
+        baseline = fit_bias_baseline(train)
+        with pytest.raises(NotImplementedError, match="meta"):
+            RatingModel(train)  # its seeds are drawn by then; only the table has no such device
+    assert torch.equal(
+        baseline.predict(train.users, train.items),
+        fit_bias_baseline(train).predict(train.users, train.items),
+    )
+
+
 def test_predictions_and_losses_follow_the_formula(model):
     train = low_rank()
     torch.nn.init.normal_(model.project.weight, generator=torch.Generator().manual_seed(0))

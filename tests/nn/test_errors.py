@@ -77,13 +77,6 @@ def on_meta(tensor):
     return tensor.to("meta")
 
 
-def world_of_two():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        patch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-        pooled()
-
-
 ONES = torch.ones(4)
 
 # name: (what is done, the error, what its message contains besides the layer's name)
@@ -134,7 +127,6 @@ CONSTRUCTION = {
         ["embedding_initializer", "class", "Normal"],
     ),
     "device": (lambda: pooled(device="meta"), NotImplementedError, ["device", "meta"]),
-    "world of 2": (world_of_two, NotImplementedError, ["2 ranks"]),
 }
 
 # name: (a layer, its inputs and perhaps weights, the error, what its message contains)

@@ -10,7 +10,9 @@ from conftest import (
     assert_close,
     assert_same_bits_for_any_threads,
     generator,
+    misaligned,
     randn,
+    same_bits,
     whole_numbers,
 )
 from hypothesis import given
@@ -141,16 +143,41 @@ def test_a_zero_divisor_gives_zeros_and_no_gradient(device, combiner):
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @all_combiners
 def test_index_dtypes_and_non_contiguous_arguments(device, combiner, dtype):
-    rows, offsets = bags_of([4, 0, 9, 2], 6)
-    strided = [torch.stack([tensor, tensor], dim=1)[:, 0] for tensor in (rows, offsets)]
-    strided = [tensor.to(dtype) for tensor in strided]
-    sample_weights = (randn(2 * len(rows)).abs() + 0.5)[::2]
-    weight = randn(5, 6).t()
-    assert not weight.is_contiguous()
-    check(weight, *strided, combiner, sample_weights, device)
-    strided = [torch.stack([tensor, tensor], dim=1)[:, 0] for tensor in (rows, offsets)]
-    assert not any(tensor.is_contiguous() for tensor in strided)
-    check(weight, *strided, combiner, sample_weights, device)
+    # Views are made on the device: a copy to another device would be contiguous.
+    rows, offsets = (
+        torch.stack([tensor, tensor], dim=1).to(device, dtype)[:, 0]
+        for tensor in bags_of([4, 0, 9, 2], 6)
+    )
+    sample_weights = (randn(2 * len(rows)).abs() + 0.5).to(device)[::2]
+    weight = randn(5, 6).to(device).t()
+    for tensor in (weight, rows, offsets, sample_weights):
+        assert not tensor.is_contiguous()
+    check(weight, rows, offsets, combiner, sample_weights, device)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@weighted_or_not
+@all_combiners
+@pytest.mark.parametrize("dim", [16, 128])
+def test_rows_that_are_not_aligned(device, dim, combiner, weighted, dtype):
+    # Bags of 1, 4 and 16 keys: then no division rounds, and with whole numbers no sum does.
+    rows, offsets = (tensor.to(device) for tensor in bags_of([1, 0, 4, 16], 5))
+    weight = whole_numbers(5, dim, dtype=dtype).to(device)
+    upstream = whole_numbers(4, dim, dtype=dtype, seed=1).to(device)
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    ones = torch.ones(len(rows), dtype=accumulate, device=device)
+
+    def compute(copy_weight, copy_upstream):
+        leaves = [copy_weight(weight).requires_grad_()]
+        if weighted:
+            leaves.append(ones.clone().requires_grad_())
+        out = ops.embedding_bag(leaves[0], rows, offsets, combiner, *leaves[1:])
+        return out, *torch.autograd.grad(out, leaves, copy_upstream(upstream))
+
+    expected = compute(torch.clone, torch.clone)
+    for copies in ((misaligned, torch.clone), (torch.clone, misaligned), (misaligned, misaligned)):
+        for one, other in zip(compute(*copies), expected, strict=True):
+            assert same_bits(one, other)
 
 
 def test_bfloat16_is_added_in_float32(device):
@@ -265,27 +292,30 @@ def test_what_is_refused(arguments, error, message):
         ops.embedding_bag(weight, rows, torch.tensor(offsets, dtype=torch.int64), *rest)
 
 
-def test_an_infinite_row_in_a_bag_whose_weights_cancel_is_zeros() -> None:
-    weight = torch.full((1, 3), torch.inf)
-    rows, offsets = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 2])
-    pooled = ops.embedding_bag(weight, rows, offsets, "mean", torch.tensor([1.0, -1.0]))
+def test_an_infinite_row_in_a_bag_whose_weights_cancel_is_zeros(device) -> None:
+    weight = torch.full((1, 3), torch.inf, device=device)
+    rows, offsets = torch.tensor([0, 0], device=device), torch.tensor([0, 2], device=device)
+    weights = torch.tensor([1.0, -1.0], device=device)
+    pooled = ops.embedding_bag(weight, rows, offsets, "mean", weights)
     assert pooled.tolist() == [[0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-def test_a_tiny_weight_is_as_good_as_one(combiner: str) -> None:
-    weight = torch.tensor([[2.0, -3.0]], requires_grad=True)
-    tiny = torch.tensor([1e-40 if combiner == "mean" else 1e-18])
-    pooled = ops.embedding_bag(weight, torch.tensor([0]), torch.tensor([0, 1]), combiner, tiny)
+def test_a_tiny_weight_is_as_good_as_one(device, combiner: str) -> None:
+    weight = torch.tensor([[2.0, -3.0]], device=device, requires_grad=True)
+    rows, offsets = torch.tensor([0], device=device), torch.tensor([0, 1], device=device)
+    tiny = torch.tensor([1e-40 if combiner == "mean" else 1e-18], device=device)
+    pooled = ops.embedding_bag(weight, rows, offsets, combiner, tiny)
     torch.testing.assert_close(pooled, weight, rtol=1e-4, atol=0)
     pooled.sum().backward()
-    torch.testing.assert_close(weight.grad, torch.ones(1, 2), rtol=1e-4, atol=0)
+    torch.testing.assert_close(weight.grad, torch.ones_like(weight), rtol=1e-4, atol=0)
 
 
-def test_second_derivatives() -> None:
-    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    rows, offsets = torch.tensor([0, 3, 3, 1]), torch.tensor([0, 1, 4])
-    weights = torch.rand(4, dtype=torch.float64)
+def test_second_derivatives(device) -> None:
+    weight = randn(4, 3, dtype=torch.float64).to(device).requires_grad_()
+    rows = torch.tensor([0, 3, 3, 1], device=device)
+    offsets = torch.tensor([0, 1, 4], device=device)
+    weights = (randn(4, dtype=torch.float64).abs() + 0.5).to(device)
 
     def cubed(w: torch.Tensor) -> torch.Tensor:
         return ops.embedding_bag(w, rows, offsets, "mean", weights) ** 3

@@ -7,8 +7,10 @@ from conftest import (
     ROW_DTYPES,
     assert_same_bits_for_any_threads,
     generator,
+    misaligned,
     randn,
     same_bits,
+    whole_numbers,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ DIMS = [0, 1, 3, 16, 64, 100, 128, 1024]
 
 def check(table, rows, device):
     result = ops.gather_rows(table.to(device), rows.to(device))
-    assert same_bits(result, reference.gather_rows(table, rows))
+    assert same_bits(result, reference.gather_rows(table.cpu(), rows.cpu()))
 
 
 def some_rows(n, num_rows, dtype=torch.int64):
@@ -66,10 +68,31 @@ def test_one_row_many_times(device):
 
 
 def test_non_contiguous_arguments(device):
-    rows = some_rows(120, 7)
-    for table in (randn(10, 7).t(), randn(14, 20)[::2, 3:8], randn(1, 6).expand(7, 6)):
+    # Views are made on the device: a copy to another device would be contiguous.
+    rows = some_rows(120, 7).to(device)[::3]
+    assert not rows.is_contiguous()
+    for table in (
+        randn(10, 7).to(device).t(),
+        randn(14, 20).to(device)[::2, 3:8],
+        randn(1, 6).to(device).expand(7, 6),
+    ):
         assert not table.is_contiguous()
-        check(table, rows[::3], device)
+        check(table, rows, device)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@pytest.mark.parametrize("dim", [16, 128])
+def test_rows_that_are_not_aligned(device, dim, dtype):
+    table, rows = misaligned(randn(5, dim, dtype=dtype).to(device)), some_rows(40, 5).to(device)
+    check(table, rows, device)
+    assert same_bits(ops.gather_rows(table, rows), ops.gather_rows(table.clone(), rows))
+    # Its gradient adds up rows; whole numbers, since the order of additions is free.
+    upstream = whole_numbers(40, dim, dtype=dtype).to(device)
+    grads = []
+    for grad in (upstream, misaligned(upstream)):
+        leaf = table.detach().requires_grad_()
+        grads += torch.autograd.grad(ops.gather_rows(leaf, rows), leaf, grad)
+    assert same_bits(*grads)
 
 
 def test_bits_do_not_depend_on_threads(device):

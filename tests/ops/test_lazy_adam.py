@@ -8,6 +8,7 @@ from conftest import (
     assert_close,
     assert_same_bits_for_any_threads,
     generator,
+    misaligned,
     randn,
     same_bits,
 )
@@ -149,11 +150,34 @@ def test_moments_of_bfloat16_rows_keep_float32(device):
 
 def test_non_contiguous_gradient_and_rows(device):
     state, expected = state_of(10, 4, torch.float32, device), state_of(10, 4, torch.float32)
-    rows, grad, step = torch.arange(10)[::3], randn(4, 4).t(), torch.tensor([1])
-    ops.lazy_adam_step_(*state, rows.to(device), grad.to(device), step.to(device), **SETTINGS)
-    reference.lazy_adam_step_(*expected, rows, grad, step, **SETTINGS)
+    # Views are made on the device: a copy to another device would be contiguous.
+    rows, grad = torch.arange(10, device=device)[::3], randn(4, 4).to(device).t()
+    assert not rows.is_contiguous()
+    assert not grad.is_contiguous()
+    step = torch.tensor([1])
+    ops.lazy_adam_step_(*state, rows, grad, step.to(device), **SETTINGS)
+    reference.lazy_adam_step_(*expected, rows.cpu(), grad.cpu(), step, **SETTINGS)
     for now, wanted in zip(state, expected, strict=True):
         assert_close(now.cpu(), wanted)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@pytest.mark.parametrize("dim", [16, 128])
+def test_rows_that_are_not_aligned(device, dim, dtype):
+    aligned = [*state_of(5, dim, dtype, device), randn(3, dim, dtype=dtype, seed=4).to(device)]
+    rows, step = torch.tensor([4, 0, 3], device=device), torch.tensor([7], device=device)
+
+    def compute(copies):
+        *state, grad = (copy(tensor) for copy, tensor in zip(copies, aligned, strict=True))
+        ops.lazy_adam_step_(*state, rows, grad, step, **SETTINGS)
+        return state
+
+    expected = compute([torch.clone] * 4)
+    alone = [[misaligned if i == j else torch.clone for j in range(4)] for i in range(4)]
+    for copies in (*alone, [misaligned] * 4):
+        for now, then, wanted in zip(compute(copies), aligned[:3], expected, strict=True):
+            assert_close(now, wanted)
+            assert same_bits(now[1:3], then[1:3])
 
 
 def test_bits_do_not_depend_on_threads(device):

@@ -9,6 +9,7 @@ from conftest import (
     assert_same_bits_for_any_threads,
     deterministic,
     generator,
+    misaligned,
     randn,
     same_bits,
     whole_numbers,
@@ -39,7 +40,7 @@ def ids_of(pattern, n, num_segments):
 
 def check_exact(data, ids, num_segments, device):
     """Whole numbers add without rounding, so any order must give the reference's bits."""
-    expected = reference.unsorted_segment_sum(data, ids, num_segments)
+    expected = reference.unsorted_segment_sum(data.cpu(), ids.cpu(), num_segments)
     for in_order in (False, True):
         with deterministic(in_order):
             result = ops.unsorted_segment_sum(data.to(device), ids.to(device), num_segments)
@@ -92,19 +93,38 @@ def test_any_ids(device, n, num_segments, dim, lowest, seed):
 
 @pytest.mark.parametrize("num_segments", [0, 1, 5000])
 def test_without_entries(device, num_segments):
-    for ids in (torch.tensor([], dtype=torch.int64), torch.tensor([-1, -(2**63)])):
-        result = ops.unsorted_segment_sum(torch.ones(len(ids), 4), ids, num_segments)
-        assert torch.equal(result, torch.zeros(num_segments, 4))
+    for ids in ([], [-1, -(2**63)]):
+        ids = torch.tensor(ids, dtype=torch.int64, device=device)
+        data = torch.ones(len(ids), 4, device=device)
+        result = ops.unsorted_segment_sum(data, ids, num_segments)
+        assert result.device == data.device
+        assert torch.equal(result.cpu(), torch.zeros(num_segments, 4))
 
 
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 def test_id_dtypes_and_non_contiguous_arguments(device, dtype):
-    ids = ids_of("dropped", 900, 9).to(dtype)[::3]
-    for data in (whole_numbers(8, 300).t(), whole_numbers(600, 9)[::2, 1:6]):
+    # Views are made on the device: a copy to another device would be contiguous.
+    ids = ids_of("dropped", 900, 9).to(device, dtype)[::3]
+    assert not ids.is_contiguous()
+    for data in (
+        whole_numbers(8, 300).to(device).t(),
+        whole_numbers(600, 9).to(device)[::2, 1:6],
+        whole_numbers(1, 6).to(device).expand(300, 6),
+    ):
         assert not data.is_contiguous()
-        assert not ids.is_contiguous()
         check_exact(data, ids, 9, device)
-    check_exact(whole_numbers(1, 6).expand(300, 6), ids, 9, device)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@pytest.mark.parametrize("dim", [16, 128])
+def test_rows_that_are_not_aligned(device, dim, dtype):
+    data = misaligned(whole_numbers(40, dim, dtype=dtype).to(device))
+    ids = ids_of("half on one", 40, 5).to(device)
+    check_exact(data, ids, 5, device)
+    for in_order in (False, True):
+        with deterministic(in_order):
+            aligned = ops.unsorted_segment_sum(data.clone(), ids, 5)
+            assert same_bits(ops.unsorted_segment_sum(data, ids, 5), aligned)
 
 
 def test_bfloat16_is_added_in_float32(device):

@@ -310,6 +310,36 @@ def test_state_of_another_dtype_can_be_loaded(saved, loaded):
     assert resumed.state[other]["exp_avg"].dtype == wide
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_run_of_sparse_adam_can_be_resumed(dtype):
+    grads = list(gradients(dtype, 10))
+    whole, first = start(dtype), start(dtype)
+    run(torch.optim.SparseAdam([whole], lr=0.1), whole, grads)
+    theirs = torch.optim.SparseAdam([first], lr=0.1)
+    run(theirs, first, grads[:5])
+    ours = LazyAdam([first])
+    ours.load_state_dict(theirs.state_dict())
+    step = ours.state[first]["step"]
+    assert (step.dtype, step.shape) == (torch.int64, ())
+    run(ours, first, grads[5:])
+    assert ours.state[first]["step"] == 10
+    torch.testing.assert_close(first, whole, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", [LazyAdam, torch.optim.SparseAdam])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_loaded_state_is_on_the_device_of_its_parameter(kind, dtype):
+    weight = start(dtype)
+    optimizer = kind([weight])
+    run(optimizer, weight, gradients(dtype, 3))
+    elsewhere = torch.nn.Parameter(weight.detach().to("meta"))  # stands for another device
+    resumed = LazyAdam([elsewhere])
+    resumed.load_state_dict(optimizer.state_dict())
+    for value in resumed.state[elsewhere].values():
+        assert value.device == elsewhere.device
+    assert resumed.state[elsewhere]["step"].dtype == torch.int64
+
+
 def test_backward_notices_that_step_has_changed_a_weight_it_needs():
     weight, x = start(), torch.ones(ROWS, dtype=torch.float64, requires_grad=True)
     optimizer = LazyAdam([weight])

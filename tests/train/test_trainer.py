@@ -84,6 +84,16 @@ def test_seed_decides_and_nothing_else():
     assert order(1, 0) != order(2, 0)
 
 
+def test_the_default_device_plays_no_part():
+    trainer, other = make(), make()
+    trainer.fit((torch.arange(10.0),), epochs=1, batch_size=3)
+    with torch.device("meta"):  # stands for cuda: no tensor of the CPU's generator can be on it
+        again = Trainer(other.model, squared, other.optimizers, stream=io.StringIO())
+        again.fit((torch.arange(10.0, device="cpu"),), epochs=1, batch_size=3)
+    assert again.model.seen == trainer.model.seen
+    assert again.history[0].loss == trainer.history[0].loss
+
+
 def test_sparse_and_dense_parameters_train_to_the_same_bits():
     users = torch.randint(-(2**62), 2**62, (64,), generator=torch.Generator().manual_seed(0))
     target = torch.linspace(-1, 1, 64)

@@ -1,0 +1,167 @@
+"""Collectives that all ranks agree on before they begin.
+
+A rank that is about to exchange something first sends every other a header of fixed size: what it
+is about to do, whether something has gone wrong here, and how much follows. So ranks that
+disagree find out at once, with headers that fit one another, and an error on one rank becomes an
+error on all instead of a wait.
+"""
+
+import math
+import pickle
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from .. import hashing
+from ..errors import TableFullError
+from .transport import TorchTransport, Transport
+
+# Words of a header: the hash of what follows, 1 for an error, and the size of what follows.
+_WORDS = 3
+
+
+class RemoteError(RuntimeError):
+    """Something went wrong on another rank, which cannot be raised here as it was there."""
+
+
+class Exchange:
+    """The collectives of one process group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.transport: Transport = TorchTransport(group)
+        self.group = group
+        self.device = device
+        self.rank = self.transport.rank
+        self.world_size = self.transport.world_size
+        # How many collectives there have been, for tests and benchmarks.
+        self.collectives = 0
+        self.bytes_sent = 0
+
+    def all_to_all(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """As `Transport.all_to_all`; sizes must have been agreed on."""
+        self.collectives += 1
+        self.bytes_sent += send.nbytes
+        return self.transport.all_to_all(send, send_splits, receive_splits)
+
+    def agree(self, plan: str, sizes: Sequence[int], error: Exception | None = None) -> list[int]:
+        """Begin something together.
+
+        Args:
+            plan: what this rank is about to do; it must be the same on all ranks.
+            sizes: how much this rank will send to each rank.
+            error: why this rank cannot go on.
+
+        Returns:
+            How much each rank will send to this one.
+
+        Raises:
+            The error itself, on the rank that has it and, with that rank's number, on the others.
+            RuntimeError: ranks disagree about the plan.
+        """
+        code = int(hashing.xxh64([plan]))
+        failed = int(error is not None)
+        header = torch.tensor(
+            [word for size in sizes for word in (code, failed, size)], device=self.device
+        )
+        splits = [_WORDS] * self.world_size
+        received = self.all_to_all(header, splits, splits).view(self.world_size, _WORDS).tolist()
+        if any(word[0] != code or word[1] for word in received):
+            self._raise_together(plan, error)
+        return [word[2] for word in received]
+
+    def _raise_together(self, plan: str, error: Exception | None) -> None:
+        """Tell each other what is wrong, and raise it on every rank."""
+        try:
+            packed = pickle.dumps(error)
+            pickle.loads(packed)
+        except Exception:  # an error may hold anything
+            packed = pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
+        reports: list[tuple[str, bytes]] = [("", b"")] * self.world_size
+        dist.all_gather_object(reports, (plan, packed), group=self.group)
+        if error is not None:
+            raise error
+        for rank, (_, packed) in enumerate(reports):
+            remote = pickle.loads(packed)
+            if remote is not None:
+                raise _of_rank(rank, remote)
+        plans = "; ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(reports))
+        raise RuntimeError(f"sparsekit: ranks are about to do different things. {plans}")
+
+
+def _of_rank(rank: int, error: Exception) -> Exception:
+    """The error of another rank, which says where it comes from."""
+    if isinstance(error, TableFullError):
+        return error  # names the rank of the full table by itself
+    message = f"on rank {rank}: {error}"
+    if type(error) in (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError):
+        return type(error)(message)
+    return RemoteError(f"on rank {rank}: {type(error).__name__}: {error}")
+
+
+def pack(
+    parts: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, list[int]]:
+    """Bytes to send to each rank, from several arrays of rows.
+
+    Args:
+        parts: ``[n_t, dim_t]`` or ``[n_t]`` of any dtypes, contiguous; the rows for rank 0 first.
+        counts: for each part, its rows for each rank.
+
+    Returns:
+        uint8 ``[total]``, rank by rank and for each rank part by part, and the bytes of each rank.
+    """
+    raw = [part.reshape(-1).view(torch.uint8) for part in parts]
+    sizes = [_part_bytes(part, count) for part, count in zip(parts, counts, strict=True)]
+    splits = [sum(map(_padded, of_rank)) for of_rank in zip(*sizes, strict=True)]
+    if len(parts) == 1 and splits == sizes[0]:
+        return raw[0], splits
+    pieces = [part.split(size) for part, size in zip(raw, sizes, strict=True)]
+    flat = []
+    for rank, of_rank in enumerate(zip(*sizes, strict=True)):
+        for part, size in enumerate(of_rank):
+            flat.append(pieces[part][rank])
+            flat.append(raw[part].new_zeros(_padded(size) - size))
+    return torch.cat(flat), splits
+
+
+def unpack(
+    received: torch.Tensor,
+    like: Sequence[torch.Tensor],
+    counts: Sequence[Sequence[int]],
+) -> list[torch.Tensor]:
+    """Undo `pack` at the receiver: arrays of rows, rank 0's first.
+
+    Args:
+        received: uint8.
+        like: for each part, a tensor of its dtype and row shape.
+        counts: for each part, its rows from each rank.
+    """
+    if len(like) == 1:
+        shape = (-1, *like[0].shape[1:])
+        whole = sum(_part_bytes(like[0], counts[0]))
+        if whole == received.numel():
+            return [received.view(like[0].dtype).view(shape if whole else (0, *shape[1:]))]
+    sizes = [_part_bytes(part, count) for part, count in zip(like, counts, strict=True)]
+    pieces: list[list[torch.Tensor]] = [[] for _ in like]
+    begin = 0
+    for of_rank in zip(*sizes, strict=True):
+        for part, size in enumerate(of_rank):
+            pieces[part].append(received[begin : begin + size])
+            begin += _padded(size)
+    return [
+        torch.cat(piece).view(part.dtype).view(sum(count), *part.shape[1:])
+        for piece, part, count in zip(pieces, like, counts, strict=True)
+    ]
+
+
+def _part_bytes(part: torch.Tensor, counts: Sequence[int]) -> list[int]:
+    row = part.element_size() * math.prod(part.shape[1:])
+    return [count * row for count in counts]
+
+
+def _padded(size: int) -> int:
+    """Every part begins at a multiple of 16 bytes, so that it can be viewed as any dtype."""
+    return (size + 15) // 16 * 16

@@ -1,0 +1,47 @@
+"""How bytes get from rank to rank."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Transport(Protocol):
+    """The one collective that an exchange needs, over all ranks of a group."""
+
+    rank: int
+    world_size: int
+
+    def all_to_all(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """Send a part of ``send`` to each rank and return what the ranks sent here.
+
+        Args:
+            send: 1-D, contiguous; the part for rank 0 first.
+            send_splits: elements for each rank.
+            receive_splits: elements from each rank.
+
+        Returns:
+            ``[sum(receive_splits)]`` in the dtype of send, rank 0's part first.
+        """
+
+
+class TorchTransport:
+    """Over torch.distributed: gloo for tensors on the CPU, nccl for CUDA."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def all_to_all(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """See `Transport`."""
+        received = send.new_empty(sum(receive_splits))
+        dist.all_to_all_single(
+            received, send, list(receive_splits), list(send_splits), group=self.group
+        )
+        return received

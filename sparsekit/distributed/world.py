@@ -1,0 +1,106 @@
+"""Which ranks there are, and one exchange for each group of them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import check_int
+from .exchange import Exchange
+
+# One for each process group and kind of device.
+_exchanges: dict[tuple[dist.ProcessGroup, str], Exchange] = {}
+
+
+class _Settings:
+    """What `init` has set."""
+
+    seed = 0
+    process_group: dist.ProcessGroup | None = None
+    timeout = timedelta(minutes=5)
+
+
+settings = _Settings()
+
+
+def init(
+    global_batch_size: int | None = None,
+    seed: int = 0,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float | timedelta = settings.timeout,
+) -> None:
+    """Set defaults for the layers that are made from here on. Optional.
+
+    Args:
+        global_batch_size: taken for the sake of SOK's users; nothing here needs it.
+        seed: changes the initial vectors of all layers that have no seed of their own.
+        process_group: the ranks over which tables are sharded; None means torch.distributed's
+            default group, or one process where that has not been initialised.
+        timeout: seconds, or a timedelta, after which a rank that waits for another one raises.
+
+    Raises:
+        TypeError, ValueError: a seed that is no 64-bit integer, or a timeout that is not positive.
+    """
+    if global_batch_size is not None:
+        check_int("sparsekit.init", "global_batch_size", global_batch_size, 1, 2**63 - 1)
+    settings.seed = check_int("sparsekit.init", "seed", seed, -(2**63), 2**64 - 1) % 2**64
+    settings.process_group = process_group
+    timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if timeout <= timedelta(0):
+        raise ValueError(f"sparsekit.init: timeout must be positive, got {timeout}")
+    settings.timeout = timeout
+
+
+def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchange | None:
+    """The exchange over the ranks of a group, or None where there is one rank only.
+
+    It has a process group of its own, with the timeout of `init`, so that its collectives never
+    get between those of others, DistributedDataParallel's for one. The first call for a group is
+    therefore a collective.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = group or settings.process_group or dist.group.WORLD
+    assert group is not None
+    if dist.get_world_size(group) == 1:
+        return None
+    key = (group, device.type)
+    if key not in _exchanges:
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=settings.timeout,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            use_local_synchronization=True,
+        )
+        _exchanges[key] = Exchange(own, device)
+    return _exchanges[key]
+
+
+def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
+    """DistributedDataParallel of the dense part; the tables, which are sharded, are left alone.
+
+    Args:
+        module: with sparsekit layers anywhere in it.
+        keywords: for ``torch.nn.parallel.DistributedDataParallel``.
+
+    Returns:
+        The wrapped module, or module itself when there is one rank only or nothing dense.
+    """
+    from ..nn.shard import ShardedTable
+
+    sharded = {
+        f"{name}.{part}" if name else part
+        for name, layer in module.named_modules()
+        if isinstance(layer, ShardedTable)
+        for part, _ in [*layer.named_parameters(), *layer.named_buffers()]
+    }
+    dense = [p for name, p in module.named_parameters() if name not in sharded and p.requires_grad]
+    if not dense or not dist.is_initialized() or dist.get_world_size() == 1:
+        return module
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    wrapper._set_params_and_buffers_to_ignore_for_model(module, sharded)
+    return wrapper(module, **keywords)

@@ -1,0 +1,138 @@
+"""Many tables, one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ops.embedding_bag import COMBINERS
+from .embedding import prepare_bags
+from .lookup import look_up
+from .shard import Prepared, ShardedTable
+
+
+class EmbeddingGroup(torch.nn.Module):
+    """Layers that look up together: the same few collectives however many they are.
+
+    Dims, dtypes, combiners and slots may differ; process group and device are shared. On one
+    process it is the layers one after another.
+
+    Args:
+        layers: name -> `DistributedEmbedding` or `All2AllDenseEmbedding`. The order is that in
+            which ranks look them up, so it must be the same on all.
+
+    Example:
+        >>> group = EmbeddingGroup({"user": users, "item": items})
+        >>> out = group({"user": user_keys, "item": item_keys})["user"]
+    """
+
+    def __init__(self, layers: Mapping[str, ShardedTable]) -> None:
+        super().__init__()
+        if not layers:
+            raise ValueError("EmbeddingGroup: layers must not be empty")
+        for name, layer in layers.items():
+            if not isinstance(layer, ShardedTable):
+                raise TypeError(
+                    f"EmbeddingGroup: layers[{name!r}] must be an embedding layer of sparsekit, got "
+                    f"{type(layer).__name__}"
+                )
+        _check_shared("EmbeddingGroup", list(layers.values()))
+        self.layers = torch.nn.ModuleDict(layers)
+
+    def forward(
+        self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Call every layer.
+
+        Args:
+            inputs: name -> input of that layer, for every layer.
+            sample_weights: name -> weights of that layer's keys, for those that have any.
+
+        Returns:
+            name -> output of that layer.
+
+        Raises:
+            ValueError: names that are missing or unknown.
+            And what the layers raise.
+        """
+        weights = sample_weights or {}
+        if set(inputs) != set(self.layers) or not set(weights) <= set(self.layers):
+            raise ValueError(
+                f"EmbeddingGroup: inputs must have the layers {list(self.layers)}, got "
+                f"{list(inputs)}, and sample_weights some of them, got {list(weights)}"
+            )
+        calls = [
+            (inputs[name], weights[name]) if name in weights else (inputs[name],)
+            for name in self.layers
+        ]
+        outputs = look_up([_table(layer) for layer in self.layers.values()], calls)
+        return dict(zip(self.layers, outputs, strict=True))
+
+
+def group_embedding_lookup_sparse(
+    params: Sequence[ShardedTable],
+    sp_ids: Sequence[Any],
+    combiners: Sequence[str],
+    sp_weights: Sequence[Any] | None = None,
+) -> list[torch.Tensor]:
+    """Pool bags of several tables in one exchange; SOK's function of that name.
+
+    Args:
+        params: the tables: embedding layers, of which only the table is used.
+        sp_ids: the bags of each: any form that `DistributedEmbedding` takes, with one slot.
+        combiners: ``"sum"``, ``"mean"`` or ``"sqrtn"`` for each.
+        sp_weights: for each table weights or None; None for no weights at all.
+
+    Returns:
+        For each table ``[bags, dim]``.
+
+    Raises:
+        ValueError: sequences of different lengths, or an unknown combiner.
+        And what `DistributedEmbedding` raises.
+    """
+    name = "group_embedding_lookup_sparse"
+    weights = [None] * len(params) if sp_weights is None else sp_weights
+    lengths = [len(params), len(sp_ids), len(combiners), len(weights)]
+    if len(set(lengths)) > 1 or not params:
+        raise ValueError(
+            f"{name}: params, sp_ids, combiners and sp_weights must have one length, at least 1; "
+            f"got {lengths}"
+        )
+    for combiner in combiners:
+        if combiner not in COMBINERS:
+            raise ValueError(
+                f"{name}: combiners must be some of {list(COMBINERS)}; got {combiner!r}"
+            )
+    _check_shared(name, params)
+    adapters = [_Pooled(table, combiner) for table, combiner in zip(params, combiners, strict=True)]
+    outputs = look_up(params, list(zip(sp_ids, weights, strict=True)), adapters)
+    return [output.squeeze(1) for output in outputs]
+
+
+class _Pooled:
+    """How a call of a table is prepared here, whatever layer it is."""
+
+    def __init__(self, table: ShardedTable, combiner: str) -> None:
+        self.table = table
+        self.combiner = combiner
+
+    def prepare(self, inputs: Any, weights: Any) -> Prepared:
+        return prepare_bags(self.table, inputs, weights, self.combiner, slot_num=1)
+
+
+def _check_shared(name: str, layers: Sequence[ShardedTable]) -> None:
+    for layer in layers:
+        if layer.process_group is not layers[0].process_group:
+            raise ValueError(f"{name}: {layer.name} and {layers[0].name} have two process groups")
+        if layer.weight.device != layers[0].weight.device:
+            raise ValueError(
+                f"{name}: {layer.name} is on {layer.weight.device}, {layers[0].name} on "
+                f"{layers[0].weight.device}"
+            )
+
+
+def _table(layer: torch.nn.Module) -> ShardedTable:
+    assert isinstance(layer, ShardedTable)
+    return layer

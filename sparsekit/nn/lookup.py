@@ -1,0 +1,213 @@
+"""One lookup in several tables, sharded over ranks: a fixed number of collectives for all.
+
+Key k lives on rank ``unsigned(k) % world_size``. A rank sends each owner its distinct keys; the
+owner answers with their vectors, in the order in which they came. The backward sends the gradients
+of those vectors the same way back, and the owner adds up what the ranks have sent for one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .. import ops
+from ..distributed.exchange import Exchange, pack, unpack
+from .shard import Prepared, ShardedTable, sparse_gradient
+
+
+@dataclass
+class _Asked:
+    """What this rank asks of one table."""
+
+    keys: torch.Tensor  # int64 [u], the distinct keys by owner
+    counts: torch.Tensor  # int64 [world_size]
+    positions: torch.Tensor  # int64 [n], where each entry's vector will be
+
+
+@dataclass
+class _Owned:
+    """What all ranks ask of this rank's part of a table."""
+
+    counts: list[int]  # keys from each rank
+    keys: torch.Tensor  # [r] distinct keys, in the order of rows
+    rows: torch.Tensor  # [r] their rows, rising; -1 = unseen, in evaluation
+    inverse: torch.Tensor  # [m] which of them each received key is
+
+
+def _ask(keys: torch.Tensor, world_size: int, dedupe: bool) -> _Asked:
+    if dedupe:
+        unique, inverse, _ = ops.unique(keys)
+    else:
+        unique, inverse = keys, torch.arange(len(keys), device=keys.device)
+    by_owner, counts, permutation = ops.bucketize(unique.to(torch.int64), world_size)
+    place = torch.empty_like(permutation)
+    place[permutation] = torch.arange(len(permutation), device=keys.device)
+    return _Asked(by_owner, counts, place[inverse])
+
+
+def _own(table: ShardedTable, keys: torch.Tensor, counts: list[int]) -> _Owned:
+    unique, inverse, _ = ops.unique(keys)
+    # Rising rows make a coalesced gradient.
+    rows, order = table._rows(unique).sort()
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    return _Owned(counts, unique[order], rows, position[inverse])
+
+
+class _Prepares(Protocol):
+    def prepare(self, *inputs: Any) -> Prepared: ...
+
+
+def look_up(
+    tables: Sequence[ShardedTable],
+    calls: Sequence[tuple[Any, ...]],
+    preparers: Sequence[_Prepares] | None = None,
+) -> list[torch.Tensor]:
+    """Call several layers together.
+
+    Args:
+        tables: the layers.
+        calls: the arguments of each.
+        preparers: what checks and pools in place of the layers themselves.
+    """
+    steps = list(zip(preparers or tables, calls, strict=True))
+    exchange = tables[0].exchange
+    prepared: list[Prepared] = []
+    if exchange is None:
+        prepared = [preparer.prepare(*call) for preparer, call in steps]
+        return [p.finish(*t.lookup(p.keys)) for t, p in zip(tables, prepared, strict=True)]
+    error: Exception | None = None
+    try:
+        prepared = [preparer.prepare(*call) for preparer, call in steps]
+    except Exception as raised:
+        error = raised
+    found = _exchange_lookup(exchange, tables, [p.keys for p in prepared], error)
+    return [p.finish(*f) for p, f in zip(prepared, found, strict=True)]
+
+
+def _exchange_lookup(
+    exchange: Exchange,
+    tables: Sequence[ShardedTable],
+    keys: Sequence[torch.Tensor],
+    error: Exception | None,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Vectors of the distinct keys of each table ``[u, dim]``, and each key's position in them.
+
+    Args:
+        exchange: of the process group that all tables share.
+        tables: the same ones, in the same order, on every rank.
+        keys: int64 or int32 ``[n]`` for each table, checked.
+        error: why this rank cannot look anything up; then keys may be empty.
+    """
+    world_size = exchange.world_size
+    asked: list[_Asked] = []
+    if error is None:
+        try:
+            asked = [_ask(k, world_size, t.dedupe) for t, k in zip(tables, keys, strict=True)]
+        except Exception as raised:
+            error = raised
+    plan = f"look up in {', '.join(table.plan() for table in tables)}"
+
+    # Keys, with the number of them for each table in front.
+    if error is None:
+        per_table = torch.stack([a.counts for a in asked], 1)  # [world_size, tables]
+        counts = per_table.T.tolist()
+        parts = [per_table, *(a.keys for a in asked)]
+        send, splits = pack(parts, [[1] * world_size, *counts])
+    else:
+        counts, send, splits = [], torch.empty(0, dtype=torch.uint8), [0] * world_size
+    sizes = exchange.agree(plan, splits, error)
+    received = exchange.all_to_all(send, splits, sizes)
+    owner_counts = _counts_of(received, sizes, len(tables))
+    like = [per_table[:1], *(a.keys for a in asked)]
+    _, *owned_keys = unpack(received, like, [[1] * world_size, *owner_counts])
+
+    owned: list[_Owned] = []
+    try:
+        owned = [
+            _own(table, k, count)
+            for table, k, count in zip(tables, owned_keys, owner_counts, strict=True)
+        ]
+    except Exception as raised:  # a full table, for one
+        error = raised
+    for table in tables:
+        table._watch_gradient()
+    job = _Job(exchange, tables, owned, counts, plan, error)
+    vectors = _Vectors.apply(job, *(table.weight for table in tables))
+    return [(v, a.positions) for v, a in zip(vectors, asked, strict=True)]
+
+
+def _counts_of(received: torch.Tensor, sizes: Sequence[int], num_tables: int) -> list[list[int]]:
+    """For each table, the keys from each rank, out of what stands in front of each rank's part."""
+    begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    heads = [received[begin : begin + 8 * num_tables] for begin in begins]
+    counts = torch.cat(heads).view(torch.int64).view(len(sizes), num_tables)
+    return counts.T.tolist()
+
+
+@dataclass
+class _Job:
+    """What forward and backward of one exchange share."""
+
+    exchange: Exchange
+    tables: Sequence[ShardedTable]
+    owned: list[_Owned]
+    counts: list[list[int]]  # for each table, the keys that this rank asked each rank for
+    plan: str
+    error: Exception | None
+
+
+class _Vectors(torch.autograd.Function):
+    """Vectors of the keys that this rank has asked for, of all tables."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.job = job
+        exchange, error = job.exchange, job.error
+        send, splits = torch.empty(0, dtype=torch.uint8), [0] * exchange.world_size
+        if error is None:
+            try:
+                jobs = zip(job.tables, job.owned, weights, strict=True)
+                found = [_gather(table, owned, weight) for table, owned, weight in jobs]
+                send, splits = pack(found, [o.counts for o in job.owned])
+            except Exception as raised:
+                error = raised
+        sizes = exchange.agree(f"vectors: {job.plan}", splits, error)
+        received = exchange.all_to_all(send, splits, sizes)
+        return tuple(unpack(received, weights, job.counts))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        job: _Job = ctx.job
+        exchange = job.exchange
+        error: Exception | None = None
+        send, splits = torch.empty(0, dtype=torch.uint8), [0] * exchange.world_size
+        try:
+            send, splits = pack([grad.contiguous() for grad in grads], job.counts)
+        except Exception as raised:
+            error = raised
+        sizes = exchange.agree(f"gradients: {job.plan}", splits, error)
+        received = exchange.all_to_all(send, splits, sizes)
+        parts = unpack(received, grads, [o.counts for o in job.owned])
+        return None, *(
+            sparse_gradient(table.weight.shape, owned.rows, _sum(part, owned, table))
+            for table, owned, part in zip(job.tables, job.owned, parts, strict=True)
+        )
+
+
+def _gather(table: ShardedTable, owned: _Owned, weight: torch.Tensor) -> torch.Tensor:
+    vectors = ops.gather_rows(weight.detach(), owned.rows)
+    fill = table._fill_missing(owned.keys, owned.rows)
+    if fill is not None:
+        fill(vectors)
+    return ops.gather_rows(vectors, owned.inverse)
+
+
+def _sum(part: torch.Tensor, owned: _Owned, table: ShardedTable) -> torch.Tensor:
+    total = ops.unsorted_segment_sum(part, owned.inverse, len(owned.rows))
+    # The scale of DDP, whose gradients are means over ranks.
+    return total / len(owned.counts) if table.gradient_reduction == "mean" else total

@@ -1,0 +1,132 @@
+"""What goes wrong on one rank becomes an error on every rank, and nobody waits for long."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import sparsekit
+
+from .pool import Died, Raised
+
+SECONDS = 30
+
+
+def layer(name, capacity=100, **keywords):
+    return sparsekit.DistributedEmbedding("sum", capacity, 4, 1, 2, name=name, **keywords)
+
+
+def step(module, keys):
+    module(torch.tensor(keys).view(-1, 1, 2)).sum().backward()
+    module.weight.grad = None
+
+
+def raised(outcomes, kind, *parts):
+    """Every rank has raised this kind of error, with these parts in its message."""
+    for outcome in outcomes:
+        assert isinstance(outcome, Raised), outcome
+        assert outcome.type == kind, outcome.trace
+        for part in parts:
+            assert part in outcome.message, outcome.message
+
+
+def full_on_one(rank):
+    module = layer("movies", capacity=3)
+    step(module, [0, 1, 2, 3])
+    with pytest.raises(sparsekit.TableFullError) as caught:
+        step(module, [5, 7, 9, 11])  # all on rank 1 of 2
+    assert (caught.value.layer, caught.value.rank, caught.value.size) == ("movies", 1, 2)
+    step(module, [0, 1, 2, 3])  # all ranks can go on
+    return len(module.table)
+
+
+def test_a_table_full_on_one_rank(two_ranks):
+    assert two_ranks(full_on_one) == [2, 2]
+
+
+def bad_key_on_one(rank):
+    module = layer("rows", capacity=5, use_hashtable=False)
+    step(module, [0, 9])
+    try:
+        step(module, [0, 10 + rank] if rank == 1 else [0, 1])
+    finally:
+        step(module, [3, 4])
+
+
+def test_a_key_out_of_range_on_one_rank(two_ranks):
+    outcomes = two_ranks.outcomes(bad_key_on_one)
+    raised(outcomes, "IndexError", "rows: key 11 at position 1", "[0, 10)")
+    assert "on rank 1: " in outcomes[0].message
+
+
+def different_layers(rank):
+    step(layer("users" if rank == 0 else "items"), [1, 2])
+
+
+def different_dims(rank):
+    module = sparsekit.DistributedEmbedding("sum", 10, 4 + rank, 1, 2, name="users")
+    step(module, [1, 2])
+
+
+def evaluating_on_one(rank):
+    module = layer("users").train(rank == 0)
+    step(module, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        (different_layers, ("rank 0: look up in users", "rank 1: look up in items")),
+        (different_dims, ("users (dim 4", "users (dim 5")),
+        (evaluating_on_one, ("training", "evaluation")),
+    ],
+)
+def test_ranks_that_disagree(two_ranks, function, parts):
+    raised(two_ranks.outcomes(function), "RuntimeError", *parts)
+
+
+def called_on_one_only(rank):
+    first, second = layer("first"), layer("second")
+    out = first(torch.tensor([[[1, 2]]]))
+    if rank == 0:
+        out = out + second(torch.tensor([[[1, 2]]]))
+    out.sum().backward()
+
+
+def test_a_layer_called_on_some_ranks_only(two_ranks):
+    raised(two_ranks.outcomes(called_on_one_only), "RuntimeError", "second", "gradients: ")
+
+
+def killed(rank):
+    module = layer("users")
+    step(module, [1, 2])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(3):
+        step(module, [1, 2])
+
+
+def test_a_rank_is_killed(fresh_ranks):
+    ranks = fresh_ranks(3)
+    begin = time.monotonic()
+    outcomes = ranks.outcomes(killed)
+    assert time.monotonic() - begin < SECONDS
+    assert isinstance(outcomes[1], Died)
+    raised([outcomes[0], outcomes[2]], "RuntimeError")
+
+
+def absent(rank):
+    module = layer("users")
+    if rank == 0:
+        step(module, [1, 2])
+
+
+def test_a_rank_that_never_comes(fresh_ranks):
+    ranks = fresh_ranks(2, timeout=4)
+    begin = time.monotonic()
+    outcomes = ranks.outcomes(absent)
+    assert time.monotonic() - begin < SECONDS
+    assert outcomes[1] is None
+    raised(outcomes[:1], "RuntimeError")

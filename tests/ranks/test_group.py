@@ -1,0 +1,120 @@
+"""Many tables in one exchange: equal to separate layers, with a fixed number of collectives."""
+
+import pytest
+import torch
+
+import sparsekit
+
+COMBINERS = ("sum", "mean", "sqrtn")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def layers(count, prefix):
+    """Mixed dims, dtypes, combiners and slots, some of them not pooled, some without hash table."""
+    made = {}
+    for i in range(count):
+        dim, dtype, hashed = 1 + i * 3 % 17, DTYPES[i % 3], i % 4 != 3
+        settings = {"use_hashtable": hashed, "dtype": dtype, "name": f"{prefix}{i}", "seed": i}
+        if i % 5 == 4:
+            made[f"t{i}"] = sparsekit.All2AllDenseEmbedding(200, dim, 2, 3, **settings)
+        else:
+            made[f"t{i}"] = sparsekit.DistributedEmbedding(
+                COMBINERS[i % 3], 200, dim, 1 + i % 2, 3, **settings
+            )
+    return made
+
+
+def inputs(made, rank, seed):
+    """Bags for each layer, a different number on each rank."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    keys = {}
+    for name, layer in made.items():
+        keys[name] = torch.randint(0, 50, (2 + 3 * rank, layer.slot_num, 3), generator=generator)
+    return keys
+
+
+def compare(rank, count):
+    """A few steps of a group and of its twins; then the collectives of one step of the group."""
+    together, apart = layers(count, "g"), layers(count, "s")
+    group = sparsekit.EmbeddingGroup(together)
+    exchange = next(iter(together.values())).exchange
+    optimizers = [
+        sparsekit.optim.LazyAdam(group.parameters(), lr=0.1),
+        sparsekit.optim.LazyAdam([layer.weight for layer in apart.values()], lr=0.1),
+    ]
+    for seed in range(3):
+        keys = inputs(together, rank, seed)
+        before = exchange.collectives if exchange else 0
+        outputs = group(keys)
+        sum((out.float() ** 2).sum() for out in outputs.values()).backward()
+        collectives = exchange.collectives - before if exchange else 0
+        for name, layer in apart.items():
+            out = layer(keys[name])
+            assert torch.equal(out, outputs[name]), name
+            (out.float() ** 2).sum().backward()
+            assert torch.equal(layer.weight.grad.to_dense(), together[name].weight.grad.to_dense())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, layer in apart.items():
+        assert torch.equal(layer.weight, together[name].weight), name
+    return collectives
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_group_is_its_layers_on_one_process(count):
+    assert compare(0, count) == 0
+
+
+def test_a_group_is_its_layers_and_has_a_fixed_number_of_collectives(ranks):
+    collectives = {count: ranks(compare, count) for count in (1, 5, 26)}
+    assert collectives[1] == collectives[5] == collectives[26]
+    assert collectives[26] == [6] * ranks.world_size
+
+
+def pool(rank):
+    tables = list(layers(3, "p").values())
+    offsets = torch.tensor([0, 2, 2, 5])
+    ids = [torch.tensor([1, 2, 3, 3, 40]) + rank, torch.tensor([7, 7, 8, 9, 1]), torch.arange(5)]
+    weights = [None, torch.tensor([0.5, 2.0, 1.0, 1.0, 3.0], dtype=torch.float64), None]
+    outputs = sparsekit.group_embedding_lookup_sparse(
+        tables, [(keys, offsets) for keys in ids], ["mean", "sum", "sqrtn"], weights
+    )
+    for table, keys, combiner, weight, out in zip(
+        tables, ids, ["mean", "sum", "sqrtn"], weights, outputs, strict=True
+    ):
+        same = {"dtype": table.weight.dtype, "seed": int(table.seed)}
+        twin = sparsekit.DistributedEmbedding(combiner, 200, table.embedding_vec_size, 1, 3, **same)
+        assert torch.equal(out, twin((keys, offsets), weight).squeeze(1))
+        assert out.shape == (3, table.embedding_vec_size)
+        assert (out[1] == 0).all()
+
+
+def test_group_embedding_lookup_sparse(two_ranks):
+    pool(0)
+    two_ranks(pool)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda g, t: sparsekit.EmbeddingGroup({}), ValueError, "must not be empty"),
+        (lambda g, t: sparsekit.EmbeddingGroup({"a": 3}), TypeError, r"layers\['a'\] .* got int"),
+        (lambda g, t: g({"t0": 1}), ValueError, r"\['t0', 't1'\], got \['t0'\]"),
+        (lambda g, t: g({"t0": 1, "t1": 1}, {"x": 1}), ValueError, r"got \['x'\]"),
+        (
+            lambda g, t: sparsekit.group_embedding_lookup_sparse(t, [1], ["sum"]),
+            ValueError,
+            r"got \[2, 1, 1, 2\]",
+        ),
+        (
+            lambda g, t: sparsekit.group_embedding_lookup_sparse(t, [1, 1], ["sum", "max"]),
+            ValueError,
+            "got 'max'",
+        ),
+    ],
+)
+def test_what_is_refused(call, error, message):
+    made = layers(2, "r")
+    with pytest.raises(error, match=message):
+        call(sparsekit.EmbeddingGroup(made), list(made.values()))

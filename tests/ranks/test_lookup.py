@@ -1,0 +1,192 @@
+"""Sharded lookups equal torch's embedding_bag over the whole table, forward and backward."""
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from nn.bags import BAGS, FORMS, MAX_NNZ, PADDING, SLOTS, flat, oracle, random_weights
+
+import sparsekit
+from sparsekit import reference
+
+COMBINERS = ("sum", "mean", "sqrtn")
+
+
+def gather(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def whole_table(layer):
+    """Keys and rows of all ranks, as a table that `oracle` can read."""
+    parts = gather((layer.table.keys(), layer.weight.detach()))
+    table = reference.HashTable(10_000)
+    table.find_or_insert(torch.cat([keys for keys, _ in parts]))
+    weight = torch.cat([rows[: len(keys)] for keys, rows in parts])
+    return types.SimpleNamespace(
+        table=table, weight=weight, combiner=layer.combiner, slot_num=layer.slot_num
+    )
+
+
+def whole_gradient(layer):
+    gradients = gather((layer.weight.grad.to_dense(), len(layer.table)))
+    return torch.cat([gradient[:size] for gradient, size in gradients])
+
+
+def bags_of(rank):
+    """Shared keys and own keys; empty bags in other places; rank 2 has no keys at all."""
+    if rank == 2:
+        return [[]] * SLOTS
+    rotated = BAGS[rank:] + BAGS[:rank]
+    return [[*bag, 100 + rank][:MAX_NNZ] if b == 4 else bag for b, bag in enumerate(rotated)]
+
+
+def check_form(rank, form):
+    for combiner in COMBINERS:
+        for weighted in (False, True):
+            for dedupe in (True, False):
+                layer = sparsekit.DistributedEmbedding(
+                    combiner, 300, 5, SLOTS, MAX_NNZ, dtype=torch.float64, name="layer",
+                    padding_key=PADDING,
+                )  # fmt: skip
+                layer.dedupe = dedupe
+                bags = bags_of(rank)
+                if form == "int32":
+                    bags = [[key % 1000 for key in bag] for bag in bags]
+                weights = random_weights(sum(map(len, bags))) if weighted else None
+                out = layer(*FORMS[form](bags, weights))
+                whole = whole_table(layer)
+                expected, weight, expected_weights = oracle(whole, bags, weights)
+                close = {"rtol": 0, "atol": 1e-12}
+                torch.testing.assert_close(out, expected, **close)
+
+                generator = torch.Generator().manual_seed(rank)
+                upstream = torch.rand(out.shape, generator=generator, dtype=torch.float64)
+                out.backward(upstream)
+                expected.backward(upstream)
+                total = sum(gather(weight.grad)) / dist.get_world_size()
+                assert layer.weight.grad.is_coalesced()
+                torch.testing.assert_close(whole_gradient(layer), total, **close)
+                if weighted:
+                    torch.testing.assert_close(weights.grad, expected_weights.grad, **close)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(ranks, form):
+    ranks(check_form, form)
+
+
+def check_dense(rank, dynamic):
+    layer = sparsekit.All2AllDenseEmbedding(
+        100, 3, 2, 2, dynamic_input=dynamic, dtype=torch.float64, name="d", padding_key=PADDING
+    )
+    keys = torch.tensor([[[1, -1], [PADDING, 2**63 - 1]], [[1, 7 + rank], [1, PADDING]]])
+    keys = keys.reshape(-1)[: 8 - 4 * rank] if dynamic else keys
+    out = layer(keys)
+    out.sum().backward()
+    layer.combiner = None  # which whole_table asks for
+    whole = whole_table(layer)
+    rows = whole.table.find(keys.reshape(-1))
+    expected = reference.gather_rows(whole.weight, rows).view(*keys.shape, 3)
+    assert torch.equal(out, expected)
+    counts = sum(gather(torch.bincount(rows[rows >= 0], minlength=len(whole.weight))))
+    expected = (counts / dist.get_world_size()).unsqueeze(1).expand(-1, 3)
+    torch.testing.assert_close(whole_gradient(layer), expected.to(torch.float64))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_not_pooled(two_ranks, dynamic):
+    two_ranks(check_dense, dynamic)
+
+
+def check_placement(rank):
+    world_size = dist.get_world_size()
+    keys = torch.tensor([0, -1, -2, -3, 5, 2**63 - 1, -(2**63), 7, 8])
+    layer = sparsekit.All2AllDenseEmbedding(50, 2, 1, 1, dynamic_input=True, name="p")
+    layer(keys)
+    own = {key for key in keys.tolist() if key % 2**64 % world_size == rank}
+    assert set(layer.table.keys().tolist()) == own
+
+    plain = sparsekit.All2AllDenseEmbedding(
+        6, 2, 1, 1, dynamic_input=True, use_hashtable=False, name="q"
+    )
+    with torch.no_grad():
+        plain.weight.copy_((torch.arange(6) * world_size + rank).unsqueeze(1).expand(-1, 2))
+    everything = torch.arange(6 * world_size)
+    assert torch.equal(plain(everything)[:, 0].long(), everything)
+
+
+def test_placement(ranks):
+    ranks(check_placement)
+
+
+def check_evaluation(rank):
+    layer = sparsekit.DistributedEmbedding("sum", 50, 4, 1, 1, name="e")
+    keys = torch.arange(6).view(6, 1, 1) - 3
+    seen = layer(keys).detach()
+    layer.eval()
+    assert torch.equal(layer(keys), seen)
+    unseen = layer(keys + 100)
+    assert len(layer.table) == sum(int(k) % 2**64 % dist.get_world_size() == rank for k in keys)
+    layer.train()
+    assert torch.equal(layer(keys + 100), unseen)
+
+
+def test_an_unseen_key_reads_in_evaluation_what_training_would_start_from(ranks):
+    ranks(check_evaluation)
+
+
+def check_gradient(rank):
+    """Central differences in lockstep: all ranks call, one changes an element of its shard."""
+    layer = sparsekit.DistributedEmbedding(
+        "sqrtn", 10, 2, 2, 3, dtype=torch.float64, name="g", gradient_reduction="sum"
+    )
+    bags = [[1, 2, 2], [3], [], [-1 - rank, 2, 1]]
+    weights = random_weights(7)
+    upstream = random_weights(8).detach().view(2, 2, 2)
+
+    def loss():
+        return (layer(flat(bags), weights) * upstream).sum()
+
+    loss().backward()
+    analytic = layer.weight.grad.to_dense()
+    sizes = gather(len(layer.table))
+    step = 1e-6
+    for owner, size in enumerate(sizes):
+        for element in range(size * 2):
+            values = []
+            for sign in (1, -1):
+                with torch.no_grad():
+                    if rank == owner:
+                        layer.weight.view(-1)[element] += sign * step
+                    values.append(sum(gather(loss().item())))
+                    if rank == owner:
+                        layer.weight.view(-1)[element] -= sign * step
+            if rank == owner:
+                numeric = (values[0] - values[1]) / (2 * step)
+                assert abs(numeric - analytic.view(-1)[element].item()) < 1e-7
+
+
+def test_gradient_by_differences(two_ranks):
+    two_ranks(check_gradient)
+
+
+def check_fewer_bytes(rank):
+    sent = {}
+    for dedupe in (True, False):
+        layer = sparsekit.DistributedEmbedding("sum", 5000, 16, 1, 10, name=f"b{dedupe}")
+        layer.dedupe = dedupe
+        generator = torch.Generator().manual_seed(rank)
+        keys = (torch.rand(400, 1, 10, generator=generator) ** 8 * 1000).long()
+        before = layer.exchange.bytes_sent
+        layer(keys).sum().backward()
+        sent[dedupe] = layer.exchange.bytes_sent - before
+    return sent
+
+
+def test_distinct_keys_move_fewer_bytes(two_ranks):
+    for sent in two_ranks(check_fewer_bytes):
+        assert sent[True] < 0.5 * sent[False]

@@ -1,0 +1,102 @@
+"""N ranks are as good as one: same weights after training on the same global batches."""
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit.distributed import wrap_ddp
+
+from .pool import Ranks
+
+STEPS, BATCH, SLOTS, NNZ, DIM = 20, 12, 2, 3, 5
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
+
+
+def batches(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        keys = torch.randint(-20, 20, (BATCH, SLOTS, NNZ), generator=generator)
+        yield keys, torch.randn(BATCH, 1, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def share(rank, world_size):
+    """Samples of a rank: uneven shares, and with 4 ranks the last has none."""
+    parts = {1: [12], 2: [5, 7], 3: [1, 6, 5], 4: [4, 5, 3, 0]}[world_size]
+    begin = sum(parts[:rank])
+    return slice(begin, begin + parts[rank])
+
+
+def build(combiner, use_hashtable, dtype, reduction):
+    layer = sparsekit.DistributedEmbedding(
+        combiner, 60, DIM, SLOTS, NNZ, use_hashtable=use_hashtable, dtype=dtype, name="layer",
+        gradient_reduction=reduction,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    head = torch.nn.Linear(SLOTS * DIM, 1, dtype=dtype)
+    return torch.nn.Sequential(layer, torch.nn.Flatten(), head)
+
+
+def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction):
+    """Keys, their rows and the head's weight, after all steps."""
+    module = build(combiner, use_hashtable, dtype, reduction)
+    layer = module[0]
+    model = wrap_ddp(module)
+    sparse, dense = sparsekit.split_embedding_variable_from_others(model)
+    if optimizer == "SGD":
+        optimizers = [torch.optim.SGD([*sparse, *dense], lr=0.1)]
+    else:
+        optimizers = [sparsekit.optim.LazyAdam(sparse, lr=0.01), torch.optim.SGD(dense, lr=0.1)]
+    mine = share(rank, world_size)
+    for keys, target in batches(dtype):
+        keys = keys if use_hashtable else keys.abs()
+        error = model(keys[mine]) - target[mine]
+        # Of the global batch: a mean over the rank's own samples would weigh ranks, not samples.
+        ((error * error).sum() * world_size / BATCH).backward()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    if use_hashtable:
+        keys = layer.table.keys()
+        rows = layer.weight[: len(keys)]
+    else:
+        keys = torch.arange(layer.capacity) * world_size + rank
+        rows = layer.weight
+    assert all(int(key) % 2**64 % world_size == rank for key in keys)
+    return keys, rows.detach(), module[2].weight.detach()
+
+
+def gathered(results):
+    """Rows of all ranks in the order of their keys, and the head, which all ranks share."""
+    keys, rows, heads = zip(*results, strict=True)
+    assert all(torch.equal(head, heads[0]) for head in heads)
+    keys, rows = torch.cat(keys), torch.cat(rows)
+    order = keys.argsort()
+    seen = keys[order] < 20 if len(keys) >= 60 else slice(None)
+    return keys[order][seen], rows[order][seen], heads[0]
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def any_ranks(request):
+    pool = Ranks(request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("optimizer", ["SGD", "LazyAdam"])
+@pytest.mark.parametrize("use_hashtable", [True, False])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
+    world_size = any_ranks.world_size
+    settings = (combiner, use_hashtable, dtype, optimizer, "mean")
+    one = gathered([train(0, 1, *settings)])
+    many = gathered(any_ranks(train, world_size, *settings))
+    for result, expected in zip(many, one, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_a_sum_of_gradients_is_not_a_mean(two_ranks):
+    settings = ("sum", True, torch.float64, "SGD")
+    one = gathered([train(0, 1, *settings, "mean")])
+    summed = gathered(two_ranks(train, 2, *settings, "sum"))
+    assert (summed[1] - one[1]).abs().max() > 1e-3
