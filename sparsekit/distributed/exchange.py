@@ -8,7 +8,7 @@ error on all instead of a wait.
 
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,18 @@ class Exchange:
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
     ) -> torch.Tensor:
         """As `Transport.all_to_all`; sizes must have been agreed on."""
+        return self.begin_all_to_all(send, send_splits, receive_splits)()
+
+    def begin_all_to_all(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """Begin an `all_to_all`; what is returned waits for it and gives its result."""
         self.collectives += 1
         self.bytes_sent += send.nbytes
-        return self.transport.all_to_all(send, send_splits, receive_splits)
+        if isinstance(self.transport, TorchTransport):
+            return self.transport.begin_all_to_all(send, send_splits, receive_splits)
+        received = self.transport.all_to_all(send, send_splits, receive_splits)
+        return lambda: received
 
     def agree(self, plan: str, sizes: Sequence[int], error: Exception | None = None) -> list[int]:
         """Begin something together.

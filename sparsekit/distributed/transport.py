@@ -1,6 +1,6 @@
 """How bytes get from rank to rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -40,8 +40,24 @@ class TorchTransport:
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
     ) -> torch.Tensor:
         """See `Transport`."""
+        return self.begin_all_to_all(send, send_splits, receive_splits)()
+
+    def begin_all_to_all(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """Begin an `all_to_all`; what is returned waits for it."""
         received = send.new_empty(sum(receive_splits))
-        dist.all_to_all_single(
-            received, send, list(receive_splits), list(send_splits), group=self.group
+        work = dist.all_to_all_single(
+            received,
+            send,
+            list(receive_splits),
+            list(send_splits),
+            group=self.group,
+            async_op=True,
         )
-        return received
+
+        def wait() -> torch.Tensor:
+            work.wait()
+            return received
+
+        return wait

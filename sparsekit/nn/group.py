@@ -9,7 +9,7 @@ import torch
 
 from ..ops.embedding_bag import COMBINERS
 from .embedding import prepare_bags
-from .lookup import look_up
+from .lookup import SentKeys, look_up, send_keys
 from .shard import Prepared, ShardedTable
 
 
@@ -35,11 +35,12 @@ class EmbeddingGroup(torch.nn.Module):
         for name, layer in layers.items():
             if not isinstance(layer, ShardedTable):
                 raise TypeError(
-                    f"EmbeddingGroup: layers[{name!r}] must be an embedding layer of sparsekit, got "
-                    f"{type(layer).__name__}"
+                    f"EmbeddingGroup: layers[{name!r}] must be an embedding layer of sparsekit, "
+                    f"got {type(layer).__name__}"
                 )
         _check_shared("EmbeddingGroup", list(layers.values()))
         self.layers = torch.nn.ModuleDict(layers)
+        self._sent: tuple[Mapping[str, Any], SentKeys] | None = None
 
     def forward(
         self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None = None
@@ -57,18 +58,53 @@ class EmbeddingGroup(torch.nn.Module):
             ValueError: names that are missing or unknown.
             And what the layers raise.
         """
+        if self._sent is None:
+            return self._outputs(self._send(inputs, sample_weights), None)
+        (expected, sent), self._sent = self._sent, None
+        error = None
+        if expected is not inputs:
+            error = ValueError(
+                "EmbeddingGroup: inputs is not what prefetch was called with; call the group with "
+                "that batch first"
+            )
+        return self._outputs(sent, error)
+
+    def prefetch(
+        self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begin to send the keys of the next batch while the rest of this one goes on.
+
+        Call it after the backward of a batch, or before; the next call of the group must be with
+        the very same `inputs`, and needs no sample_weights. Nothing is looked up before that call,
+        so the result is that of a call without prefetch.
+
+        Raises:
+            As a call does.
+            RuntimeError: a batch has been prefetched already.
+        """
+        if self._sent is not None:
+            raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
+        self._sent = inputs, self._send(inputs, sample_weights)
+
+    def _send(
+        self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None
+    ) -> SentKeys:
         weights = sample_weights or {}
+        tables = [_table(layer) for layer in self.layers.values()]
         if set(inputs) != set(self.layers) or not set(weights) <= set(self.layers):
-            raise ValueError(
+            error = ValueError(
                 f"EmbeddingGroup: inputs must have the layers {list(self.layers)}, got "
                 f"{list(inputs)}, and sample_weights some of them, got {list(weights)}"
             )
+            return send_keys(tables, [], error=error)
         calls = [
             (inputs[name], weights[name]) if name in weights else (inputs[name],)
             for name in self.layers
         ]
-        outputs = look_up([_table(layer) for layer in self.layers.values()], calls)
-        return dict(zip(self.layers, outputs, strict=True))
+        return send_keys(tables, calls)
+
+    def _outputs(self, sent: SentKeys, error: Exception | None) -> dict[str, torch.Tensor]:
+        return dict(zip(self.layers, sent.outputs(error), strict=True))
 
 
 def group_embedding_lookup_sparse(

@@ -7,7 +7,7 @@ of those vectors the same way back, and the owner adds up what the ranks have se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,75 +69,101 @@ def look_up(
     """Call several layers together.
 
     Args:
-        tables: the layers.
+        tables: the layers: the same ones, in the same order, on every rank.
         calls: the arguments of each.
         preparers: what checks and pools in place of the layers themselves.
     """
-    steps = list(zip(preparers or tables, calls, strict=True))
+    return send_keys(tables, calls, preparers).outputs()
+
+
+@dataclass
+class SentKeys:
+    """A lookup whose keys are on their way to their owners. Nothing has been changed so far."""
+
+    tables: Sequence[ShardedTable]
+    prepared: list[Prepared]
+    exchange: Exchange | None
+    asked: list[_Asked]
+    per_table: torch.Tensor  # [world_size, tables] keys that this rank asks each rank for
+    sizes: list[int]  # bytes from each rank
+    received: Callable[[], torch.Tensor]
+    plan: str
+
+    def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
+        """The rest of the lookup; with an error, all ranks raise it."""
+        if self.exchange is None:
+            if error is not None:
+                raise error
+            found = [t.lookup(p.keys) for t, p in zip(self.tables, self.prepared, strict=True)]
+        else:
+            found = self._vectors(self.exchange, error)
+        return [p.finish(*f) for p, f in zip(self.prepared, found, strict=True)]
+
+    def _vectors(
+        self, exchange: Exchange, error: Exception | None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Vectors of the distinct keys of each table ``[u, dim]``, and each key's position."""
+        received = self.received()
+        owner_counts = _counts_of(received, self.sizes, len(self.tables))
+        like = [self.per_table[:1], *(a.keys for a in self.asked)]
+        _, *owned_keys = unpack(received, like, [[1] * exchange.world_size, *owner_counts])
+        owned: list[_Owned] = []
+        if error is None:
+            try:
+                owned = [
+                    _own(table, k, count)
+                    for table, k, count in zip(self.tables, owned_keys, owner_counts, strict=True)
+                ]
+            except Exception as raised:  # a full table, for one
+                error = raised
+        for table in self.tables:
+            table._watch_gradient()
+        job = _Job(exchange, self.tables, owned, self.per_table.T.tolist(), self.plan, error)
+        vectors = _Vectors.apply(job, *(table.weight for table in self.tables))
+        return [(v, a.positions) for v, a in zip(vectors, self.asked, strict=True)]
+
+
+def send_keys(
+    tables: Sequence[ShardedTable],
+    calls: Sequence[tuple[Any, ...]],
+    preparers: Sequence[_Prepares] | None = None,
+    error: Exception | None = None,
+) -> SentKeys:
+    """The first part of `look_up`, which does not wait for the keys to arrive.
+
+    With an error all ranks raise it; there need be no calls then.
+    """
+    steps = list(zip(preparers or tables, calls, strict=error is None))
     exchange = tables[0].exchange
+    nothing = torch.empty(0, dtype=torch.uint8)
     prepared: list[Prepared] = []
     if exchange is None:
+        if error is not None:
+            raise error
         prepared = [preparer.prepare(*call) for preparer, call in steps]
-        return [p.finish(*t.lookup(p.keys)) for t, p in zip(tables, prepared, strict=True)]
-    error: Exception | None = None
-    try:
-        prepared = [preparer.prepare(*call) for preparer, call in steps]
-    except Exception as raised:
-        error = raised
-    found = _exchange_lookup(exchange, tables, [p.keys for p in prepared], error)
-    return [p.finish(*f) for p, f in zip(prepared, found, strict=True)]
+        return SentKeys(tables, prepared, None, [], nothing, [], lambda: nothing, "")
 
-
-def _exchange_lookup(
-    exchange: Exchange,
-    tables: Sequence[ShardedTable],
-    keys: Sequence[torch.Tensor],
-    error: Exception | None,
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Vectors of the distinct keys of each table ``[u, dim]``, and each key's position in them.
-
-    Args:
-        exchange: of the process group that all tables share.
-        tables: the same ones, in the same order, on every rank.
-        keys: int64 or int32 ``[n]`` for each table, checked.
-        error: why this rank cannot look anything up; then keys may be empty.
-    """
+    # A bad input here is an error on all ranks, none of which has changed anything yet.
     world_size = exchange.world_size
     asked: list[_Asked] = []
+    per_table, send, splits = nothing, nothing, [0] * world_size
     if error is None:
         try:
-            asked = [_ask(k, world_size, t.dedupe) for t, k in zip(tables, keys, strict=True)]
+            prepared = [preparer.prepare(*call) for preparer, call in steps]
+            asked = [
+                _ask(p.keys, world_size, table.dedupe)
+                for table, p in zip(tables, prepared, strict=True)
+            ]
+            # The number of keys for each table goes in front of the keys.
+            per_table = torch.stack([a.counts for a in asked], 1)
+            parts = [per_table, *(a.keys for a in asked)]
+            send, splits = pack(parts, [[1] * world_size, *per_table.T.tolist()])
         except Exception as raised:
             error = raised
     plan = f"look up in {', '.join(table.plan() for table in tables)}"
-
-    # Keys, with the number of them for each table in front.
-    if error is None:
-        per_table = torch.stack([a.counts for a in asked], 1)  # [world_size, tables]
-        counts = per_table.T.tolist()
-        parts = [per_table, *(a.keys for a in asked)]
-        send, splits = pack(parts, [[1] * world_size, *counts])
-    else:
-        counts, send, splits = [], torch.empty(0, dtype=torch.uint8), [0] * world_size
     sizes = exchange.agree(plan, splits, error)
-    received = exchange.all_to_all(send, splits, sizes)
-    owner_counts = _counts_of(received, sizes, len(tables))
-    like = [per_table[:1], *(a.keys for a in asked)]
-    _, *owned_keys = unpack(received, like, [[1] * world_size, *owner_counts])
-
-    owned: list[_Owned] = []
-    try:
-        owned = [
-            _own(table, k, count)
-            for table, k, count in zip(tables, owned_keys, owner_counts, strict=True)
-        ]
-    except Exception as raised:  # a full table, for one
-        error = raised
-    for table in tables:
-        table._watch_gradient()
-    job = _Job(exchange, tables, owned, counts, plan, error)
-    vectors = _Vectors.apply(job, *(table.weight for table in tables))
-    return [(v, a.positions) for v, a in zip(vectors, asked, strict=True)]
+    received = exchange.begin_all_to_all(send, splits, sizes)
+    return SentKeys(tables, prepared, exchange, asked, per_table, sizes, received, plan)
 
 
 def _counts_of(received: torch.Tensor, sizes: Sequence[int], num_tables: int) -> list[list[int]]:

@@ -61,6 +61,17 @@ def test_a_key_out_of_range_on_one_rank(two_ranks):
     assert "on rank 1: " in outcomes[0].message
 
 
+def missing_input(rank):
+    group = sparsekit.EmbeddingGroup({"a": layer("a"), "b": layer("b")})
+    keys = torch.tensor([[[1, 2]]])
+    group({"a": keys, "b": keys} if rank == 0 else {"a": keys})
+
+
+def test_an_input_of_a_group_is_missing_on_one_rank(two_ranks):
+    outcomes = two_ranks.outcomes(missing_input)
+    raised(outcomes, "ValueError", "EmbeddingGroup: inputs must have the layers ['a', 'b']")
+
+
 def different_layers(rank):
     step(layer("users" if rank == 0 else "items"), [1, 2])
 

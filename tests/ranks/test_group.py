@@ -72,6 +72,34 @@ def test_a_group_is_its_layers_and_has_a_fixed_number_of_collectives(ranks):
     assert collectives[26] == [6] * ranks.world_size
 
 
+def prefetched(rank):
+    """Steps with and without prefetch, and a call with another batch than the one prefetched."""
+    plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
+    optimizers = [sparsekit.optim.LazyAdam(g.parameters(), lr=0.1) for g in (plain, ahead)]
+    batches = [inputs(plain.layers, rank, seed) for seed in range(5)]
+    ahead.prefetch(batches[0])
+    for i, batch in enumerate(batches):
+        for group, optimizer in zip((plain, ahead), optimizers, strict=True):
+            sum((out.float() ** 2).sum() for out in group(batch).values()).backward()
+            if group is ahead and i + 1 < len(batches):
+                group.prefetch(batches[i + 1])
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(plain.parameters(), ahead.parameters(), strict=True):
+        assert torch.equal(one, other)
+    ahead.prefetch(batches[0])
+    with pytest.raises(RuntimeError, match="twice"):
+        ahead.prefetch(batches[1])
+    with pytest.raises(ValueError, match="inputs is not what prefetch was called with"):
+        ahead(batches[1] if rank == 0 else batches[0])
+    ahead(batches[2])
+
+
+def test_prefetch_changes_nothing_but_time(ranks):
+    ranks(prefetched)
+    prefetched(0)
+
+
 def pool(rank):
     tables = list(layers(3, "p").values())
     offsets = torch.tensor([0, 2, 2, 5])
