@@ -35,12 +35,10 @@ class Case:
         self.steps = 2 if quick else 15
         shape = (self.batch, self.features, NNZ)
         count = self.batch * self.features * NNZ
+        seeds = [100 * rank + 10 * step for step in range(2 if quick else 4)]
         self.batches = [
-            {
-                f"t{t}": zipf_keys(count, 1.2, self.ids, seed=100 * rank + 10 * step + t).view(shape)
-                for t in range(TABLES)
-            }
-            for step in range(2 if quick else 4)
+            {f"t{t}": zipf_keys(count, 1.2, self.ids, seed + t).view(shape) for t in range(TABLES)}
+            for seed in seeds
         ]
 
 

@@ -32,10 +32,9 @@ template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
 
 // As on the CPU when `deterministic`: the order of additions depends on the ids alone. Otherwise
-// whatever is fastest: float sums may differ in the last bits from run to run, and numbers below the
-// smallest normal float may be lost.
-// *bad, which the caller has set to INT64_MAX, becomes the smallest position of an id
-// >= num_segments, if there is one; such rows are dropped.
+// whatever is fastest: float sums may differ in the last bits from run to run, and numbers below
+// the smallest normal float may be lost. *bad, which the caller has set to INT64_MAX, becomes the
+// smallest position of an id >= num_segments, if there is one; such rows are dropped.
 template <class T>
 void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                           int64_t num_segments, bool deterministic, T* out, int64_t* bad,
