@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 import sparsekit
 
@@ -166,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="toy sizes: does it run at all?")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (f"{folder}/store", options.quick), nprocs=WORLD)
+        spawn(_rank, (f"{folder}/store", options.quick), nprocs=WORLD)
 
 
 if __name__ == "__main__":
