@@ -183,8 +183,19 @@ class ShardedTable(torch.nn.Module):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The way to the other ranks, or None where there are none."""
-        return exchange_of(self.process_group, self.weight.device)
+        """The way to the other ranks, or None where there are none.
+
+        Raises:
+            RuntimeError: the layer was made for another number of ranks than there are now.
+        """
+        exchange = exchange_of(self.process_group, self.weight.device)
+        rank, world_size = (exchange.rank, exchange.world_size) if exchange else (0, 1)
+        if (rank, world_size) != (self.rank, self.world_size):
+            raise RuntimeError(
+                f"{self.name}: made on rank {self.rank} of {self.world_size}, whose part of the "
+                f"table it holds, but this is rank {rank} of {world_size}"
+            )
+        return exchange
 
     def plan(self) -> str:
         """What all ranks must agree on before they look something up."""

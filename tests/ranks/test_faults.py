@@ -72,6 +72,17 @@ def test_an_input_of_a_group_is_missing_on_one_rank(two_ranks):
     raised(outcomes, "ValueError", "EmbeddingGroup: inputs must have the layers ['a', 'b']")
 
 
+def another_number_of_ranks(rank):
+    module = layer("users")
+    module.world_size = 3
+    step(module, [1, 2])
+
+
+def test_a_layer_of_another_number_of_ranks(two_ranks):
+    outcomes = two_ranks.outcomes(another_number_of_ranks)
+    raised(outcomes, "RuntimeError", "users: made on rank", "of 3", "of 2")
+
+
 def different_layers(rank):
     step(layer("users" if rank == 0 else "items"), [1, 2])
 

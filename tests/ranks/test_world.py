@@ -1,0 +1,125 @@
+"""init, wrap_ddp, and what a sharded layer can be done to."""
+
+import copy
+import io
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsekit
+from sparsekit.distributed import exchange_of, wrap_ddp
+from sparsekit.distributed.world import settings
+
+
+@pytest.fixture
+def restore():
+    before = dict(vars(settings))
+    yield
+    vars(settings).clear()
+    vars(settings).update(before)
+
+
+def test_a_seed_changes_all_initial_vectors(restore):
+    def vectors():
+        layer = sparsekit.DistributedEmbedding("sum", 9, 4, 1, 1, name="seeded")
+        return layer(torch.tensor([[[5]]])).detach()
+
+    first = vectors()
+    sparsekit.init(seed=7)
+    assert not torch.equal(vectors(), first)
+    sparsekit.init(seed=0)
+    assert torch.equal(vectors(), first)
+
+
+def test_init_takes_seconds_and_timedeltas(restore):
+    sparsekit.init(global_batch_size=64, timeout=2.5)
+    assert settings.timeout == timedelta(seconds=2.5)
+    sparsekit.init(timeout=timedelta(minutes=1))
+    assert settings.timeout == timedelta(minutes=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"seed": 2**64}, ValueError, "sparsekit.init: seed must be in"),
+        ({"seed": "a"}, TypeError, "sparsekit.init: seed must be an int"),
+        ({"timeout": 0}, ValueError, "sparsekit.init: timeout must be positive"),
+        ({"global_batch_size": 0}, ValueError, "sparsekit.init: global_batch_size"),
+    ],
+)
+def test_what_init_refuses(restore, arguments, error, message):
+    with pytest.raises(error, match=message):
+        sparsekit.init(**arguments)
+
+
+def test_one_process_needs_no_exchange():
+    assert exchange_of(None, torch.device("cpu")) is None
+    model = torch.nn.Linear(2, 2)
+    assert wrap_ddp(model) is model
+
+
+def copies_train_alike(rank):
+    """A copied, a saved and loaded, and a pickled layer go on as the first does."""
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied")
+    keys = torch.tensor([[[1, 2]], [[3, 4 + rank]]])
+    layer(keys)
+    loaded = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied", seed=5)
+    loaded.load_state_dict(layer.state_dict())
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    others = [copy.deepcopy(layer), loaded, torch.load(file, weights_only=False)]
+    more = torch.tensor([[[5, 2]], [[6, 1]], [[7 - rank, 0]]])
+    expected = layer(more)
+    for other in others:
+        assert torch.equal(other(more), expected)
+        assert torch.equal(other.table.keys(), layer.table.keys())
+
+
+def test_copies_of_a_sharded_layer(two_ranks):
+    two_ranks(copies_train_alike)
+
+
+def ignored_by_ddp(rank):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="ddp")
+            self.head = torch.nn.Linear(3, 1)
+            self.norm = torch.nn.BatchNorm1d(1)
+
+        def forward(self, keys):
+            return self.norm(self.head(self.embed(keys).flatten(1)))
+
+    torch.manual_seed(rank)
+    model = Model()
+    wrapped = wrap_ddp(model)
+    assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    keys = torch.arange(4).view(4, 1, 1) + 10 * rank
+    for _ in range(3):  # DDP sends buffers around before each forward; not the table's
+        wrapped(keys).square().sum().backward()
+    heads = [None] * 2
+    dist.all_gather_object(heads, (model.head.weight, model.head.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*heads, strict=True))
+    return model.embed.table.keys().tolist()
+
+
+def test_ddp_leaves_the_tables_alone(two_ranks):
+    keys = two_ranks(ignored_by_ddp)
+    assert sorted(keys[0]) == [0, 2, 10, 12]
+    assert sorted(keys[1]) == [1, 3, 11, 13]
+
+
+def in_a_group_of_its_own(rank):
+    """Ranks 0 and 1 share one table, rank 2 has one by itself."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = groups[rank // 2]
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="part", process_group=mine)
+    layer(torch.arange(6).view(6, 1, 1)).sum().backward()
+    return layer.world_size, len(layer.table)
+
+
+def test_a_group_of_some_ranks(fresh_ranks):
+    assert fresh_ranks(3)(in_a_group_of_its_own) == [(2, 3), (2, 3), (1, 6)]
