@@ -15,7 +15,7 @@ def test_fits_in_one_reading() -> None:
 
 def test_python_snippets_run_in_order() -> None:
     snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     names: dict[str, object] = {}
     for snippet in snippets:
         exec(snippet, names)
@@ -25,6 +25,7 @@ def test_python_snippets_run_in_order() -> None:
     assert layer.weight.grad.is_coalesced()
     assert layer.weight.grad._nnz() == 5
     assert len(layer.table) == 5
+    assert names["out"].shape == (1, 1, 16)
     assert table.find(torch.tensor([42, -7])).tolist() == [0, 1]
     assert names["rows"].tolist() == [0, 1, 0]
     assert names["sums"].shape == (2, 4)
