@@ -9,6 +9,7 @@ error on all instead of a wait.
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,33 @@ from .. import hashing
 from ..errors import TableFullError
 from .transport import TorchTransport, Transport
 
-# Words of a header: the hash of what follows, 1 for an error, and the size of what follows.
-_WORDS = 3
+# Words of a header: the hash of what follows, 1 for an error, the size of what follows, and three
+# numbers for whoever exchanges.
+_WORDS = 6
 
 
 class RemoteError(RuntimeError):
     """Something went wrong on another rank, which cannot be raised here as it was there."""
 
 
-class Exchange:
-    """The collectives of one process group."""
+@dataclass
+class Agreed:
+    """What each rank has said before it began."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.transport: Transport = TorchTransport(group)
+    sizes: list[int]  # how much it will send to this rank
+    facts: list[tuple[int, ...]]
+
+
+class Exchange:
+    """The collectives of one process group, over torch.distributed or another transport."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        transport: Transport | None = None,
+    ) -> None:
+        self.transport: Transport = transport or TorchTransport(group)
         self.group = group
         self.device = device
         self.rank = self.transport.rank
@@ -55,16 +70,20 @@ class Exchange:
         received = self.transport.all_to_all(send, send_splits, receive_splits)
         return lambda: received
 
-    def agree(self, plan: str, sizes: Sequence[int], error: Exception | None = None) -> list[int]:
+    def agree(
+        self,
+        plan: str,
+        sizes: Sequence[int],
+        error: Exception | None = None,
+        facts: tuple[int, int, int] = (0, 0, 0),
+    ) -> Agreed:
         """Begin something together.
 
         Args:
             plan: what this rank is about to do; it must be the same on all ranks.
             sizes: how much this rank will send to each rank.
             error: why this rank cannot go on.
-
-        Returns:
-            How much each rank will send to this one.
+            facts: three numbers for all ranks to know.
 
         Raises:
             The error itself, on the rank that has it and, with that rank's number, on the others.
@@ -72,14 +91,13 @@ class Exchange:
         """
         code = int(hashing.xxh64([plan]))
         failed = int(error is not None)
-        header = torch.tensor(
-            [word for size in sizes for word in (code, failed, size)], device=self.device
-        )
+        words = [word for size in sizes for word in (code, failed, size, *facts)]
+        header = torch.tensor(words, device=self.device)
         splits = [_WORDS] * self.world_size
         received = self.all_to_all(header, splits, splits).view(self.world_size, _WORDS).tolist()
         if any(word[0] != code or word[1] for word in received):
             self._raise_together(plan, error)
-        return [word[2] for word in received]
+        return Agreed([word[2] for word in received], [tuple(word[3:]) for word in received])
 
     def _raise_together(self, plan: str, error: Exception | None) -> None:
         """Tell each other what is wrong, and raise it on every rank."""
@@ -124,7 +142,7 @@ def pack(
     """
     raw = [part.reshape(-1).view(torch.uint8) for part in parts]
     sizes = [_part_bytes(part, count) for part, count in zip(parts, counts, strict=True)]
-    splits = [sum(map(_padded, of_rank)) for of_rank in zip(*sizes, strict=True)]
+    splits = [sum(map(padded, of_rank)) for of_rank in zip(*sizes, strict=True)]
     if len(parts) == 1 and splits == sizes[0]:
         return raw[0], splits
     pieces = [part.split(size) for part, size in zip(raw, sizes, strict=True)]
@@ -132,7 +150,7 @@ def pack(
     for rank, of_rank in enumerate(zip(*sizes, strict=True)):
         for part, size in enumerate(of_rank):
             flat.append(pieces[part][rank])
-            flat.append(raw[part].new_zeros(_padded(size) - size))
+            flat.append(raw[part].new_zeros(padded(size) - size))
     return torch.cat(flat), splits
 
 
@@ -159,7 +177,7 @@ def unpack(
     for of_rank in zip(*sizes, strict=True):
         for part, size in enumerate(of_rank):
             pieces[part].append(received[begin : begin + size])
-            begin += _padded(size)
+            begin += padded(size)
     return [
         torch.cat(piece).view(part.dtype).view(sum(count), *part.shape[1:])
         for piece, part, count in zip(pieces, like, counts, strict=True)
@@ -171,6 +189,6 @@ def _part_bytes(part: torch.Tensor, counts: Sequence[int]) -> list[int]:
     return [count * row for count in counts]
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """Every part begins at a multiple of 16 bytes, so that it can be viewed as any dtype."""
     return (size + 15) // 16 * 16

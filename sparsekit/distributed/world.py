@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from ..errors import check_int
 from .exchange import Exchange
+from .nccl import check_backend, make_transport
 
-# One for each process group and kind of device.
-_exchanges: dict[tuple[dist.ProcessGroup, str], Exchange] = {}
+# One for each process group, kind of device and backend.
+_exchanges: dict[tuple[dist.ProcessGroup, str, str], Exchange] = {}
 
 
 class _Settings:
@@ -21,6 +22,7 @@ class _Settings:
     seed = 0
     process_group: dist.ProcessGroup | None = None
     timeout = timedelta(minutes=5)
+    backend = "auto"
 
 
 settings = _Settings()
@@ -32,6 +34,7 @@ def init(
     process_group: dist.ProcessGroup | None = None,
     *,
     timeout: float | timedelta = settings.timeout,
+    backend: str = "auto",
 ) -> None:
     """Set defaults for the layers that are made from here on. Optional.
 
@@ -41,9 +44,13 @@ def init(
         process_group: the ranks over which tables are sharded; None means torch.distributed's
             default group, or one process where that has not been initialised.
         timeout: seconds, or a timedelta, after which a rank that waits for another one raises.
+        backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
+            called directly, for CUDA tensors, and ``"auto"`` is the latter where all ranks have it.
 
     Raises:
-        TypeError, ValueError: a seed that is no 64-bit integer, or a timeout that is not positive.
+        TypeError, ValueError: a seed that is no 64-bit integer, a timeout that is not positive, or
+            an unknown backend.
+        RuntimeError: ``backend="nccl"``, but NCCL was not there at build time or is not here now.
     """
     if global_batch_size is not None:
         check_int("sparsekit.init", "global_batch_size", global_batch_size, 1, 2**63 - 1)
@@ -52,7 +59,9 @@ def init(
     timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
     if timeout <= timedelta(0):
         raise ValueError(f"sparsekit.init: timeout must be positive, got {timeout}")
+    check_backend(backend)
     settings.timeout = timeout
+    settings.backend = backend
 
 
 def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchange | None:
@@ -68,15 +77,17 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
     assert group is not None
     if dist.get_world_size(group) == 1:
         return None
-    key = (group, device.type)
+    key = (group, device.type, settings.backend)
     if key not in _exchanges:
         own = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=settings.timeout,
-            backend="nccl" if device.type == "cuda" else "gloo",
+            # gloo carries what ranks tell each other about errors.
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             use_local_synchronization=True,
         )
-        _exchanges[key] = Exchange(own, device)
+        transport = make_transport(settings.backend, own, device, settings.timeout)
+        _exchanges[key] = Exchange(own, device, transport)
     return _exchanges[key]
 
 

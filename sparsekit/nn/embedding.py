@@ -11,7 +11,7 @@ from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
 from .inputs import check_bags, check_device, is_padding, to_bags, without_padding
 from .lookup import look_up
-from .shard import EmbeddingWeight, Prepared, ShardedTable
+from .shard import Bags, EmbeddingWeight, Prepared, ShardedTable
 
 __all__ = ["All2AllDenseEmbedding", "DistributedEmbedding", "EmbeddingWeight"]
 
@@ -32,14 +32,19 @@ def prepare_bags(
     table._check_keys(bags.values, bags.order)
     bags = without_padding(bags, table.padding_key)
 
-    def finish(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        pooled = ops.embedding_bag(vectors, positions, bags.offsets, combiner, bags.weights)
+    def shape(pooled: torch.Tensor) -> torch.Tensor:
         dim = table.embedding_vec_size
         if bags.slot_major:
             return pooled.view(slot_num, -1, dim).transpose(0, 1).contiguous()
         return pooled.view(-1, slot_num, dim)
 
-    return Prepared(bags.values, finish)
+    def finish(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return shape(ops.embedding_bag(vectors, positions, bags.offsets, combiner, bags.weights))
+
+    return Prepared(bags.values, finish, Bags(bags.offsets, bags.weights, combiner, shape))
+
+
+STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 
 
 class DistributedEmbedding(ShardedTable):
@@ -70,6 +75,11 @@ class DistributedEmbedding(ShardedTable):
         dtype: of the rows: float32, float64 or bfloat16 (added in float32).
         device: of the rows and the table.
         process_group: None means torch.distributed's default group, or one process.
+        strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
+            each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
+            for which all ranks send all their keys to all; for large bags of keys that seldom
+            repeat, and not for sample_weights that need a gradient. ``"auto"``: in each call
+            whichever moves fewer bytes over all ranks.
 
     Shape:
         - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
@@ -110,6 +120,7 @@ class DistributedEmbedding(ShardedTable):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        strategy: str = "auto",
     ) -> None:
         super().__init__(
             max_vocabulary_size_per_gpu,
@@ -127,6 +138,8 @@ class DistributedEmbedding(ShardedTable):
             process_group=process_group,
         )
         self._check_choice("combiner", combiner, tuple(COMBINERS))
+        self._check_choice("strategy", strategy, STRATEGIES)
+        self.strategy = strategy
         self.combiner = combiner
         self.slot_num = self._count("slot_num", slot_num)
         self.max_nnz = self._count("max_nnz", max_nnz)

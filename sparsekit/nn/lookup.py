@@ -15,6 +15,7 @@ import torch
 
 from .. import ops
 from ..distributed.exchange import Exchange, pack, unpack
+from .partial import payload, payload_bytes, pooled_outputs
 from .shard import Prepared, ShardedTable, sparse_gradient
 
 
@@ -88,9 +89,21 @@ class SentKeys:
     sizes: list[int]  # bytes from each rank
     received: Callable[[], torch.Tensor]
     plan: str
+    partial: bool  # whether whole bags have been sent, by nn/partial.py
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """The rest of the lookup; with an error, all ranks raise it."""
+        if self.partial:
+            assert self.exchange is not None
+            return pooled_outputs(
+                self.exchange,
+                self.tables,
+                self.prepared,
+                self.received(),
+                self.sizes,
+                self.plan,
+                error,
+            )
         if self.exchange is None:
             if error is not None:
                 raise error
@@ -141,12 +154,13 @@ def send_keys(
         if error is not None:
             raise error
         prepared = [preparer.prepare(*call) for preparer, call in steps]
-        return SentKeys(tables, prepared, None, [], nothing, [], lambda: nothing, "")
+        return SentKeys(tables, prepared, None, [], nothing, [], lambda: nothing, "", False)
 
     # A bad input here is an error on all ranks, none of which has changed anything yet.
     world_size = exchange.world_size
     asked: list[_Asked] = []
     per_table, send, splits = nothing, nothing, [0] * world_size
+    facts = (0, 0, 0)
     if error is None:
         try:
             prepared = [preparer.prepare(*call) for preparer, call in steps]
@@ -158,12 +172,64 @@ def send_keys(
             per_table = torch.stack([a.counts for a in asked], 1)
             parts = [per_table, *(a.keys for a in asked)]
             send, splits = pack(parts, [[1] * world_size, *per_table.T.tolist()])
+            if any(table.strategy != "all_to_all" for table in tables):
+                facts = _compare(tables, prepared, asked)
         except Exception as raised:
             error = raised
     plan = f"look up in {', '.join(table.plan() for table in tables)}"
-    sizes = exchange.agree(plan, splits, error)
+    agreed = exchange.agree(plan, splits, error, facts)
+    # Every rank sees the same numbers, so all take the same way.
+    by_keys, by_bags = (sum(fact[i] for fact in agreed.facts) for i in (0, 1))
+    if by_bags < by_keys:
+        sizes = [fact[2] for fact in agreed.facts]
+        whole = payload(tables, prepared)
+        send, splits = torch.cat([whole] * world_size), [len(whole)] * world_size
+    else:
+        sizes = agreed.sizes
     received = exchange.begin_all_to_all(send, splits, sizes)
-    return SentKeys(tables, prepared, exchange, asked, per_table, sizes, received, plan)
+    return SentKeys(
+        tables, prepared, exchange, asked, per_table, sizes, received, plan, by_bags < by_keys
+    )
+
+
+# More bytes than anything could move.
+_NEVER = 1 << 50
+
+
+def _compare(
+    tables: Sequence[ShardedTable], prepared: Sequence[Prepared], asked: Sequence[_Asked]
+) -> tuple[int, int, int]:
+    """Bytes of the two ways, by keys and by bags; and what would be sent to each rank by bags.
+
+    Forward and backward move the same numbers of vectors, so one of them is counted.
+    """
+    possible = all(
+        p.bags is not None
+        and table.strategy != "all_to_all"
+        and not (p.bags.weights is not None and p.bags.weights.requires_grad)
+        for table, p in zip(tables, prepared, strict=True)
+    )
+    forced = any(table.strategy == "reduce_scatter" for table in tables)
+    if not possible:
+        if forced:
+            raise ValueError(
+                f"{tables[0].name}: strategy='reduce_scatter' pools on other ranks, which goes "
+                f"neither with sample_weights that need a gradient nor in a group with layers that "
+                f"do not pool or have strategy='all_to_all'"
+            )
+        return 0, _NEVER, 0
+    whole = payload_bytes(tables, prepared)
+    others = tables[0].world_size - 1
+    by_keys = by_bags = 0
+    for table, p, a in zip(tables, prepared, asked, strict=True):
+        assert p.bags is not None
+        row = table.embedding_vec_size * table.weight.element_size()
+        sums = table.embedding_vec_size * (8 if table.weight.dtype == torch.float64 else 4)
+        by_keys += len(a.keys) * (8 + row) * others // (others + 1)
+        by_bags += (len(p.bags.offsets) - 1) * sums * others
+    by_bags = 0 if forced else by_bags + whole * others
+    by_keys = max(by_keys, 1) if forced else by_keys
+    return by_keys, by_bags, whole
 
 
 def _counts_of(received: torch.Tensor, sizes: Sequence[int], num_tables: int) -> list[list[int]]:
@@ -201,8 +267,8 @@ class _Vectors(torch.autograd.Function):
                 send, splits = pack(found, [o.counts for o in job.owned])
             except Exception as raised:
                 error = raised
-        sizes = exchange.agree(f"vectors: {job.plan}", splits, error)
-        received = exchange.all_to_all(send, splits, sizes)
+        agreed = exchange.agree(f"vectors: {job.plan}", splits, error)
+        received = exchange.all_to_all(send, splits, agreed.sizes)
         return tuple(unpack(received, weights, job.counts))
 
     @staticmethod
@@ -216,8 +282,8 @@ class _Vectors(torch.autograd.Function):
             send, splits = pack([grad.contiguous() for grad in grads], job.counts)
         except Exception as raised:
             error = raised
-        sizes = exchange.agree(f"gradients: {job.plan}", splits, error)
-        received = exchange.all_to_all(send, splits, sizes)
+        agreed = exchange.agree(f"gradients: {job.plan}", splits, error)
+        received = exchange.all_to_all(send, splits, agreed.sizes)
         parts = unpack(received, grads, [o.counts for o in job.owned])
         return None, *(
             sparse_gradient(table.weight.shape, owned.rows, _sum(part, owned, table))

@@ -28,11 +28,22 @@ class EmbeddingWeight(torch.nn.Parameter):
 
 
 @dataclass
+class Bags:
+    """How keys are pooled, and what becomes of the pooled vectors."""
+
+    offsets: torch.Tensor  # int64 [bags + 1]
+    weights: torch.Tensor | None  # [n]
+    combiner: str
+    shape: Callable[[torch.Tensor], torch.Tensor]  # of [bags, dim], to the layer's output
+
+
+@dataclass
 class Prepared:
     """A layer's checked input: the keys it needs, and what to do with their vectors."""
 
     keys: torch.Tensor
     finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    bags: Bags | None = None  # of a layer that pools
 
 
 class _GatherSparse(torch.autograd.Function):
@@ -143,6 +154,8 @@ class ShardedTable(torch.nn.Module):
         # Whether a rank sends each of its keys once. Off, it sends them as they come, which is for
         # measurements.
         self.dedupe = True
+        # How pooled vectors come from other ranks; see DistributedEmbedding.
+        self.strategy = "all_to_all"
         self.key_dtype = key_dtype
         self.initializer = resolve(self.name, embedding_initializer)
         if padding_key is not None:
@@ -203,7 +216,7 @@ class ShardedTable(torch.nn.Module):
             f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
             f"{'hash table' if self.table is not None else 'row numbers'}"
-            f"{'' if self.weight.requires_grad else ', frozen'})"
+            f"{'' if self.weight.requires_grad else ', frozen'}, {self.strategy})"
         )
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -5,6 +5,10 @@ import pytest
 from .pool import Ranks
 
 
+def _nothing(rank):
+    pass
+
+
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request):
     pool = Ranks(request.param)
@@ -26,6 +30,7 @@ def fresh_ranks():
 
     def make(world_size, timeout=10):
         pools.append(Ranks(world_size, timeout))
+        pools[-1](_nothing)  # returns when all of them are up
         return pools[-1]
 
     yield make

@@ -57,7 +57,7 @@ class Ranks:
         results: list[Any] = []
         for connection in self.connections:
             try:
-                ready = connection.poll(2 * self.timeout)
+                ready = connection.poll(60 + self.timeout)
                 results.append(connection.recv() if ready else Raised("hangs", "", ""))
             except (EOFError, ConnectionResetError):
                 results.append(Died())

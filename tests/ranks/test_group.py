@@ -19,7 +19,7 @@ def layers(count, prefix):
             made[f"t{i}"] = sparsekit.All2AllDenseEmbedding(200, dim, 2, 3, **settings)
         else:
             made[f"t{i}"] = sparsekit.DistributedEmbedding(
-                COMBINERS[i % 3], 200, dim, 1 + i % 2, 3, **settings
+                COMBINERS[i % 3], 200, dim, 1 + i % 2, 3, strategy="all_to_all", **settings
             )
     return made
 

@@ -26,19 +26,20 @@ def share(rank, world_size):
     return slice(begin, begin + parts[rank])
 
 
-def build(combiner, use_hashtable, dtype, reduction):
+def build(combiner, use_hashtable, dtype, reduction, strategy="auto"):
     layer = sparsekit.DistributedEmbedding(
         combiner, 60, DIM, SLOTS, NNZ, use_hashtable=use_hashtable, dtype=dtype, name="layer",
         gradient_reduction=reduction,
+        strategy=strategy,
     )  # fmt: skip
     torch.manual_seed(0)
     head = torch.nn.Linear(SLOTS * DIM, 1, dtype=dtype)
     return torch.nn.Sequential(layer, torch.nn.Flatten(), head)
 
 
-def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction):
+def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction, *strategy):
     """Keys, their rows and the head's weight, after all steps."""
-    module = build(combiner, use_hashtable, dtype, reduction)
+    module = build(combiner, use_hashtable, dtype, reduction, *strategy)
     layer = module[0]
     model = wrap_ddp(module)
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)
@@ -93,6 +94,16 @@ def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
     many = gathered(any_ranks(train, world_size, *settings))
     for result, expected in zip(many, one, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("use_hashtable", [True, False])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_sums_of_bags_equal_one_rank(any_ranks, combiner, use_hashtable):
+    settings = (combiner, use_hashtable, torch.float64, "LazyAdam", "mean", "reduce_scatter")
+    one = gathered([train(0, 1, *settings)])
+    many = gathered(any_ranks(train, any_ranks.world_size, *settings))
+    for result, expected in zip(many, one, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[torch.float64])
 
 
 def test_a_sum_of_gradients_is_not_a_mean(two_ranks):
