@@ -50,7 +50,7 @@ def cuda_options() -> dict[str, str]:
     places = os.pathsep.join([PATH, *(f"{home}/bin" for home in homes if home)])
     nvcc = shutil.which("nvcc", path=places)
     if wanted == "0" or (not nvcc and not wanted):
-        return {"SPARSEKIT_CUDA": "OFF", "SPARSEKIT_CUDA_ARCHS": ""}
+        return {"SPARSEKIT_CUDA": "OFF", "SPARSEKIT_CUDA_ARCHS": "", "SPARSEKIT_NCCL_INCLUDE": ""}
     if not nvcc:
         raise SystemExit(
             "sparsekit: SPARSEKIT_CUDA=1, but no nvcc in PATH, CUDA_HOME or /usr/local/cuda"
@@ -60,7 +60,29 @@ def cuda_options() -> dict[str, str]:
         "SPARSEKIT_CUDA": "ON",
         "SPARSEKIT_CUDA_ARCHS": archs.replace(",", ";").replace(" ", ";"),
         "CMAKE_CUDA_COMPILER": nvcc,
+        "SPARSEKIT_NCCL_INCLUDE": nccl_include(),
     }
+
+
+def nccl_include() -> str:
+    """The folder of nccl.h, or nothing; without it the native exchange is left out.
+
+    Torches with CUDA bring one. SPARSEKIT_NCCL_INCLUDE names another, SPARSEKIT_NCCL=0 leaves the
+    native exchange out.
+    """
+    if os.environ.get("SPARSEKIT_NCCL") == "0":
+        return ""
+    named = os.environ.get("SPARSEKIT_NCCL_INCLUDE")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", "/usr"]
+    places = [Path(path) / "nvidia/nccl/include" for path in sys.path]
+    places += [Path(home) / "include" for home in homes if home]
+    places = [Path(named)] if named else places
+    for place in places:
+        if (place / "nccl.h").exists():
+            return str(place.resolve())
+    if named:
+        raise SystemExit(f"sparsekit: SPARSEKIT_NCCL_INCLUDE={named}, but there is no nccl.h")
+    return ""
 
 
 def present_archs() -> str:

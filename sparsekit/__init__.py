@@ -25,8 +25,9 @@ def build_info() -> dict[str, object]:
     Returns:
         The version, compiler, C++ standard, build type, the torch it was built with and the oldest
         it runs with, the Python of the binding module, whether CUDA kernels are in it and for
-        which chips (``cuda_archs``, such as ``"sm_80,sm_90"``), and the instruction set of the CPU
-        engine in use.
+        which chips (``cuda_archs``, such as ``"sm_80,sm_90"``), the version of NCCL that the
+        native exchange was built with (``nccl``, False if it was left out), and the instruction
+        set of the CPU engine in use.
     """
     return {**_pybind.build_info(), "cpu_engine": instruction_set()}
 

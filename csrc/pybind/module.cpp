@@ -1,11 +1,14 @@
-// What an op schema cannot carry: bulk hashing of Python objects, and facts about the build. Only
-// the glue to Python is here, which is slow to compile; the work is in hash_values.cpp. For the
-// same reason arrays are buffers here, without pybind11/numpy.h.
+// What an op schema cannot carry: bulk hashing of Python objects, communicators of NCCL, and facts
+// about the build. Only the glue to Python is here, which is slow to compile; the work is in
+// hash_values.cpp. For the same reason arrays are buffers here, without pybind11/numpy.h.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 
 #include "hash_values.h"
+#ifdef SPARSEKIT_NCCL
+#include "nccl_communicator.h"
+#endif
 
 namespace py = pybind11;
 
@@ -70,6 +73,11 @@ py::dict build_info() {
   info["python"] = PY_VERSION;
   info["cuda"] = *SPARSEKIT_CUDA_ARCHS != 0;
   info["cuda_archs"] = SPARSEKIT_CUDA_ARCHS;
+#ifdef SPARSEKIT_NCCL
+  info["nccl"] = nccl_version();
+#else
+  info["nccl"] = false;
+#endif
   return info;
 }
 
@@ -81,6 +89,9 @@ PYBIND11_MODULE(_pybind, m) {
         py::arg("num_threads") = 1,
         "XXH64 of the decimal text of each integer of a contiguous 1-D array, as int64.");
   m.def("build_info", &build_info, "How this module was built, as a dict.");
+#ifdef SPARSEKIT_NCCL
+  add_nccl_communicator(m);
+#endif
 }
 
 }  // namespace

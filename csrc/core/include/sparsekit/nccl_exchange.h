@@ -1,0 +1,47 @@
+// The native exchange: bytes from rank to rank over libnccl. Its functions are found at run time,
+// so nothing here needs NCCL or CUDA until it is called, and nccl.h is needed by core/nccl alone.
+//
+// What fails throws std::runtime_error with NCCL's own message. Communicators do not block: a call
+// that waits for other ranks gives up after `seconds`. Whoever gets an exception about a
+// communicator should abort it; it is of no use any more.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+struct ncclComm;
+
+namespace sparsekit::nccl {
+
+// What all ranks of a communicator must have in common.
+using UniqueId = std::array<char, 128>;
+
+// Of the nccl.h that this was compiled with, such as "2.30.7".
+const char* header_version();
+
+// Of the library, such as 23007. Opens it: libnccl.so.2, the one that torch has loaded if it has,
+// or what SPARSEKIT_NCCL_LIBRARY names.
+int library_version();
+
+UniqueId unique_id();
+
+// A communicator on the current CUDA device. Waits for all ranks.
+ncclComm* connect(int rank, int world_size, const UniqueId& id, double seconds);
+
+// Throws if something has gone wrong since the last call, on the network for example.
+void check(ncclComm* communicator);
+
+// Sends a part of `send` to each rank and gets a part of `receive` from each, rank 0's first, with
+// nothing between them. The sizes are [world_size], in bytes; what one rank sends to another must
+// be what that one receives. The parts are read and written in the order of the stream; the call
+// itself waits only until the work is in the stream.
+void all_to_all(ncclComm* communicator, int world_size, const void* send, const int64_t* send_bytes,
+                void* receive, const int64_t* receive_bytes, void* stream, double seconds);
+
+// Waits for what is under way and frees the communicator, also if it throws.
+void disconnect(ncclComm* communicator, double seconds);
+
+// Frees the communicator at once, ending what is under way, on the device too. Null is nothing.
+void abort(ncclComm* communicator) noexcept;
+
+}  // namespace sparsekit::nccl

@@ -1,0 +1,32 @@
+// libnccl's functions, found at run time: what is linked would have to be there wherever the module
+// is imported, and there could be two of it in a process, torch's and another.
+#pragma once
+
+#include <nccl.h>
+
+#if NCCL_VERSION_CODE < NCCL_VERSION(2, 18, 0)
+#error "sparsekit needs the nccl.h of NCCL 2.18 or later; SPARSEKIT_NCCL=0 builds without it"
+#endif
+
+namespace sparsekit::nccl {
+
+struct Library {
+  decltype(&ncclGetVersion) get_version;
+  decltype(&ncclGetUniqueId) get_unique_id;
+  decltype(&ncclCommInitRankConfig) init_rank;
+  decltype(&ncclCommGetAsyncError) get_async_error;
+  decltype(&ncclCommFinalize) finalize;
+  decltype(&ncclCommDestroy) destroy;
+  decltype(&ncclCommAbort) abort;
+  decltype(&ncclGroupStart) group_start;
+  decltype(&ncclGroupEnd) group_end;
+  decltype(&ncclSend) send;
+  decltype(&ncclRecv) receive;
+  decltype(&ncclGetErrorString) error_string;
+  decltype(&ncclGetLastError) last_error;  // null if it has none
+};
+
+// Opened by the first call; throws std::runtime_error that says what is missing.
+const Library& library();
+
+}  // namespace sparsekit::nccl
