@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from . import build_info
 from .datasets import DatasetUnavailableError, Ratings, RatingsFormatError, movielens_100k
@@ -16,6 +18,8 @@ from .errors import TableFullError
 from .models import RatingModel, fit_bias_baseline, rmse
 from .optim import LazyAdam, split_embedding_variable_from_others
 from .train import Trainer
+from .train.launch import RankError, run_on_ranks, start_rank
+from .train.progress import Progress
 
 # Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
 # train part, the test part unseen.
@@ -29,6 +33,9 @@ class UsageError(Exception):
     """What the person at the keyboard can put right; shown without a traceback."""
 
 
+EXPECTED = (UsageError, DatasetUnavailableError, RatingsFormatError)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -36,21 +43,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; None means those of the process.
 
     Returns:
-        The exit code: 0; 2 for what the user can put right; 130 after Ctrl-C.
+        The exit code: 0; 1 when a rank has failed; 2 for what the user can put right; 130 after
+        Ctrl-C.
     """
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (UsageError, DatasetUnavailableError, RatingsFormatError) as error:
+    except EXPECTED as error:
         print(f"sparsekit: {error}", file=sys.stderr)
         return 2
+    except RankError as error:
+        print(f"sparsekit: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
-        # The reader of our output, `head` for one, has gone; what is left to flush goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of our output, `head` for one, has gone.
+        _discard_output()
         return 141
     except KeyboardInterrupt:
         print("sparsekit: interrupted", file=sys.stderr)
         return 130
+
+
+def _discard_output() -> None:
+    """Let what is left to flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,7 +86,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "fifth of each user's ratings is the test part, the others are trained on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    train.set_defaults(run=_train, data=None)
+    train.set_defaults(run=_train, data=None, threads=None)
     count = _number(int, 1, 2**31 - 1)
     train.add_argument(
         "--data",
@@ -94,10 +110,22 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=0,
         help="of initial vectors and the order of ratings",
     )
-    # Batches of this size gain little from a second thread, and lose much where cores are shared:
-    # torch's threads wait for one another by spinning.
-    train.add_argument("--threads", type=_number(int, 1, 1024), default=1, help="CPU threads")
-    train.add_argument("--capacity", type=count, default=100_000, help="rows of each table")
+    train.add_argument(
+        "--ranks",
+        type=_number(int, 1, 1024),
+        default=2,
+        help="processes that share the tables and the batches; under torchrun there are as many "
+        "as it has started",
+    )
+    train.add_argument(
+        "--threads",
+        type=_number(int, 1, 1024),
+        default=argparse.SUPPRESS,
+        help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
+    )
+    train.add_argument(
+        "--capacity", type=count, default=100_000, help="rows of each table, on each rank"
+    )
 
 
 def _number(kind: type, least: float, most: float) -> Callable[[str], float]:
@@ -118,8 +146,57 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
-    torch.set_num_threads(args.threads)
+    if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
+        return _train_as_rank(args)
     train, test = _load(args.data)
+    if args.ranks == 1:
+        return _fit_and_report(train, test, args)
+    try:
+        # Pickled here, since torch would otherwise put tensors into shared memory, which may be
+        # small.
+        run_on_ranks(args.ranks, _train_as_rank, args, pickle.dumps((train, test)))
+    except RankError as error:
+        if error.kind in {kind.__name__ for kind in EXPECTED}:
+            raise UsageError(error.reason) from None
+        if error.kind == BrokenPipeError.__name__:
+            raise BrokenPipeError from None
+        raise
+    finally:
+        # A rank that has been ended leaves its bar.
+        Progress("", 0, sys.stdout).clear()
+    return 0
+
+
+def _train_as_rank(args: argparse.Namespace, data: bytes | None = None) -> int:
+    start_rank()
+    dist.init_process_group("gloo")
+    train, test = _load_once(args.data) if data is None else pickle.loads(data)
+    try:
+        status = _fit_and_report(train, test, args)
+    except BrokenPipeError:
+        _discard_output()
+        raise
+    dist.destroy_process_group()
+    return status
+
+
+def _load_once(data: str | None) -> tuple[Ratings, Ratings]:
+    """Load on rank 0, which may have to download it, and send it to the others."""
+    loaded: list[tuple[Ratings, Ratings] | None] = [None]
+    error: Exception | None = None
+    if _rank() == 0:
+        try:
+            loaded = [_load(data)]
+        except Exception as raised:
+            error = raised
+    dist.broadcast_object_list(loaded)
+    if loaded[0] is None:
+        raise error or SystemExit(2)  # rank 0 says why
+    return loaded[0]
+
+
+def _fit_and_report(train: Ratings, test: Ratings, args: argparse.Namespace) -> int:
+    _set_threads(args.threads)
     try:
         model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)
     except RuntimeError as error:  # how torch's allocator says it
@@ -133,8 +210,35 @@ def _train(args: argparse.Namespace) -> int:
         raise UsageError(f"{error} Here that is --capacity.") from error
     if trainer.interrupted:
         return 130
-    _report(model, trainer, train, test)
+    of_rank = model.table_sizes()
+    sizes = dict(zip(of_rank, map(int, _sum_over_ranks(of_rank.values())), strict=True))
+    if _rank() == 0:
+        _report(trainer, train, test, sizes)
     return 0
+
+
+def _set_threads(threads: int | None) -> None:
+    # Batches of this size gain little from a second thread, and lose much where cores are shared,
+    # with other ranks for instance: torch's threads wait for one another by spinning.
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _sum_over_ranks(values: Iterable[float]) -> list[float]:
+    total = torch.tensor(list(values), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()
 
 
 def _load(data: str | None) -> tuple[Ratings, Ratings]:
@@ -180,13 +284,16 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
 
 
 def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
-    batches = zip(
-        test.users.split(EVALUATION_BATCH), test.items.split(EVALUATION_BATCH), strict=True
-    )
-    return rmse(torch.cat([model(users, items) for users, items in batches]), test.ratings)
+    """Each rank predicts its share of each batch, since all must look up equally often."""
+    squares = 0.0
+    columns = (test.users, test.items, test.ratings)
+    for batch in zip(*(column.split(EVALUATION_BATCH) for column in columns), strict=True):
+        users, items, ratings = (c.tensor_split(_world_size())[_rank()] for c in batch)
+        squares += (model(users, items).double() - ratings.double()).square().sum().item()
+    return math.sqrt(_sum_over_ranks([squares])[0] / len(test))
 
 
-def _report(model: RatingModel, trainer: Trainer, train: Ratings, test: Ratings) -> None:
+def _report(trainer: Trainer, train: Ratings, test: Ratings, sizes: dict[str, int]) -> None:
     baseline = fit_bias_baseline(train)
     mean = torch.full_like(test.ratings, baseline.mean)
     results = {
@@ -197,6 +304,6 @@ def _report(model: RatingModel, trainer: Trainer, train: Ratings, test: Ratings)
     print(f"\n{'':18}test RMSE")
     for name, value in results.items():
         print(f"{name:18}{value:9.4f}")
-    rows = ", ".join(f"{name} {count:,}" for name, count in model.table_sizes().items())
+    rows = ", ".join(f"{name} {count:,}" for name, count in sizes.items())
     seconds = sum(epoch.seconds for epoch in trainer.history)
     print(f"\n{len(trainer.history)} epochs in {seconds:.1f} s; rows in the tables: {rows}")

@@ -1,5 +1,6 @@
 """The command line, on small generated ratings."""
 
+import os
 import re
 import signal
 import subprocess
@@ -32,6 +33,8 @@ def data(tmp_path) -> Path:
 
 
 SMALL = ["--batch-size", "64", "--dim", "8", "--capacity", "100"]
+# Starting more takes seconds; what has to do with ranks has tests of its own, below.
+ONE = ["--ranks", "1"]
 
 
 def results(output: str) -> dict[str, float]:
@@ -40,7 +43,7 @@ def results(output: str) -> dict[str, float]:
 
 
 def test_train_prints_epochs_and_a_table(data, capsys):
-    assert cli.main(["train", "--data", str(data), "--epochs", "6", *SMALL]) == 0
+    assert cli.main(["train", "--data", str(data), "--epochs", "6", *SMALL, *ONE]) == 0
     output = capsys.readouterr().out
     lines = output.splitlines()
     assert "2,000 ratings; 1,6" in lines[0]
@@ -63,7 +66,8 @@ def test_train_prints_epochs_and_a_table(data, capsys):
 
 def test_seed_decides_the_result(data, capsys):
     def losses(*arguments):
-        assert cli.main(["train", "--data", str(data), *SMALL, "--epochs", "2", *arguments]) == 0
+        command = ["train", "--data", str(data), *SMALL, *ONE, "--epochs", "2", *arguments]
+        assert cli.main(command) == 0
         return re.findall(r"loss ([\d.]+)  test RMSE ([\d.]+)", capsys.readouterr().out)
 
     assert losses("--seed", "5") == losses("--seed", "5")
@@ -71,6 +75,21 @@ def test_seed_decides_the_result(data, capsys):
     # In one batch the order makes no difference, the initial vectors do.
     one_batch = ["--batch-size", "2000", "--epochs", "1", "--seed"]
     assert losses(*one_batch, "5") != losses(*one_batch, "6")
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "expected"),
+    [(None, [], [1]), ("3", [], []), ("3", ["--threads", "2"], [2])],
+)
+def test_number_of_threads(data, monkeypatch, environment, arguments, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    command = ["train", "--data", str(data), "--epochs", "1", *SMALL, *ONE, *arguments]
+    assert cli.main(command) == 0
+    assert asked == expected
 
 
 def test_info_prints_what_build_info_says(capsys):
@@ -105,12 +124,13 @@ def test_unavailable_data(monkeypatch, capsys):
 
 
 def test_full_table(data, capsys):
-    arguments = ["train", "--data", str(data), "--capacity", "30"]
+    arguments = ["train", "--data", str(data), "--capacity", "30", *ONE]
     expect_error(capsys, arguments, r"user: .* of 30 rows .*--capacity")
 
 
 def test_tables_beyond_memory(data, capsys):
     arguments = ["train", "--data", str(data), "--capacity", str(2**31 - 1), "--dim", "1000000"]
+    arguments += ONE
     expect_error(capsys, arguments, r"no memory for tables of 2,147,483,647 rows")
 
 
@@ -126,6 +146,7 @@ def test_tables_beyond_memory(data, capsys):
         ["train", "--lr", "-1"],
         ["train", "--seed", "9" * 400],
         ["train", "--threads", "0"],
+        ["train", "--ranks", "0"],
     ],
 )
 def test_wrong_arguments(arguments, capsys):
@@ -144,27 +165,103 @@ def test_ctrl_c_before_training(monkeypatch, capsys):
     assert capsys.readouterr().err == "sparsekit: interrupted\n"
 
 
-def test_ctrl_c_in_training(data):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_in_training(data, ranks):
     # A process started in the background may have SIGINT ignored; a shell's foreground has not.
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from sparsekit.cli import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", program, "train", "--data", str(data)]
-    command += ["--epochs", "100000", *SMALL]
+    command += ["--epochs", "100000", "--ranks", str(ranks), *SMALL]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that its group can be sent a signal
     ) as process:
         try:
             seen = [process.stdout.readline() for _ in range(3)]
             assert seen[2].startswith("epoch 2/100000"), process.stderr.read()
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # all of them, as a terminal does
+            # It ends with the last process that has these pipes: no rank is left.
             output, errors = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 130
-    assert re.search(r"^interrupted: \d+ of 100000 epochs are finished$", output, re.MULTILINE)
-    assert "Traceback" not in errors
+    if ranks == 1:
+        assert re.search(r"^interrupted: \d+ of 100000 epochs are finished$", output, re.MULTILINE)
+        assert errors == ""
+    else:
+        assert errors == "sparsekit: interrupted\n"
+
+
+def summary(output: str) -> list[float]:
+    """Losses and errors of the epochs, results and sizes of tables."""
+    numbers = re.findall(r"^epoch \d/\d  loss ([\d.]+)  test RMSE ([\d.]+)", output, re.MULTILINE)
+    sizes = re.findall(r"rows in the tables: user (\d+), item (\d+), rated (\d+)$", output)
+    assert len(sizes) == 1
+    return [float(x) for x in (*sum(numbers, ()), *results(output).values(), *sizes[0])]
+
+
+def torchrun(folder: Path, *arguments: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--log-dir", str(folder), *arguments]
+
+
+def test_ranks_train_as_one_does(data, capfd):
+    command = ["train", "--data", str(data), "--epochs", "2", *SMALL]
+    assert cli.main([*command, *ONE]) == 0
+    expected = summary(capfd.readouterr().out)
+    assert cli.main(command) == 0  # on 2
+    output, errors = capfd.readouterr()
+    assert errors == ""
+    assert len(expected) == 2 * 2 + 3 + 3
+    assert summary(output) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_full_table_on_ranks(data, capfd):
+    assert cli.main(["train", "--data", str(data), "--epochs", "1", "--capacity", "30"]) == 2
+    errors = capfd.readouterr().err
+    assert re.fullmatch(r"sparsekit: \w+: the table on rank 0 is full: .*--capacity\.\n", errors)
+
+
+def test_under_torchrun(data, capfd, tmp_path):
+    command = ["train", "--data", str(data), "--epochs", "2", *SMALL]
+    assert cli.main([*command, *ONE]) == 0
+    expected = summary(capfd.readouterr().out)
+    done = subprocess.run(
+        torchrun(tmp_path, "--nproc-per-node", "3", "-m", "sparsekit", *command),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert summary(done.stdout) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_missing_file_under_torchrun(tmp_path):
+    command = torchrun(tmp_path, "--nproc-per-node", "2", "-m", "sparsekit", "train", "--data")
+    done = subprocess.run(
+        [*command, str(tmp_path / "missing")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert len(re.findall("^sparsekit: .*missing: No such file", done.stderr, re.MULTILINE)) == 1
+
+
+def test_ranks_whose_reader_goes_away(data):
+    done = subprocess.run(
+        f"{sys.executable} -m sparsekit train --data {data} --epochs 5 {' '.join(SMALL)}"
+        " | head -1; exit ${PIPESTATUS[0]}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_python_m_and_a_reader_that_goes_away():

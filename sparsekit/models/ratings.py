@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..datasets import Ratings
-from ..nn import DistributedEmbedding, Uniform
+from ..nn import DistributedEmbedding, EmbeddingGroup, Uniform
+from ..table import HashTable
 
 # Biases and vectors start small, so that the first predictions are near the mean.
 INITIAL = Uniform(-0.05, 0.05)
@@ -73,7 +74,7 @@ class RatingModel(torch.nn.Module):
     Args:
         train: gives the history, the mean and the range of ratings.
         dim: elements of p, q and y.
-        capacity: rows of each table.
+        capacity: rows of each table, on each rank.
         history_size: most items of a history.
         seed: of the initial vectors.
     """
@@ -105,9 +106,12 @@ class RatingModel(torch.nn.Module):
             )
 
         # The first element of a user's and an item's vector is the bias: one lookup gives both.
-        self.user = layer("user", seeds[0], 1 + dim)
-        self.item = layer("item", seeds[1], 1 + dim)
-        self.rated = layer("rated", seeds[2], dim, history_size)
+        layers = [
+            layer("user", seeds[0], 1 + dim),
+            layer("item", seeds[1], 1 + dim),
+            layer("rated", seeds[2], dim, history_size),
+        ]
+        self.embeddings = EmbeddingGroup({layer.name: layer for layer in layers})
         self.history = UserHistory(train, history_size)
         self.project = torch.nn.Linear(dim, dim, bias=False)
         torch.nn.init.eye_(self.project.weight)
@@ -124,26 +128,31 @@ class RatingModel(torch.nn.Module):
         """Compute what is minimised.
 
         Returns:
-            ``(squared errors [n], penalty [])``. The penalty is the mean over samples of the
-            squared vectors that each looked up, times the constants above; so a vector is held
-            back in proportion to how often it is used.
+            ``(squared errors [n], penalties [n])``. A sample's penalty is the squares of the
+            vectors that it looked up, times the constants above; so a vector is held back in
+            proportion to how often it is used.
         """
         scores, penalty = self._score(users, items)
         return (scores - ratings).square(), penalty
 
     def table_sizes(self) -> dict[str, int]:
-        """Count the rows in use of each table."""
-        layers = (self.user, self.item, self.rated)
-        return {layer.name: len(layer.table) for layer in layers if layer.table is not None}
+        """Count the rows in use of each table, on this rank."""
+        tables = {name: layer.table for name, layer in self.embeddings.layers.items()}
+        return {name: len(table) for name, table in tables.items() if isinstance(table, HashTable)}
 
     def _score(self, users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         one_each = torch.arange(len(users) + 1, device=users.device)
-        user = self.user((users, one_each))[:, 0]  # [n, 1 + dim]
-        item = self.item((items, one_each))[:, 0]  # [n, 1 + dim]
-        rated = self.project(self.rated(self.history(users, without=items))[:, 0])  # [n, dim]
+        bags = {
+            "user": (users, one_each),
+            "item": (items, one_each),
+            "rated": self.history(users, without=items),
+        }
+        found = {name: vectors[:, 0] for name, vectors in self.embeddings(bags).items()}
+        user, item = found["user"], found["item"]  # [n, 1 + dim]
+        rated = self.project(found["rated"])  # [n, dim]
         product = item[:, 1:] * (user[:, 1:] + rated)
         scores = self.mean + user[:, 0] + item[:, 0] + product.sum(1)
         vectors = (user[:, 1:].square() + item[:, 1:].square()).sum(1)
         biases = user[:, 0].square() + item[:, 0].square()
         penalty = L2_VECTORS * vectors + L2_RATED * rated.square().sum(1) + L2_BIASES * biases
-        return scores, penalty.mean()
+        return scores, penalty

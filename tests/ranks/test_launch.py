@@ -1,0 +1,51 @@
+"""Ranks started by the launcher, and how their errors come back."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+
+from sparsekit.train.launch import RankError, run_on_ranks, start_rank
+
+
+def leave_a_file(folder):
+    start_rank()
+    dist.init_process_group("gloo")
+    (folder / f"{dist.get_rank()} of {dist.get_world_size()}").touch()
+    dist.destroy_process_group()
+
+
+def test_function_is_called_on_every_rank(tmp_path):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run_on_ranks(3, leave_a_file, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0 of 3", "1 of 3", "2 of 3"}
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert after == handlers
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def fail(how):
+    start_rank()
+    if os.environ["RANK"] != "1":
+        time.sleep(600)
+    if how == "raise":
+        raise ValueError("wrong: the second")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_error_of_one_rank_ends_all(capfd):
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(2, fail, "raise")
+    error = caught.value
+    assert (error.rank, error.kind, error.reason) == (1, "ValueError", "wrong: the second")
+    assert str(error).startswith("rank 1 failed\nTraceback")
+    assert "in fail" in str(error)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_rank_that_is_killed(capfd):
+    with pytest.raises(RankError, match=r"^rank 1 was ended by SIGKILL$"):
+        run_on_ranks(2, fail, "kill")
+    assert capfd.readouterr() == ("", "")

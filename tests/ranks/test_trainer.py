@@ -1,0 +1,179 @@
+"""The trainer on N ranks: the same weights and losses as on one."""
+
+import io
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit.datasets import Ratings
+from sparsekit.models import RatingModel
+from sparsekit.train import Trainer
+
+from .pool import Raised
+
+# Batches of 7, 7, 7 and 1: uneven shares, and all ranks but the first without any of the last.
+SAMPLES, BATCH, EPOCHS = 22, 7, 5
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
+
+
+def make_data(dtype):
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(-9, 9, (SAMPLES, 2, 3), generator=generator)
+    return keys, torch.randn(SAMPLES, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def shards(layer):
+    """Keys and rows of this rank."""
+    keys = layer.table.keys()
+    return keys, layer.weight.detach()[: len(keys)]
+
+
+def train(rank, dtype, optimizer, penalty):
+    layer = sparsekit.DistributedEmbedding("mean", 40, 4, 2, 3, dtype=dtype, name="layer")
+    torch.manual_seed(rank)  # all ranks are to begin with the dense weights of the first
+    head = torch.nn.Linear(8, 1, dtype=dtype)
+    if rank == 0:
+        torch.nn.init.eye_(head.weight)
+        torch.nn.init.zeros_(head.bias)
+    model = torch.nn.Sequential(layer, torch.nn.Flatten(), head)
+    sparse, dense = sparsekit.split_embedding_variable_from_others(model)
+    if optimizer == "SGD":
+        optimizers = [torch.optim.SGD([*sparse, *dense], lr=0.1)]
+    else:
+        optimizers = [sparsekit.optim.LazyAdam(sparse, lr=0.01), torch.optim.SGD(dense, lr=0.1)]
+
+    def loss_fn(model, batch):
+        out = model(batch[0])[:, 0]
+        penalties = {
+            "none": 0.0,
+            "of samples": 0.3 * out.square(),
+            "of weights": 0.3 * head.weight.square().sum(),
+        }
+        return (out - batch[1]).square(), penalties[penalty]
+
+    trainer = Trainer(model, loss_fn, optimizers, seed=3, stream=io.StringIO())
+    history = trainer.fit(make_data(dtype), epochs=EPOCHS, batch_size=BATCH)
+    return *shards(layer), head.weight.detach(), [epoch.loss for epoch in history]
+
+
+def assert_same(many, one, tolerance):
+    """Compare results ``(keys, rows, dense weight, losses)`` of several ranks with one rank's."""
+    keys, rows, dense, losses = zip(*many, strict=True)
+    assert all(torch.equal(weight, dense[0]) for weight in dense)
+    assert all(loss == losses[0] for loss in losses)
+    order, expected = torch.cat(keys).argsort(), one[0].argsort()
+    assert torch.equal(torch.cat(keys)[order], one[0][expected])
+    close = {"rtol": 0, "atol": tolerance}
+    torch.testing.assert_close(torch.cat(rows)[order], one[1][expected], **close)
+    torch.testing.assert_close(dense[0], one[2], **close)
+    assert losses[0] == pytest.approx(one[3], rel=0, abs=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("penalty", ["none", "of samples", "of weights"])
+@pytest.mark.parametrize("optimizer", ["SGD", "LazyAdam"])
+def test_equals_one_rank(ranks, optimizer, penalty, dtype):
+    one = train(0, dtype, optimizer, penalty)
+    assert_same(ranks(train, dtype, optimizer, penalty), one, TOLERANCE[dtype])
+
+
+def train_ratings(rank):
+    generator = torch.Generator().manual_seed(1)
+    users, items = (torch.randint(0, n, (136,), generator=generator) for n in (12, 9))
+    ratings, times = torch.rand(136, generator=generator) * 4 + 1, torch.arange(136.0).double()
+    model = RatingModel(Ratings(users, items, ratings, times), dim=4, capacity=40, history_size=5)
+    trainer = Trainer(
+        model,
+        lambda _, batch: model.losses(*batch),
+        [torch.optim.SGD(model.parameters(), lr=0.1)],
+        stream=io.StringIO(),
+    )
+    history = trainer.fit((users, items, ratings), epochs=5, batch_size=45)  # the last has one
+    keys, rows = [], []
+    for number, layer in enumerate(model.embeddings.layers.values()):
+        key, row = shards(layer)
+        keys.append(key + 1000 * number)
+        rows.append(torch.nn.functional.pad(row, (0, 5 - row.shape[1])))
+    dense = torch.cat([model.project.weight.detach().reshape(-1), model.mean.detach().view(1)])
+    return torch.cat(keys), torch.cat(rows), dense, [epoch.loss for epoch in history]
+
+
+def test_the_model_of_ratings(ranks):
+    assert_same(ranks(train_ratings), train_ratings(0), 1e-6)
+
+
+def see_batches(rank):
+    seen = []
+    weight = torch.nn.Linear(1, 1)
+
+    def loss_fn(model, batch):
+        seen.append(batch[0].tolist())
+        return model(batch[0][:, None])[:, 0], 0.0
+
+    sgd = torch.optim.SGD(weight.parameters(), lr=0)
+    stream = io.StringIO()
+    trainer = Trainer(weight, loss_fn, [sgd], seed=5, stream=stream)
+    trainer.fit((torch.arange(float(SAMPLES)),), epochs=2, batch_size=BATCH)
+    return seen, stream.getvalue()
+
+
+def test_batches_are_split_without_gaps_or_overlaps(ranks):
+    (whole, _), results = see_batches(0), ranks(see_batches)
+    assert [len(batch) for batch in whole] == [7, 7, 7, 1] * 2
+    for step, batch in enumerate(whole):
+        shares = [seen[step] for seen, _ in results]
+        assert [sample for share in shares for sample in share] == batch
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_only_the_first_rank_prints(ranks):
+    printed = [text for _, text in ranks(see_batches)]
+    assert printed[0].startswith("epoch 1/2  loss ")
+    assert set(printed[1:]) == {""}
+
+
+def leave_out_without_samples(rank):
+    model = torch.nn.Linear(1, 1)
+
+    def loss_fn(model, batch):
+        return (model(batch[0][:, None])[:, 0] if len(batch[0]) else torch.zeros(0)), 0.0
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(model, loss_fn, [sgd], stream=io.StringIO())
+    trainer.fit((torch.arange(4.0),), epochs=3, batch_size=3)
+    return model.weight.item()
+
+
+def test_a_model_that_does_nothing_without_samples(ranks):
+    assert len(set(ranks(leave_out_without_samples))) == 1
+
+
+def fit_differently(rank, batch_size):
+    model = torch.nn.Linear(1, 1)
+    trainer = Trainer(model, lambda *_: None, [])
+    trainer.fit((torch.arange(4.0),), epochs=1, batch_size=batch_size[rank])
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "kind", "message"),
+    [((2, 3), "RuntimeError", "rank 1: train on"), ((2, 0), "ValueError", "batch_size=0")],
+)
+def test_ranks_that_would_train_differently(two_ranks, batch_size, kind, message):
+    for outcome in two_ranks.outcomes(fit_differently, batch_size):
+        assert isinstance(outcome, Raised)
+        assert outcome.type == kind, outcome.trace
+        assert message in outcome.message
+
+
+def make_with_batch_norm(rank):
+    Trainer(torch.nn.Sequential(torch.nn.BatchNorm1d(2)), lambda *_: None, [])
+
+
+def test_batch_norm_is_refused(two_ranks):
+    for outcome in two_ranks.outcomes(make_with_batch_norm):
+        assert isinstance(outcome, Raised)
+        assert outcome.message.startswith("0 is BatchNorm1d")
+    make_with_batch_norm(0)
