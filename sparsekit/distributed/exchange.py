@@ -8,6 +8,7 @@ error on all instead of a wait.
 
 import math
 import pickle
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,12 @@ class Exchange:
         self.device = device
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
+        # One lookup at a time, whatever the number of threads.
+        self.lock = threading.RLock()
+        # Lookups so far: a number that names one on all ranks.
+        self.lookups = 0
+        # Why this exchange cannot be used any more.
+        self.broken: str | None = None
         # How many collectives there have been, for tests and benchmarks.
         self.collectives = 0
         self.bytes_sent = 0
@@ -65,9 +72,14 @@ class Exchange:
         """Begin an `all_to_all`; what is returned waits for it and gives its result."""
         self.collectives += 1
         self.bytes_sent += send.nbytes
-        if isinstance(self.transport, TorchTransport):
-            return self.transport.begin_all_to_all(send, send_splits, receive_splits)
-        received = self.transport.all_to_all(send, send_splits, receive_splits)
+        try:
+            if isinstance(self.transport, TorchTransport):
+                return self.transport.begin_all_to_all(send, send_splits, receive_splits)
+            received = self.transport.all_to_all(send, send_splits, receive_splits)
+        except BaseException as error:
+            # No memory, or Ctrl-C: the others are already waiting for it.
+            self.abandon(error)
+            raise
         return lambda: received
 
     def agree(
@@ -89,15 +101,29 @@ class Exchange:
             The error itself, on the rank that has it and, with that rank's number, on the others.
             RuntimeError: ranks disagree about the plan.
         """
+        if self.broken is not None:
+            raise RuntimeError(f"sparsekit: {plan}: the exchange broke down before: {self.broken}")
         code = int(hashing.xxh64([plan]))
         failed = int(error is not None)
         words = [word for size in sizes for word in (code, failed, size, *facts)]
         header = torch.tensor(words, device=self.device)
         splits = [_WORDS] * self.world_size
-        received = self.all_to_all(header, splits, splits).view(self.world_size, _WORDS).tolist()
+        try:
+            received = self.all_to_all(header, splits, splits).view(self.world_size, -1).tolist()
+        except RuntimeError as failed_to_meet:
+            raise RuntimeError(
+                f"sparsekit: {plan}: no answer from all other ranks. One may have died, or a "
+                f"layer, or its backward, may have been called on some ranks only: "
+                f"{failed_to_meet}"
+            ) from failed_to_meet
         if any(word[0] != code or word[1] for word in received):
             self._raise_together(plan, error)
         return Agreed([word[2] for word in received], [tuple(word[3:]) for word in received])
+
+    def abandon(self, error: BaseException) -> None:
+        """Give up: what this rank has announced will not come, so others wait until the timeout."""
+        self.broken = f"{type(error).__name__}: {error}"
+        dist.destroy_process_group(self.group)
 
     def _raise_together(self, plan: str, error: Exception | None) -> None:
         """Tell each other what is wrong, and raise it on every rank."""
@@ -172,6 +198,12 @@ def unpack(
         if whole == received.numel():
             return [received.view(like[0].dtype).view(shape if whole else (0, *shape[1:]))]
     sizes = [_part_bytes(part, count) for part, count in zip(like, counts, strict=True)]
+    expected = sum(padded(size) for of_part in sizes for size in of_part)
+    if received.numel() != expected:
+        raise RuntimeError(
+            f"sparsekit: {received.numel()} bytes have come from other ranks, not {expected}: do "
+            f"all ranks run the backward of the same calls, in the same order?"
+        )
     pieces: list[list[torch.Tensor]] = [[] for _ in like]
     begin = 0
     for of_rank in zip(*sizes, strict=True):

@@ -103,11 +103,13 @@ def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
     """
     from ..nn.shard import ShardedTable
 
+    # What a table itself has, and not what a subclass may have added.
+    own = ("weight", "seed", "shard", "table.buckets", "table.size")
     sharded = {
         f"{name}.{part}" if name else part
         for name, layer in module.named_modules()
         if isinstance(layer, ShardedTable)
-        for part, _ in [*layer.named_parameters(), *layer.named_buffers()]
+        for part in own
     }
     dense = [p for name, p in module.named_parameters() if name not in sharded and p.requires_grad]
     if not dense or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -53,8 +53,9 @@ class DistributedEmbedding(ShardedTable):
     Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which
     starts from an initial vector that depends on (seed, key, column) only. In evaluation nothing
     is inserted, and an unseen key reads that same initial vector. Any number of threads may look up
-    in evaluation; one at a time may train. ``weight.grad`` is a coalesced
-    sparse tensor, for `sparsekit.optim.LazyAdam` as for torch's SparseAdam, SGD and Adagrad.
+    in evaluation, in turns where there are several ranks; one at a time may train.
+    ``weight.grad`` is a coalesced sparse tensor, for `sparsekit.optim.LazyAdam` as for torch's
+    SparseAdam, SGD and Adagrad.
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum) or ``"sqrtn"``.

@@ -39,7 +39,12 @@ class EmbeddingGroup(torch.nn.Module):
                     f"got {type(layer).__name__}"
                 )
         _check_shared("EmbeddingGroup", list(layers.values()))
-        self.layers = torch.nn.ModuleDict(layers)
+        try:
+            self.layers = torch.nn.ModuleDict(layers)
+        except KeyError as error:
+            raise ValueError(
+                f"EmbeddingGroup: a name in layers cannot be that of a module: {error.args[0]}"
+            ) from error
         self._sent: tuple[Mapping[str, Any], SentKeys] | None = None
 
     def forward(

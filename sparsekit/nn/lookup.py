@@ -7,6 +7,7 @@ of those vectors the same way back, and the owner adds up what the ranks have se
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -74,7 +75,9 @@ def look_up(
         calls: the arguments of each.
         preparers: what checks and pools in place of the layers themselves.
     """
-    return send_keys(tables, calls, preparers).outputs()
+    exchange = tables[0].process_exchange()
+    with exchange.lock if exchange else contextlib.nullcontext():
+        return send_keys(tables, calls, preparers).outputs()
 
 
 @dataclass
@@ -147,12 +150,14 @@ def send_keys(
     With an error all ranks raise it; there need be no calls then.
     """
     steps = list(zip(preparers or tables, calls, strict=error is None))
-    exchange = tables[0].exchange
+    exchange = tables[0].process_exchange()
     nothing = torch.empty(0, dtype=torch.uint8)
     prepared: list[Prepared] = []
     if exchange is None:
         if error is not None:
             raise error
+        for table in tables:
+            assert table.exchange is None  # or it raises: it was made for other ranks
         prepared = [preparer.prepare(*call) for preparer, call in steps]
         return SentKeys(tables, prepared, None, [], nothing, [], lambda: nothing, "", False)
 
@@ -163,6 +168,11 @@ def send_keys(
     facts = (0, 0, 0)
     if error is None:
         try:
+            for table in tables:
+                if table.exchange is not exchange:
+                    raise ValueError(
+                        f"{table.name} and {tables[0].name} have two process groups or devices"
+                    )
             prepared = [preparer.prepare(*call) for preparer, call in steps]
             asked = [
                 _ask(p.keys, world_size, table.dedupe)
@@ -176,14 +186,20 @@ def send_keys(
                 facts = _compare(tables, prepared, asked)
         except Exception as raised:
             error = raised
-    plan = f"look up in {', '.join(table.plan() for table in tables)}"
+    described = ", ".join(table.plan() for table in tables)
+    plan = f"look up in {described}, lookup number {exchange.lookups + 1}"
     agreed = exchange.agree(plan, splits, error, facts)
+    exchange.lookups += 1  # not before: after an error all ranks must still count alike
     # Every rank sees the same numbers, so all take the same way.
     by_keys, by_bags = (sum(fact[i] for fact in agreed.facts) for i in (0, 1))
     if by_bags < by_keys:
         sizes = [fact[2] for fact in agreed.facts]
-        whole = payload(tables, prepared)
-        send, splits = torch.cat([whole] * world_size), [len(whole)] * world_size
+        try:
+            whole = payload(tables, prepared)
+            send, splits = torch.cat([whole] * world_size), [len(whole)] * world_size
+        except BaseException as raised:  # the others are already waiting for it
+            exchange.abandon(raised)
+            raise
     else:
         sizes = agreed.sizes
     received = exchange.begin_all_to_all(send, splits, sizes)
@@ -282,8 +298,9 @@ class _Vectors(torch.autograd.Function):
             send, splits = pack([grad.contiguous() for grad in grads], job.counts)
         except Exception as raised:
             error = raised
-        agreed = exchange.agree(f"gradients: {job.plan}", splits, error)
-        received = exchange.all_to_all(send, splits, agreed.sizes)
+        with exchange.lock:
+            agreed = exchange.agree(f"gradients: {job.plan}", splits, error)
+            received = exchange.all_to_all(send, splits, agreed.sizes)
         parts = unpack(received, grads, [o.counts for o in job.owned])
         return None, *(
             sparse_gradient(table.weight.shape, owned.rows, _sum(part, owned, table))

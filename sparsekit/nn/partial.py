@@ -20,10 +20,13 @@ from ..ops.embedding_bag import COMBINERS
 from .inputs import _offsets_of
 from .shard import Bags, Prepared, ShardedTable, sparse_gradient
 
+# Bags, keys, and whether there are weights, of a table.
+_HEAD_BYTES = 24
+
 
 def payload_bytes(tables: Sequence[ShardedTable], prepared: Sequence[Prepared]) -> int:
     """Length of `payload`, without making it."""
-    sizes = [16 * len(tables)]
+    sizes = [_HEAD_BYTES * len(tables)]
     for table, p in zip(tables, prepared, strict=True):
         sizes += [8 * (len(_bags(p).offsets) - 1), 8 * len(p.keys)]
         if _bags(p).weights is not None:
@@ -34,7 +37,12 @@ def payload_bytes(tables: Sequence[ShardedTable], prepared: Sequence[Prepared]) 
 def payload(tables: Sequence[ShardedTable], prepared: Sequence[Prepared]) -> torch.Tensor:
     """Bytes that tell another rank all keys, bags and weights of this one."""
     parts, counts = [], []
-    sizes = torch.tensor([[len(_bags(p).offsets) - 1, len(p.keys)] for p in prepared])
+    sizes = torch.tensor(
+        [
+            [len(_bags(p).offsets) - 1, len(p.keys), int(_bags(p).weights is not None)]
+            for p in prepared
+        ]
+    )
     for part in (sizes.to(tables[0].weight.device), *_parts(tables, prepared)):
         parts.append(part)
         counts.append([len(part)])
@@ -110,7 +118,7 @@ def pooled_outputs(
     pooled: list[_Pooled] = []
     if error is None:
         try:
-            pooled = _pool_all(tables, prepared, received, sizes)
+            pooled = _pool_all(tables, received, sizes)
         except Exception as raised:  # a full table, for one
             error = raised
     for table in tables:
@@ -126,29 +134,40 @@ def pooled_outputs(
 
 def _pool_all(
     tables: Sequence[ShardedTable],
-    prepared: Sequence[Prepared],
     received: torch.Tensor,
     sizes: Sequence[int],
 ) -> list[_Pooled]:
-    of_rank = []
-    like = _parts(tables, prepared)
+    device = received.device
+    words = torch.empty(0, dtype=torch.int64, device=device)
+    # For each table and rank. A rank may have weights where others have none.
+    lengths: list[list[torch.Tensor]] = [[] for _ in tables]
+    keys: list[list[torch.Tensor]] = [[] for _ in tables]
+    weights: list[list[torch.Tensor | None]] = [[] for _ in tables]
     for part in received.split(list(sizes)):
-        head = part[: 16 * len(tables)].view(torch.int64).view(-1, 2)
-        counts: list[list[int]] = []
-        for p, (num_bags, num_keys) in zip(prepared, head.tolist(), strict=True):
+        head = part[: _HEAD_BYTES * len(tables)].view(torch.int64).view(-1, 3)
+        like, counts = [head], [[len(tables)]]
+        for table, (num_bags, num_keys, weighted) in zip(tables, head.tolist(), strict=True):
+            like += [words, words]
             counts += [[num_bags], [num_keys]]
-            if _bags(p).weights is not None:
+            if weighted:
+                like.append(words.new_empty(0, dtype=accumulate_dtype(table.weight.dtype)))
                 counts.append([num_keys])
-        _, *arrays = unpack(part, [head, *like], [[len(tables)], *counts])
-        of_rank.append(iter(arrays))
+        arrays = iter(unpack(part, like, counts)[1:])
+        for i, (_, _, weighted) in enumerate(head.tolist()):
+            lengths[i].append(next(arrays))
+            keys[i].append(next(arrays))
+            weights[i].append(next(arrays) if weighted else None)
     pooled = []
-    for table, p in zip(tables, prepared, strict=True):
-        lengths = [next(arrays) for arrays in of_rank]
-        keys = torch.cat([next(arrays) for arrays in of_rank])
-        weights = None
-        if _bags(p).weights is not None:
-            weights = torch.cat([next(arrays) for arrays in of_rank])
-        pooled.append(_pool(table, lengths, keys, weights))
+    for i, table in enumerate(tables):
+        dtype = accumulate_dtype(table.weight.dtype)
+        filled = [
+            torch.ones(len(k), dtype=dtype, device=device) if w is None else w
+            for w, k in zip(weights[i], keys[i], strict=True)
+        ]
+        unweighted = all(w is None for w in weights[i])
+        pooled.append(
+            _pool(table, lengths[i], torch.cat(keys[i]), None if unweighted else torch.cat(filled))
+        )
     return pooled
 
 
@@ -231,8 +250,9 @@ def _exchange(
             data, splits = send()
         except Exception as raised:
             error = raised
-    agreed = job.exchange.agree(f"{what}: {job.plan}", splits, error)
-    return job.exchange.all_to_all(data, splits, agreed.sizes)
+    with job.exchange.lock:
+        agreed = job.exchange.agree(f"{what}: {job.plan}", splits, error)
+        return job.exchange.all_to_all(data, splits, agreed.sizes)
 
 
 def _partial_sums(table: ShardedTable, pooled: _Pooled, weight: torch.Tensor) -> torch.Tensor:

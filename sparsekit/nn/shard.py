@@ -105,7 +105,8 @@ class ShardedTable(torch.nn.Module):
     """One process's share of an embedding table; base class of the layers.
 
     Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
-    ``table`` (a `HashTable`, absent without the hash table) and ``seed`` int64 [1].
+    ``table`` (a `HashTable`, absent without the hash table), ``seed`` int64 [1] and ``shard`` int64
+    [2], rank and world size.
     """
 
     weight: EmbeddingWeight
@@ -147,8 +148,8 @@ class ShardedTable(torch.nn.Module):
                 f"kernels; install it where there is an nvcc"
             )
 
-        self.process_group = process_group
-        exchange = exchange_of(process_group, device)
+        self.process_group = process_group or settings.process_group
+        exchange = exchange_of(self.process_group, device)
         self.rank = exchange.rank if exchange else 0
         self.world_size = exchange.world_size if exchange else 1
         # Whether a rank sends each of its keys once. Off, it sends them as they come, which is for
@@ -171,6 +172,9 @@ class ShardedTable(torch.nn.Module):
         seed = check_int(self.name, "seed", seed, -(2**63), 2**64 - 1)
         signed = (seed + 2**63) % 2**64 - 2**63
         self.register_buffer("seed", torch.tensor([signed], device=device))
+        # Which part of the table this is, so that none is loaded in place of another.
+        shard = torch.tensor([self.rank, self.world_size], device=device)
+        self.register_buffer("shard", shard)
         self.weight = EmbeddingWeight(
             torch.zeros(self.capacity, self.embedding_vec_size, dtype=dtype, device=device)
         )
@@ -194,6 +198,10 @@ class ShardedTable(torch.nn.Module):
         """Check the input of a call. Changes nothing."""
         raise NotImplementedError
 
+    def process_exchange(self) -> Exchange | None:
+        """`exchange`, whether the layer fits it or not."""
+        return exchange_of(self.process_group, self.weight.device)
+
     @property
     def exchange(self) -> Exchange | None:
         """The way to the other ranks, or None where there are none.
@@ -201,7 +209,7 @@ class ShardedTable(torch.nn.Module):
         Raises:
             RuntimeError: the layer was made for another number of ranks than there are now.
         """
-        exchange = exchange_of(self.process_group, self.weight.device)
+        exchange = self.process_exchange()
         rank, world_size = (exchange.rank, exchange.world_size) if exchange else (0, 1)
         if (rank, world_size) != (self.rank, self.world_size):
             raise RuntimeError(
@@ -216,11 +224,25 @@ class ShardedTable(torch.nn.Module):
             f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
             f"{'hash table' if self.table is not None else 'row numbers'}"
-            f"{'' if self.weight.requires_grad else ', frozen'}, {self.strategy})"
+            f"{', gradients' if self.weight.requires_grad and torch.is_grad_enabled() else ''}"
+            f", {self.strategy}, {self.gradient_reduction}, seed {int(self.seed)}, "
+            f"{self.initializer}, padding_key {self.padding_key}"
+            f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        *_, error_messages = args
+        # States from before there were shards have none.
+        shard = state_dict.setdefault(f"{prefix}shard", torch.tensor([0, 1])).tolist()
+        if shard != [self.rank, self.world_size]:
+            error_messages.append(
+                f"{self.name}: the state is that of rank {shard[0]} of {shard[1]}, whose keys and "
+                f"rows do not belong to rank {self.rank} of {self.world_size}"
+            )
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not isinstance(self.weight, EmbeddingWeight):
             # load_state_dict(assign=True) puts a plain parameter in its place.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)

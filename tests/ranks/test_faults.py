@@ -121,6 +121,62 @@ def test_a_layer_called_on_some_ranks_only(two_ranks):
     raised(two_ranks.outcomes(called_on_one_only), "RuntimeError", "second", "gradients: ")
 
 
+def crossed_backwards(rank):
+    module = layer("users")
+    one, other = (module(torch.tensor([[keys]])) for keys in ([2, 4], [6, 8]))
+    (one if rank == 0 else other).sum().backward()
+
+
+def test_backwards_of_different_calls(two_ranks):
+    raised(two_ranks.outcomes(crossed_backwards), "RuntimeError", "lookup number", "gradients: ")
+
+
+def no_grad_on_one(rank):
+    with torch.set_grad_enabled(rank == 0):
+        layer("users")(torch.tensor([[[1, 2]]]))
+
+
+def other_reduction_on_one(rank):
+    reduction = "mean" if rank == 0 else "sum"
+    step(layer("users", gradient_reduction=reduction), [1, 2])
+
+
+def other_seed_on_one(rank):
+    step(layer("users", seed=rank), [1, 2])
+
+
+@pytest.mark.parametrize("function", [no_grad_on_one, other_reduction_on_one, other_seed_on_one])
+def test_settings_that_must_agree(two_ranks, function):
+    raised(two_ranks.outcomes(function), "RuntimeError", "ranks are about to do different things")
+
+
+def no_memory_for_what_was_announced(rank):
+    module = layer("users")
+    step(module, [1, 2])
+    if rank == 1:
+        exchange = module.exchange
+        begin = exchange.transport.begin_all_to_all
+
+        def fail(send, *splits):
+            if send.dtype == torch.uint8:
+                raise MemoryError("none left")
+            return begin(send, *splits)
+
+        exchange.transport.begin_all_to_all = fail
+    try:
+        step(module, [3, 4])
+    except MemoryError:
+        step(module, [5, 6])
+
+
+def test_what_was_announced_does_not_come(fresh_ranks):
+    begin = time.monotonic()
+    outcomes = fresh_ranks(2, timeout=8).outcomes(no_memory_for_what_was_announced)
+    assert time.monotonic() - begin < SECONDS
+    raised(outcomes[:1], "RuntimeError")
+    raised(outcomes[1:], "RuntimeError", "the exchange broke down before: MemoryError: none left")
+
+
 def killed(rank):
     module = layer("users")
     step(module, [1, 2])

@@ -130,6 +130,20 @@ def test_the_way_that_moves_fewer_bytes(ranks):
     ranks(check_strategies)
 
 
+def weights_on_one_rank(rank):
+    results = []
+    for strategy in ("all_to_all", "reduce_scatter"):
+        layer = sparsekit.DistributedEmbedding("mean", 40, 4, 1, 3, name="w", strategy=strategy)
+        weights = torch.tensor([0.5, 2.0, 1.0]) if rank == 1 else None
+        keys = torch.tensor([1, 2, 4]) + rank
+        results.append(layer((keys, torch.tensor([0, 2, 3])), weights))
+    torch.testing.assert_close(*results)
+
+
+def test_weights_on_some_ranks_only(ranks):
+    ranks(weights_on_one_rank)
+
+
 def refused_strategy(rank):
     layer = sparsekit.DistributedEmbedding("sum", 40, 4, 1, 2, name="s", strategy="reduce_scatter")
     weights = torch.ones(2, requires_grad=rank == 1)

@@ -112,6 +112,46 @@ def test_ddp_leaves_the_tables_alone(two_ranks):
     assert sorted(keys[1]) == [1, 3, 11, 13]
 
 
+def state_of_another_rank(rank):
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="s", use_hashtable=False)
+    states = [None] * 2
+    dist.all_gather_object(states, layer.state_dict())
+    layer.load_state_dict(states[rank])
+    whole = {name: value for name, value in states[rank].items() if name != "shard"}
+    for state, owner in ((states[1 - rank], f"rank {1 - rank} of 2"), (whole, "rank 0 of 1")):
+        with pytest.raises(RuntimeError, match=f"s: the state is that of {owner}"):
+            layer.load_state_dict(state)
+
+
+def test_a_state_of_another_rank_is_refused(two_ranks):
+    two_ranks(state_of_another_rank)
+
+
+class Projected(sparsekit.DistributedEmbedding):
+    """A layer with a dense part of its own."""
+
+    def __init__(self):
+        super().__init__("sum", 40, 3, 1, 1, name="projected")
+        self.project = torch.nn.Linear(3, 2)
+
+    def forward(self, keys):
+        return self.project(super().forward(keys))
+
+
+def dense_part_of_a_subclass(rank):
+    torch.manual_seed(rank)
+    layer = Projected()
+    wrapped = wrap_ddp(torch.nn.Sequential(layer))
+    wrapped(torch.tensor([[[rank]]])).sum().backward()
+    weights = [None] * 2
+    dist.all_gather_object(weights, (layer.project.weight, layer.project.weight.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_ddp_takes_the_dense_part_of_a_subclass(two_ranks):
+    two_ranks(dense_part_of_a_subclass)
+
+
 def in_a_group_of_its_own(rank):
     """Ranks 0 and 1 share one table, rank 2 has one by itself."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
