@@ -176,6 +176,8 @@ def _train_as_rank(args: argparse.Namespace, data: bytes | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         raise
+    # One that leaves early would cut off what the others still read.
+    dist.barrier()
     dist.destroy_process_group()
     return status
 
