@@ -51,12 +51,8 @@ def _ask(keys: torch.Tensor, world_size: int, dedupe: bool) -> _Asked:
 
 
 def _own(table: ShardedTable, keys: torch.Tensor, counts: list[int]) -> _Owned:
-    unique, inverse, _ = ops.unique(keys)
-    # Rising rows make a coalesced gradient.
-    rows, order = table._rows(unique).sort()
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order), device=order.device)
-    return _Owned(counts, unique[order], rows, position[inverse])
+    rows, distinct, inverse = table.distinct_rows(keys)
+    return _Owned(counts, distinct, rows, inverse)
 
 
 class _Prepares(Protocol):

@@ -91,15 +91,12 @@ def _pool(
     mine = _owned_by(keys, table.rank, table.world_size)
     before = _offsets_of(mine.to(torch.int64))
     offsets = before[_offsets_of(torch.cat(list(lengths)))]
-    unique, inverse, _ = ops.unique(keys[mine])
-    rows, order = table._rows(unique).sort()
-    position = torch.empty_like(order)
-    position[order] = torch.arange(len(order), device=order.device)
+    rows, distinct, inverse = table.distinct_rows(keys[mine])
     return _Pooled(
         [len(length) for length in lengths],
         rows,
-        unique[order],
-        position[inverse],
+        distinct,
+        inverse,
         offsets,
         None if weights is None else weights[mine],
     )

@@ -316,19 +316,25 @@ class ShardedTable(torch.nn.Module):
             # Here and not in __init__, since a copied module has a new weight without hooks.
             self.weight.register_post_accumulate_grad_hook(_mark_coalesced)
 
+    def distinct_rows(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of the distinct keys, rising; those keys; and which of them each of keys is.
+
+        A coalesced gradient has its rows sorted. Sorting them here, where the inverse can follow
+        cheaply, saves a pass over the gradients.
+        """
+        unique, inverse, _ = ops.unique(keys)
+        unique = unique.to(torch.int64)
+        rows, order = self._rows(unique).sort()
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
+        return rows, unique[order], position[inverse]
+
     def lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
         self._watch_gradient()
-        unique, inverse, _ = ops.unique(keys)
-        unique = unique.to(torch.int64)
-        rows = self._rows(unique)
-        # A coalesced gradient has its rows sorted. Sorting them here, where the inverse can follow
-        # cheaply, saves a pass over the gradients.
-        rows, order = rows.sort()
-        position = torch.empty_like(order)
-        position[order] = torch.arange(len(order), device=order.device)
-        vectors = _GatherSparse.apply(self.weight, rows, self._fill_missing(unique[order], rows))
-        return vectors, position[inverse]
+        rows, distinct, inverse = self.distinct_rows(keys)
+        vectors = _GatherSparse.apply(self.weight, rows, self._fill_missing(distinct, rows))
+        return vectors, inverse
 
     def extra_repr(self) -> str:
         """Name, shape and the settings that matter."""
