@@ -6,6 +6,9 @@ import operator
 class TableFullError(RuntimeError):
     """A table has no room for the new keys of a call; the table is as it was before the call.
 
+    With several ranks, the parts of the table on ranks that had room keep their new keys, and all
+    ranks raise. The next call finds these keys, so nothing has to be undone.
+
     Attributes:
         layer: name of the layer or table.
         rank: rank of the process whose shard is full.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import HAS_GPU, assert_close, generator, randn
-from ranks.pool import Raised, Ranks
+from ranks.pool import Ranks
 
 import sparsekit
 from sparsekit import _pybind
@@ -36,86 +36,6 @@ DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, t
 def test_build_info_says_whether_there_is_nccl():
     assert BUILT is False or BUILT.count(".") == 2
     assert hasattr(_pybind, "NcclCommunicator") == bool(BUILT)
-
-
-def test_a_build_without_nccl(monkeypatch):
-    monkeypatch.setattr(nccl._pybind, "build_info", lambda: {"nccl": False})
-    with pytest.raises(RuntimeError, match=r"backend='nccl': this build .* no nccl.h"):
-        sparsekit.init(backend="nccl")
-    for backend in ("auto", "torch"):
-        sparsekit.init(backend=backend)
-    sparsekit.init()
-
-
-def test_an_unknown_backend():
-    with pytest.raises(ValueError, match="one of auto, torch, nccl; got 'gloo'"):
-        sparsekit.init(backend="gloo")
-
-
-# Ranks that choose a backend together.
-
-
-def make(backend, device="cuda"):
-    group = torch.distributed.group.WORLD
-    return type(nccl.make_transport(backend, group, torch.device(device), LONG)).__name__
-
-
-def choose(rank, backends, device, reasons):
-    before, nccl.missing = nccl.missing, lambda: reasons[rank]
-    try:
-        return make(backends[rank], device)
-    finally:
-        nccl.missing = before
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "reasons"),
-    [
-        ("auto", "cpu", ["", ""]),
-        ("torch", "cpu", ["", ""]),
-        ("torch", "cuda", ["", ""]),
-        ("auto", "cuda", ["no library", ""]),
-        ("auto", "cuda", ["no library", "no library"]),
-    ],
-)
-def test_torch_is_chosen(two_ranks, backend, device, reasons):
-    assert two_ranks(choose, [backend] * 2, device, reasons) == ["TorchTransport"] * 2
-
-
-@pytest.mark.parametrize(
-    ("backends", "device", "reasons", "message"),
-    [
-        (["nccl"] * 2, "cpu", ["", ""], "backend='nccl' needs CUDA tensors, these are cpu"),
-        (["nccl"] * 2, "cuda", ["no library", ""], "backend='nccl': on rank 0: no library"),
-        (["torch", "auto"], "cuda", ["", ""], "different backends. rank 0: torch, rank 1: auto"),
-    ],
-)
-def test_a_backend_that_cannot_be(two_ranks, backends, device, reasons, message):
-    for outcome in two_ranks.outcomes(choose, backends, device, reasons):
-        assert isinstance(outcome, Raised), outcome
-        assert outcome.type == "RuntimeError"
-        assert message in outcome.message
-
-
-def layer_on_the_cpu(rank):
-    settings = sparsekit.distributed.world.settings
-    settings.backend = "nccl"
-    try:
-        sparsekit.DistributedEmbedding("sum", 10, 4, 1, 2)
-    finally:
-        settings.backend = "auto"
-
-
-def test_a_layer_on_the_cpu_cannot_have_nccl(two_ranks):
-    for outcome in two_ranks.outcomes(layer_on_the_cpu):
-        assert "backend='nccl' needs CUDA tensors" in outcome.message
 
 
 # Over the stand-in.

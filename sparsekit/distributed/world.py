@@ -12,8 +12,8 @@ from ..errors import check_int
 from .exchange import Exchange
 from .nccl import check_backend, make_transport
 
-# One for each process group, kind of device and backend.
-_exchanges: dict[tuple[dist.ProcessGroup, str, str], Exchange] = {}
+# One for each process group, device, and backend and timeout of `init`.
+_exchanges: dict[tuple[dist.ProcessGroup, torch.device, str, timedelta], Exchange] = {}
 
 
 class _Settings:
@@ -37,6 +37,9 @@ def init(
     backend: str = "auto",
 ) -> None:
     """Set defaults for the layers that are made from here on. Optional.
+
+    With timeout and backend also those that are there already change, at their next call; so call
+    it on all ranks.
 
     Args:
         global_batch_size: taken for the sake of SOK's users; nothing here needs it.
@@ -77,7 +80,9 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
     assert group is not None
     if dist.get_world_size(group) == 1:
         return None
-    key = (group, device.type, settings.backend)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = (group, device, settings.backend, settings.timeout)
     if key not in _exchanges:
         own = dist.new_group(
             dist.get_process_group_ranks(group),

@@ -91,6 +91,10 @@ class EmbeddingGroup(torch.nn.Module):
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
         self._sent = inputs, self._send(inputs, sample_weights)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A prefetched batch stays with this group; a copy of it looks up all by itself.
+        return {**self.__dict__, "_sent": None}
+
     def _send(
         self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None
     ) -> SentKeys:

@@ -7,7 +7,6 @@ of those vectors the same way back, and the owner adds up what the ranks have se
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,7 +71,20 @@ def look_up(
         preparers: what checks and pools in place of the layers themselves.
     """
     exchange = tables[0].process_exchange()
-    with exchange.lock if exchange else contextlib.nullcontext():
+    if exchange is None:
+        return send_keys(tables, calls, preparers).outputs()
+    return _look_up_together(exchange, tables, calls, preparers)
+
+
+# Collectives, and what ranks tell each other about errors, are nothing for a compiler.
+@torch.compiler.disable
+def _look_up_together(
+    exchange: Exchange,
+    tables: Sequence[ShardedTable],
+    calls: Sequence[tuple[Any, ...]],
+    preparers: Sequence[_Prepares] | None,
+) -> list[torch.Tensor]:
+    with exchange.lock:
         return send_keys(tables, calls, preparers).outputs()
 
 
@@ -218,7 +230,9 @@ def _compare(
     possible = all(
         p.bags is not None
         and table.strategy != "all_to_all"
-        and not (p.bags.weights is not None and p.bags.weights.requires_grad)
+        and not (
+            torch.is_grad_enabled() and p.bags.weights is not None and p.bags.weights.requires_grad
+        )
         for table, p in zip(tables, prepared, strict=True)
     )
     forced = any(table.strategy == "reduce_scatter" for table in tables)

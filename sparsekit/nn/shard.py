@@ -46,6 +46,19 @@ class Prepared:
     bags: Bags | None = None  # of a layer that pools
 
 
+class _OfThisProcess:
+    """A process group, which a copy of the layer shares and a pickled layer goes without."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OfThisProcess":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OfThisProcess, (None,)
+
+
 class _GatherSparse(torch.autograd.Function):
     """Rows of the weight, with a coalesced sparse gradient. Rows are distinct and sorted."""
 
@@ -148,7 +161,7 @@ class ShardedTable(torch.nn.Module):
                 f"kernels; install it where there is an nvcc"
             )
 
-        self.process_group = process_group or settings.process_group
+        self._process_group = _OfThisProcess(process_group or settings.process_group)
         exchange = exchange_of(self.process_group, device)
         self.rank = exchange.rank if exchange else 0
         self.world_size = exchange.world_size if exchange else 1
@@ -197,6 +210,11 @@ class ShardedTable(torch.nn.Module):
     def prepare(self, *inputs: Any) -> Prepared:
         """Check the input of a call. Changes nothing."""
         raise NotImplementedError
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Over whose ranks the table is sharded; None is torch.distributed's default group."""
+        return self._process_group.group
 
     def process_exchange(self) -> Exchange | None:
         """`exchange`, whether the layer fits it or not."""

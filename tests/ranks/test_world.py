@@ -2,6 +2,7 @@
 
 import copy
 import io
+import time
 from datetime import timedelta
 
 import pytest
@@ -60,9 +61,10 @@ def test_one_process_needs_no_exchange():
     assert wrap_ddp(model) is model
 
 
-def copies_train_alike(rank):
+def copies_train_alike(rank, named_group):
     """A copied, a saved and loaded, and a pickled layer go on as the first does."""
-    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied")
+    group = dist.group.WORLD if named_group else None
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied", process_group=group)
     keys = torch.tensor([[[1, 2]], [[3, 4 + rank]]])
     layer(keys)
     loaded = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied", seed=5)
@@ -78,8 +80,61 @@ def copies_train_alike(rank):
         assert torch.equal(other.table.keys(), layer.table.keys())
 
 
-def test_copies_of_a_sharded_layer(two_ranks):
-    two_ranks(copies_train_alike)
+@pytest.mark.parametrize("named_group", [False, True])
+def test_copies_of_a_sharded_layer(two_ranks, named_group):
+    two_ranks(copies_train_alike, named_group)
+
+
+def copy_with_a_prefetched_batch(rank):
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="prefetched")
+    group = sparsekit.EmbeddingGroup({"t": layer})
+    batch = {"t": torch.arange(3).view(3, 1, 1) + rank}
+    group.prefetch(batch)
+    other = copy.deepcopy(group)
+    expected = group(batch)["t"]
+    assert torch.equal(other(batch)["t"], expected)
+
+
+def test_copy_of_a_group_with_a_prefetched_batch(two_ranks):
+    two_ranks(copy_with_a_prefetched_batch)
+
+
+def compiled(rank):
+    layer = sparsekit.DistributedEmbedding("mean", 40, 3, 1, 2, name="compiled")
+    model = torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(3, 1))
+    keys = torch.tensor([[[1, 2]], [[3, 4 + rank]]])
+    expected = model(keys)
+    expected.sum().backward()
+    grad = layer.weight.grad.to_dense()
+    layer.weight.grad = None
+    out = torch.compile(model, backend="aot_eager")(keys)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert torch.equal(layer.weight.grad.to_dense(), grad)
+
+
+def test_torch_compile(two_ranks):
+    two_ranks(compiled)
+
+
+def timeout_of_a_layer_that_is_there(rank):
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="t")
+    keys = torch.tensor([[[1]]])
+    layer(keys)
+    sparsekit.init(timeout=1.5)
+    layer(keys)
+    if rank == 1:
+        time.sleep(4)
+        return 0
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="no answer from all other ranks"):
+        layer(keys)
+    return time.monotonic() - began
+
+
+def test_a_timeout_that_is_set_later(fresh_ranks):
+    waited = fresh_ranks(2)(timeout_of_a_layer_that_is_there)[0]
+    assert 1 <= waited <= 3.5
 
 
 def ignored_by_ddp(rank):
