@@ -6,7 +6,7 @@ are filled is not part of what the ops mean.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -189,27 +189,157 @@ def init_rows_(
     out[rows[written]] = vectors.to(out.dtype)
 
 
-def lazy_adam_step_(
+# What each rule makes of gradient g, weight w and states s of the rows, in step t. The formulas are
+# in the docstrings of `sparsekit.optim`.
+_State = list[torch.Tensor]
+_Moved = tuple[torch.Tensor, _State]
+
+
+def _sgd(
+    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
+) -> _Moved:
+    lr, momentum, weight_decay, nesterov = v
+    g = g + weight_decay * w if weight_decay else g
+    if not s:
+        return w - lr * g, []
+    b = momentum * s[0] + g
+    return w - lr * (g + momentum * b if nesterov else b), [b]
+
+
+def _adam(
+    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
+) -> _Moved:
+    lr, beta1, beta2, eps, weight_decay, rescale_eps = v
+    mean = beta1 * s[0] + (1 - beta1) * g
+    square = beta2 * s[1] + (1 - beta2) * g * g
+    states = [mean, square]
+    if len(s) == 3:
+        states.append(torch.maximum(s[2], square))
+    root = (1 - beta2**t).sqrt()
+    eps_t = eps * root if rescale_eps else torch.full_like(root, eps)
+    step_size, eps_t = (x.to(w.dtype) for x in (lr * root / (1 - beta1**t), eps_t))
+    return w * (1 - lr * weight_decay) - step_size * (mean / (states[-1].sqrt() + eps_t)), states
+
+
+def _adagrad(
+    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
+) -> _Moved:
+    lr, lr_decay, eps = v
+    # States with one column have the mean over the row.
+    squares = g * g if s[0].shape == g.shape else (g * g).sum(1, keepdim=True) / max(g.shape[1], 1)
+    total = s[0] + squares
+    rate = (lr / (1 + (t - 1) * lr_decay)).to(w.dtype)
+    return w - rate * (g / (total.sqrt() + eps)), [total]
+
+
+def _rms_prop(
+    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
+) -> _Moved:
+    lr, alpha, eps, momentum, eps_inside = v
+    square = alpha * s[0] + (1 - alpha) * g * g
+    scaled = g / ((square + eps).sqrt() if eps_inside else square.sqrt() + eps)
+    if len(s) == 1:
+        return w - lr * scaled, [square]
+    b = momentum * s[1] + (lr * scaled if eps_inside else scaled)
+    return w - (b if eps_inside else lr * b), [square, b]
+
+
+def _ftrl(
+    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
+) -> _Moved:
+    lr, l1, l2, lr_power = v
+    n = s[0] + g * g
+    z = s[1] + g - (n**-lr_power - s[0] ** -lr_power) / lr * w
+    w = (z.sign() * l1 - z) / (n**-lr_power / lr + 2 * l2)
+    return w.masked_fill(z.abs() <= l1, 0), [n, z]
+
+
+_RULES = {
+    "sgd": _sgd,
+    "adam": _adam,
+    "adagrad": _adagrad,
+    "row_wise_adagrad": _adagrad,
+    "rms_prop": _rms_prop,
+    "ftrl": _ftrl,
+}
+
+
+def update_rows_(
     weight: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    row_step: torch.Tensor | None,
     rows: torch.Tensor | None,
     grad: torch.Tensor,
     step: torch.Tensor,
+    rule: str,
+    settings: Sequence[float],
     *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
+    per_row: bool = False,
+    rounding_seed: int | None = None,
 ) -> None:
-    """Adam on the rows in `rows`, or on all of them for None; Kingma and Ba, end of section 2.
-
-    m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
-    w = w - lr sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + eps).
-    """
+    """One step of a rule on the rows in `rows`, or on all of them for None."""
     rows = torch.arange(len(weight), device=weight.device) if rows is None else rows
-    (b1, b2), t, g = betas, int(step), grad.to(exp_avg.dtype)
-    m = b1 * exp_avg[rows] + (1 - b1) * g
-    v = b2 * exp_avg_sq[rows] + (1 - b2) * g * g
-    step_size = lr * math.sqrt(1 - b2**t) / (1 - b1**t)
-    w = weight[rows].to(exp_avg.dtype) - step_size * (m / (v.sqrt() + eps))
-    weight[rows], exp_avg[rows], exp_avg_sq[rows] = w.to(weight.dtype), m, v
+    dtype = accumulate_dtype(weight.dtype)
+    if row_step is not None:
+        row_step[rows] = row_step[rows] + 1 if per_row else step.to(row_step.dtype)
+    counts = row_step[rows] if row_step is not None and per_row else step.expand(len(rows))
+    t = counts.to(torch.float64).unsqueeze(1)
+    s = [state[rows] for state in states]
+    w, s = _RULES[rule](settings, t, grad.to(dtype), weight[rows].to(dtype), s)
+    if rounding_seed is not None and weight.dtype == torch.bfloat16:
+        weight[rows] = _rounded_at_random(w, rows, int(step), rounding_seed)
+    else:
+        weight[rows] = w.to(weight.dtype)
+    for state, new in zip(states, s, strict=True):
+        state[rows] = new
+
+
+def _rounded_at_random(w: torch.Tensor, rows: torch.Tensor, step: int, seed: int) -> torch.Tensor:
+    """float32 to bfloat16: the 16 bits that go are added to 16 random ones, and the sum is cut.
+
+    Bits of columns 8 b to 8 b + 7: the eight halves of Philox4x32-10 of (row, b, step), lower
+    halves first.
+    """
+    block = torch.arange((w.shape[1] + 7) // 8, device=w.device)
+    zero = torch.zeros(len(rows), len(block), dtype=torch.int64, device=w.device)
+    low, high = rows.unsqueeze(1) & _MASK, rows.unsqueeze(1) >> 32
+    key = (seed & _MASK, (seed >> 32 ^ step >> 32) & _MASK)
+    counter = [low + zero, high + zero, block + zero, zero + (step & _MASK)]
+    words = torch.stack(philox4x32_10(counter, key), dim=2)
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=3).reshape(len(rows), -1)
+    bits = w.view(torch.int32).to(torch.int64) & _MASK
+    cut = (bits + halves[:, : w.shape[1]] >> 16 << 16).to(torch.int64)
+    cut = torch.where(cut >= 2**31, cut - 2**32, cut).to(torch.int32)
+    return torch.where(w.isnan(), w, cut.view(torch.float32)).to(torch.bfloat16)
+
+
+def catch_up_rows_(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    row_step: torch.Tensor,
+    rows: torch.Tensor | None,
+    numbers: torch.Tensor,
+    first_step: int,
+    rule: str,
+    settings: Sequence[float],
+) -> None:
+    """Steps without a gradient for rows that have missed them, one after another."""
+    rows = torch.arange(len(weight), device=weight.device) if rows is None else rows
+    dtype = accumulate_dtype(weight.dtype)
+    for row in rows[rows >= 0].tolist():
+        if row_step[row] == 0:
+            continue
+        for i, (first, second) in enumerate(numbers.tolist()):
+            if first_step + i <= row_step[row]:
+                continue
+            w, zero = weight[row].to(dtype), torch.zeros_like(weight[row], dtype=dtype)
+            if rule == "adam":
+                _, s = _adam(settings, torch.ones(1), zero, w, [state[row] for state in states])
+                w = w - first * (s[0] / (s[1].sqrt() + second))
+            else:
+                own = [first, settings[1], 0, settings[3]]
+                w, s = _sgd(own, torch.ones(1), zero, w, [state[row] for state in states])
+            weight[row] = w.to(weight.dtype)
+            for state, new in zip(states, s, strict=True):
+                state[row] = new
+        row_step[row] = max(int(row_step[row]), first_step + len(numbers) - 1)

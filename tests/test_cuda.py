@@ -145,9 +145,9 @@ def test_with_checks_on_a_call_answers_for_itself_only():
     with simt.SimtMode():
         for innocent in (
             lambda: ops.gather_rows(weight, torch.tensor([0, 1])),
-            lambda: ops.lazy_adam_step_(
-                weight, moments, moments.clone(), None, weight.clone(), torch.tensor([1]),
-                lr=0.1, betas=(0.9, 0.99), eps=1e-8,
+            lambda: ops.update_rows_(
+                weight, [moments], None, None, weight.clone(), torch.tensor([1]), "adagrad",
+                [0.1, 0, 1e-8],
             ),
         ):  # fmt: skip
             set_checked(0)

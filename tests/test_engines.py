@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from ops.optimizer_rules import CASES
 
 from sparsekit import _load
 
 PACKAGE = Path(_load.__file__).parent
+RULES = list(CASES.values())
 
 # Calls every op and prints a digest of each result. Inputs come from numpy, because torch's own
 # random normals are not the same under every instruction set.
-DIGESTS = """
+DIGESTS = (
+    f"RULES = {RULES}\n"
+    + """
 import hashlib
 import numpy as np
 import torch
@@ -86,12 +90,18 @@ def use_everything():
             for distribution in ("constant", "uniform", "normal"):
                 ops.init_rows_(out, integers(-(2**63), 2**63 - 1, 500), distribution=distribution)
                 show(f"init {name} {distribution}", out)
-            moments = torch.float32 if dtype == torch.bfloat16 else dtype
-            state = [rows(500, dim, dtype), rows(500, dim, moments), rows(500, dim, moments) ** 2]
-            touched = torch.from_numpy(random.permutation(500)[:300])
-            ops.lazy_adam_step_(*state, touched, rows(300, dim, dtype), torch.tensor([3]),
-                                lr=0.01, betas=(0.9, 0.999), eps=1e-8)
-            show(f"adam {name}", *state)
+            wide = torch.float32 if dtype == torch.bfloat16 else dtype
+            for rule, settings, count in RULES:
+                width = 1 if rule == "row_wise_adagrad" else dim
+                states = [rows(500, width, wide) ** 2 for _ in range(count)]
+                weight, row_step = rows(500, dim, dtype), torch.zeros(500, dtype=torch.int32)
+                touched = torch.from_numpy(random.permutation(500)[:300])
+                ops.update_rows_(weight, states, row_step, touched, rows(300, dim, dtype),
+                                 torch.tensor([3]), rule, settings, rounding_seed=7)
+                if (rule, count) in (("sgd", 1), ("adam", 2)):
+                    numbers = torch.full((400, 2), 0.01, dtype=torch.float64)
+                    ops.catch_up_rows_(weight, states, row_step, None, numbers, 4, rule, settings)
+                show(f"{rule} {count} {name}", weight, *states)
 
 
 torch.set_num_threads(1)
@@ -102,6 +112,7 @@ print("capability", torch.backends.cpu.get_cpu_capability())
 schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparsekit::")}
 print("missing", sorted(schemas - {name.replace(".", "::", 1).split(".")[0] for name in called}))
 """
+)
 
 
 def run(program, package_parent=PACKAGE.parent, capability=None):

@@ -79,7 +79,7 @@ def test_there_is_something_to_check():
     includes = [INCLUDE.findall(path.read_text()) for path in (ROOT / "csrc").rglob("*.cpp")]
     assert all(includes)
     known = {"unique", "segment_sum", "gather_rows", "embedding_bag", "hash_table", "init_rows"}
-    assert known | {"lazy_adam", "bucketize"} <= OPS
+    assert known | {"update_rows", "catch_up_rows", "bucketize"} <= OPS
 
 
 @pytest.mark.parametrize("layer", LAYERS)

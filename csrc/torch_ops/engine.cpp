@@ -29,9 +29,13 @@ struct Kind {
   const char* argument;
 };
 constexpr Kind kKinds[] = {
-    {"gather_rows", "rows"},      {"init_rows_", "rows"},
-    {"lazy_adam_step_", "rows"},  {"unsorted_segment_sum", "segment_ids"},
-    {"embedding_bag", "offsets"}, {"embedding_bag", "rows"},
+    {"gather_rows", "rows"},
+    {"init_rows_", "rows"},
+    {"update_rows_", "rows"},
+    {"catch_up_rows_", "rows"},
+    {"unsorted_segment_sum", "segment_ids"},
+    {"embedding_bag", "offsets"},
+    {"embedding_bag", "rows"},
 };
 constexpr int64_t kNumKinds = sizeof(kKinds) / sizeof(Kind);
 

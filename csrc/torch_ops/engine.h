@@ -32,7 +32,15 @@
 namespace sparsekit::ops {
 
 // What can be wrong with values that only the device sees.
-enum class Complaint { kGatherRow, kInitRow, kAdamRow, kSegmentId, kBagOffset, kBagRow };
+enum class Complaint {
+  kGatherRow,
+  kInitRow,
+  kUpdateRow,
+  kCatchUpRow,
+  kSegmentId,
+  kBagOffset,
+  kBagRow
+};
 
 #if defined(SPARSEKIT_ENGINE_CPU)
 

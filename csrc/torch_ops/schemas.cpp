@@ -43,7 +43,10 @@ SPARSEKIT_LIBRARY(m) {
       " int distribution, float a, float b) -> ()");
 
   m.def(
-      "lazy_adam_step_(Tensor(a!) weight, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq,"
-      " Tensor? rows, Tensor grad, Tensor step, float lr, float beta1, float beta2, float eps)"
-      " -> ()");
+      "update_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!)? row_step, Tensor? rows,"
+      " Tensor grad, Tensor step, str rule, float[] settings, bool per_row=False,"
+      " int? rounding_seed=None) -> ()");
+  m.def(
+      "catch_up_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!) row_step, Tensor? rows,"
+      " Tensor numbers, int first_step, str rule, float[] settings) -> ()");
 }

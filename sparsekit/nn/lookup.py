@@ -16,7 +16,7 @@ import torch
 from .. import ops
 from ..distributed.exchange import Exchange, pack, unpack
 from .partial import payload, payload_bytes, pooled_outputs
-from .shard import Prepared, ShardedTable, sparse_gradient
+from .shard import Prepared, ShardedTable, deliver_gradient
 
 
 @dataclass
@@ -36,6 +36,7 @@ class _Owned:
     keys: torch.Tensor  # [r] distinct keys, in the order of rows
     rows: torch.Tensor  # [r] their rows, rising; -1 = unseen, in evaluation
     inverse: torch.Tensor  # [m] which of them each received key is
+    some_missing: bool = False  # whether there are rows of -1
 
 
 def _ask(keys: torch.Tensor, world_size: int, dedupe: bool) -> _Asked:
@@ -313,16 +314,13 @@ class _Vectors(torch.autograd.Function):
             received = exchange.all_to_all(send, splits, agreed.sizes)
         parts = unpack(received, grads, [o.counts for o in job.owned])
         return None, *(
-            sparse_gradient(table.weight.shape, owned.rows, _sum(part, owned, table))
+            deliver_gradient(table.weight, owned.rows, _sum(part, owned, table), owned.some_missing)
             for table, owned, part in zip(job.tables, job.owned, parts, strict=True)
         )
 
 
 def _gather(table: ShardedTable, owned: _Owned, weight: torch.Tensor) -> torch.Tensor:
-    vectors = ops.gather_rows(weight.detach(), owned.rows)
-    fill = table._fill_missing(owned.keys, owned.rows)
-    if fill is not None:
-        fill(vectors)
+    vectors, owned.some_missing = table.read(weight, owned.keys, owned.rows)
     return ops.gather_rows(vectors, owned.inverse)
 
 

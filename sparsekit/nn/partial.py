@@ -18,7 +18,7 @@ from ..distributed.exchange import Exchange, pack, padded, unpack
 from ..ops._checks import accumulate_dtype
 from ..ops.embedding_bag import COMBINERS
 from .inputs import _offsets_of
-from .shard import Bags, Prepared, ShardedTable, sparse_gradient
+from .shard import Bags, Prepared, ShardedTable, deliver_gradient
 
 # Bags, keys, and whether there are weights, of a table.
 _HEAD_BYTES = 24
@@ -75,6 +75,7 @@ class _Pooled:
     positions: torch.Tensor  # [m] which of them each entry is
     offsets: torch.Tensor  # [all bags + 1] over the entries
     weights: torch.Tensor | None  # [m]
+    some_missing: bool = False  # whether there are rows of -1
 
 
 def _owned_by(keys: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
@@ -253,15 +254,12 @@ def _exchange(
 
 
 def _partial_sums(table: ShardedTable, pooled: _Pooled, weight: torch.Tensor) -> torch.Tensor:
-    vectors = ops.gather_rows(weight.detach(), pooled.rows)
-    fill = table._fill_missing(pooled.keys, pooled.rows)
-    if fill is not None:
-        fill(vectors)
+    vectors, pooled.some_missing = table.read(weight, pooled.keys, pooled.rows)
     vectors = vectors.to(accumulate_dtype(weight.dtype))
     return ops.embedding_bag(vectors, pooled.positions, pooled.offsets, "sum", pooled.weights)
 
 
-def _gradient(table: ShardedTable, pooled: _Pooled, part: torch.Tensor) -> torch.Tensor:
+def _gradient(table: ShardedTable, pooled: _Pooled, part: torch.Tensor) -> torch.Tensor | None:
     grad = torch.ops.sparsekit.embedding_bag_backward.default(
         part,
         pooled.positions,
@@ -273,4 +271,5 @@ def _gradient(table: ShardedTable, pooled: _Pooled, part: torch.Tensor) -> torch
     )
     if table.gradient_reduction == "mean":
         grad = grad / table.world_size
-    return sparse_gradient(table.weight.shape, pooled.rows, grad.to(table.weight.dtype))
+    grad = grad.to(table.weight.dtype)
+    return deliver_gradient(table.weight, pooled.rows, grad, pooled.some_missing)

@@ -21,9 +21,27 @@ _names = itertools.count()
 
 
 class EmbeddingWeight(torch.nn.Parameter):
-    """The parameter of an embedding layer, so that optimizers can tell it from dense ones."""
+    """The parameter of an embedding layer, so that optimizers can tell it from dense ones.
+
+    An optimizer may set two functions, which copies do without.
+    """
+
+    # Called before rows are read, with the rows, or None for all.
+    before_read: Callable[[torch.Tensor | None], None] | None = None
+    # Called in backward with rows and their gradients, in place of setting ``grad``.
+    update_in_backward: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+
+    def catch_up(self, rows: torch.Tensor | None = None) -> None:
+        """Have the optimizer finish what it has left undone for these rows, or for all."""
+        if self.before_read is not None:
+            self.before_read(rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
+        self.catch_up()
+        return super().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self.catch_up()
         return EmbeddingWeight, (self.data, self.requires_grad)
 
 
@@ -66,36 +84,46 @@ class _GatherSparse(torch.autograd.Function):
     def forward(
         ctx: Any,
         weight: torch.Tensor,
+        table: "ShardedTable",
+        keys: torch.Tensor,
         rows: torch.Tensor,
-        fill_missing: Callable[[torch.Tensor], None] | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(rows)
-        ctx.shape = weight.shape
-        vectors = ops.gather_rows(weight, rows)
-        if fill_missing is not None:
-            fill_missing(vectors)
+        vectors, ctx.some_missing = table.read(weight, keys, rows)
+        ctx.weight = weight
         return vectors
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
         (grad,) = grads
-        return sparse_gradient(ctx.shape, rows, grad), None, None
+        return deliver_gradient(ctx.weight, rows, grad, ctx.some_missing), None, None, None
 
 
-def sparse_gradient(shape: torch.Size, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The coalesced sparse tensor of these rows, which rise."""
-    # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
-    missing = int(torch.searchsorted(rows, 0)) if len(rows) and rows[0] < 0 else 0
+def deliver_gradient(
+    weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, some_missing: bool
+) -> torch.Tensor | None:
+    """The coalesced sparse gradient of these rows, which rise; None if it is used up at once.
+
+    some_missing: whether there are rows of -1, as `ShardedTable.read` says.
+    """
+    if some_missing:
+        # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
+        missing = int(torch.searchsorted(rows, 0))
+        rows, grad = rows[missing:], grad[missing:]
+    update = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
+    if update is not None:
+        update(rows, grad)
+        return None
     # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although they
     # are turned off by its argument.
     return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
         1,
         1,
-        shape,
-        rows[missing:].unsqueeze(0),
-        grad[missing:],
+        weight.shape,
+        rows.unsqueeze(0),
+        grad,
         dtype=grad.dtype,
         layout=torch.sparse_coo,
         device=grad.device,
@@ -260,10 +288,16 @@ class ShardedTable(torch.nn.Module):
                 f"rows do not belong to rank {self.rank} of {self.world_size}"
             )
             return
+        # What the optimizer has left undone belongs to the rows that go.
+        self.weight.catch_up()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not isinstance(self.weight, EmbeddingWeight):
             # load_state_dict(assign=True) puts a plain parameter in its place.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.weight.catch_up()
+        super()._save_to_state_dict(*args, **kwargs)
 
     def _refuse_trace(self) -> None:
         """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
@@ -312,16 +346,18 @@ class ShardedTable(torch.nn.Module):
         self.initializer.write_(self.weight.data, keys, rows, status, seed=int(self.seed))
         return rows
 
-    def _fill_missing(
-        self, keys: torch.Tensor, rows: torch.Tensor
-    ) -> Callable[[torch.Tensor], None] | None:
-        """What writes the initial vectors of keys with row -1, or None if there are none."""
+    def read(
+        self, weight: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, bool]:
+        """Vectors of rows, for keys with row -1 their initial ones, and whether there are such."""
+        vectors = ops.gather_rows(weight.detach(), rows)
         if self.training or self.table is None:
-            return None
+            return vectors, False
         missing = (rows < 0).nonzero().squeeze(1)
         if len(missing) == 0:
-            return None
-        return lambda out: self.initializer.write_(out, keys[missing], missing, seed=int(self.seed))
+            return vectors, False
+        self.initializer.write_(vectors, keys[missing], missing, seed=int(self.seed))
+        return vectors, True
 
     def _watch_gradient(self) -> None:
         """Keep the gradient marked as coalesced."""
@@ -343,6 +379,7 @@ class ShardedTable(torch.nn.Module):
         unique, inverse, _ = ops.unique(keys)
         unique = unique.to(torch.int64)
         rows, order = self._rows(unique).sort()
+        self.weight.catch_up(rows)
         position = torch.empty_like(order)
         position[order] = torch.arange(len(order), device=order.device)
         return rows, unique[order], position[inverse]
@@ -351,8 +388,7 @@ class ShardedTable(torch.nn.Module):
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
         self._watch_gradient()
         rows, distinct, inverse = self.distinct_rows(keys)
-        vectors = _GatherSparse.apply(self.weight, rows, self._fill_missing(distinct, rows))
-        return vectors, inverse
+        return _GatherSparse.apply(self.weight, self, distinct, rows), inverse
 
     def extra_repr(self) -> str:
         """Name, shape and the settings that matter."""

@@ -1,6 +1,7 @@
 """The ops: plain functions on tensors, each with its fake kernel and gradient."""
 
 from .bucketize import bucketize
+from .catch_up_rows import catch_up_rows_
 from .embedding_bag import embedding_bag
 from .gather_rows import gather_rows
 from .hash_table import (
@@ -10,12 +11,13 @@ from .hash_table import (
     hash_table_keys,
 )
 from .init_rows import init_rows_
-from .lazy_adam import lazy_adam_step_
 from .segment_sum import unsorted_segment_sum
 from .unique import unique
+from .update_rows import update_rows_
 
 __all__ = [
     "bucketize",
+    "catch_up_rows_",
     "embedding_bag",
     "gather_rows",
     "hash_table_clear_",
@@ -23,7 +25,7 @@ __all__ = [
     "hash_table_find_or_insert_",
     "hash_table_keys",
     "init_rows_",
-    "lazy_adam_step_",
     "unique",
     "unsorted_segment_sum",
+    "update_rows_",
 ]

@@ -1,6 +1,24 @@
 """Optimizers for sparse rows, and the split of a model into sparse and dense parameters."""
 
+from .adagrad import Adagrad, RowWiseAdagrad
+from .adam import Adam
+from .ftrl import Ftrl
+from .fuse import fuse_in_backward
 from .lazy_adam import LazyAdam
+from .rms_prop import RMSProp
+from .row_optimizer import RowOptimizer
+from .sgd import SGD
 from .split import split_embedding_variable_from_others
 
-__all__ = ["LazyAdam", "split_embedding_variable_from_others"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Ftrl",
+    "LazyAdam",
+    "RMSProp",
+    "RowOptimizer",
+    "RowWiseAdagrad",
+    "fuse_in_backward",
+    "split_embedding_variable_from_others",
+]

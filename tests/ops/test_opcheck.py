@@ -10,6 +10,9 @@ from conftest import KEY_DTYPES, ROW_DTYPES, randn
 
 from sparsekit import HashTable
 
+from .optimizer_rules import CASES as RULES
+from .optimizer_rules import table_of
+
 NAMESPACE = "sparsekit::"
 
 
@@ -43,11 +46,19 @@ def bags_backward_sample_weights(dtype, combiner):
     return randn(3, 3, dtype=dtype), weight, rows, offsets, combiner, sample_weights
 
 
-def lazy_adam(dtype, rows):
-    moments = torch.float32 if dtype == torch.bfloat16 else dtype
-    state = randn(4, 3, dtype=dtype), torch.zeros(4, 3, dtype=moments), torch.ones(4, 3).to(moments)
+def update(case, dtype, rows, *, own_steps=False):
+    rule, settings, _ = RULES[case]
+    row_step = torch.zeros(4, dtype=torch.int32) if own_steps else None
     grad = randn(4 if rows is None else len(rows), 3, dtype=dtype)
-    return *state, rows, grad, int64(2), 0.1, 0.9, 0.999, 1e-8
+    table = table_of(case, 4, 3, dtype, together=False)
+    return *table, row_step, rows, grad, int64(2), rule, settings, own_steps, None
+
+
+def catch_up(case, dtype, rows):
+    rule, settings, _ = RULES[case]
+    numbers = torch.full((3, 2), 0.1, dtype=torch.float64)
+    table, steps = table_of(case, 4, 3, dtype, together=False), torch.ones(4, dtype=torch.int32)
+    return *table, steps, rows, numbers, 2, rule, settings
 
 
 # What each op is called with. Made when it is wanted, since some ops change their arguments.
@@ -113,10 +124,15 @@ CASES = {
         ),
         (randn(4, 5), int64(8, 9), int64(3, -1), int64(1, 0), 3, 2, 0.0, 1.0),
     ],
-    "lazy_adam_step_": lambda: [
-        *(lazy_adam(dtype, int64(3, 0)) for dtype in ROW_DTYPES),
-        lazy_adam(torch.float32, None),
-        lazy_adam(torch.float32, int64()),
+    "update_rows_": lambda: [
+        *(update(case, torch.float32, int64(3, 0)) for case in RULES),
+        *(update("lazy adam", dtype, int64(3, 0), own_steps=True) for dtype in ROW_DTYPES),
+        update("lazy adam", torch.float32, None),
+        update("lazy adam", torch.float32, int64()),
+    ],
+    "catch_up_rows_": lambda: [
+        *(catch_up("exact adam", dtype, int64(3, 0)) for dtype in ROW_DTYPES),
+        catch_up("momentum", torch.float32, None),
     ],
 }
 

@@ -57,8 +57,8 @@ class Reference:
         if grad.is_sparse:
             touched.zero_()
             touched[grad._indices()[0]] = True
-            # Repeated rows add up in the gradient's dtype.
-            grad = grad.coalesce().to_dense()
+            # Repeated rows add up exactly, and the sum is rounded to the gradient's dtype.
+            grad = grad.to(torch.float64).coalesce().to_dense().to(grad.dtype)
         g = grad.to(torch.float64)
         beta1, beta2 = self.betas
         m = beta1 * self.m + (1 - beta1) * g

@@ -1,0 +1,272 @@
+// What each optimizer does to one element of a row, the same for both engines.
+//
+// A rule is a struct of the optimizer's settings with
+//   kStates       how many states belong to it, each an element for every element of the weight,
+//                 or, with kRowWise, one for a whole row;
+//   kPerRow       whether a row may count its own steps;
+//   Numbers<A>    what the elements of one step share;
+//   at<A>(t)      those numbers for step t >= 1;
+//   step(...)     the step of one element: gradient g, weight w, states s[kStates].
+// A row-wise rule has accumulate(...) as well, the row's new state, which step() then sees. A rule
+// whose rows move without a gradient too has what catch_up_rows needs:
+//   without_gradient(a, b)  the numbers of such a step, out of two that are kept for it;
+//   most_replayed()         how many of them may matter: those after it, taken together, would move
+//                           a weight by less than 2^-53 of what the first one does at equal rates;
+//   decay(k, steps)         what so many of them multiply state k by.
+// A is the type rows are computed in. Expressions are written as torch.optim evaluates them.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "sparsekit/host_device.h"
+
+namespace sparsekit {
+
+// The smallest k for which ratio^k + ratio^(k + 1) + ... is below 2^-53 of ratio.
+inline int64_t steps_to_vanish(double ratio) {
+  if (ratio <= 0) return 0;
+  if (ratio >= 1) return std::numeric_limits<int64_t>::max();
+  return static_cast<int64_t>(
+      std::ceil(1 + (std::log(1 - ratio) - 53 * std::log(2.0)) / std::log(ratio)));
+}
+
+// base^steps for a base in [0, 1). By squaring, which leaves a kernel more registers than pow; what
+// is lost, steps * 2^-53 at most, is nothing beside a state that has decayed.
+SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
+  double power = 1;
+  for (; steps > 0; steps >>= 1, base *= base) {
+    if (steps & 1) power *= base;
+  }
+  return power;
+}
+
+// g += weight_decay w;   without momentum w -= lr g;
+// with it, b = momentum b + g and w -= lr (nesterov ? g + momentum b : b).
+// torch.optim.SGD without dampening; Sutskever et al., "On the importance of initialization and
+// momentum in deep learning", ICML 2013.
+template <bool kMomentum>
+struct Sgd {
+  static constexpr int kStates = kMomentum ? 1 : 0;
+  static constexpr bool kRowWise = false;
+  static constexpr bool kPerRow = false;
+  double lr, momentum, weight_decay;
+  bool nesterov;
+
+  template <class A>
+  struct Numbers {
+    A lr, momentum, weight_decay;
+    bool nesterov;
+  };
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t) const {
+    return {static_cast<A>(lr), static_cast<A>(momentum), static_cast<A>(weight_decay), nesterov};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    if (k.weight_decay != 0) g += k.weight_decay * w;
+    if constexpr (kMomentum) {
+      s[0] = k.momentum * s[0] + g;
+      g = k.nesterov ? g + k.momentum * s[0] : s[0];
+    }
+    w -= k.lr * g;
+  }
+
+  // Of lr and nothing.
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> without_gradient(double step_lr, double) const {
+    return {static_cast<A>(step_lr), static_cast<A>(momentum), A{0}, nesterov};
+  }
+  int64_t most_replayed() const { return steps_to_vanish(momentum); }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE A decay(int, int64_t steps) const {
+    return static_cast<A>(power_of(momentum, steps));
+  }
+};
+
+// m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2,   with kAmsgrad x = max(x, v),
+// w = (1 - lr weight_decay) w - lr sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v or x) + eps_t).
+// eps_t is eps, as at the end of section 2 of Kingma and Ba, "Adam", ICLR 2015, and in
+// torch.optim.SparseAdam; with rescale_eps it is eps sqrt(1 - beta2^t), which makes the last term
+// that of their algorithm 1 and of torch.optim.Adam. Weight decay is that of Loshchilov and Hutter,
+// "Decoupled weight decay regularization", ICLR 2019; x is from Reddi et al., "On the convergence
+// of Adam and beyond", ICLR 2018.
+template <bool kAmsgrad>
+struct Adam {
+  static constexpr int kStates = kAmsgrad ? 3 : 2;
+  static constexpr bool kRowWise = false;
+  static constexpr bool kPerRow = true;
+  double lr, beta1, beta2, eps, weight_decay;
+  bool rescale_eps;
+
+  template <class A>
+  struct Numbers {
+    A step_size, eps, beta1, rest1, beta2, rest2, keep;
+  };
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t t) const {
+    const double root = std::sqrt(1 - std::pow(beta2, static_cast<double>(t)));
+    const double step_size = lr * root / (1 - std::pow(beta1, static_cast<double>(t)));
+    return {static_cast<A>(step_size),
+            static_cast<A>(rescale_eps ? eps * root : eps),
+            static_cast<A>(beta1),
+            static_cast<A>(1 - beta1),
+            static_cast<A>(beta2),
+            static_cast<A>(1 - beta2),
+            static_cast<A>(1 - lr * weight_decay)};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    s[0] = k.beta1 * s[0] + k.rest1 * g;
+    s[1] = k.beta2 * s[1] + k.rest2 * g * g;
+    A v = s[1];
+    if constexpr (kAmsgrad) {
+      // Written so that a NaN stays.
+      s[2] = s[2] > v ? s[2] : v;
+      v = s[2];
+    }
+    w = w * k.keep - k.step_size * (s[0] / (std::sqrt(v) + k.eps));
+  }
+
+  // Of step_size and eps_t.
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> without_gradient(double step_size, double step_eps) const {
+    return {static_cast<A>(step_size),
+            static_cast<A>(step_eps),
+            static_cast<A>(beta1),
+            static_cast<A>(1 - beta1),
+            static_cast<A>(beta2),
+            static_cast<A>(1 - beta2),
+            A{1}};
+  }
+  int64_t most_replayed() const {
+    return beta1 == 0 ? 0 : steps_to_vanish(beta1 / std::sqrt(beta2));
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE A decay(int k, int64_t steps) const {
+    return static_cast<A>(power_of(k == 0 ? beta1 : beta2, steps));
+  }
+};
+
+// v += g^2,   w -= lr / (1 + (t - 1) lr_decay) * g / (sqrt(v) + eps).
+// Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011; torch.optim.Adagrad.
+struct Adagrad {
+  static constexpr int kStates = 1;
+  static constexpr bool kRowWise = false;
+  static constexpr bool kPerRow = false;
+  double lr, lr_decay, eps;
+
+  template <class A>
+  struct Numbers {
+    A lr, eps;
+  };
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t t) const {
+    return {static_cast<A>(lr / (1 + static_cast<double>(t - 1) * lr_decay)), static_cast<A>(eps)};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    s[0] += g * g;
+    w -= k.lr * (g / (std::sqrt(s[0]) + k.eps));
+  }
+};
+
+// The same with one v for a row, to which the mean of g^2 over the row is added: FBGEMM's
+// EXACT_ROWWISE_ADAGRAD.
+struct RowWiseAdagrad : Adagrad {
+  static constexpr bool kRowWise = true;
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static A accumulate(A v, A mean_square) {
+    return v + mean_square;
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    w -= k.lr * (g / (std::sqrt(s[0]) + k.eps));
+  }
+};
+
+// v = alpha v + (1 - alpha) g^2, and with d = sqrt(v) + eps, or sqrt(v + eps) with eps_inside:
+//   without momentum   w -= lr g / d;
+//   with it            b = momentum b + g / d,      w -= lr b   (torch.optim.RMSprop), or
+//   with eps_inside    b = momentum b + lr g / d,   w -= b      (TensorFlow's RMSProp).
+// Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
+template <bool kMomentum>
+struct RmsProp {
+  static constexpr int kStates = kMomentum ? 2 : 1;
+  static constexpr bool kRowWise = false;
+  static constexpr bool kPerRow = false;
+  double lr, alpha, eps, momentum;
+  bool eps_inside;
+
+  template <class A>
+  struct Numbers {
+    A lr, alpha, rest, inside, outside, momentum, before, after;
+  };
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t) const {
+    return {static_cast<A>(lr),
+            static_cast<A>(alpha),
+            static_cast<A>(1 - alpha),
+            static_cast<A>(eps_inside ? eps : 0),
+            static_cast<A>(eps_inside ? 0 : eps),
+            static_cast<A>(momentum),
+            static_cast<A>(eps_inside ? lr : 1),
+            static_cast<A>(eps_inside ? 1 : lr)};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    s[0] = k.alpha * s[0] + k.rest * g * g;
+    const A scaled = g / (std::sqrt(s[0] + k.inside) + k.outside);
+    if constexpr (kMomentum) {
+      s[1] = k.momentum * s[1] + k.before * scaled;
+      w -= k.after * s[1];
+    } else {
+      w -= k.lr * scaled;
+    }
+  }
+};
+
+// With p = -lr_power:   n' = n + g^2,   z += g - (n'^p - n^p) / lr * w,
+// w = |z| <= l1 ? 0 : (sign(z) l1 - z) / (n'^p / lr + 2 l2).
+// McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with l2
+// counted as TensorFlow does: it adds l2 w^2 to the loss, where the paper's lambda_2 adds half of
+// that.
+struct Ftrl {
+  static constexpr int kStates = 2;  // n and z
+  static constexpr bool kRowWise = false;
+  static constexpr bool kPerRow = false;
+  double lr, l1, l2, lr_power;
+
+  template <class A>
+  struct Numbers {
+    A lr, l1, l2, power;
+    bool root;
+  };
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t) const {
+    return {static_cast<A>(lr), static_cast<A>(l1), static_cast<A>(2 * l2),
+            static_cast<A>(-lr_power), lr_power == -0.5};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static A power(const Numbers<A>& k, A n) {
+    return k.root ? std::sqrt(n) : std::pow(n, k.power);
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    const A before = power(k, s[0]);
+    s[0] += g * g;
+    const A after = power(k, s[0]);
+    s[1] += g - (after - before) / k.lr * w;
+    const A z = s[1];
+    // Not the other way round: a NaN must not become a zero.
+    w = std::abs(z) <= k.l1 ? A{0} : ((z < 0 ? -k.l1 : k.l1) - z) / (after / k.lr + k.l2);
+  }
+};
+
+// Calls use(RULE, T) for every rule.
+#define SPARSEKIT_FOR_EACH_RULE(use, T)                                                       \
+  use(Sgd<false>, T) use(Sgd<true>, T) use(Adam<false>, T) use(Adam<true>, T) use(Adagrad, T) \
+      use(RowWiseAdagrad, T) use(RmsProp<false>, T) use(RmsProp<true>, T) use(Ftrl, T)
+
+}  // namespace sparsekit

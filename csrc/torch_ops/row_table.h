@@ -1,0 +1,91 @@
+// What the ops of optimizers take: a weight, its states, and the name and settings of a rule.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine.h"
+#include "sparsekit/optimizer_rules.h"
+#include "sparsekit/row_table.h"
+
+namespace sparsekit::ops {
+
+// The states must be [num_rows, dim], or [num_rows, 1] for a row-wise rule; rows may lie apart.
+inline void check_table(const Tensor& weight, const std::vector<Tensor>& states,
+                        const std::optional<Tensor>& row_step, const char* op) {
+  check_dim(weight, 2, op, "weight");
+  check_mutable(weight, op, "weight");
+  for (size_t k = 0; k < states.size(); ++k) {
+    const std::string name = message("states[", k, "]");
+    check_same_device(op, {{"weight", weight}, {name.c_str(), states[k]}});
+    check_dim(states[k], 2, op, name.c_str());
+    check_size(states[k], 0, weight.size(0), op, name.c_str());
+    check(states[k].size(1) <= 1 || states[k].stride(1) == 1, op, ": rows of ", name,
+          " must be contiguous");
+    check(states[k].size(0) <= 1 || states[k].stride(0) >= states[k].size(1), op, ": rows of ",
+          name, " must not overlap");
+  }
+  if (row_step.has_value()) {
+    check_same_device(op, {{"weight", weight}, {"row_step", *row_step}});
+    check_dim(*row_step, 1, op, "row_step");
+    check_size(*row_step, 0, weight.size(0), op, "row_step");
+    check_dtype(*row_step, ScalarType::Int, op, "row_step");
+    check_mutable(*row_step, op, "row_step");
+  }
+  check_row_size(weight.size(1), op, "weight");
+}
+
+template <class T>
+RowTable<T> row_table(const Tensor& weight, const std::vector<Tensor>& states,
+                      const std::optional<Tensor>& row_step, bool row_wise, const char* op) {
+  RowTable<T> table{};
+  table.weight = mutable_data<T>(weight);
+  table.num_rows = weight.size(0);
+  table.dim = weight.size(1);
+  for (size_t k = 0; k < states.size(); ++k) {
+    const std::string name = message("states[", k, "]");
+    check_dtype(states[k], kAccumulateType<T>, op, name.c_str());
+    check_size(states[k], 1, row_wise ? 1 : table.dim, op, name.c_str());
+    table.states[k] = mutable_data<Acc<T>>(states[k]);
+    table.strides[k] = states[k].stride(0);
+  }
+  table.row_step = row_step ? mutable_data<int32_t>(*row_step) : nullptr;
+  return table;
+}
+
+// Calls body(rule) with the rule of that name, whose settings are listed here. Those of one rule
+// with more states or fewer are told apart by the number of states.
+template <class Body>
+void dispatch_rule(const std::string& name, const std::vector<double>& settings, size_t states,
+                   const char* op, Body&& body) {
+  const auto takes = [&](const char* rule, size_t count, bool right_states) {
+    if (name != rule) return false;
+    check(settings.size() == count, op, ": settings of ", name, " must be ", count, ", got ",
+          settings.size());
+    check(right_states, op, ": ", name, " cannot have ", states, " states");
+    return true;
+  };
+  const auto& v = settings;
+  if (takes("sgd", 4, states <= 1)) {  // lr, momentum, weight_decay, nesterov
+    if (states == 0) return body(Sgd<false>{v[0], v[1], v[2], v[3] != 0});
+    return body(Sgd<true>{v[0], v[1], v[2], v[3] != 0});
+  }
+  // lr, beta1, beta2, eps, weight_decay, rescale_eps
+  if (takes("adam", 6, states == 2 || states == 3)) {
+    if (states == 2) return body(Adam<false>{v[0], v[1], v[2], v[3], v[4], v[5] != 0});
+    return body(Adam<true>{v[0], v[1], v[2], v[3], v[4], v[5] != 0});
+  }
+  if (takes("adagrad", 3, states == 1))
+    return body(Adagrad{v[0], v[1], v[2]});  // lr, lr_decay, eps
+  if (takes("row_wise_adagrad", 3, states == 1)) return body(RowWiseAdagrad{{v[0], v[1], v[2]}});
+  if (takes("rms_prop", 5, states == 1 || states == 2)) {  // lr, alpha, eps, momentum, eps_inside
+    if (states == 1) return body(RmsProp<false>{v[0], v[1], v[2], v[3], v[4] != 0});
+    return body(RmsProp<true>{v[0], v[1], v[2], v[3], v[4] != 0});
+  }
+  // lr, l1, l2, lr_power
+  if (takes("ftrl", 4, states == 2)) return body(Ftrl{v[0], v[1], v[2], v[3]});
+  throw std::invalid_argument(message(op, ": rule must be sgd, adam, adagrad, row_wise_adagrad, ",
+                                      "rms_prop or ftrl, got ", name));
+}
+
+}  // namespace sparsekit::ops

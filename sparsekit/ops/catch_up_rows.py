@@ -1,0 +1,64 @@
+"""The steps that rows have missed, for optimizers that move all rows in every step."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ._checks import ROW_DTYPES, check_same_device, check_tensor
+
+_op = torch.ops.sparsekit.catch_up_rows_.default
+
+
+def catch_up_rows_(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    row_step: torch.Tensor,
+    rows: torch.Tensor | None,
+    numbers: torch.Tensor,
+    first_step: int,
+    rule: str,
+    settings: Sequence[float],
+) -> None:
+    """Take rows through the steps in which they had no gradient.
+
+    The result is that of `update_rows_` with a gradient of zeros for each step between a row's
+    row_step and ``first_step + count - 1``, but for steps so late that they cannot move a weight
+    any more, of which only the states take notice. Rows with a row_step of 0 have never had a
+    gradient and do not move.
+
+    Args:
+        weight, states, row_step: as in `update_rows_`, changed in place; row_step is needed.
+        rows: int64 ``[n]``, distinct; negative ones are left out. None means all rows.
+        numbers: float64 ``[count, 2]``: for rule ``"sgd"`` the learning rate of each step and
+            anything; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and
+            eps, or ``eps sqrt(1 - beta2^t)`` if it is rescaled.
+        first_step: the step that numbers begins with, from 1 on.
+        rule: ``"sgd"`` with momentum, or ``"adam"`` without amsgrad.
+        settings: as in `update_rows_`; rates, eps and weight decay are not used.
+
+    Raises:
+        TypeError: weight has a wrong dtype.
+        ValueError: a wrong shape, dtype or rule, or a mix of devices.
+        IndexError: a row that is not below num_rows; nothing has been changed.
+    """
+    check_tensor("catch_up_rows_", "weight", weight, ROW_DTYPES, 2)
+    named = {f"states[{k}]": state for k, state in enumerate(states)}
+    check_same_device(
+        "catch_up_rows_", weight=weight, **named, row_step=row_step, rows=rows, numbers=numbers
+    )
+    _op(weight, states, row_step, rows, numbers, first_step, rule, settings)
+    torch.autograd.graph.increment_version(weight)  # as in update_rows_
+
+
+@torch.library.register_fake("sparsekit::catch_up_rows_")
+def _(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    row_step: torch.Tensor,
+    rows: torch.Tensor | None,
+    numbers: torch.Tensor,
+    first_step: int,
+    rule: str,
+    settings: Sequence[float],
+) -> None:
+    return None

@@ -1,0 +1,74 @@
+"""FTRL-Proximal: exact zeros for weights that earn nothing."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from .row_optimizer import RowOptimizer, check_range
+
+
+class Ftrl(RowOptimizer):
+    r"""FTRL-Proximal; rows without a gradient keep their bits, as they do under the dense method.
+
+    For every row in the gradient g, with p = -lr_power:
+
+    .. math::
+        n' &= n + g^2, \quad z = z + g - \frac{n'^p - n^p}{lr} w, \quad n = n' \\
+        w &= \begin{cases} 0 & |z| \le l_1 \\
+             \dfrac{\operatorname{sign}(z) \, l_1 - z}{n^p / lr + 2 l_2} & \text{else} \end{cases}
+
+    McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with
+    beta = 0. There are two conventions for l2: the paper's stands for :math:`l_2 / 2 \, w^2` in
+    the loss, TensorFlow's for :math:`l_2 \, w^2`, hence the 2 above. It is TensorFlow's here, as
+    are the defaults, since settings are mostly carried over from there; for one of the paper give
+    half of it.
+
+    The weight is worked out anew from z and n in each step. A weight that does not start at zero is
+    therefore kept only in part by the first one.
+
+    Args:
+        params: parameters or groups of them; float32, float64 or bfloat16.
+        lr: learning rate, > 0.
+        lr_power: <= 0; -0.5 is the paper's, 0 means a fixed rate.
+        initial_accumulator_value: n before the first step, >= 0.
+        l1: >= 0; the larger, the more weights are exactly zero.
+        l2: >= 0; pulls weights towards zero.
+        stochastic_rounding, seed: as in `LazyAdam`.
+
+    Raises:
+        ValueError: an argument out of range.
+        And what `RowOptimizer` raises.
+    """
+
+    rule = "ftrl"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        lr_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        *,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if not lr > 0:
+            raise ValueError(f"Ftrl: lr must be > 0, got {lr}")
+        if not lr_power <= 0:
+            raise ValueError(f"Ftrl: lr_power must be <= 0, got {lr_power}")
+        defaults = {
+            "initial_accumulator_value": initial_accumulator_value,
+            "l1": l1,
+            "l2": l2,
+        }
+        for argument, value in defaults.items():
+            check_range("Ftrl", argument, value, 0, None)
+        defaults |= {"lr": lr, "lr_power": lr_power}
+        super().__init__(params, defaults, stochastic_rounding, seed)
+
+    def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"accumulator": group["initial_accumulator_value"], "linear": 0.0}
+
+    def _settings(self, group: dict[str, Any]) -> list[float]:
+        return [float(group["lr"]), group["l1"], group["l2"], group["lr_power"]]

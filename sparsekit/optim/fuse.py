@@ -1,0 +1,73 @@
+"""Updates that are made inside backward."""
+
+import torch
+
+from ..nn.shard import EmbeddingWeight, ShardedTable
+from .row_optimizer import RowOptimizer
+
+
+class FusedHandle:
+    """What `fuse_in_backward` has attached; ``remove()`` detaches it."""
+
+    def __init__(self, weights: list[EmbeddingWeight]) -> None:
+        self._weights = weights
+
+    def remove(self) -> None:
+        """Let gradients go to ``weight.grad`` again."""
+        for weight in self._weights:
+            weight.update_in_backward = None
+
+
+def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedHandle:
+    """Have backward update the tables of embedding layers, without a ``weight.grad``.
+
+    That saves the gradient's memory and a pass, and on CUDA nothing waits for the device. The
+    weights are those of a normal step, bit for bit, if
+
+    - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
+      layers but still ends the step, and
+    - a layer is looked up once in each backward, and its weight is used for nothing else.
+
+    Otherwise an error is raised. Gradients cannot be clipped, scaled (GradScaler) or accumulated on
+    the way, since nobody sees them. Learning rates are those at the time of backward.
+
+    Args:
+        optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.
+        module: an embedding layer, a group or a model; layers in it whose weight is not the
+            optimizer's are left alone.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+
+    Raises:
+        TypeError: optimizer is not one of `sparsekit.optim`.
+        ValueError: there is no layer whose weight is the optimizer's, or one has been attached
+            before.
+    """
+    if not isinstance(optimizer, RowOptimizer):
+        raise TypeError(
+            f"fuse_in_backward: optimizer must be one of sparsekit.optim, got "
+            f"{type(optimizer).__name__}"
+        )
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    layers = [m for m in module.modules() if isinstance(m, ShardedTable) and m.weight in own]
+    if not layers:
+        raise ValueError(
+            f"fuse_in_backward: no embedding layer in {type(module).__name__} has a weight among "
+            f"the optimizer's parameters"
+        )
+    for layer in layers:
+        if layer.weight.update_in_backward is not None:
+            raise ValueError(f"fuse_in_backward: {layer.name} has been attached to an optimizer")
+    for layer in layers:
+        layer.weight.update_in_backward = _Update(optimizer, layer.weight)
+    return FusedHandle([layer.weight for layer in layers])
+
+
+class _Update:
+    def __init__(self, optimizer: RowOptimizer, weight: EmbeddingWeight) -> None:
+        self.optimizer = optimizer
+        self.weight = weight
+
+    def __call__(self, rows: torch.Tensor, grad: torch.Tensor) -> None:
+        self.optimizer.update_in_backward(self.weight, rows, grad)

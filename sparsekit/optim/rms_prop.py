@@ -1,0 +1,87 @@
+"""RMSProp as torch has it and as TensorFlow has it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from .row_optimizer import RowOptimizer, check_range
+
+# What None stands for: alpha, eps, initial_accumulator_value.
+_FORMS = {"torch": (0.99, 1e-8, 0.0), "tensorflow": (0.9, 1e-10, 1.0)}
+
+
+class RMSProp(RowOptimizer):
+    r"""RMSProp on the rows that were touched; all others, and their averages, keep their bits.
+
+    For every row in the gradient g, with ``form="torch"``:
+
+    .. math::
+        v = \alpha v + (1 - \alpha) g^2, \quad b = \mu b + \frac{g}{\sqrt{v} + eps}, \quad
+        w = w - lr \, b
+
+    and with ``form="tensorflow"``:
+
+    .. math::
+        v = \alpha v + (1 - \alpha) g^2, \quad b = \mu b + \frac{lr \, g}{\sqrt{v + eps}}, \quad
+        w = w - b
+
+    The two differ in their defaults (below), in where eps stands and, when lr changes, in what
+    momentum remembers. Sources: Tieleman and Hinton, lecture 6.5 of "Neural networks for machine
+    learning", 2012; torch.optim.RMSprop; tf.compat.v1.train.RMSPropOptimizer, which leaves
+    untouched rows alone as well.
+
+    Args:
+        params: parameters or groups of them; float32, float64 or bfloat16.
+        lr: learning rate, >= 0.
+        alpha: decay of v, in [0, 1); None is 0.99, or 0.9 for TensorFlow's form.
+        eps: as in the formula, >= 0; None is 1e-8, or 1e-10 for TensorFlow's form.
+        momentum: mu, in [0, 1); with 0 there is no b.
+        form: ``"torch"`` or ``"tensorflow"``.
+        initial_accumulator_value: v before the first step, >= 0; None is 0, or 1 for TensorFlow's
+            form, whose first steps are therefore small.
+        stochastic_rounding, seed: as in `LazyAdam`.
+
+    Raises:
+        ValueError: an argument out of range.
+        And what `RowOptimizer` raises.
+    """
+
+    rule = "rms_prop"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        alpha: float | None = None,
+        eps: float | None = None,
+        momentum: float = 0.0,
+        *,
+        form: str = "torch",
+        initial_accumulator_value: float | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if form not in _FORMS:
+            raise ValueError(f"RMSProp: form must be 'torch' or 'tensorflow', got {form!r}")
+        usual_alpha, usual_eps, usual_start = _FORMS[form]
+        start = initial_accumulator_value
+        defaults = {
+            "lr": lr,
+            "alpha": usual_alpha if alpha is None else alpha,
+            "eps": usual_eps if eps is None else eps,
+            "momentum": momentum,
+            "form": form,
+            "initial_accumulator_value": usual_start if start is None else start,
+        }
+        for argument in ("lr", "eps", "initial_accumulator_value"):
+            check_range("RMSProp", argument, defaults[argument], 0, None)
+        for argument in ("alpha", "momentum"):
+            check_range("RMSProp", argument, defaults[argument], 0, 1)
+        super().__init__(params, defaults, stochastic_rounding, seed)
+
+    def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
+        states = {"square_avg": group["initial_accumulator_value"]}
+        return states | {"momentum_buffer": 0.0} if group["momentum"] > 0 else states
+
+    def _settings(self, group: dict[str, Any]) -> list[float]:
+        inside = group["form"] == "tensorflow"
+        return [float(group["lr"]), group["alpha"], group["eps"], group["momentum"], inside]

@@ -1,0 +1,89 @@
+"""SGD, with momentum for the touched rows or, exactly, for all."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from .catch_up import CatchUpOptimizer
+from .row_optimizer import check_range
+
+
+class SGD(CatchUpOptimizer):
+    r"""Stochastic gradient descent with momentum.
+
+    For every row in the gradient g:
+
+    .. math::
+        g = g + \lambda w, \quad b = \mu b + g, \quad
+        w = w - lr \begin{cases} g + \mu b & \text{nesterov} \\ b & \text{else} \end{cases}
+
+    as in torch.optim.SGD without dampening; Sutskever et al., "On the importance of initialization
+    and momentum in deep learning", ICML 2013. Without momentum (mu = 0) it is plain SGD and has no
+    state.
+
+    With momentum, rows that have none of the gradient move on by their b under the dense method.
+    ``mode="catch_up"`` is exactly that, at the cost of the touched rows: see `Adam`.
+    ``mode="touched"`` leaves such rows, and their b, alone.
+
+    Args:
+        params: parameters or groups of them; float32, float64 or bfloat16.
+        lr: learning rate, >= 0.
+        momentum: mu, in [0, 1).
+        weight_decay: lambda, >= 0, on touched rows; 0 in mode "catch_up".
+        nesterov: as in the formula; needs momentum.
+        mode: ``"touched"`` or ``"catch_up"``.
+        stochastic_rounding, seed: as in `LazyAdam`; not in mode "catch_up".
+
+    Raises:
+        ValueError: an argument out of range, or two that do not go together.
+        And what `CatchUpOptimizer` and `RowOptimizer` raise.
+    """
+
+    rule = "sgd"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        mode: str = "touched",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        check_range("SGD", "lr", lr, 0, None)
+        check_range("SGD", "momentum", momentum, 0, 1)
+        check_range("SGD", "weight_decay", weight_decay, 0, None)
+        if mode not in ("touched", "catch_up"):
+            raise ValueError(f"SGD: mode must be 'touched' or 'catch_up', got {mode!r}")
+        if nesterov and momentum == 0:
+            raise ValueError("SGD: nesterov needs momentum > 0, got 0")
+        if mode == "catch_up" and (weight_decay > 0 or stochastic_rounding):
+            raise ValueError(
+                f"SGD: mode='catch_up' goes neither with weight_decay nor with "
+                f"stochastic_rounding, got {weight_decay} and {stochastic_rounding}"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "mode": mode,
+        }
+        super().__init__(params, defaults, stochastic_rounding, seed)
+
+    def _moves_all(self, group: dict[str, Any]) -> bool:
+        return group["mode"] == "catch_up" and group["momentum"] > 0
+
+    def _sweeps(self, group: dict[str, Any]) -> bool:
+        return False
+
+    def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"momentum_buffer": 0.0} if group["momentum"] > 0 else {}
+
+    def _settings(self, group: dict[str, Any]) -> list[float]:
+        return [float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"]]
+
+    def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
+        return float(group["lr"]), 0.0
