@@ -67,6 +67,14 @@ def init(
     settings.backend = backend
 
 
+def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group to work over: this one, or the default; None where there is one rank only."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = process_group or settings.process_group or dist.group.WORLD
+    return group if dist.get_world_size(group) > 1 else None
+
+
 def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchange | None:
     """The exchange over the ranks of a group, or None where there is one rank only.
 
@@ -74,11 +82,8 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
     get between those of others, DistributedDataParallel's for one. The first call for a group is
     therefore a collective.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    group = group or settings.process_group or dist.group.WORLD
-    assert group is not None
-    if dist.get_world_size(group) == 1:
+    group = group_of(group)
+    if group is None:
         return None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())

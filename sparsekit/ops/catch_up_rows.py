@@ -27,7 +27,9 @@ def catch_up_rows_(
     gradient and do not move.
 
     Args:
-        weight, states, row_step: as in `update_rows_`, changed in place; row_step is needed.
+        weight: as in `update_rows_`, changed in place.
+        states: as there, changed in place.
+        row_step: int32 ``[num_rows]``, the step that each row is at, changed in place.
         rows: int64 ``[n]``, distinct; negative ones are left out. None means all rows.
         numbers: float64 ``[count, 2]``: for rule ``"sgd"`` the learning rate of each step and
             anything; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and

@@ -2,6 +2,8 @@
 
 from .adagrad import Adagrad, RowWiseAdagrad
 from .adam import Adam
+from .clip import clip_grad_norm_
+from .finite import NonFiniteGradientError, check_finite_gradients
 from .ftrl import Ftrl
 from .fuse import fuse_in_backward
 from .lazy_adam import LazyAdam
@@ -16,9 +18,12 @@ __all__ = [
     "Adam",
     "Ftrl",
     "LazyAdam",
+    "NonFiniteGradientError",
     "RMSProp",
     "RowOptimizer",
     "RowWiseAdagrad",
+    "check_finite_gradients",
+    "clip_grad_norm_",
     "fuse_in_backward",
     "split_embedding_variable_from_others",
 ]

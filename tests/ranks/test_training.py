@@ -10,6 +10,14 @@ from .pool import Ranks
 
 STEPS, BATCH, SLOTS, NNZ, DIM = 20, 12, 2, 3, 5
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "our SGD": (sparsekit.optim.SGD, {"lr": 0.1}),
+    "momentum": (sparsekit.optim.SGD, {"lr": 0.03, "momentum": 0.9, "mode": "catch_up"}),
+    "Adam": (sparsekit.optim.Adam, {"lr": 0.01}),
+    "LazyAdam": (sparsekit.optim.LazyAdam, {"lr": 0.01}),
+    "RowWiseAdagrad": (sparsekit.optim.RowWiseAdagrad, {"lr": 0.1}),
+}
 
 
 def batches(dtype):
@@ -43,10 +51,13 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
     layer = module[0]
     model = wrap_ddp(module)
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)
-    if optimizer == "SGD":
-        optimizers = [torch.optim.SGD([*sparse, *dense], lr=0.1)]
+    kind, settings = OPTIMIZERS[optimizer.removesuffix(" in backward")]
+    if kind is torch.optim.SGD:
+        optimizers = [kind([*sparse, *dense], **settings)]
     else:
-        optimizers = [sparsekit.optim.LazyAdam(sparse, lr=0.01), torch.optim.SGD(dense, lr=0.1)]
+        optimizers = [kind(sparse, **settings), torch.optim.SGD(dense, lr=0.1)]
+    if optimizer.endswith(" in backward"):
+        sparsekit.optim.fuse_in_backward(optimizers[0], module)
     mine = share(rank, world_size)
     for keys, target in batches(dtype):
         keys = keys if use_hashtable else keys.abs()
@@ -56,6 +67,7 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
         for each in optimizers:
             each.step()
             each.zero_grad()
+    layer.weight.catch_up()
     if use_hashtable:
         keys = layer.table.keys()
         rows = layer.weight[: len(keys)]
@@ -94,6 +106,17 @@ def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
     many = gathered(any_ranks(train, world_size, *settings))
     for result, expected in zip(many, one, strict=True):
         torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize("in_backward", ["", " in backward"])
+@pytest.mark.parametrize("optimizer", ["our SGD", "momentum", "Adam", "RowWiseAdagrad"])
+def test_other_optimizers_equal_one_rank(two_ranks, optimizer, in_backward, strategy):
+    settings = ("mean", True, torch.float64, optimizer + in_backward, "mean", strategy)
+    one = gathered([train(0, 1, *settings)])
+    many = gathered(two_ranks(train, 2, *settings))
+    for result, expected in zip(many, one, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[torch.float64])
 
 
 @pytest.mark.parametrize("use_hashtable", [True, False])

@@ -1,0 +1,124 @@
+"""Clipping by the norm of all gradients, sparse and dense, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.world import group_of
+from ..nn.shard import EmbeddingWeight
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Scale gradients so that the norm of all of them together is at most max_norm.
+
+    As torch.nn.utils.clip_grad_norm_, but gradients may be sparse, and weights of embedding layers
+    are taken as the shards they are: the norm is over all ranks' rows. Other parameters are taken
+    as equal on all ranks, as DistributedDataParallel keeps them. With several ranks this is a
+    collective: all of them call it, with gradients or without.
+
+    Gradients are changed in place; a sparse one with repeated rows is replaced by its sum. Updates
+    made by `fuse_in_backward` leave no gradient, so they are not clipped.
+
+    Args:
+        parameters: one parameter or several, such as a module's ``parameters()``.
+        max_norm: the norm to allow, >= 0.
+        norm_type: the p of the p-norm, > 0; ``inf`` is the largest absolute value.
+        error_if_nonfinite: raise if the norm is infinite or NaN, which waits for the device.
+            Otherwise gradients are scaled by what comes of it.
+        process_group: over which tables are sharded; None means that of `sparsekit.init`, or
+            torch.distributed's default group.
+
+    Returns:
+        The norm before clipping, the same on all ranks: a 0-dim tensor, float32, or float64 if a
+        parameter is.
+
+    Raises:
+        TypeError: max_norm or norm_type is no number, or parameters has something else than
+            tensors.
+        ValueError: max_norm is negative or NaN, or norm_type is not positive.
+        RuntimeError: a norm that is not finite, if error_if_nonfinite; gradients are not scaled.
+    """
+    max_norm = _number("max_norm", max_norm)
+    if not max_norm >= 0:
+        raise ValueError(f"clip_grad_norm_: max_norm must be >= 0, got {max_norm}")
+    norm_type = _number("norm_type", norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be > 0, got {norm_type}")
+    parameters = _tensors(parameters)
+
+    # Where parameters are and not gradients, which a rank may lack; and always in float64: so ranks
+    # agree on what they send.
+    device = parameters[0].device if parameters else torch.get_default_device()
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    sharded, dense, gradients = [none], [none], []
+    for parameter in parameters:
+        values = _values(parameter)
+        if values is None or values.numel() == 0:  # which has no largest value
+            continue
+        accumulate = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, norm_type, dtype=accumulate).to(none)
+        (sharded if isinstance(parameter, EmbeddingWeight) else dense).append(norm)
+        gradients.append(values)
+    # Norms of norms, since p-th powers may overflow where their root does not.
+    shard = torch.linalg.vector_norm(torch.stack(sharded), norm_type)
+    parts = torch.stack([*_of_all_ranks(shard, process_group), *dense])
+    total = torch.linalg.vector_norm(parts, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} is {total.item()}, so gradients "
+            f"cannot be clipped; error_if_nonfinite=False scales them all the same"
+        )
+    # Clamped and not compared, since a comparison would wait for the device.
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for values in gradients:
+        values.mul_(scale.to(values.device))
+    double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return total if double else total.float()
+
+
+def _number(argument: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"clip_grad_norm_: {argument} must be a number, got {value!r}") from None
+
+
+def _tensors(parameters: Any) -> list[torch.Tensor]:
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for position, item in enumerate(tensors):
+        if not isinstance(item, torch.Tensor):
+            raise TypeError(
+                f"clip_grad_norm_: parameters must be tensors, but item {position} is a "
+                f"{type(item).__name__}"
+            )
+    return tensors
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient's numbers, each of them once."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.coalesce()
+        return parameter.grad._values()
+    return parameter.grad
+
+
+def _of_all_ranks(norm: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    group = group_of(group)
+    if group is None:
+        return [norm]
+    # Gathered and not reduced, since the maximum of gloo ignores NaNs.
+    gathered = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, norm, group=group)
+    return gathered

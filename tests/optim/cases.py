@@ -1,0 +1,78 @@
+"""Weights and gradients that the suites of the optimizers share, and all optimizers by name."""
+
+import torch
+
+from sparsekit import optim
+from sparsekit.nn import EmbeddingWeight
+
+ROWS, DIM, STEPS = 12, 5, 50
+NEVER = 11  # a row that no gradient touches
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+# Those under which a row without a gradient keeps its bits. Rates are large, so that errors show.
+TOUCHED = {
+    "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "SGD momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.8, "nesterov": True}),
+    "LazyAdam": (optim.LazyAdam, {"lr": 0.1}),
+    "LazyAdam decay": (optim.LazyAdam, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}),
+    "LazyAdam per row": (optim.LazyAdam, {"lr": 0.1, "bias_correction": "per_row"}),
+    "Adagrad": (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "RowWiseAdagrad": (optim.RowWiseAdagrad, {"lr": 0.1}),
+    "RMSProp": (optim.RMSProp, {"lr": 0.1, "momentum": 0.5}),
+    "RMSProp of TensorFlow": (optim.RMSProp, {"lr": 0.1, "form": "tensorflow", "momentum": 0.5}),
+    "Ftrl": (optim.Ftrl, {"lr": 0.5, "l1": 0.1, "l2": 0.01}),
+}
+# And those under which it moves.
+ALL_ROWS = {
+    "Adam": (optim.Adam, {"lr": 0.1}),
+    "Adam sweep": (optim.Adam, {"lr": 0.1, "mode": "sweep"}),
+    "SGD catch_up": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "mode": "catch_up"}),
+    "SGD nesterov catch_up": (
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.8, "nesterov": True, "mode": "catch_up"},
+    ),
+}
+OPTIMIZERS = TOUCHED | ALL_ROWS
+
+
+def make(name, parameters, **settings):
+    kind, own = OPTIMIZERS[name]
+    return kind(parameters, **(own | settings))
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def start(dtype=torch.float64, shape=(ROWS, DIM), seed=0):
+    """The weight of an embedding layer."""
+    weight = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
+    return EmbeddingWeight(weight.to(dtype))
+
+
+def sparse(rows, values, num_rows=ROWS):
+    rows = torch.as_tensor(rows).unsqueeze(0)
+    size = (num_rows, *values.shape[1:])
+    return torch.sparse_coo_tensor(rows, values, size, check_invariants=True)
+
+
+def gradients(dtype=torch.float64, steps=STEPS):
+    """Row 0 in every step, row 1 in the first and the last, others now and then; repeats."""
+    for step in range(steps):
+        rows = torch.randint(2, NEVER, (6,), generator=generator(step)).tolist()
+        rows += [0, 1] if step in (0, steps - 1) else [0]
+        values = torch.randn(len(rows), DIM, generator=generator(100 + step), dtype=torch.float64)
+        yield sparse(rows, values.to(dtype))
+
+
+def run(optimizer, parameter, grads):
+    for grad in grads:
+        parameter.grad = grad
+        optimizer.step()
+
+
+def same_bits(one, other):
+    assert one.dtype == other.dtype
+    one, other = (t.detach().contiguous().view(torch.uint8) for t in (one, other))
+    return torch.equal(one, other)

@@ -1,0 +1,199 @@
+"""clip_grad_norm_ against torch's, on dense copies of the gradients."""
+
+import copy
+import math
+
+import pytest
+import torch
+from conftest import assert_close, randn, same_bits, whole_numbers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparsekit
+from sparsekit.optim.clip import clip_grad_norm_
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+ROWS = {"coalesced": [0, 3, 4], "repeated": [4, 0, 4, 4], "no rows": []}
+
+
+def parameter(grad, weight=torch.nn.Parameter):
+    result = weight(torch.zeros(grad.shape, dtype=grad.dtype))
+    result.grad = grad
+    return result
+
+
+def sparse(rows, dtype):
+    """A gradient of these rows, coalesced if they rise; sums of repeated rows are exact."""
+    indices = torch.tensor([rows], dtype=torch.int64)
+    values = whole_numbers(len(rows), 3, dtype=dtype)
+    rise = rows == sorted(set(rows))
+    return torch.sparse_coo_tensor(
+        indices, values, (6, 3), is_coalesced=rise, check_invariants=True
+    )
+
+
+def every_kind(dtype, rows=ROWS["repeated"]):
+    """A layer's weight, a sparse one of torch, dense ones, and one without a gradient."""
+    return [
+        parameter(sparse(rows, dtype), sparsekit.nn.EmbeddingWeight),
+        parameter(sparse(rows[::2], dtype)),
+        parameter(randn(4, 5, dtype=dtype)),
+        torch.nn.Parameter(torch.ones(2)),
+        parameter(randn(1, dtype=dtype).squeeze()),
+    ]
+
+
+def dense_copies(parameters):
+    """The same gradients as torch clips them: dense, in float64."""
+    return [
+        parameter(p.grad.to_dense().to(torch.float64, copy=True))
+        if p.grad is not None
+        else copy.deepcopy(p)
+        for p in parameters
+    ]
+
+
+@pytest.mark.parametrize("max_norm", [0, 0.7, 1e4, math.inf])
+@pytest.mark.parametrize("norm_type", [0.5, 1, 2.0, 3.5, math.inf, "inf"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_torch_on_dense_gradients(dtype, rows, norm_type, max_norm):
+    parameters = every_kind(dtype, ROWS[rows])
+    copies = dense_copies(parameters)
+    before = [p.grad for p in parameters]
+    norm = clip_grad_norm_(parameters, max_norm, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(copies, max_norm, norm_type)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    # In float32 for bfloat16, too.
+    assert norm.dtype == wide
+    assert_close(norm, expected.to(wide))
+    for p, q in zip(parameters, copies, strict=True):
+        if p.grad is not None:
+            assert p.grad.dtype == dtype
+            assert_close(p.grad.to_dense(), q.grad.to(dtype))
+    assert parameters[0].grad.is_coalesced()
+    for p, grad in zip(parameters, before, strict=True):
+        assert p.grad is grad or (grad.is_sparse and not grad.is_coalesced())
+
+
+def test_several_dtypes_together():
+    parameters = [p for dtype in DTYPES for p in every_kind(dtype)]
+    copies = dense_copies(parameters)
+    norm = clip_grad_norm_(parameters, 0.7)
+    expected = torch.nn.utils.clip_grad_norm_(copies, 0.7)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    for p, q in zip(parameters, copies, strict=True):
+        if p.grad is not None:
+            rtol = 1e-2 if p.dtype == torch.bfloat16 else 1e-6
+            torch.testing.assert_close(p.grad.to_dense().double(), q.grad, rtol=rtol, atol=0)
+
+
+def test_gradients_below_the_norm_keep_their_bits():
+    parameters = every_kind(torch.float32)
+    expected = [p.grad.to_dense() for p in parameters if p.grad is not None]
+    clip_grad_norm_(parameters, 1e4)
+    results = [p.grad.to_dense() for p in parameters if p.grad is not None]
+    assert all(map(same_bits, results, expected))
+
+
+@pytest.mark.parametrize("layer_type", ["DistributedEmbedding", "All2AllDenseEmbedding"])
+def test_after_backward(layer_type):
+    arguments = ("sum", 10, 3, 2, 2) if layer_type == "DistributedEmbedding" else (10, 3, 2, 2)
+    layer = getattr(sparsekit, layer_type)(*arguments)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(3, 1))
+    for _ in range(2):  # the second is added to the first
+        model(torch.tensor([[[7, 8], [7, 7]]])).sum().backward()
+    copies = dense_copies(model.parameters())
+    norm = clip_grad_norm_(model.parameters(), 0.5)
+    assert_close(norm, torch.nn.utils.clip_grad_norm_(copies, 0.5).float())
+    assert norm > 0.5
+    assert layer.weight.grad.is_coalesced()
+    for p, q in zip(model.parameters(), copies, strict=True):
+        assert_close(p.grad.to_dense(), q.grad.float())
+
+
+@pytest.mark.parametrize(
+    "form", [lambda p: p, lambda p: [p], lambda p: (q for q in [p])], ids=["one", "list", "iter"]
+)
+def test_forms_of_parameters(form):
+    weight = parameter(torch.tensor([3.0, 4.0]))
+    assert clip_grad_norm_(form(weight), 1) == 5
+    assert_close(weight.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_gradients_that_have_a_graph():
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    (weight.grad,) = torch.autograd.grad(weight.square().sum() / 2, weight, create_graph=True)
+    assert not clip_grad_norm_(weight, 1).requires_grad
+    assert_close(weight.grad.detach(), torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+@pytest.mark.parametrize("nothing", [[], [torch.nn.Parameter(torch.ones(2))]], ids=["", "no grad"])
+def test_nothing_to_clip(nothing, norm_type):
+    norm = clip_grad_norm_(nothing, 1, norm_type)
+    assert norm == 0
+    assert norm.shape == ()
+
+
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_norm_that_is_not_finite(which, bad, norm_type):
+    parameters = every_kind(torch.float32, ROWS["coalesced"])
+    grad = parameters[which].grad
+    (grad._values() if grad.is_sparse else grad)[1, 2] = bad
+    before = [p.grad.to_dense() for p in parameters if p.grad is not None]
+    with pytest.raises(RuntimeError, match=f"clip_grad_norm_.* is {bad}.*error_if_nonfinite"):
+        clip_grad_norm_(parameters, 1, norm_type, error_if_nonfinite=True)
+    after = [p.grad.to_dense() for p in parameters if p.grad is not None]
+    assert all(map(same_bits, after, before))
+
+    copies = dense_copies(parameters)
+    norm = clip_grad_norm_(parameters, 1, norm_type)
+    expected = torch.nn.utils.clip_grad_norm_(copies, 1, norm_type)
+    torch.testing.assert_close(norm, expected.float(), equal_nan=True)
+    for p, q in zip(parameters, copies, strict=True):
+        if p.grad is not None and p.grad.is_sparse:  # torch's has rows besides, of NaN or 0
+            p, q = p.grad, q.grad[p.grad._indices()[0]].float()
+            torch.testing.assert_close(p._values(), q, equal_nan=True)
+        elif p.grad is not None:
+            torch.testing.assert_close(p.grad, q.grad.float(), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_norm": -1}, ValueError, r"max_norm must be >= 0, got -1\.0"),
+        ({"max_norm": math.nan}, ValueError, "max_norm must be >= 0, got nan"),
+        ({"max_norm": "much"}, TypeError, "max_norm must be a number, got 'much'"),
+        ({"max_norm": None}, TypeError, "max_norm must be a number, got None"),
+        ({"norm_type": 0}, ValueError, r"norm_type must be > 0, got 0\.0"),
+        ({"norm_type": -math.inf}, ValueError, "norm_type must be > 0, got -inf"),
+        ({"norm_type": math.nan}, ValueError, "norm_type must be > 0, got nan"),
+        ({"norm_type": []}, TypeError, r"norm_type must be a number, got \[\]"),
+        ({"parameters": {"a": 1}}, TypeError, "parameters must be tensors, but item 0 is a str"),
+        ({"parameters": [torch.ones(2), 1]}, TypeError, "item 1 is a int"),
+    ],
+)
+def test_errors(arguments, error, message):
+    weight = parameter(torch.tensor([3.0, 4.0]))
+    with pytest.raises(error, match=f"^clip_grad_norm_: .*{message}"):
+        clip_grad_norm_(**{"parameters": [weight], "max_norm": 1, **arguments})
+    assert torch.equal(weight.grad, torch.tensor([3.0, 4.0]))
+
+
+class NothingRead(TorchDispatchMode):
+    """Raises where a tensor's number would be read, for which a GPU has to be waited for."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_reads_nothing_unless_errors_are_wanted():
+    parameters = every_kind(torch.float32, ROWS["coalesced"])
+    with NothingRead():
+        clip_grad_norm_(parameters, 0.7)
+    with NothingRead(), pytest.raises(AssertionError):
+        clip_grad_norm_(parameters, 0.7, error_if_nonfinite=True)

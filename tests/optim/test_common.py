@@ -1,0 +1,237 @@
+"""What holds for every optimizer."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit.optim import RowOptimizer
+
+from .cases import (
+    DIM,
+    OPTIMIZERS,
+    ROWS,
+    TOUCHED,
+    generator,
+    gradients,
+    make,
+    run,
+    same_bits,
+    sparse,
+    start,
+)
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def caught_up(optimizer, weight):
+    """The weight as a reader would see it."""
+    optimizer.state_dict()
+    return weight.detach()
+
+
+def test_every_optimizer_is_here():
+    exported = {value for value in vars(sparsekit.optim).values() if isinstance(value, type)}
+    ours = {kind for kind in exported if issubclass(kind, RowOptimizer)} - {RowOptimizer}
+    assert ours == {kind for kind, _ in OPTIMIZERS.values()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_repeated_rows_are_added_up_first(name, dtype):
+    # Small whole numbers, whose sums are exact in any order.
+    results = []
+    for coalesced in (False, True):
+        weight = start(dtype)
+        optimizer = make(name, [weight])
+        for step in range(5):
+            rows = torch.randint(0, ROWS, (30,), generator=generator(step))
+            values = torch.randint(-4, 5, (30, DIM), generator=generator(step)).to(dtype)
+            grad = sparse(rows, values)
+            weight.grad = grad.coalesce() if coalesced else grad
+            assert weight.grad.is_coalesced() == coalesced
+            optimizer.step()
+        results.append(caught_up(optimizer, weight))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_resumed_run_equals_an_uninterrupted_one(name, dtype, way):
+    grads = list(gradients(dtype, 10))
+    whole = start(dtype)
+    uninterrupted = make(name, [whole])
+    run(uninterrupted, whole, grads)
+
+    first = start(dtype)
+    optimizer = make(name, [first])
+    run(optimizer, first, grads[:5])
+    if way == "deepcopy":
+        second, resumed = copy.deepcopy((first, optimizer))
+    else:
+        state = optimizer.state_dict()
+        second = copy.deepcopy(first)
+        resumed = make(name, [second], lr=7)
+        if way == "file":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        resumed.load_state_dict(state)
+    run(resumed, second, grads[5:])
+    assert same_bits(caught_up(resumed, second), caught_up(uninterrupted, whole))
+    states = resumed.state[second], uninterrupted.state[whole]
+    assert states[0].keys() == states[1].keys()
+    assert all(same_bits(one, states[1][key]) for key, one in states[0].items() if one.dim())
+
+
+@pytest.mark.parametrize("saved", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loaded", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_another_dtype_can_be_loaded(name, saved, loaded):
+    weight = start(saved)
+    optimizer = make(name, [weight])
+    run(optimizer, weight, gradients(saved, 3))
+    other = start(loaded)
+    resumed = make(name, [other])
+    resumed.load_state_dict(optimizer.state_dict())
+    run(resumed, other, gradients(loaded, 2))
+    assert resumed.state[other]["step"] == 5
+    wide = torch.float64 if loaded == torch.float64 else torch.float32
+    for key, value in resumed.state[other].items():
+        assert value.dtype == {"step": torch.int64, "row_step": torch.int32}.get(key, wide)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_that_does_not_fit(name):
+    weight = start()
+    optimizer = make(name, [weight])
+    run(optimizer, weight, gradients(steps=1))
+    state = optimizer.state_dict()
+    (own,) = state["state"].values()
+    key = next((k for k in own if k not in ("step", "row_step")), None)
+    if key is None:
+        return  # plain SGD has no state
+    for damage, message in (
+        (lambda: own.update({key: own[key][:-1]}), rf"{key} must have shape .* got"),
+        (lambda: own.pop(key), rf"has no {key}, but step"),
+    ):
+        damage()
+        with pytest.raises(ValueError, match=message):
+            make(name, [start()]).load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", TOUCHED)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (0,), (0, 4), (3, 0)], ids=str)
+def test_dense_gradients_of_any_shape(name, shape):
+    if name == "RowWiseAdagrad" and len(shape) != 2:
+        pytest.skip("rows are what a row-wise state is about; see its own test")
+    weight, flat = start(shape=shape), start(shape=shape)
+    flat = torch.nn.Parameter(flat.detach().reshape(-1, 4 if len(shape) == 2 else 1))
+    if shape == (3, 0):
+        flat = torch.nn.Parameter(torch.empty(3, 0, dtype=torch.float64))
+    optimizers = make(name, [weight]), make(name, [flat])
+    for seed in range(1, 6):
+        weight.grad = start(shape=shape, seed=seed).detach()
+        flat.grad = weight.grad.reshape(flat.shape)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert weight.shape == shape
+    assert same_bits(weight.detach().reshape(flat.shape), flat.detach())
+
+
+def test_row_wise_states_have_one_number_for_a_row():
+    for shape in ((4, 3), (4, 2, 2), (4,)):
+        weight = start(shape=shape)
+        optimizer = make("RowWiseAdagrad", [weight], initial_accumulator_value=2.0)
+        weight.grad = torch.full_like(weight, 3.0)
+        optimizer.step()
+        assert optimizer.state[weight]["sum"].tolist() == [11.0] * 4
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_empty_gradient_counts_as_a_step(name):
+    weight = start()
+    optimizer = make(name, [weight])
+    nothing = sparse(torch.empty(0, dtype=torch.int64), torch.empty(0, DIM).double())
+    run(optimizer, weight, [nothing])
+    assert same_bits(caught_up(optimizer, weight), start())
+    assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_have_their_own_settings(name):
+    weights = [start(seed=seed) for seed in range(2)]
+    together = make(name, [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.3}])
+    apart = [start(seed=seed) for seed in range(2)]
+    optimizers = [make(name, [apart[0]]), make(name, [apart[1]], lr=0.3)]
+    for grad in gradients(steps=5):
+        for weight in (*weights, *apart):
+            weight.grad = grad
+        for optimizer in (together, *optimizers):
+            optimizer.step()
+    for optimizer in (together, *optimizers):
+        optimizer.state_dict()
+    for one, other in zip(weights, apart, strict=True):
+        assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_closure_and_scheduler(name):
+    weight, other = start(), start()
+    optimizer, again = make(name, [weight]), make(name, [other])
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    rate = again.param_groups[0]["lr"]
+
+    def closure():
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        weight.grad = sparse([1, 4], torch.ones(2, DIM).double())
+        return 3.5
+
+    for step in range(4):
+        assert optimizer.step(closure) == 3.5
+        scheduler.step()
+        again.param_groups[0]["lr"] = rate * 0.5**step
+        run(again, other, [sparse([1, 4], torch.ones(2, DIM).double())])
+    assert same_bits(caught_up(optimizer, weight), caught_up(again, other))
+    assert not same_bits(weight, start())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_fails_does_not_count(name):
+    weight = start(torch.float32)
+    optimizer = make(name, [weight])
+    run(optimizer, weight, gradients(torch.float32, 1))
+    weight.grad = torch.sparse_coo_tensor(
+        torch.tensor([[ROWS]]), torch.ones(1, DIM), (ROWS, DIM), check_invariants=False
+    )
+    before = weight.detach().clone()
+    with pytest.raises(IndexError, match=rf"rows\[0\] is {ROWS}, but weight has {ROWS} rows"):
+        optimizer.step()
+    assert same_bits(weight, before)
+    assert optimizer.state[weight]["step"] == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_models_learn(name):
+    """A pooled layer and a dense one under one optimizer."""
+    torch.manual_seed(0)
+    layer = sparsekit.DistributedEmbedding("mean", 50, 8, 1, 3, name="learns")
+    model = torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(8, 1))
+    optimizer = make(name, model.parameters(), lr=0.05 if name != "Ftrl" else 0.5)
+    keys = torch.randint(0, 40, (64, 1, 3))
+    target = (keys.float().mean((1, 2)) > 20).float()
+    losses = []
+    for _ in range(60):
+        loss = ((model(keys).squeeze(1) - target) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.75 * losses[0], losses[::10]

@@ -1,0 +1,157 @@
+"""fuse_in_backward: the weights of a normal step, and errors where they could not be."""
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit import optim
+from sparsekit.optim import fuse_in_backward
+
+from .cases import OPTIMIZERS, make, same_bits
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+class Model(torch.nn.Module):
+    """A pooled layer with a hash table, one without, and a dense part."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = sparsekit.DistributedEmbedding("mean", 60, 4, 2, 3, name="bags", dtype=dtype)
+        self.rows = sparsekit.All2AllDenseEmbedding(
+            30, 3, 2, 1, use_hashtable=False, name="rows", dtype=dtype
+        )
+        self.head = torch.nn.Linear(14, 1, dtype=dtype)
+
+    def forward(self, keys):
+        bags, rows = self.bags(keys), self.rows(keys[:, :, :1] % 30)
+        return self.head(torch.cat([bags.flatten(1), rows.flatten(1)], 1))
+
+
+def keys_of(step):
+    return torch.randint(0, 50, (5, 2, 3), generator=torch.Generator().manual_seed(step))
+
+
+def train(name, dtype, fused, steps=8):
+    model = Model(dtype)
+    tables, dense = sparsekit.split_embedding_variable_from_others(model)
+    settings = {"l1": 1e-4} if name == "Ftrl" else {}  # else all weights are zeros
+    optimizers = make(name, tables, **settings), torch.optim.SGD(dense, lr=0.1)
+    if fused:
+        fuse_in_backward(optimizers[0], model)
+    for step in range(steps):
+        loss = model(keys_of(step)).square().sum()
+        loss.backward()
+        assert all((p.grad is None) == fused for p in tables)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizers[0].state_dict()
+    return model, optimizers[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_the_normal_step_bit_for_bit(name, dtype):
+    (one, first), (other, second) = (train(name, dtype, fused) for fused in (False, True))
+    for (key, value), expected in zip(
+        other.state_dict().items(), one.state_dict().values(), strict=True
+    ):
+        if key != "bags.table.buckets":  # where a key's slot is depends on who came first
+            assert same_bits(value, expected), key
+    assert not same_bits(one.bags.weight, Model(dtype).bags.weight)
+    for p, q in zip((one.bags.weight, one.rows.weight), (other.bags.weight, other.rows.weight),
+                    strict=True):  # fmt: skip
+        for key, value in first.state[p].items():
+            assert same_bits(value.reshape(-1), second.state[q][key].reshape(-1)), key
+
+
+def test_a_group_and_evaluation():
+    """Gradients in evaluation: unseen keys have none."""
+    results = []
+    for fused in (False, True):
+        layers = {
+            "a": sparsekit.DistributedEmbedding("sum", 40, 4, 1, 3, name="a"),
+            "b": sparsekit.DistributedEmbedding("sum", 40, 2, 1, 3, name="b"),
+        }
+        group = sparsekit.EmbeddingGroup(layers)
+        optimizer = optim.Adagrad(group.parameters(), lr=0.1)
+        if fused:
+            fuse_in_backward(optimizer, group)
+        for step in range(6):
+            group.train(step % 2 == 0)
+            keys = keys_of(step)[:, :1]
+            sum(out.square().sum() for out in group({"a": keys, "b": keys + 7}).values()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([layer.weight.detach() for layer in layers.values()])
+    for one, other in zip(*results, strict=True):
+        assert same_bits(one, other)
+
+
+def attached(**settings):
+    layer = sparsekit.All2AllDenseEmbedding(20, 3, 1, 1, dynamic_input=True, name="one")
+    optimizer = optim.LazyAdam([layer.weight], lr=0.1, **settings)
+    return layer, optimizer, fuse_in_backward(optimizer, layer)
+
+
+def test_a_second_backward_without_a_step():
+    layer, optimizer, _ = attached()
+    layer(torch.tensor([1, 2])).sum().backward()
+    out = layer(torch.tensor([2, 3])).sum()
+    before = layer.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"LazyAdam: two updates .* \(20, 3\) without step\(\)"):
+        out.backward()
+    assert same_bits(layer.weight, before)
+    optimizer.step()
+    layer(torch.tensor([2, 3])).sum().backward()
+    assert not same_bits(layer.weight, before)
+    assert optimizer.state[layer.weight]["step"] == 2
+
+
+def test_a_layer_that_is_looked_up_twice_in_a_backward():
+    layer, _, _ = attached()
+    out = layer(torch.tensor([1, 2])).sum() + layer(torch.tensor([2, 3])).sum()
+    with pytest.raises(RuntimeError, match="do not look a layer up twice"):
+        out.backward()
+
+
+def test_a_gradient_besides():
+    layer, optimizer, _ = attached()
+    (layer(torch.tensor([1, 2])).sum() + layer.weight.square().sum()).backward()
+    with pytest.raises(ValueError, match="updated in backward and has a gradient besides"):
+        optimizer.step()
+
+
+def test_detached_again():
+    layer, optimizer, handle = attached()
+    layer(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    handle.remove()
+    layer(torch.tensor([1, 2])).sum().backward()
+    assert layer.weight.grad is not None
+    optimizer.step()
+    assert optimizer.state[layer.weight]["step"] == 2
+    fuse_in_backward(optimizer, layer)
+
+
+def test_learning_rates_are_those_at_the_time_of_backward():
+    layer, optimizer, _ = attached()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
+    for step in range(2):
+        before = layer(torch.tensor([1])).detach().clone()
+        layer(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        assert torch.equal(layer(torch.tensor([1])), before) == (step == 1)
+
+
+def test_what_is_refused():
+    layer, optimizer, _ = attached()
+    with pytest.raises(ValueError, match="one has been attached to an optimizer"):
+        fuse_in_backward(optimizer, layer)
+    with pytest.raises(TypeError, match=r"optimizer must be one of sparsekit\.optim, got SGD"):
+        fuse_in_backward(torch.optim.SGD([layer.weight]), layer)
+    with pytest.raises(ValueError, match="no embedding layer in Linear has a weight among"):
+        fuse_in_backward(optimizer, torch.nn.Linear(2, 2))

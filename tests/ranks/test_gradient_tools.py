@@ -1,0 +1,194 @@
+"""Clipping and the check of gradients on two ranks: as on one, and the same on both."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsekit
+from sparsekit.distributed import wrap_ddp
+from sparsekit.optim.clip import clip_grad_norm_
+from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradients
+
+BATCH, SLOTS, NNZ, DIM = 12, 2, 3, 5
+SHARES = {"even": (6, 6), "uneven": (1, 11), "rank 1 has no samples": (12, 0)}
+# Which keys a table of all ranks is asked for; with even keys, rank 1 has no row to learn.
+KEYS = {"all": lambda keys: keys, "even": lambda keys: 2 * keys}
+
+
+def backward(rank, share, keys_of, dtype, use_hashtable=True):
+    """A model with gradients of a rank's share of the batch."""
+    layer = sparsekit.DistributedEmbedding(
+        "sum", 90, DIM, SLOTS, NNZ, use_hashtable=use_hashtable, dtype=dtype, name="layer"
+    )
+    torch.manual_seed(0)
+    head = torch.nn.Linear(SLOTS * DIM, 1, dtype=dtype)
+    model = wrap_ddp(torch.nn.Sequential(layer, torch.nn.Flatten(), head))
+    generator = torch.Generator().manual_seed(0)
+    keys = KEYS[keys_of](torch.randint(0, 30, (BATCH, SLOTS, NNZ), generator=generator))
+    target = torch.randn(BATCH, 1, generator=generator).to(dtype)
+    begin = sum(share[:rank])
+    mine = slice(begin, begin + share[rank])
+    error = model(keys[mine]) - target[mine]
+    # Of the global batch: a mean over the rank's own samples would weigh ranks, not samples.
+    ((error * error).sum() * len(share) / BATCH).backward()
+    return model, layer, head
+
+
+def clip(rank, share, keys_of, dtype, max_norm, norm_type, without=None):
+    """Norm, each key's clipped gradient, and those of the head."""
+    model, layer, head = backward(rank, share, keys_of, dtype)
+    if rank == 1 and without is not None:
+        assert layer.weight.grad is None or len(layer.weight.grad._values()) == 0
+        layer.weight.grad = None
+    parameters = model.parameters()
+    if rank == 1 and without == "parameter":
+        parameters = [p for p in parameters if p.grad is not None]
+    norm = clip_grad_norm_(parameters, max_norm, norm_type)
+    if layer.weight.grad is None:
+        rows, values = torch.empty(0, dtype=torch.int64), torch.empty(0, DIM, dtype=dtype)
+    else:
+        rows, values = layer.weight.grad._indices()[0], layer.weight.grad._values()
+    gradients = dict(zip(layer.table.keys()[rows].tolist(), values, strict=True))
+    return norm, gradients, head.weight.grad, head.bias.grad
+
+
+def check_clip(two_ranks, share, *arguments, without=None):
+    norm, gradients, *head = clip(0, (BATCH,), *arguments)
+    _, _, max_norm, _ = arguments
+    assert norm > max_norm
+    of_ranks = two_ranks(clip, share, *arguments, without)
+    close = {"rtol": 0, "atol": 1e-12 if norm.dtype == torch.float64 else 1e-5}
+    found = {}
+    for rank_norm, rank_gradients, *rank_head in of_ranks:
+        torch.testing.assert_close(rank_norm, norm, **close)
+        assert torch.equal(rank_norm, of_ranks[0][0])
+        torch.testing.assert_close(rank_head, head, **close)
+        assert found.keys().isdisjoint(rank_gradients)
+        found |= rank_gradients
+    torch.testing.assert_close(found, gradients, **close)
+
+
+@pytest.mark.parametrize("norm_type", [1, 2, 3.5, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("share", SHARES)
+def test_two_ranks_clip_as_one(two_ranks, share, keys, dtype, norm_type):
+    check_clip(two_ranks, SHARES[share], keys, dtype, 0.1, norm_type)
+
+
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+@pytest.mark.parametrize("without", ["gradient", "parameter"])
+def test_a_rank_without_a_gradient_takes_part(two_ranks, without, norm_type):
+    arguments = ("even", torch.float64, 0.1, norm_type)
+    check_clip(two_ranks, SHARES["even"], *arguments, without=without)
+
+
+def clip_nothing(rank):
+    weight = sparsekit.nn.EmbeddingWeight(torch.zeros(2, 2))
+    if rank == 0:
+        weight.grad = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
+    return clip_grad_norm_([weight] if rank == 0 else [], 1)
+
+
+def test_a_rank_without_parameters_takes_part(two_ranks):
+    assert [float(norm) for norm in two_ranks(clip_nothing)] == [5, 5]
+
+
+def clip_bad(rank, bad_rank, bad, norm_type, error_if_nonfinite):
+    model, layer, _ = backward(rank, SHARES["even"], "all", torch.float32)
+    if rank == bad_rank:
+        layer.weight.grad._values()[1, 2] = bad
+    return clip_grad_norm_(model.parameters(), 1, norm_type, error_if_nonfinite)
+
+
+@pytest.mark.parametrize("norm_type", [2, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_all_ranks_see_a_norm_that_is_not_finite(two_ranks, bad_rank, bad, norm_type):
+    norms = two_ranks(clip_bad, bad_rank, bad, norm_type, False)
+    assert [str(float(norm)) for norm in norms] == [str(bad)] * 2
+    for outcome in two_ranks.outcomes(clip_bad, bad_rank, bad, norm_type, True):
+        assert outcome.type == "RuntimeError"
+        assert f"is {bad}" in outcome.message
+
+
+def clip_alone(rank):
+    """Over groups of one rank each, which share nothing."""
+    groups = [dist.new_group([one]) for one in range(2)]
+    weight = sparsekit.nn.EmbeddingWeight(torch.zeros(1))
+    weight.grad = torch.tensor([3.0 + rank])
+    return [
+        clip_grad_norm_(weight, math.inf, process_group=groups[rank]),
+        clip_grad_norm_(weight, math.inf),
+    ]
+
+
+def test_the_group_may_be_given(two_ranks):
+    assert [[float(norm) for norm in norms] for norms in two_ranks(clip_alone)] == [[3, 5], [4, 5]]
+
+
+def check(rank, broken, use_hashtable):
+    """What check_finite_gradients says when these ranks have broken rows; and the first's key.
+
+    The second row of the gradient and, on rank 0, the third.
+    """
+    model, layer, head = backward(rank, SHARES["uneven"], "all", torch.float32, use_hashtable)
+    key = None
+    if rank in broken:
+        grad = layer.weight.grad
+        grad._values()[1 : 3 - rank, 4] = math.inf
+        row = int(grad._indices()[0, 1])
+        key = int(layer.table.keys()[row]) if use_hashtable else 2 * row + rank
+    if "head" in broken:
+        head.bias.grad.fill_(math.nan)
+    try:
+        check_finite_gradients(model)
+    except NonFiniteGradientError as error:
+        return key, (str(error), error.layer, error.key, error.rank)
+    return key, None
+
+
+@pytest.mark.parametrize("use_hashtable", [True, False])
+@pytest.mark.parametrize("broken", [[0], [1], [0, 1]])
+def test_all_ranks_raise_together(two_ranks, broken, use_hashtable):
+    (key, error), (other_key, other_error) = two_ranks(check, broken, use_hashtable)
+    keys = [key, other_key]
+    assert error == other_error
+    message, *attributes = error
+    assert attributes == ["layer", keys[broken[0]], broken[0]]
+    lines = message.splitlines()
+    assert len(lines) == len(broken)
+    for rank, line in zip(broken, lines, strict=True):
+        assert line.startswith(f"layer: the gradient on rank {rank} has inf at key {keys[rank]}, ")
+        assert line.endswith(f"column 4; not finite in {2 - rank} row(s)")
+
+
+def test_dense_gradients_of_ranks(two_ranks):
+    outcomes = two_ranks(check, ["head"], True)
+    assert outcomes[0] == outcomes[1]
+    message, *attributes = outcomes[0][1]
+    assert attributes == ["module.2.bias", None, 0]
+    assert message.splitlines() == [
+        f"module.2.bias: the gradient on rank {rank} has nan at index (0,)" for rank in range(2)
+    ]
+
+
+def test_finite_gradients_of_ranks(two_ranks):
+    assert two_ranks(check, [], True) == [(None, None)] * 2
+
+
+def check_alone(rank):
+    """The check over groups of one rank each, when rank 1 has a NaN."""
+    groups = [dist.new_group([one]) for one in range(2)]
+    model, layer, _ = backward(rank, SHARES["even"], "all", torch.float32)
+    if rank == 1:
+        layer.weight.grad._values().fill_(math.nan)
+    check_finite_gradients(model, process_group=groups[rank])
+
+
+def test_the_group_of_the_check_may_be_given(two_ranks):
+    none, raised = two_ranks.outcomes(check_alone)
+    assert none is None
+    assert raised.type == "NonFiniteGradientError"
