@@ -13,10 +13,10 @@ from . import (
     bench_gather_rows,
     bench_hash_table,
     bench_init_rows,
-    bench_lazy_adam,
     bench_segment_sum,
     bench_step,
     bench_unique,
+    bench_update_rows,
 )
 from .common import Result, machine, write_json
 from .gpu import Comparison, Gpu, write_gpu_json
@@ -27,7 +27,7 @@ BENCHMARKS = {
     "bucketize": bench_bucketize.run,
     "segment_sum": bench_segment_sum.run,
     "embedding_bag": bench_embedding_bag.run,
-    "lazy_adam": bench_lazy_adam.run,
+    "update_rows": bench_update_rows.run,
     "step": bench_step.run,
 }
 
@@ -40,7 +40,7 @@ GPU_BENCHMARKS = {
     "embedding_bag": bench_embedding_bag.run_gpu,
     "gather_rows": bench_gather_rows.run_gpu,
     "init_rows": bench_init_rows.run_gpu,
-    "lazy_adam": bench_lazy_adam.run_gpu,
+    "update_rows": bench_update_rows.run_gpu,
     "step": bench_step.run_gpu,
 }
 

@@ -1,6 +1,7 @@
 """A whole training step, raw keys to updated rows, against EmbeddingBag(sparse) + SparseAdam.
 
-The peer gets row numbers that are ready, and no hash table to look them up in.
+Once with a step of the optimizer, and once with the update made in backward. The peer gets row
+numbers that are ready, and no hash table to look them up in.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,19 +35,19 @@ def run(quick: bool) -> Iterator[Result]:
     """8192 samples of 26 slots with 2 keys each, zipf 1.2 over a million ids, dim 64."""
     batch, slots, nnz, dim, ids = (8, 3, 2, 8, 100) if quick else (8192, 26, 2, 64, 1_000_000)
     keys = [zipf_keys(batch * slots * nnz, 1.2, ids, seed) for seed in range(4)]
-    layer = sparsekit.DistributedEmbedding("sum", ids, dim, slots, nnz)
-    peer = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True, include_last_offset=True)
     offsets = torch.arange(0, batch * slots * nnz + 1, nnz)
-    yield compare(
-        f"step, {batch * slots * nnz:,} keys zipf 1.2 x {dim}",
-        _steps(
-            layer,
-            sparsekit.optim.LazyAdam(layer.parameters()),
-            [(k.view(batch, slots, nnz),) for k in keys],
-        ),
-        "EmbeddingBag(sparse) + SparseAdam",
-        _steps(peer, torch.optim.SparseAdam(peer.parameters()), [(k, offsets) for k in keys]),
-    )
+    for fused in (False, True):
+        layer = sparsekit.DistributedEmbedding("sum", ids, dim, slots, nnz)
+        optimizer = sparsekit.optim.LazyAdam(layer.parameters())
+        if fused:
+            sparsekit.optim.fuse_in_backward(optimizer, layer)
+        peer = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True, include_last_offset=True)
+        yield compare(
+            f"step{' in backward' if fused else ''}, {batch * slots * nnz:,} keys zipf 1.2 x {dim}",
+            _steps(layer, optimizer, [(k.view(batch, slots, nnz),) for k in keys]),
+            "EmbeddingBag(sparse) + SparseAdam",
+            _steps(peer, torch.optim.SparseAdam(peer.parameters()), [(k, offsets) for k in keys]),
+        )
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:

@@ -16,9 +16,9 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size,
   check(!kOnDevice || n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
         " elements; at most 2^31 - 1 are supported");
   keys = torch::stable::contiguous(keys);
-  Tensor by_owner = torch::stable::new_empty(keys, {n});
-  Tensor counts = torch::stable::new_empty(keys, {world_size}, ScalarType::Long);
-  Tensor permutation = torch::stable::new_empty(keys, {n}, ScalarType::Long);
+  Tensor by_owner = new_output(keys, {n});
+  Tensor counts = new_output(keys, {world_size}, ScalarType::Long);
+  Tensor permutation = new_output(keys, {n}, ScalarType::Long);
   const DeviceCount count = device_count(n, num_keys, op, "num_keys");
   const Engine engine(keys);
   dispatch_keys(keys, op, [&](auto tag) {

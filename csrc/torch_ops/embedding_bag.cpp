@@ -80,7 +80,7 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
   check_row_size(dim, op, "weight");
   const Engine engine(weight);
-  Tensor out = torch::stable::new_empty(weight, {arguments.bags.num_bags, dim});
+  Tensor out = new_output(weight, {arguments.bags.num_bags, dim});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* weights = arguments.sample_weights_data<T>(op);
@@ -114,7 +114,7 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
   const int64_t dim = grad.size(1);
   check_row_size(dim, op, "grad");
   const Engine engine(grad);
-  Tensor out = torch::stable::new_empty(grad, {num_rows, dim});
+  Tensor out = new_output(grad, {num_rows, dim});
   dispatch_rows(grad, op, "grad", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* weights = arguments.sample_weights_data<T>(op);
@@ -158,7 +158,7 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
   }
   grad = torch::stable::contiguous(grad);
   weight = torch::stable::contiguous(weight);
-  Tensor out = torch::stable::new_empty(sample_weights, {sample_weights.numel()});
+  Tensor out = new_output(sample_weights, {sample_weights.numel()});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* weights = arguments.sample_weights_data<T>(op);

@@ -13,7 +13,7 @@ Tensor gather_rows(Tensor table, Tensor rows) {
   check_dtype(rows, ScalarType::Long, op, "rows");
   table = torch::stable::contiguous(table);
   rows = torch::stable::contiguous(rows);
-  Tensor out = torch::stable::new_empty(table, {rows.numel(), table.size(1)});
+  Tensor out = new_output(table, {rows.numel(), table.size(1)});
   const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
   const Engine engine(table);
   int64_t bad = -1;

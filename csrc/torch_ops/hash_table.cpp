@@ -53,7 +53,7 @@ Tensor find(Tensor buckets, Tensor keys, std::optional<Tensor> num_keys) {
   keys = torch::stable::contiguous(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Engine engine(buckets);
-  Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
+  Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
@@ -88,8 +88,8 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
   keys = torch::stable::contiguous(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Engine engine(buckets);
-  Tensor rows = torch::stable::new_empty(keys, {keys.numel()}, ScalarType::Long);
-  Tensor status = torch::stable::new_empty(keys, {2}, ScalarType::Long);
+  Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
+  Tensor status = new_output(keys, {2}, ScalarType::Long);
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
@@ -124,11 +124,11 @@ Tensor keys(Tensor buckets, Tensor size) {
   int64_t n = 0;
   engine.read(int64_data(size), 1, &n);
   check_size_value(n, buckets.size(0), op);
-  Tensor keys = torch::stable::new_empty(buckets, {n});
-  Tensor rows = torch::stable::new_empty(buckets, {n});
+  Tensor keys = new_output(buckets, {n});
+  Tensor rows = new_output(buckets, {n});
   bool sound = false;
   if constexpr (kOnDevice) {
-    Tensor unsound = torch::stable::new_empty(buckets, {1});
+    Tensor unsound = new_output(buckets, {1});
     cuda::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
                           mutable_data<int64_t>(rows), mutable_data<int64_t>(unsound),
                           engine.stream());

@@ -19,7 +19,7 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
   const int64_t n = values.size(0), dim = values.size(1);
   check_row_size(dim, op, "data");
   const Engine engine(values);
-  Tensor out = torch::stable::new_empty(values, {num_segments, dim});
+  Tensor out = new_output(values, {num_segments, dim});
   dispatch_rows(values, op, "data", [&](auto tag) {
     using T = typename decltype(tag)::type;
     int64_t bad = -1;

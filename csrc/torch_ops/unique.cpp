@@ -30,10 +30,10 @@ Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_ke
   check(n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
         " elements; at most 2^31 - 1 are supported");
   keys = torch::stable::contiguous(keys);
-  Tensor unique_keys = torch::stable::new_empty(keys, {n});
-  Tensor inverse = torch::stable::new_empty(keys, {n}, ScalarType::Long);
-  Tensor counts = torch::stable::new_empty(keys, {n}, ScalarType::Long);
-  Tensor num_unique = torch::stable::new_empty(keys, {1}, ScalarType::Long);
+  Tensor unique_keys = new_output(keys, {n});
+  Tensor inverse = new_output(keys, {n}, ScalarType::Long);
+  Tensor counts = new_output(keys, {n}, ScalarType::Long);
+  Tensor num_unique = new_output(keys, {1}, ScalarType::Long);
   check_same_device(op, {{"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
   const DeviceCount count = device_count(n, num_keys, op, "num_keys");
   dispatch_keys(keys, op, [&](auto tag) {

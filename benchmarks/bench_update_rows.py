@@ -1,0 +1,129 @@
+"""One step of each optimizer against torch's, on coalesced gradients."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import sparsekit
+from sparsekit import optim
+
+from .common import Result, compare
+from .gpu import Comparison, Gpu
+
+# Ours, torch's, and whether torch's takes sparse gradients.
+PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
+    "LazyAdam": (optim.LazyAdam, torch.optim.SparseAdam, True),
+    "SGD": (lambda p: optim.SGD(p, lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01), True),
+    "Adagrad": (optim.Adagrad, torch.optim.Adagrad, True),
+    "Adam": (optim.Adam, torch.optim.Adam, False),
+    "SGD momentum": (
+        lambda p: optim.SGD(p, lr=0.01, momentum=0.9, mode="catch_up"),
+        lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+        False,
+    ),
+}
+
+
+def run(quick: bool) -> Iterator[Result]:
+    """Some 6% of the rows are touched, in turns, so that exact optimizers have to catch up."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns otherwise
+    num_rows, touched = (1_000, 60) if quick else (1_000_000, 63_819)
+    generator = torch.Generator().manual_seed(0)
+    for name, (ours, theirs, takes_sparse) in PAIRS.items():
+        for dim in (16,) if quick else (16, 64, 128) if name == "LazyAdam" else (64,):
+            gradients = [_gradient(num_rows, touched, dim, generator) for _ in range(4)]
+            start = torch.randn(num_rows, dim, generator=generator)
+            weight = sparsekit.nn.EmbeddingWeight(start.clone())
+            other = torch.nn.Parameter(start)
+            dense = gradients if takes_sparse else [grad.to_dense() for grad in gradients]
+            optimizer = ours([weight])
+            yield compare(
+                f"{name}, {touched:,} of {num_rows:,} rows x {dim}",
+                _stepper(optimizer, weight, gradients),
+                f"torch {'' if takes_sparse else 'dense '}{type(theirs([other])).__name__}",
+                _stepper(theirs([other]), other, dense),
+            )
+            weight.catch_up()
+            torch.testing.assert_close(weight.detach(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+def _gradient(num_rows: int, touched: int, dim: int, generator: torch.Generator) -> torch.Tensor:
+    rows = torch.randperm(num_rows, generator=generator)[:touched].sort().values
+    values = torch.randn(touched, dim, generator=generator)
+    return torch.sparse_coo_tensor(
+        rows[None], values, (num_rows, dim), is_coalesced=True, check_invariants=False
+    )
+
+
+def _stepper(
+    optimizer: torch.optim.Optimizer, weight: torch.Tensor, gradients: list[torch.Tensor]
+) -> Callable[[], None]:
+    count = 0
+
+    def step() -> None:
+        nonlocal count
+        weight.grad = gradients[count % len(gradients)]
+        optimizer.step()
+        count += 1
+
+    return step
+
+
+# Passes over a row of floats: the gradient once, weight and states twice.
+PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
+    "SGD": (lambda p: optim.SGD(p, lr=0.01), 3),
+    "SGD momentum": (lambda p: optim.SGD(p, lr=0.01, momentum=0.9), 5),
+    "Adagrad": (optim.Adagrad, 5),
+    "RowWiseAdagrad": (optim.RowWiseAdagrad, 3),
+    "RMSProp": (optim.RMSProp, 5),
+    "Ftrl": (optim.Ftrl, 7),
+    "LazyAdam per row": (lambda p: optim.LazyAdam(p, bias_correction="per_row"), 7),
+}
+
+
+def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
+    """2M of the rows of a large table."""
+    for dim in (16, 64, 128, 256):
+        yield from _against_sparse_adam(gpu, dim)
+    for name, (make, passes) in PASSES.items():
+        dim = 64
+        num_rows = gpu.fit(gpu.size((1 << 30) // dim, 1_000), bytes_each=12 * dim)
+        touched = min(gpu.size(2 << 20, 60), num_rows // 2)
+        weight = torch.nn.Parameter(torch.zeros(num_rows, dim, device=gpu.device))
+        weight.grad = _gradient_on(gpu, num_rows, touched, dim)
+        timing = gpu.time(make([weight]).step)
+        del weight
+        case = f"{name} {touched:,} of {num_rows:,} rows x {dim}"
+        yield gpu.against_r1(case, timing, 4 * passes * dim * touched)
+
+
+def _against_sparse_adam(gpu: Gpu, dim: int) -> Iterator[Comparison]:
+    # Three tensors of the table's size, and SparseAdam's temporaries.
+    num_rows = gpu.fit(gpu.size((1 << 30) // dim, 1_000), bytes_each=20 * dim)
+    touched = min(gpu.size(2 << 20, 60), num_rows // 2)
+    grad = _gradient_on(gpu, num_rows, touched, dim)
+    timings, results = [], []
+    for optimizer_class in (optim.LazyAdam, torch.optim.SparseAdam):
+        weight = torch.nn.Parameter(torch.zeros(num_rows, dim, device=gpu.device))
+        weight.grad = grad
+        timings.append(gpu.time(optimizer_class([weight]).step))
+        results.append(weight.detach()[grad._indices()[0, :1000]])
+        del weight
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    ours, theirs = timings
+    case = f"LazyAdam {touched:,} of {num_rows:,} rows x {dim}"
+    target = "LazyAdam, D >= 64" if dim >= 64 else ""
+    yield gpu.against_r1(case, ours, 28 * dim * touched, target)
+    yield from gpu.against(case, ours, "SparseAdam", theirs)
+
+
+def _gradient_on(gpu: Gpu, num_rows: int, touched: int, dim: int) -> torch.Tensor:
+    order = torch.randperm(num_rows, generator=gpu.generator, device=gpu.device)
+    return torch.sparse_coo_tensor(
+        order[:touched].sort().values[None],
+        gpu.randn(touched, dim),
+        (num_rows, dim),
+        is_coalesced=True,
+        check_invariants=False,
+    )
