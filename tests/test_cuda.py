@@ -19,7 +19,13 @@ import sparsekit
 from sparsekit import ops
 from sparsekit.datasets import Ratings
 from sparsekit.models import RatingModel
-from sparsekit.optim import LazyAdam, split_embedding_variable_from_others
+from sparsekit.optim import (
+    Adam,
+    LazyAdam,
+    RowWiseAdagrad,
+    fuse_in_backward,
+    split_embedding_variable_from_others,
+)
 from sparsekit.train import Trainer
 
 gpu = pytest.mark.cuda
@@ -108,6 +114,32 @@ def test_a_chain_of_ops_is_captured_in_a_graph():
             graph.replay()
             assert (vectors == 2).all()
     assert len(table) == 1 + 128
+
+
+@gpu
+@pytest.mark.parametrize("kind", [LazyAdam, Adam, RowWiseAdagrad])
+def test_updates_in_backward_do_not_wait(kind):
+    layer = sparsekit.All2AllDenseEmbedding(
+        1000, 8, 1, 1, dynamic_input=True, device="cuda", name="does not wait"
+    )
+    optimizer = kind(layer.parameters(), lr=0.1)
+    fuse_in_backward(optimizer, layer)
+    keys = torch.arange(64, device="cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with sparsekit.checked(False), torch.cuda.stream(stream):
+        torch.cuda._sleep(1)
+        for _ in range(2):  # the first steps load kernels and make the state
+            layer(keys).sum().backward()
+            optimizer.step()
+        loss = layer(keys).sum()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        loss.backward()
+        optimizer.step()
+        assert not stream.query()
+    torch.cuda.synchronize()
+    assert optimizer.state[layer.weight]["step"] == 3
 
 
 @gpu

@@ -299,6 +299,11 @@ class ShardedTable(torch.nn.Module):
         self.weight.catch_up()
         super()._save_to_state_dict(*args, **kwargs)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "ShardedTable":
+        # While the optimizer's state is still where, and of the dtype that, the weight is.
+        self.weight.catch_up()
+        return super()._apply(*args, **kwargs)
+
     def _refuse_trace(self) -> None:
         """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
@@ -384,6 +389,8 @@ class ShardedTable(torch.nn.Module):
         position[order] = torch.arange(len(order), device=order.device)
         return rows, unique[order], position[inverse]
 
+    # What is found has a shape that depends on the keys, and some of it happens in the optimizer.
+    @torch.compiler.disable
     def lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
         self._watch_gradient()

@@ -243,6 +243,33 @@ def test_loading_a_layer_drops_what_its_rows_had_missed():
     assert same_bits(twins.layer(torch.arange(KEYS)), saved["weight"])
 
 
+def test_a_layer_that_is_converted():
+    twins = Twins("Adam", torch.float32)
+    for step in range(10):
+        twins.step(step)
+    twins.layer.double()
+    torch.testing.assert_close(twins.layer.weight.detach().float(), twins.dense, **twins.close)
+    twins.dense = torch.nn.Parameter(twins.dense.detach().double())
+    states = [twins.ours.state_dict(), twins.theirs.state_dict()]
+    twins.ours = optim.Adam([twins.layer.weight], lr=0.1)
+    twins.theirs = torch.optim.Adam([twins.dense], lr=0.1)
+    for optimizer, state in zip((twins.ours, twins.theirs), states, strict=True):
+        optimizer.load_state_dict(state)
+    twins.close = {"rtol": 0, "atol": 1e-5}  # of what came before
+    for step in range(10, 20):
+        twins.step(step)
+    twins.check_all()
+
+
+def test_torch_compile():
+    twins = Twins("Adam")
+    for step in range(10):
+        twins.step(step)
+    with torch.no_grad():
+        found = torch.compile(twins.layer, backend="eager")(torch.arange(KEYS))
+    torch.testing.assert_close(found, twins.dense.detach(), **twins.close)
+
+
 def test_another_optimizer_takes_over():
     twins = Twins("Adam")
     for step in range(10):
