@@ -1,7 +1,5 @@
 """LazyAdam against the formula in plain torch and against torch.optim.SparseAdam."""
 
-import copy
-import io
 import math
 
 import pytest
@@ -11,35 +9,9 @@ from hypothesis import strategies as st
 
 from sparsekit.optim import LazyAdam
 
+from .cases import DIM, ROWS, STEPS, TOLERANCE, gradients, run, same_bits, sparse, start
+
 pytestmark = pytest.mark.usefixtures("engine")
-
-ROWS, DIM, STEPS = 12, 5, 50
-NEVER = 11  # a row that no gradient touches
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
-def start(dtype=torch.float64, shape=(ROWS, DIM), seed=0):
-    weight = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
-    return torch.nn.Parameter(weight.to(dtype))
-
-
-def sparse(rows, values, num_rows=ROWS):
-    rows = torch.as_tensor(rows).unsqueeze(0)
-    size = (num_rows, *values.shape[1:])
-    return torch.sparse_coo_tensor(rows, values, size, check_invariants=True)
-
-
-def gradients(dtype=torch.float64, steps=STEPS):
-    """Row 0 in every step, row 1 in the first and the last, others now and then; repeats."""
-    for step in range(steps):
-        rows = torch.randint(2, NEVER, (6,), generator=generator(step)).tolist()
-        rows += [0, 1] if step in (0, steps - 1) else [0]
-        values = torch.randn(len(rows), DIM, generator=generator(100 + step), dtype=torch.float64)
-        yield sparse(rows, values.to(dtype))
 
 
 class Reference:
@@ -68,17 +40,6 @@ class Reference:
         keep = touched.view(-1, *[1] * (self.weight.dim() - 1))
         self.weight = torch.where(keep, moved.to(self.dtype).to(torch.float64), self.weight)
         self.m, self.v = torch.where(keep, m, self.m), torch.where(keep, v, self.v)
-
-
-def run(optimizer, parameter, grads):
-    for grad in grads:
-        parameter.grad = grad
-        optimizer.step()
-
-
-def same_bits(one, other):
-    assert one.dtype == other.dtype
-    return torch.equal(one.detach().view(torch.uint8), other.detach().view(torch.uint8))
 
 
 SETTINGS = [{}, {"lr": 0.3, "betas": (0.5, 0.75), "eps": 1e-3}, {"lr": 0.1, "betas": (0.0, 0.0)}]
@@ -152,22 +113,6 @@ def test_untouched_rows_keep_their_bits(dtype, rows, steps):
 SHAPES = [(), (1,), (7,), (3, 4), (2, 3, 4), (1, 1), (0,), (0, 4), (3, 0)]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_dense_gradients_of_any_shape(shape, dtype):
-    weight = start(dtype, shape)
-    expected = Reference(weight.detach().reshape(-1), lr=0.1)
-    grads = [start(dtype, shape, seed).detach() for seed in range(1, 6)]
-    run(LazyAdam([weight], lr=0.1), weight, grads)
-    for grad in grads:
-        expected.step(grad.reshape(-1))
-    tolerance = TOLERANCE.get(dtype, 2**-6)
-    assert weight.shape == shape
-    torch.testing.assert_close(
-        weight.detach().double().reshape(-1), expected.weight, rtol=0, atol=tolerance
-    )
-
-
 def test_dense_gradient_that_is_not_contiguous():
     weight, other = start(), start()
     grad = start(shape=(DIM, ROWS), seed=1).detach()
@@ -185,16 +130,6 @@ def test_sparse_gradients_of_other_shapes(shape):
     for grad in grads:
         reference.step(grad)
     torch.testing.assert_close(weight.detach(), reference.weight, rtol=0, atol=1e-12)
-
-
-def test_empty_gradient_counts_as_a_step_and_moves_nothing():
-    weight, before = start(), start()
-    optimizer = LazyAdam([weight])
-    run(
-        optimizer, weight, [sparse(torch.empty(0, dtype=torch.int64), torch.empty(0, DIM).double())]
-    )
-    assert same_bits(weight, before)
-    assert optimizer.state[weight]["step"] == 1
 
 
 def test_parameters_without_gradient_are_left_out():
@@ -218,42 +153,6 @@ def test_zero_grad(set_to_none):
     torch.testing.assert_close(weight, other, rtol=0, atol=1e-12)
 
 
-def test_parameter_groups_each_have_their_settings():
-    settings = [{"lr": 0.5}, {"betas": (0.1, 0.2), "eps": 0.1}, {}]
-    weights = [start(seed=seed) for seed in range(3)]
-    references = [
-        Reference(weight, **{"lr": 0.01, **own})
-        for weight, own in zip(weights, settings, strict=True)
-    ]
-    groups = [{"params": [w], **own} for w, own in zip(weights, settings, strict=True)]
-    optimizer = LazyAdam(groups[:2], lr=0.01)
-    optimizer.add_param_group(groups[2])
-    for grad in gradients(steps=5):
-        for weight, reference in zip(weights, references, strict=True):
-            weight.grad = grad
-            reference.step(grad)
-        optimizer.step()
-    for weight, reference in zip(weights, references, strict=True):
-        torch.testing.assert_close(weight.detach(), reference.weight, rtol=0, atol=1e-12)
-
-
-def test_closure():
-    weight = start()
-    optimizer = LazyAdam([weight], lr=0.1)
-
-    def closure():
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    losses = [optimizer.step(closure).item() for _ in range(20)]
-    assert losses == sorted(losses, reverse=True)
-    assert losses[0] == start().square().sum().item()
-    assert optimizer.step() is None
-
-
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_learning_rate_scheduler(tensor_lr):
     weight = start()
@@ -267,47 +166,6 @@ def test_learning_rate_scheduler(tensor_lr):
         run(optimizer, weight, [grad])
         scheduler.step()
     torch.testing.assert_close(weight.detach(), reference.weight, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", ["state_dict", "file", "deepcopy"])
-def test_resumed_run_equals_an_uninterrupted_one(dtype, way):
-    grads = list(gradients(dtype, 10))
-    whole = start(dtype)
-    run(LazyAdam([whole], lr=0.1), whole, grads)
-
-    first = start(dtype)
-    optimizer = LazyAdam([first], lr=0.1)
-    run(optimizer, first, grads[:5])
-    if way == "deepcopy":
-        second, resumed = copy.deepcopy((first, optimizer))
-    else:
-        second = torch.nn.Parameter(first.detach().clone())
-        resumed = LazyAdam([second], lr=7)
-        state = optimizer.state_dict()
-        if way == "file":
-            file = io.BytesIO()
-            torch.save(state, file)
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
-        resumed.load_state_dict(state)
-    run(resumed, second, grads[5:])
-    assert same_bits(second, whole)
-
-
-@pytest.mark.parametrize("saved", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("loaded", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_state_of_another_dtype_can_be_loaded(saved, loaded):
-    weight = start(saved)
-    optimizer = LazyAdam([weight])
-    run(optimizer, weight, gradients(saved, 3))
-    other = torch.nn.Parameter(weight.detach().to(loaded))
-    resumed = LazyAdam([other])
-    resumed.load_state_dict(optimizer.state_dict())
-    run(resumed, other, gradients(loaded, 2))
-    assert resumed.state[other]["step"] == 5
-    wide = torch.float64 if loaded == torch.float64 else torch.float32
-    assert resumed.state[other]["exp_avg"].dtype == wide
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -389,17 +247,3 @@ def test_bad_parameters(weight, grad, error, message):
     assert torch.equal(good, torch.ones(2, 2))
     assert torch.equal(weight, before)
     assert weight not in optimizer.state
-
-
-def test_a_step_that_fails_does_not_count():
-    weight = start(torch.float32)
-    optimizer = LazyAdam([weight])
-    values = torch.ones(1, DIM)
-    weight.grad = sparse([0], values)
-    optimizer.step()
-    weight.grad = torch.sparse_coo_tensor(
-        torch.tensor([[ROWS]]), values, (ROWS, DIM), check_invariants=False, is_coalesced=True
-    )
-    with pytest.raises(IndexError, match=rf"rows\[0\] is {ROWS}"):
-        optimizer.step()
-    assert optimizer.state[weight]["step"] == 1
