@@ -248,6 +248,8 @@ def _ftrl(
     v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
 ) -> _Moved:
     lr, l1, l2, lr_power = v
+    if lr == 0:
+        return w, s
     n = s[0] + g * g
     z = s[1] + g - (n**-lr_power - s[0] ** -lr_power) / lr * w
     w = (z.sign() * l1 - z) / (n**-lr_power / lr + 2 * l2)

@@ -1,6 +1,7 @@
 """What both layers share: the table, its rows and the lookup of distinct keys."""
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,15 +27,16 @@ class EmbeddingWeight(torch.nn.Parameter):
     An optimizer may set two functions, which copies do without.
     """
 
-    # Called before rows are read, with the rows, or None for all.
-    before_read: Callable[[torch.Tensor | None], None] | None = None
-    # Called in backward with rows and their gradients, in place of setting ``grad``.
-    update_in_backward: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    # Called with the weight before rows are read or written, with the rows, or None for all.
+    before_read: "Callable[[EmbeddingWeight, torch.Tensor | None], None] | None" = None
+    # Called in backward with the weight, rows and their gradients, in place of setting ``grad``. A
+    # weak reference: an optimizer that is dropped is detached.
+    update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Have the optimizer finish what it has left undone for these rows, or for all."""
         if self.before_read is not None:
-            self.before_read(rows)
+            self.before_read(self, rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
         self.catch_up()
@@ -112,9 +114,10 @@ def deliver_gradient(
         # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
         missing = int(torch.searchsorted(rows, 0))
         rows, grad = rows[missing:], grad[missing:]
-    update = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
+    attached = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
+    update = None if attached is None else attached()
     if update is not None:
-        update(rows, grad)
+        update(weight, rows, grad)
         return None
     # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although they
     # are turned off by its argument.
@@ -289,19 +292,24 @@ class ShardedTable(torch.nn.Module):
             )
             return
         # What the optimizer has left undone belongs to the rows that go.
-        self.weight.catch_up()
+        self._catch_up()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         if not isinstance(self.weight, EmbeddingWeight):
             # load_state_dict(assign=True) puts a plain parameter in its place.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
 
+    def _catch_up(self, rows: torch.Tensor | None = None) -> None:
+        # There may be another kind of tensor in place of the weight, under functional_call for one.
+        if isinstance(self.weight, EmbeddingWeight):
+            self.weight.catch_up(rows)
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.weight.catch_up()
+        self._catch_up()
         super()._save_to_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "ShardedTable":
-        # While the optimizer's state is still where, and of the dtype that, the weight is.
-        self.weight.catch_up()
+        # While the optimizer's state is still where the weight is, and of its dtype.
+        self._catch_up()
         return super()._apply(*args, **kwargs)
 
     def _refuse_trace(self) -> None:
@@ -344,10 +352,16 @@ class ShardedTable(torch.nn.Module):
     def _rows(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of distinct int64 keys of this rank; new ones are inserted in training, else -1."""
         if self.table is None:
-            return keys // self.world_size
+            rows = keys // self.world_size
+            self._catch_up(rows)
+            return rows
         if not self.training:
-            return self.table.find(keys)
+            rows = self.table.find(keys)
+            self._catch_up(rows)
+            return rows
         rows, status = self.table.find_or_insert_with_status(keys)
+        # A row may have moved before it had a key; what it has missed is not its new vector's.
+        self._catch_up(rows)
         self.initializer.write_(self.weight.data, keys, rows, status, seed=int(self.seed))
         return rows
 
@@ -384,7 +398,6 @@ class ShardedTable(torch.nn.Module):
         unique, inverse, _ = ops.unique(keys)
         unique = unique.to(torch.int64)
         rows, order = self._rows(unique).sort()
-        self.weight.catch_up(rows)
         position = torch.empty_like(order)
         position[order] = torch.arange(len(order), device=order.device)
         return rows, unique[order], position[inverse]

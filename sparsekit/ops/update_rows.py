@@ -61,7 +61,8 @@ def update_rows_(
     Raises:
         TypeError: weight has a wrong dtype.
         ValueError: a wrong shape, dtype or rule, or a mix of devices.
-        IndexError: a row outside ``[0, num_rows)``; nothing has been changed.
+        IndexError: a row outside ``[0, num_rows)``; on the CPU nothing has been changed,
+            on CUDA the other rows have.
     """
     check_tensor("update_rows_", "weight", weight, ROW_DTYPES, 2)
     named = {f"states[{k}]": state for k, state in enumerate(states)}

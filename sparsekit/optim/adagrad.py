@@ -49,9 +49,11 @@ class Adagrad(RowOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
         }
-        for argument, value in defaults.items():
-            check_range(type(self).__name__, argument, value, 0, None)
         super().__init__(params, defaults, stochastic_rounding, seed)
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        for argument in ("lr", "lr_decay", "initial_accumulator_value", "eps"):
+            check_range(type(self).__name__, argument, group[argument], 0, None)
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"sum": group["initial_accumulator_value"]}

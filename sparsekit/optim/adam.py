@@ -6,7 +6,7 @@ from typing import Any
 
 from .catch_up import CatchUpOptimizer
 from .lazy_adam import check_betas
-from .row_optimizer import check_range
+from .row_optimizer import check_choice, check_range
 
 
 class Adam(CatchUpOptimizer):
@@ -26,7 +26,7 @@ class Adam(CatchUpOptimizer):
     learning rates of those steps. So a step costs what the touched rows cost, each at most some 370
     steps of arithmetic with the default betas; what comes later is below a float64's last bit.
     ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. The weights are the
-    same.
+    same, bit for bit if no row misses more steps than that, and else up to rounding.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -34,7 +34,7 @@ class Adam(CatchUpOptimizer):
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment, >= 0.
         mode: ``"catch_up"``, for sparse gradients of embedding layers and for dense ones; call
-            `catch_up` before reading ``weight`` past its layer. Or ``"sweep"``.
+            `catch_up` before reading or writing ``weight`` past its layer. Or ``"sweep"``.
 
     Raises:
         ValueError: an argument out of range.
@@ -52,12 +52,13 @@ class Adam(CatchUpOptimizer):
         *,
         mode: str = "catch_up",
     ) -> None:
-        check_range("Adam", "lr", lr, 0, None)
-        check_betas("Adam", betas)
-        check_range("Adam", "eps", eps, 0, None)
-        if mode not in ("catch_up", "sweep"):
-            raise ValueError(f"Adam: mode must be 'catch_up' or 'sweep', got {mode!r}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "mode": mode})
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        check_range("Adam", "lr", group["lr"], 0, None)
+        check_betas("Adam", group["betas"])
+        check_range("Adam", "eps", group["eps"], 0, None)
+        check_choice("Adam", "mode", group, ("catch_up", "sweep"))
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
         return True

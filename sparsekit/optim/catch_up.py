@@ -23,27 +23,34 @@ _MOST = 65536
 class _Missed:
     """The numbers of the steps that some rows of a parameter have not made yet."""
 
-    def __init__(self, first_step: int, settings: list[float], device: torch.device) -> None:
+    def __init__(self, first_step: int, device: torch.device) -> None:
         self.first_step = first_step
-        self.settings = settings  # of those steps, but for rates
         self.count = 0
+        # Of those steps, but for rates; and the names of the states there were.
+        self.settings: list[float] = []
+        self.states: list[str] = []
         self._numbers = torch.empty(64, 2, dtype=torch.float64, device=device)
 
     @property
     def numbers(self) -> torch.Tensor:
         return self._numbers[: self.count]
 
-    def add(self, first: float, second: float) -> None:
+    def add(self, numbers: tuple[float, float]) -> None:
         if self.count == len(self._numbers):
             self._numbers = torch.cat([self._numbers, torch.empty_like(self._numbers)])
-        # Filled and not copied: on a device that needs no word from the host.
-        self._numbers[self.count, 0] = first
-        self._numbers[self.count, 1] = second
+        for place, number in zip(self._numbers[self.count], numbers, strict=True):
+            place.fill_(number)  # an assignment would copy, which waits for a device
         self.count += 1
 
 
 class CatchUpOptimizer(RowOptimizer):
     """Base class. A subclass says which groups it is for, and gives the two numbers of a step.
+
+    As long as rows of an embedding layer's weight are late, the weight holds on to the optimizer.
+    Layers have rows catch up before they look them up, and all rows before they are saved, loaded,
+    copied or moved. Whoever reads or writes ``weight`` past its layer (a penalty, torch.nn.init, an
+    average over models) calls `catch_up` first. On CUDA, lookups in evaluation from several streams
+    at a time are not supported.
 
     Raises:
         ValueError: (in step) a sparse gradient of a parameter that is no embedding layer's: whoever
@@ -74,24 +81,9 @@ class CatchUpOptimizer(RowOptimizer):
         """What `catch_up_rows_` needs of a step."""
         raise NotImplementedError
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer."""
-        super().add_param_group(param_group)
-        self._watch(self.param_groups[-1])
-
-    def _watch(self, group: dict[str, Any]) -> None:
-        if self._moves_all(group) and not self._sweeps(group):
-            for parameter in group["params"]:
-                if isinstance(parameter, EmbeddingWeight):
-                    parameter.catch_up()  # under the optimizer that it may have had before
-                    parameter.before_read = _BeforeRead(self, parameter)
-
     @torch.no_grad()
     def catch_up(self, parameter: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Bring rows, or all of them, to the step of their parameter.
-
-        Layers do it by themselves for the rows they look up and before they are saved, copied or
-        loaded. Call it before reading ``weight`` in any other way.
 
         Args:
             parameter: one of this optimizer's.
@@ -101,10 +93,9 @@ class CatchUpOptimizer(RowOptimizer):
             missed = self._missed.get(parameter)
             if missed is None or missed.count == 0:
                 return
-            (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
             ops.catch_up_rows_(
                 matrix(parameter.detach()),
-                self._state_matrices(parameter, group),
+                self._state_matrices(parameter, missed.states),
                 self.state[parameter]["row_step"],
                 rows,
                 missed.numbers,
@@ -115,10 +106,14 @@ class CatchUpOptimizer(RowOptimizer):
             if rows is None:
                 missed.first_step += missed.count
                 missed.count = 0
+                if (
+                    isinstance(parameter, EmbeddingWeight)
+                    and parameter.before_read == self.catch_up
+                ):
+                    parameter.before_read = None
 
-    def _gradient(self, parameter: torch.Tensor) -> Rows:
-        rows, grad = super()._gradient(parameter)
-        (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
+    def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
+        rows, grad = super()._gradient(parameter, group)
         lags = rows is not None and self._moves_all(group) and not self._sweeps(group)
         if lags and not isinstance(parameter, EmbeddingWeight):
             raise ValueError(
@@ -135,25 +130,30 @@ class CatchUpOptimizer(RowOptimizer):
         rows: torch.Tensor | None,
         grad: torch.Tensor,
     ) -> None:
-        if not self._moves_all(group):
-            super()._update(parameter, group, rows, grad)
-            return
         with self._lock:
-            state = self._state_of(parameter, group)
-            settings = self._settings(group)
             missed = self._missed.get(parameter)
+            moves_all, settings = self._moves_all(group), self._settings(group)
+            if missed is not None and missed.count:
+                changed = missed.settings[1:] != settings[1:]  # all but the rate
+                if not moves_all or changed or missed.count == _MOST:
+                    self.catch_up(parameter)  # with the settings of those steps
+            if not moves_all:
+                self._missed.pop(parameter, None)
+                super()._update(parameter, group, rows, grad)
+                return
+            state = self._state_of(parameter, group)
             if missed is None:
                 # The only wait for a device; from here on steps are counted on both sides.
-                missed = _Missed(int(state["step"]) + 1, settings, parameter.device)
+                missed = _Missed(int(state["step"]) + 1, parameter.device)
                 self._missed[parameter] = missed
-            if missed.settings[1:] != settings[1:] or missed.count == _MOST:
-                self.catch_up(parameter)  # with the settings of those steps
-            missed.settings = settings
+            missed.settings, missed.states = settings, list(self._initial_states(group))
             self.catch_up(parameter, rows)
             super()._update(parameter, group, rows, grad)
-            missed.add(*self._numbers(group, missed.first_step + missed.count))
+            missed.add(self._numbers(group, missed.first_step + missed.count))
             if self._sweeps(group) or rows is None:
                 self.catch_up(parameter)
+            elif isinstance(parameter, EmbeddingWeight):
+                parameter.before_read = self.catch_up
 
     def _has_row_step(self, group: dict[str, Any]) -> bool:
         return self._moves_all(group)
@@ -175,21 +175,8 @@ class CatchUpOptimizer(RowOptimizer):
         super().__setstate__(state)
         self._missed = {}
         self._lock = threading.RLock()
-        for group in self.param_groups:
-            self._watch(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `RowOptimizer`; rows catch up before their state is replaced."""
         self._catch_up_all()
         super().load_state_dict(state_dict)
-
-
-class _BeforeRead:
-    """What a layer calls before it reads rows; None for all."""
-
-    def __init__(self, optimizer: CatchUpOptimizer, parameter: torch.Tensor) -> None:
-        self.optimizer = optimizer
-        self.parameter = parameter
-
-    def __call__(self, rows: torch.Tensor | None) -> None:
-        self.optimizer.catch_up(self.parameter, rows)

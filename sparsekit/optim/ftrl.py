@@ -27,7 +27,7 @@ class Ftrl(RowOptimizer):
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
-        lr: learning rate, > 0.
+        lr: learning rate, >= 0; with 0, where a schedule may begin, nothing changes.
         lr_power: <= 0; -0.5 is the paper's, 0 means a fixed rate.
         initial_accumulator_value: n before the first step, >= 0.
         l1: >= 0; the larger, the more weights are exactly zero.
@@ -53,19 +53,20 @@ class Ftrl(RowOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        if not lr > 0:
-            raise ValueError(f"Ftrl: lr must be > 0, got {lr}")
-        if not lr_power <= 0:
-            raise ValueError(f"Ftrl: lr_power must be <= 0, got {lr_power}")
         defaults = {
+            "lr": lr,
+            "lr_power": lr_power,
             "initial_accumulator_value": initial_accumulator_value,
             "l1": l1,
             "l2": l2,
         }
-        for argument, value in defaults.items():
-            check_range("Ftrl", argument, value, 0, None)
-        defaults |= {"lr": lr, "lr_power": lr_power}
         super().__init__(params, defaults, stochastic_rounding, seed)
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        for argument in ("lr", "initial_accumulator_value", "l1", "l2"):
+            check_range("Ftrl", argument, group[argument], 0, None)
+        if not group["lr_power"] <= 0:
+            raise ValueError(f"Ftrl: lr_power must be <= 0, got {group['lr_power']}")
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"accumulator": group["initial_accumulator_value"], "linear": 0.0}

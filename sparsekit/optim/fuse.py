@@ -1,5 +1,7 @@
 """Updates that are made inside backward."""
 
+import weakref
+
 import torch
 
 from ..nn.shard import EmbeddingWeight, ShardedTable
@@ -21,15 +23,16 @@ class FusedHandle:
 def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedHandle:
     """Have backward update the tables of embedding layers, without a ``weight.grad``.
 
-    That saves the gradient's memory and a pass, and on CUDA nothing waits for the device. The
-    weights are those of a normal step, bit for bit, if
+    That saves the gradient's memory and a pass, and on CUDA nothing waits for the device, unless
+    the learning rate is a tensor there. The weights are those of a normal step, bit for bit, if
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
       layers but still ends the step, and
     - a layer is looked up once in each backward, and its weight is used for nothing else.
 
-    Otherwise an error is raised. Gradients cannot be clipped, scaled (GradScaler) or accumulated on
-    the way, since nobody sees them. Learning rates are those at the time of backward.
+    Otherwise an error is raised. An optimizer that is dropped is detached. Gradients cannot be
+    clipped, scaled (GradScaler) or accumulated on the way, since nobody sees them. Learning rates
+    are those at the time of backward.
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.
@@ -57,17 +60,9 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
             f"the optimizer's parameters"
         )
     for layer in layers:
-        if layer.weight.update_in_backward is not None:
+        attached = layer.weight.update_in_backward
+        if attached is not None and attached() is not None:
             raise ValueError(f"fuse_in_backward: {layer.name} has been attached to an optimizer")
     for layer in layers:
-        layer.weight.update_in_backward = _Update(optimizer, layer.weight)
+        layer.weight.update_in_backward = weakref.WeakMethod(optimizer.update_in_backward)
     return FusedHandle([layer.weight for layer in layers])
-
-
-class _Update:
-    def __init__(self, optimizer: RowOptimizer, weight: EmbeddingWeight) -> None:
-        self.optimizer = optimizer
-        self.weight = weight
-
-    def __call__(self, rows: torch.Tensor, grad: torch.Tensor) -> None:
-        self.optimizer.update_in_backward(self.weight, rows, grad)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .row_optimizer import RowOptimizer, check_range
+from .row_optimizer import RowOptimizer, check_choice, check_range
 
 
 def check_betas(name: str, betas: Any) -> None:
@@ -64,14 +64,6 @@ class LazyAdam(RowOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        check_range("LazyAdam", "lr", lr, 0, None)
-        check_betas("LazyAdam", betas)
-        check_range("LazyAdam", "eps", eps, 0, None)
-        check_range("LazyAdam", "weight_decay", weight_decay, 0, None)
-        if bias_correction not in ("global", "per_row"):
-            raise ValueError(
-                f"LazyAdam: bias_correction must be 'global' or 'per_row', got {bias_correction!r}"
-            )
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -81,6 +73,12 @@ class LazyAdam(RowOptimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults, stochastic_rounding, seed)
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        for argument in ("lr", "eps", "weight_decay"):
+            check_range("LazyAdam", argument, group[argument], 0, None)
+        check_betas("LazyAdam", group["betas"])
+        check_choice("LazyAdam", "bias_correction", group, ("global", "per_row"))
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         states = {"exp_avg": 0.0, "exp_avg_sq": 0.0}

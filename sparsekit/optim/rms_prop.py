@@ -3,10 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .row_optimizer import RowOptimizer, check_range
+from .row_optimizer import RowOptimizer, check_choice, check_range
 
-# What None stands for: alpha, eps, initial_accumulator_value.
-_FORMS = {"torch": (0.99, 1e-8, 0.0), "tensorflow": (0.9, 1e-10, 1.0)}
+# What None stands for.
+_FORMS = {
+    "torch": {"alpha": 0.99, "eps": 1e-8, "initial_accumulator_value": 0.0},
+    "tensorflow": {"alpha": 0.9, "eps": 1e-10, "initial_accumulator_value": 1.0},
+}
 
 
 class RMSProp(RowOptimizer):
@@ -60,28 +63,34 @@ class RMSProp(RowOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        if form not in _FORMS:
-            raise ValueError(f"RMSProp: form must be 'torch' or 'tensorflow', got {form!r}")
-        usual_alpha, usual_eps, usual_start = _FORMS[form]
-        start = initial_accumulator_value
         defaults = {
             "lr": lr,
-            "alpha": usual_alpha if alpha is None else alpha,
-            "eps": usual_eps if eps is None else eps,
+            "alpha": alpha,
+            "eps": eps,
             "momentum": momentum,
             "form": form,
-            "initial_accumulator_value": usual_start if start is None else start,
+            "initial_accumulator_value": initial_accumulator_value,
         }
-        for argument in ("lr", "eps", "initial_accumulator_value"):
-            check_range("RMSProp", argument, defaults[argument], 0, None)
-        for argument in ("alpha", "momentum"):
-            check_range("RMSProp", argument, defaults[argument], 0, 1)
         super().__init__(params, defaults, stochastic_rounding, seed)
 
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        check_choice("RMSProp", "form", group, tuple(_FORMS))
+        for argument in ("lr", "eps", "initial_accumulator_value"):
+            check_range("RMSProp", argument, _usual(group, argument), 0, None)
+        for argument in ("alpha", "momentum"):
+            check_range("RMSProp", argument, _usual(group, argument), 0, 1)
+
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
-        states = {"square_avg": group["initial_accumulator_value"]}
+        states = {"square_avg": _usual(group, "initial_accumulator_value")}
         return states | {"momentum_buffer": 0.0} if group["momentum"] > 0 else states
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
         inside = group["form"] == "tensorflow"
-        return [float(group["lr"]), group["alpha"], group["eps"], group["momentum"], inside]
+        alpha, eps = _usual(group, "alpha"), _usual(group, "eps")
+        return [float(group["lr"]), alpha, eps, group["momentum"], inside]
+
+
+def _usual(group: dict[str, Any], argument: str) -> float:
+    """A setting, or what None stands for."""
+    value = group[argument]
+    return _FORMS[group["form"]][argument] if value is None else value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from .. import ops
+from ..errors import check_int
+from ..nn.shard import EmbeddingWeight
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -22,6 +24,13 @@ def check_range(name: str, argument: str, value: Any, least: float, below: float
         raise ValueError(f"{name}: {argument} must be in [{least:g}, {below:g}), got {value}")
 
 
+def check_choice(name: str, argument: str, group: dict[str, Any], choices: Sequence[str]) -> None:
+    """Raise ValueError unless the group's setting is one of the choices."""
+    if group[argument] not in choices:
+        listed = " or ".join(map(repr, choices))
+        raise ValueError(f"{name}: {argument} must be {listed}, got {group[argument]!r}")
+
+
 class RowOptimizer(torch.optim.Optimizer):
     """Base class. A subclass names its rule, states and settings; see `sparsekit.ops.update_rows_`.
 
@@ -31,7 +40,7 @@ class RowOptimizer(torch.optim.Optimizer):
     shape of the parameter.
 
     Raises:
-        TypeError: (in step) a parameter of another dtype.
+        TypeError: a seed that is no int; (in step) a parameter of another dtype.
         ValueError: (in step) a parameter that is not contiguous, or a sparse gradient of single
             elements rather than rows (sparse_dim > 1).
         RuntimeError: (in backward) a second update of one layer since the last step, where updates
@@ -48,9 +57,37 @@ class RowOptimizer(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
+        seed = check_int(type(self).__name__, "seed", seed, -(2**63), 2**64 - 1)
         defaults |= {"stochastic_rounding": stochastic_rounding, "seed": seed}
         self._updated: set[torch.Tensor] = set()  # in backward, since the last step
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch.optim.Optimizer.
+
+        Raises:
+            ValueError: a setting out of range, or a weight that another optimizer updates in
+                backward.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_settings(group)
+            for parameter in group["params"]:
+                attached = getattr(parameter, "update_in_backward", None)
+                if attached is not None and attached() is not None:
+                    raise ValueError(
+                        f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} is "
+                        f"updated in backward by another optimizer; remove() what its "
+                        f"fuse_in_backward has returned"
+                    )
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for a setting out of range."""
+        raise NotImplementedError
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         """Name and initial value of each state, in the rule's order."""
@@ -77,12 +114,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # All are looked at before any is changed.
         steps = [
-            (parameter, group, *self._gradient(parameter))
+            (parameter, group, *self._gradient(parameter, group))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
         for step in steps:
+            self._take_over(step[0])
             self._update(*step)
         self._updated.clear()
         return loss
@@ -101,8 +139,16 @@ class RowOptimizer(torch.optim.Optimizer):
             )
         self._check(parameter)
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        self._take_over(parameter)
         self._update(parameter, group, rows, grad)
         self._updated.add(parameter)
+
+    def _take_over(self, parameter: torch.Tensor) -> None:
+        """Have rows finish what is due under another optimizer, which then lets go of them."""
+        if not isinstance(parameter, EmbeddingWeight):
+            return
+        if getattr(parameter.before_read, "__self__", self) is not self:
+            parameter.catch_up()
 
     def _check(self, parameter: torch.Tensor) -> None:
         name = type(self).__name__
@@ -117,7 +163,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"{tuple(parameter.shape)} and strides {parameter.stride()}"
             )
 
-    def _gradient(self, parameter: torch.Tensor) -> Rows:
+    def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
         """Rows, or None for all, and their gradients."""
         self._check(parameter)
         grad = parameter.grad
@@ -154,7 +200,7 @@ class RowOptimizer(torch.optim.Optimizer):
         weight = matrix(parameter.detach())
         ops.update_rows_(
             weight,
-            self._state_matrices(parameter, group),
+            self._state_matrices(parameter, self._initial_states(group)),
             state.get("row_step"),
             rows,
             grad.reshape(len(weight) if rows is None else len(rows), weight.shape[1]),
@@ -168,11 +214,13 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[parameter]
-        if not state:
+        if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
-            if self._has_row_step(group):
-                state["row_step"] = _row_steps(parameter)
-            state.update(self._new_states(parameter, group))
+        if self._has_row_step(group) and "row_step" not in state:
+            state["row_step"] = _row_steps(parameter)
+        if any(name not in state for name in self._initial_states(group)):
+            # At the first step, or when a setting has been changed to one with more states.
+            self.state[parameter] = state = self._new_states(parameter, group) | state
         return state
 
     def _new_states(
@@ -196,9 +244,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 states[name].fill_(value)
         return states
 
-    def _state_matrices(self, parameter: torch.Tensor, group: dict[str, Any]) -> list[torch.Tensor]:
-        state = self.state[parameter]
-        states = [state[name] for name in self._initial_states(group)]
+    def _state_matrices(self, parameter: torch.Tensor, names: Iterable[str]) -> list[torch.Tensor]:
+        states = [self.state[parameter][name] for name in names]
         return [s.view(-1, 1) if self.row_wise else matrix(s) for s in states]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,40 +259,67 @@ class RowOptimizer(torch.optim.Optimizer):
         """Load a state, also one of torch's optimizer of that name or from another device.
 
         States of bfloat16 parameters stay float32.
+
+        Raises:
+            ValueError: a state of another optimizer, of other shapes, or with settings that this
+                one does not have; nothing has been changed.
         """
-        super().load_state_dict(state_dict)
-        # torch has cast the states to the parameters' dtype; go back to the saved ones where they
-        # are kept in another. It leaves the step where and what it was: on the device it was saved
-        # on, and a plain number or a float if torch's optimizer has counted it.
-        saved = (i for group in state_dict["param_groups"] for i in group["params"])
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                values = state_dict["state"].get(next(saved), {})
+        loaded: dict[torch.Tensor, dict[str, Any]] = {}
+        # torch itself raises if groups do not match, so they need not here.
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            settings = {**group, **self.defaults, **saved}
+            for name in _OTHER_SETTINGS:
+                if saved.get(name) and name not in self.defaults:
+                    raise ValueError(
+                        f"{type(self).__name__}: the state to load has {name}={saved[name]}, which "
+                        f"there is not here"
+                    )
+            self._check_settings(settings)
+            for index, parameter in zip(saved["params"], group["params"], strict=False):
+                values = state_dict["state"].get(index)
                 if values:
-                    self.state[parameter] = self._loaded(parameter, group, values)
+                    loaded[parameter] = self._loaded(parameter, settings, values)
+        super().load_state_dict(state_dict)
+        # torch has cast the states to the parameters' dtype, which is not that of all of them.
+        self.state.update(loaded)
 
     def _loaded(
         self, parameter: torch.Tensor, group: dict[str, Any], values: dict[str, Any]
     ) -> dict[str, Any]:
-        step = torch.as_tensor(values["step"]).to(parameter.device, torch.int64, copy=True)
+        name = type(self).__name__
+        # torch's SGD does not count; any number will do for what has no bias correction.
+        step = torch.as_tensor(values.get("step", 1)).to(parameter.device, torch.int64, copy=True)
         state: dict[str, Any] = {"step": step}
         if self._has_row_step(group):
+            state["row_step"] = _row_steps(parameter)
             # Without one all rows have made all steps, as far as anybody knows.
-            steps = values.get("row_step", step)
-            state["row_step"] = _row_steps(parameter).copy_(steps)
-        for name, tensor in self._new_states(parameter, group).items():
-            if name not in values:
+            steps = values.get("row_step", step.to(torch.int32).expand_as(state["row_step"]))
+            self._check_shape("row_step", steps, state["row_step"])
+            if steps.numel() and (steps.min() < 0 or steps.max() > step.to(steps.device)):
                 raise ValueError(
-                    f"{type(self).__name__}: the state to load has no {name}, but "
-                    f"{', '.join(values)}"
+                    f"{name}: row_step must be in [0, {int(step)}], the step, got numbers from "
+                    f"{int(steps.min())} to {int(steps.max())}"
                 )
-            if values[name].shape != tensor.shape:
-                raise ValueError(
-                    f"{type(self).__name__}: {name} must have shape {tuple(tensor.shape)}, got "
-                    f"{tuple(values[name].shape)}"
-                )
-            state[name] = tensor.copy_(values[name])
+            state["row_step"].copy_(steps)
+        for own, tensor in self._new_states(parameter, group).items():
+            if own not in values:
+                raise ValueError(f"{name}: the state to load has no {own}, but {', '.join(values)}")
+            if values[own] is not None:  # as torch's SGD has it before the first step
+                self._check_shape(own, values[own], tensor)
+                tensor.copy_(values[own])
+            state[own] = tensor
         return state
+
+    def _check_shape(self, name: str, value: torch.Tensor, like: torch.Tensor) -> None:
+        if value.shape != like.shape:
+            raise ValueError(
+                f"{type(self).__name__}: {name} must have shape {tuple(like.shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+
+
+# Of torch's optimizers, which would change what a step does.
+_OTHER_SETTINGS = ("maximize", "weight_decay", "amsgrad", "centered", "dampening", "nesterov")
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:

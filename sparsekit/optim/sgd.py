@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .catch_up import CatchUpOptimizer
-from .row_optimizer import check_range
+from .row_optimizer import check_choice, check_range
 
 
 class SGD(CatchUpOptimizer):
@@ -52,18 +52,6 @@ class SGD(CatchUpOptimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
-        check_range("SGD", "lr", lr, 0, None)
-        check_range("SGD", "momentum", momentum, 0, 1)
-        check_range("SGD", "weight_decay", weight_decay, 0, None)
-        if mode not in ("touched", "catch_up"):
-            raise ValueError(f"SGD: mode must be 'touched' or 'catch_up', got {mode!r}")
-        if nesterov and momentum == 0:
-            raise ValueError("SGD: nesterov needs momentum > 0, got 0")
-        if mode == "catch_up" and (weight_decay > 0 or stochastic_rounding):
-            raise ValueError(
-                f"SGD: mode='catch_up' goes neither with weight_decay nor with "
-                f"stochastic_rounding, got {weight_decay} and {stochastic_rounding}"
-            )
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -72,6 +60,20 @@ class SGD(CatchUpOptimizer):
             "mode": mode,
         }
         super().__init__(params, defaults, stochastic_rounding, seed)
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        check_range("SGD", "lr", group["lr"], 0, None)
+        check_range("SGD", "momentum", group["momentum"], 0, 1)
+        check_range("SGD", "weight_decay", group["weight_decay"], 0, None)
+        check_choice("SGD", "mode", group, ("touched", "catch_up"))
+        if group["nesterov"] and group["momentum"] == 0:
+            raise ValueError("SGD: nesterov needs momentum > 0, got 0")
+        decay, rounding = group["weight_decay"], group["stochastic_rounding"]
+        if group["mode"] == "catch_up" and (decay > 0 or rounding):
+            raise ValueError(
+                f"SGD: mode='catch_up' goes neither with weight_decay nor with "
+                f"stochastic_rounding, got {decay} and {rounding}"
+            )
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
         return group["mode"] == "catch_up" and group["momentum"] > 0

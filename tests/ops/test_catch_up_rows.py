@@ -121,6 +121,17 @@ def test_a_row_that_is_further_back_than_what_is_kept(device):
     assert same_bits(tables[0][0], tables[1][0])
 
 
+@pytest.mark.parametrize("step", [2**31 - 1, 2**31 - 2, -1, -(2**31)])
+def test_steps_of_rows_that_cannot_be(device, step):
+    rule, settings = settings_of("exact adam")
+    _, numbers = numbers_of("exact adam", range(10, 13))
+    table = copied(table_of("exact adam", 2, 4, torch.float64), device)
+    row_step = torch.tensor([step, 9], dtype=torch.int32, device=device)
+    ops.catch_up_rows_(*table, row_step, None, numbers.to(device), 10, rule, settings)
+    assert row_step.tolist() == [step if step > 0 else 12, 12]
+    assert table[0].isfinite().all()
+
+
 def test_no_steps_at_all(device):
     rule, settings = settings_of("exact adam")
     start = table_of("exact adam", 4, 3, torch.float32)

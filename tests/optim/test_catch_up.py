@@ -1,8 +1,10 @@
 """Exact Adam and SGD with momentum: the weights of torch's dense optimizers, whoever reads them."""
 
 import copy
+import gc
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -270,6 +272,94 @@ def test_torch_compile():
     torch.testing.assert_close(found, twins.dense.detach(), **twins.close)
 
 
+def test_new_keys_do_not_make_up_for_what_their_rows_did_before():
+    # A penalty on the whole weight moves rows that have no key yet.
+    results = []
+    for mode in ("catch_up", "sweep"):
+        layer = sparsekit.All2AllDenseEmbedding(
+            20, 3, 1, 1, dynamic_input=True, dtype=torch.float64, name="new keys"
+        )
+        optimizer = optim.Adam([layer.weight], lr=0.1, mode=mode)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+        for _ in range(5):
+            optimizer.zero_grad()
+            layer(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+        results.append(layer(torch.tensor([7, 1])).detach())
+    assert same_bits(*results)
+
+
+def test_momentum_that_a_schedule_changes():
+    twins = Twins("SGD catch_up", lr=0.01)
+    twins.ours = optim.SGD([twins.layer.weight], lr=0.01, mode="catch_up")  # none to begin with
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=45)
+        for optimizer in (twins.ours, twins.theirs)
+    ]
+    for step in range(40):
+        twins.step(step)
+        for scheduler in schedulers:
+            scheduler.step()
+    twins.check_all()
+
+
+def test_momentum_that_is_turned_off():
+    twins = Twins("SGD catch_up")
+    for step in range(10):
+        twins.step(step)
+    for optimizer in (twins.ours, twins.theirs):
+        optimizer.param_groups[0]["momentum"] = 0.0
+    for step in range(10, 20):
+        twins.step(step)
+    assert twins.layer.weight.before_read is None
+    twins.check_all()
+
+
+def test_two_optimizers_in_turns():
+    layers = layer_of(), layer_of()
+    optimizers = [
+        [optim.Adam([layer.weight], lr=rate, mode=mode) for rate in (0.1, 0.01)]
+        for layer, mode in zip(layers, ("catch_up", "sweep"), strict=True)
+    ]
+    for step in range(30):
+        for layer, pair in zip(layers, optimizers, strict=True):
+            optimizer = pair[step % 2]
+            optimizer.zero_grad()
+            loss_of(layer(keys_of(step)), step).backward()
+            optimizer.step()
+    found = [layer(torch.arange(KEYS)) for layer in layers]
+    assert same_bits(*found)
+
+
+def test_an_optimizer_lives_only_as_long_as_rows_are_late():
+    twins = Twins("Adam")
+    for step in range(5):
+        twins.step(step)
+    alive = weakref.ref(twins.ours)
+    twins.ours = optim.LazyAdam([twins.layer.weight])
+    gc.collect()
+    assert alive() is not None  # it knows what rows have missed
+    loss_of(twins.layer(torch.tensor([3])), 5).backward()
+    twins.ours.step()
+    gc.collect()
+    assert alive() is None
+
+
+def test_other_tensors_in_place_of_the_weight():
+    twins = Twins("Adam")
+    for step in range(5):
+        twins.step(step)
+    keys = torch.arange(KEYS)
+    other = torch.ones(KEYS, DIM, dtype=torch.float64)
+    out = torch.func.functional_call(twins.layer, {"weight": other}, (keys,))
+    assert torch.equal(out, other)
+    twins.check_all()
+    twins.layer.weight = torch.nn.Parameter(other)
+    assert torch.equal(twins.layer(keys), other)
+    assert torch.equal(twins.layer.state_dict()["weight"], other)
+
+
 def test_another_optimizer_takes_over():
     twins = Twins("Adam")
     for step in range(10):
@@ -362,7 +452,7 @@ BAD = [
     (optim.RowWiseAdagrad, {"eps": -1}, "RowWiseAdagrad: eps must be >= 0, got -1"),
     (optim.RMSProp, {"form": "keras"}, "form must be 'torch' or 'tensorflow', got 'keras'"),
     (optim.RMSProp, {"alpha": 1}, r"RMSProp: alpha must be in \[0, 1\), got 1"),
-    (optim.Ftrl, {"lr": 0}, "Ftrl: lr must be > 0, got 0"),
+    (optim.Ftrl, {"lr": -1}, "Ftrl: lr must be >= 0, got -1"),
     (optim.Ftrl, {"lr_power": 0.5}, "Ftrl: lr_power must be <= 0, got 0.5"),
     (optim.Ftrl, {"l1": -1}, "Ftrl: l1 must be >= 0, got -1"),
 ]

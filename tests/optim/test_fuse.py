@@ -1,5 +1,7 @@
 """fuse_in_backward: the weights of a normal step, and errors where they could not be."""
 
+import gc
+
 import pytest
 import torch
 
@@ -111,7 +113,7 @@ def test_a_second_backward_without_a_step():
 
 
 def test_a_layer_that_is_looked_up_twice_in_a_backward():
-    layer, _, _ = attached()
+    layer, _optimizer, _ = attached()
     out = layer(torch.tensor([1, 2])).sum() + layer(torch.tensor([2, 3])).sum()
     with pytest.raises(RuntimeError, match="do not look a layer up twice"):
         out.backward()
@@ -134,6 +136,19 @@ def test_detached_again():
     optimizer.step()
     assert optimizer.state[layer.weight]["step"] == 2
     fuse_in_backward(optimizer, layer)
+
+
+def test_an_optimizer_that_is_dropped_is_detached():
+    layer, optimizer, handle = attached()
+    layer(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="is updated in backward by another optimizer"):
+        optim.Adagrad([layer.weight])
+    del optimizer, handle
+    gc.collect()
+    other = optim.Adagrad([layer.weight], lr=0.1)
+    layer(torch.tensor([1, 2])).sum().backward()
+    assert layer.weight.grad is not None
+    other.step()
 
 
 def test_learning_rates_are_those_at_the_time_of_backward():

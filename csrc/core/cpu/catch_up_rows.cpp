@@ -54,7 +54,7 @@ int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, 
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = rows == nullptr ? i : rows[i];
       if (row < 0 || table.row_step[row] == 0) continue;
-      const int64_t first = std::max<int64_t>(table.row_step[row] + 1, missed.first_step);
+      const int64_t first = std::max(int64_t{table.row_step[row]} + 1, missed.first_step);
       const int64_t count = last + 1 - first;
       if (count <= 0) continue;
       const double* numbers = missed.numbers + 2 * (first - missed.first_step);

@@ -34,7 +34,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
     }
     at_step = simt::warp_shuffle(at_step, leader);
     if (row < 0 || at_step == 0) continue;
-    const int64_t from = at_step < missed.first_step ? missed.first_step : at_step + 1;
+    const int64_t from = at_step < missed.first_step ? missed.first_step : int64_t{at_step} + 1;
     const int64_t count = last + 1 - from;
     if (count <= 0) continue;
     const double* numbers = missed.numbers + 2 * (from - missed.first_step);

@@ -231,7 +231,7 @@ struct RmsProp {
 // w = |z| <= l1 ? 0 : (sign(z) l1 - z) / (n'^p / lr + 2 l2).
 // McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with l2
 // counted as TensorFlow does: it adds l2 w^2 to the loss, where the paper's lambda_2 adds half of
-// that.
+// that. With lr = 0, where a schedule may begin or end, nothing changes.
 struct Ftrl {
   static constexpr int kStates = 2;  // n and z
   static constexpr bool kRowWise = false;
@@ -254,6 +254,7 @@ struct Ftrl {
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    if (k.lr == 0) return;
     const A before = power(k, s[0]);
     s[0] += g * g;
     const A after = power(k, s[0]);
