@@ -287,7 +287,9 @@ class RowOptimizer(torch.optim.Optimizer):
         self, parameter: torch.Tensor, group: dict[str, Any], values: dict[str, Any]
     ) -> dict[str, Any]:
         name = type(self).__name__
-        # torch's SGD does not count; any number will do for what has no bias correction.
+        # torch's SGD does not count, and any number will do for what has no bias correction.
+        if "step" not in values and self.rule != "sgd":
+            raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
         step = torch.as_tensor(values.get("step", 1)).to(parameter.device, torch.int64, copy=True)
         state: dict[str, Any] = {"step": step}
         if self._has_row_step(group):
