@@ -47,6 +47,12 @@ class EmbeddingWeight(torch.nn.Parameter):
         return EmbeddingWeight, (self.data, self.requires_grad)
 
 
+def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
+    """What updates a weight in backward, as long as its optimizer lives."""
+    attached = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
+    return None if attached is None else attached()
+
+
 @dataclass
 class Bags:
     """How keys are pooled, and what becomes of the pooled vectors."""
@@ -114,8 +120,7 @@ def deliver_gradient(
         # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
         missing = int(torch.searchsorted(rows, 0))
         rows, grad = rows[missing:], grad[missing:]
-    attached = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
-    update = None if attached is None else attached()
+    update = update_of(weight)
     if update is not None:
         update(weight, rows, grad)
         return None

@@ -59,6 +59,8 @@ class Adam(CatchUpOptimizer):
         check_betas("Adam", group["betas"])
         check_range("Adam", "eps", group["eps"], 0, None)
         check_choice("Adam", "mode", group, ("catch_up", "sweep"))
+        if group["stochastic_rounding"]:
+            raise ValueError("Adam: there is no stochastic_rounding; LazyAdam has it")
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
         return True

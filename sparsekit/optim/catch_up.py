@@ -119,7 +119,7 @@ class CatchUpOptimizer(RowOptimizer):
             raise ValueError(
                 f"{type(self).__name__}: mode='catch_up' with sparse gradients is for the weights "
                 f"of embedding layers, which bring rows up to date before they read them; this "
-                f"parameter of shape {tuple(parameter.shape)} is another's"
+                f"parameter of shape {tuple(parameter.shape)} is another's; use another mode"
             )
         return rows, grad
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.world import group_of
-from ..nn.shard import EmbeddingWeight
+from ..nn.shard import EmbeddingWeight, update_of
 
 
 @torch.no_grad()
@@ -28,8 +28,7 @@ def clip_grad_norm_(
     as equal on all ranks, as DistributedDataParallel keeps them. With several ranks this is a
     collective: all of them call it, with gradients or without.
 
-    Gradients are changed in place; a sparse one with repeated rows is replaced by its sum. Updates
-    made by `fuse_in_backward` leave no gradient, so they are not clipped.
+    Gradients are changed in place; a sparse one with repeated rows is replaced by its sum.
 
     Args:
         parameters: one parameter or several, such as a module's ``parameters()``.
@@ -47,7 +46,8 @@ def clip_grad_norm_(
     Raises:
         TypeError: max_norm or norm_type is no number, or parameters has something else than
             tensors.
-        ValueError: max_norm is negative or NaN, or norm_type is not positive.
+        ValueError: max_norm is negative or NaN, norm_type is not positive, or there is a weight
+            that `fuse_in_backward` has updated already.
         RuntimeError: a norm that is not finite, if error_if_nonfinite; gradients are not scaled.
     """
     max_norm = _number("max_norm", max_norm)
@@ -57,6 +57,12 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be > 0, got {norm_type}")
     parameters = _tensors(parameters)
+    for parameter in parameters:
+        if update_of(parameter) is not None:
+            raise ValueError(
+                f"clip_grad_norm_: a weight of shape {tuple(parameter.shape)} is updated in "
+                f"backward, which leaves no gradient to clip"
+            )
 
     # Where parameters are and not gradients, which a rank may lack; and always in float64: so ranks
     # agree on what they send.
@@ -96,6 +102,8 @@ def _number(argument: str, value: Any) -> float:
 
 
 def _tensors(parameters: Any) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.nn.Module):
+        raise TypeError("clip_grad_norm_: parameters must not be a module; pass its parameters()")
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for position, item in enumerate(tensors):
         if not isinstance(item, torch.Tensor):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.world import group_of
-from ..nn.shard import ShardedTable
+from ..nn.shard import ShardedTable, update_of
 
 _LINES = 8  # of a message; when one gradient is not finite, often all of them are
 
@@ -51,12 +51,19 @@ def check_finite_gradients(
     Raises:
         NonFiniteGradientError: there is one.
         TypeError: module is no module.
+        ValueError: there is a layer that is updated in backward, which leaves no gradient.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
             f"check_finite_gradients: module must be a torch.nn.Module, got {type(module).__name__}"
         )
-    layers = (m for m in module.modules() if isinstance(m, ShardedTable))
+    layers = [m for m in module.modules() if isinstance(m, ShardedTable)]
+    for layer in layers:
+        if update_of(layer.weight) is not None:
+            raise ValueError(
+                f"check_finite_gradients: {layer.name} is updated in backward, which leaves no "
+                f"gradient to look at"
+            )
     tables: dict[torch.nn.Parameter, ShardedTable] = {layer.weight: layer for layer in layers}
     found = []
     for name, parameter in module.named_parameters():

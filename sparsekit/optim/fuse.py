@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from ..nn.shard import EmbeddingWeight, ShardedTable
+from ..nn.shard import EmbeddingWeight, ShardedTable, update_of
 from .row_optimizer import RowOptimizer
 
 
@@ -30,9 +30,10 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
       layers but still ends the step, and
     - a layer is looked up once in each backward, and its weight is used for nothing else.
 
-    Otherwise an error is raised. An optimizer that is dropped is detached. Gradients cannot be
-    clipped, scaled (GradScaler) or accumulated on the way, since nobody sees them. Learning rates
-    are those at the time of backward.
+    Otherwise an error is raised, as by what would need to see the gradients on the way:
+    accumulation, `clip_grad_norm_`, `check_finite_gradients`, and torch's GradScaler, which is only
+    noticed at its first step. Learning rates are those at the time of backward. An optimizer that
+    is dropped is detached, and copies of layer and optimizer are not attached.
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.
@@ -60,9 +61,9 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
             f"the optimizer's parameters"
         )
     for layer in layers:
-        attached = layer.weight.update_in_backward
-        if attached is not None and attached() is not None:
+        if update_of(layer.weight) is not None:
             raise ValueError(f"fuse_in_backward: {layer.name} has been attached to an optimizer")
     for layer in layers:
+        optimizer._layers[layer.weight] = layer.name
         layer.weight.update_in_backward = weakref.WeakMethod(optimizer.update_in_backward)
     return FusedHandle([layer.weight for layer in layers])

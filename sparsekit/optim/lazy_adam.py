@@ -1,5 +1,6 @@
 """Adam on the rows that were touched."""
 
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ from .row_optimizer import RowOptimizer, check_choice, check_range
 def check_betas(name: str, betas: Any) -> None:
     """Raise ValueError unless betas are two numbers in [0, 1)."""
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not (pair and all(0 <= beta < 1 for beta in betas)):
+    if not (pair and all(isinstance(b, numbers.Real) and 0 <= float(b) < 1 for b in betas)):
         raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")
 
 

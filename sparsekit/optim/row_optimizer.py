@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import torch
 
 from .. import ops
 from ..errors import check_int
-from ..nn.shard import EmbeddingWeight
+from ..nn.shard import EmbeddingWeight, update_of
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -17,11 +18,16 @@ Rows = tuple[torch.Tensor | None, torch.Tensor]
 
 def check_range(name: str, argument: str, value: Any, least: float, below: float | None) -> None:
     """Raise ValueError unless ``least <= value``, and ``value < below`` if that is given."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: {argument} must be a number, got {value!r}")
+    shown, value = value, float(value)
     if below is None:
         if not value >= least:
-            raise ValueError(f"{name}: {argument} must be >= {least:g}, got {value}")
+            raise ValueError(f"{name}: {argument} must be >= {least:g}, got {shown}")
     elif not least <= value < below:
-        raise ValueError(f"{name}: {argument} must be in [{least:g}, {below:g}), got {value}")
+        raise ValueError(f"{name}: {argument} must be in [{least:g}, {below:g}), got {shown}")
 
 
 def check_choice(name: str, argument: str, group: dict[str, Any], choices: Sequence[str]) -> None:
@@ -57,15 +63,22 @@ class RowOptimizer(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"{type(self).__name__}: params must be parameters, not a module; pass its "
+                f"parameters()"
+            )
         seed = check_int(type(self).__name__, "seed", seed, -(2**63), 2**64 - 1)
         defaults |= {"stochastic_rounding": stochastic_rounding, "seed": seed}
         self._updated: set[torch.Tensor] = set()  # in backward, since the last step
+        self._layers: dict[torch.Tensor, str] = {}  # names of those that are updated in backward
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch.optim.Optimizer.
 
         Raises:
+            TypeError: a setting that is no number where it should be one.
             ValueError: a setting out of range, or a weight that another optimizer updates in
                 backward.
         """
@@ -74,14 +87,13 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             self._check_settings(group)
             for parameter in group["params"]:
-                attached = getattr(parameter, "update_in_backward", None)
-                if attached is not None and attached() is not None:
+                if update_of(parameter) is not None:
                     raise ValueError(
                         f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} is "
                         f"updated in backward by another optimizer; remove() what its "
                         f"fuse_in_backward has returned"
                     )
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -132,16 +144,32 @@ class RowOptimizer(torch.optim.Optimizer):
         """The step of one parameter, for `fuse_in_backward`: distinct rows and their gradients."""
         if parameter in self._updated:
             raise RuntimeError(
-                f"{type(self).__name__}: two updates of one parameter of shape "
-                f"{tuple(parameter.shape)} without step() between them. With fuse_in_backward "
-                f"every backward is an update: call step() after it, and do not look a layer up "
-                f"twice in one backward or accumulate gradients"
+                f"{type(self).__name__}: two updates of {self._layers[parameter]} without step() "
+                f"between them. With fuse_in_backward every backward is an update: call step() "
+                f"after it, and do not look a layer up twice in one backward or accumulate "
+                f"gradients"
             )
         self._check(parameter)
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
         self._take_over(parameter)
         self._update(parameter, group, rows, grad)
         self._updated.add(parameter)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked for by GradScaler before a step, which is the place to find out that there is one.
+
+        Raises:
+            RuntimeError: a layer has been updated in backward, with a scaled gradient.
+        """
+        if self._updated:
+            layers = ", ".join(self._layers[parameter] for parameter in self._updated)
+            raise RuntimeError(
+                f"{type(self).__name__}: GradScaler cannot unscale gradients that are used up in "
+                f"backward, and {layers} has been updated with scaled ones; do not use both it and "
+                f"fuse_in_backward"
+            )
+        return False
 
     def _take_over(self, parameter: torch.Tensor) -> None:
         """Have rows finish what is due under another optimizer, which then lets go of them."""
@@ -168,11 +196,11 @@ class RowOptimizer(torch.optim.Optimizer):
         self._check(parameter)
         grad = parameter.grad
         assert grad is not None
-        if parameter in self._updated:
+        if update_of(parameter) is not None:
+            layer = self._layers.get(parameter, f"a weight of shape {tuple(parameter.shape)}")
             raise ValueError(
-                f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} was updated "
-                f"in backward and has a gradient besides; fuse_in_backward is for parameters that "
-                f"are used by their layer only"
+                f"{type(self).__name__}: {layer} is updated in backward and has a gradient besides; fuse_in_backward is for weights that are used by their layer "
+                f"only"
             )
         if not grad.is_sparse:
             return None, grad
@@ -251,6 +279,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._updated = set()
+        self._layers = {}
         for group in self.param_groups:  # of another version, or of torch's optimizer
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -258,7 +287,8 @@ class RowOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also one of torch's optimizer of that name or from another device.
 
-        States of bfloat16 parameters stay float32.
+        States of bfloat16 parameters stay float32. Settings become those that were saved, as in
+        torch: also a mode, a form, or how bias is corrected.
 
         Raises:
             ValueError: a state of another optimizer, of other shapes, or with settings that this
@@ -274,6 +304,11 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"{type(self).__name__}: the state to load has {name}={saved[name]}, which "
                         f"there is not here"
                     )
+            if saved.get("weight_decay") and saved.get("decoupled_weight_decay") is False:
+                raise ValueError(
+                    f"{type(self).__name__}: the state to load has a weight_decay of "
+                    f"{saved['weight_decay']} that is part of the gradient; here it is decoupled"
+                )
             self._check_settings(settings)
             for index, parameter in zip(saved["params"], group["params"], strict=False):
                 values = state_dict["state"].get(index)

@@ -68,12 +68,11 @@ class SGD(CatchUpOptimizer):
         check_choice("SGD", "mode", group, ("touched", "catch_up"))
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("SGD: nesterov needs momentum > 0, got 0")
-        decay, rounding = group["weight_decay"], group["stochastic_rounding"]
-        if group["mode"] == "catch_up" and (decay > 0 or rounding):
-            raise ValueError(
-                f"SGD: mode='catch_up' goes neither with weight_decay nor with "
-                f"stochastic_rounding, got {decay} and {rounding}"
-            )
+        for argument in ("weight_decay", "stochastic_rounding"):
+            if group["mode"] == "catch_up" and group[argument]:
+                raise ValueError(
+                    f"SGD: {argument} does not go with mode='catch_up', got {group[argument]}"
+                )
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
         return group["mode"] == "catch_up" and group["momentum"] > 0

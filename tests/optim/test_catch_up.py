@@ -445,7 +445,7 @@ BAD = [
     (optim.SGD, {"mode": "sweep"}, "SGD: mode must be 'touched' or 'catch_up', got 'sweep'"),
     (optim.SGD, {"nesterov": True}, "SGD: nesterov needs momentum > 0"),
     (optim.SGD, {"momentum": 1.0}, r"SGD: momentum must be in \[0, 1\), got 1.0"),
-    (optim.SGD, {"mode": "catch_up", "weight_decay": 0.1}, "neither with weight_decay"),
+    (optim.SGD, {"mode": "catch_up", "weight_decay": 0.1}, "SGD: weight_decay does not go with"),
     (optim.SGD, {"weight_decay": -1}, "SGD: weight_decay must be >= 0, got -1"),
     (optim.LazyAdam, {"bias_correction": "row"}, "must be 'global' or 'per_row', got 'row'"),
     (optim.Adagrad, {"lr_decay": -1}, "Adagrad: lr_decay must be >= 0, got -1"),

@@ -197,10 +197,54 @@ def test_a_run_of_torchs_sgd_can_be_resumed(name):
     torch.testing.assert_close(other, weight, rtol=0, atol=1e-12)
 
 
+def test_weight_decay_of_torchs_adam_is_another():
+    weight = torch.nn.Parameter(start().detach())
+    weight.grad = torch.ones_like(weight)
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        theirs = kind([weight], weight_decay=0.5)
+        theirs.step()
+        ours = make("LazyAdam", [start()])
+        if kind is torch.optim.AdamW:
+            ours.load_state_dict(theirs.state_dict())
+            assert ours.param_groups[0]["weight_decay"] == 0.5
+        else:
+            with pytest.raises(ValueError, match=r"weight_decay of 0\.5 that is part of the grad"):
+                ours.load_state_dict(theirs.state_dict())
+
+
+NO_NUMBERS = [
+    ("LazyAdam", {"lr": "x"}, "LazyAdam: lr must be a number, got 'x'"),
+    ("Adam", {"lr": None}, "Adam: lr must be a number, got None"),
+    ("SGD", {"lr": torch.tensor([0.1, 0.2])}, "SGD: lr must be a number, got tensor"),
+    ("Adagrad", {"eps": [1]}, r"Adagrad: eps must be a number, got \[1\]"),
+    ("RMSProp", {"momentum": "a"}, "RMSProp: momentum must be a number, got 'a'"),
+    ("Ftrl", {"l1": None}, "Ftrl: l1 must be a number, got None"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), NO_NUMBERS)
+def test_what_is_no_number(name, settings, message):
+    with pytest.raises(TypeError, match=message):
+        make(name, [start()], **settings)
+
+
+def test_a_module_in_place_of_its_parameters():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"LazyAdam: params .* pass its parameters\(\)"):
+        sparsekit.optim.LazyAdam(model)
+    with pytest.raises(TypeError, match=r"clip_grad_norm_: .* pass its parameters\(\)"):
+        sparsekit.optim.clip_grad_norm_(model, 1.0)
+
+
 GROUPS = [
+    ("Adam", {"stochastic_rounding": True}, "Adam: there is no stochastic_rounding"),
     ("Adam", {"mode": "swep"}, "mode must be 'catch_up' or 'sweep', got 'swep'"),
     ("Adam", {"betas": (1, 2)}, "betas must be two numbers"),
-    ("SGD catch_up", {"weight_decay": 0.1}, "neither with weight_decay"),
+    (
+        "SGD catch_up",
+        {"weight_decay": 0.1},
+        "weight_decay does not go with .*, got 0.1",
+    ),
     ("LazyAdam", {"lr": -1}, "lr must be >= 0, got -1"),
     ("Adagrad", {"eps": -1}, "eps must be >= 0, got -1"),
     ("Ftrl", {"l1": -1}, "l1 must be >= 0, got -1"),

@@ -103,7 +103,7 @@ def test_a_second_backward_without_a_step():
     layer(torch.tensor([1, 2])).sum().backward()
     out = layer(torch.tensor([2, 3])).sum()
     before = layer.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"LazyAdam: two updates .* \(20, 3\) without step\(\)"):
+    with pytest.raises(RuntimeError, match=r"LazyAdam: two updates of one without step\(\)"):
         out.backward()
     assert same_bits(layer.weight, before)
     optimizer.step()
@@ -122,8 +122,29 @@ def test_a_layer_that_is_looked_up_twice_in_a_backward():
 def test_a_gradient_besides():
     layer, optimizer, _ = attached()
     (layer(torch.tensor([1, 2])).sum() + layer.weight.square().sum()).backward()
-    with pytest.raises(ValueError, match="updated in backward and has a gradient besides"):
+    with pytest.raises(ValueError, match="one is updated in backward and has a gradient besides"):
         optimizer.step()
+
+
+def test_a_gradient_from_elsewhere_alone():
+    layer, optimizer, _ = attached()
+    layer.weight.square().sum().backward()
+    with pytest.raises(ValueError, match="one is updated in backward and has a gradient besides"):
+        optimizer.step()
+
+
+def test_what_would_need_to_see_gradients():
+    layer, optimizer, _ = attached()
+    scaler = torch.amp.GradScaler("cpu")
+    head = torch.nn.Linear(3, 1)
+    optimizer.add_param_group({"params": list(head.parameters())})
+    scaler.scale(head(layer(torch.tensor([1, 2]))).sum()).backward()
+    with pytest.raises(ValueError, match=r"clip_grad_norm_: a weight of shape \(20, 3\)"):
+        optim.clip_grad_norm_([layer.weight, *head.parameters()], 1.0)
+    with pytest.raises(ValueError, match="check_finite_gradients: one is updated in backward"):
+        optim.check_finite_gradients(torch.nn.Sequential(layer, head))
+    with pytest.raises(RuntimeError, match=r"GradScaler cannot unscale .* one has been"):
+        scaler.step(optimizer)
 
 
 def test_detached_again():
