@@ -199,8 +199,8 @@ class RowOptimizer(torch.optim.Optimizer):
         if update_of(parameter) is not None:
             layer = self._layers.get(parameter, f"a weight of shape {tuple(parameter.shape)}")
             raise ValueError(
-                f"{type(self).__name__}: {layer} is updated in backward and has a gradient besides; fuse_in_backward is for weights that are used by their layer "
-                f"only"
+                f"{type(self).__name__}: {layer} is updated in backward and has a gradient "
+                f"besides; fuse_in_backward is for weights that are used by their layer only"
             )
         if not grad.is_sparse:
             return None, grad
