@@ -140,7 +140,9 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # Cloned, since one element is contiguous whatever its stride, and then has no other view.
+    flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 @contextlib.contextmanager

@@ -63,3 +63,7 @@ def copied(table, device=None, together=True):
     space = torch.stack([s.cpu() for s in states], 1).to(device)
     own = list(space.unbind(1))
     return weight.detach().clone().to(device), own if together else [s.contiguous() for s in own]
+
+
+def flat(table):
+    return [table[0], *table[1]]

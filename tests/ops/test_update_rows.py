@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 
 from sparsekit import ops, reference
 
-from .optimizer_rules import CASES, copied, distinct_rows, table_of
-
-int64 = torch.int64
+from .optimizer_rules import CASES, copied, distinct_rows, flat, table_of
 
 
 def check_steps(case, num_rows, dim, touched, dtype, device, steps=1, together=True, **keywords):
@@ -43,10 +41,6 @@ def check_steps(case, num_rows, dim, touched, dtype, device, steps=1, together=T
             assert same_bits(now.cpu()[untouched], then[untouched])
             assert_close(now.cpu(), wanted)
         assert torch.equal(own[0].cpu(), own[1])
-
-
-def flat(table):
-    return [table[0], *table[1]]
 
 
 @pytest.mark.parametrize("dtype", ROW_DTYPES)

@@ -1,6 +1,7 @@
 """Weights and gradients that the suites of the optimizers share, and all optimizers by name."""
 
 import torch
+from conftest import generator
 
 from sparsekit import optim
 from sparsekit.nn import EmbeddingWeight
@@ -41,10 +42,6 @@ def make(name, parameters, **settings):
     return kind(parameters, **(own | settings))
 
 
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 def start(dtype=torch.float64, shape=(ROWS, DIM), seed=0):
     """The weight of an embedding layer."""
     weight = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
@@ -70,9 +67,3 @@ def run(optimizer, parameter, grads):
     for grad in grads:
         parameter.grad = grad
         optimizer.step()
-
-
-def same_bits(one, other):
-    assert one.dtype == other.dtype
-    one, other = (t.detach().contiguous().view(torch.uint8) for t in (one, other))
-    return torch.equal(one, other)

@@ -8,12 +8,13 @@ import weakref
 
 import pytest
 import torch
+from conftest import same_bits
 
 import sparsekit
 from sparsekit import optim
 from sparsekit.optim import catch_up
 
-from .cases import ALL_ROWS, TOLERANCE, make, same_bits, start
+from .cases import ALL_ROWS, TOLERANCE, make, start
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -4,12 +4,13 @@ import gc
 
 import pytest
 import torch
+from conftest import same_bits
 
 import sparsekit
 from sparsekit import optim
 from sparsekit.optim import fuse_in_backward
 
-from .cases import OPTIMIZERS, make, same_bits
+from .cases import OPTIMIZERS, make
 
 pytestmark = pytest.mark.usefixtures("engine")
 

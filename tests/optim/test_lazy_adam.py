@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from conftest import same_bits
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit.optim import LazyAdam
 
-from .cases import DIM, ROWS, STEPS, TOLERANCE, gradients, run, same_bits, sparse, start
+from .cases import DIM, ROWS, STEPS, TOLERANCE, gradients, run, sparse, start
 
 pytestmark = pytest.mark.usefixtures("engine")
 

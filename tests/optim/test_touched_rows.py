@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from conftest import same_bits
 
 from sparsekit import optim
 
-from .cases import DIM, NEVER, ROWS, STEPS, TOLERANCE, TOUCHED, gradients, make, same_bits, start
+from .cases import DIM, NEVER, ROWS, STEPS, TOLERANCE, TOUCHED, gradients, make, start
 
 pytestmark = pytest.mark.usefixtures("engine")
 
