@@ -122,7 +122,7 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
 template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows,
                                                const ParallelFor& parallel_for) {
-  return SegmentWorkspace<T>(nullptr, bags.n, dim, num_rows, parallel_for).bytes;
+  return SegmentWorkspace<T>(nullptr, bags.n, dim, num_rows, nullptr, parallel_for).bytes;
 }
 
 template <class T>

@@ -23,7 +23,7 @@ struct DataRows {
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments,
                                     const ParallelFor& parallel_for) {
-  return SegmentWorkspace<T>(nullptr, n, dim, num_segments, parallel_for).bytes;
+  return SegmentWorkspace<T>(nullptr, n, dim, num_segments, nullptr, parallel_for).bytes;
 }
 
 template <class T>
