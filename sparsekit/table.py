@@ -10,6 +10,9 @@ from .memory import prefer_huge_pages
 from .ops._checks import KEY_DTYPES
 from .ops.hash_table import SLOTS_PER_BUCKET
 
+# Keys and table have been checked when this is called.
+_find = torch.ops.sparsekit.hash_table_find.default
+
 
 class HashTable(torch.nn.Module):
     """Maps any int64 keys to dense row numbers in order of first occurrence.
@@ -67,7 +70,9 @@ class HashTable(torch.nn.Module):
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
         self._check_keys(keys)
-        return ops.hash_table_find(self.buckets, keys.reshape(-1)).view(keys.shape)
+        if keys.dim() == 1:
+            return _find(self.buckets, keys)
+        return _find(self.buckets, keys.reshape(-1)).view(keys.shape)
 
     def find_or_insert(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys; absent keys get the next free rows, in order of first occurrence.
@@ -83,8 +88,9 @@ class HashTable(torch.nn.Module):
             TypeError, ValueError: keys is no such tensor, or lies on another device.
         """
         self._check_keys(keys)
-        rows, _ = self.find_or_insert_with_status(keys.reshape(-1))
-        return rows.view(keys.shape)
+        if keys.dim() == 1:
+            return self.find_or_insert_with_status(keys)[0]
+        return self.find_or_insert_with_status(keys.reshape(-1))[0].view(keys.shape)
 
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""

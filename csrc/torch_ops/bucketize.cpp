@@ -15,7 +15,7 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size,
   const int64_t n = keys.numel();
   check(!kOnDevice || n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
         " elements; at most 2^31 - 1 are supported");
-  keys = torch::stable::contiguous(keys);
+  keys = packed(keys);
   Tensor by_owner = new_output(keys, {n});
   Tensor counts = new_output(keys, {world_size}, ScalarType::Long);
   Tensor permutation = new_output(keys, {n}, ScalarType::Long);

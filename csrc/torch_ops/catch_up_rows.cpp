@@ -15,13 +15,13 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
   if (rows.has_value()) {
     check_dim(*rows, 1, op, "rows");
     check_dtype(*rows, ScalarType::Long, op, "rows");
-    rows = torch::stable::contiguous(*rows);
+    rows = packed(*rows);
   }
   check_dim(numbers, 2, op, "numbers");
   check_size(numbers, 1, 2, op, "numbers");
   check_dtype(numbers, ScalarType::Double, op, "numbers");
   check(first_step >= 1, op, ": first_step must be at least 1, got ", first_step);
-  numbers = torch::stable::contiguous(numbers);
+  numbers = packed(numbers);
   const int64_t n = rows ? rows->numel() : weight.size(0);
   const Engine engine(weight);
   const MissedSteps missed{data<double>(numbers), first_step, numbers.size(0)};

@@ -6,10 +6,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
-#include <vector>
 
 #include "large_memory.h"
 #include "sparsekit/dtypes.h"
@@ -74,27 +74,41 @@ inline const int64_t* int64_data(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 
+// The tensor itself if it is contiguous: asking torch for that goes through its dispatcher.
+inline Tensor packed(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
 // A tensor to be filled, of the dtype of `like` unless another is named, and on its device.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt) {
-#if defined(SPARSEKIT_ENGINE_CPU)
   const ScalarType type = dtype.value_or(like.scalar_type());
-  size_t bytes = aoti_torch_dtype_element_size(
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)));
-  bool overflows = false;
+  const auto type_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  size_t bytes = aoti_torch_dtype_element_size(type_code);
+  bool possible = true;
   for (const int64_t size : sizes) {
-    overflows |= __builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
+    possible &= !__builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
   }
-  void* memory = overflows || bytes < kLargeBytes ? nullptr : take_large_memory(bytes);
+  // It has the words for sizes that cannot be.
+  if (!possible) return torch::stable::new_empty(like, sizes, dtype);
+  int64_t strides[2] = {1, 1};
+  if (sizes.size() == 2) strides[0] = std::max<int64_t>(sizes.begin()[1], 1);
+#if defined(SPARSEKIT_ENGINE_CPU)
+  void* memory = bytes < kLargeBytes ? nullptr : take_large_memory(bytes);
   if (memory != nullptr) {
-    std::vector<int64_t> strides(sizes.size(), 1);
-    for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * sizes.begin()[d];
-    return torch::stable::from_blob(memory, sizes, strides, like.device(), type,
+    return torch::stable::from_blob(memory, sizes, {strides, sizes.size()}, like.device(), type,
                                     &give_back_large_memory);
   }
 #endif
-  // It also has the words for sizes that cannot be.
-  return torch::stable::new_empty(like, sizes, dtype);
+  // Not new_empty, which goes through the dispatcher.
+  const torch::stable::Device device = like.device();
+  const auto device_code =
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(device.type()));
+  AtenTensorHandle output;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
+                                                         sizes.begin(), strides, type_code,
+                                                         device_code, device.index(), &output));
+  return Tensor(output);
 }
 
 // Memory for core that lives as long as the returned tensor. Zero bytes are fine.

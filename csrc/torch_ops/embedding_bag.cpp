@@ -26,12 +26,12 @@ struct BagArguments {
     check(offsets.numel() > 0, op, ": offsets must have one element more than there are bags");
     check(combiner_code >= 0 && combiner_code <= static_cast<int64_t>(Combiner::kSqrtn), op,
           ": combiner must be 0 (sum), 1 (mean) or 2 (sqrtn), got ", combiner_code);
-    rows = torch::stable::contiguous(rows);
-    offsets = torch::stable::contiguous(offsets);
+    rows = packed(rows);
+    offsets = packed(offsets);
     if (sample_weights_in.has_value()) {
       check_dim(*sample_weights_in, 1, op, "sample_weights");
       check_size(*sample_weights_in, 0, rows.numel(), op, "sample_weights");
-      sample_weights = torch::stable::contiguous(*sample_weights_in);
+      sample_weights = packed(*sample_weights_in);
     }
     bags = Bags{int64_data(rows), rows.numel(), int64_data(offsets), offsets.numel() - 1};
     if constexpr (!kOnDevice) check_offset(op, cpu::check_offsets(bags), Engine(rows));
@@ -76,7 +76,7 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
   check_dim(weight, 2, op, "weight");
   check_same_device(op, {{"weight", weight}, {"rows", rows}});
   const BagArguments arguments(op, rows, offsets, combiner, sample_weights);
-  weight = torch::stable::contiguous(weight);
+  weight = packed(weight);
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
   check_row_size(dim, op, "weight");
   const Engine engine(weight);
@@ -110,7 +110,7 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
   check_dim(grad, 2, op, "grad");
   check_size(grad, 0, arguments.bags.num_bags, op, "grad");
   check_sort_sizes(arguments.bags.n, num_rows, op, "num_rows");
-  grad = torch::stable::contiguous(grad);
+  grad = packed(grad);
   const int64_t dim = grad.size(1);
   check_row_size(dim, op, "grad");
   const Engine engine(grad);
@@ -158,8 +158,8 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
       }
     }
   }
-  grad = torch::stable::contiguous(grad);
-  weight = torch::stable::contiguous(weight);
+  grad = packed(grad);
+  weight = packed(weight);
   Tensor out = new_output(sample_weights, {sample_weights.numel()});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -11,8 +11,8 @@ Tensor gather_rows(Tensor table, Tensor rows) {
   check_dim(table, 2, op, "table");
   check_dim(rows, 1, op, "rows");
   check_dtype(rows, ScalarType::Long, op, "rows");
-  table = torch::stable::contiguous(table);
-  rows = torch::stable::contiguous(rows);
+  table = packed(table);
+  rows = packed(rows);
   Tensor out = new_output(table, {rows.numel(), table.size(1)});
   const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
   const Engine engine(table);

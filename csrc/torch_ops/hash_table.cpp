@@ -50,7 +50,7 @@ Tensor find(Tensor buckets, Tensor keys, std::optional<Tensor> num_keys) {
   check_same_device(op,
                     {{"buckets", buckets}, {"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
   check_dim(keys, 1, op, "keys");
-  keys = torch::stable::contiguous(keys);
+  keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Engine engine(buckets);
   Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
   check_table_size(size, op);
   check(!kOnDevice || keys.numel() <= std::numeric_limits<int32_t>::max(), op, ": keys has ",
         keys.numel(), " elements; at most 2^31 - 1 are supported");
-  keys = torch::stable::contiguous(keys);
+  keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Engine engine(buckets);
   Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);

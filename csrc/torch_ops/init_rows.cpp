@@ -18,13 +18,13 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
   check_dtype(keys, ScalarType::Long, op, "keys");
   check(distribution >= 0 && distribution <= static_cast<int64_t>(Distribution::kNormal), op,
         ": distribution must be 0 (constant), 1 (uniform) or 2 (normal), got ", distribution);
-  keys = torch::stable::contiguous(keys);
+  keys = packed(keys);
   const int64_t n = keys.numel();
   if (rows.has_value()) {
     check_dim(*rows, 1, op, "rows");
     check_dtype(*rows, ScalarType::Long, op, "rows");
     check_size(*rows, 0, n, op, "rows");
-    rows = torch::stable::contiguous(*rows);
+    rows = packed(*rows);
   } else {
     check_size(out, 0, n, op, "out");
   }

@@ -14,8 +14,8 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
   check_dtype(segment_ids, ScalarType::Long, op, "segment_ids");
   check_size(segment_ids, 0, values.size(0), op, "segment_ids");
   check_sort_sizes(segment_ids.numel(), num_segments, op, "num_segments");
-  values = torch::stable::contiguous(values);
-  segment_ids = torch::stable::contiguous(segment_ids);
+  values = packed(values);
+  segment_ids = packed(segment_ids);
   const int64_t n = values.size(0), dim = values.size(1);
   check_row_size(dim, op, "data");
   const Engine engine(values);

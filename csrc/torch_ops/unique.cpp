@@ -29,7 +29,7 @@ Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_ke
   const int64_t n = keys.numel();
   check(n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
         " elements; at most 2^31 - 1 are supported");
-  keys = torch::stable::contiguous(keys);
+  keys = packed(keys);
   Tensor unique_keys = new_output(keys, {n});
   Tensor inverse = new_output(keys, {n}, ScalarType::Long);
   Tensor counts = new_output(keys, {n}, ScalarType::Long);

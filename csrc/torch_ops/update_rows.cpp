@@ -20,7 +20,7 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
     check_dim(*rows, 1, op, "rows");
     check_dtype(*rows, ScalarType::Long, op, "rows");
     check_size(*rows, 0, grad.size(0), op, "rows");
-    rows = torch::stable::contiguous(*rows);
+    rows = packed(*rows);
   } else {
     check_size(grad, 0, num_rows, op, "grad");
   }
@@ -28,7 +28,7 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
   check(step.numel() == 1 && (kOnDevice || *int64_data(step) >= 1), op,
         ": step must be one number >= 1");
   check(!per_row || row_step.has_value(), op, ": per_row needs row_step");
-  grad = torch::stable::contiguous(grad);
+  grad = packed(grad);
   const Engine engine(weight);
   const StepNumber number{int64_data(step), per_row};
   const Rounding rounding{rounding_seed.has_value(),

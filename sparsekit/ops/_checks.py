@@ -1,6 +1,7 @@
 """Argument checks of the public ops: the errors that name op, argument and value."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -30,7 +31,33 @@ def check_tensor(
 
 def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
     """Raise ValueError when the named tensors are not all on one device."""
-    devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(devices.values())) > 1:
-        listed = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(f"{op}: all tensors must be on one device, got {listed}")
+    first: torch.device | None = None
+    for tensor in tensors.values():
+        if tensor is None:
+            continue
+        if first is None:
+            first = tensor.device
+        elif tensor.device != first:
+            devices = ((n, t.device) for n, t in tensors.items() if t is not None)
+            listed = ", ".join(f"{name} on {device}" for name, device in devices)
+            raise ValueError(f"{op}: all tensors must be on one device, got {listed}")
+
+
+def as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in int64; a call less where it is already."""
+    return tensor if tensor.dtype == torch.int64 else tensor.to(torch.int64)
+
+
+def call(op: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    """Call an op that has a gradient; past autograd where nobody asks for one.
+
+    The way through autograd, which is Python, takes longer than a small op itself.
+    """
+    if torch.compiler.is_compiling():
+        return op(*args)
+    if torch.is_grad_enabled():
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                return op(*args)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)

@@ -4,7 +4,15 @@ from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype, check_same_device, check_tensor
+from ._checks import (
+    KEY_DTYPES,
+    ROW_DTYPES,
+    accumulate_dtype,
+    as_int64,
+    call,
+    check_same_device,
+    check_tensor,
+)
 
 COMBINERS = {"sum": 0, "mean": 1, "sqrtn": 2}
 
@@ -62,9 +70,7 @@ def embedding_bag(
     check_same_device(
         name, weight=weight, rows=rows, offsets=offsets, sample_weights=sample_weights
     )
-    return _op(
-        weight, rows.to(torch.int64), offsets.to(torch.int64), COMBINERS[combiner], sample_weights
-    )
+    return call(_op, weight, as_int64(rows), as_int64(offsets), COMBINERS[combiner], sample_weights)
 
 
 @torch.library.register_fake("sparsekit::embedding_bag")

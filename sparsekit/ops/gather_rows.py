@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from ._checks import KEY_DTYPES, ROW_DTYPES, as_int64, call, check_same_device, check_tensor
 
 _op = torch.ops.sparsekit.gather_rows.default
 
@@ -30,7 +30,7 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     check_tensor("gather_rows", "table", table, ROW_DTYPES, 2)
     check_tensor("gather_rows", "rows", rows, KEY_DTYPES, 1)
     check_same_device("gather_rows", table=table, rows=rows)
-    return _op(table, rows.to(torch.int64))
+    return call(_op, table, as_int64(rows))
 
 
 @torch.library.register_fake("sparsekit::gather_rows")

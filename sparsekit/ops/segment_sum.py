@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from ._checks import KEY_DTYPES, ROW_DTYPES, as_int64, call, check_same_device, check_tensor
 from .gather_rows import _op as _gather_rows
 
 _op = torch.ops.sparsekit.unsorted_segment_sum.default
@@ -36,7 +36,7 @@ def unsorted_segment_sum(
     check_tensor(name, "segment_ids", segment_ids, KEY_DTYPES, 1)
     check_same_device(name, data=data, segment_ids=segment_ids)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _op(data, segment_ids.to(torch.int64), operator.index(num_segments), deterministic)
+    return call(_op, data, as_int64(segment_ids), operator.index(num_segments), deterministic)
 
 
 @torch.library.register_fake("sparsekit::unsorted_segment_sum")
