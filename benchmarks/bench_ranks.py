@@ -92,11 +92,11 @@ def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, to
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in case.batches[0]}
     group.eval()
     for first in range(0, case.ids, per_call):
-        keys = torch.full((case.batch, case.features, NNZ), -1)  # -1 is no key
-        keys[..., 0] = torch.arange(first, first + per_call).view(case.batch, case.features)
+        keys = torch.arange(first, first + per_call).view(case.batch, case.features, 1)
+        keys = keys.expand(-1, -1, NNZ)
         with torch.no_grad():
             for name, out in group(dict.fromkeys(parts, keys)).items():
-                parts[name].append(out.reshape(per_call, case.dim))
+                parts[name].append(out.reshape(per_call, case.dim) / NNZ)
     group.train()
     return {name: torch.cat(vectors)[: case.ids] for name, vectors in parts.items()}
 
