@@ -104,6 +104,7 @@ def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, to
 def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, list[Any]]:
     """Its model with these vectors, and its form of the batches."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -118,7 +119,11 @@ def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, li
         for t in vectors
     ]
     collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01}
+    fused = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": 0.01,
+        "bounds_check_mode": BoundsCheckMode.NONE,  # ours checks
+    }
     sharder: Any = EmbeddingBagCollectionSharder(fused_params=fused)
     plan = construct_module_sharding_plan(
         collection,

@@ -25,9 +25,11 @@ PACKAGES = ("numpy", "pandas", "libboost-headers", "fbgemm-gpu-cpu", "torchrec",
 
 
 def median_and_spread(samples: list[float]) -> tuple[float, float]:
-    """Median and (largest - smallest) / median."""
-    median = statistics.median(samples)
-    return median, (max(samples) - min(samples)) / median
+    """Median and (upper - lower quartile) / median; one sample has no spread."""
+    if len(samples) == 1:
+        return samples[0], 0.0
+    low, median, high = statistics.quantiles(samples, n=4)
+    return median, (high - low) / median
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ class Comparison:
         verdict = {None: "", True: "  met", False: "  NOT MET"}[self.met]
         clock = "" if self.clock == "wall" else f"[{self.clock}] "
         return (
-            f"{clock + self.case:<64}{self.ms:>10.3f}{row['spread']:>6.0%}  {self.against:<28}"
+            f"{clock + self.case:<72}{self.ms:>10.3f}{row['spread']:>6.0%}  {self.against:<28}"
             f"{self.against_ms:>10.3f}{row['against_spread']:>6.0%}{self.ratio:>8.2f}x"
             f"{target}{verdict}"
         )
 
 
 HEADER = (
-    f"{'case':<64}{'ms':>10}{'spread':>6}  {'against':<28}{'ms':>10}{'spread':>6}{'ratio':>9}"
+    f"{'case':<72}{'ms':>10}{'spread':>6}  {'against':<28}{'ms':>10}{'spread':>6}{'ratio':>9}"
     f"{'target':>8}"
 )
 

@@ -84,7 +84,8 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
         if before.get(what) != after.get(what):
             raise ReportError(f"the runs differ in {what}, so nothing can be compared")
     old, new = _by_case(before), _by_case(after)
-    for case in old.keys() & new.keys():
+    both = [case for case in old if case in new]
+    for case in both:
         pairs = [(old[case][x], new[case][x]) for x in old[case].keys() & new[case].keys()]
         if not pairs:
             continue
@@ -100,9 +101,9 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
             verdict = "  faster"
         lines.append(f"{case:<64}{time:>7.2f} time{change:>7.2f} vs {against}{verdict}")
     lines = sorted(lines, key=lambda line: "SLOWER" in line)  # at the end, where they are seen
-    lines += [f"{case:<64} only before" for case in old.keys() - new.keys()]
-    lines += [f"{case:<64} only after" for case in new.keys() - old.keys()]
-    lines.append(f"{len(slower)} of {len(old.keys() & new.keys())} cases slower")
+    lines += [f"{case:<64} only before" for case in old if case not in new]
+    lines += [f"{case:<64} only after" for case in new if case not in old]
+    lines.append(f"{len(slower)} of {len(both)} cases slower")
     return lines, slower
 
 
