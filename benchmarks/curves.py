@@ -34,7 +34,6 @@ def _of(threads: int) -> str:
 
 def hash_table(cpu: Cpu) -> Iterator[Comparison]:
     """Find and find_or_insert against the number of keys, with 1 and 2 threads."""
-    cpu.rounds = 5
     free = int(_available_bytes() * 0.8 / BYTES_PER_KEY)
     for n in _sizes(cpu, 10**8):
         if n > free:
