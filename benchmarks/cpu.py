@@ -118,15 +118,22 @@ class Cpu:
     def time(
         self, calls_or_sides: Sequence[Side | Sequence[Call]], rounds: int = 0
     ) -> list[list[float]]:
-        """Milliseconds a call, for each side and round; without a number of rounds more if short."""
+        """Milliseconds a call, for each side and round; rounds 0: more if they are short."""
         sides = [x if isinstance(x, Side) else Side(x) for x in calls_or_sides]
         loops, round_ms = [], 0.0
         for i, side in enumerate(sides):
-            # The second call counts: the first may load code, make threads, grow a heap.
-            ms = [_time(side, i * 7 + call, 1) for call in range(2)][1]
+            # Not counted: the first call may load code, make threads, grow a heap. A long one does
+            # that in passing.
+            ms = _time(side, i * 7, 1)
+            if ms < 500:
+                ms = _time(side, i * 7 + 1, 1)
             loops.append(1 if side.setup else max(1, min(10_000, math.ceil(self.least_ms / ms))))
             round_ms += ms * loops[-1]
-        rounds = 3 if self.quick else rounds or max(self.rounds, min(31, int(2000 / round_ms)))
+        if self.quick:
+            rounds = 3
+        elif not rounds:
+            least = self.rounds if round_ms < 3_000 else min(5, self.rounds)
+            rounds = max(least, min(31, int(2_000 / round_ms)))
         times: list[list[float]] = [[] for _ in sides]
         for r in range(rounds):
             for i, (side, count) in enumerate(zip(sides, loops, strict=True)):
