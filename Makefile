@@ -32,12 +32,12 @@ lint: build ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 format: $(VENV)/.ready ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
+	$(BIN)/clang-format -i $$(git ls-files '*.h' '*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
 wheel: $(VENV)/.ready ## build a wheel into dist/
 	rm -rf dist build/lib.* build/bdist.*

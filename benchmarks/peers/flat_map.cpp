@@ -15,10 +15,14 @@ void* map_new(int64_t capacity) {
   return map;
 }
 
-void map_free(void* map) { delete static_cast<Map*>(map); }
+void map_free(void* map) {
+  delete static_cast<Map*>(map);
+}
 
 // Keeps its memory.
-void map_clear(void* map) { static_cast<Map*>(map)->clear(); }
+void map_clear(void* map) {
+  static_cast<Map*>(map)->clear();
+}
 
 // The value of each key, -1 without one.
 void map_find(const void* map, const int64_t* keys, int64_t n, int64_t* out) {

@@ -45,11 +45,8 @@ def _compiler() -> str | None:
 def _includes() -> list[str]:
     """Folders with boost's headers: of the wheel, or of the system."""
     spec = find_spec("libboost_headers")
-    wheel = (
-        [str(Path(folder) / "include") for folder in spec.submodule_search_locations or []]
-        if (spec)
-        else []
-    )
+    folders = (spec and spec.submodule_search_locations) or []
+    wheel = [str(Path(folder) / "include") for folder in folders]
     return [x for x in (*wheel, "/usr/include", "/usr/local/include") if _has_flat_map(x)]
 
 
@@ -63,14 +60,7 @@ def _library(name: str) -> ctypes.CDLL:
     compiler = _compiler()
     assert compiler is not None
     flags = FLAGS + [f"-I{x}" for x in _includes()[:1] if not x.startswith("/usr/")]
-    # `-march=native` depends on the machine, and the folder may be shared.
-    machine = (
-        Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-        if os.path.exists("/proc/cpuinfo")
-        else ""
-    )
-    flagged = [x for x in machine.splitlines() if x.startswith(("model name", "flags"))]
-    stamp = f"{source.read_text()} {compiler} {flags} {flagged}"
+    stamp = f"{source.read_text()} {compiler} {flags} {_processor()}"
     target = BUILD / f"{name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -80,6 +70,15 @@ def _library(name: str) -> ctypes.CDLL:
         subprocess.run(command, check=True, capture_output=True, text=True)
         part.replace(target)
     return ctypes.CDLL(str(target))
+
+
+def _processor() -> str:
+    """What -march=native depends on: the folder may be moved to, or shared with, another one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith("flags")), "")
 
 
 def _function(library: str, name: str, result: type | None = None) -> Any:
