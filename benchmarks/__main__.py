@@ -176,7 +176,7 @@ def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path |
         try:
             for result in benchmark(device):
                 print(result.text(), flush=True)
-                rows.append(result.row())
+                rows.append({"benchmark": name, **result.row()})
                 write()  # at once, since this may be cut short
         except Exception:
             # A later benchmark has its own inputs, and time on a GPU is scarce.

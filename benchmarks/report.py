@@ -68,50 +68,77 @@ def verdicts(rows: Iterable[Row]) -> str:
 
 
 def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[str]]:
-    """Lines that say how each case has changed, and the cases that have got slower.
+    """Lines that say how each case has changed, and the cases and benchmarks that are slower.
 
-    What is compared is our time over that of the roof or peer timed in turns with it, since the
-    speed of machines drifts. A case counts as slower if that has grown by more than the
-    threshold, and its lower quartile is above the upper quartile of before; and if, on the same
-    processor, our time has grown by more than the threshold as well, so that a peer that has
-    happened to be quick is not held against us. Of several peers the one in the middle decides.
+    What is compared is our time over that of the peer timed in turns with it, since the speed of
+    machines drifts; of several peers the one in the middle decides. On one processor our time by
+    itself must have changed too, by half of the threshold, lest a peer that happened to be quick
+    is held against us.
+
+    A case is slower if that has grown by more than the threshold, with the lower quartile above
+    the upper quartile of before. All cases of a benchmark together show what the noise of each
+    hides: a benchmark is slower if three quarters of its cases have grown by more than half of
+    the threshold, and half of them by more than all of it.
     """
+    for what in ("suite", "quick"):
+        if before.get(what) != after.get(what):
+            raise ReportError(f"the runs differ in {what}, so nothing can be compared")
     lines, slower = [], []
     same = all(before["machine"].get(x) == after["machine"].get(x) for x in ("cpu", "device"))
     if not same:
         lines.append("different processors: only ratios to roofs and peers are judged")
-    for what in ("suite", "quick"):
-        if before.get(what) != after.get(what):
-            raise ReportError(f"the runs differ in {what}, so nothing can be compared")
     old, new = _by_case(before), _by_case(after)
-    both = [case for case in old if case in new]
-    for case in both:
-        pairs = [(old[case][x], new[case][x]) for x in old[case].keys() & new[case].keys()]
+    limit, half = 1 + threshold, 1 + threshold / 2
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for case in (case for case in old if case in new):
+        pairs = [(old[case][x], new[case][x]) for x in old[case] if x in new[case]]
+        # A roof that was measured once says nothing of drift.
+        pairs = [x for x in pairs if all(map(_in_turns, x))] or pairs
         if not pairs:
             continue
         changes = sorted((_change(a, b), a["against"]) for a, b in pairs)
         (change, low, high), against = changes[(len(changes) - 1) // 2]
         time = statistics.median(b["ms"] / a["ms"] for a, b in pairs)
-        limit = 1 + threshold
+        groups.setdefault(pairs[0][0]["benchmark"], []).append((change, time))
         verdict = ""
-        if change > limit and low > 1 and (time > limit or not same):
+        if change > limit and low > 1 and (time > half or not same):
             verdict = "  SLOWER"
             slower.append(case)
-        elif change < 1 / limit and high < 1 and (time < 1 / limit or not same):
+        elif change < 1 / limit and high < 1 and (time < 1 / half or not same):
             verdict = "  faster"
-        lines.append(f"{case:<64}{time:>7.2f} time{change:>7.2f} vs {against}{verdict}")
-    lines = sorted(lines, key=lambda line: "SLOWER" in line)  # at the end, where they are seen
-    lines += [f"{case:<64} only before" for case in old if case not in new]
-    lines += [f"{case:<64} only after" for case in new if case not in old]
-    lines.append(f"{len(slower)} of {len(both)} cases slower")
+        lines.append(f"{case:<80}{time:>7.2f} time{change:>7.2f} vs {against}{verdict}")
+    judged = len(lines) - (not same)
+    lines.sort(key=lambda line: "SLOWER" in line)  # at the end, where they are seen
+    for name, cases in groups.items():
+        change, time = (statistics.median(x[i] for x in cases) for i in range(2))
+        verdict = ""
+        if len(cases) > 2 and change > limit and (time > half or not same):
+            grown = sum(x[0] > half for x in cases)
+            if grown >= 0.75 * len(cases):
+                verdict = "  SLOWER"
+                slower.append(name)
+        what = f"{name}, {len(cases)} cases"
+        lines.append(f"{what:<80}{time:>7.2f} time{change:>7.2f} in the middle{verdict}")
+    lines += [f"{case:<80} only before" for case in old if case not in new]
+    lines += [f"{case:<80} only after" for case in new if case not in old]
+    cases_slower = sum(case not in groups for case in slower)
+    lines.append(
+        f"slower: {cases_slower} of {judged} cases, {len(slower) - cases_slower} of {len(groups)} "
+        f"benchmarks as a whole"
+    )
     return lines, slower
 
 
 def _by_case(run: Run) -> dict[str, dict[str, Row]]:
     cases: dict[str, dict[str, Row]] = {}
     for row in run["results"]:
-        cases.setdefault(f"{row['case']} [{row['clock']}]", {})[row["against"]] = row
+        clock = "" if row["clock"] == "wall" else f" [{row['clock']}]"
+        cases.setdefault(f"{row['case']}{clock}", {})[row["against"]] = row
     return cases
+
+
+def _in_turns(row: Row) -> bool:
+    return row["against"] != "R1" and len(row["samples"]) == len(row["against_samples"])
 
 
 def _change(before: Row, after: Row) -> tuple[float, float, float]:

@@ -32,7 +32,7 @@ def synthetic(factor: float = 1.0, peer: float = 1.0, noise: float = 0.02) -> di
         Comparison(
             case, against, [ours * factor * x for x in wiggle],
             [ours * ratio * peer] * 7, "unique", 3.0,
-        ).row()
+        ).row() | {"benchmark": "unique"}
         for case, ours in (("unique a", 1.0), ("unique b", 20.0))
         for against, ratio in (("torch.unique", 4.0), ("np.unique", 9.0), ("R1", 0.1))
     ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_compare(
     assert main(["compare", *files]) == (1 if slower else 0)
     output = capsys.readouterr().out
     assert output.count("SLOWER") == slower
-    assert f"{slower} of 2 cases slower" in output
+    assert f"slower: {slower} of 2 cases" in output
 
 
 def test_compare_flags_the_one_that_is_slower(
@@ -89,6 +89,30 @@ def test_compare_flags_the_one_that_is_slower(
     assert len(flagged) == 1
     assert flagged[0].startswith("unique b ")
     assert main(["compare", *files, "--threshold", "0.4"]) == 0
+
+
+def many(factor: float) -> dict[str, Any]:
+    """Five cases with so much noise that none of them shows what all together do."""
+    run = synthetic(noise=0.2)
+    one, changes = run["results"][0], (0.9, 1.02, 1.0, 0.97, 1.05)
+    run["results"] = [
+        one
+        | {"case": f"case {i}", "ms": one["ms"] * factor * change}
+        | {"samples": [x * factor * change for x in one["samples"]]}
+        for i, change in enumerate(changes if factor > 1 else [1] * 5)
+    ]
+    return run
+
+
+def test_compare_sees_in_all_cases_what_none_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = written(tmp_path, "a.json", many(1.0))
+    assert main(["compare", a, written(tmp_path, "b.json", many(1.3))]) == 1
+    output = capsys.readouterr().out
+    assert "slower: 0 of 5 cases, 1 of 1 benchmarks" in output
+    assert re.search(r"unique, 5 cases .*SLOWER", output)
+    assert main(["compare", a, written(tmp_path, "c.json", many(1.01))]) == 0
 
 
 def test_compare_needs_runs_of_one_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
