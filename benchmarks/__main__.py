@@ -117,7 +117,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help=f"write it between {report.BEGIN} and {report.END} of this file",
     )
 
-    plot = commands.add_parser("plot", help="PNG plots of the suite curves, and of ratios")
+    plot = commands.add_parser("plot", help="PNG plots of the suite curves")
     plot.set_defaults(run=lambda options: _plot(plot, options))
     plot.add_argument("files", nargs="+", type=Path, metavar="FILE")
     plot.add_argument("--out", type=Path, default=Path(), metavar="DIR")
@@ -142,6 +142,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if suite == "gpu" and not options.rehearse and not torch.cuda.is_available():
         parser.error("suite gpu: torch finds no GPU; --rehearse runs it on the CPU")
     chosen = {name: benchmarks[name] for name in options.names or benchmarks}
+    threads = torch.get_num_threads()  # a suite sets its own
     device: Cpu | Gpu
     if suite == "gpu":
         where = torch.device("cpu" if options.rehearse else "cuda")
@@ -149,7 +150,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     else:
         # Plots can do with less, and have many points.
         device = Cpu(options.quick, options.threads, rounds=5 if suite == "curves" else 7)
-    return 1 if _run_all(suite, chosen, device, options.json) else 0
+    try:
+        return 1 if _run_all(suite, chosen, device, options.json) else 0
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path | None) -> list[str]:

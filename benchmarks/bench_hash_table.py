@@ -50,7 +50,6 @@ def _find(cpu: Cpu, full: int, line: str) -> Iterator[Comparison]:
     case = f"find {num_queries:,} of {n:,} keys, 1 thread"
     yield from cpu.compare(case, ours, peers, line, threads=1)
     if not in_cache:
-        peers.clear()
         table_bytes = table.buckets.nbytes
         yield from cpu.against_gather(case, ours, table_bytes, num_queries, line, threads=1)
 

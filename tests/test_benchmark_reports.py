@@ -3,12 +3,10 @@
 import copy
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import plots, report
 from benchmarks.__main__ import main
@@ -16,13 +14,6 @@ from benchmarks.common import Comparison
 from benchmarks.targets import CPU_TARGETS
 
 DOC = Path(__file__).parent.parent / "docs" / "performance.md"
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def synthetic(factor: float = 1.0, peer: float = 1.0, noise: float = 0.02) -> dict[str, Any]:
