@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 BENCH := .venv-bench
 # Where `make bench` writes; files of three runs make the table of docs/performance.md.
 RESULTS := build/bench
+# Such as --quick or --threads 1.
+BENCH_OPTIONS :=
 # Lies beside the libraries, so that it goes when they do.
 BUILT := sparsekit/lib/.built
 SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
@@ -50,7 +52,7 @@ check-wheel: wheel ## train with that wheel under two torches; downloads both, s
 bench: $(BENCH)/.installed ## install all peers, time the kernels against them and the roofs, plot
 	mkdir -p $(RESULTS)
 	set -e; for suite in cpu dist curves; do \
-	  $(BENCH)/bin/sparsekit bench run --suite $$suite --json $(RESULTS)/$$suite.json; done
+	  $(BENCH)/bin/sparsekit bench run --suite $$suite $(BENCH_OPTIONS) --json $(RESULTS)/$$suite.json; done
 	$(BENCH)/bin/sparsekit bench plot $(RESULTS)/curves.json --out $(RESULTS)
 	$(BENCH)/bin/sparsekit bench table $(RESULTS)/cpu.json $(RESULTS)/dist.json
 
