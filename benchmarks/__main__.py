@@ -149,7 +149,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         device = Gpu(where, options.quick or options.rehearse)
     else:
         # Plots can do with less, and have many points.
-        device = Cpu(options.quick, options.threads, rounds=5 if suite == "curves" else 7)
+        device = Cpu(options.quick, options.threads, brief=suite == "curves")
     try:
         return 1 if _run_all(suite, chosen, device, options.json) else 0
     finally:

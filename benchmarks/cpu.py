@@ -38,13 +38,16 @@ class Side:
 
 
 class Cpu:
-    """The CPU under test, with a number of threads; quick is toy size."""
+    """The CPU under test, with a number of threads; quick is toy size, brief has fewer rounds."""
 
-    def __init__(self, quick: bool = False, threads: int | None = None, rounds: int = 7) -> None:
+    def __init__(
+        self, quick: bool = False, threads: int | None = None, brief: bool = False
+    ) -> None:
         available = len(os.sched_getaffinity(0))
         self.quick = quick
         self.threads = threads or min(2, available)
-        self.rounds = rounds
+        # At least so many rounds, and more in so many milliseconds.
+        self.rounds, self.budget_ms = (5, 500) if brief else (7, 2_000)
         # Below this many milliseconds a sample is of several calls.
         self.least_ms = 0.01 if quick else 1.0
         self.cache_bytes = 1 << 12 if quick else 2 * common.last_cache_bytes()
@@ -133,7 +136,7 @@ class Cpu:
             rounds = 3
         elif not rounds:
             least = self.rounds if round_ms < 3_000 else min(5, self.rounds)
-            rounds = max(least, min(31, int(2_000 / round_ms)))
+            rounds = max(least, min(31, int(self.budget_ms / round_ms)))
         times: list[list[float]] = [[] for _ in sides]
         for r in range(rounds):
             for i, (side, count) in enumerate(zip(sides, loops, strict=True)):
