@@ -1,9 +1,12 @@
-"""Runs the benchmarks and prints a table."""
+"""The command line: run the benchmarks, compare two runs, make tables and plots of them."""
 
 import argparse
+import json
 import sys
 import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,121 +16,204 @@ from . import (
     bench_gather_rows,
     bench_hash_table,
     bench_init_rows,
+    bench_overhead,
+    bench_ranks,
     bench_segment_sum,
     bench_step,
     bench_unique,
     bench_update_rows,
+    bench_xxh64,
+    curves,
+    plots,
+    report,
 )
-from .common import Result, machine, write_json
-from .gpu import Comparison, Gpu, write_gpu_json
+from .common import HEADER, Comparison
+from .cpu import Cpu
+from .gpu import Gpu
 
-BENCHMARKS = {
-    "hash_table": bench_hash_table.run,
-    "unique": bench_unique.run,
-    "bucketize": bench_bucketize.run,
-    "segment_sum": bench_segment_sum.run,
-    "embedding_bag": bench_embedding_bag.run,
-    "update_rows": bench_update_rows.run,
-    "step": bench_step.run,
+Benchmarks = dict[str, Callable[[Any], Iterator[Comparison]]]
+
+# Each suite's benchmarks, by the name they have on the command line.
+SUITES: dict[str, Benchmarks] = {
+    "cpu": {
+        "hash_table": bench_hash_table.run,
+        "unique": bench_unique.run,
+        "bucketize": bench_bucketize.run,
+        "segment_sum": bench_segment_sum.run,
+        "embedding_bag": bench_embedding_bag.run,
+        "update_rows": bench_update_rows.run,
+        "step": bench_step.run,
+        "xxh64": bench_xxh64.run,
+        "overhead": bench_overhead.run,
+    },
+    "dist": {"ranks": bench_ranks.run},
+    "curves": {
+        "hash_table": curves.hash_table,
+        "load": curves.load,
+        "unique": curves.unique,
+        "segment_sum": curves.segment_sum,
+        "embedding_bag": curves.embedding_bag,
+    },
+    "gpu": {
+        "hash_table": bench_hash_table.run_gpu,
+        "unique": bench_unique.run_gpu,
+        "bucketize": bench_bucketize.run_gpu,
+        "segment_sum": bench_segment_sum.run_gpu,
+        "embedding_bag": bench_embedding_bag.run_gpu,
+        "gather_rows": bench_gather_rows.run_gpu,
+        "init_rows": bench_init_rows.run_gpu,
+        "update_rows": bench_update_rows.run_gpu,
+        "step": bench_step.run_gpu,
+    },
 }
 
-# The same on a GPU, with the ops that are too small a part of a CPU's step to have one there.
-GPU_BENCHMARKS = {
-    "hash_table": bench_hash_table.run_gpu,
-    "unique": bench_unique.run_gpu,
-    "bucketize": bench_bucketize.run_gpu,
-    "segment_sum": bench_segment_sum.run_gpu,
-    "embedding_bag": bench_embedding_bag.run_gpu,
-    "gather_rows": bench_gather_rows.run_gpu,
-    "init_rows": bench_init_rows.run_gpu,
-    "update_rows": bench_update_rows.run_gpu,
-    "step": bench_step.run_gpu,
-}
+
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
+    """Entry point of `python -m benchmarks`; the exit status.
+
+    Returns:
+        0; 1 if a benchmark failed, or if `compare` finds something slower; 2 for a file that
+        cannot be read.
+    """
+    options = _parser(prog).parse_args(arguments)
+    try:
+        return options.run(options)
+    except report.ReportError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point of `python -m benchmarks`; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {list(GPU_BENCHMARKS)}")
-    parser.add_argument("--quick", action="store_true", help="toy sizes: does it run at all?")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument(
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a suite and print what it finds")
+    run.set_defaults(run=lambda options: _run(run, options))
+    run.add_argument("names", nargs="*", metavar="NAME", help="benchmarks of the suite; else all")
+    run.add_argument("--suite", choices=list(SUITES), default="cpu")
+    run.add_argument("--quick", action="store_true", help="toy sizes: does it run at all?")
+    run.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    run.add_argument("--threads", type=_positive, metavar="N", help="default: 2, or all if fewer")
+    run.add_argument(
         "--rehearse",
         action="store_true",
-        help="run what --device cuda runs on the CPU, at toy size: is every line of it sound?",
+        help="run what suite gpu runs on the CPU, at toy size: is every line of it sound?",
     )
-    options = parser.parse_args(arguments)
-    on_gpu = options.device == "cuda" or options.rehearse
-    benchmarks = GPU_BENCHMARKS if on_gpu else BENCHMARKS
-    unknown = set(options.names) - set(benchmarks)
+
+    compare = commands.add_parser("compare", help="what has got slower between two runs")
+    compare.set_defaults(run=_compare)
+    compare.add_argument("before", type=Path, metavar="A.json")
+    compare.add_argument("after", type=Path, metavar="B.json")
+    compare.add_argument(
+        "--threshold", type=float, default=0.15, help="least change that counts (default: 0.15)"
+    )
+
+    table = commands.add_parser("table", help="a table of the targets, of one or several runs")
+    table.set_defaults(run=_table)
+    table.add_argument("files", nargs="*", type=Path, metavar="FILE", help="none: an empty table")
+    table.add_argument(
+        "--into",
+        type=Path,
+        metavar="DOC.md",
+        help=f"write it between {report.BEGIN} and {report.END} of this file",
+    )
+
+    plot = commands.add_parser("plot", help="PNG plots of the suite curves")
+    plot.set_defaults(run=lambda options: _plot(plot, options))
+    plot.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    plot.add_argument("--out", type=Path, default=Path(), metavar="DIR")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    suite = "gpu" if options.rehearse else options.suite
+    benchmarks = SUITES[suite]
+    unknown = sorted(set(options.names) - set(benchmarks))
     if unknown:
-        parser.error(f"unknown benchmark {sorted(unknown)}; there are {list(benchmarks)}")
-    names = options.names or list(benchmarks)
-    if not on_gpu:
-        _run_on_cpu(names, options.quick, options.json)
-        return 0
-    device = torch.device("cpu" if options.rehearse else "cuda")
-    failed = _run_on_gpu(names, Gpu(device, options.quick or options.rehearse), options.json)
-    return 1 if failed else 0
+        parser.error(f"suite {suite} has no benchmark {unknown}; it has {list(benchmarks)}")
+    if options.json and not options.json.resolve().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
+    if suite == "gpu" and not options.rehearse and not torch.cuda.is_available():
+        parser.error("suite gpu: torch finds no GPU; --rehearse runs it on the CPU")
+    chosen = {name: benchmarks[name] for name in options.names or benchmarks}
+    threads = torch.get_num_threads()  # a suite sets its own
+    device: Cpu | Gpu
+    if suite == "gpu":
+        where = torch.device("cpu" if options.rehearse else "cuda")
+        device = Gpu(where, options.quick or options.rehearse)
+    else:
+        # Plots can do with less, and have many points.
+        device = Cpu(options.quick, options.threads, brief=suite == "curves")
+    try:
+        return 1 if _run_all(suite, chosen, device, options.json) else 0
+    finally:
+        torch.set_num_threads(threads)
 
 
-def _run_on_cpu(names: list[str], quick: bool, json: Path | None) -> None:
-    stamp = machine()
-    print(f"{stamp['cpu']}, {stamp['threads']} threads, torch {stamp['torch']}")
-    print(f"{'case':<52}{'ms':>9}{'spread':>8}  {'peer':<34}{'ms':>9}{'spread':>8}{'faster':>8}")
-    results: list[Result] = []
-    for name in names:
-        for result in BENCHMARKS[name](quick):
-            print(
-                f"{result.case:<52}{result.ms:>9.3f}{result.spread:>7.0%}   {result.peer:<34}"
-                f"{result.peer_ms:>9.3f}{result.peer_spread:>7.0%}{result.ratio:>7.2f}x",
-                flush=True,
-            )
-            results.append(result)
-    if json:
-        write_json(json, results)
-
-
-def _run_on_gpu(names: list[str], gpu: Gpu, json: Path | None) -> list[str]:
+def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path | None) -> list[str]:
     """Names of the benchmarks that failed; the others run all the same."""
-    title = gpu.describe()["device"] if gpu.on_gpu else "a rehearsal: no time here means anything"
-    print(f"{title}, torch {torch.__version__}")
-    print(f"R1, copy: {gpu.copy_roof / 1e9:,.0f} GB/s\n")
-    print(
-        f"{'case':<76}{'clock':<7}{'ms':>9}{'spread':>8}  {'against':<26}{'ms':>9}{'ratio':>8}"
-        f"{'target':>8}"
-    )
-    results: list[Comparison] = []
+    print(report.title(suite, device.describe(), device.quick))
+    print(HEADER)
+    rows: list[report.Row] = []
     failed: list[str] = []
-    for name in names:
+
+    def write() -> None:
+        run = {
+            "suite": suite,
+            "quick": device.quick,
+            "machine": device.describe(),
+            "failed": failed,
+            "skipped": device.skipped,
+            "results": rows,
+        }
+        if path:
+            path.write_text(json.dumps(run, indent=1) + "\n")
+
+    for name, benchmark in benchmarks.items():
+        torch.manual_seed(0)
         try:
-            for result in GPU_BENCHMARKS[name](gpu):
-                print(_line(result), flush=True)
-                results.append(result)
-                if json:  # at once, since this may be cut short
-                    write_gpu_json(json, results, gpu.describe(), failed)
+            for result in benchmark(device):
+                print(result.text(), flush=True)
+                rows.append({"benchmark": name, **result.row()})
+                write()  # at once, since this may be cut short
         except Exception:
             # A later benchmark has its own inputs, and time on a GPU is scarce.
             traceback.print_exc()
             failed.append(name)
-    if json:
-        write_gpu_json(json, results, gpu.describe(), failed)
-    for table_bytes, roof in gpu.gather_roofs.items():
-        print(f"R2, 64-byte lines of {64 * table_bytes / 1e6:,.0f} MB: {roof / 1e6:,.0f} M/s")
-    judged = [result for result in results if result.met is not None]
-    print(f"{sum(bool(result.met) for result in judged)} of {len(judged)} targets met", end="")
-    print(f"; FAILED: {', '.join(failed)}" if failed else "")
+    write()
+    print(f"\n{device.roofs()}\n\n{report.verdicts(rows)}")
+    print(f"FAILED: {', '.join(failed)}" if failed else "all ran")
     return failed
 
 
-def _line(result: Comparison) -> str:
-    verdict = "" if result.target is None else f"{result.target:>7.2f}x"
-    verdict += {None: "", True: "  met", False: "  NOT MET"}[result.met]
-    return (
-        f"{result.case:<76}{result.clock:<7}{result.ms:>9.3f}{result.spread:>7.0%}   "
-        f"{result.against:<26}{result.against_ms:>9.3f}{result.ratio:>7.2f}x{verdict}"
-    )
+def _compare(options: argparse.Namespace) -> int:
+    before, after = report.read(options.before), report.read(options.after)
+    lines, slower = report.compare(before, after, options.threshold)
+    print("\n".join(lines))
+    return 1 if slower else 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    text = report.table([report.read(file) for file in options.files])
+    if options.into:
+        report.write_into(options.into, text)
+    else:
+        print(text)
+    return 0
+
+
+def _plot(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if plots.missing():
+        parser.error(f"plots: {plots.missing()}")
+    for path in plots.plot([report.read(file) for file in options.files], options.out):
+        print(path)
+    return 0
 
 
 if __name__ == "__main__":

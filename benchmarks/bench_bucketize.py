@@ -7,28 +7,34 @@ import torch
 
 import sparsekit
 
-from .common import Result, compare
-from .gpu import Comparison, Gpu
+from .common import Comparison
+from .cpu import Cpu
+from .gpu import Gpu
 
 
-def run(quick: bool) -> Iterator[Result]:
+def owners_sorted(keys: torch.Tensor, world_size: int) -> torch.Tensor:
+    """The permutation alone, which is the most of it."""
+    return (keys % world_size).argsort(stable=True)
+
+
+def by_argsort(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, ...]:
+    """Keys by owner, counts ``[world_size]`` and the permutation, as torch makes them."""
+    owner = keys % world_size
+    permutation = owner.argsort(stable=True)
+    return keys[permutation], torch.bincount(owner, minlength=world_size), permutation
+
+
+def run(cpu: Cpu) -> Iterator[Comparison]:
     """Distinct keys of one batch, for few and many ranks."""
-    n = 1_000 if quick else 425_984
-    keys = torch.randint(0, 2**62, (n,), generator=torch.Generator().manual_seed(0))
+    n = cpu.size(425_984, 1_000)
+    inputs = [torch.randint(0, 2**62, (n,)) for _ in range(cpu.copies(8 * n))]
     for world_size in (8, 64, 1000):
-
-        def ours(world_size: int = world_size) -> tuple[torch.Tensor, ...]:
-            return sparsekit.ops.bucketize(keys, world_size)
-
-        def theirs(world_size: int = world_size) -> tuple[torch.Tensor, ...]:
-            owner = keys % world_size
-            permutation = owner.argsort(stable=True)
-            counts = torch.bincount(owner, minlength=world_size)
-            return keys[permutation], counts, permutation
-
-        for one, other in zip(ours(), theirs(), strict=True):
-            assert torch.equal(one, other)
-        yield compare(f"bucketize {n:,} to {world_size} ranks", ours, "argsort(owner)", theirs)
+        ours = [partial(sparsekit.ops.bucketize, keys, world_size) for keys in inputs]
+        theirs = [partial(by_argsort, keys, world_size) for keys in inputs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert all(map(torch.equal, one(), other()))
+        case = f"bucketize {n:,} to {world_size} ranks"
+        yield from cpu.compare(case, ours, {"argsort(owner)": theirs}, num_bytes=24 * n)
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
@@ -36,10 +42,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
     for n in gpu.size(1 << 20, 500), gpu.size(16 << 20, 1_000):
         keys = gpu.randint(2**62, n)
         for world_size in (8, 64):
-
-            def theirs(keys: torch.Tensor = keys, world_size: int = world_size) -> torch.Tensor:
-                return (keys % world_size).argsort(stable=True)
-
+            theirs = partial(owners_sorted, keys, world_size)
             assert torch.equal(sparsekit.ops.bucketize(keys, world_size)[2], theirs())
             timing = gpu.time(partial(sparsekit.ops.bucketize, keys, world_size))
             case = f"bucketize {n:,} to {world_size} ranks"

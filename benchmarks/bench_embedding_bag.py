@@ -1,4 +1,4 @@
-"""embedding_bag forward against F.embedding_bag."""
+"""embedding_bag forward against F.embedding_bag and FBGEMM's TBE."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -8,32 +8,44 @@ import torch.nn.functional as F
 
 import sparsekit
 
-from .common import Result, compare
-from .gpu import Comparison, Gpu, Timing, assert_same_sums
+from .common import Comparison, assert_same_sums, zipf_keys
+from .cpu import Call, Cpu
+from .gpu import Gpu, Timing
+from .peers import fbgemm
 
 
-def run(quick: bool) -> Iterator[Result]:
-    """Bags of 2 and of 20 uniform rows of a large table."""
-    num_rows, n = (1_000, 400) if quick else (1_000_000, 400_000)
-    generator = torch.Generator().manual_seed(0)
-    for dim in (16,) if quick else (16, 64, 256):
-        weight = torch.randn(num_rows, dim, generator=generator)
-        rows = torch.randint(0, num_rows, (n,), generator=generator)
-        for per_bag in (2, 20):
-            offsets = torch.arange(0, n + 1, per_bag)
-
-            def ours(
-                w: torch.Tensor = weight, r: torch.Tensor = rows, o: torch.Tensor = offsets
-            ) -> torch.Tensor:
-                return sparsekit.ops.embedding_bag(w, r, o)
-
-            def theirs(
-                w: torch.Tensor = weight, r: torch.Tensor = rows, o: torch.Tensor = offsets
-            ) -> torch.Tensor:
-                return F.embedding_bag(r, w, o, mode="sum", include_last_offset=True)
-
-            torch.testing.assert_close(ours(), theirs(), rtol=1e-4, atol=1e-4)
-            yield compare(f"bags of {per_bag}, {n:,} rows x {dim}", ours, "F.embedding_bag", theirs)
+@torch.no_grad()
+def run(cpu: Cpu) -> Iterator[Comparison]:
+    """Bags of 2 and of 20 rows of a large table."""
+    num_rows, n = cpu.size(1_000_000, 1_000), cpu.size(425_984, 400)
+    for dim in (16, 64, 128, 256):
+        weight = torch.randn(num_rows, dim)
+        table = None
+        if cpu.has("FBGEMM TBE", fbgemm.missing()):
+            table = fbgemm.table(weight)
+        for kind, exponent in ("uniform", 0.0), ("zipf 1.2", 1.2):
+            inputs = [zipf_keys(n, exponent, num_rows, seed) for seed in range(cpu.copies(8 * n))]
+            for per_bag in (2, 20):
+                offsets = torch.arange(0, n + 1, per_bag)
+                end = int(offsets[-1])
+                rows = [r[:end] for r in inputs]
+                bag = partial(F.embedding_bag, mode="sum", include_last_offset=True)
+                peers: dict[str, list[Call]] = {
+                    "F.embedding_bag": [partial(bag, r, weight, offsets) for r in rows]
+                }
+                if table is not None:
+                    peers["FBGEMM TBE"] = [partial(table, r, offsets) for r in rows]
+                ours = [partial(sparsekit.ops.embedding_bag, weight, r, offsets) for r in rows]
+                for theirs in peers.values():
+                    for one, other in zip(ours, theirs, strict=True):
+                        assert_same_sums(one(), other())
+                yield from cpu.compare(
+                    f"bags of {per_bag}, {end:,} of {num_rows:,} x {dim} {kind}",
+                    ours,
+                    peers,
+                    "embedding_bag forward",
+                    num_bytes=end * (4 * dim + 8) + len(offsets) * (4 * dim + 8),
+                )
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
@@ -86,11 +98,12 @@ def _pooled_keys(gpu: Gpu, weight: torch.Tensor) -> Iterator[Comparison]:
 
     assert torch.equal(pool_rows(), pool_keys())
     known = gpu.time(pool_rows)
-    least = known.ms + 1e3 * n / gpu.gather_roof(table.buckets.nbytes)
+    lines_ms = 1e3 * n / gpu.gather_roof(table.buckets.nbytes)
+    least = [ms + lines_ms for ms in known.events]
     yield from gpu.against(
         f"keys to bags of {per_bag}, {n:,} of {len(weight):,} x {weight.shape[1]}",
         gpu.time(pool_keys),
         "known rows + keys / R2",
-        Timing(least, known.spread, least, known.spread),
+        Timing(least, least),
         "keys to pooled vectors",
     )

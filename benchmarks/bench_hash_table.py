@@ -1,35 +1,85 @@
-"""HashTable.find against a sorted array and binary search, which is what plain torch offers."""
+"""HashTable against boost's flat map, R2 and, for find, a sorted array with binary search."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
 
 import sparsekit
 
-from .common import Result, compare
-from .gpu import Comparison, Gpu
+from .common import Comparison, random_keys
+from .cpu import Call, Cpu, Side
+from .gpu import Gpu
+from .peers import native
 
 
-def run(quick: bool) -> Iterator[Result]:
-    """Find of present keys, in and out of cache, in random order."""
-    for n in (1_000,) if quick else (100_000, 10_000_000):
-        generator = torch.Generator().manual_seed(0)
-        keys = torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator)
-        queries = keys[torch.randperm(n, generator=generator)[:1_000_000]]
-        table = sparsekit.HashTable(n)
-        table.find_or_insert(keys)
+def run(cpu: Cpu) -> Iterator[Comparison]:
+    """Find of present keys in random order, out of and in cache, and inserts, on one thread."""
+    for full, line in (
+        (30_000_000, "find, 10M+ keys, 1 thread"),
+        (10_000_000, "find, 10M+ keys, 1 thread"),
+        (100_000, "find in cache, 100k keys, 1 thread"),
+    ):
+        yield from _find(cpu, full, line)
+    yield from _insert(cpu, cpu.size(10_000_000, 500))
+
+
+def _find(cpu: Cpu, full: int, line: str) -> Iterator[Comparison]:
+    in_cache = "cache" in line
+    n = cpu.size(full, full // 50_000)
+    keys = random_keys(n)
+    table = sparsekit.HashTable(n)
+    table.find_or_insert(keys)
+    num_queries = min(n, 1_000_000)
+    count = 1 if in_cache else cpu.copies(8 * num_queries)
+    rows = [torch.randint(0, n, (num_queries,)) for _ in range(count)]
+    queries = [keys[r] for r in rows]
+    for r, q in zip(rows, queries, strict=True):
+        assert torch.equal(table.find(q), r)
+    ours = [partial(table.find, q) for q in queries]
+    peers: dict[str, list[Call]] = {}
+    if cpu.has("boost find", native.missing("flat_map")):
+        flat_map = native.FlatMap(n)
+        flat_map.emplace(keys)
+        for r, q in zip(rows, queries, strict=True):
+            assert torch.equal(flat_map.find(q), r)
+        peers["boost find"] = [partial(flat_map.find, q) for q in queries]
+    if full <= 10_000_000:
         ordered = keys.sort().values
-        assert torch.equal(keys[table.find(queries)], queries)
+        peers["torch.searchsorted"] = [partial(torch.searchsorted, ordered, q) for q in queries]
+    case = f"find {num_queries:,} of {n:,} keys, 1 thread"
+    yield from cpu.compare(case, ours, peers, line, threads=1)
+    if not in_cache:
+        table_bytes = table.buckets.nbytes
+        yield from cpu.against_gather(case, ours, table_bytes, num_queries, line, threads=1)
 
-        def ours(table: sparsekit.HashTable = table, q: torch.Tensor = queries) -> object:
-            return table.find(q)
 
-        def theirs(ordered: torch.Tensor = ordered, q: torch.Tensor = queries) -> object:
-            return torch.searchsorted(ordered, q)
+def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
+    """Both tables are made before, with room for all keys and every page touched."""
+    table = sparsekit.HashTable(n)
+    inputs = [random_keys(n, seed) for seed in range(2)]
 
-        case = f"find {len(queries):,} of {n:,} keys"
-        yield compare(case, ours, "torch.searchsorted", theirs)
+    def clear() -> None:
+        sparsekit.ops.hash_table_clear_(table.buckets)
+        table.size.zero_()
+
+    ours = Side([partial(table.find_or_insert, keys) for keys in inputs], clear)
+    peers: Mapping[str, Side] = {}
+    expected = torch.arange(n)
+    if cpu.has("boost emplace", native.missing("flat_map")):
+        flat_map = native.FlatMap(n)
+        theirs = [partial(flat_map.emplace, keys) for keys in inputs]
+        peers = {"boost emplace": Side(theirs, flat_map.clear)}
+        for keys in inputs:
+            flat_map.clear()
+            assert torch.equal(flat_map.emplace(keys), expected)
+    for keys in inputs:
+        clear()
+        assert torch.equal(table.find_or_insert(keys), expected)
+    line = "find_or_insert, all new, 10M, 1 thread"
+    case = f"find_or_insert {n:,} new keys"
+    yield from cpu.compare(f"{case}, 1 thread", ours, peers, line, threads=1)
+    yield from cpu.compare(case, ours, peers)
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:

@@ -7,7 +7,8 @@ import torch
 
 import sparsekit
 
-from .gpu import Comparison, Gpu
+from .common import Comparison
+from .gpu import Gpu
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:

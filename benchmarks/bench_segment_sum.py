@@ -7,30 +7,51 @@ import torch
 
 import sparsekit
 
-from .common import Result, compare, zipf_keys
-from .gpu import Comparison, Gpu, assert_same_sums
+from .common import Comparison, assert_same_sums, zipf_keys
+from .cpu import Cpu
+from .gpu import Gpu
 
 
-def run(quick: bool) -> Iterator[Result]:
+def index_add(data: torch.Tensor, ids: torch.Tensor, segments: int) -> torch.Tensor:
+    """Sums ``[segments, dim]`` of rows ``[n, dim]``, as torch makes them."""
+    return torch.zeros(segments, data.shape[1], device=data.device).index_add_(0, ids, data)
+
+
+def inputs_of(kind: str, n: int, segments: int, seed: int) -> torch.Tensor:
+    """Ids ``[n]``: uniform, zipf 1.05, or uniform with half of them 0."""
+    if kind == "zipf 1.05":
+        return zipf_keys(n, 1.05, segments, seed)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, segments, (n,), generator=generator)
+    if kind == "half on one":
+        ids[torch.rand(n, generator=generator) < 0.5] = 0
+    return ids
+
+
+def run(cpu: Cpu) -> Iterator[Comparison]:
     """Uniform, zipf and half-on-one-row segment ids."""
-    n, segments = (1_000, 100) if quick else (425_984, 60_000)
-    generator = torch.Generator().manual_seed(0)
-    uniform = torch.randint(0, segments, (n,), generator=generator)
-    half = uniform.clone()
-    half[torch.rand(n, generator=generator) < 0.5] = 0
-    inputs = {"uniform": uniform, "zipf 1.05": zipf_keys(n, 1.05, segments), "half on one": half}
-    for dim in (16,) if quick else (16, 64, 256):
-        data = torch.randn(n, dim, generator=generator)
-        for name, ids in inputs.items():
-
-            def ours(data: torch.Tensor = data, ids: torch.Tensor = ids) -> torch.Tensor:
-                return sparsekit.ops.unsorted_segment_sum(data, ids, segments)
-
-            def theirs(data: torch.Tensor = data, ids: torch.Tensor = ids) -> torch.Tensor:
-                return torch.zeros(segments, data.shape[1]).index_add_(0, ids, data)
-
-            torch.testing.assert_close(ours(), theirs(), rtol=1e-3, atol=1e-2)
-            yield compare(f"segment sum {n:,} x {dim} {name}", ours, "zeros + index_add_", theirs)
+    n, segments = cpu.size(425_984, 1_000), cpu.size(60_000, 100)
+    for dim in (16, 64, 256):
+        count = cpu.copies(4 * n * dim)
+        datas = [torch.randn(n, dim) for _ in range(count)]
+        for kind in ("uniform", "zipf 1.05", "half on one"):
+            idss = [inputs_of(kind, n, segments, seed) for seed in range(count)]
+            pairs = list(zip(datas, idss, strict=True))
+            ours = [
+                partial(sparsekit.ops.unsorted_segment_sum, data, ids, segments)
+                for data, ids in pairs
+            ]
+            theirs = [partial(index_add, data, ids, segments) for data, ids in pairs]
+            for one, other in zip(ours, theirs, strict=True):
+                assert_same_sums(one(), other())
+            half = kind == "half on one"
+            yield from cpu.compare(
+                f"segment sum {n:,} x {dim} {kind}",
+                ours,
+                {"zeros + index_add_": theirs},
+                "segment_sum, half on one row" if half else "segment_sum, uniform and zipf",
+                num_bytes=n * (4 * dim + 8) + segments * 4 * dim,
+            )
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
@@ -50,13 +71,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
         }
         for name, ids in inputs.items():
             ours = partial(sparsekit.ops.unsorted_segment_sum, data, ids, segments)
-
-            def theirs(
-                data: torch.Tensor = data, ids: torch.Tensor = ids, segments: int = segments
-            ) -> torch.Tensor:
-                zeros = torch.zeros(segments, data.shape[1], device=data.device)
-                return zeros.index_add_(0, ids, data)
-
+            theirs = partial(index_add, data, ids, segments)
             assert_same_sums(ours(), theirs())
             timing = gpu.time(ours)
             case, target = f"segment sum {n:,} x {dim} {name}", f"segment_sum {name}"

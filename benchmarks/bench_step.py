@@ -1,59 +1,105 @@
-"""A whole training step, raw keys to updated rows, against EmbeddingBag(sparse) + SparseAdam.
+"""A whole training step, raw keys to updated rows.
 
-Once with a step of the optimizer, and once with the update made in backward. The peer gets row
-numbers that are ready, and no hash table to look them up in.
+The peers get row numbers that are ready, and no hash table to look them up in. The gradient of the
+bags is ready on both sides, as the dense part of a model would have made it.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 import sparsekit
+from sparsekit import optim
 
-from .common import Result, compare, zipf_keys
-from .gpu import Comparison, Gpu, Timing
+from .common import Comparison, zipf_keys
+from .cpu import Call, Cpu
+from .gpu import Gpu, Timing
+from .peers import fbgemm
+
+OURS: dict[str, tuple[Callable[..., optim.RowOptimizer], bool]] = {
+    "LazyAdam": (optim.LazyAdam, False),
+    "LazyAdam in backward": (optim.LazyAdam, True),
+    "RowWiseAdagrad in backward": (optim.RowWiseAdagrad, True),
+}
+
+
+def run(cpu: Cpu) -> Iterator[Comparison]:
+    """8192 samples of 26 slots with 2 keys each, zipf 1.2 over a million ids, dim 64."""
+    batch, slots, nnz = cpu.size(8192, 8), cpu.size(26, 3), 2
+    dim, ids = cpu.size(64, 8), cpu.size(1_000_000, 100)
+    n = batch * slots * nnz
+    batches = [zipf_keys(n, 1.2, ids, seed) for seed in range(cpu.copies(8 * n, most=8))]
+    offsets = torch.arange(0, n + 1, nnz)
+    grad = torch.randn(batch * slots, dim)
+    weight = torch.randn(ids, dim)
+    lr = 0.01
+
+    bag = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True, include_last_offset=True)
+    bag.weight.data.copy_(weight)
+    peers = {
+        "EmbeddingBag + SparseAdam": _steps(
+            bag, [(k, offsets) for k in batches], grad, torch.optim.SparseAdam(bag.parameters(), lr)
+        )
+    }
+    results = {"EmbeddingBag + SparseAdam": bag.weight.detach()}
+    name = "FBGEMM TBE + row-wise Adagrad"
+    if cpu.has(name, fbgemm.missing()):
+        table = fbgemm.table(weight, lr)
+        peers[name] = _steps(table, [(k, offsets) for k in batches], grad)
+        results[name] = table.split_embedding_weights()[0]
+    for steps in peers.values():
+        for step in steps:
+            step()
+    # As they are after one step with each batch; timing moves them on.
+    expected = {name: result.clone() for name, result in results.items()}
+
+    for name, (make, in_backward) in OURS.items():
+        layer = sparsekit.DistributedEmbedding("sum", ids, dim, slots, nnz)
+        assert layer.table is not None
+        rows = layer.table.find_or_insert(torch.arange(ids))
+        layer.weight.data[rows] = weight
+        optimizer = make(layer.parameters(), lr=lr)
+        if in_backward:
+            optim.fuse_in_backward(optimizer, layer)
+        ours = _steps(
+            layer,
+            [(k.view(batch, slots, nnz),) for k in batches],
+            grad.view(batch, slots, dim),
+            optimizer,
+        )
+        for step in ours:
+            step()
+        same = (
+            "EmbeddingBag + SparseAdam" if "LazyAdam" in name else "FBGEMM TBE + row-wise Adagrad"
+        )
+        if same in expected:
+            torch.testing.assert_close(
+                layer.weight.detach()[rows], expected[same], rtol=1e-3, atol=1e-4
+            )
+        yield from cpu.compare(
+            f"step, {name}, {n:,} keys zipf 1.2 x {dim}",
+            ours,
+            peers,
+            "step with LazyAdam" if "LazyAdam" in name else "",
+        )
 
 
 def _steps(
-    layer: torch.nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[object, ...]]
-) -> Callable[[], None]:
-    """A function that trains on the next batch each time, so that no batch stays in the cache."""
-    count = 0
+    layer: torch.nn.Module,
+    inputs: list[tuple[object, ...]],
+    grad: torch.Tensor,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> list[Call]:
+    """A step for each batch; without an optimizer backward is all of it."""
 
-    def step() -> None:
-        nonlocal count
-        out = layer(*batches[count % len(batches)])
-        out.backward(torch.ones_like(out))
-        optimizer.step()
-        optimizer.zero_grad()
-        count += 1
+    def step(arguments: tuple[object, ...]) -> None:
+        layer(*arguments).backward(grad)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
 
-    return step
-
-
-def run(quick: bool) -> Iterator[Result]:
-    """8192 samples of 26 slots with 2 keys each, zipf 1.2 over a million ids, dim 64."""
-    batch, slots, nnz, dim, ids = (8, 3, 2, 8, 100) if quick else (8192, 26, 2, 64, 1_000_000)
-    keys = [zipf_keys(batch * slots * nnz, 1.2, ids, seed) for seed in range(4)]
-    offsets = torch.arange(0, batch * slots * nnz + 1, nnz)
-    for fused in (False, True):
-        layer = sparsekit.DistributedEmbedding("sum", ids, dim, slots, nnz)
-        optimizer = sparsekit.optim.LazyAdam(layer.parameters())
-        if fused:
-            sparsekit.optim.fuse_in_backward(optimizer, layer)
-        peer = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True, include_last_offset=True)
-        ours = _steps(layer, optimizer, [(k.view(batch, slots, nnz),) for k in keys])
-        their_optimizer = torch.optim.SparseAdam(peer.parameters())
-        theirs = _steps(peer, their_optimizer, [(k, offsets) for k in keys])
-        for _ in keys:  # states get their memory as rows are touched for the first time
-            ours()
-            theirs()
-        yield compare(
-            f"step{' in backward' if fused else ''}, {batch * slots * nnz:,} keys zipf 1.2 x {dim}",
-            ours,
-            "EmbeddingBag(sparse) + SparseAdam",
-            theirs,
-        )
+    return [partial(step, arguments) for arguments in inputs]
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:

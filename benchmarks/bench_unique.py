@@ -1,34 +1,71 @@
-"""unique against torch.unique, both with inverse and counts."""
+"""unique against torch.unique, np.unique and pandas.factorize; with inverse and counts.
+
+pandas.factorize makes no counts; it is timed as it is.
+"""
 
 from collections.abc import Iterator
 from functools import partial
 
+import numpy as np
 import torch
 
 import sparsekit
 
-from .common import Result, compare, zipf_keys
-from .gpu import Comparison, Gpu
+from .common import Comparison, random_keys, zipf_keys
+from .cpu import Call, Cpu
+from .gpu import Gpu
 
 
-def run(quick: bool) -> Iterator[Result]:
-    """Uniform and zipf keys."""
-    for n in (1_000,) if quick else (425_984, 4_000_000):
-        inputs = {
-            "uniform": torch.randint(0, 2**62, (n,), generator=torch.Generator().manual_seed(0)),
-            "zipf 1.05": zipf_keys(n, 1.05, 1_000 if quick else 1_000_000),
-        }
-        for name, keys in inputs.items():
-            distinct, inverse, _ = sparsekit.ops.unique(keys)
-            assert torch.equal(distinct[inverse], keys)
+def run(cpu: Cpu) -> Iterator[Comparison]:
+    """Uniform and zipf keys; numpy and pandas have one thread, whatever ours has."""
+    for full in 425_984, 4_000_000, 16_000_000:
+        n = cpu.size(full, full // 1_000)
+        count = cpu.copies(8 * n)
+        ids = cpu.size(1_000_000, 1_000)
+        for name, make in (
+            ("uniform", partial(random_keys, n)),
+            ("zipf 1.05", partial(zipf_keys, n, 1.05, ids)),
+        ):
+            inputs = [make(seed=seed) for seed in range(count)]
+            case = f"unique {n:,} {name}"
+            yield from cpu.compare(
+                case,
+                [partial(sparsekit.ops.unique, k) for k in inputs],
+                _peers(cpu, inputs),
+                "unique",
+            )
 
-            def ours(keys: torch.Tensor = keys) -> object:
-                return sparsekit.ops.unique(keys)
 
-            def theirs(keys: torch.Tensor = keys) -> object:
-                return torch.unique(keys, return_inverse=True, return_counts=True)
+def _peers(cpu: Cpu, inputs: list[torch.Tensor]) -> dict[str, list[Call]]:
+    arrays = [keys.numpy() for keys in inputs]
+    both = {"return_inverse": True, "return_counts": True}
+    peers: dict[str, list[Call]] = {
+        "torch.unique": [partial(torch.unique, keys, **both) for keys in inputs],
+        "np.unique": [partial(np.unique, keys, **both) for keys in arrays],
+    }
+    if cpu.has_module("pandas.factorize", "pandas"):
+        import pandas
 
-            yield compare(f"unique {n:,} {name}", ours, "torch.unique", theirs)
+        peers["pandas.factorize"] = [partial(pandas.factorize, keys) for keys in arrays]
+    for i, keys in enumerate(inputs):
+        distinct, inverse, counts = sparsekit.ops.unique(keys)
+        order = distinct.argsort()
+        their_keys, their_inverse, their_counts = peers["torch.unique"][i]()
+        assert torch.equal(their_keys, distinct[order])
+        assert torch.equal(their_keys[their_inverse], distinct[inverse])
+        assert torch.equal(their_counts, counts[order])
+        assert torch.equal(distinct[inverse], keys)
+    # The others are so slow that they are checked on one input only.
+    ours = [x.numpy() for x in sparsekit.ops.unique(inputs[0])]
+    by_key = ours[0].argsort()
+    sorted_keys, _, sorted_counts = peers["np.unique"][0]()
+    assert np.array_equal(sorted_keys, ours[0][by_key])
+    assert np.array_equal(sorted_counts, ours[2][by_key])
+    if "pandas.factorize" in peers:  # in order of first occurrence, as ours
+        codes, uniques = peers["pandas.factorize"][0]()
+        assert np.array_equal(codes, ours[1])
+        assert np.array_equal(uniques, ours[0])
+    return peers
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:

@@ -1,6 +1,7 @@
 """One step of each optimizer against torch's, on coalesced gradients."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ import torch
 import sparsekit
 from sparsekit import optim
 
-from .common import Result, compare
-from .gpu import Comparison, Gpu
+from .common import Comparison
+from .cpu import Call, Cpu
+from .gpu import Gpu
 
 # Ours, torch's, and whether torch's takes sparse gradients.
 PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
@@ -25,49 +27,55 @@ PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
 }
 
 
-def run(quick: bool) -> Iterator[Result]:
+def run(cpu: Cpu) -> Iterator[Comparison]:
     """Some 6% of the rows are touched, in turns, so that exact optimizers have to catch up."""
     torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns otherwise
-    num_rows, touched = (1_000, 60) if quick else (1_000_000, 63_819)
-    generator = torch.Generator().manual_seed(0)
+    num_rows, touched = cpu.size(1_000_000, 1_000), cpu.size(63_819, 60)
     for name, (ours, theirs, takes_sparse) in PAIRS.items():
-        for dim in (16,) if quick else (16, 64, 128) if name == "LazyAdam" else (64,):
-            gradients = [_gradient(num_rows, touched, dim, generator) for _ in range(4)]
-            start = torch.randn(num_rows, dim, generator=generator)
+        for dim in (16, 64, 128) if name == "LazyAdam" else (64,):
+            gradients = [_gradient(num_rows, touched, dim) for _ in range(4)]
+            start = torch.randn(num_rows, dim)
             weight = sparsekit.nn.EmbeddingWeight(start.clone())
             other = torch.nn.Parameter(start)
             dense = gradients if takes_sparse else [grad.to_dense() for grad in gradients]
-            optimizer = ours([weight])
-            yield compare(
-                f"{name}, {touched:,} of {num_rows:,} rows x {dim}",
-                _stepper(optimizer, weight, gradients),
-                f"torch {'' if takes_sparse else 'dense '}{type(theirs([other])).__name__}",
-                _stepper(theirs([other]), other, dense),
-            )
+            our_optimizer, their_optimizer = ours([weight]), theirs([other])
+            our_steps = _steps(our_optimizer, weight, gradients)
+            their_steps = _steps(their_optimizer, other, dense)
+            for one, another in zip(our_steps, their_steps, strict=True):
+                one()
+                another()
             weight.catch_up()
             torch.testing.assert_close(weight.detach(), other.detach(), rtol=1e-4, atol=1e-5)
+            lazy = name == "LazyAdam"
+            peer = "SparseAdam" if lazy else f"torch {name}{'' if takes_sparse else ', dense'}"
+            yield from cpu.compare(
+                f"{name}, {touched:,} of {num_rows:,} rows x {dim}",
+                our_steps,
+                {peer: their_steps},
+                "LazyAdam, coalesced gradient" if lazy else "",
+                num_bytes=28 * dim * touched if lazy else None,
+            )
 
 
-def _gradient(num_rows: int, touched: int, dim: int, generator: torch.Generator) -> torch.Tensor:
-    rows = torch.randperm(num_rows, generator=generator)[:touched].sort().values
-    values = torch.randn(touched, dim, generator=generator)
+def _gradient(num_rows: int, touched: int, dim: int) -> torch.Tensor:
+    rows = torch.randperm(num_rows)[:touched].sort().values
     return torch.sparse_coo_tensor(
-        rows[None], values, (num_rows, dim), is_coalesced=True, check_invariants=False
+        rows[None],
+        torch.randn(touched, dim),
+        (num_rows, dim),
+        is_coalesced=True,
+        check_invariants=False,
     )
 
 
-def _stepper(
+def _steps(
     optimizer: torch.optim.Optimizer, weight: torch.Tensor, gradients: list[torch.Tensor]
-) -> Callable[[], None]:
-    count = 0
-
-    def step() -> None:
-        nonlocal count
-        weight.grad = gradients[count % len(gradients)]
+) -> list[Call]:
+    def step(gradient: torch.Tensor) -> None:
+        weight.grad = gradient
         optimizer.step()
-        count += 1
 
-    return step
+    return [partial(step, gradient) for gradient in gradients]
 
 
 # Passes over a row of floats: the gradient once, weight and states twice.

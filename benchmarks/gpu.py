@@ -1,24 +1,18 @@
 """What the benchmarks of a GPU share: clocks, roofs, targets and the form of a result.
 
-A result is one comparison: a case of ours against a roof or against a peer, on the same inputs in
-the same run. A roof counts as a peer that takes the time the roof allows, so one ratio serves all.
-
 R1 is the speed of a copy within the device, bytes read and written; R2 the number of 64-byte lines
 gathered per second, one for each random key, from an array as large as the table.
 """
 
 import gc
-import json
-import platform
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,77 +21,29 @@ import torch.nn.functional as F
 
 import sparsekit
 
-# The project's targets: how many times as fast as the roof or the peer a case shall be. A time of
-# at most 1.15 times that of another is a ratio of 1 / 1.15. A target that is met is raised.
-TARGETS = {
-    ("find, load <= 0.75", "R2"): 0.70,
-    ("find, load 0.9", "R2"): 0.55,
-    ("find_or_insert, all new", "R2"): 0.30,
-    ("find_or_insert, 10% new", "R2"): 0.50,
-    ("unique", "torch.unique"): 4.0,
-    ("unique", "cupy.unique"): 4.0,
-    ("unique 1M", "torch.unique"): 6.0,
-    ("unique 1M", "cupy.unique"): 6.0,
-    ("segment_sum uniform", "R1"): 0.65,
-    ("segment_sum sorted", "R1"): 0.85,
-    ("segment_sum uniform", "index_add_"): 1.2,
-    ("segment_sum zipf", "index_add_"): 3.0,
-    ("segment_sum half on one", "index_add_"): 8.0,
-    ("segment_sum deterministic", "its fastest mode"): 1 / 1.5,
-    ("embedding_bag, D >= 128", "R1"): 0.85,
-    ("embedding_bag, D 32-64", "R1"): 0.75,
-    ("keys to pooled vectors", "known rows + keys / R2"): 1 / 1.15,
-    ("backward + LazyAdam, uniform", "R1"): 0.65,
-    ("backward + LazyAdam, zipf", "R1"): 0.5,
-    ("backward + LazyAdam, uniform", "EmbeddingBag + SparseAdam"): 10.0,
-    ("backward + LazyAdam, zipf", "EmbeddingBag + SparseAdam"): 10.0,
-    ("LazyAdam, D >= 64", "R1"): 0.85,
-    ("bucketize", "R1"): 0.5,
-    ("bucketize", "argsort(owner)"): 5.0,
-}
+from .common import Comparison, machine
+from .targets import GPU_TARGETS, target_of
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median and spread, (longest - shortest) / median, of the device's clock and of the wall's.
+    """Milliseconds by the device's clock, "events", and by the wall's.
 
     The wall's begins and ends with nothing left to do on the device, so it has the launches and
     the waits of the host in it, and is what a call that reads something back really takes.
     """
 
-    ms: float
-    spread: float
-    wall_ms: float
-    wall_spread: float
-
-    def on(self, clock: str) -> tuple[float, float]:
-        """Median and spread by "events" or "wall"."""
-        return (self.wall_ms, self.wall_spread) if clock == "wall" else (self.ms, self.spread)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A case against one roof or one peer; times are medians in milliseconds."""
-
-    case: str
-    clock: str
-    ms: float
-    spread: float
-    against: str
-    against_ms: float
-    against_spread: float
-    bytes: int | None
-    target: float | None
+    events: list[float]
+    wall: list[float]
 
     @property
-    def ratio(self) -> float:
-        """How many times as fast as the roof or the peer."""
-        return self.against_ms / self.ms
+    def ms(self) -> float:
+        """Median by the device's clock."""
+        return statistics.median(self.events)
 
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is met, if there is one."""
-        return None if self.target is None else self.ratio >= self.target
+    def on(self, clock: str) -> list[float]:
+        """Samples by "events" or "wall"."""
+        return self.wall if clock == "wall" else self.events
 
 
 class Gpu:
@@ -111,6 +57,7 @@ class Gpu:
         self.on_gpu = device.type == "cuda"
         self.generator = torch.Generator(device).manual_seed(0)
         self.gather_roofs: dict[int, float] = {}
+        self.skipped: dict[str, str] = {}
         # Both larger than the L2 cache. The first is written before each timed call, so that none
         # finds its input there, and so that the host is ahead of the device when the call is
         # queued. Then the second is only read: what the writes have left in the cache would go to
@@ -134,7 +81,7 @@ class Gpu:
             self._prepare(setup)
             self._synchronize()
             wall.append(self._wall_ms(run))
-        return Timing(*_median_and_spread(device), *_median_and_spread(wall))
+        return Timing(device, wall)
 
     def _prepare(self, setup: Callable[[], object] | None) -> None:
         if setup is not None:
@@ -199,14 +146,14 @@ class Gpu:
     def against_r1(self, case: str, ours: Timing, num_bytes: int, target: str = "") -> Comparison:
         """Compare with moving so many bytes at the speed of a copy."""
         roof_ms = 1e3 * num_bytes / self.copy_roof
-        return self._compare(case, ours, "R1", Timing(roof_ms, 0, roof_ms, 0), target, num_bytes)
+        return self._compare(case, ours, "R1", Timing([roof_ms], [roof_ms]), target, num_bytes)
 
     def against_r2(
         self, case: str, ours: Timing, lines: int, table_bytes: int, target: str = ""
     ) -> Comparison:
         """Compare with gathering so many random lines from an array of so many bytes."""
         roof_ms = 1e3 * lines / self.gather_roof(table_bytes)
-        return self._compare(case, ours, "R2", Timing(roof_ms, 0, roof_ms, 0), target, 64 * lines)
+        return self._compare(case, ours, "R2", Timing([roof_ms], [roof_ms]), target, 64 * lines)
 
     def against(
         self, case: str, ours: Timing, peer: str, theirs: Timing, target: str = "", *,
@@ -220,11 +167,9 @@ class Gpu:
         self, case: str, ours: Timing, against: str, theirs: Timing, target: str,
         num_bytes: int | None, clock: str = "events",
     ) -> Comparison:  # fmt: skip
-        if target and (target, against) not in TARGETS:
-            raise KeyError(f"there is no target for {target!r} against {against!r}")
         return Comparison(
-            case, clock, *ours.on(clock), against, *theirs.on(clock), num_bytes,
-            TARGETS.get((target, against)),
+            case, against, ours.on(clock), theirs.on(clock), target,
+            target_of(GPU_TARGETS, target, against), num_bytes, clock,
         )  # fmt: skip
 
     # ---- inputs ----
@@ -272,13 +217,21 @@ class Gpu:
             return None
         return import_module("cupy")
 
+    def roofs(self) -> str:
+        """What is printed of R1 and R2 at the end."""
+        lines = [f"R1, copy: {self.copy_roof / 1e9:,.0f} GB/s"]
+        for table_bytes, roof in self.gather_roofs.items():
+            lines.append(
+                f"R2, 64-byte lines of {64 * table_bytes / 1e6:,.0f} MB: {roof / 1e6:,.0f} M/s"
+            )
+        return "\n".join(lines)
+
     def describe(self) -> dict[str, object]:
         """What a result must be read with."""
-        info: dict[str, object] = {
-            "device": platform.processor(),
-            "torch": torch.__version__,
+        info = {
+            **machine(),
+            "device": "cpu",
             "cuda": torch.version.cuda,
-            "build": sparsekit.build_info(),
             "r1_bytes_per_s": self.copy_roof,
             "r2_lines_per_s": {str(64 * n): roof for n, roof in self.gather_roofs.items()},
         }
@@ -290,27 +243,6 @@ class Gpu:
         cupy = self.array_module()
         info["cupy"] = None if cupy is None else cupy.__version__
         return info
-
-
-def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equality up to the rounding of long sums, measured by the largest one."""
-    difference = float((actual - expected).abs_().max()) if len(actual) else 0.0
-    largest = float(expected.abs().max()) if len(expected) else 0.0
-    assert difference <= 1e-4 * largest + 1e-5, f"off by {difference}; the largest is {largest}"
-
-
-def write_gpu_json(
-    path: Path, results: list[Comparison], machine: dict[str, object], failed: list[str]
-) -> None:
-    """Write the results with the machine they were measured on."""
-    rows = [{**asdict(result), "ratio": result.ratio, "met": result.met} for result in results]
-    written = {"machine": machine, "failed": failed, "results": rows}
-    path.write_text(json.dumps(written, indent=1) + "\n")
-
-
-def _median_and_spread(times: list[float]) -> tuple[float, float]:
-    median = statistics.median(times)
-    return median, (max(times) - min(times)) / median
 
 
 def _driver() -> str:

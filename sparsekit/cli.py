@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,8 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 when a rank has failed; 2 for what the user can put right; 130 after
         Ctrl-C.
     """
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    # What follows `bench` is for the benchmarks, which have a parser of their own.
+    bench = list(argv[:1]) == ["bench"]
+    args = _parser().parse_args(argv[:1] if bench else argv)
     try:
+        if bench:
+            return _bench(argv[1:])
         return args.run(args)
     except EXPECTED as error:
         print(f"sparsekit: {error}", file=sys.stderr)
@@ -73,6 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    commands.add_parser(
+        "bench",
+        help="time the kernels against roofs and peers, in a clone of the repository; what follows "
+        "is as for python -m benchmarks, and --help lists it",
+    )
     info = commands.add_parser("info", help="show how sparsekit was built")
     info.set_defaults(run=_info)
     return parser
@@ -143,6 +155,20 @@ def _info(args: argparse.Namespace) -> int:
     for key, value in build_info().items():
         print(f"{key}: {value}")
     return 0
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    """The benchmarks are no part of the package: they lie beside it, or where we are."""
+    for folder in (Path(__file__).resolve().parents[1], Path.cwd()):
+        if (folder / "benchmarks" / "bench_hash_table.py").exists():
+            # Last, or ranks that are started would import what lies there instead of this package.
+            sys.path.append(str(folder))
+            benchmarks = importlib.import_module("benchmarks.__main__")
+            return benchmarks.main(arguments, prog="sparsekit bench")
+    raise UsageError(
+        "bench: the benchmarks are not installed with the package; clone the repository and run "
+        "this in it"
+    )
 
 
 def _train(args: argparse.Namespace) -> int:

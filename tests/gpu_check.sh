@@ -25,7 +25,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 device=cuda
 selection=(-m cuda)
-benchmark_options=(--device cuda)
+benchmark_options=(--suite gpu)
 if [ "$rehearse" = 1 ]; then
   device=simt
   selection=(-k "simt and not opcheck" tests/ops tests/nn tests/optim tests/test_table.py
@@ -200,7 +200,7 @@ for tool in "${tools[@]}"; do
   record "$tool" "$status" "$seconds"
 done
 
-step benchmarks 400 5 "$python" -m benchmarks "${benchmark_options[@]}" --json "$out/benchmarks.json"
+step benchmarks 400 5 "$python" -m benchmarks run "${benchmark_options[@]}" --json "$out/benchmarks.json"
 
 "$python" - "$out" <<'END'
 import json, sys

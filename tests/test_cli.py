@@ -134,6 +134,20 @@ def test_tables_beyond_memory(data, capsys):
     expect_error(capsys, arguments, r"no memory for tables of 2,147,483,647 rows")
 
 
+def test_bench_is_the_benchmarks(capsys):
+    assert cli.main(["bench", "run", "overhead", "--quick"]) == 0
+    assert "call of unique, 8 keys" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "run", "no_such"])
+    assert "sparsekit bench run: error: suite cpu has no benchmark" in capsys.readouterr().err
+
+
+def test_bench_without_the_repository(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages/sparsekit/cli.py"))
+    monkeypatch.chdir(tmp_path)
+    expect_error(capsys, ["bench", "run"], "^sparsekit: bench: .*clone the repository and run this")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

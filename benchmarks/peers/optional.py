@@ -1,0 +1,11 @@
+"""Whether a peer's package is installed; none of them is needed."""
+
+from importlib.util import find_spec
+
+
+def missing(module: str, package: str = "") -> str | None:
+    """Why a peer cannot be measured, with what helps; None if it can."""
+    if find_spec(module) is not None:
+        return None
+    name = package or module
+    return f"{name} is not installed (pip install {name}, or make bench)"
