@@ -25,12 +25,13 @@ def _torch_version() -> tuple[int, int]:
 
 
 def instruction_set() -> str:
-    """Name of the engine that fits this machine: ``"avx2"`` or ``"generic"``.
+    """Name of the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
 
     Asks torch, so ``ATEN_CPU_CAPABILITY=default`` selects the portable engine as it does torch's.
     """
-    fits = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return "avx2" if fits and (_LIB / "avx2").is_dir() else "generic"
+    capability = torch.backends.cpu.get_cpu_capability()
+    fitting = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}.get(capability, ())
+    return next((name for name in fitting if (_LIB / name).is_dir()), "generic")
 
 
 def _other_copy() -> str | None:

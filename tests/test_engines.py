@@ -136,17 +136,23 @@ def digests(capability):
     return results, {words[0]: words[1] for words in lines if words[0] != "digest"}
 
 
-def test_engines_give_the_same_bits():
-    generic, about_generic = digests("default")
-    assert about_generic["engine"] == "generic"
-    assert about_generic["missing"] == "[]"
-    best, about_best = digests(None)
-    if not about_best["capability"].startswith("AVX"):
-        pytest.skip("this machine has no AVX2, so there is no second engine to compare with")
-    assert about_best["engine"] == "avx2"
-    assert len(best) > 300
-    assert [name for name in best if best[name] != generic.get(name)] == []
-    assert len(best) == len(generic)
+@pytest.fixture(scope="module")
+def generic():
+    results, about = digests("default")
+    assert about["engine"] == "generic"
+    assert about["missing"] == "[]"
+    assert len(results) > 300
+    return results
+
+
+@pytest.mark.parametrize("engine", ["avx2", "avx512"])
+def test_engines_give_the_same_bits(generic, engine):
+    results, about = digests(engine)
+    if about["capability"] != engine.upper():
+        pytest.skip(f"this machine has no {engine}")
+    assert about["engine"] == engine
+    assert [name for name in results if results[name] != generic.get(name)] == []
+    assert len(results) == len(generic)
 
 
 # Loading
@@ -166,11 +172,22 @@ def minimum():
     return ".".join(map(str, _load.MINIMUM_TORCH))
 
 
-def test_an_engine_is_chosen_by_what_is_there(libraries):
-    chosen = _load.instruction_set()
-    assert chosen in ("avx2", "generic")
-    shutil.rmtree(libraries / "avx2", ignore_errors=True)
-    assert _load.instruction_set() == "generic"
+@pytest.mark.parametrize(
+    ("capability", "engines"),
+    [
+        ("AVX512", ["avx512", "avx2", "generic"]),
+        ("AVX2", ["avx2", "generic"]),
+        ("DEFAULT", ["generic"]),
+        ("a name to come", ["generic"]),
+    ],
+)
+def test_an_engine_is_chosen_by_what_is_there(libraries, monkeypatch, capability, engines):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for name in ("avx512", "avx2"):
+        (libraries / name).mkdir(exist_ok=True)  # a build for another processor has none
+    for engine in engines:
+        assert _load.instruction_set() == engine
+        shutil.rmtree(libraries / engine, ignore_errors=True)
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cpu", "1.13.1", "2.9.0a0+git1234"])

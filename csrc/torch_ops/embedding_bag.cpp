@@ -34,7 +34,8 @@ struct BagArguments {
       sample_weights = packed(*sample_weights_in);
     }
     bags = Bags{int64_data(rows), rows.numel(), int64_data(offsets), offsets.numel() - 1};
-    if constexpr (!kOnDevice) check_offset(op, cpu::check_offsets(bags), Engine(rows));
+    if constexpr (!kOnDevice)
+      check_offset(op, cpu::check_offsets(bags, torch_parallel_for()), Engine(rows));
   }
 
   template <class T>

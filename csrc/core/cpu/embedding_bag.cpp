@@ -100,11 +100,17 @@ struct BagGradients {
 
 }  // namespace
 
-int64_t check_offsets(const Bags& bags) {
+int64_t check_offsets(const Bags& bags, const ParallelFor& parallel_for) {
   if (bags.offsets[0] != 0) return 0;
-  for (int64_t b = 0; b < bags.num_bags; ++b) {
-    if (bags.offsets[b + 1] < bags.offsets[b] || bags.offsets[b + 1] > bags.n) return b + 1;
-  }
+  FirstBad bad;
+  parallel_for(0, bags.num_bags, 65536, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) {
+      if (bags.offsets[b + 1] < bags.offsets[b] || bags.offsets[b + 1] > bags.n) {
+        return bad.report(b + 1);
+      }
+    }
+  });
+  if (bad.position() >= 0) return bad.position();
   return bags.offsets[bags.num_bags] == bags.n ? -1 : bags.num_bags;
 }
 

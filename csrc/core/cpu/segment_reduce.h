@@ -124,15 +124,20 @@ struct SegmentWorkspace {
 // sum += scale * row.
 template <bool kScaled, class T>
 inline void add_row(const T* row, Acc<T> scale, int64_t width, Acc<T>* sum) {
-  int64_t rest = 0;
+  int64_t j = 0;
   if constexpr (std::is_same_v<T, Acc<T>>) {
-    rest = width / kLanes<T> * kLanes<T>;
-    for (int64_t j = 0; j < rest; j += kLanes<T>) {
-      const Vector<T> x = load_vector(row + j);
-      put_at(sum + j, load_vector(sum + j) + (kScaled ? scale * x : x));
-    }
+    const auto add = [&](auto vector) {
+      using V = decltype(vector);
+      constexpr int64_t kStep = sizeof(V) / sizeof(T);
+      for (const int64_t end = j + (width - j) / kStep * kStep; j < end; j += kStep) {
+        const V x = load_vector<V>(row + j);
+        put_at(sum + j, load_vector<V>(sum + j) + (kScaled ? scale * x : x));
+      }
+    };
+    add(Vector<T>{});
+    add(Vector<T, 32>{});  // half a cache line is what a thread may have of a row
   }
-  for (int64_t j = rest; j < width; ++j) sum[j] += kScaled ? scale * load(row[j]) : load(row[j]);
+  for (; j < width; ++j) sum[j] += kScaled ? scale * load(row[j]) : load(row[j]);
 }
 
 template <class A>

@@ -28,40 +28,40 @@ inline void prefetch_row(const T* row, int64_t dim) {
   for (int64_t offset = 0; offset < size; offset += 64) prefetch(bytes + offset);
 }
 
+// What a register holds, and how many a loop may keep its sums in.
+#ifdef __AVX512F__
+constexpr int kVectorBytes = 64;
+constexpr int kSumRegisters = 16;
+#else
+constexpr int kVectorBytes = 32;
+constexpr int kSumRegisters = 8;
+#endif
+
 // Some neighbouring elements. Loops over a few elements are unrolled before GCC looks for vectors
 // in them, which it then does not find.
-template <class A>
-struct VectorOf {};
-template <>
-struct VectorOf<float> {
-  typedef float type __attribute__((vector_size(32)));
+template <class A, int kBytes>
+struct VectorOf {
+  typedef A type __attribute__((vector_size(kBytes)));
 };
-template <>
-struct VectorOf<double> {
-  typedef double type __attribute__((vector_size(32)));
-};
+template <class A, int kBytes = kVectorBytes>
+using Vector = typename VectorOf<A, kBytes>::type;
 template <class A>
-using Vector = typename VectorOf<A>::type;
-template <class A>
-constexpr int64_t kLanes = 32 / sizeof(A);
+constexpr int kLanes = kVectorBytes / sizeof(A);
 
 // From and to any address.
-template <class A>
-inline Vector<A> load_vector(const A* elements) {
-  Vector<A> vector;
+template <class V, class A>
+inline V load_vector(const A* elements) {
+  V vector;
   std::memcpy(&vector, elements, sizeof(vector));
   return vector;
 }
-inline void put_at(float* target, Vector<float> value) {
-  std::memcpy(target, &value, sizeof(value));
-}
-inline void put_at(double* target, Vector<double> value) {
-  std::memcpy(target, &value, sizeof(value));
-}
-
-template <class T>
-inline void put_at(T* target, Acc<T> value) {
-  *target = store<T>(value);
+template <class A, class V>
+inline void put_at(A* target, V vector) {
+  if constexpr (sizeof(V) > sizeof(Acc<A>)) {
+    std::memcpy(target, &vector, sizeof(vector));
+  } else {
+    *target = store<A>(vector);
+  }
 }
 
 // The scale of rows that are added as they are.
@@ -74,9 +74,10 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
                       const ScaleAt& scale, const Ahead& ahead, const Put& put) {
   using A = Acc<T>;
   constexpr bool kScaled = !std::is_same_v<ScaleAt, NoScale>;
-  constexpr bool kVectors = std::is_same_v<T, A> && kWidth % kLanes<A> == 0;
-  using Element = std::conditional_t<kVectors, Vector<A>, A>;
-  constexpr int kStep = kVectors ? kLanes<A> : 1;
+  constexpr int kBytes = std::min<int>(kWidth * sizeof(A), kVectorBytes);
+  constexpr bool kVectors = std::is_same_v<T, A> && kBytes >= 16;
+  using Element = std::conditional_t<kVectors, Vector<A, kBytes>, A>;
+  constexpr int kStep = sizeof(Element) / sizeof(A);
   Element registers[kWidth / kStep] = {};
   for (int64_t i = begin; i < end; ++i) {
     ahead(i);
@@ -87,7 +88,7 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
     for (int r = 0; r < kWidth / kStep; ++r) {
       Element x;
       if constexpr (kVectors) {
-        x = load_vector(source + column + r * kStep);
+        x = load_vector<Element>(source + column + r * kStep);
       } else {
         x = load(source[column + r]);
       }
@@ -97,40 +98,46 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
   for (int r = 0; r < kWidth / kStep; ++r) put(column + r * kStep, registers[r]);
 }
 
+// The widest block of at most `width` columns, a power of two, that is to be summed at once.
+template <class T, class Sum>
+inline int64_t with_block(int64_t width, const Sum& sum) {
+  constexpr int kMost = kSumRegisters * kLanes<Acc<T>>;
+  if constexpr (kMost >= 256) {
+    if (width >= 256) return sum(std::integral_constant<int, 256>{});
+  }
+  if constexpr (kMost >= 128) {
+    if (width >= 128) return sum(std::integral_constant<int, 128>{});
+  }
+  if constexpr (kMost >= 64) {
+    if (width >= 64) return sum(std::integral_constant<int, 64>{});
+  }
+  if (width >= 32) return sum(std::integral_constant<int, 32>{});
+  if (width >= 16) return sum(std::integral_constant<int, 16>{});
+  if (width >= 8) return sum(std::integral_constant<int, 8>{});
+  if (width >= 4) return sum(std::integral_constant<int, 4>{});
+  return sum(std::integral_constant<int, 1>{});
+}
+
 // put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim), added in the order
 // of i; the sum is one of Acc<T>, or a Vector of those from j on. row(i) is a `const T*`, null for
 // a row to leave out. ahead(i) is called once for each i, and prefetches what it likes.
 template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
 inline void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
                      const ScaleAt& scale, const Ahead& ahead, const Put& put) {
-  const auto nothing = [](int64_t) {};
-  int64_t column = 0;
-  if (dim >= 64) {
-    sum_block<64, T>(begin, end, 0, row, scale, ahead, put);
-    column = 64;
-  } else if (dim >= 32) {
-    sum_block<32, T>(begin, end, 0, row, scale, ahead, put);
-    column = 32;
-  } else if (dim >= 16) {
-    sum_block<16, T>(begin, end, 0, row, scale, ahead, put);
-    column = 16;
-  } else if (dim > 0) {
-    sum_block<1, T>(begin, end, 0, row, scale, ahead, put);
-    column = 1;
-  } else {
+  if (dim == 0) {
     for (int64_t i = begin; i < end; ++i) row(i);  // which may find that there is no such row
   }
-  // The first block has brought the rows into the cache.
-  for (; column + 64 <= dim; column += 64) {
-    sum_block<64, T>(begin, end, column, row, scale, nothing, put);
+  const auto nothing = [](int64_t) {};
+  for (int64_t column = 0; column < dim;) {
+    column += with_block<T>(dim - column, [&](auto width) -> int64_t {
+      if (column == 0) {
+        sum_block<width.value, T>(begin, end, column, row, scale, ahead, put);
+      } else {  // the first block has brought the rows into the cache
+        sum_block<width.value, T>(begin, end, column, row, scale, nothing, put);
+      }
+      return width.value;
+    });
   }
-  for (; column + 16 <= dim; column += 16) {
-    sum_block<16, T>(begin, end, column, row, scale, nothing, put);
-  }
-  for (; column + 4 <= dim; column += 4) {
-    sum_block<4, T>(begin, end, column, row, scale, nothing, put);
-  }
-  for (; column < dim; ++column) sum_block<1, T>(begin, end, column, row, scale, nothing, put);
 }
 
 }  // namespace sparsekit::cpu

@@ -24,7 +24,7 @@ struct Bags {
 namespace cpu {
 
 // Returns -1, or the first index at which `offsets` breaks the rule of Bags.
-int64_t check_offsets(const Bags& bags);
+int64_t check_offsets(const Bags& bags, const ParallelFor& parallel_for);
 
 // out [num_bags, dim] = pooled rows of weight [num_rows, dim]; sample_weights [n] may be null.
 // Returns -1, or a position in `rows` whose row is >= num_rows; out is then undefined.
