@@ -43,7 +43,8 @@ inline ParallelFor torch_parallel_for() {
       [](int64_t begin, int64_t end, int64_t grain, ParallelFor::Body body, void* context) {
         torch::stable::parallel_for(begin, end, grain,
                                     [=](int64_t b, int64_t e) { body(b, e, context); });
-      });
+      },
+      static_cast<int>(torch::stable::get_num_threads()));
 }
 
 inline void check_dtype(const Tensor& tensor, ScalarType dtype, const char* op, const char* name) {

@@ -14,7 +14,10 @@ class ParallelFor {
   using Body = void (*)(int64_t begin, int64_t end, void* context);
   using Run = void (*)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 
-  explicit ParallelFor(Run run) : run_(run) {}
+  explicit ParallelFor(Run run, int num_threads = 1) : run_(run), num_threads_(num_threads) {}
+
+  // Into how many parts work is best cut. Like ranges, it may not decide what is computed.
+  int num_threads() const { return num_threads_; }
 
   template <class F>
   void operator()(int64_t begin, int64_t end, int64_t grain, F&& body) const {
@@ -28,6 +31,7 @@ class ParallelFor {
 
  private:
   Run run_;
+  int num_threads_;
 };
 
 }  // namespace sparsekit
