@@ -23,6 +23,14 @@ constexpr int kMaxParts = 256;
 constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 constexpr int kBlock = BL;
+#ifndef FS
+#define FS 16384
+#endif
+#ifndef PF
+#define PF 1000000
+#endif
+constexpr int64_t kLeastPiece = 8192;
+constexpr int kMaxPieces = 64;
 // Marks the first occurrence of a key among the numbers of a part.
 constexpr uint32_t kFirst = uint32_t{1} << 31;
 
@@ -34,73 +42,184 @@ struct Distinct {
   uint32_t rank;  // among those of all parts
 };
 
-// Numbers distinct keys 0, 1, ... as they come. A slot is 0 or holds a number plus one in its low
+constexpr int kGroup = 8;
+
+// Bit mask of the entries of a group that are equal to `wanted` in the bits of `mask`.
+inline uint32_t match_group(const uint32_t* group, uint32_t mask, uint32_t wanted) {
+#ifdef __AVX2__
+  const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(group));
+  const __m256i bits = _mm256_and_si256(entries, _mm256_set1_epi32(static_cast<int>(mask)));
+  const __m256i equal = _mm256_cmpeq_epi32(bits, _mm256_set1_epi32(static_cast<int>(wanted)));
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(equal)));
+#else
+  uint32_t matches = 0;
+  for (int i = 0; i < kGroup; ++i) matches |= uint32_t{(group[i] & mask) == wanted} << i;
+  return matches;
+#endif
+}
+
+// Numbers distinct keys 0, 1, ... as they come. An entry is 0 or holds a number plus one in its low
 // bits and bits of the key's hash in the rest, which tell most other keys without looking at them.
+// Entries are compared by groups, since which one it will be is nothing a branch could predict.
 template <class Key>
 class Numbering {
  public:
-  // distinct [most], slots [2 * most]
-  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* slots)
-      : distinct_(distinct), slots_(slots), num_slots_(2 * static_cast<uint64_t>(most)) {
-    std::memset(slots, 0, num_slots_ * sizeof(uint32_t));
-    while (id_mask_ < static_cast<uint64_t>(most)) id_mask_ = 2 * id_mask_ + 1;
+  // distinct [most], entries [table_entries(most)], 32-byte aligned
+  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries)
+      : distinct_(distinct), entries_(entries), most_entries_(table_entries(most)) {
+    while (number_bits_ < static_cast<uint64_t>(most)) number_bits_ = 2 * number_bits_ + 1;
+    clear(std::min(most_entries_, kFirstEntries));
   }
 
-  // Calls visit(i, number, is_first) for the keys from begin to end, in order.
+  // A power of two, of which at most 5 in 8 are in use.
+  static int64_t table_entries(int64_t most) {
+    int64_t entries = 4 * kGroup;
+    while (5 * entries < 8 * most) entries *= 2;
+    return entries;
+  }
+
+  // Calls visit(i, number) for the keys from begin to end, in order. The number of a first
+  // occurrence is marked kFirst.
   template <class Visit>
   void add(const Key* keys, int64_t begin, int64_t end, Visit&& visit) {
-    uint64_t hashes[2][kBlock];
-    request(keys, begin, end, hashes[0]);
-    int now = 0;
-    for (int64_t block = begin; block < end; block += kBlock) {
-      request(keys, block + kBlock, end, hashes[1 - now]);
-      const int64_t stop = std::min(end, block + kBlock);
-      for (int64_t i = block; i < stop; ++i) {
-        const uint32_t before = size_;
-        const uint32_t number = number_of(keys[i], hashes[now][i - block]);
-        visit(i, number, number == before);
-      }
-      now = 1 - now;
-    }
+    each_block([=](int64_t i) { return keys[i]; }, begin, end,
+               [&](int64_t from, int count, const uint64_t* hashes) {
+                 uint32_t numbers[kBlock];
+                 number_block([=](int k) { return keys[from + k]; }, hashes, count, numbers);
+                 for (int k = 0; k < count; ++k) {
+                   ++distinct_[numbers[k] & ~kFirst].count;
+                   visit(from + k, numbers[k]);
+                 }
+               });
+  }
+
+  // Adds what others have counted; numbers[i] = number of entry i.
+  void merge(const Distinct<Key>* others, int64_t n, uint32_t* numbers) {
+    each_block([=](int64_t i) { return others[i].key; }, 0, n,
+               [&](int64_t from, int count, const uint64_t* hashes) {
+                 // Copied, since new entries may take the place of these.
+                 uint32_t counts[kBlock];
+                 for (int k = 0; k < count; ++k) counts[k] = others[from + k].count;
+                 number_block([=](int k) { return others[from + k].key; }, hashes, count,
+                              numbers + from);
+                 for (int k = 0; k < count; ++k) {
+                   numbers[from + k] &= ~kFirst;
+                   distinct_[numbers[from + k]].count += counts[k];
+                 }
+               });
   }
 
   uint32_t size() const { return size_; }
 
  private:
-  uint64_t slot_of(uint64_t hash) const { return (hash & 0xFFFFFFFFu) * num_slots_ >> 32; }
+  static constexpr int64_t kFirstEntries = FS;
 
-  void request(const Key* keys, int64_t begin, int64_t end, uint64_t* hashes) const {
-    const int64_t count = std::min<int64_t>(kBlock, end - begin);
-    for (int64_t i = 0; i < count; ++i) hashes[i] = hash_key(keys[begin + i]);
-    for (int64_t i = 0; i < count; ++i) prefetch(&slots_[slot_of(hashes[i])]);
+  void clear(int64_t entries) {
+    num_entries_ = entries;
+    group_mask_ = static_cast<uint64_t>(entries / kGroup - 1);
+    room_ = entries == most_entries_ ? ~uint32_t{0} : static_cast<uint32_t>(entries / 2);
+    std::memset(entries_, 0, static_cast<size_t>(entries) * sizeof(uint32_t));
   }
 
-  uint32_t number_of(Key key, uint64_t hash) {
-    // The hash's highest bits are alike in a part.
-    const uint32_t tag = static_cast<uint32_t>(hash >> 24) & ~id_mask_;
-    uint64_t slot = slot_of(hash);
-    while (true) {
-      const uint32_t entry = slots_[slot];
-      if (entry == 0) {
-        slots_[slot] = tag | (size_ + 1);
-        distinct_[size_].key = key;
-        distinct_[size_].count = 1;
-        return size_++;
-      }
-      const uint32_t number = (entry & id_mask_) - 1;
-      if ((entry & ~id_mask_) == tag && distinct_[number].key == key) {
-        ++distinct_[number].count;
-        return number;
-      }
-      slot = slot + 1 == num_slots_ ? 0 : slot + 1;
+  uint32_t* group_of(uint64_t hash) const { return entries_ + kGroup * (hash & group_mask_); }
+  // The hash's highest bits are alike in a part.
+  uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
+
+  // Hashes blocks of keys, and requests their groups, a block before they are used.
+  template <class KeyAt, class Use>
+  void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) {
+    uint64_t hashes[2][kBlock];
+    const auto request = [&](int64_t from, int to) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
+      for (int k = 0; k < count; ++k) hashes[to][k] = hash_key(key_at(from + k));
+      for (int k = 0; k < count; ++k) prefetch(group_of(hashes[to][k]));
+    };
+    request(begin, 0);
+    int now = 0;
+    for (int64_t from = begin; from < end; from += kBlock) {
+      request(from + kBlock, 1 - now);
+      use(from, static_cast<int>(std::min<int64_t>(kBlock, end - from)), hashes[now]);
+      now = 1 - now;
     }
   }
 
+  // Whether a key is new is nothing a branch could predict. So all are looked up first, without a
+  // branch or a store that a later lookup might depend on; then those that are missing go in.
+  // Unless most of the last ones were new: then a branch does predict it.
+  template <class KeyAt>
+  void number_block(KeyAt&& key_at, const uint64_t* hashes, int count, uint32_t* numbers) {
+    const uint32_t size_before = size_;
+    if (mostly_new_) {
+      for (int k = 0; k < count; ++k) numbers[k] = find_or_insert(key_at(k), hashes[k]);
+    } else {
+      int missing[kBlock];
+      int num_missing = 0;
+      const uint32_t number_bits = number_bits_;
+      const Distinct<Key>* distinct = distinct_;
+      for (int k = 0; k < count; ++k) {
+        const uint32_t* group = group_of(hashes[k]);
+        const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
+        // The last entry, which is most likely empty, when there is no match.
+        const uint32_t entry = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
+        const uint32_t number = entry - (entry != 0);
+        numbers[k] = number;
+        missing[num_missing] = k;
+        num_missing += (entry == 0) | (distinct[number].key != key_at(k));
+      }
+      for (int m = 0; m < num_missing; ++m) {
+        const int k = missing[m];
+        numbers[k] = find_or_insert(key_at(k), hashes[k]);
+      }
+    }
+    mostly_new_ = size_ - size_before > 3 * kBlock / 4;
+  }
+
+  uint32_t find_or_insert(Key key, uint64_t hash) {
+    const uint32_t tag = tag_of(hash);
+    for (uint64_t step = 0;; step += kGroup) {
+      uint32_t* group = entries_ + ((kGroup * (hash & group_mask_) + step) & (num_entries_ - 1));
+      const uint32_t empty = match_group(group, ~uint32_t{0}, 0);
+      uint32_t matches = match_group(group, ~number_bits_, tag) & ~empty;
+      for (; matches != 0; matches &= matches - 1) {
+        const uint32_t number = (group[__builtin_ctz(matches)] & number_bits_) - 1;
+        if (distinct_[number].key == key) return number;
+      }
+      if (empty != 0) {
+        group[__builtin_ctz(empty)] = tag | (size_ + 1);
+        distinct_[size_].key = key;
+        distinct_[size_].count = 0;
+        if (++size_ == room_) grow();
+        return (size_ - 1) | kFirst;
+      }
+    }
+  }
+
+  void grow() {
+    clear(std::min(most_entries_, 4 * num_entries_));
+    uint32_t number = 0;
+    each_block([this](int64_t i) { return distinct_[i].key; }, 0, size_,
+               [&](int64_t, int count, const uint64_t* hashes) {
+                 for (int k = 0; k < count; ++k) {
+                   uint32_t* group = group_of(hashes[k]);
+                   uint32_t empty = 0;
+                   while ((empty = match_group(group, ~uint32_t{0}, 0)) == 0) {
+                     group += kGroup;
+                     if (group == entries_ + num_entries_) group = entries_;
+                   }
+                   group[__builtin_ctz(empty)] = tag_of(hashes[k]) | ++number;
+                 }
+               });
+  }
+
   Distinct<Key>* distinct_;
-  uint32_t* slots_;
-  uint64_t num_slots_;
-  uint32_t id_mask_ = 0;
+  uint32_t* entries_;
+  int64_t most_entries_;
+  int64_t num_entries_;
+  uint64_t group_mask_;
+  uint32_t number_bits_ = 0;
   uint32_t size_ = 0;
+  uint32_t room_;
+  bool mostly_new_ = true;
 };
 
 int part_bits(int64_t n) {
@@ -129,7 +248,7 @@ class PartedUnique {
     start_ = static_cast<uint32_t*>(take((chunks_ + 1) * num_parts_ * 4));
     firsts_ = static_cast<uint32_t*>(take(chunks_ * num_parts_ * 4));
     part_of_ = static_cast<uint8_t*>(take(n));
-    slots_ = reinterpret_cast<uint32_t*>(inverse);
+    slots_ = static_cast<uint32_t*>(take(13 * n + 1024));
     part_keys_ = reinterpret_cast<Key*>(counts);
   }
 
@@ -199,15 +318,13 @@ class PartedUnique {
   void number_part(int64_t part, int64_t first_part) {
     const uint32_t begin = start(0, part);
     // The memory of the range's first parts serves them all, since it is in the cache.
-    uint32_t* slots = slots_ + 2 * int64_t{start(0, first_part)};
+    uint32_t* slots = slots_ + (16 * int64_t{start(0, first_part)}/5 + 32 * first_part) / 16 * 16;
     Numbering<Key> numbering(distinct_ + begin, part_end(part) - begin, slots);
     uint32_t* numbers = numbers_;
     for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
       const uint32_t before = numbering.size();
       numbering.add(part_keys_, start(chunk, part), start(chunk + 1, part),
-                    [=](int64_t i, uint32_t number, bool first) {
-                      numbers[i] = number | (first ? kFirst : 0);
-                    });
+                    [=](int64_t i, uint32_t number) { numbers[i] = number; });
       firsts_[chunk * num_parts_ + part] = numbering.size() - before;
     }
   }
@@ -284,28 +401,69 @@ class PartedUnique {
   uint32_t* slots_;
 };
 
+// Each thread numbers the keys of a piece of its own; then the distinct keys of the pieces are
+// merged, in order, into those of the first.
+template <class Key>
+int64_t unique_by_pieces(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse,
+                         int64_t* counts, void* workspace, const ParallelFor& parallel_for) {
+  const int64_t pieces = std::min<int64_t>(parallel_for.num_threads(), n / kLeastPiece + 1);
+  auto* distinct = static_cast<Distinct<Key>*>(workspace);             // [n]
+  auto* slots = (uint32_t*)(((uint64_t)(distinct+n)+63)/64*64);            // [2 * n]
+  uint32_t* ranks = slots + 16*n/5 + 64;                                     // [n]
+  auto* other_slots = (uint32_t*)(((uint64_t)(ranks+n)+63)/64*64);
+  const auto begin_of = [=](int64_t piece) { return n * piece / pieces; };
+
+  Numbering<Key> all(distinct, n, slots);
+  uint32_t sizes[kMaxPieces];
+  parallel_for(0, pieces, 1, [&](int64_t first, int64_t last) {
+    for (int64_t piece = first; piece < last; ++piece) {
+      const auto number = [&](Numbering<Key>& numbering) {
+        numbering.add(keys, begin_of(piece), begin_of(piece + 1),
+                      [=](int64_t i, uint32_t number) { inverse[i] = number & ~kFirst; });
+        sizes[piece] = numbering.size();
+      };
+      if (piece == 0) {
+        number(all);
+      } else {
+        const int64_t begin = begin_of(piece);
+        Numbering<Key> own(distinct + begin, begin_of(piece + 1) - begin, other_slots + (16 * begin/5 + 32 * piece)/16*16);
+        number(own);
+      }
+    }
+  });
+  // Entries move towards the front only, so none is overwritten before it has been read.
+  for (int64_t piece = 1; piece < pieces; ++piece) {
+    all.merge(distinct + begin_of(piece), sizes[piece], ranks + begin_of(piece));
+  }
+  parallel_for(0, n, kLeastPiece, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = 1; piece < pieces; ++piece) {
+      const uint32_t* rank = ranks + begin_of(piece);
+      const int64_t stop = std::min(end, begin_of(piece + 1));
+      for (int64_t i = std::max(begin, begin_of(piece)); i < stop; ++i) inverse[i] = rank[inverse[i]];
+    }
+    const int64_t stop = std::min<int64_t>(end, all.size());
+    for (int64_t rank = begin; rank < stop; ++rank) {
+      unique_keys[rank] = distinct[rank].key;
+      counts[rank] = distinct[rank].count;
+    }
+  });
+  return all.size();
+}
+
 }  // namespace
 
 int64_t unique_workspace_bytes(int64_t n) {
-  return n * 24 + (2 * kMaxChunks + 1) * kMaxParts * 4 + 64 * 6;
+  return n * 28 + (2 * kMaxChunks + 1) * kMaxParts * 4 + 64 * 6;
 }
 
 template <class Key>
 int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
                void* workspace, const ParallelFor& parallel_for) {
-  if (n == 0) return 0;
-  if (part_bits(n) > 0) {
+  if (n > PF) {
     return PartedUnique<Key>(keys, n, inverse, counts, workspace)
         .run(unique_keys, inverse, counts, parallel_for);
   }
-  auto* distinct = static_cast<Distinct<Key>*>(workspace);
-  Numbering<Key> numbering(distinct, n, reinterpret_cast<uint32_t*>(distinct + n));
-  numbering.add(keys, 0, n, [=](int64_t i, uint32_t number, bool) { inverse[i] = number; });
-  for (uint32_t rank = 0; rank < numbering.size(); ++rank) {
-    unique_keys[rank] = distinct[rank].key;
-    counts[rank] = distinct[rank].count;
-  }
-  return numbering.size();
+  return unique_by_pieces(keys, n, unique_keys, inverse, counts, workspace, parallel_for);
 }
 
 template int64_t unique(const int32_t*, int64_t, int32_t*, int64_t*, int64_t*, void*,
