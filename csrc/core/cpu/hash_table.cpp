@@ -10,27 +10,27 @@ namespace {
 
 constexpr int64_t kGrain = 2048;
 
-#ifndef KB
-#define KB 32
-#endif
-// Keys in flight: enough to cover a memory access, few enough for the line-fill buffers.
-constexpr int kBlock = KB;
+// So many keys are in flight: enough to cover a memory access, few enough for the line-fill
+// buffers.
+constexpr int kBlock = 16;
 
 // Calls use(position, count, homes, next_homes) for blocks of the keys from begin to end, until it
 // returns false: home buckets of the block, and of the kBlock keys after it, for which it is to ask
-// one by one as it goes. Homes are computed by blocks, since that can be done for several at a time.
+// one by one as it goes. Homes are computed by blocks, since that can be done for several at a
+// time.
 template <class Key, class Use>
 void each_block(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t begin,
                 int64_t end, Use&& use) {
-  int64_t homes[2][kBlock] = {};
-  const auto locate = [=](int64_t from, int64_t* to) {
+  const Bucket* homes[2][kBlock];
+  std::fill(homes[0], homes[0] + 2 * kBlock, buckets);
+  const auto locate = [=](int64_t from, const Bucket** to) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
     uint64_t hashes[kBlock];
     for (int k = 0; k < count; ++k) hashes[k] = hash_key(keys[from + k]);
-    for (int k = 0; k < count; ++k) to[k] = bucket_of_hash(hashes[k], num_buckets);
+    for (int k = 0; k < count; ++k) to[k] = buckets + bucket_of_hash(hashes[k], num_buckets);
   };
   locate(begin, homes[0]);
-  for (int k = 0; k < kBlock; ++k) prefetch(&buckets[homes[0][k]]);
+  for (int k = 0; k < kBlock; ++k) prefetch(homes[0][k]);
   int now = 0;
   for (int64_t from = begin; from < end; from += kBlock, now = 1 - now) {
     locate(from + kBlock, homes[1 - now]);
@@ -39,23 +39,19 @@ void each_block(const Bucket* buckets, int64_t num_buckets, const Key* keys, int
   }
 }
 
-// Looks only into the home buckets of a block of keys. Lists in open [kBlock] the keys that may be
-// further on, and with `absent_too` all that are not here; returns how many. No branch depends on
-// what is found, since none could be predicted.
-template <bool absent_too, class Key>
-int find_at_home(const Bucket* buckets, const int64_t* homes, const int64_t* next_homes,
-                 const Key* keys, int count, int64_t* rows, int* open) {
-  int num_open = 0;
+// Looks only into the home buckets of a block of keys. Returns bits of the keys that are not there;
+// their rows are undefined. No branch depends on what is found, since none could be predicted.
+template <class Key>
+uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_homes, const Key* keys,
+                      int count, int64_t* rows) {
+  uint64_t missing = 0;
   for (int k = 0; k < count; ++k) {
-    prefetch(&buckets[next_homes[k]]);
-    const Bucket& bucket = buckets[homes[k]];
-    const uint32_t slots = match_slots(bucket, keys[k]);
-    const int64_t none = -static_cast<int64_t>(slots == 0);
-    rows[k] = bucket.rows[__builtin_ctz(slots | 1u << (kSlotsPerBucket - 1))] | none;
-    open[num_open] = k;
-    num_open += absent_too ? rows[k] < 0 : (slots == 0) & (bucket.spilled != 0);
+    prefetch(next_homes[k]);
+    const uint32_t slots = match_slots(*homes[k], keys[k]);
+    rows[k] = homes[k]->rows[__builtin_ctz(slots | 1u << (kSlotsPerBucket - 1))];
+    missing |= static_cast<uint64_t>(slots == 0) << k;
   }
-  return num_open;
+  return missing;
 }
 
 template <class Key>
@@ -72,63 +68,92 @@ void find_range(const Bucket* buckets, int64_t num_buckets, const Key* keys, int
     }
     num_pending = 0;
   };
-  each_block(buckets, num_buckets, keys, begin, end,
-             [&](int64_t from, int count, const int64_t* homes, const int64_t* next_homes) {
-               int open[kBlock];
-               const int num_open =
-                   find_at_home<false>(buckets, homes, next_homes, keys + from, count, rows + from, open);
-               for (int k = 0; k < num_open; ++k, ++num_pending) {
-                 pending[num_pending] = from + open[k];
-                 next[num_pending] = next_bucket(homes[open[k]], num_buckets);
-                 prefetch(&buckets[next[num_pending]]);
-               }
-               if (num_pending > kBlock) resolve();
-               return true;
-             });
+  each_block(
+      buckets, num_buckets, keys, begin, end,
+      [&](int64_t from, int count, const Bucket* const* homes, const Bucket* const* next_homes) {
+        uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
+        for (; missing != 0; missing &= missing - 1) {
+          const int k = __builtin_ctzll(missing);
+          rows[from + k] = -1;
+          if (homes[k]->spilled == 0) continue;
+          pending[num_pending] = from + k;
+          next[num_pending] = next_bucket(homes[k] - buckets, num_buckets);
+          prefetch(&buckets[next[num_pending++]]);
+        }
+        if (num_pending > kBlock) resolve();
+        return true;
+      });
   resolve();
 }
 
 enum class Inserted { kAll, kFull, kDamaged };
 
-// Finds or inserts in order the keys from begin to end, up to the first for which there is no room.
-// *position becomes its position, else `end`.
+struct Table {
+  Bucket* buckets;
+  int64_t num_buckets;
+  int64_t* size;
+  int64_t capacity;
+};
+
+// Of a key that was absent when it was looked up; meanwhile it may have come in, as an earlier
+// entry of the same call.
+inline Inserted find_or_insert_key(const Table& table, int64_t home, int64_t key, int64_t* row) {
+  *row = find_from(table.buckets, table.num_buckets, home, key);
+  if (*row >= 0) return Inserted::kAll;
+  if (*table.size >= table.capacity) return Inserted::kFull;
+  const auto next_row = static_cast<int32_t>(*table.size);
+  if (!insert_absent(table.buckets, table.num_buckets, home, key, next_row)) {
+    return Inserted::kDamaged;
+  }
+  *row = (*table.size)++;
+  return Inserted::kAll;
+}
+
+// Finds or inserts the keys from *position to end, in order. *position becomes that of the first
+// for which there is no room, or `end`.
 template <class Key>
-Inserted insert_range(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t capacity,
-                      const Key* keys, int64_t begin, int64_t end, int64_t* rows,
+Inserted insert_range(const Table& table, const Key* keys, int64_t end, int64_t* rows,
                       int64_t* position) {
   Inserted inserted = Inserted::kAll;
-  *position = end;
-  each_block(
-      buckets, num_buckets, keys, begin, end, [&](int64_t from, int count, const int64_t* homes, const int64_t* next_homes) {
-        int open[kBlock];
-        const int num_open =
-            find_at_home<true>(buckets, homes, next_homes, keys + from, count, rows + from, open);
-        for (int k = 0; k < num_open; ++k) {
-          const int64_t home = homes[open[k]];
-          if (buckets[home].spilled != 0) prefetch(&buckets[next_bucket(home, num_buckets)]);
-        }
-        for (int k = 0; k < num_open; ++k) {
-          const int64_t i = from + open[k];
-          const int64_t home = homes[open[k]];
-          // It may have come in since it was looked up, as an earlier entry of this block.
-          rows[i] = find_from(buckets, num_buckets, home, keys[i]);
-          if (rows[i] >= 0) continue;
-          const auto row = static_cast<int32_t>(*size);
-          if (*size >= capacity) {
-            inserted = Inserted::kFull;
-          } else if (!insert_absent(buckets, num_buckets, home, keys[i], row)) {
-            inserted = Inserted::kDamaged;
-          } else {
-            rows[i] = row;
-            ++*size;
-            continue;
-          }
-          *position = i;
-          return false;
-        }
-        return true;
-      });
+  const auto use = [&](int64_t from, int count, const Bucket* const* homes,
+                       const Bucket* const* next_homes) {
+    uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
+    // A key 0 matches an empty slot, whose row is -1.
+    for (int k = 0; k < count; ++k) missing |= static_cast<uint64_t>(rows[from + k] < 0) << k;
+    for (uint64_t rest = missing; rest != 0; rest &= rest - 1) {
+      const Bucket* home = homes[__builtin_ctzll(rest)];
+      if (home->spilled != 0) {
+        prefetch(&table.buckets[next_bucket(home - table.buckets, table.num_buckets)]);
+      }
+    }
+    for (; missing != 0; missing &= missing - 1) {
+      const int k = __builtin_ctzll(missing);
+      *position = from + k;
+      inserted =
+          find_or_insert_key(table, homes[k] - table.buckets, keys[from + k], &rows[from + k]);
+      if (inserted != Inserted::kAll) return false;
+    }
+    return true;
+  };
+  each_block(table.buckets, table.num_buckets, keys, *position, end, use);
+  if (inserted == Inserted::kAll) *position = end;
   return inserted;
+}
+
+// As insert_range, for keys that have been looked up: visits those whose row is -1.
+template <class Key>
+Inserted insert_missing(const Table& table, const Key* keys, int64_t end, int64_t* rows,
+                        int64_t* position) {
+  for (int64_t& i = *position; i < end; ++i) {
+    if (i + kBlock < end && rows[i + kBlock] < 0) {
+      prefetch(&table.buckets[home_bucket(keys[i + kBlock], table.num_buckets)]);
+    }
+    if (rows[i] >= 0) continue;
+    const int64_t home = home_bucket(keys[i], table.num_buckets);
+    const Inserted inserted = find_or_insert_key(table, home, keys[i], &rows[i]);
+    if (inserted != Inserted::kAll) return inserted;
+  }
+  return Inserted::kAll;
 }
 
 // Takes a key out and the marks it left on full buckets.
@@ -176,9 +201,21 @@ template <class Key>
 int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
                                   const ParallelFor& parallel_for) {
+  const Table table{buckets, num_buckets, size, capacity};
   const int64_t size_before = *size;
   int64_t position = 0;
-  const Inserted inserted = insert_range(buckets, num_buckets, size, capacity, keys, 0, n, rows, &position);
+  Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
+  // One thread inserts. If few of the keys so far were new, all threads look up the rest, which
+  // leaves it little to do; else that would be work done twice.
+  if (inserted == Inserted::kAll && position < n) {
+    if (parallel_for.num_threads() > 1 && *size - size_before < kGrain / 2) {
+      hash_table_find(buckets, num_buckets, keys + position, n - position, rows + position,
+                      parallel_for);
+      inserted = insert_missing(table, keys, n, rows, &position);
+    } else {
+      inserted = insert_range(table, keys, n, rows, &position);
+    }
+  }
   if (inserted == Inserted::kAll) return 0;
 
   take_back(buckets, num_buckets, size, size_before, keys, position, rows);
