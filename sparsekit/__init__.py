@@ -7,6 +7,7 @@ load()
 from . import _pybind, distributed, hashing, nn, ops, optim  # noqa: E402  the ops exist from here on
 from .distributed import init  # noqa: E402
 from .errors import TableFullError  # noqa: E402
+from .memory import empty_cache  # noqa: E402
 from .nn import (  # noqa: E402
     All2AllDenseEmbedding,
     DistributedEmbedding,
@@ -42,6 +43,7 @@ __all__ = [
     "build_info",
     "checked",
     "distributed",
+    "empty_cache",
     "group_embedding_lookup_sparse",
     "hashing",
     "init",

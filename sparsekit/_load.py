@@ -14,6 +14,7 @@ import torch
 MINIMUM_TORCH = (2, 11)
 _LIB = Path(__file__).parent / "lib"
 _OPS = "libsparsekit_torch.so"
+OPS_LIBRARY = _LIB / _OPS
 _CUDA = "libsparsekit_cuda.so"
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
 

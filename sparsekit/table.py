@@ -6,6 +6,7 @@ import torch
 
 from . import ops
 from .errors import TableFullError, check_int
+from .memory import prefer_huge_pages
 from .ops._checks import KEY_DTYPES
 from .ops.hash_table import SLOTS_PER_BUCKET
 
@@ -58,9 +59,8 @@ class HashTable(torch.nn.Module):
         self.name = name
         self.rank = 0  # whose shard this is, for errors
         num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
-        self.register_buffer(
-            "buckets", torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
-        )
+        buckets = torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
+        self.register_buffer("buckets", prefer_huge_pages(buckets))
         self.register_buffer("size", torch.zeros(1, dtype=torch.int64, device=device))
         ops.hash_table_clear_(self.buckets)
 

@@ -2,7 +2,6 @@
 // dispatch, torch's thread pool. Only torch's stable ABI, never ATen or c10.
 #pragma once
 
-#include <sys/mman.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,7 +9,9 @@
 #include <optional>
 #include <sstream>
 #include <stdexcept>
+#include <vector>
 
+#include "large_memory.h"
 #include "sparsekit/dtypes.h"
 #include "sparsekit/parallel.h"
 
@@ -73,23 +74,27 @@ inline const int64_t* int64_data(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 
-// A tensor to be filled, of the dtype of `like` unless another is named, and on its device. A large
-// one is new memory every time, which a CPU hands out page by page as it is first touched; with
-// pages of 2 MiB that costs a fraction.
+// A tensor to be filled, of the dtype of `like` unless another is named, and on its device.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt) {
-  Tensor output = torch::stable::new_empty(like, sizes, dtype);
-#if defined(SPARSEKIT_ENGINE_CPU) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHuge = 2 << 20;
-  const auto begin = reinterpret_cast<uintptr_t>(output.const_data_ptr());
-  const uintptr_t end = begin + static_cast<uintptr_t>(output.numel()) * output.element_size();
-  const uintptr_t first = (begin + kHuge - 1) / kHuge * kHuge;
-  // Only a hint, so nothing is lost if it is not taken.
-  if (end >= first + kHuge) {
-    madvise(reinterpret_cast<void*>(first), (end - first) / kHuge * kHuge, MADV_HUGEPAGE);
+#if defined(SPARSEKIT_ENGINE_CPU)
+  const ScalarType type = dtype.value_or(like.scalar_type());
+  size_t bytes = aoti_torch_dtype_element_size(
+      torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)));
+  bool overflows = false;
+  for (const int64_t size : sizes) {
+    overflows |= __builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
+  }
+  void* memory = overflows || bytes < kLargeBytes ? nullptr : take_large_memory(bytes);
+  if (memory != nullptr) {
+    std::vector<int64_t> strides(sizes.size(), 1);
+    for (size_t d = sizes.size(); d-- > 1;) strides[d - 1] = strides[d] * sizes.begin()[d];
+    return torch::stable::from_blob(memory, sizes, strides, like.device(), type,
+                                    &give_back_large_memory);
   }
 #endif
-  return output;
+  // It also has the words for sizes that cannot be.
+  return torch::stable::new_empty(like, sizes, dtype);
 }
 
 // Memory for core that lives as long as the returned tensor. Zero bytes are fine.

@@ -126,11 +126,13 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
                                    errors_of(engine), memory.mutable_data_ptr(), engine.stream());
       arguments.check_found(op, num_rows, engine);
     } else {
-      Tensor memory = workspace(
-          cpu::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim, num_rows), grad);
+      const ParallelFor parallel_for = torch_parallel_for();
+      Tensor memory = workspace(cpu::embedding_bag_backward_workspace_bytes<T>(
+                                    arguments.bags, dim, num_rows, parallel_for),
+                                grad);
       const int64_t bad = cpu::embedding_bag_backward(
           data<T>(grad), num_rows, dim, arguments.bags, weights, arguments.combiner,
-          mutable_data<T>(out), memory.mutable_data_ptr(), torch_parallel_for());
+          mutable_data<T>(out), memory.mutable_data_ptr(), parallel_for);
       arguments.check_row(op, bad, num_rows, engine);
     }
   });

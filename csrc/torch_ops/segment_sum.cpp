@@ -31,10 +31,12 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
                                  engine.stream());
       bad = engine.found(Complaint::kSegmentId, n);
     } else {
-      Tensor memory = workspace(cpu::segment_sum_workspace_bytes<T>(n, dim, num_segments), values);
-      bad = cpu::unsorted_segment_sum(data<T>(values), int64_data(segment_ids), n, dim,
-                                      num_segments, mutable_data<T>(out), memory.mutable_data_ptr(),
-                                      torch_parallel_for());
+      const ParallelFor parallel_for = torch_parallel_for();
+      Tensor memory = workspace(
+          cpu::segment_sum_workspace_bytes<T>(n, dim, num_segments, parallel_for), values);
+      bad =
+          cpu::unsorted_segment_sum(data<T>(values), int64_data(segment_ids), n, dim, num_segments,
+                                    mutable_data<T>(out), memory.mutable_data_ptr(), parallel_for);
     }
     if (bad >= 0) {
       index_error(op, ": segment_ids[", bad, "] is ", engine.value(segment_ids, bad),

@@ -13,6 +13,7 @@ from .. import _pybind, hashing, ops
 from ..distributed import Exchange, exchange_of
 from ..distributed.world import settings
 from ..errors import check_int
+from ..memory import prefer_huge_pages
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from ..table import HashTable
 from .init import Initializer, resolve
@@ -224,9 +225,8 @@ class ShardedTable(torch.nn.Module):
         # Which part of the table this is, so that none is loaded in place of another.
         shard = torch.tensor([self.rank, self.world_size], device=device)
         self.register_buffer("shard", shard)
-        self.weight = EmbeddingWeight(
-            torch.zeros(self.capacity, self.embedding_vec_size, dtype=dtype, device=device)
-        )
+        weight = torch.empty(self.capacity, self.embedding_vec_size, dtype=dtype, device=device)
+        self.weight = EmbeddingWeight(prefer_huge_pages(weight).zero_())
         if use_hashtable:
             self.table: HashTable | None = HashTable(self.capacity, device=device, name=self.name)
             self.table.rank = self.rank

@@ -10,6 +10,7 @@ import torch
 
 from .. import ops
 from ..errors import check_int
+from ..memory import prefer_huge_pages
 from ..nn.shard import EmbeddingWeight, update_of
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
@@ -265,7 +266,8 @@ class RowOptimizer(torch.optim.Optimizer):
         # One allocation, in which the states of a row are neighbours: a row that is touched is one
         # place in memory and not several.
         rows, rest = parameter.shape[:1], parameter.shape[1:]
-        space = parameter.new_zeros((*rows, len(initial), *rest), dtype=dtype)
+        space = parameter.new_empty((*rows, len(initial), *rest), dtype=dtype)
+        prefer_huge_pages(space).zero_()
         states = dict(zip(initial, space.unbind(len(rows)), strict=True))
         for name, value in initial.items():
             if value != 0:

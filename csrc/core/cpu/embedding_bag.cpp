@@ -26,9 +26,9 @@ A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
 }
 
 // Division and not multiplication by the inverse, which a tiny divisor would make infinite.
-template <class A>
-A divided(A x, A divisor) {
-  return divisor == 0 ? A{0} : x / divisor;
+template <class X, class A>
+X divided(X x, A divisor) {
+  return divisor == 0 ? X{} : x / divisor;
 }
 
 int64_t bag_grain(const Bags& bags, int64_t dim) {
@@ -36,31 +36,66 @@ int64_t bag_grain(const Bags& bags, int64_t dim) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(elements_per_bag, 1));
 }
 
-int64_t first_bad_row(const Bags& bags, int64_t num_rows, const ParallelFor& parallel_for) {
-  FirstBad bad;
-  parallel_for(0, bags.n, 65536, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (bags.rows[i] >= num_rows) return bad.report(i);
+// Bags begin, ..., end - 1. Arguments by value, since a compiler must take it that writing to `out`
+// changes what is behind a reference.
+template <class T>
+void pool_bags(const T* weight, int64_t num_rows, int64_t dim, Bags bags,
+               const Acc<T>* sample_weights, Combiner combiner, T* out, int64_t begin, int64_t end,
+               FirstBad* bad) {
+  const auto row = [=](int64_t i) -> const T* {
+    const int64_t r = bags.rows[i];
+    if (r >= 0 && r < num_rows) return weight + r * dim;
+    if (r >= num_rows) bad->report(i);
+    return nullptr;
+  };
+  const int64_t distance = rows_ahead<T>(dim);
+  const auto ahead = [=](int64_t i) {
+    if (i + distance < bags.n) prefetch_row(weight + bags.rows[i + distance] * dim, dim);
+  };
+  const auto weight_of = [=](int64_t i) { return sample_weights[i]; };
+  for (int64_t b = begin; b < end; ++b) {
+    const int64_t first = bags.offsets[b], last = bags.offsets[b + 1];
+    const Acc<T> total = divisor(sample_weights, first, last, combiner);
+    T* pooled = out + b * dim;
+    const auto put = [=](int64_t j, auto sum) { put_at(pooled + j, sum); };
+    const auto put_divided = [=](int64_t j, auto sum) { put_at(pooled + j, divided(sum, total)); };
+    if (sample_weights != nullptr) {
+      sum_rows<T>(first, last, dim, row, weight_of, ahead, put_divided);
+    } else if (total == 1) {
+      sum_rows<T>(first, last, dim, row, NoScale{}, ahead, put);
+    } else {
+      sum_rows<T>(first, last, dim, row, NoScale{}, ahead, put_divided);
     }
-  });
-  return bad.position();
+  }
 }
 
-template <class T>
-struct BackwardWorkspace {
-  SegmentWorkspace<T> segments;
-  int64_t* bag;   // [n] bag of each position
-  Acc<T>* scale;  // [n] what the bag's gradient is multiplied by at each position
+// Gradients of bags as entries of a segment reduction.
+template <class T, bool kScaled>
+struct BagGradients {
+  static constexpr bool scaled = kScaled;
+  const T* grad_out;
+  int64_t dim;
+  Bags bags;
+  const Acc<T>* sample_weights;
+  Combiner combiner;
 
-  static int64_t bytes(const Bags& bags, int64_t dim, int64_t num_rows) {
-    return SegmentWorkspace<T>::bytes(bags.n, dim, num_rows) +
-           bags.n * static_cast<int64_t>(sizeof(int64_t) + sizeof(Acc<T>));
+  template <class F>
+  void visit(int64_t begin, int64_t end, const F& f) const {
+    const int64_t* offsets = bags.offsets;
+    int64_t b = std::upper_bound(offsets, offsets + bags.num_bags + 1, begin) - offsets - 1;
+    for (int64_t i = begin; i < end; ++b) {
+      const int64_t stop = std::min(end, offsets[b + 1]);
+      const T* row = grad_out + b * dim;
+      if constexpr (kScaled) {
+        const Acc<T> total = divisor(sample_weights, offsets[b], offsets[b + 1], combiner);
+        for (; i < stop; ++i) {
+          f(i, row, divided(sample_weights == nullptr ? Acc<T>{1} : sample_weights[i], total));
+        }
+      } else {
+        for (; i < stop; ++i) f(i, row, Acc<T>{1});
+      }
+    }
   }
-
-  BackwardWorkspace(void* memory, const Bags& bags, int64_t dim, int64_t num_rows)
-      : segments(static_cast<int64_t*>(memory) + bags.n, bags.n, dim, num_rows),
-        bag(static_cast<int64_t*>(memory)),
-        scale(segments.last_part + SegmentWorkspace<T>::num_chunks(bags.n) * dim) {}
 };
 
 }  // namespace
@@ -77,64 +112,31 @@ template <class T>
 int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& bags,
                       const Acc<T>* sample_weights, Combiner combiner, T* out,
                       const ParallelFor& parallel_for) {
-  const int64_t bad = first_bad_row(bags, num_rows, parallel_for);
-  if (bad >= 0) return bad;
-  const auto row = [=](int64_t i) {
-    return bags.rows[i] < 0 ? nullptr : weight + bags.rows[i] * dim;
-  };
-  const auto ahead = [=](int64_t i) {
-    if (i < bags.n) prefetch_row(row(i), dim);
-  };
-  parallel_for(0, bags.num_bags, bag_grain(bags, dim), [=](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      const int64_t first = bags.offsets[b], last = bags.offsets[b + 1];
-      const Acc<T> total = divisor(sample_weights, first, last, combiner);
-      T* pooled = out + b * dim;
-      const auto put = [=](int64_t j, Acc<T> sum) { pooled[j] = store<T>(sum); };
-      const auto put_divided = [=](int64_t j, Acc<T> sum) {
-        pooled[j] = store<T>(divided(sum, total));
-      };
-      if (sample_weights != nullptr) {
-        const auto weight_of = [=](int64_t i) { return sample_weights[i]; };
-        sum_rows<T>(first, last, dim, row, weight_of, ahead, put_divided);
-      } else if (total == 1) {
-        sum_rows<T>(first, last, dim, row, one<T>, ahead, put);
-      } else {
-        sum_rows<T>(first, last, dim, row, one<T>, ahead, put_divided);
-      }
-    }
+  FirstBad bad;
+  parallel_for(0, bags.num_bags, bag_grain(bags, dim), [&](int64_t begin, int64_t end) {
+    pool_bags(weight, num_rows, dim, bags, sample_weights, combiner, out, begin, end, &bad);
   });
-  return -1;
+  return bad.position();
 }
 
 template <class T>
-int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows) {
-  return BackwardWorkspace<T>::bytes(bags, dim, num_rows);
+int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows,
+                                               const ParallelFor& parallel_for) {
+  return SegmentWorkspace<T>(nullptr, bags.n, dim, num_rows, nullptr, parallel_for).bytes;
 }
 
 template <class T>
 int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
                                const Acc<T>* sample_weights, Combiner combiner, T* grad_weight,
                                void* workspace, const ParallelFor& parallel_for) {
-  const BackwardWorkspace<T> work(workspace, bags, dim, num_rows);
-  const SegmentWorkspace<T>& segments = work.segments;
-  const int64_t bad = sort_by_segment(bags.rows, bags.n, num_rows, segments.start, segments.order);
-  if (bad >= 0) return bad;
-
-  parallel_for(0, bags.num_bags, 4096, [=](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) {
-      const int64_t first = bags.offsets[b], last = bags.offsets[b + 1];
-      const Acc<T> total = divisor(sample_weights, first, last, combiner);
-      for (int64_t i = first; i < last; ++i) {
-        work.bag[i] = b;
-        work.scale[i] = divided(sample_weights == nullptr ? Acc<T>{1} : sample_weights[i], total);
-      }
-    }
-  });
-  reduce_segments<T>(
-      bags.rows, dim, num_rows, [=](int64_t i) { return grad_out + work.bag[i] * dim; },
-      [=](int64_t i) { return work.scale[i]; }, segments, grad_weight, parallel_for);
-  return -1;
+  const auto reduce = [&](const auto& gradients) {
+    return reduce_segments(bags.rows, bags.n, dim, num_rows, gradients, workspace, grad_weight,
+                           parallel_for);
+  };
+  if (combiner == Combiner::kSum && sample_weights == nullptr) {
+    return reduce(BagGradients<T, false>{grad_out, dim, bags, sample_weights, combiner});
+  }
+  return reduce(BagGradients<T, true>{grad_out, dim, bags, sample_weights, combiner});
 }
 
 // With g the gradient of a bag, d_i = g . x_i and D the divisor:
@@ -172,7 +174,8 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
 #define SPARSEKIT_INSTANTIATE(T)                                                                   \
   template int64_t embedding_bag(const T*, int64_t, int64_t, const Bags&, const Acc<T>*, Combiner, \
                                  T*, const ParallelFor&);                                          \
-  template int64_t embedding_bag_backward_workspace_bytes<T>(const Bags&, int64_t, int64_t);       \
+  template int64_t embedding_bag_backward_workspace_bytes<T>(const Bags&, int64_t, int64_t,        \
+                                                             const ParallelFor&);                  \
   template int64_t embedding_bag_backward(const T*, int64_t, int64_t, const Bags&, const Acc<T>*,  \
                                           Combiner, T*, void*, const ParallelFor&);                \
   template void embedding_bag_backward_sample_weights(const T*, const T*, int64_t, const Bags&,    \

@@ -1,118 +1,262 @@
-// Counting sort by segment and the blocked sum over it; shared by segment_sum and the backward of
-// embedding_bag, which differ only in where a row lies and what it is multiplied by.
+// Sums of rows by segment; shared by segment_sum and the backward of embedding_bag, which differ
+// only in where the rows lie and what they are multiplied by.
+//
+// Where there are several entries for each segment, positions are cut into two pieces that are
+// summed apart and added at the end. In a piece, entries of a segment are added in the order of
+// their positions, in runs of kRun; then the sums of the runs are. So the order of additions
+// depends on the ids alone, and a long sum in float stays accurate.
+//
+// Threads share out the pieces, then the columns: each goes through all ids of its piece and adds
+// its columns of every row to sums in memory. So the rows are read once and in order, nobody has
+// more to do than others however the ids are spread, and nothing is sorted. Threads beyond what
+// columns there are share out runs.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
+#include "cpu/first_bad.h"
 #include "cpu/sum_rows.h"
 #include "sparsekit/dtypes.h"
 #include "sparsekit/parallel.h"
 
 namespace sparsekit::cpu {
 
-// Entries a thread sums in one go. A segment that crosses a chunk's bounds is put together from
-// partial sums afterwards, so one hot segment is shared by all threads. Fixed, so that the order
-// of additions is.
-constexpr int64_t kChunk = 1024;
+constexpr int64_t kRun = 1024;
 
-// Workspace of a segment reduction, laid out in one block of memory.
+// Entries for each segment from which on a second set of sums pays.
+constexpr int64_t kEntriesForTwoPieces = 4;
+
+// Elements that are worth a thread.
+constexpr int64_t kLeastWork = 32768;
+
+// Bytes of a row that are worth a thread: half a cache line.
+constexpr int64_t kLeastWidth = 32;
+
+// A piece's part of the workspace. k counts its entries in the order of segments.
 template <class T>
-struct SegmentWorkspace {
-  int64_t* start;      // [num_segments + 1] first entry of each segment in `order`
-  int64_t* order;      // [n] positions sorted by segment, stable
-  Acc<T>* first_part;  // [num_chunks, dim] sum of a chunk's entries of its first segment, when
-                       // that began in an earlier chunk
-  Acc<T>* last_part;   // [num_chunks, dim] the same of its last segment, when that goes on
+struct Piece {
+  int64_t begin, end;  // positions
+  int64_t* start;      // [num_segments + 1] k of the first entry of each segment
+  uint64_t* is_long;   // [num_segments / 64] bits: has it more than one run?
+  int64_t* seen;    // [parts, chunks] entries met so far of the long segment that starts in a chunk
+  Acc<T>* run_sum;  // [2 * chunks, dim] of long segments
+  Acc<T>* sum;      // [num_segments, dim] of the others
 
-  static int64_t num_chunks(int64_t n) { return (n + kChunk - 1) / kChunk; }
+  // A run belongs to the chunk of kRun entries that it starts in. A chunk can have two runs of long
+  // segments: the last of one and the first of another.
+  int64_t num_chunks() const { return (end - begin + kRun - 1) / kRun; }
 
-  static int64_t bytes(int64_t n, int64_t dim, int64_t num_segments) {
-    return (num_segments + 1 + n) * static_cast<int64_t>(sizeof(int64_t)) +
-           2 * num_chunks(n) * dim * static_cast<int64_t>(sizeof(Acc<T>));
+  // Sum of the run that starts at entry k.
+  Acc<T>* sum_of_run(int64_t k, bool first_of_segment, int64_t dim) const {
+    return run_sum + (2 * (k / kRun) + (first_of_segment ? 1 : 0)) * dim;
   }
 
-  SegmentWorkspace(void* memory, int64_t n, int64_t dim, int64_t num_segments) {
-    start = static_cast<int64_t*>(memory);
-    order = start + num_segments + 1;
-    first_part = reinterpret_cast<Acc<T>*>(order + n);
-    last_part = first_part + num_chunks(n) * dim;
+  // Fills `start` and `is_long`. Returns -1, or the first position whose id is >= num_segments.
+  int64_t count(const int64_t* ids, int64_t num_segments) const {
+    std::fill(start, start + num_segments + 1, int64_t{0});
+    for (int64_t i = begin; i < end; ++i) {
+      if (ids[i] >= num_segments) return i;
+      if (ids[i] >= 0) ++start[ids[i] + 1];
+    }
+    std::fill(is_long, is_long + num_segments / 64 + 1, uint64_t{0});
+    for (int64_t s = 0; s < num_segments; ++s) {
+      is_long[s / 64] |= uint64_t{start[s + 1] > kRun} << s % 64;
+      start[s + 1] += start[s];
+    }
+    return -1;
+  }
+
+  // Sum of a segment. To be called once.
+  const Acc<T>* total(int64_t s, int64_t dim) const {
+    if ((is_long[s / 64] >> s % 64 & 1) == 0) return sum + s * dim;
+    Acc<T>* total = sum_of_run(start[s], true, dim);
+    for (int64_t k = start[s] + kRun; k < start[s + 1]; k += kRun) {
+      const Acc<T>* run = sum_of_run(k, false, dim);
+      for (int64_t j = 0; j < dim; ++j) total[j] += run[j];
+    }
+    return total;
   }
 };
 
-// Fills `start` and `order`. Returns -1, or the first position whose id is >= num_segments.
-inline int64_t sort_by_segment(const int64_t* ids, int64_t n, int64_t num_segments, int64_t* start,
-                               int64_t* order) {
-  std::fill(start, start + num_segments + 1, int64_t{0});
-  for (int64_t i = 0; i < n; ++i) {
-    if (ids[i] >= num_segments) return i;
-    if (ids[i] >= 0) ++start[ids[i]];
+// Lays the workspace out in one block of memory.
+template <class T>
+struct SegmentWorkspace {
+  int64_t num_pieces, column_parts, run_parts;
+  Piece<T> pieces[2];
+  int64_t bytes = 0;
+
+  SegmentWorkspace(void* memory, int64_t n, int64_t dim, int64_t num_segments, T* out,
+                   const ParallelFor& parallel_for) {
+    const int64_t threads = std::clamp<int64_t>(n * std::max<int64_t>(dim, 1) / kLeastWork, 1,
+                                                parallel_for.num_threads());
+    const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Acc<T>));
+    num_pieces = n / kEntriesForTwoPieces >= std::max(num_segments, kRun) ? 2 : 1;
+    column_parts =
+        std::clamp<int64_t>(row_bytes / kLeastWidth, 1, std::max<int64_t>(threads / num_pieces, 1));
+    run_parts = std::max<int64_t>(threads / (num_pieces * column_parts), 1);
+    const auto take = [&](auto*& array, int64_t count) {
+      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(
+          static_cast<char*>(memory) + bytes);
+      bytes += count * static_cast<int64_t>(sizeof(*array));
+    };
+    for (int64_t p = 0; p < num_pieces; ++p) {
+      Piece<T>& piece = pieces[p];
+      piece.begin = n * p / num_pieces;
+      piece.end = n * (p + 1) / num_pieces;
+      take(piece.start, num_segments + 1);
+      take(piece.is_long, num_segments / 64 + 1);
+      take(piece.seen, column_parts * run_parts * piece.num_chunks());
+    }
+    for (int64_t p = 0; p < num_pieces; ++p) {
+      take(pieces[p].run_sum, 2 * pieces[p].num_chunks() * dim);
+      // The first piece's sums can be where the result shall be, if that is of their type.
+      const bool in_place = p == 0 && std::is_same_v<T, Acc<T>>;
+      take(pieces[p].sum, in_place ? 0 : num_segments * dim);
+      if constexpr (std::is_same_v<T, Acc<T>>) {
+        if (in_place) pieces[p].sum = out;
+      }
+    }
   }
-  // start[s] becomes the end of segment s, then the backward pass moves it to its beginning.
-  int64_t end = 0;
-  for (int64_t s = 0; s < num_segments; ++s) start[s] = end += start[s];
-  start[num_segments] = end;
-  for (int64_t i = n - 1; i >= 0; --i) {
-    if (ids[i] >= 0) order[--start[ids[i]]] = i;
+};
+
+// sum += scale * row.
+template <bool kScaled, class T>
+inline void add_row(const T* row, Acc<T> scale, int64_t width, Acc<T>* sum) {
+  int64_t rest = 0;
+  if constexpr (std::is_same_v<T, Acc<T>>) {
+    rest = width / kLanes<T> * kLanes<T>;
+    for (int64_t j = 0; j < rest; j += kLanes<T>) {
+      const Vector<T> x = load_vector(row + j);
+      put_at(sum + j, load_vector(sum + j) + (kScaled ? scale * x : x));
+    }
   }
-  return -1;
+  for (int64_t j = rest; j < width; ++j) sum[j] += kScaled ? scale * load(row[j]) : load(row[j]);
 }
 
-// out[s] = sum over the entries i of segment s, in the order of `order`, of
-// scale(i) * row(i)[0 : dim]. `ids` are the segments that `order` was sorted by.
-template <class T, class RowAt, class ScaleAt>
-void reduce_segments(const int64_t* ids, int64_t dim, int64_t num_segments, RowAt row,
-                     ScaleAt scale, const SegmentWorkspace<T>& work, T* out,
-                     const ParallelFor& parallel_for) {
-  const int64_t* start = work.start;
-  const int64_t* order = work.order;
-  const int64_t n = start[num_segments];
-  const int64_t num_chunks = SegmentWorkspace<T>::num_chunks(n);
+template <class A>
+inline void clear_row(A* row, int64_t width) {
+  const int64_t rest = width / kLanes<A> * kLanes<A>;
+  for (int64_t j = 0; j < rest; j += kLanes<A>) put_at(row + j, Vector<A>{});
+  for (int64_t j = rest; j < width; ++j) row[j] = A{};
+}
 
-  parallel_for(0, num_segments, 4096, [=](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s) {
-      if (start[s] == start[s + 1]) std::fill(out + s * dim, out + (s + 1) * dim, T{});
+// One thread's part of a piece: columns of the runs that start at entries low, ..., high - 1.
+// kWidth is the number of columns, or 0 for any.
+template <int kWidth, class T, class Entries>
+void sum_part(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
+              const Entries& entries, const SegmentWorkspace<T>& work, const Piece<T>& piece,
+              int64_t part) {
+  using A = Acc<T>;
+  const int64_t* start = piece.start;
+  const int64_t* bound = start + num_segments;
+  const int64_t column_part = part % work.column_parts, run_part = part / work.column_parts;
+  const int64_t column = dim * column_part / work.column_parts;
+  const int64_t width = kWidth > 0 ? kWidth : dim * (column_part + 1) / work.column_parts - column;
+  const int64_t low = *bound * run_part / work.run_parts;
+  const int64_t high = *bound * (run_part + 1) / work.run_parts;
+
+  const bool shares_runs = work.run_parts > 1;
+  const bool last_part = run_part + 1 == work.run_parts;
+  const int64_t first = run_part == 0 ? 0 : std::lower_bound(start, bound, low) - start;
+  const int64_t last = last_part ? num_segments : std::lower_bound(start, bound, high) - start;
+  for (int64_t s = first; s < last; ++s) clear_row(piece.sum + s * dim + column, width);
+  int64_t* seen = piece.seen + part * piece.num_chunks();
+  std::fill(seen, seen + piece.num_chunks(), int64_t{0});
+
+  constexpr int64_t kBlock = 512;
+  const int64_t distance = rows_ahead<A>(width);
+  const T* rows[kBlock];
+  A scales[kBlock];
+  for (int64_t block = piece.begin; block < piece.end; block += kBlock) {
+    const int64_t end = std::min(piece.end, block + kBlock);
+    entries.visit(block, end, [&](int64_t i, const T* row, A scale) {
+      rows[i - block] = row + column;
+      scales[i - block] = scale;
+    });
+    for (int64_t i = block; i < end; ++i) {
+      prefetch_row(piece.sum + ids[std::min(i + distance, n - 1)] * dim + column, width);
+      const int64_t id = ids[i];
+      if (id < 0) continue;
+      A* sum = piece.sum + id * dim;
+      int64_t k = shares_runs ? start[id] : 0;
+      if (piece.is_long[id / 64] >> id % 64 & 1) {
+        const int64_t met = seen[start[id] / kRun]++;
+        k = start[id] + met / kRun * kRun;
+        sum = piece.sum_of_run(k, met < kRun, dim);
+        if (met % kRun == 0 && k >= low && k < high) clear_row(sum + column, width);
+      }
+      if (shares_runs && (k < low || k >= high)) continue;
+      add_row<Entries::scaled>(rows[i - block], scales[i - block], width, sum + column);
+    }
+  }
+}
+
+// out[s] = sum over the entries i with ids[i] = s of scale * row[0 : dim]; zeros if there are none.
+// Entries has `scaled`, whether there is a scale other than 1, and `visit(begin, end, f)`, which
+// calls f(i, row, scale) for the positions of a range. Returns -1, or the first position whose id
+// is
+// >= num_segments.
+template <class T, class Entries>
+int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
+                        const Entries& entries, void* workspace, T* out,
+                        const ParallelFor& parallel_for) {
+  const SegmentWorkspace<T> work(workspace, n, dim, num_segments, out, parallel_for);
+  FirstBad bad;
+  parallel_for(0, work.num_pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const int64_t position = work.pieces[p].count(ids, num_segments);
+      if (position >= 0) bad.report(position);
     }
   });
+  if (bad.position() >= 0) return bad.position();
 
-  parallel_for(0, num_chunks, 1, [=](int64_t first_chunk, int64_t end_chunk) {
-    for (int64_t chunk = first_chunk; chunk < end_chunk; ++chunk) {
-      const int64_t begin = chunk * kChunk;
-      const int64_t end = std::min(n, begin + kChunk);
-      const auto sorted_row = [=](int64_t k) { return row(order[k]); };
-      const auto sorted_scale = [=](int64_t k) { return scale(order[k]); };
-      const auto ahead = [=](int64_t k) {
-        if (k < n) prefetch_row(row(order[k]), dim);
+  const int64_t parts = work.column_parts * work.run_parts;
+  parallel_for(0, work.num_pieces * parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const auto sum = [&](auto width) {
+        sum_part<width.value>(ids, n, dim, num_segments, entries, work, work.pieces[p / parts],
+                              p % parts);
       };
-      for (int64_t k = begin; k < end;) {
-        const int64_t segment = ids[order[k]];
-        const int64_t stop = std::min(end, start[segment + 1]);
-        const bool from_before = start[segment] < begin;
-        const bool goes_on = start[segment + 1] > end;
-        if (from_before || goes_on) {
-          Acc<T>* part = (from_before ? work.first_part : work.last_part) + chunk * dim;
-          const auto put = [=](int64_t j, Acc<T> sum) { part[j] = sum; };
-          sum_rows<T>(k, stop, dim, sorted_row, sorted_scale, ahead, put);
-        } else {
-          T* whole = out + segment * dim;
-          const auto put = [=](int64_t j, Acc<T> sum) { whole[j] = store<T>(sum); };
-          sum_rows<T>(k, stop, dim, sorted_row, sorted_scale, ahead, put);
-        }
-        k = stop;
+      switch (dim % work.column_parts == 0 ? dim / work.column_parts : 0) {
+        case 8:
+          sum(std::integral_constant<int, 8>{});
+          break;
+        case 16:
+          sum(std::integral_constant<int, 16>{});
+          break;
+        case 32:
+          sum(std::integral_constant<int, 32>{});
+          break;
+        case 64:
+          sum(std::integral_constant<int, 64>{});
+          break;
+        case 128:
+          sum(std::integral_constant<int, 128>{});
+          break;
+        case 256:
+          sum(std::integral_constant<int, 256>{});
+          break;
+        default:
+          sum(std::integral_constant<int, 0>{});
       }
     }
   });
 
-  // Segments over several chunks: one last_part, then a first_part of each further chunk.
-  for (int64_t chunk = 1; chunk < num_chunks; ++chunk) {
-    const int64_t segment = ids[order[chunk * kChunk]];
-    if (start[segment] >= chunk * kChunk || start[segment] < (chunk - 1) * kChunk) continue;
-    Acc<T>* sum = work.last_part + (chunk - 1) * dim;
-    for (int64_t c = chunk; c < num_chunks && c * kChunk < start[segment + 1]; ++c) {
-      for (int64_t j = 0; j < dim; ++j) sum[j] += work.first_part[c * dim + j];
+  parallel_for(0, num_segments, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      T* target = out + s * dim;
+      const Acc<T>* sum = work.pieces[0].total(s, dim);
+      if (work.num_pieces == 2) {
+        const Acc<T>* other = work.pieces[1].total(s, dim);
+        for (int64_t j = 0; j < dim; ++j) target[j] = store<T>(sum[j] + other[j]);
+      } else if (static_cast<const void*>(sum) != target) {
+        for (int64_t j = 0; j < dim; ++j) target[j] = store<T>(sum[j]);
+      }
     }
-    for (int64_t j = 0; j < dim; ++j) out[segment * dim + j] = store<T>(sum[j]);
-  }
+  });
+  return -1;
 }
 
 }  // namespace sparsekit::cpu

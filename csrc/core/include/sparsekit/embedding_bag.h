@@ -35,7 +35,8 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
 
 // Bytes of workspace for embedding_bag_backward.
 template <class T>
-int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows);
+int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows,
+                                               const ParallelFor& parallel_for);
 
 // grad_weight [num_rows, dim] from grad_out [num_bags, dim]; rows that no bag uses are zero. The
 // order of additions is fixed, as in unsorted_segment_sum. Returns as embedding_bag does.

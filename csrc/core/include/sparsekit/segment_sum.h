@@ -11,7 +11,8 @@ namespace cpu {
 
 // Bytes of workspace for the segment sum of n rows of `dim` elements of type T.
 template <class T>
-int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
+int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments,
+                                    const ParallelFor& parallel_for);
 
 // out[s] = sum of data[i] over the i with segment_ids[i] == s; rows with an id < 0 are dropped,
 // segments without rows are zero. data [n, dim], segment_ids [n], out [num_segments, dim].
