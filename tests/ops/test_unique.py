@@ -69,7 +69,7 @@ def check_with_numpy(keys):
     assert torch.equal(unique[inverse], keys)
 
 
-# On the CPU keys that seldom repeat are split into parts from 2^17 keys on, others from 2^21 on, and
+# On the CPU keys that seldom repeat are split into parts from 2^17 keys on, others beyond 2^21, and
 # threads number pieces of 8192 keys or more.
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)

@@ -137,18 +137,18 @@ class Numbering {
   }
 
   // Whether a key is new is nothing that a branch could predict either. So all keys of a block are
-  // looked up first, without a branch or a store that the next lookup would have to wait for, and
-  // those that are missing go in afterwards. While nearly all are new, a branch does predict it.
+  // looked up first, without a branch or a store that the next lookup would have to wait for (nor
+  // for the line of a distinct key, asked for when its number is known), and those that are missing
+  // go in afterwards. While nearly all are new, a branch does predict it.
   template <class KeyAt>
   void number_block(KeyAt&& key_at, const uint64_t* hashes, int count, uint32_t* numbers) {
     const uint32_t size_before = size_;
-    int missing[kBlock];
-    int num_missing = 0;
     if (mostly_new_) {
       for (int k = 0; k < count; ++k) numbers[k] = find_or_insert(key_at(k), hashes[k]);
     } else {
       const uint32_t number_bits = number_bits_;
       const Distinct<Key>* distinct = distinct_;
+      uint64_t missing = 0;
       for (int k = 0; k < count; ++k) {
         const uint32_t* group = group_at(hashes[k]);
         const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
@@ -156,13 +156,16 @@ class Numbering {
         const uint32_t entry = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
         const uint32_t number = entry - (entry != 0);
         numbers[k] = number;
-        missing[num_missing] = k;
-        num_missing += (entry == 0) | (distinct[number].key != key_at(k));
+        prefetch(&distinct[number]);
+        missing |= static_cast<uint64_t>(entry == 0) << k;
       }
-    }
-    for (int m = 0; m < num_missing; ++m) {
-      const int k = missing[m];
-      numbers[k] = find_or_insert(key_at(k), hashes[k]);
+      for (int k = 0; k < count; ++k) {
+        missing |= static_cast<uint64_t>(distinct[numbers[k]].key != key_at(k)) << k;
+      }
+      for (; missing != 0; missing &= missing - 1) {
+        const int k = __builtin_ctzll(missing);
+        numbers[k] = find_or_insert(key_at(k), hashes[k]);
+      }
     }
     mostly_new_ = size_ - size_before > 3 * kBlock / 4;
   }
