@@ -1,5 +1,6 @@
 """sparsekit.ops.unique against the reference."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -8,6 +9,7 @@ from conftest import (
     KEY_PATTERNS,
     KEYS,
     assert_same_bits_for_any_threads,
+    generator,
     key_pattern,
 )
 from hypothesis import given
@@ -57,6 +59,53 @@ def test_keys_with_low_bits_alike(device):
     check(torch.arange(3000) << 51, device)
 
 
+def check_with_numpy(keys):
+    """As check, in time for many keys."""
+    unique, inverse, counts = ops.unique(keys)
+    distinct, first, expected_counts = np.unique(keys, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    assert np.array_equal(unique, distinct[order])
+    assert np.array_equal(counts, expected_counts[order])
+    assert torch.equal(unique[inverse], keys)
+
+
+# On the CPU keys that seldom repeat are split into parts from 2^17 keys on, others beyond 2^21, and
+# threads number pieces of 8192 keys or more.
+@pytest.mark.parametrize("dtype", KEY_DTYPES)
+@pytest.mark.parametrize("pattern", KEY_PATTERNS)
+@pytest.mark.parametrize("n", [8191, 8192, 65_537, 2**17 - 1, 2**17, 300_001])
+def test_many_keys(n, pattern, dtype):
+    check_with_numpy(key_pattern(pattern, n, dtype))
+
+
+@pytest.mark.parametrize("n", [2**21, 2**21 + 1])
+@pytest.mark.parametrize("pattern", ["equal", "distinct", "half on one"])
+def test_millions_of_keys(n, pattern):
+    check_with_numpy(key_pattern(pattern, n))
+
+
+@pytest.mark.parametrize("distinct", [30, 10_000, 60_000, 200_000])
+def test_keys_that_a_sample_may_misjudge(distinct):
+    # Every 128th key is looked at; here those are all alike, or all different.
+    n = 2**18
+    keys = torch.randint(0, distinct, (n,), generator=generator(0))
+    for sampled in (torch.tensor(-1), torch.arange(n // 128) << 40):
+        keys[::128] = sampled
+        check_with_numpy(keys)
+
+
+def test_many_keys_of_one_part():
+    # Keys whose hashes all have the same high bits end in one of the parts.
+    n = 2**17
+    x = torch.arange(2**22)
+    x = (x ^ (x >> 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
+    part = ((x ^ ((x >> 31) & (2**33 - 1))) >> 59) & 31
+    keys = (part == 7).nonzero().flatten()[: n - 1]
+    assert len(keys) > 100_000
+    check_with_numpy(torch.cat([torch.tensor([-5]), keys, keys.flip(0)]))
+
+
 def test_order_is_that_of_first_occurrence(device):
     unique, inverse, counts = ops.unique(torch.tensor([9, -4, 9, 0, -4, 9], device=device))
     assert unique.tolist() == [9, -4, 0]
@@ -88,6 +137,12 @@ def test_few_distinct_keys_do_not_keep_a_large_buffer(device):
 
 def test_bits_do_not_depend_on_threads(device):
     keys = key_pattern("half on one", 50_000).to(device)
+    assert_same_bits_for_any_threads(lambda: ops.unique(keys))
+
+
+@pytest.mark.parametrize("pattern", ["distinct", "half on one", "few"])
+def test_bits_of_many_keys_do_not_depend_on_threads(pattern):
+    keys = key_pattern(pattern, 2**17 + 5)
     assert_same_bits_for_any_threads(lambda: ops.unique(keys))
 
 

@@ -10,71 +10,148 @@ namespace {
 
 constexpr int64_t kGrain = 2048;
 
-// Keys whose home bucket was full and which may be further on. They are resolved in a second,
-// prefetched round, since their next line was not asked for in the first.
-struct Pending {
-  int count = 0;
-  int64_t index[kInFlight];
-  int64_t bucket[kInFlight];
-};
+// So many keys are in flight: enough to cover a memory access, few enough for the line-fill
+// buffers.
+constexpr int kBlock = 16;
 
-template <class Key>
-void resolve(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t* rows,
-             Pending* pending) {
-  for (int i = 0; i < pending->count; ++i) {
-    const int64_t index = pending->index[i];
-    rows[index] = find_from(buckets, num_buckets, pending->bucket[i], keys[index]);
+// Calls use(position, count, homes, next_homes) for blocks of the keys from begin to end, until it
+// returns false: home buckets of the block, and of the kBlock keys after it, for which it is to ask
+// one by one as it goes. Homes are computed by blocks, since that can be done for several at a
+// time.
+template <class Key, class Use>
+void each_block(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t begin,
+                int64_t end, Use&& use) {
+  const Bucket* homes[2][kBlock];
+  std::fill(homes[0], homes[0] + 2 * kBlock, buckets);
+  const auto locate = [=](int64_t from, const Bucket** to) {
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
+    uint64_t hashes[kBlock];
+    for (int k = 0; k < count; ++k) hashes[k] = hash_key(keys[from + k]);
+    for (int k = 0; k < count; ++k) to[k] = buckets + bucket_of_hash(hashes[k], num_buckets);
+  };
+  locate(begin, homes[0]);
+  for (int k = 0; k < kBlock; ++k) prefetch(homes[0][k]);
+  int now = 0;
+  for (int64_t from = begin; from < end; from += kBlock, now = 1 - now) {
+    locate(from + kBlock, homes[1 - now]);
+    const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
+    if (!use(from, count, homes[now], homes[1 - now])) return;
   }
-  pending->count = 0;
+}
+
+// Looks only into the home buckets of a block of keys. Returns bits of the keys that are not there;
+// their rows are undefined. No branch depends on what is found, since none could be predicted.
+template <class Key>
+uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_homes, const Key* keys,
+                      int count, int64_t* rows) {
+  uint64_t missing = 0;
+  for (int k = 0; k < count; ++k) {
+    prefetch(next_homes[k]);
+    const uint32_t slots = match_slots(*homes[k], keys[k]);
+    rows[k] = homes[k]->rows[__builtin_ctz(slots | 1u << (kSlotsPerBucket - 1))];
+    missing |= static_cast<uint64_t>(slots == 0) << k;
+  }
+  return missing;
 }
 
 template <class Key>
 void find_range(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t begin,
                 int64_t end, int64_t* rows) {
-  int64_t home[kInFlight];
-  const auto request = [&](int64_t i) {
-    const int64_t bucket = home_bucket(keys[i], num_buckets);
-    prefetch(&buckets[bucket]);
-    home[i % kInFlight] = bucket;
-  };
-  const int64_t warm = std::min<int64_t>(end, begin + kInFlight);
-  for (int64_t i = begin; i < warm; ++i) request(i);
-
-  Pending pending;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t bucket = home[i % kInFlight];
-    if (i + kInFlight < end) request(i + kInFlight);
-    if (probe_bucket(buckets[bucket], keys[i], &rows[i]) == Probe::kMoveOn) {
-      const int64_t next = next_bucket(bucket, num_buckets);
-      prefetch(&buckets[next]);
-      pending.index[pending.count] = i;
-      pending.bucket[pending.count] = next;
-      if (++pending.count == kInFlight) resolve(buckets, num_buckets, keys, rows, &pending);
+  // Keys that may be behind their home bucket. They are resolved once there are enough to ask for
+  // all their next lines before the first is read.
+  int64_t pending[2 * kBlock];
+  int64_t next[2 * kBlock];
+  int num_pending = 0;
+  const auto resolve = [&] {
+    for (int p = 0; p < num_pending; ++p) {
+      rows[pending[p]] = find_from(buckets, num_buckets, next[p], keys[pending[p]]);
     }
-  }
-  resolve(buckets, num_buckets, keys, rows, &pending);
+    num_pending = 0;
+  };
+  each_block(
+      buckets, num_buckets, keys, begin, end,
+      [&](int64_t from, int count, const Bucket* const* homes, const Bucket* const* next_homes) {
+        uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
+        for (; missing != 0; missing &= missing - 1) {
+          const int k = __builtin_ctzll(missing);
+          rows[from + k] = -1;
+          if (homes[k]->spilled == 0) continue;
+          pending[num_pending] = from + k;
+          next[num_pending] = next_bucket(homes[k] - buckets, num_buckets);
+          prefetch(&buckets[next[num_pending++]]);
+        }
+        if (num_pending > kBlock) resolve();
+        return true;
+      });
+  resolve();
 }
 
 enum class Inserted { kAll, kFull, kDamaged };
 
-// Inserts in order the keys that find left at -1, up to the first for which there is no room.
+struct Table {
+  Bucket* buckets;
+  int64_t num_buckets;
+  int64_t* size;
+  int64_t capacity;
+};
+
+// Of a key that was absent when it was looked up; meanwhile it may have come in, as an earlier
+// entry of the same call.
+inline Inserted find_or_insert_key(const Table& table, int64_t home, int64_t key, int64_t* row) {
+  *row = find_from(table.buckets, table.num_buckets, home, key);
+  if (*row >= 0) return Inserted::kAll;
+  if (*table.size >= table.capacity) return Inserted::kFull;
+  const auto next_row = static_cast<int32_t>(*table.size);
+  if (!insert_absent(table.buckets, table.num_buckets, home, key, next_row)) {
+    return Inserted::kDamaged;
+  }
+  *row = (*table.size)++;
+  return Inserted::kAll;
+}
+
+// Finds or inserts the keys from *position to end, in order. *position becomes that of the first
+// for which there is no room, or `end`.
 template <class Key>
-Inserted insert_missing(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t capacity,
-                        const Key* keys, int64_t n, int64_t* rows) {
-  for (int64_t i = 0; i < n; ++i) {
-    if (i + kInFlight < n && rows[i + kInFlight] < 0) {
-      prefetch(&buckets[home_bucket(keys[i + kInFlight], num_buckets)]);
+Inserted insert_range(const Table& table, const Key* keys, int64_t end, int64_t* rows,
+                      int64_t* position) {
+  Inserted inserted = Inserted::kAll;
+  const auto use = [&](int64_t from, int count, const Bucket* const* homes,
+                       const Bucket* const* next_homes) {
+    uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
+    // A key 0 matches an empty slot, whose row is -1.
+    for (int k = 0; k < count; ++k) missing |= static_cast<uint64_t>(rows[from + k] < 0) << k;
+    for (uint64_t rest = missing; rest != 0; rest &= rest - 1) {
+      const Bucket* home = homes[__builtin_ctzll(rest)];
+      if (home->spilled != 0) {
+        prefetch(&table.buckets[next_bucket(home - table.buckets, table.num_buckets)]);
+      }
+    }
+    for (; missing != 0; missing &= missing - 1) {
+      const int k = __builtin_ctzll(missing);
+      *position = from + k;
+      inserted =
+          find_or_insert_key(table, homes[k] - table.buckets, keys[from + k], &rows[from + k]);
+      if (inserted != Inserted::kAll) return false;
+    }
+    return true;
+  };
+  each_block(table.buckets, table.num_buckets, keys, *position, end, use);
+  if (inserted == Inserted::kAll) *position = end;
+  return inserted;
+}
+
+// As insert_range, for keys that have been looked up: visits those whose row is -1.
+template <class Key>
+Inserted insert_missing(const Table& table, const Key* keys, int64_t end, int64_t* rows,
+                        int64_t* position) {
+  for (int64_t& i = *position; i < end; ++i) {
+    if (i + kBlock < end && rows[i + kBlock] < 0) {
+      prefetch(&table.buckets[home_bucket(keys[i + kBlock], table.num_buckets)]);
     }
     if (rows[i] >= 0) continue;
-    const int64_t home = home_bucket(keys[i], num_buckets);
-    // It may have come in since the find, as an earlier entry of this call.
-    rows[i] = find_from(buckets, num_buckets, home, keys[i]);
-    if (rows[i] >= 0) continue;
-    if (*size >= capacity) return Inserted::kFull;
-    const auto row = static_cast<int32_t>(*size);
-    if (!insert_absent(buckets, num_buckets, home, keys[i], row)) return Inserted::kDamaged;
-    rows[i] = row;
-    ++*size;
+    const int64_t home = home_bucket(keys[i], table.num_buckets);
+    const Inserted inserted = find_or_insert_key(table, home, keys[i], &rows[i]);
+    if (inserted != Inserted::kAll) return inserted;
   }
   return Inserted::kAll;
 }
@@ -124,18 +201,28 @@ template <class Key>
 int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
                                   const ParallelFor& parallel_for) {
-  hash_table_find(buckets, num_buckets, keys, n, rows, parallel_for);
+  const Table table{buckets, num_buckets, size, capacity};
   const int64_t size_before = *size;
-  const Inserted inserted = insert_missing(buckets, num_buckets, size, capacity, keys, n, rows);
+  int64_t position = 0;
+  Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
+  // One thread inserts. If few of the keys so far were new, all threads look up the rest, which
+  // leaves it little to do; else that would be work done twice.
+  if (inserted == Inserted::kAll && position < n) {
+    if (parallel_for.num_threads() > 1 && *size - size_before < kGrain / 2) {
+      hash_table_find(buckets, num_buckets, keys + position, n - position, rows + position,
+                      parallel_for);
+      inserted = insert_missing(table, keys, n, rows, &position);
+    } else {
+      inserted = insert_range(table, keys, n, rows, &position);
+    }
+  }
   if (inserted == Inserted::kAll) return 0;
 
-  take_back(buckets, num_buckets, size, size_before, keys, n, rows);
+  take_back(buckets, num_buckets, size, size_before, keys, position, rows);
   if (inserted == Inserted::kDamaged) return -1;
+  hash_table_find(buckets, num_buckets, keys, n, rows, parallel_for);
   int64_t refused = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    if (rows[i] >= size_before) rows[i] = -1;
-    refused += rows[i] < 0;
-  }
+  for (int64_t i = 0; i < n; ++i) refused += rows[i] < 0;
   return refused;
 }
 

@@ -1,4 +1,4 @@
-// Looking at one bucket, and walking a block of keys so that their cache misses overlap.
+// Looking at one bucket, and walking from one to the next.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,6 @@
 #endif
 
 namespace sparsekit::cpu {
-
-// Keys in flight: enough to cover a memory access, few enough for the line-fill buffers.
-constexpr int kInFlight = 32;
 
 inline void prefetch(const void* address) {
   __builtin_prefetch(address);

@@ -2,54 +2,324 @@
 
 #include <algorithm>
 
+#include "cpu/numbering.h"
 #include "cpu/probe.h"
 #include "sparsekit/hash_table.h"
 
 namespace sparsekit::cpu {
 namespace {
 
-// Buckets of the scratch table: 3 of 5 slots used when all keys are distinct.
-int64_t scratch_buckets(int64_t n) {
-  return n / 3 + 1;
+// Two ways, with the same result. By pieces: each thread numbers a range of the keys, and one
+// merges what they have found. It is best where keys repeat. By parts: keys are moved to parts by
+// their hash, and numbered there, in the cache; a merge is not needed, but several passes are. The
+// hash table of a million distinct keys is not in a cache, which costs more.
+constexpr int64_t kLeastPiece = 8192;
+constexpr int64_t kMostInPieces = int64_t{1} << 21;
+constexpr int kMaxPieces = 32;
+constexpr int64_t kLeastInParts = int64_t{1} << 17;
+constexpr int64_t kPartKeys = 16384;
+constexpr int kMaxParts = 256;
+// The keys of a chunk are moved by one thread.
+constexpr int64_t kChunkKeys = 16384;
+constexpr int kMaxChunks = 64;
+constexpr int64_t kSample = 2048;
+
+// Hands out workspace, or counts how much of it there must be.
+class Workspace {
+ public:
+  explicit Workspace(void* memory) : begin_(static_cast<char*>(memory)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    char* taken = begin_ + used_;
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(taken);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* begin_;
+  int64_t used_ = 0;
+};
+
+// Each thread numbers a piece of the keys of its own. Then the distinct keys of the others are
+// merged into those of the first.
+template <class Key>
+class Pieces {
+ public:
+  Pieces(int64_t n, Workspace workspace) : n_(n) {
+    distinct_ = workspace.take<Distinct<Key>>(n);
+    ranks_ = workspace.take<uint32_t>(n);
+    entries_ = workspace.take<uint32_t>(Numbering<Key>::entries_for(n));
+    piece_entries_ = workspace.take<uint32_t>(Numbering<Key>::entries_before(kMaxPieces, n));
+    workspace_bytes = workspace.used();
+  }
+
+  int64_t workspace_bytes;
+
+  int64_t run(const Key* keys, Key* unique_keys, int64_t* inverse, int64_t* counts,
+              const ParallelFor& parallel_for) {
+    pieces_ = std::min<int64_t>({parallel_for.num_threads(), kMaxPieces, 1 + n_ / kLeastPiece});
+    Numbering<Key> all(distinct_, n_, entries_);
+    uint32_t sizes[kMaxPieces];
+    parallel_for(0, pieces_, 1, [&](int64_t first, int64_t last) {
+      for (int64_t piece = first; piece < last; ++piece) {
+        sizes[piece] = number_piece(piece, keys, inverse, &all);
+      }
+    });
+    for (int64_t piece = 1; piece < pieces_; ++piece) {
+      all.merge(distinct_ + begin_of(piece), sizes[piece], ranks_ + begin_of(piece));
+    }
+    parallel_for(0, n_, kLeastPiece, [&](int64_t begin, int64_t end) {
+      write_inverse(begin, end, inverse);
+      for (int64_t rank = begin; rank < std::min<int64_t>(end, all.size()); ++rank) {
+        unique_keys[rank] = distinct_[rank].key;
+        counts[rank] = distinct_[rank].count;
+      }
+    });
+    return all.size();
+  }
+
+ private:
+  int64_t begin_of(int64_t piece) const { return n_ * piece / pieces_; }
+
+  // Numbers within the piece go to inverse for the time being.
+  uint32_t number_piece(int64_t piece, const Key* keys, int64_t* inverse, Numbering<Key>* all) {
+    const int64_t begin = begin_of(piece);
+    const int64_t end = begin_of(piece + 1);
+    const auto write = [=](int64_t i, uint32_t number) { inverse[i] = number & ~kFirst; };
+    if (piece == 0) {
+      all->add(keys, begin, end, write);
+      return all->size();
+    }
+    uint32_t* entries = piece_entries_ + Numbering<Key>::entries_before(piece, begin);
+    Numbering<Key> numbering(distinct_ + begin, end - begin, entries);
+    numbering.add(keys, begin, end, write);
+    return numbering.size();
+  }
+
+  void write_inverse(int64_t begin, int64_t end, int64_t* inverse) const {
+    for (int64_t piece = 1; piece < pieces_; ++piece) {
+      const uint32_t* ranks = ranks_ + begin_of(piece);
+      const int64_t stop = std::min(end, begin_of(piece + 1));
+      for (int64_t i = std::max(begin, begin_of(piece)); i < stop; ++i) {
+        inverse[i] = ranks[inverse[i]];
+      }
+    }
+  }
+
+  int64_t n_;
+  int64_t pieces_ = 1;
+  Distinct<Key>* distinct_;  // [n]: those of each piece from its begin on
+  uint32_t* ranks_;          // [n]: for each of them, its rank among all
+  uint32_t* entries_;
+  uint32_t* piece_entries_;
+};
+
+// Moves the keys to parts, stably, numbers each part, and turns numbers within parts into ranks
+// among all: first occurrences are met in order when chunks are walked as they were moved.
+template <class Key>
+class Parts {
+ public:
+  Parts(int64_t n, Workspace workspace) : n_(n) {
+    while (n >> bits_ > kPartKeys && 1 << bits_ < kMaxParts) ++bits_;
+    parts_ = 1 << bits_;
+    chunks_ = std::min<int64_t>(kMaxChunks, 1 + n / kChunkKeys);
+    distinct_ = workspace.take<Distinct<Key>>(n);
+    numbers_ = workspace.take<uint32_t>(n);
+    part_of_ = workspace.take<uint8_t>(n);
+    start_ = workspace.take<uint32_t>((chunks_ + 1) * parts_);
+    firsts_ = workspace.take<uint32_t>(chunks_ * parts_);
+    entries_ = workspace.take<uint32_t>(Numbering<Key>::entries_before(parts_, n));
+    workspace_bytes = workspace.used();
+  }
+
+  int64_t workspace_bytes;
+
+  int64_t run(const Key* keys, Key* unique_keys, int64_t* inverse, int64_t* counts,
+              const ParallelFor& parallel_for) {
+    const auto each_chunk = [&](auto&& body) {
+      parallel_for(0, chunks_, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t chunk = begin; chunk < end; ++chunk) body(chunk);
+      });
+    };
+    // Nothing is in counts before ranks are known.
+    Key* part_keys = reinterpret_cast<Key*>(counts);
+    each_chunk([&](int64_t chunk) { choose_parts(chunk, keys); });
+    lay_out_parts();
+    each_chunk([&](int64_t chunk) { move_keys(chunk, keys, part_keys); });
+    parallel_for(0, parts_, 1, [&](int64_t begin, int64_t end) {
+      // One place for the entries of all parts of a thread, so that it is in the cache.
+      uint32_t* entries = entries_ + Numbering<Key>::entries_before(begin, start(0, begin));
+      for (int64_t part = begin; part < end; ++part) number_part(part, part_keys, entries);
+    });
+    const int64_t num_unique = rank_chunks();
+    each_chunk([&](int64_t chunk) { rank_firsts(chunk, unique_keys, counts); });
+    parallel_for(0, parts_, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t part = begin; part < end; ++part) rank_part(part);
+    });
+    each_chunk([&](int64_t chunk) { write_inverse(chunk, inverse); });
+    return num_unique;
+  }
+
+ private:
+  int64_t begin_of(int64_t chunk) const { return n_ * chunk / chunks_; }
+
+  // Where the keys of a chunk begin within a part; those of the chunk after the last: its end.
+  uint32_t& start(int64_t chunk, int64_t part) { return start_[chunk * parts_ + part]; }
+
+  void choose_parts(int64_t chunk, const Key* keys) {
+    uint8_t* part_of = part_of_;  // a local, since a byte might be part of *this
+    const int shift = 64 - bits_;
+    const int64_t end = begin_of(chunk + 1);
+    for (int64_t i = begin_of(chunk); i < end; ++i) {
+      part_of[i] = static_cast<uint8_t>(hash_key(keys[i]) >> shift);
+    }
+    uint32_t count[kMaxParts] = {};
+    for (int64_t i = begin_of(chunk); i < end; ++i) ++count[part_of[i]];
+    std::copy_n(count, parts_, &start(chunk, 0));
+  }
+
+  void lay_out_parts() {
+    uint32_t position = 0;
+    for (int64_t part = 0; part < parts_; ++part) {
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        const uint32_t count = start(chunk, part);
+        start(chunk, part) = position;
+        position += count;
+      }
+      start(chunks_, part) = position;
+    }
+  }
+
+  // Calls visit(i, part, place) for the keys of a chunk: place is where i has been moved to.
+  template <class Visit>
+  void walk(int64_t begin, int64_t end, uint32_t* next, Visit&& visit) const {
+    const uint8_t* part_of = part_of_;
+    for (int64_t i = begin; i < end; ++i) visit(i, part_of[i], next[part_of[i]]++);
+  }
+
+  void move_keys(int64_t chunk, const Key* keys, Key* part_keys) {
+    uint32_t next[kMaxParts];
+    std::copy_n(&start(chunk, 0), parts_, next);
+    walk(begin_of(chunk), begin_of(chunk + 1), next,
+         [=](int64_t i, int, uint32_t place) { part_keys[place] = keys[i]; });
+  }
+
+  void number_part(int64_t part, const Key* part_keys, uint32_t* entries) {
+    const uint32_t begin = start(0, part);
+    Numbering<Key> numbering(distinct_ + begin, start(chunks_, part) - begin, entries);
+    uint32_t* numbers = numbers_;
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      const uint32_t before = numbering.size();
+      numbering.add(part_keys, start(chunk, part), start(chunk + 1, part),
+                    [=](int64_t i, uint32_t number) { numbers[i] = number; });
+      firsts_[chunk * parts_ + part] = numbering.size() - before;
+    }
+  }
+
+  // From here on firsts_[chunk * parts] is the rank of the first key that is new in the chunk.
+  int64_t rank_chunks() {
+    uint32_t rank = 0;
+    for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+      const uint32_t before = rank;
+      for (int64_t part = 0; part < parts_; ++part) rank += firsts_[chunk * parts_ + part];
+      firsts_[chunk * parts_] = before;
+    }
+    return rank;
+  }
+
+  void rank_firsts(int64_t chunk, Key* unique_keys, int64_t* counts) {
+    uint32_t next[kMaxParts];
+    std::copy_n(&start(chunk, 0), parts_, next);
+    uint32_t rank = firsts_[chunk * parts_];
+    constexpr int64_t kRun = 512;
+    constexpr int kAhead = 16;
+    uint32_t firsts[kRun + kAhead] = {};
+    const uint32_t* part_begin = start_;
+    const uint32_t* numbers = numbers_;
+    Distinct<Key>* distinct = distinct_;
+    for (int64_t begin = begin_of(chunk); begin < begin_of(chunk + 1); begin += kRun) {
+      // Listed without a branch, since which keys come for the first time is unpredictable.
+      int found = 0;
+      walk(begin, std::min(begin_of(chunk + 1), begin + kRun), next,
+           [&](int64_t, int part, uint32_t place) {
+             firsts[found] = part_begin[part] + (numbers[place] & ~kFirst);
+             found += (numbers[place] & kFirst) != 0;
+           });
+      for (int f = 0; f < found; ++f, ++rank) {
+        prefetch(&distinct[firsts[f + kAhead]]);
+        Distinct<Key>& first = distinct[firsts[f]];
+        unique_keys[rank] = first.key;
+        counts[rank] = first.count;
+        first.rank = rank;
+      }
+    }
+  }
+
+  void rank_part(int64_t part) {
+    const Distinct<Key>* distinct = distinct_ + start(0, part);
+    uint32_t* numbers = numbers_;
+    const uint32_t end = start(chunks_, part);
+    for (uint32_t i = start(0, part); i < end; ++i)
+      numbers[i] = distinct[numbers[i] & ~kFirst].rank;
+  }
+
+  void write_inverse(int64_t chunk, int64_t* inverse) {
+    uint32_t next[kMaxParts];
+    std::copy_n(&start(chunk, 0), parts_, next);
+    const uint32_t* numbers = numbers_;
+    walk(begin_of(chunk), begin_of(chunk + 1), next,
+         [=](int64_t i, int, uint32_t place) { inverse[i] = numbers[place]; });
+  }
+
+  int64_t n_;
+  int bits_ = 1;
+  int64_t parts_;
+  int64_t chunks_;
+  Distinct<Key>* distinct_;  // [n]: those of each part from its begin on
+  uint32_t* numbers_;        // [n], as keys were moved: numbers within the part, then ranks
+  uint8_t* part_of_;         // [n]
+  uint32_t* start_;          // [chunks + 1, parts]
+  uint32_t* firsts_;         // [chunks, parts]: how many keys of the part are new in the chunk
+  uint32_t* entries_;
+};
+
+// Whether keys seldom repeat, going by some of them.
+template <class Key>
+bool seldom_repeat(const Key* keys, int64_t n, void* workspace) {
+  Workspace memory(workspace);
+  auto* distinct = memory.take<Distinct<Key>>(kSample);
+  auto* sample = memory.take<Key>(kSample);
+  auto* entries = memory.take<uint32_t>(Numbering<Key>::entries_for(kSample));
+  for (int64_t i = 0; i < kSample; ++i) sample[i] = keys[i * (n / kSample)];
+  Numbering<Key> numbering(distinct, kSample, entries);
+  numbering.add(sample, 0, kSample, [](int64_t, uint32_t) {});
+  return numbering.size() > kSample / 32 * 31;
 }
 
 }  // namespace
 
 int64_t unique_workspace_bytes(int64_t n) {
-  return scratch_buckets(n) * static_cast<int64_t>(sizeof(Bucket));
+  const int64_t pieces =
+      n <= kMostInPieces ? Pieces<int64_t>(n, Workspace(nullptr)).workspace_bytes : 0;
+  const int64_t parts =
+      n >= kLeastInParts ? Parts<int64_t>(n, Workspace(nullptr)).workspace_bytes : 0;
+  return std::max(pieces, parts);
 }
 
-// A table whose rows are the positions in unique_keys.
 template <class Key>
 int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
                void* workspace, const ParallelFor& parallel_for) {
-  auto* buckets = static_cast<Bucket*>(workspace);
-  const int64_t num_buckets = scratch_buckets(n);
-  hash_table_clear(buckets, num_buckets, parallel_for);
-
-  int64_t home[kInFlight];
-  const auto request = [&](int64_t i) {
-    const int64_t bucket = home_bucket(keys[i], num_buckets);
-    prefetch(&buckets[bucket]);
-    home[i % kInFlight] = bucket;
-  };
-  for (int64_t i = 0; i < std::min<int64_t>(n, kInFlight); ++i) request(i);
-
-  int64_t num_unique = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t bucket = home[i % kInFlight];
-    if (i + kInFlight < n) request(i + kInFlight);
-    int64_t position = find_from(buckets, num_buckets, bucket, keys[i]);
-    if (position < 0) {
-      position = num_unique++;
-      insert_absent(buckets, num_buckets, bucket, keys[i], static_cast<int32_t>(position));
-      unique_keys[position] = keys[i];
-      counts[position] = 0;
-    }
-    inverse[i] = position;
-    ++counts[position];
+  const bool in_parts =
+      n > kMostInPieces ||
+      (n >= kLeastInParts && parallel_for.num_threads() > 1 && seldom_repeat(keys, n, workspace));
+  if (in_parts) {
+    return Parts<Key>(n, Workspace(workspace))
+        .run(keys, unique_keys, inverse, counts, parallel_for);
   }
-  return num_unique;
+  return Pieces<Key>(n, Workspace(workspace)).run(keys, unique_keys, inverse, counts, parallel_for);
 }
 
 template int64_t unique(const int32_t*, int64_t, int32_t*, int64_t*, int64_t*, void*,

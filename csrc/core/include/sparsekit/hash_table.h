@@ -32,10 +32,14 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
 
 // The bucket where the search for a key starts: hash scaled to [0, num_buckets) by multiply-high,
 // so that the number of buckets need not be a power of two.
-SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t num_buckets) {
+SPARSEKIT_HOST_DEVICE inline int64_t bucket_of_hash(uint64_t hash, int64_t num_buckets) {
   __extension__ using uint128 = unsigned __int128;
-  return static_cast<int64_t>(
-      (static_cast<uint128>(hash_key(key)) * static_cast<uint64_t>(num_buckets)) >> 64);
+  return static_cast<int64_t>((static_cast<uint128>(hash) * static_cast<uint64_t>(num_buckets)) >>
+                              64);
+}
+
+SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t num_buckets) {
+  return bucket_of_hash(hash_key(key), num_buckets);
 }
 
 namespace cpu {

@@ -1,0 +1,217 @@
+// Numbers distinct keys in order of first occurrence: what unique() does, for keys of which the
+// distinct ones fit the cache.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/probe.h"
+#include "sparsekit/hash_table.h"
+
+namespace sparsekit::cpu {
+
+// Marks the number of a first occurrence.
+constexpr uint32_t kFirst = uint32_t{1} << 31;
+
+template <class Key>
+struct Distinct {
+  Key key;
+  uint32_t count;
+  uint32_t rank;  // Numbering leaves it alone
+};
+
+// A hash table of 32-bit entries. An entry is 0 or holds a number plus one in its low bits and bits
+// of the key's hash in the rest, which tell most other keys without looking at them. A key enters
+// the first group that has room, from its home on; which entry of the group is nothing that a
+// branch could predict, so groups are compared as a whole. The table grows with what is in it:
+// where keys repeat it stays in a nearer cache.
+template <class Key>
+class Numbering {
+ public:
+  // distinct [most], entries [entries_for(most)], aligned to 32 bytes
+  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries)
+      : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)) {
+    while (number_bits_ < static_cast<uint64_t>(most)) number_bits_ = 2 * number_bits_ + 1;
+    clear(std::min(most_entries_, kFirstEntries));
+  }
+
+  // A power of two, of which at most 5 in 8 are in use.
+  static int64_t entries_for(int64_t most) {
+    int64_t entries = 4 * kGroup;
+    while (5 * entries < 8 * most) entries *= 2;
+    return entries;
+  }
+
+  // Calls visit(i, number) for the keys from begin to end, in order.
+  template <class Visit>
+  void add(const Key* keys, int64_t begin, int64_t end, Visit&& visit) {
+    each_block([=](int64_t i) { return keys[i]; }, begin, end,
+               [&](int64_t from, int count, const uint64_t* hashes) {
+                 uint32_t numbers[kBlock];
+                 number_block([=](int k) { return keys[from + k]; }, hashes, count, numbers);
+                 for (int k = 0; k < count; ++k) {
+                   ++distinct_[numbers[k] & ~kFirst].count;
+                   visit(from + k, numbers[k]);
+                 }
+               });
+  }
+
+  // Adds the keys of others [n] as often as they have been counted; numbers[i] = number of entry i.
+  // They may follow the entries of this one in memory: a new entry never goes beyond the one that
+  // it is made from.
+  void merge(const Distinct<Key>* others, int64_t n, uint32_t* numbers) {
+    each_block([=](int64_t i) { return others[i].key; }, 0, n,
+               [&](int64_t from, int count, const uint64_t* hashes) {
+                 uint32_t counts[kBlock];
+                 for (int k = 0; k < count; ++k) counts[k] = others[from + k].count;
+                 const auto key_at = [=](int k) { return others[from + k].key; };
+                 number_block(key_at, hashes, count, numbers + from);
+                 for (int k = 0; k < count; ++k) {
+                   numbers[from + k] &= ~kFirst;
+                   distinct_[numbers[from + k]].count += counts[k];
+                 }
+               });
+  }
+
+  // Where the entries of a range of keys may begin when those of several ranges, with `keys` keys
+  // in all, lie before them: each then has room for entries_for() of its keys.
+  static int64_t entries_before(int64_t ranges, int64_t keys) {
+    return (48 * ranges + 16 * keys / 5) / 16 * 16;
+  }
+
+  // How many distinct keys there have been.
+  uint32_t size() const { return size_; }
+
+ private:
+  static constexpr int kGroup = 8;
+  static constexpr int kBlock = 64;
+  static constexpr int64_t kFirstEntries = 65536;
+
+  // Bit mask of the entries of a group that equal `wanted` in the bits of `mask`.
+  static uint32_t match_group(const uint32_t* group, uint32_t mask, uint32_t wanted) {
+#ifdef __AVX2__
+    const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(group));
+    const __m256i bits = _mm256_and_si256(entries, _mm256_set1_epi32(static_cast<int>(mask)));
+    const __m256i equal = _mm256_cmpeq_epi32(bits, _mm256_set1_epi32(static_cast<int>(wanted)));
+    return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(equal)));
+#else
+    uint32_t matches = 0;
+    for (int i = 0; i < kGroup; ++i) {
+      matches |= static_cast<uint32_t>((group[i] & mask) == wanted) << i;
+    }
+    return matches;
+#endif
+  }
+
+  static uint32_t match_empty(const uint32_t* group) { return match_group(group, ~uint32_t{0}, 0); }
+
+  void clear(int64_t entries) {
+    last_group_ = static_cast<uint64_t>(entries / kGroup - 1);
+    room_ = entries == most_entries_ ? ~uint32_t{0} : static_cast<uint32_t>(entries / 2);
+    std::memset(entries_, 0, static_cast<size_t>(entries) * sizeof(uint32_t));
+  }
+
+  uint32_t* group_at(uint64_t position) const {
+    return entries_ + kGroup * (position & last_group_);
+  }
+
+  // From the middle of the hash: its low bits choose the group, its high bits the part, if any.
+  uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
+
+  // Calls use(position, count, hashes) for blocks of keys whose groups were asked for a block ago.
+  template <class KeyAt, class Use>
+  void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) {
+    uint64_t hashes[2][kBlock];
+    const auto request = [&](int64_t from, int to) {
+      const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
+      for (int k = 0; k < count; ++k) hashes[to][k] = hash_key(key_at(from + k));
+      for (int k = 0; k < count; ++k) prefetch(group_at(hashes[to][k]));
+    };
+    request(begin, 0);
+    int now = 0;
+    for (int64_t from = begin; from < end; from += kBlock, now = 1 - now) {
+      request(from + kBlock, 1 - now);
+      use(from, static_cast<int>(std::min<int64_t>(kBlock, end - from)), hashes[now]);
+    }
+  }
+
+  // Whether a key is new is nothing that a branch could predict either. So all keys of a block are
+  // looked up first, without a branch or a store that the next lookup would have to wait for (nor
+  // for the line of a distinct key, asked for when its number is known), and those that are missing
+  // go in afterwards. While nearly all are new, a branch does predict it.
+  template <class KeyAt>
+  void number_block(KeyAt&& key_at, const uint64_t* hashes, int count, uint32_t* numbers) {
+    const uint32_t size_before = size_;
+    if (mostly_new_) {
+      for (int k = 0; k < count; ++k) numbers[k] = find_or_insert(key_at(k), hashes[k]);
+    } else {
+      const uint32_t number_bits = number_bits_;
+      const Distinct<Key>* distinct = distinct_;
+      uint64_t missing = 0;
+      for (int k = 0; k < count; ++k) {
+        const uint32_t* group = group_at(hashes[k]);
+        const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
+        // Without a match take the last entry, empty or of another key.
+        const uint32_t entry = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
+        const uint32_t number = entry - (entry != 0);
+        numbers[k] = number;
+        prefetch(&distinct[number]);
+        missing |= static_cast<uint64_t>(entry == 0) << k;
+      }
+      for (int k = 0; k < count; ++k) {
+        missing |= static_cast<uint64_t>(distinct[numbers[k]].key != key_at(k)) << k;
+      }
+      for (; missing != 0; missing &= missing - 1) {
+        const int k = __builtin_ctzll(missing);
+        numbers[k] = find_or_insert(key_at(k), hashes[k]);
+      }
+    }
+    mostly_new_ = size_ - size_before > 3 * kBlock / 4;
+  }
+
+  uint32_t find_or_insert(Key key, uint64_t hash) {
+    const uint32_t tag = tag_of(hash);
+    for (uint64_t position = hash;; ++position) {
+      uint32_t* group = group_at(position);
+      const uint32_t empty = match_empty(group);
+      uint32_t matches = match_group(group, ~number_bits_, tag) & ~empty;
+      for (; matches != 0; matches &= matches - 1) {
+        const uint32_t number = (group[__builtin_ctz(matches)] & number_bits_) - 1;
+        if (distinct_[number].key == key) return number;
+      }
+      if (empty != 0) {
+        distinct_[size_].key = key;
+        distinct_[size_].count = 0;
+        group[__builtin_ctz(empty)] = tag | ++size_;
+        if (size_ == room_) grow();
+        return (size_ - 1) | kFirst;
+      }
+    }
+  }
+
+  void grow() {
+    clear(std::min(most_entries_, 4 * kGroup * static_cast<int64_t>(last_group_ + 1)));
+    uint32_t number = 0;
+    each_block([this](int64_t i) { return distinct_[i].key; }, 0, size_,
+               [&](int64_t, int count, const uint64_t* hashes) {
+                 for (int k = 0; k < count; ++k) {
+                   uint64_t position = hashes[k];
+                   while (match_empty(group_at(position)) == 0) ++position;
+                   uint32_t* group = group_at(position);
+                   group[__builtin_ctz(match_empty(group))] = tag_of(hashes[k]) | ++number;
+                 }
+               });
+  }
+
+  Distinct<Key>* distinct_;
+  uint32_t* entries_;
+  int64_t most_entries_;
+  uint64_t last_group_ = 0;
+  uint32_t number_bits_ = 0;
+  uint32_t size_ = 0;
+  uint32_t room_ = 0;  // the table grows at this size
+  bool mostly_new_ = true;
+};
+
+}  // namespace sparsekit::cpu
