@@ -11,7 +11,7 @@
 namespace sparsekit::cpu {
 
 inline void prefetch(const void* address) {
-  __builtin_prefetch(address);
+  __builtin_prefetch(address, 0, 2);
   // GCC takes a function that does nothing but prefetch for one without effect, and drops calls of
   // it. This line, which is no instruction, counts as an effect.
   asm volatile("");
