@@ -40,6 +40,7 @@ struct Piece {
   int64_t begin, end;  // positions
   int64_t* start;      // [num_segments + 1] k of the first entry of each segment
   uint64_t* is_long;   // [num_segments / 64] bits: has it more than one run?
+  uint64_t* begun;     // [parts, num_segments / 64] bits: is there something in its sum?
   int64_t* seen;    // [parts, chunks] entries met so far of the long segment that starts in a chunk
   Acc<T>* run_sum;  // [2 * chunks, dim] of long segments
   Acc<T>* sum;      // [num_segments, dim] of the others
@@ -68,8 +69,9 @@ struct Piece {
     return -1;
   }
 
-  // Sum of a segment. To be called once.
+  // Sum of a segment, or nullptr if it has no entries. To be called once.
   const Acc<T>* total(int64_t s, int64_t dim) const {
+    if (start[s] == start[s + 1]) return nullptr;
     if ((is_long[s / 64] >> s % 64 & 1) == 0) return sum + s * dim;
     Acc<T>* total = sum_of_run(start[s], true, dim);
     for (int64_t k = start[s] + kRun; k < start[s + 1]; k += kRun) {
@@ -107,6 +109,7 @@ struct SegmentWorkspace {
       piece.end = n * (p + 1) / num_pieces;
       take(piece.start, num_segments + 1);
       take(piece.is_long, num_segments / 64 + 1);
+      take(piece.begun, column_parts * run_parts * (num_segments / 64 + 1));
       take(piece.seen, column_parts * run_parts * piece.num_chunks());
     }
     for (int64_t p = 0; p < num_pieces; ++p) {
@@ -121,8 +124,8 @@ struct SegmentWorkspace {
   }
 };
 
-// sum += scale * row.
-template <bool kScaled, class T>
+// sum += scale * row, or sum = scale * row.
+template <bool kScaled, bool kAdd, class T>
 inline void add_row(const T* row, Acc<T> scale, int64_t width, Acc<T>* sum) {
   int64_t j = 0;
   if constexpr (std::is_same_v<T, Acc<T>>) {
@@ -130,21 +133,19 @@ inline void add_row(const T* row, Acc<T> scale, int64_t width, Acc<T>* sum) {
       using V = decltype(vector);
       constexpr int64_t kStep = sizeof(V) / sizeof(T);
       for (const int64_t end = j + (width - j) / kStep * kStep; j < end; j += kStep) {
-        const V x = load_vector<V>(row + j);
-        put_at(sum + j, load_vector<V>(sum + j) + (kScaled ? scale * x : x));
+        V x = load_vector<V>(row + j);
+        if constexpr (kScaled) x = scale * x;
+        if constexpr (kAdd) x = load_vector<V>(sum + j) + x;
+        put_at(sum + j, x);
       }
     };
     add(Vector<T>{});
     add(Vector<T, 32>{});  // half a cache line is what a thread may have of a row
   }
-  for (; j < width; ++j) sum[j] += kScaled ? scale * load(row[j]) : load(row[j]);
-}
-
-template <class A>
-inline void clear_row(A* row, int64_t width) {
-  const int64_t rest = width / kLanes<A> * kLanes<A>;
-  for (int64_t j = 0; j < rest; j += kLanes<A>) put_at(row + j, Vector<A>{});
-  for (int64_t j = rest; j < width; ++j) row[j] = A{};
+  for (; j < width; ++j) {
+    const Acc<T> x = kScaled ? scale * load(row[j]) : load(row[j]);
+    sum[j] = kAdd ? sum[j] + x : x;
+  }
 }
 
 // One thread's part of a piece: columns of the runs that start at entries low, ..., high - 1.
@@ -163,10 +164,9 @@ void sum_part(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
   const int64_t high = *bound * (run_part + 1) / work.run_parts;
 
   const bool shares_runs = work.run_parts > 1;
-  const bool last_part = run_part + 1 == work.run_parts;
-  const int64_t first = run_part == 0 ? 0 : std::lower_bound(start, bound, low) - start;
-  const int64_t last = last_part ? num_segments : std::lower_bound(start, bound, high) - start;
-  for (int64_t s = first; s < last; ++s) clear_row(piece.sum + s * dim + column, width);
+  const int64_t num_words = num_segments / 64 + 1;
+  uint64_t* begun = piece.begun + part * num_words;
+  std::fill(begun, begun + num_words, uint64_t{0});
   int64_t* seen = piece.seen + part * piece.num_chunks();
   std::fill(seen, seen + piece.num_chunks(), int64_t{0});
 
@@ -184,16 +184,26 @@ void sum_part(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
       prefetch_row(piece.sum + ids[std::min(i + distance, n - 1)] * dim + column, width);
       const int64_t id = ids[i];
       if (id < 0) continue;
+      const uint64_t bit = uint64_t{1} << id % 64;
       A* sum = piece.sum + id * dim;
       int64_t k = shares_runs ? start[id] : 0;
-      if (piece.is_long[id / 64] >> id % 64 & 1) {
+      bool first;
+      if (piece.is_long[id / 64] & bit) {
         const int64_t met = seen[start[id] / kRun]++;
         k = start[id] + met / kRun * kRun;
         sum = piece.sum_of_run(k, met < kRun, dim);
-        if (met % kRun == 0 && k >= low && k < high) clear_row(sum + column, width);
+        first = met % kRun == 0;
+      } else {
+        first = (begun[id / 64] & bit) == 0;
+        begun[id / 64] |= bit;
       }
       if (shares_runs && (k < low || k >= high)) continue;
-      add_row<Entries::scaled>(rows[i - block], scales[i - block], width, sum + column);
+      // The first is put and not added, so that sums need not be cleared.
+      if (first) {
+        add_row<Entries::scaled, false>(rows[i - block], scales[i - block], width, sum + column);
+      } else {
+        add_row<Entries::scaled, true>(rows[i - block], scales[i - block], width, sum + column);
+      }
     }
   }
 }
@@ -201,8 +211,7 @@ void sum_part(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
 // out[s] = sum over the entries i with ids[i] = s of scale * row[0 : dim]; zeros if there are none.
 // Entries has `scaled`, whether there is a scale other than 1, and `visit(begin, end, f)`, which
 // calls f(i, row, scale) for the positions of a range. Returns -1, or the first position whose id
-// is
-// >= num_segments.
+// is >= num_segments.
 template <class T, class Entries>
 int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
                         const Entries& entries, void* workspace, T* out,
@@ -253,8 +262,11 @@ int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_
     for (int64_t s = begin; s < end; ++s) {
       T* target = out + s * dim;
       const Acc<T>* sum = work.pieces[0].total(s, dim);
-      if (work.num_pieces == 2) {
-        const Acc<T>* other = work.pieces[1].total(s, dim);
+      const Acc<T>* other = work.num_pieces == 2 ? work.pieces[1].total(s, dim) : nullptr;
+      if (sum == nullptr) std::swap(sum, other);
+      if (sum == nullptr) {
+        std::fill(target, target + dim, T{});
+      } else if (other != nullptr) {
         for (int64_t j = 0; j < dim; ++j) target[j] = store<T>(sum[j] + other[j]);
       } else if (static_cast<const void*>(sum) != target) {
         for (int64_t j = 0; j < dim; ++j) target[j] = store<T>(sum[j]);

@@ -86,14 +86,15 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
     ahead(i);
     const T* source = row(i);
     if (source == nullptr) continue;
+    source += column;
     [[maybe_unused]] A factor{};
     if constexpr (kScaled) factor = scale(i);
     for (int r = 0; r < kWidth / kStep; ++r) {
       Element x;
       if constexpr (kVectors) {
-        x = load_vector<Element>(source + column + r * kStep);
+        x = load_vector<Element>(source + r * kStep);
       } else {
-        x = load(source[column + r]);
+        x = load(source[r]);
       }
       registers[r] += kScaled ? factor * x : x;
     }
