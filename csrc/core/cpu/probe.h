@@ -1,6 +1,7 @@
 // Looking at one bucket, and walking from one to the next.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "sparsekit/hash_table.h"
@@ -35,11 +36,21 @@ inline uint32_t match_slots(const Bucket& bucket, int64_t key) {
 #endif
 }
 
-// First empty slot, or kSlotsPerBucket when the bucket is full.
+// First empty slot, or kSlotsPerBucket when the bucket is full. How full it is, no branch could
+// predict.
 inline int first_empty_slot(const Bucket& bucket) {
+#ifdef __AVX2__
+  // The second half of the line: a key, the rows, `spilled`. Empty slots have a negative row.
+  static_assert(offsetof(Bucket, rows) == 40 && sizeof(bucket.rows) == 20);
+  const auto* half = reinterpret_cast<const __m256i*>(&bucket.keys[4]);
+  const __m256 words = _mm256_castsi256_ps(_mm256_loadu_si256(half));
+  const uint32_t negative = static_cast<uint32_t>(_mm256_movemask_ps(words)) >> 2;
+  return __builtin_ctz(negative | 1u << kSlotsPerBucket);
+#else
   int slot = 0;
   while (slot < kSlotsPerBucket && bucket.rows[slot] >= 0) ++slot;
   return slot;
+#endif
 }
 
 inline int64_t next_bucket(int64_t bucket, int64_t num_buckets) {
