@@ -22,6 +22,8 @@ class ParallelFor {
   template <class F>
   void operator()(int64_t begin, int64_t end, int64_t grain, F&& body) const {
     if (begin >= end) return;
+    // What is too little to be cut need not go through the caller's pool.
+    if (end - begin <= grain) return static_cast<void>(body(begin, end));
     using Callable = std::remove_reference_t<F>;
     run_(
         begin, end, grain,
