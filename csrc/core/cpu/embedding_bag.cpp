@@ -42,15 +42,19 @@ template <class T>
 void pool_bags(const T* weight, int64_t num_rows, int64_t dim, Bags bags,
                const Acc<T>* sample_weights, Combiner combiner, T* out, int64_t begin, int64_t end,
                FirstBad* bad) {
+  const auto is_row = [=](int64_t r) { return r >= 0 && r < num_rows; };
   const auto row = [=](int64_t i) -> const T* {
     const int64_t r = bags.rows[i];
-    if (r >= 0 && r < num_rows) return weight + r * dim;
-    if (r >= num_rows) bad->report(i);
+    if (is_row(r)) return weight + r * dim;
+    if (r >= 0) bad->report(i);
     return nullptr;
   };
   const int64_t distance = rows_ahead<T>(dim);
   const auto ahead = [=](int64_t i) {
-    if (i + distance < bags.n) prefetch_row(weight + bags.rows[i + distance] * dim, dim);
+    if (i + distance >= bags.n) return;
+    // Not checked yet; even the address of a row that is none must not be computed.
+    const int64_t r = bags.rows[i + distance];
+    if (is_row(r)) prefetch_row(weight + r * dim, dim);
   };
   const auto weight_of = [=](int64_t i) { return sample_weights[i]; };
   for (int64_t b = begin; b < end; ++b) {

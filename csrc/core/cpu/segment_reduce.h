@@ -181,7 +181,8 @@ void sum_part(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
       scales[i - block] = scale;
     });
     for (int64_t i = block; i < end; ++i) {
-      prefetch_row(piece.sum + ids[std::min(i + distance, n - 1)] * dim + column, width);
+      const int64_t next = std::max<int64_t>(ids[std::min(i + distance, n - 1)], 0);
+      prefetch_row(piece.sum + next * dim + column, width);
       const int64_t id = ids[i];
       if (id < 0) continue;
       const uint64_t bit = uint64_t{1} << id % 64;
@@ -206,6 +207,16 @@ void sum_part(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
       }
     }
   }
+}
+
+// Calls sum with the width as a constant, if it is one of these, else with 0.
+template <int... kWidths, class Sum>
+void with_width(int64_t width, const Sum& sum) {
+  const auto is = [&](auto known) {
+    if (width == known.value) sum(known);
+    return width == known.value;
+  };
+  if (!(is(std::integral_constant<int, kWidths>{}) || ...)) sum(std::integral_constant<int, 0>{});
 }
 
 // out[s] = sum over the entries i with ids[i] = s of scale * row[0 : dim]; zeros if there are none.
@@ -233,28 +244,8 @@ int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_
         sum_part<width.value>(ids, n, dim, num_segments, entries, work, work.pieces[p / parts],
                               p % parts);
       };
-      switch (dim % work.column_parts == 0 ? dim / work.column_parts : 0) {
-        case 8:
-          sum(std::integral_constant<int, 8>{});
-          break;
-        case 16:
-          sum(std::integral_constant<int, 16>{});
-          break;
-        case 32:
-          sum(std::integral_constant<int, 32>{});
-          break;
-        case 64:
-          sum(std::integral_constant<int, 64>{});
-          break;
-        case 128:
-          sum(std::integral_constant<int, 128>{});
-          break;
-        case 256:
-          sum(std::integral_constant<int, 256>{});
-          break;
-        default:
-          sum(std::integral_constant<int, 0>{});
-      }
+      with_width<8, 16, 32, 64, 128, 256>(
+          dim % work.column_parts == 0 ? dim / work.column_parts : 0, sum);
     }
   });
 
