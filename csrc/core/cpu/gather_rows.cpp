@@ -14,10 +14,11 @@ int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, cons
   char* target = static_cast<char*>(out);
   FirstBad bad;
   const int64_t grain = std::max<int64_t>(1, 65536 / std::max<int64_t>(row_bytes, 1));
+  const int64_t ahead = rows_ahead<char>(row_bytes);
   parallel_for(0, n, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kRowsAhead < end && rows[i + kRowsAhead] >= 0 && rows[i + kRowsAhead] < num_rows) {
-        prefetch_row(source + rows[i + kRowsAhead] * row_bytes, row_bytes);
+      if (i + ahead < end && rows[i + ahead] >= 0 && rows[i + ahead] < num_rows) {
+        prefetch_row(source + rows[i + ahead] * row_bytes, row_bytes);
       }
       char* copy = target + i * row_bytes;
       if (rows[i] >= num_rows) return bad.report(i);

@@ -86,6 +86,7 @@ struct Piece {
 template <class T>
 struct SegmentWorkspace {
   int64_t num_pieces, column_parts, run_parts;
+  Acc<T>* zeros;  // [dim]
   Piece<T> pieces[2];
   int64_t bytes = 0;
 
@@ -103,6 +104,8 @@ struct SegmentWorkspace {
           static_cast<char*>(memory) + bytes);
       bytes += count * static_cast<int64_t>(sizeof(*array));
     };
+    take(zeros, dim);  // first, where memory is aligned
+    bytes = (bytes + 7) / 8 * 8;
     for (int64_t p = 0; p < num_pieces; ++p) {
       Piece<T>& piece = pieces[p];
       piece.begin = n * p / num_pieces;
@@ -124,9 +127,9 @@ struct SegmentWorkspace {
   }
 };
 
-// sum += scale * row, or sum = scale * row.
-template <bool kScaled, bool kAdd, class T>
-inline void add_row(const T* row, Acc<T> scale, int64_t width, Acc<T>* sum) {
+// sum = before + scale * row.
+template <bool kScaled, class T>
+inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t width, Acc<T>* sum) {
   int64_t j = 0;
   if constexpr (std::is_same_v<T, Acc<T>>) {
     const auto add = [&](auto vector) {
@@ -135,76 +138,103 @@ inline void add_row(const T* row, Acc<T> scale, int64_t width, Acc<T>* sum) {
       for (const int64_t end = j + (width - j) / kStep * kStep; j < end; j += kStep) {
         V x = load_vector<V>(row + j);
         if constexpr (kScaled) x = scale * x;
-        if constexpr (kAdd) x = load_vector<V>(sum + j) + x;
-        put_at(sum + j, x);
+        put_at(sum + j, load_vector<V>(before + j) + x);
       }
     };
     add(Vector<T>{});
     add(Vector<T, 32>{});  // half a cache line is what a thread may have of a row
   }
-  for (; j < width; ++j) {
-    const Acc<T> x = kScaled ? scale * load(row[j]) : load(row[j]);
-    sum[j] = kAdd ? sum[j] + x : x;
-  }
+  for (; j < width; ++j) sum[j] = before[j] + (kScaled ? scale * load(row[j]) : load(row[j]));
 }
+
+// What is to be added to which sum.
+template <class T>
+struct Addition {
+  const T* row;
+  const Acc<T>* before;  // the sum, or zeros if there is nothing in it, so that none need be cleared
+  Acc<T>* sum;
+};
 
 // One thread's part of a piece: columns of the runs that start at entries low, ..., high - 1.
 // kWidth is the number of columns, or 0 for any.
+//
+// Block by block the additions are written down, and then made. Whether an entry is its segment's
+// first, or one of a long segment, is nothing that a branch could predict; so the first loop has no
+// branch, the second does nothing but add, and both ask for what is far ahead.
 template <int kWidth, class T, class Entries>
-void sum_part(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
-              const Entries& entries, const SegmentWorkspace<T>& work, const Piece<T>& piece,
-              int64_t part) {
+void sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const Entries& entries,
+              const SegmentWorkspace<T>& work, const Piece<T>& piece, int64_t part) {
   using A = Acc<T>;
   const int64_t* start = piece.start;
-  const int64_t* bound = start + num_segments;
   const int64_t column_part = part % work.column_parts, run_part = part / work.column_parts;
   const int64_t column = dim * column_part / work.column_parts;
   const int64_t width = kWidth > 0 ? kWidth : dim * (column_part + 1) / work.column_parts - column;
-  const int64_t low = *bound * run_part / work.run_parts;
-  const int64_t high = *bound * (run_part + 1) / work.run_parts;
-
+  const int64_t low = start[num_segments] * run_part / work.run_parts;
+  const int64_t high = start[num_segments] * (run_part + 1) / work.run_parts;
   const bool shares_runs = work.run_parts > 1;
+
   const int64_t num_words = num_segments / 64 + 1;
+  const uint64_t* is_long = piece.is_long;
   uint64_t* begun = piece.begun + part * num_words;
   std::fill(begun, begun + num_words, uint64_t{0});
   int64_t* seen = piece.seen + part * piece.num_chunks();
   std::fill(seen, seen + piece.num_chunks(), int64_t{0});
+  const A* zeros = work.zeros;
+  A* sums = piece.sum + column;
 
-  constexpr int64_t kBlock = 512;
+  constexpr int64_t kBlock = 1024;
   const int64_t distance = rows_ahead<A>(width);
-  const T* rows[kBlock];
-  A scales[kBlock];
+  Addition<T> additions[kBlock + kRowsAhead];
+  A scales[Entries::scaled ? kBlock : 1];
+  int64_t run_at[kBlock];  // first entry of the run that an addition belongs to
+  struct {
+    int64_t position, addition;
+  } longs[kBlock];
+  const auto ask_for = [&](const Addition<T>& addition) {
+    prefetch_row(addition.row, width);
+    prefetch_row(addition.sum, width);
+  };
   for (int64_t block = piece.begin; block < piece.end; block += kBlock) {
-    const int64_t end = std::min(piece.end, block + kBlock);
-    entries.visit(block, end, [&](int64_t i, const T* row, A scale) {
-      rows[i - block] = row + column;
-      scales[i - block] = scale;
+    int64_t count = 0, num_longs = 0;
+    entries.visit(block, std::min(piece.end, block + kBlock), [&](int64_t i, const T* row, A scale) {
+      // Entries to leave out are written down too, and then written over.
+      const bool counts = ids[i] >= 0;
+      const int64_t id = counts ? ids[i] : num_segments;
+      const uint64_t bit = uint64_t{1} << id % 64, word = begun[id / 64];
+      begun[id / 64] = word | bit;
+      A* sum = sums + (counts ? id : 0) * dim;
+      additions[count] = {row + column, (word & bit) != 0 ? sum : zeros, sum};
+      if constexpr (Entries::scaled) scales[count] = scale;
+      longs[num_longs] = {i, count};
+      num_longs += (is_long[id / 64] & bit) != 0;
+      if (shares_runs) run_at[count] = start[id];
+      count += counts;
     });
-    for (int64_t i = block; i < end; ++i) {
-      const int64_t next = std::max<int64_t>(ids[std::min(i + distance, n - 1)], 0);
-      prefetch_row(piece.sum + next * dim + column, width);
-      const int64_t id = ids[i];
-      if (id < 0) continue;
-      const uint64_t bit = uint64_t{1} << id % 64;
-      A* sum = piece.sum + id * dim;
-      int64_t k = shares_runs ? start[id] : 0;
-      bool first;
-      if (piece.is_long[id / 64] & bit) {
-        const int64_t met = seen[start[id] / kRun]++;
-        k = start[id] + met / kRun * kRun;
-        sum = piece.sum_of_run(k, met < kRun, dim);
-        first = met % kRun == 0;
-      } else {
-        first = (begun[id / 64] & bit) == 0;
-        begun[id / 64] |= bit;
+    for (int64_t l = 0; l < num_longs; ++l) {
+      const auto [position, addition] = longs[l];
+      const int64_t first = start[ids[position]];
+      const int64_t met = seen[first / kRun]++;
+      run_at[addition] = first + met / kRun * kRun;
+      A* sum = piece.sum_of_run(run_at[addition], met < kRun, dim) + column;
+      additions[addition].sum = sum;
+      additions[addition].before = met % kRun == 0 ? zeros : sum;
+    }
+    if (shares_runs) {
+      int64_t own = 0;
+      for (int64_t k = 0; k < count; ++k) {
+        additions[own] = additions[k];
+        if constexpr (Entries::scaled) scales[own] = scales[k];
+        own += run_at[k] >= low && run_at[k] < high;
       }
-      if (shares_runs && (k < low || k >= high)) continue;
-      // The first is put and not added, so that sums need not be cleared.
-      if (first) {
-        add_row<Entries::scaled, false>(rows[i - block], scales[i - block], width, sum + column);
-      } else {
-        add_row<Entries::scaled, true>(rows[i - block], scales[i - block], width, sum + column);
-      }
+      count = own;
+    }
+    if (count == 0) continue;
+    std::fill_n(additions + count, distance, additions[count - 1]);
+    for (int64_t k = 0; k < distance; ++k) ask_for(additions[k]);
+    for (int64_t k = 0; k < count; ++k) {
+      ask_for(additions[k + distance]);
+      const auto& [row, before, sum] = additions[k];
+      add_row<Entries::scaled>(row, scales[Entries::scaled ? k : 0], before, width, sum);
     }
   }
 }
@@ -237,11 +267,12 @@ int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_
   });
   if (bad.position() >= 0) return bad.position();
 
+  std::fill_n(work.zeros, dim, Acc<T>{});
   const int64_t parts = work.column_parts * work.run_parts;
   parallel_for(0, work.num_pieces * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const auto sum = [&](auto width) {
-        sum_part<width.value>(ids, n, dim, num_segments, entries, work, work.pieces[p / parts],
+        sum_part<width.value>(ids, dim, num_segments, entries, work, work.pieces[p / parts],
                               p % parts);
       };
       with_width<8, 16, 32, 64, 128, 256>(

@@ -11,13 +11,14 @@
 
 namespace sparsekit::cpu {
 
-// Rows to ask for ahead of the one being added.
-constexpr int64_t kRowsAhead = 16;
+// Rows to ask for ahead of the one being added. That is far, since where keys repeat most rows are
+// in a near cache already, and only those that are not take long.
+constexpr int64_t kRowsAhead = 64;
 
-// The same for large rows, of which so many would not fit in the line buffers.
+// The same for large rows, of which so many would drive each other out.
 template <class T>
 int64_t rows_ahead(int64_t dim) {
-  const int64_t fit = 4096 / std::max<int64_t>(dim * static_cast<int64_t>(sizeof(T)), 1);
+  const int64_t fit = 16384 / std::max<int64_t>(dim * static_cast<int64_t>(sizeof(T)), 1);
   return std::clamp<int64_t>(fit, 4, kRowsAhead);
 }
 
