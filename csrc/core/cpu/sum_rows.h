@@ -90,6 +90,8 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
     source += column;
     [[maybe_unused]] A factor{};
     if constexpr (kScaled) factor = scale(i);
+    // Asked for, since GCC else unrolls it when it has already put `registers` into memory.
+#pragma GCC unroll 16
     for (int r = 0; r < kWidth / kStep; ++r) {
       Element x;
       if constexpr (kVectors) {
@@ -100,6 +102,7 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
       registers[r] += kScaled ? factor * x : x;
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < kWidth / kStep; ++r) put(column + r * kStep, registers[r]);
 }
 
