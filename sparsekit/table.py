@@ -1,6 +1,7 @@
 """A hash table from int64 keys to rows 0, 1, 2, ..., whose state is plain tensors."""
 
 import math
+from typing import cast
 
 import torch
 
@@ -70,9 +71,10 @@ class HashTable(torch.nn.Module):
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
         self._check_keys(keys)
+        buckets, _ = self._state()
         if keys.dim() == 1:
-            return _find(self.buckets, keys)
-        return _find(self.buckets, keys.reshape(-1)).view(keys.shape)
+            return _find(buckets, keys)
+        return _find(buckets, keys.reshape(-1)).view(keys.shape)
 
     def find_or_insert(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys; absent keys get the next free rows, in order of first occurrence.
@@ -94,7 +96,7 @@ class HashTable(torch.nn.Module):
 
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
-        rows, status = ops.hash_table_find_or_insert_(self.buckets, self.size, keys, self.capacity)
+        rows, status = ops.hash_table_find_or_insert_(*self._state(), keys, self.capacity)
         before, entries_refused = status.tolist()
         if entries_refused < 0:  # only on a device; the CPU's op raises by itself
             raise ValueError(
@@ -111,10 +113,16 @@ class HashTable(torch.nn.Module):
             raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
         if keys.dtype not in KEY_DTYPES:
             raise TypeError(f"{self.name}: keys must be int64 or int32, got {keys.dtype}")
-        if keys.device != self.buckets.device:
+        buckets, _ = self._state()
+        if keys.device != buckets.device:
             raise ValueError(
-                f"{self.name}: keys is on {keys.device}, the table on {self.buckets.device}"
+                f"{self.name}: keys is on {keys.device}, the table on {buckets.device}"
             )
+
+    def _state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        # A module's way to find its attributes takes longer than a small lookup in the table.
+        buffers = cast(dict[str, torch.Tensor], self._buffers)
+        return buffers["buckets"], buffers["size"]
 
     def keys(self) -> torch.Tensor:
         """All keys, int64 ``[len(table)]``; the key of row i is at position i."""

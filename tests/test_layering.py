@@ -63,7 +63,7 @@ LAYERS = {
     "csrc/core/cuda": stems("csrc/core/cuda/*.cu"),
     "csrc/torch_ops": stems("csrc/torch_ops/*.cpp", "schemas", "engine", "large_memory"),
     "sparsekit/ops": stems("sparsekit/ops/[!_]*.py"),
-    "tests/ops": stems("tests/ops/test_*.py", "opcheck"),
+    "tests/ops": stems("tests/ops/test_*.py", "checks", "opcheck"),
 }
 # What any of these three has is an op; core may have more, such as xxh64.
 OPS = LAYERS["csrc/torch_ops"] | LAYERS["sparsekit/ops"] | LAYERS["tests/ops"]

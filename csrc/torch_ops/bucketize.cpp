@@ -24,15 +24,15 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size,
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      Tensor memory = workspace(cuda::bucketize_workspace_bytes(n, world_size), keys);
+      const Workspace memory(cuda::bucketize_workspace_bytes(n, world_size), keys);
       cuda::bucketize(data<Key>(keys), count, world_size, mutable_data<Key>(by_owner),
                       mutable_data<int64_t>(counts), mutable_data<int64_t>(permutation),
-                      memory.mutable_data_ptr(), engine.stream());
+                      memory.data(), engine.stream());
     } else {
-      Tensor memory = workspace(cpu::bucketize_workspace_bytes(n, world_size), keys);
+      const Workspace memory(cpu::bucketize_workspace_bytes(n, world_size), keys);
       cpu::bucketize(data<Key>(keys), count.get(), world_size, mutable_data<Key>(by_owner),
                      mutable_data<int64_t>(counts), mutable_data<int64_t>(permutation),
-                     memory.mutable_data_ptr(), torch_parallel_for());
+                     memory.data(), torch_parallel_for());
     }
   });
   return {by_owner, counts, permutation};

@@ -79,6 +79,15 @@ inline Tensor packed(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
+// Row numbers, segment ids or offsets, contiguous and in int64; they may come in int32.
+inline Tensor packed_int64(const Tensor& tensor, const char* op, const char* name) {
+  const ScalarType dtype = tensor.scalar_type();
+  if (dtype == ScalarType::Int) return packed(torch::stable::to(tensor, ScalarType::Long));
+  check(dtype == ScalarType::Long, op, ": ", name, " must be int64 or int32, got ",
+        torch::headeronly::toString(dtype));
+  return packed(tensor);
+}
+
 // A tensor to be filled, of the dtype of `like` unless another is named, and on its device.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt) {
@@ -109,11 +118,6 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
                                                          sizes.begin(), strides, type_code,
                                                          device_code, device.index(), &output));
   return Tensor(output);
-}
-
-// Memory for core that lives as long as the returned tensor. Zero bytes are fine.
-inline Tensor workspace(int64_t bytes, const Tensor& beside) {
-  return new_output(beside, {bytes}, ScalarType::Byte);
 }
 
 template <class T>

@@ -20,14 +20,12 @@ struct BagArguments {
                            {"offsets", offsets},
                            {"sample_weights", sample_weights_in.value_or(rows)}});
     check_dim(rows, 1, op, "rows");
-    check_dtype(rows, ScalarType::Long, op, "rows");
     check_dim(offsets, 1, op, "offsets");
-    check_dtype(offsets, ScalarType::Long, op, "offsets");
     check(offsets.numel() > 0, op, ": offsets must have one element more than there are bags");
     check(combiner_code >= 0 && combiner_code <= static_cast<int64_t>(Combiner::kSqrtn), op,
           ": combiner must be 0 (sum), 1 (mean) or 2 (sqrtn), got ", combiner_code);
-    rows = packed(rows);
-    offsets = packed(offsets);
+    rows = packed_int64(rows, op, "rows");
+    offsets = packed_int64(offsets, op, "offsets");
     if (sample_weights_in.has_value()) {
       check_dim(*sample_weights_in, 1, op, "sample_weights");
       check_size(*sample_weights_in, 0, rows.numel(), op, "sample_weights");
@@ -86,11 +84,10 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
     using T = typename decltype(tag)::type;
     const auto* weights = arguments.sample_weights_data<T>(op);
     if constexpr (kOnDevice) {
-      Tensor memory =
-          workspace(cuda::embedding_bag_workspace_bytes<T>(arguments.bags, dim), weight);
+      const Workspace memory(cuda::embedding_bag_workspace_bytes<T>(arguments.bags, dim), weight);
       cuda::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags, weights,
                           arguments.combiner, mutable_data<T>(out), errors_of(engine),
-                          memory.mutable_data_ptr(), engine.stream());
+                          memory.data(), engine.stream());
       arguments.check_found(op, num_rows, engine);
     } else {
       const int64_t bad =
@@ -120,20 +117,20 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
     using T = typename decltype(tag)::type;
     const auto* weights = arguments.sample_weights_data<T>(op);
     if constexpr (kOnDevice) {
-      Tensor memory = workspace(
+      const Workspace memory(
           cuda::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim, num_rows), grad);
       cuda::embedding_bag_backward(data<T>(grad), num_rows, dim, arguments.bags, weights,
                                    arguments.combiner, deterministic, mutable_data<T>(out),
-                                   errors_of(engine), memory.mutable_data_ptr(), engine.stream());
+                                   errors_of(engine), memory.data(), engine.stream());
       arguments.check_found(op, num_rows, engine);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();
-      Tensor memory = workspace(cpu::embedding_bag_backward_workspace_bytes<T>(
-                                    arguments.bags, dim, num_rows, parallel_for),
-                                grad);
+      const Workspace memory(cpu::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim,
+                                                                            num_rows, parallel_for),
+                             grad);
       const int64_t bad = cpu::embedding_bag_backward(
           data<T>(grad), num_rows, dim, arguments.bags, weights, arguments.combiner,
-          mutable_data<T>(out), memory.mutable_data_ptr(), parallel_for);
+          mutable_data<T>(out), memory.data(), parallel_for);
       arguments.check_row(op, bad, num_rows, engine);
     }
   });

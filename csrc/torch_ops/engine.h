@@ -97,6 +97,26 @@ class Engine {
 
 #endif
 
+// Memory for core that lives as long as this, where the engine is. Zero bytes are fine.
+class Workspace {
+ public:
+  Workspace(int64_t bytes, const Tensor& beside) {
+    // A tensor takes as long to make as an op with a handful of keys.
+    if (!kOnDevice && bytes <= static_cast<int64_t>(sizeof small_)) return;
+    large_ = new_output(beside, {bytes}, ScalarType::Byte);
+    memory_ = large_->mutable_data_ptr();
+  }
+  Workspace(const Workspace&) = delete;
+  Workspace& operator=(const Workspace&) = delete;
+
+  void* data() const { return memory_; }
+
+ private:
+  alignas(64) char small_[kOnDevice ? 1 : 16384];
+  std::optional<Tensor> large_;
+  void* memory_ = small_;
+};
+
 // Up to n entries: as many as the one element of `exact` says, if it is there.
 inline DeviceCount device_count(int64_t n, const std::optional<Tensor>& exact, const char* op,
                                 const char* name) {

@@ -10,9 +10,9 @@ Tensor gather_rows(Tensor table, Tensor rows) {
   check_same_device(op, {{"table", table}, {"rows", rows}});
   check_dim(table, 2, op, "table");
   check_dim(rows, 1, op, "rows");
-  check_dtype(rows, ScalarType::Long, op, "rows");
+  dispatch_rows(table, op, "table", [](auto) {});  // only its check
   table = packed(table);
-  rows = packed(rows);
+  rows = packed_int64(rows, op, "rows");
   Tensor out = new_output(table, {rows.numel(), table.size(1)});
   const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
   const Engine engine(table);

@@ -21,6 +21,7 @@ void check_buckets(const Tensor& buckets, const char* op) {
 
 void check_table_size(const Tensor& size, const char* op) {
   check_dtype(size, ScalarType::Long, op, "size");
+  check_dim(size, 1, op, "size");
   check(size.numel() == 1, op, ": size must have one element, got ", size.numel());
 }
 
@@ -93,12 +94,11 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      Tensor memory =
-          workspace(cuda::hash_table_find_or_insert_workspace_bytes(keys.numel()), keys);
+      const Workspace memory(cuda::hash_table_find_or_insert_workspace_bytes(keys.numel()), keys);
       cuda::hash_table_find_or_insert(mutable_data<Bucket>(buckets), buckets.size(0),
                                       mutable_data<int64_t>(size), capacity, data<Key>(keys), count,
                                       mutable_data<int64_t>(rows), mutable_data<int64_t>(status),
-                                      memory.mutable_data_ptr(), engine.stream());
+                                      memory.data(), engine.stream());
     } else {
       const int64_t size_before = *int64_data(size);
       check_size_value(size_before, buckets.size(0), op);

@@ -11,11 +11,10 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
   check_same_device(op, {{"data", values}, {"segment_ids", segment_ids}});
   check_dim(values, 2, op, "data");
   check_dim(segment_ids, 1, op, "segment_ids");
-  check_dtype(segment_ids, ScalarType::Long, op, "segment_ids");
   check_size(segment_ids, 0, values.size(0), op, "segment_ids");
   check_sort_sizes(segment_ids.numel(), num_segments, op, "num_segments");
   values = packed(values);
-  segment_ids = packed(segment_ids);
+  segment_ids = packed_int64(segment_ids, op, "segment_ids");
   const int64_t n = values.size(0), dim = values.size(1);
   check_row_size(dim, op, "data");
   const Engine engine(values);
@@ -24,19 +23,18 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
     using T = typename decltype(tag)::type;
     int64_t bad = -1;
     if constexpr (kOnDevice) {
-      Tensor memory = workspace(cuda::segment_sum_workspace_bytes<T>(n, dim, num_segments), values);
+      const Workspace memory(cuda::segment_sum_workspace_bytes<T>(n, dim, num_segments), values);
       cuda::unsorted_segment_sum(data<T>(values), int64_data(segment_ids), n, dim, num_segments,
                                  deterministic, mutable_data<T>(out),
-                                 engine.bad(Complaint::kSegmentId), memory.mutable_data_ptr(),
-                                 engine.stream());
+                                 engine.bad(Complaint::kSegmentId), memory.data(), engine.stream());
       bad = engine.found(Complaint::kSegmentId, n);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();
-      Tensor memory = workspace(
+      const Workspace memory(
           cpu::segment_sum_workspace_bytes<T>(n, dim, num_segments, parallel_for), values);
       bad =
           cpu::unsorted_segment_sum(data<T>(values), int64_data(segment_ids), n, dim, num_segments,
-                                    mutable_data<T>(out), memory.mutable_data_ptr(), parallel_for);
+                                    mutable_data<T>(out), memory.data(), parallel_for);
     }
     if (bad >= 0) {
       index_error(op, ": segment_ids[", bad, "] is ", engine.value(segment_ids, bad),

@@ -1,5 +1,6 @@
 #include "sparsekit/unique.h"
 
+#include <cstring>
 #include <limits>
 
 #include "engine.h"
@@ -11,20 +12,26 @@ namespace {
 // result keeps much more memory than it shows.
 Tensor trimmed(Tensor buffer, int64_t count) {
   const int64_t size = buffer.size(0);
+  if (count == size) return buffer;
+  if (!kOnDevice && count <= 512) {  // takes less time than a call of torch
+    Tensor copy = new_output(buffer, {count});
+    std::memcpy(copy.mutable_data_ptr(), buffer.const_data_ptr(), count * buffer.element_size());
+    return copy;
+  }
   Tensor view = torch::stable::narrow(buffer, 0, 0, count);
   return 2 * count > size ? view : torch::stable::clone(view);
 }
 
-// A result as long as the input, with the number of distinct keys where the engine left it.
+// A result as long as the input.
 struct Padded {
   Tensor unique_keys;
   Tensor inverse;
   Tensor counts;
-  Tensor num_unique;
 };
 
+// Writes the number of distinct keys to *num_unique, which is where the engine is.
 Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_keys,
-                 const char* op) {
+                 int64_t* num_unique, const char* op) {
   check_dim(keys, 1, op, "keys");
   const int64_t n = keys.numel();
   check(n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
@@ -33,32 +40,32 @@ Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_ke
   Tensor unique_keys = new_output(keys, {n});
   Tensor inverse = new_output(keys, {n}, ScalarType::Long);
   Tensor counts = new_output(keys, {n}, ScalarType::Long);
-  Tensor num_unique = new_output(keys, {1}, ScalarType::Long);
   check_same_device(op, {{"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
   const DeviceCount count = device_count(n, num_keys, op, "num_keys");
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      Tensor memory = workspace(cuda::unique_workspace_bytes(n), keys);
+      const Workspace memory(cuda::unique_workspace_bytes(n), keys);
       cuda::unique(data<Key>(keys), count, mutable_data<Key>(unique_keys),
-                   mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts),
-                   mutable_data<int64_t>(num_unique), memory.mutable_data_ptr(), engine.stream());
+                   mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts), num_unique,
+                   memory.data(), engine.stream());
     } else {
-      Tensor memory = workspace(cpu::unique_workspace_bytes(n), keys);
-      *mutable_data<int64_t>(num_unique) =
-          cpu::unique(data<Key>(keys), count.get(), mutable_data<Key>(unique_keys),
-                      mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts),
-                      memory.mutable_data_ptr(), torch_parallel_for());
+      const Workspace memory(cpu::unique_workspace_bytes(n), keys);
+      *num_unique = cpu::unique(data<Key>(keys), count.get(), mutable_data<Key>(unique_keys),
+                                mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts),
+                                memory.data(), torch_parallel_for());
     }
   });
-  return {unique_keys, inverse, counts, num_unique};
+  return {unique_keys, inverse, counts};
 }
 
 std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
   const Engine engine(keys);
-  const Padded padded = unique_of(engine, keys, std::nullopt, "unique");
+  const Workspace word(sizeof(int64_t), keys);
+  auto* where = static_cast<int64_t*>(word.data());
+  const Padded padded = unique_of(engine, keys, std::nullopt, where, "unique");
   int64_t num_unique = 0;
-  engine.read(int64_data(padded.num_unique), 1, &num_unique);
+  engine.read(where, 1, &num_unique);
   return {trimmed(padded.unique_keys, num_unique), padded.inverse,
           trimmed(padded.counts, num_unique)};
 }
@@ -66,8 +73,10 @@ std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
 // For a caller that goes on without a word from the device.
 std::tuple<Tensor, Tensor, Tensor, Tensor> unique_padded(Tensor keys,
                                                          std::optional<Tensor> num_keys) {
-  const Padded padded = unique_of(Engine(keys), keys, num_keys, "unique_padded");
-  return {padded.unique_keys, padded.inverse, padded.counts, padded.num_unique};
+  Tensor num_unique = new_output(keys, {1}, ScalarType::Long);
+  const Padded padded =
+      unique_of(Engine(keys), keys, num_keys, mutable_data<int64_t>(num_unique), "unique_padded");
+  return {padded.unique_keys, padded.inverse, padded.counts, num_unique};
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 """Argument checks of the public ops: the errors that name op, argument and value."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -43,21 +43,63 @@ def check_same_device(op: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{op}: all tensors must be on one device, got {listed}")
 
 
-def as_int64(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in int64; a call less where it is already."""
-    return tensor if tensor.dtype == torch.int64 else tensor.to(torch.int64)
+def explain(refusal: Exception, check: Callable[..., None], *args: Any) -> NoReturn:
+    """Raise what check has to say about arguments that an op has refused, else the refusal."""
+    try:
+        check(*args)
+    except (TypeError, ValueError) as clear:
+        raise clear from None
+    raise refusal
 
 
-def call(op: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
-    """Call an op that has a gradient; past autograd where nobody asks for one.
+class CheckedOp:
+    """An op with the checks of its tensors, which come after it.
 
-    The way through autograd, which is Python, takes longer than a small op itself.
+    The op refuses all that they refuse, in fewer words, before it changes anything; to check
+    first takes longer than a small op itself. They come first where no kernel runs, which is while
+    torch.compile traces, and in the op's fake.
+
+    Args:
+        op: of the namespace sparsekit.
+        gradient: whether it has one.
+        tensors: name, dtypes and number of dimensions of the tensors it begins with.
     """
-    if torch.compiler.is_compiling():
-        return op(*args)
-    if torch.is_grad_enabled():
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.requires_grad:
-                return op(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        gradient: bool = False,
+        **tensors: tuple[Sequence[torch.dtype], int],
+    ) -> None:
+        self._op = op
+        # What calling it comes to, without the way through Python.
+        self._builtin = getattr(op, "op", op)
+        self._gradient = gradient
+        self._name = str(op).split(".")[1]
+        self._tensors = tensors
+
+    def check(self, *args: Any) -> None:
+        """Raise TypeError or ValueError for a tensor that the op does not take."""
+        for (name, (dtypes, dim)), tensor in zip(self._tensors.items(), args, strict=False):
+            check_tensor(self._name, name, tensor, dtypes, dim)
+        check_same_device(self._name, **dict(zip(self._tensors, args, strict=False)))
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the op; past autograd where nobody asks for a gradient.
+
+        The way through autograd, which is Python, takes longer than a small op itself.
+        """
+        if torch.compiler.is_compiling():
+            self.check(*args)
+            return self._op(*args)
+        try:
+            if not self._gradient:
+                return self._builtin(*args)
+            if torch.is_grad_enabled():
+                for arg in args:
+                    if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                        return self._builtin(*args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._builtin(*args)
+        except Exception as refusal:
+            explain(refusal, self.check, *args)

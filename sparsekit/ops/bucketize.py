@@ -3,11 +3,11 @@
 import torch
 
 from ..errors import check_int
-from ._checks import KEY_DTYPES, check_tensor
+from ._checks import KEY_DTYPES, CheckedOp
 
 MAX_WORLD_SIZE = 2048
 
-_op = torch.ops.sparsekit.bucketize.default
+_checked = CheckedOp(torch.ops.sparsekit.bucketize.default, keys=(KEY_DTYPES, 1))
 
 
 def bucketize(
@@ -31,14 +31,14 @@ def bucketize(
         TypeError: keys is not an int64 or int32 tensor, or world_size is no int.
         ValueError: keys is not 1-D, or world_size is outside [1, 2048].
     """
-    check_tensor("bucketize", "keys", keys, KEY_DTYPES, 1)
-    return _op(keys, check_int("bucketize", "world_size", world_size, 1, MAX_WORLD_SIZE))
+    return _checked(keys, check_int("bucketize", "world_size", world_size, 1, MAX_WORLD_SIZE))
 
 
 @torch.library.register_fake("sparsekit::bucketize")
 def _(
     keys: torch.Tensor, world_size: int, num_keys: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _checked.check(keys)
     counts = keys.new_empty([world_size], dtype=torch.int64)
     permutation = keys.new_empty(keys.shape, dtype=torch.int64)
     return keys.new_empty(keys.shape), counts, permutation

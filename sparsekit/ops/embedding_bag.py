@@ -7,9 +7,8 @@ import torch
 from ._checks import (
     KEY_DTYPES,
     ROW_DTYPES,
+    CheckedOp,
     accumulate_dtype,
-    as_int64,
-    call,
     check_same_device,
     check_tensor,
 )
@@ -18,6 +17,9 @@ COMBINERS = {"sum": 0, "mean": 1, "sqrtn": 2}
 
 _ops = torch.ops.sparsekit
 _op = _ops.embedding_bag.default
+_checked = CheckedOp(
+    _op, gradient=True, weight=(ROW_DTYPES, 2), rows=(KEY_DTYPES, 1), offsets=(KEY_DTYPES, 1)
+)
 
 
 def check_combiner(name: str, combiner: str) -> None:
@@ -60,17 +62,13 @@ def embedding_bag(
         IndexError: a row >= num_rows; the message has its position.
     """
     name = "embedding_bag"
-    check_tensor(name, "weight", weight, ROW_DTYPES, 2)
-    check_tensor(name, "rows", rows, KEY_DTYPES, 1)
-    check_tensor(name, "offsets", offsets, KEY_DTYPES, 1)
     check_combiner(name, combiner)
     if sample_weights is not None:
+        _checked.check(weight, rows, offsets)
         check_tensor(name, "sample_weights", sample_weights, (*ROW_DTYPES, torch.float16), 1)
+        check_same_device(name, weight=weight, sample_weights=sample_weights)
         sample_weights = sample_weights.to(accumulate_dtype(weight.dtype))
-    check_same_device(
-        name, weight=weight, rows=rows, offsets=offsets, sample_weights=sample_weights
-    )
-    return call(_op, weight, as_int64(rows), as_int64(offsets), COMBINERS[combiner], sample_weights)
+    return _checked(weight, rows, offsets, COMBINERS[combiner], sample_weights)
 
 
 @torch.library.register_fake("sparsekit::embedding_bag")
@@ -81,6 +79,7 @@ def _(
     combiner: int,
     sample_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    _checked.check(weight, rows, offsets)
     return weight.new_empty([offsets.shape[0] - 1, weight.shape[1]])
 
 

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, as_int64, call, check_same_device, check_tensor
+from ._checks import KEY_DTYPES, ROW_DTYPES, CheckedOp
 
 _op = torch.ops.sparsekit.gather_rows.default
+_checked = CheckedOp(_op, gradient=True, table=(ROW_DTYPES, 2), rows=(KEY_DTYPES, 1))
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -27,14 +28,12 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         ValueError: a wrong shape.
         IndexError: a row >= num_rows; the message has its position.
     """
-    check_tensor("gather_rows", "table", table, ROW_DTYPES, 2)
-    check_tensor("gather_rows", "rows", rows, KEY_DTYPES, 1)
-    check_same_device("gather_rows", table=table, rows=rows)
-    return call(_op, table, as_int64(rows))
+    return _checked(table, rows)
 
 
 @torch.library.register_fake("sparsekit::gather_rows")
 def _(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    _checked.check(table, rows)
     return table.new_empty([rows.shape[0], table.shape[1]])
 
 

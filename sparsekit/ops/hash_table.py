@@ -8,13 +8,18 @@ in an empty slot) and an int32 count of the keys that found the bucket full. ``s
 import torch
 from torch.autograd.graph import increment_version
 
-from ._checks import KEY_DTYPES, check_same_device, check_tensor
+from ._checks import KEY_DTYPES, CheckedOp, check_tensor
 
 SLOTS_PER_BUCKET = 5
 _ops = torch.ops.sparsekit
 _clear = _ops.hash_table_clear_.default
-_find = _ops.hash_table_find.default
-_find_or_insert = _ops.hash_table_find_or_insert_.default
+_find = CheckedOp(_ops.hash_table_find.default, buckets=((torch.int64,), 2), keys=(KEY_DTYPES, 1))
+_find_or_insert = CheckedOp(
+    _ops.hash_table_find_or_insert_.default,
+    buckets=((torch.int64,), 2),
+    size=((torch.int64,), 1),
+    keys=(KEY_DTYPES, 1),
+)
 _keys = _ops.hash_table_keys.default
 
 
@@ -39,9 +44,6 @@ def hash_table_find(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         TypeError: keys has a wrong dtype.
         ValueError: a wrong shape or a mix of devices.
     """
-    check_tensor("hash_table_find", "buckets", buckets, (torch.int64,), 2)
-    check_tensor("hash_table_find", "keys", keys, KEY_DTYPES, 1)
-    check_same_device("hash_table_find", buckets=buckets, keys=keys)
     return _find(buckets, keys)
 
 
@@ -67,11 +69,6 @@ def hash_table_find_or_insert_(
         TypeError: keys has a wrong dtype.
         ValueError: a wrong shape, capacity or size, or a mix of devices.
     """
-    name = "hash_table_find_or_insert_"
-    check_tensor(name, "buckets", buckets, (torch.int64,), 2)
-    check_tensor(name, "size", size, (torch.int64,), 1)
-    check_tensor(name, "keys", keys, KEY_DTYPES, 1)
-    check_same_device(name, buckets=buckets, size=size, keys=keys)
     result = _find_or_insert(buckets, size, keys, capacity)
     increment_version([buckets, size])
     return result
@@ -97,6 +94,7 @@ def _(buckets: torch.Tensor) -> None:
 def _(
     buckets: torch.Tensor, keys: torch.Tensor, num_keys: torch.Tensor | None = None
 ) -> torch.Tensor:
+    _find.check(buckets, keys)
     return keys.new_empty(keys.shape, dtype=torch.int64)
 
 
@@ -108,6 +106,7 @@ def _(
     capacity: int,
     num_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    _find_or_insert.check(buckets, size, keys)
     return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty([2], dtype=torch.int64)
 
 

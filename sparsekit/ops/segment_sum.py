@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, as_int64, call, check_same_device, check_tensor
+from ._checks import KEY_DTYPES, ROW_DTYPES, CheckedOp
 from .gather_rows import _op as _gather_rows
 
 _op = torch.ops.sparsekit.unsorted_segment_sum.default
+_checked = CheckedOp(_op, gradient=True, data=(ROW_DTYPES, 2), segment_ids=(KEY_DTYPES, 1))
 
 
 def unsorted_segment_sum(
@@ -31,18 +32,15 @@ def unsorted_segment_sum(
         ValueError: a wrong shape, or num_segments outside [0, 2^48).
         IndexError: an id >= num_segments; the message has its position.
     """
-    name = "unsorted_segment_sum"
-    check_tensor(name, "data", data, ROW_DTYPES, 2)
-    check_tensor(name, "segment_ids", segment_ids, KEY_DTYPES, 1)
-    check_same_device(name, data=data, segment_ids=segment_ids)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return call(_op, data, as_int64(segment_ids), operator.index(num_segments), deterministic)
+    return _checked(data, segment_ids, operator.index(num_segments), deterministic)
 
 
 @torch.library.register_fake("sparsekit::unsorted_segment_sum")
 def _(
     data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int, deterministic: bool = True
 ) -> torch.Tensor:
+    _checked.check(data, segment_ids)
     return data.new_empty([num_segments, data.shape[1]])
 
 

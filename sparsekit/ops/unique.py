@@ -2,9 +2,9 @@
 
 import torch
 
-from ._checks import KEY_DTYPES, check_tensor
+from ._checks import KEY_DTYPES, CheckedOp
 
-_op = torch.ops.sparsekit.unique.default
+_checked = CheckedOp(torch.ops.sparsekit.unique.default, keys=(KEY_DTYPES, 1))
 
 
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,12 +23,12 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
         TypeError: keys is not an int64 or int32 tensor.
         ValueError: keys is not 1-D.
     """
-    check_tensor("unique", "keys", keys, KEY_DTYPES, 1)
-    return _op(keys)
+    return _checked(keys)
 
 
 @torch.library.register_fake("sparsekit::unique")
 def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _checked.check(keys)
     num_unique = torch.library.get_ctx().new_dynamic_size()
     inverse = keys.new_empty(keys.shape, dtype=torch.int64)
     counts = keys.new_empty([num_unique], dtype=torch.int64)
