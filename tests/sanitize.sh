@@ -1,31 +1,34 @@
 #!/usr/bin/env bash
-# Runs the op suite's CUDA kernels on the host runner under sanitizers: every op under
-# AddressSanitizer with UndefinedBehaviorSanitizer, then under ThreadSanitizer, to which each thread
-# of a kernel is a thread. Called by `make sanitize`; arguments go to pytest.
+# Runs the op suite under sanitizers: the engine and the CUDA kernels on the host runner under
+# AddressSanitizer with UndefinedBehaviorSanitizer, then the kernels under ThreadSanitizer, to which
+# each thread of a kernel is a thread. The engine is not run under that: it does not know OpenMP's
+# barriers, and would report every loop. Called by `make sanitize`; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 build=$(ls -dt build/cmake-*/sparsekit/lib/simt | head -1)
 build=${build%/sparsekit/lib/simt}
-cmake --build "$build" --target sparsekit_simt_asan sparsekit_simt_tsan
+cmake --build "$build" --target sparsekit_core_asan sparsekit_simt_asan sparsekit_simt_tsan
 # libstdc++ as well: a sanitizer that starts before it does not find its throw.
 preload() { echo "$(g++ -print-file-name="$1") $(g++ -print-file-name=libstdc++.so.6)"; }
 
 run() {
-  local sanitizer=$1 library=$2
+  local sanitizer=$1 device=$2
   shift 2
-  LD_PRELOAD=$(preload "$library") \
+  LD_PRELOAD=$(preload "lib$sanitizer.so")${engine:+ $engine} \
     SPARSEKIT_SIMT_LIBRARY=$PWD/$build/sparsekit/lib/simt/libsparsekit_simt_$sanitizer.so \
-    "$python" -m pytest -q -n 2 --dist worksteal -p no:cacheprovider tests/ops -k simt "$@"
+    "$python" -m pytest -q -n 2 --dist worksteal -p no:cacheprovider tests/ops -k "$device" "$@"
 }
 
-ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-  run asan libasan.so "$@"
+# Preloaded, its functions are found before those of the engine that sparsekit loads.
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+engine=$PWD/$build/sparsekit/lib/asan/libsparsekit_core.so run asan "not simt" "$@"
+run asan simt "$@"
 
 # Reports go to files, since pytest's workers have no exit status that anyone looks at.
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
-TSAN_OPTIONS=log_path=$reports/race run tsan libtsan.so "$@"
+TSAN_OPTIONS=log_path=$reports/race run tsan simt "$@"
 if compgen -G "$reports/race*" >/dev/null; then
   cat "$reports"/race*
   exit 1

@@ -1,7 +1,6 @@
 #include "sparsekit/gather_rows.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "cpu/first_bad.h"
 #include "cpu/sum_rows.h"
@@ -23,9 +22,9 @@ int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, cons
       char* copy = target + i * row_bytes;
       if (rows[i] >= num_rows) return bad.report(i);
       if (rows[i] < 0) {
-        std::memset(copy, 0, row_bytes);
+        std::fill_n(copy, row_bytes, char{0});
       } else {
-        std::memcpy(copy, source + rows[i] * row_bytes, row_bytes);
+        std::copy_n(source + rows[i] * row_bytes, row_bytes, copy);
       }
     }
   });
