@@ -7,7 +7,8 @@
 #   tests       tests:first   what the rest stands on: outputs, ops below autograd, a graph
 #               tests:ops     the op suite
 #               tests:layers  layers, optimizers, streams, graphs, the demo model against the CPU
-#               tests:ranks   NCCL on one rank, and several ranks that share the GPU
+#               tests:nccl    the native exchange on one rank
+#               tests:ranks   several ranks that share the GPU
 #   sanitizer   memcheck, racecheck, initcheck and synccheck at a time; sanitizer:memcheck is one
 #   bench       all benchmarks of suite gpu; bench:unique is one, and several make one run
 # A call ends by itself within SPARSEKIT_GPU_CHECK_SECONDS (570). A step that fails or runs out of
@@ -25,7 +26,7 @@ wanted=("$@")
 [ $# -gt 0 ] || wanted=(build tests sanitizer bench)
 for part in "${wanted[@]}"; do
   case $part in
-    build | tests | tests:first | tests:ops | tests:layers | tests:ranks) ;;
+    build | tests | tests:first | tests:ops | tests:layers | tests:nccl | tests:ranks) ;;
     sanitizer | sanitizer:memcheck | sanitizer:racecheck | sanitizer:initcheck) ;;
     sanitizer:synccheck | bench | bench:?*) ;;
     *)
@@ -173,7 +174,9 @@ tests() {
   local options=(-q -p no:cacheprovider --durations=5 -o "junit_family=xunit1")
   options+=("--junitxml=$out/junit/$name.xml")
   [ "$workers" -le 8 ] || workers=8
-  [ "$workers" -lt 2 ] || [ "$name" = ranks ] || ! has xdist || options+=(-n "$workers")
+  # Each has up to four ranks of its own, of which each has a context on the GPU.
+  [ "$name" != ranks ] || [ "$workers" -le 4 ] || workers=4
+  [ "$workers" -lt 2 ] || ! has xdist || options+=(-n "$workers")
   has hypothesis || export PYTHONPATH="$PWD/tests/stand_ins:$PYTHONPATH"
   [ "$name" != ranks ] || export SPARSEKIT_RANKS_DEVICE=$device
   "$python" -m pytest "${options[@]}" "$@" | tee "$out/tests.txt"
@@ -248,7 +251,7 @@ fi
 step usable 60 "$for_sanitizer" bash -c usable
 
 if [ "$rehearse" = 1 ]; then
-  first=(-k "not cuda" tests/test_cuda_first.py)
+  first=(tests/test_cuda_first.py)
   of_ops=(-k "simt and not opcheck" tests/ops)
   layers=(-k "simt" tests/nn tests/optim tests/test_table.py tests/test_cuda.py)
 else
@@ -257,8 +260,7 @@ else
   layers=(-m cuda tests --ignore=tests/test_hashing.py --ignore=tests/ops --ignore=tests/ranks
     --ignore=tests/test_nccl.py --ignore=tests/test_cuda_first.py)
 fi
-ranks=(tests/test_nccl.py tests/ranks/test_training.py tests/ranks/test_lookup.py
-  tests/ranks/test_group.py)
+ranks=(tests/ranks/test_lookup.py tests/ranks/test_group.py tests/ranks/test_training.py)
 of_tests() { # NAME MOST ARGUMENT...
   chosen "tests:$1" || return
   step "tests:$1" "$2" "$for_sanitizer" bash -c 'tests "$@"' tests "$1" "${@:3}"
@@ -266,7 +268,8 @@ of_tests() { # NAME MOST ARGUMENT...
 of_tests first 90 "${first[@]}"
 of_tests ops 400 "${of_ops[@]}"
 of_tests layers 400 "${layers[@]}"
-of_tests ranks 400 "${ranks[@]}"
+of_tests nccl 150 tests/test_nccl.py
+of_tests ranks 450 "${ranks[@]}"
 
 # At the same time, since each is slow by itself and none is timed.
 tools=()
