@@ -22,20 +22,20 @@ TABLES, DENSE = 26, 13
 class Dense(torch.nn.Module):
     """Everything but the tables: two stacks of layers and the products of all pairs of vectors."""
 
-    pairs: torch.Tensor  # int64 [2, pairs]
+    pairs: torch.Tensor  # int64, where each product of a pair lies
 
     def __init__(self, dim: int, widths: tuple[int, ...], device: torch.device) -> None:
         super().__init__()
         self.bottom = _stack((DENSE, *widths, dim), device)
-        pairs = torch.triu_indices(TABLES + 1, TABLES + 1, 1, device=device)
-        self.register_buffer("pairs", pairs)
-        self.top = _stack((dim + pairs.shape[1], *widths, 1), device)
+        row, column = torch.triu_indices(TABLES + 1, TABLES + 1, 1, device=device)
+        self.register_buffer("pairs", row * (TABLES + 1) + column)
+        self.top = _stack((dim + len(row), *widths, 1), device)
 
     def forward(self, dense: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
         """``[n, 13]`` and ``[n, 26, dim]`` to a logit for each sample."""
         first = self.bottom(dense)
         every = torch.cat([first.unsqueeze(1), vectors], 1)
-        products = (every @ every.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        products = (every @ every.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
         return self.top(torch.cat([first, products], 1)).squeeze(1)
 
 

@@ -41,9 +41,10 @@ def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
     own = ctypes.CDLL(str(library)).sparsekit_num_waits
     own.restype = ctypes.c_int64
     before = own()
-    with warnings.catch_warnings(record=True) as caught, _debug_mode():
-        warnings.simplefilter("always")
-        call()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # torch warns of the mode itself as well
+        with _debug_mode():
+            call()
     of_torch = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
     return Waits(len(of_torch), own() - before)
 
