@@ -141,6 +141,8 @@ def check_rows(device, mode, n, dim, dtype):
         offsets = torch.tensor([0, n // 3, n // 3, n])
         for combiner in ("sum", "mean", "sqrtn"):
             both(bags, device, table, hot, offsets, combiner, None, mode=mode, exact=False)
+        pairs = torch.cat([torch.arange(0, n, 2), torch.tensor([n, n])])
+        both(bags, device, table, hot, pairs, "mean", None, mode=mode, exact=False)
         weights = torch.rand(n, generator=generator).to(
             torch.float64 if dtype == torch.float64 else torch.float32
         )

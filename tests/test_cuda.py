@@ -235,6 +235,42 @@ def test_ops_take_only_as_many_keys_as_a_number_on_the_device_says(device, count
         assert torch.equal(result, whole)
 
 
+@pytest.mark.parametrize("count", [-1, 0, 1, 5, 6, 9])
+def test_an_update_takes_only_as_many_gradients(device, count):
+    used = min(max(count, 0), 6)
+    rows = torch.tensor([3, 0, 9, 4, 7, -1], device=device)  # the last is none, as padding is
+    grad = randn(6, 5, seed=1).to(device)
+    step = torch.ones((), dtype=torch.int64, device=device)
+
+    def updated(kept: int, number: torch.Tensor | None) -> torch.Tensor:
+        weight = randn(10, 5).to(device)
+        torch.ops.sparsekit.update_rows_(
+            weight, [], None, rows[:kept], grad[:kept], step, "sgd", [0.1, 0, 0, 0],
+            num_grads=number,
+        )  # fmt: skip
+        return weight
+
+    number = torch.tensor([count], device=device)
+    if used == 6:
+        with pytest.raises(IndexError, match=r"rows\[5\] is -1, but weight has 10 rows"):
+            updated(6, number)
+        return
+    assert torch.equal(updated(6, number), updated(used, None))
+
+
+def test_a_number_of_gradients_must_be_one_int64(device):
+    weight, step = torch.zeros(3, 2, device=device), torch.ones((), dtype=torch.int64)
+    for number, message in (
+        (torch.tensor([1.0]), "num_grads must have dtype Long"),
+        (torch.tensor([1, 2]), "num_grads must have one element, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.sparsekit.update_rows_(
+                weight, [], None, None, weight, step.to(device), "sgd", [0.1, 0, 0, 0],
+                num_grads=number.to(device),
+            )  # fmt: skip
+
+
 # Layers, optimizers and tables on a device
 
 
