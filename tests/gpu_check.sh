@@ -176,7 +176,9 @@ tests() {
   [ "$workers" -le 8 ] || workers=8
   # Each has up to four ranks of its own, of which each has a context on the GPU.
   [ "$name" != ranks ] || [ "$workers" -le 4 ] || workers=4
-  [ "$workers" -lt 2 ] || ! has xdist || options+=(-n "$workers")
+  [ "$workers" -lt 2 ] || ! has xdist || options+=(-p xdist -n "$workers")
+  # Other plugins that may be here say things that are errors to these tests.
+  export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
   has hypothesis || export PYTHONPATH="$PWD/tests/stand_ins:$PYTHONPATH"
   [ "$name" != ranks ] || export SPARSEKIT_RANKS_DEVICE=$device
   "$python" -m pytest "${options[@]}" "$@" | tee -i "$out/tests.txt"
@@ -187,7 +189,7 @@ tests() {
   [ "$status" = 0 ] && [ "$passed" -gt 0 ]
 }
 
-# sanitizer TOOL MOST: takes at most so many seconds, half of them for the last case to end in.
+# sanitizer TOOL MOST: takes at most so many seconds, many of them for the last case to end in.
 # Without torch's cache every tensor is an allocation of its own, so that one element too far is
 # seen. The log ends with what went wrong, or with what has been counted.
 sanitizer() {
@@ -201,7 +203,7 @@ sanitizer() {
   if [ "$rehearse" = 1 ]; then
     # Without a GPU the tool sees nothing, but it must know what it is asked for.
     if command -v compute-sanitizer >/dev/null; then "${runner[@]}" --version || return; fi
-    "${cases[@]}" $(($2 / 2))
+    "${cases[@]}" $(($2 / 3))
     return
   fi
   can_run "${runner[@]}" || return
