@@ -12,6 +12,7 @@ import torch
 
 from . import (
     bench_bucketize,
+    bench_dlrm,
     bench_embedding_bag,
     bench_gather_rows,
     bench_hash_table,
@@ -64,6 +65,7 @@ SUITES: dict[str, Benchmarks] = {
         "init_rows": bench_init_rows.run_gpu,
         "update_rows": bench_update_rows.run_gpu,
         "step": bench_step.run_gpu,
+        "dlrm": bench_dlrm.run_gpu,
     },
 }
 
@@ -146,6 +148,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     device: Cpu | Gpu
     if suite == "gpu":
         where = torch.device("cpu" if options.rehearse else "cuda")
+        if options.rehearse:
+            torch.set_num_threads(1)  # several would mostly wait for one another
         device = Gpu(where, options.quick or options.rehearse)
     else:
         # Plots can do with less, and have many points.

@@ -14,6 +14,7 @@ from sparsekit import optim
 
 from .common import Comparison, zipf_keys
 from .cpu import Call, Cpu
+from .fused_step import FusedStep, captured
 from .gpu import Gpu, Timing
 from .peers import fbgemm
 
@@ -136,6 +137,16 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
             yield gpu.against_r1(backward, ours[0], num_bytes, target)
             yield from gpu.against(backward, ours[0], peer_name, theirs[0], target)
             yield from gpu.against(f"step, {case}", ours[1], peer_name, theirs[1], wall=True)
+            fused = FusedStep(ids, dim, offsets)
+            run = partial(fused, keys, flat)
+            case = f"step by ops without a wait, {case}"
+            yield from gpu.against(case, gpu.time(run), "the layer's", ours[1], wall=True)
+            if gpu.on_gpu:
+                graph, _ = captured(fused, keys, flat)
+                timing = gpu.time(graph.replay)
+                yield from gpu.against(f"{case}, in a graph", timing, "the layer's", ours[1])
+                del graph
+            del fused, run
 
 
 def _parts(

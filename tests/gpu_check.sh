@@ -1,74 +1,119 @@
 #!/usr/bin/env bash
-# Builds for the GPU of this machine and judges the kernels on it, in one call of under ten minutes,
-# offline, with the machine's own python, torch, nvcc, cmake, ninja, pybind11 and pytest: tests,
-# compute-sanitizer, benchmarks. A step that fails does not keep the later ones from running; a
-# sanitizer that cannot be had on the machine is no failure.
-#   usage: tests/gpu_check.sh OUT_DIR [COMMIT]        results go to OUT_DIR as text and JSON
-# SPARSEKIT_GPU_CHECK_REHEARSE=1 does what can be done without a GPU: the same build, the tests and
+# Builds for the GPU of this machine and judges the kernels on it, offline, with the machine's own
+# python, torch, nvcc, cmake, ninja, pybind11 and pytest.
+#   usage: tests/gpu_check.sh [PART ...]
+# All parts when none is named, always in this order:
+#   build       compile; kernels that spill are a failure
+#   tests       tests:first   what the rest stands on: outputs, ops below autograd, a graph
+#               tests:ops     the op suite
+#               tests:layers  layers, optimizers, streams, graphs, the demo model against the CPU
+#               tests:nccl    the native exchange on one rank
+#               tests:ranks   several ranks that share the GPU
+#   sanitizer   memcheck, racecheck, initcheck and synccheck at a time; sanitizer:memcheck is one
+#   bench       all benchmarks of suite gpu; bench:unique is one, and several make one run
+# A call ends by itself within SPARSEKIT_GPU_CHECK_SECONDS (570). A step that fails or runs out of
+# time keeps no later one from running; a sanitizer that cannot be had is no failure.
+# Results are in $OUT, else build/gpu_check, and complete up to the last step that has ended:
+#   gpu_check.json  machine, steps with result and seconds; benchmarks.json as they are measured;
+#   log.txt  what all steps have said; junit/  a file for each part of the tests.
+# $COMMIT says which commit this is, where there is no git.
+# SPARSEKIT_GPU_CHECK_REHEARSE=1 does without a GPU what can be done: the same build, the tests and
 # small shapes on the host runner, the benchmarks at toy size.
 set -uo pipefail
 
-[ $# -ge 1 ] || { sed -n '2,9s/^# \?//p' "$0"; exit 2; }
-mkdir -p "$1"
-out=$(realpath "$1")
-cd "$(dirname "$0")/.."
-commit=${2:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
+cd "$(dirname "$0")"
+wanted=("$@")
+[ $# -gt 0 ] || wanted=(build tests sanitizer bench)
+for part in "${wanted[@]}"; do
+  case $part in
+    build | tests | tests:first | tests:ops | tests:layers | tests:nccl | tests:ranks) ;;
+    sanitizer | sanitizer:memcheck | sanitizer:racecheck | sanitizer:initcheck) ;;
+    sanitizer:synccheck | bench | bench:?*) ;;
+    *)
+      awk 'NR > 1 && !sub(/^# ?/, "") { exit } NR > 1' "$(basename "$0")"
+      echo "there is no part $part" && exit 2
+      ;;
+  esac
+done
+
+cd ..
+out=${OUT:-build/gpu_check}
+mkdir -p "$out"
+out=$(realpath "$out")
+commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
 python=${PYTHON:-python3}
 rehearse=${SPARSEKIT_GPU_CHECK_REHEARSE:-0}
 limit=${SPARSEKIT_GPU_CHECK_SECONDS:-570}
+device=cuda
+[ "$rehearse" != 1 ] || device=simt
 # nvcc and compute-sanitizer are often there without being on the path.
 for home in ${CUDA_HOME:+"$CUDA_HOME"} /usr/local/cuda /usr/local/cuda-*; do
   export PATH="$PATH:$home/bin:$home/compute-sanitizer"
 done
 export SPARSEKIT_CUDA=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-
-device=cuda
-selection=(-m cuda)
-benchmark_options=(--suite gpu)
-if [ "$rehearse" = 1 ]; then
-  device=simt
-  selection=(-k "simt and not opcheck" tests/ops tests/nn tests/optim tests/test_table.py
-    tests/test_cuda.py)
-  benchmark_options=(--rehearse)
-  export SPARSEKIT_CUDA_ARCHS=${SPARSEKIT_CUDA_ARCHS:-sm_90}
-fi
+[ "$rehearse" != 1 ] || export SPARSEKIT_CUDA_ARCHS=${SPARSEKIT_CUDA_ARCHS:-sm_90}
 
 has() { "$python" -c "import $1" 2>/dev/null; }
 left() { echo $((limit - SECONDS)); }
+# chosen PART: whether it has been asked for, by its name or as part of another.
+chosen() { [[ " ${wanted[*]} " == *" $1 "* || " ${wanted[*]} " == *" ${1%%:*} "* ]]; }
+# Whether anything of a part has been asked for.
+any_of() { [[ " ${wanted[*]}" == *" $1"* ]]; }
 
 # Exit status of a step that says in its last line why it cannot be done here.
 export not_available=77
 
-# record NAME EXIT_STATUS SECONDS: a line of the summary, and of the table as it grows.
+# record NAME EXIT_STATUS SECONDS LOG: a line of the summary, and the log behind the others.
 record() {
   local result=ok detail
   [ "$2" = 0 ] || result=FAILED
   [ "$2" != "$not_available" ] || result="not available"
-  detail=$(grep -E '[[:alnum:]]' "$out/$1.log" | tail -n 1 | cut -c 1-110)
+  detail=$(grep -E '[[:alnum:]]' "$4" | tail -n 1 | tr '\t' ' ' | cut -c 1-110)
   [ "$2" != 124 ] && [ "$2" != 137 ] || detail="out of time; $detail"
   printf '%s\t%s\t%s\t%s\n' "$1" "$result" "$3" "$detail" >>"$out/steps.tsv"
-  printf '%-12s %-13s %4s s  %s\n' "$1" "$result" "$3" "$detail"
+  printf '%-20s %-13s %4s s  %s\n' "$1" "$result" "$3" "$detail"
+  {
+    echo "======== $1: $result, $3 s"
+    cat "$4"
+  } >>"$out/log.txt"
+  rm "$4"
+  "$python" - "$out" <<'END'
+import json, sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+machine = out / "versions.json"
+names = ("step", "result", "seconds", "detail")
+lines = (out / "steps.tsv").read_text().splitlines()
+whole = {
+    "machine": json.loads(machine.read_text()) if machine.exists() else None,
+    "steps": [dict(zip(names, line.split("\t"))) for line in lines],
+}
+(out / "gpu_check.json").write_text(json.dumps(whole, indent=1) + "\n")
+END
 }
 
-# step NAME MOST KEEP COMMAND...: run it for at most MOST seconds, keeping KEEP for later steps.
+# step NAME MOST KEEP COMMAND...: run it for at most MOST seconds, keeping KEEP for later steps. It
+# is interrupted as by Ctrl-C, so that pytest says how far it has come.
 step() {
   local name=$1 most=$2 keep=$3 begin=$SECONDS status=0
   shift 3
   local rest=$(($(left) - keep))
   [ "$most" -lt "$rest" ] || most=$rest
   if [ "$most" -lt 3 ]; then
-    echo "no time was left for this" >"$out/$name.log"
+    echo "no time was left for this" >"$out/running.txt"
     status=1
   else
-    timeout --kill-after=5 "$most" "$@" >"$out/$name.log" 2>&1 </dev/null || status=$?
+    timeout --signal=INT --kill-after=10 "$most" "$@" >"$out/running.txt" 2>&1 </dev/null ||
+      status=$?
   fi
-  record "$name" "$status" $((SECONDS - begin))
+  record "$name" "$status" $((SECONDS - begin)) "$out/running.txt"
 }
 
 versions() {
   "$python" - "$commit" "$out/versions.json" <<'END'
-import json, platform, shutil, subprocess, sys
+import importlib.util, json, os, platform, shutil, subprocess, sys
 
 def ask(*command, word=""):
     if shutil.which(command[0]) is None:
@@ -79,14 +124,17 @@ def ask(*command, word=""):
 import torch
 
 query = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+packages = ("cupy", "triton", "xdist", "hypothesis", "numpy")
 found = {
     "commit": sys.argv[1],
     "gpu": ask(*query),
+    "cores": os.cpu_count(),
     "python": platform.python_version(),
     "torch": torch.__version__,
     "nvcc": ask("nvcc", "--version", word="release"),
     "cmake": ask("cmake", "--version", word="version"),
     "compute_sanitizer": ask("compute-sanitizer", "--version", word="version"),
+    "packages": [name for name in packages if importlib.util.find_spec(name)],
 }
 open(sys.argv[2], "w").write(json.dumps(found, indent=1) + "\n")
 print(found["gpu"] or "no GPU", "torch", found["torch"], "commit", found["commit"], sep="  ")
@@ -113,39 +161,60 @@ import sys, torch, sparsekit
 
 info = sparsekit.build_info()
 assert info["cuda"], f"built without CUDA: {info}"
+assert info["nccl"], f"built without NCCL: {info}"
 assert sys.argv[1] != "cuda" or torch.cuda.is_available(), "torch finds no GPU"
 print("kernels for", info.get("cuda_archs", "?"), "under torch", torch.__version__)
 END
 }
 
+# tests NAME ARGUMENT...: pytest, on as many processes as make sense where there is xdist.
 tests() {
-  local options=(-q -p no:cacheprovider --ignore=tests/test_hashing.py --durations=5)
-  ! has xdist || options+=(-n 4 --dist worksteal)
+  local name=$1 workers=$(($(nproc) / 2))
+  shift
+  local options=(-q -p no:cacheprovider --durations=5 -o "junit_family=xunit1")
+  options+=("--junitxml=$out/junit/$name.xml")
+  [ "$workers" -le 8 ] || workers=8
+  # Each has up to four ranks of its own, of which each has a context on the GPU.
+  [ "$name" != ranks ] || [ "$workers" -le 4 ] || workers=4
+  [ "$workers" -lt 2 ] || ! has xdist || options+=(-p xdist -n "$workers")
+  # Other plugins that may be here say things that are errors to these tests.
+  export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
   has hypothesis || export PYTHONPATH="$PWD/tests/stand_ins:$PYTHONPATH"
-  "$python" -m pytest "${options[@]}" "${selection[@]}" | tee "$out/tests.txt"
+  [ "$name" != ranks ] || export SPARSEKIT_RANKS_DEVICE=$device
+  "$python" -m pytest "${options[@]}" "$@" | tee -i "$out/tests.txt"
+  local status=${PIPESTATUS[0]} passed
+  passed=$(grep -cE '[0-9]+ passed' "$out/tests.txt")
+  rm "$out/tests.txt"
   # A run in which all is skipped shows nothing.
-  [ "${PIPESTATUS[0]}" = 0 ] && grep -qE '[0-9]+ passed' "$out/tests.txt"
+  [ "$status" = 0 ] && [ "$passed" -gt 0 ]
 }
 
-# sanitizer TOOL MOST: takes at most so many seconds, half of them for the last case to end in.
+# sanitizer TOOL MOST: takes at most so many seconds, many of them for the last case to end in.
 # Without torch's cache every tensor is an allocation of its own, so that one element too far is
 # seen. The log ends with what went wrong, or with what has been counted.
 sanitizer() {
   local cases=("$python" tests/gpu_check_ops.py "$device")
-  if [ "$rehearse" = 1 ]; then
-    "${cases[@]}" $(($2 / 2))
-    return
-  fi
   # Importing torch under the tool may take longer than the ten seconds that it waits by itself.
   local runner=(compute-sanitizer --tool "$1" --error-exitcode 99 --report-api-errors no
     --launch-timeout 60)
   # By a part of the mangled name: torch's kernels are most of the work and not what is judged.
   # But initcheck must see what they write.
-  [ "$1" = initcheck ] || runner+=(--kernel-regex kns=sparsekit)
+  [ "$1" = initcheck ] || runner+=(--kernel-name kns=sparsekit)
+  if [ "$rehearse" = 1 ]; then
+    # Without a GPU the tool sees nothing, but it must know what it is asked for.
+    if command -v compute-sanitizer >/dev/null; then "${runner[@]}" --version || return; fi
+    "${cases[@]}" $(($2 / 3))
+    return
+  fi
   can_run "${runner[@]}" || return
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${runner[@]}" "${cases[@]}" $((($2 - SECONDS) / 2)) || return
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${runner[@]}" "${cases[@]}" $((($2 - SECONDS) / 2)) |
+    tee -i "$out/$1.tmp"
+  local status=${PIPESTATUS[0]} summaries
+  summaries=$(grep -c SUMMARY "$out/$1.tmp")
+  rm "$out/$1.tmp"
+  [ "$status" = 0 ] || return "$status"
   # A tool that has lost hold of the program lets it end by itself, without a summary.
-  grep -q SUMMARY "$out/$1.log" || { echo "$1 has checked nothing" && return 1; }
+  [ "$summaries" -gt 0 ] || { echo "$1 has checked nothing" && return 1; }
 }
 
 # can_run RUNNER...: the tool is there, and runs a program that has nothing of ours. Not all drivers,
@@ -168,17 +237,55 @@ can_run() {
 export -f versions build usable tests sanitizer can_run has
 export python commit out device rehearse
 
-rm -f "$out"/steps.tsv "$out"/*.log "$out"/*.json
+rm -rf "$out"/{steps.tsv,log.txt,running.txt,junit,gpu_check.json,benchmarks.json,versions.json}
+mkdir -p "$out/junit"
+# Seconds that are kept for a part that comes later.
+for_bench=5
+! any_of bench || for_bench=130
+for_sanitizer=$for_bench
+! any_of sanitizer || for_sanitizer=$((for_bench + 90))
+
 step versions 60 0 bash -c versions
-step build 260 200 bash -c build
-step usable 60 190 bash -c usable
-step spills 30 190 "$python" -m tools.cuda_report
-step tests 150 190 bash -c "$(declare -p selection); tests" # an array cannot be exported
+if chosen build; then
+  step build 400 $((for_sanitizer + $(any_of tests && echo 120 || echo 0))) bash -c build
+  step spills 30 "$for_sanitizer" "$python" -m tools.cuda_report
+fi
+step usable 60 "$for_sanitizer" bash -c usable
+
+if [ "$rehearse" = 1 ]; then
+  first=(tests/test_cuda_first.py)
+  of_ops=(-k "simt and not opcheck" tests/ops)
+  nccl=(tests/test_nccl.py)
+  layers=(-k "simt" tests/nn tests/optim tests/test_table.py tests/test_cuda.py)
+else
+  first=(-m cuda tests/test_cuda_first.py)
+  of_ops=(-m cuda tests/ops)
+  nccl=(-m cuda tests/test_nccl.py)
+  layers=(-m cuda tests --ignore=tests/test_hashing.py --ignore=tests/ops --ignore=tests/ranks
+    --ignore=tests/test_nccl.py --ignore=tests/test_cuda_first.py)
+fi
+# Worlds of two and of four, and two of three combiners: making so many processes is most of it.
+ranks=(-k "not sqrtn and not 3-" tests/ranks/test_lookup.py tests/ranks/test_group.py
+  tests/ranks/test_training.py)
+of_tests() { # NAME MOST ARGUMENT...
+  chosen "tests:$1" || return
+  step "tests:$1" "$2" "$for_sanitizer" bash -c 'tests "$@"' tests "$1" "${@:3}"
+}
+of_tests first 90 "${first[@]}"
+of_tests ops 400 "${of_ops[@]}"
+of_tests layers 400 "${layers[@]}"
+of_tests nccl 150 "${nccl[@]}"
+of_tests ranks 450 "${ranks[@]}"
 
 # At the same time, since each is slow by itself and none is timed.
-tools=(memcheck racecheck initcheck synccheck)
-most=$(($(left) - 160))
-[ "$most" -lt 100 ] || most=100
+tools=()
+for tool in memcheck racecheck initcheck synccheck; do
+  ! chosen "sanitizer:$tool" || tools+=("$tool")
+done
+most=$(($(left) - for_bench))
+# Long enough to see all cases; without the other parts there is time for more.
+[ "$most" -lt 240 ] || most=240
+[ "$rehearse" != 1 ] || [ "$most" -lt 60 ] || most=60
 begin=$SECONDS
 for tool in "${tools[@]}"; do
   (
@@ -197,28 +304,29 @@ wait
 for tool in "${tools[@]}"; do
   read -r status seconds <"$out/$tool.status"
   rm "$out/$tool.status"
-  record "$tool" "$status" "$seconds"
+  record "sanitizer:$tool" "$status" "$seconds" "$out/$tool.log"
 done
 
-step benchmarks 400 5 "$python" -m benchmarks run "${benchmark_options[@]}" --json "$out/benchmarks.json"
-
-"$python" - "$out" <<'END'
-import json, sys
-from pathlib import Path
-
-out = Path(sys.argv[1])
-read = lambda name: json.loads((out / name).read_text()) if (out / name).exists() else None
-names = ("step", "result", "seconds", "detail")
-lines = (out / "steps.tsv").read_text().splitlines()
-steps = [dict(zip(names, line.split("\t"))) for line in lines]
-whole = {"machine": read("versions.json"), "steps": steps, "benchmarks": read("benchmarks.json")}
-(out / "gpu_check.json").write_text(json.dumps(whole, indent=1) + "\n")
-END
+if any_of bench; then
+  names=()
+  chosen bench || for part in "${wanted[@]}"; do
+    [[ $part != bench:* ]] || names+=("${part#bench:}")
+  done
+  options=(--suite gpu)
+  [ "$rehearse" != 1 ] || options=(--rehearse)
+  step bench 560 5 "$python" -m benchmarks run "${options[@]}" --json "$out/benchmarks.json" \
+    "${names[@]}"
+fi
 
 echo
-echo "== steps, $SECONDS s in all"
-awk -F '\t' '{ printf "%-12s %-13s %4s s  %s\n", $1, $2, $3, $4 }' "$out/steps.tsv"
-echo
-echo "== benchmarks"
-cat "$out/benchmarks.log"
-! cut -f 2 "$out/steps.tsv" | grep -q FAILED
+echo "== $SECONDS s in all; $out"
+awk -F '\t' '{ printf "%-20s %-13s %4s s  %s\n", $1, $2, $3, $4 }' "$out/steps.tsv"
+if [ -e "$out/benchmarks.json" ]; then
+  echo
+  sed -n '/^======== bench:/,$p' "$out/log.txt"
+fi
+failed=$(cut -f 2 "$out/steps.tsv" | grep -c FAILED)
+# What they hold is in gpu_check.json.
+rm -f "$out"/{steps.tsv,versions.json}
+rmdir --ignore-fail-on-non-empty "$out/junit"
+[ "$failed" = 0 ]

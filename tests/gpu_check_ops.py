@@ -141,6 +141,8 @@ def check_rows(device, mode, n, dim, dtype):
         offsets = torch.tensor([0, n // 3, n // 3, n])
         for combiner in ("sum", "mean", "sqrtn"):
             both(bags, device, table, hot, offsets, combiner, None, mode=mode, exact=False)
+        pairs = torch.cat([torch.arange(0, n, 2), torch.tensor([n, n])])
+        both(bags, device, table, hot, pairs, "mean", None, mode=mode, exact=False)
         weights = torch.rand(n, generator=generator).to(
             torch.float64 if dtype == torch.float64 else torch.float32
         )
@@ -175,13 +177,16 @@ def main(device, seconds):
     mode = simt.SimtMode if simt_mode else contextlib.nullcontext
     todo = list(cases(torch.device("cpu" if simt_mode else device), mode))
     random.Random(0).shuffle(todo)  # so that a short run has seen some of everything
-    end = time.monotonic() + seconds
+    begin = said = time.monotonic()
     done = 0
     for case in todo:
-        if time.monotonic() > end:
+        if time.monotonic() > begin + seconds:
             break
         case()
         done += 1
+        if time.monotonic() > said + 5:  # for whoever ends it before its time
+            said = time.monotonic()
+            print(f"{done} of {len(todo)} cases so far", flush=True)
     if device == "cuda":
         torch.cuda.synchronize()
     assert done > 10, f"only {done} cases in {seconds} s: that shows nothing"

@@ -16,6 +16,8 @@ from conftest import HAS_GPU, ROW_DTYPES, assert_close, generator, randn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import sparsekit
+from benchmarks import waits
+from benchmarks.fused_step import FusedStep, captured
 from sparsekit import ops
 from sparsekit.datasets import Ratings
 from sparsekit.models import RatingModel
@@ -233,6 +235,42 @@ def test_ops_take_only_as_many_keys_as_a_number_on_the_device_says(device, count
         assert torch.equal(result, whole)
 
 
+@pytest.mark.parametrize("count", [-1, 0, 1, 5, 6, 9])
+def test_an_update_takes_only_as_many_gradients(device, count):
+    used = min(max(count, 0), 6)
+    rows = torch.tensor([3, 0, 9, 4, 7, -1], device=device)  # the last is none, as padding is
+    grad = randn(6, 5, seed=1).to(device)
+    step = torch.ones((), dtype=torch.int64, device=device)
+
+    def updated(kept: int, number: torch.Tensor | None) -> torch.Tensor:
+        weight = randn(10, 5).to(device)
+        torch.ops.sparsekit.update_rows_(
+            weight, [], None, rows[:kept], grad[:kept], step, "sgd", [0.1, 0, 0, 0],
+            num_grads=number,
+        )  # fmt: skip
+        return weight
+
+    number = torch.tensor([count], device=device)
+    if used == 6:
+        with pytest.raises(IndexError, match=r"rows\[5\] is -1, but weight has 10 rows"):
+            updated(6, number)
+        return
+    assert torch.equal(updated(6, number), updated(used, None))
+
+
+def test_a_number_of_gradients_must_be_one_int64(device):
+    weight, step = torch.zeros(3, 2, device=device), torch.ones((), dtype=torch.int64)
+    for number, message in (
+        (torch.tensor([1.0]), "num_grads must have dtype Long"),
+        (torch.tensor([1, 2]), "num_grads must have one element, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.sparsekit.update_rows_(
+                weight, [], None, None, weight, step.to(device), "sgd", [0.1, 0, 0, 0],
+                num_grads=number.to(device),
+            )  # fmt: skip
+
+
 # Layers, optimizers and tables on a device
 
 
@@ -433,3 +471,114 @@ def test_the_model_of_ratings_trains_on_a_device(device):
     losses, predictions = train(device)
     assert losses == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(predictions, predicted, rtol=1e-3, atol=1e-3)
+
+
+def ratings(number):
+    """Made up, with something to learn: each user likes items near its own number."""
+    users, items = (torch.randint(0, 50, (number,), generator=generator(n)) for n in range(2))
+    values = 5 - ((users - items).abs() % 50) / 12 + randn(number, seed=2) / 4
+    return Ratings(users, items, values.clamp(1, 5), torch.arange(number, dtype=torch.float64))
+
+
+def test_200_steps_of_the_demo_give_the_losses_of_the_cpu(device):
+    """The model, optimizers and learning rates of `sparsekit train`."""
+    data = ratings(800)
+
+    def train(where):
+        model = RatingModel(data, dim=8, capacity=100, history_size=8).to(where)
+        sparse, dense = split_embedding_variable_from_others(model)
+        optimizers = [LazyAdam(sparse, lr=0.02), torch.optim.Adam(dense, lr=1e-3)]
+        losses = []
+
+        def loss_fn(_, batch):
+            squares, penalty = model.losses(*batch)
+            losses.append(squares.detach().mean().cpu())
+            return squares, penalty
+
+        trainer = Trainer(model, loss_fn, optimizers, stream=io.StringIO())
+        columns = [column.to(where) for column in (data.users, data.items, data.ratings)]
+        trainer.fit(tuple(columns), epochs=8, batch_size=32)
+        return torch.stack(losses)
+
+    with _disable_current_modes():
+        expected = train("cpu")
+    losses = train(device)
+    assert len(losses) == 200
+    assert losses[-25:].mean() < losses[:25].mean() / 2  # it has learned something
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["grad", "in backward"])
+def test_how_often_a_step_waits(backend, device, mode):
+    """A step of a layer waits for the device a few times, which is still to become none."""
+    if backend == "cpu":
+        pytest.skip("there is nothing to wait for")
+    layer = sparsekit.DistributedEmbedding("sum", 1000, 8, 2, 3, device=device, name="waits")
+    optimizer = LazyAdam(layer.parameters(), lr=0.01)
+    if mode == "in backward":
+        fuse_in_backward(optimizer, layer)
+    keys = torch.randint(0, 500, (16, 2, 3), generator=generator(0)).to(device)
+
+    def step():
+        layer(keys).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    set_checked = ctypes.CDLL(
+        str(simt.LIBRARY if backend == "simt" else waits.LIBRARY)
+    ).sparsekit_set_checked
+    before = set_checked(0)
+    try:
+        for _ in range(2):
+            step()
+        counted = waits.count(step, simt.LIBRARY if backend == "simt" else waits.LIBRARY)
+    finally:
+        set_checked(before)
+    # The number of distinct keys, and whether they have found room.
+    assert counted.sparsekit == 1
+    assert counted.torch <= 12
+    print(f"{mode}: {counted}")
+
+
+def fused_and_layer(device, steps):
+    """A step by ops, its inputs, and what a layer on the CPU makes of them, vectors and weight."""
+    offsets = torch.tensor([0, 3, 3, 7, 12])
+    batches = [torch.randint(0, 9 + 4 * n, (12,), generator=generator(n)) for n in range(steps)]
+    grads = [randn(4, 8, seed=n) for n in range(steps)]
+    with _disable_current_modes():
+        layer = sparsekit.DistributedEmbedding("sum", 40, 8, 1, 5, seed=3)
+        optimizer = LazyAdam(layer.parameters(), lr=0.01)
+        outputs = []
+        for keys, grad in zip(batches, grads, strict=True):
+            outputs.append(layer((keys, offsets)).squeeze(1))
+            outputs[-1].backward(grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    fused = FusedStep(40, 8, offsets.to(device), seed=3, lr=0.01)
+    inputs = [(k.to(device), g.to(device)) for k, g in zip(batches, grads, strict=True)]
+    return fused, inputs, outputs, layer
+
+
+def test_a_step_by_ops_is_that_of_a_layer(device):
+    fused, inputs, outputs, layer = fused_and_layer(device, 5)
+    for (keys, grad), expected in zip(inputs, outputs, strict=True):
+        assert_close(fused(keys, grad).cpu(), expected.detach())
+    assert fused.table.keys().tolist() == layer.table.keys().tolist()
+    assert_close(fused.weight.cpu(), layer.weight.detach())
+
+
+@gpu
+def test_a_step_by_ops_waits_for_nothing_and_is_captured_in_a_graph():
+    fused, inputs, outputs, layer = fused_and_layer("cuda", 6)
+    keys, grad = (torch.empty_like(x) for x in inputs[0])
+    keys.copy_(inputs[0][0])
+    grad.copy_(inputs[0][1])
+    with sparsekit.checked(False):
+        graph, pooled = captured(fused, keys, grad)  # has taken the first step
+        for i in range(1, 6):
+            keys.copy_(inputs[i][0])
+            grad.copy_(inputs[i][1])
+            assert waits.count(graph.replay).all == 0
+            assert_close(pooled.cpu(), outputs[i].detach())
+        assert waits.count(functools.partial(fused, keys, grad)).all == 0
+    assert fused.table.keys().tolist() == layer.table.keys().tolist()

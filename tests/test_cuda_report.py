@@ -1,5 +1,7 @@
 """No CUDA kernel may spill registers; and the report that says so can be believed."""
 
+import re
+
 import pytest
 
 import sparsekit
@@ -59,6 +61,32 @@ def test_report_has_every_kernel_on_every_arch(kernels):
     printed = cuda_report.table([kernel for _, kernel in kernels], all_kernels=False)
     assert all(name in printed for name in declared)
     assert "CUB" not in printed
+
+
+def test_every_kernel_is_in_the_status():
+    """With what it must move and what its machine code has; see docs/gpu-status.md."""
+    text = (cuda_report.ROOT / "docs" / "gpu-status.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`(\w+_kernel)`", row.split("|")[1])}
+    assert listed == cuda_report.declared_kernels()
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "threads", "share"),
+    [
+        (32, 0, 256, 1),
+        (40, 0, 256, 0.75),
+        (64, 0, 256, 0.5),
+        (65, 0, 256, 0.375),
+        (73, 0, 256, 0.375),
+        (96, 0, 256, 0.25),
+        (40, 0, 128, 0.75),
+        (16, 0, 32, 0.5),  # blocks
+        (32, 49 << 10, 256, 0.25),  # shared memory
+    ],
+)
+def test_occupancy(registers, shared, threads, share):
+    assert cuda_report.occupancy(registers, shared, threads) == share
 
 
 def test_spills_are_seen():

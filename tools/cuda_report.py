@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory of every kernel: `python -m tools.cuda_report [--all]`.
+"""Registers, occupancy and spills of every kernel: `python -m tools.cuda_report [--all]`.
 
 Reads what ptxas said in the newest build that has CUDA, which tools/keep_ptxas_log.py has kept
 beside the objects. --all adds the kernels of CUB, which are not ours to tune.
@@ -24,6 +24,23 @@ _KERNEL = re.compile(
 )
 
 
+# Sources whose blocks have 128 threads; all others have 256.
+_HALF_BLOCKS = {"bucketize"}
+
+
+def occupancy(registers: int, shared: int, threads: int) -> float:
+    """Share of a multiprocessor's 64 warps for which there is room at a time.
+
+    sm_80, sm_90 and sm_100 agree: 65,536 registers, given to each warp in units of 256, 32 blocks.
+    Of shared memory 100 KiB are counted on, and 1 KiB of each block is the system's. What a launch
+    adds to the static part is not known here; no kernel asks for more than a few KiB by itself.
+    """
+    of_warp = -(-registers * 32 // 256) * 256
+    warps = threads // 32
+    blocks = min(65536 // of_warp // warps, 64 // warps, 32, (100 << 10) // (shared + 1024))
+    return blocks * warps / 64
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One compiled kernel: a template argument or another chip makes another one."""
@@ -36,6 +53,11 @@ class Kernel:
     spill_stores: int
     spill_loads: int
     shared: int
+
+    @property
+    def occupancy(self) -> float:
+        """Warps at a time on a multiprocessor, as a share of the most there can be."""
+        return occupancy(self.registers, self.shared, 128 if self.source in _HALF_BLOCKS else 256)
 
     @property
     def spills(self) -> bool:
@@ -128,8 +150,8 @@ def table(kernels: list[Kernel], all_kernels: bool) -> str:
     """A line for each kernel and chip; spilling ones are marked."""
     names = demangle({kernel.symbol for kernel in kernels})
     lines = [
-        f"{'source':<15}{'kernel':<64}{'arch':<8}{'registers':>9}{'stack':>7}{'spill st/ld':>13}"
-        f"{'shared':>8}"
+        f"{'source':<15}{'kernel':<64}{'arch':<8}{'registers':>9}{'occupancy':>11}{'stack':>7}"
+        f"{'spill st/ld':>13}{'shared':>8}"
     ]
     for kernel in sorted(kernels, key=lambda k: (k.source, names[k.symbol], k.arch.zfill(8))):
         name = names[kernel.symbol]
@@ -140,7 +162,8 @@ def table(kernels: list[Kernel], all_kernels: bool) -> str:
         spill = f"{kernel.spill_stores}/{kernel.spill_loads}"
         lines.append(
             f"{kernel.source:<15}{name:<64}{kernel.arch:<8}{kernel.registers:>9}"
-            f"{kernel.stack:>7}{spill:>13}{kernel.shared:>8}{'  SPILLS' if kernel.spills else ''}"
+            f"{kernel.occupancy:>11.0%}{kernel.stack:>7}{spill:>13}{kernel.shared:>8}"
+            f"{'  SPILLS' if kernel.spills else ''}"
         )
     return "\n".join(lines)
 

@@ -114,9 +114,12 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
   const auto device_code =
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(device.type()));
   AtenTensorHandle output;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()),
-                                                         sizes.begin(), strides, type_code,
-                                                         device_code, device.index(), &output));
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
+                               type_code, device_code, device.index(), &output) != TORCH_SUCCESS) {
+    // The reason does not get through torch's stable ABI, and there is hardly another one.
+    throw std::runtime_error(message("sparsekit: torch has no ", bytes,
+                                     " bytes for an output or workspace; out of memory?"));
+  }
   return Tensor(output);
 }
 

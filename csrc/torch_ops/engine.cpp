@@ -179,3 +179,9 @@ void Engine::raise_left_over(const int64_t* positions) const {
 extern "C" __attribute__((visibility("default"))) int sparsekit_set_checked(int on) {
   return sparsekit::ops::checks_on.exchange(on != 0);
 }
+
+// How often ops have waited for a device. They do so without torch, whose own count, that of
+// torch.cuda.set_sync_debug_mode, therefore leaves them out.
+extern "C" __attribute__((visibility("default"))) int64_t sparsekit_num_waits() {
+  return sparsekit::cuda::num_waits();
+}

@@ -1,8 +1,8 @@
 // Every op that sparsekit defines, in one place. A trailing underscore marks an op that changes
 // the arguments written `Tensor(x!)`. What each does is said in sparsekit/ops/.
 //
-// With num_keys, one number where the keys are, an op takes only so many of them: on a device it is
-// read by the kernel, so that ops can follow one another without a word from the host.
+// With num_keys (num_grads), one number where the keys are, an op takes only so many of them: on a
+// device it is read by the kernel, so that ops can follow one another without a word from the host.
 #include "engine.h"
 
 SPARSEKIT_LIBRARY(m) {
@@ -45,7 +45,7 @@ SPARSEKIT_LIBRARY(m) {
   m.def(
       "update_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!)? row_step, Tensor? rows,"
       " Tensor grad, Tensor step, str rule, float[] settings, bool per_row=False,"
-      " int? rounding_seed=None) -> ()");
+      " int? rounding_seed=None, Tensor? num_grads=None) -> ()");
   m.def(
       "catch_up_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!) row_step, Tensor? rows,"
       " Tensor numbers, int first_step, str rule, float[] settings) -> ()");

@@ -7,10 +7,14 @@ namespace {
 
 void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor> row_step,
                  std::optional<Tensor> rows, Tensor grad, Tensor step, std::string rule,
-                 std::vector<double> settings, bool per_row, std::optional<int64_t> rounding_seed) {
+                 std::vector<double> settings, bool per_row, std::optional<int64_t> rounding_seed,
+                 std::optional<Tensor> num_grads) {
   const char* op = "update_rows_";
-  check_same_device(
-      op, {{"weight", weight}, {"rows", rows.value_or(grad)}, {"grad", grad}, {"step", step}});
+  check_same_device(op, {{"weight", weight},
+                         {"rows", rows.value_or(grad)},
+                         {"grad", grad},
+                         {"step", step},
+                         {"num_grads", num_grads.value_or(grad)}});
   check_table(weight, states, row_step, op);
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
   check_dim(grad, 2, op, "grad");
@@ -29,6 +33,7 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
         ": step must be one number >= 1");
   check(!per_row || row_step.has_value(), op, ": per_row needs row_step");
   grad = packed(grad);
+  const DeviceCount n = device_count(grad.size(0), num_grads, op, "num_grads");
   const Engine engine(weight);
   const StepNumber number{int64_data(step), per_row};
   const Rounding rounding{rounding_seed.has_value(),
@@ -42,12 +47,12 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
       const auto table = row_table<T>(weight, states, row_step, Rule::kRowWise, op);
       const int64_t* row_numbers = rows ? int64_data(*rows) : nullptr;
       if constexpr (kOnDevice) {
-        cuda::update_rows(table, row_numbers, data<T>(grad), DeviceCount{grad.size(0)}, chosen,
-                          number, rounding, engine.bad(Complaint::kUpdateRow), engine.stream());
+        cuda::update_rows(table, row_numbers, data<T>(grad), n, chosen, number, rounding,
+                          engine.bad(Complaint::kUpdateRow), engine.stream());
         bad = engine.found(Complaint::kUpdateRow, rows ? grad.size(0) : 0);
       } else {
-        bad = cpu::update_rows(table, row_numbers, data<T>(grad), grad.size(0), chosen, number,
-                               rounding, torch_parallel_for());
+        bad = cpu::update_rows(table, row_numbers, data<T>(grad), n.get(), chosen, number, rounding,
+                               torch_parallel_for());
       }
     });
   });

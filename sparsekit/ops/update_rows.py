@@ -90,5 +90,6 @@ def _(
     settings: Sequence[float],
     per_row: bool = False,
     rounding_seed: int | None = None,
+    num_grads: torch.Tensor | None = None,
 ) -> None:
     return None

@@ -1,6 +1,7 @@
 """sparsekit.ops.embedding_bag, forward and gradients, against the reference and torch."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -89,6 +90,39 @@ def test_any_bags(device, lengths, num_rows, dim, combiner, weighted, seed):
     weights = whole_numbers(len(rows), dtype=torch.float64, seed=seed).sign()
     weight = randn(num_rows, dim, dtype=torch.float64, seed=seed)
     check(weight, rows, offsets, combiner, weights if weighted else None, device)
+
+
+SHORT = [[2], [0, 0, 5], [1, 0, 2, 0], [0, 3, 4, 0, 0, 1, 2], [2] * 33, [1] * 30 + [0, 0]]
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@weighted_or_not
+@pytest.mark.parametrize("dim", [1, 4, 20, 64, 132])
+@pytest.mark.parametrize("lengths", SHORT)
+def test_short_bags(device, lengths, dim, weighted, dtype):
+    """Which share a tile on a device; alone, and among them one that is cut into parts."""
+    # In bfloat16 gradients of so long a bag come out differently on both sides.
+    for extra in ([], *([[700, *[1] * 150]] if dtype != torch.bfloat16 else [])):
+        rows, offsets = bags_of(lengths + extra + lengths, 23)
+        sample_weights = randn(len(rows)).abs() + 0.5 if weighted else None
+        if weighted and dtype == torch.float64:
+            sample_weights = sample_weights.double()
+        check(randn(23, dim, dtype=dtype), rows, offsets, "mean", sample_weights, device)
+
+
+@pytest.mark.parametrize("combiner", COMBINERS)
+def test_a_bag_gives_the_same_bits_among_short_and_long_ones(device, combiner):
+    rows, offsets = bags_of([3, 0, 2, 9, 1, 0, 5, 2, 2], 23, lowest=0)
+    weight = randn(23, 8).to(device)
+    together = ops.embedding_bag(weight, rows.to(device), offsets.to(device), combiner)
+    for bag, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        # With nine others of one row each, or 20, which is short or long on average.
+        for length in (1, 20):
+            other_rows, others = bags_of([length] * 9, 23, seed=2, lowest=0)
+            mixed = torch.cat([rows[begin:end], other_rows]).to(device)
+            bounds = torch.cat([torch.zeros(1, dtype=torch.int64), others + end - begin])
+            alone = ops.embedding_bag(weight, mixed, bounds.to(device), combiner)
+            assert same_bits(alone[0], together[bag])
 
 
 @pytest.mark.parametrize("combiner", ["sum", "mean"])

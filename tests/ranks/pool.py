@@ -89,6 +89,8 @@ def _serve(
 
     import sparsekit
 
+    from . import on_device
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -98,13 +100,15 @@ def _serve(
         timeout=timedelta(seconds=timeout),
     )
     sparsekit.init(timeout=timeout)
+    on_device.begin()
     while True:
         try:
             function, arguments = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            result = function(rank, *arguments)
+            with on_device.where():
+                result = on_device.on_cpu(function(rank, *arguments))
         except BaseException as error:
             result = Raised(type(error).__name__, str(error), traceback.format_exc())
         connection.send(result)

@@ -6,10 +6,12 @@ import torch
 import sparsekit
 from sparsekit.distributed import wrap_ddp
 
+from . import on_device
 from .pool import Ranks
 
 STEPS, BATCH, SLOTS, NNZ, DIM = 20, 12, 2, 3, 5
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
+# One rank computes on the CPU in any case; a GPU's kernels round differently.
+TOLERANCE = {torch.float32: 1e-4 if on_device.NAME == "cuda" else 1e-6, torch.float64: 1e-10}
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
     "our SGD": (sparsekit.optim.SGD, {"lr": 0.1}),

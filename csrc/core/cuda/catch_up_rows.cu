@@ -19,9 +19,13 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
   const int leader = simt::lane() >> log2_lanes << log2_lanes;
   const int64_t tiles = simt::global_threads() >> log2_lanes;
   const int64_t tile_in_warp = simt::lane() >> log2_lanes;
+  const auto row_at = [&](int64_t i) { return i >= n ? -1 : rows == nullptr ? i : rows[i]; };
+  // One ahead, so that no row has to wait for its number first.
+  int64_t next_row = row_at(tile_of_thread(log2_lanes));
   for (int64_t of_warp = tile_of_thread(log2_lanes) - tile_in_warp; of_warp < n; of_warp += tiles) {
     const int64_t i = of_warp + tile_in_warp;
-    int64_t row = i >= n ? -1 : rows == nullptr ? i : rows[i];
+    int64_t row = next_row;
+    next_row = row_at(i + tiles);
     if (row >= table.num_rows) {
       if (column == 0) simt::atomic_min(bad, i);
       row = -1;

@@ -1,10 +1,20 @@
 #include "sparsekit/device_memory.h"
 
+#include <atomic>
 #include <cstring>
 
 #include "cuda/simt.cuh"
 
 namespace sparsekit::cuda {
+namespace {
+
+std::atomic<int64_t> waits{0};
+
+}  // namespace
+
+int64_t num_waits() {
+  return waits;
+}
 
 void fill_bytes(void* device, int byte, int64_t bytes, void* stream) {
   simt::fill_bytes(device, byte, bytes, stream);
@@ -28,6 +38,7 @@ void read_back(const Piece* pieces, int count, void* stream) {
   // end of a thread the driver may be gone.
   constexpr int64_t kBytes = 4096;
   thread_local char* staging = nullptr;
+  ++waits;
   if (staging == nullptr) simt::check(cudaMallocHost(&staging, kBytes), "page-locked memory");
   int64_t used = 0;
   for (int i = 0; i < count; ++i) {
@@ -51,6 +62,7 @@ bool is_capturing(void*) {
 }
 
 void read_back(const Piece* pieces, int count, void*) {
+  ++waits;
   for (int i = 0; i < count; ++i) {
     std::memcpy(pieces[i].host, pieces[i].device, static_cast<size_t>(pieces[i].bytes));
   }

@@ -28,48 +28,62 @@ struct Pooling {
   int log2_lanes;
 };
 
-// sum = the weighted rows of the `count` entries from `begin`, at most kPart, added in order;
-// total = what their weights add to the total.
-template <class T, int kWidth>
-SPARSEKIT_DEVICE void pool(const Pooling<T>& in, int64_t begin, int count, int64_t element,
-                           Acc<T> (&sum)[kWidth], Acc<T>& total) {
-  int64_t next_row[kInFlight];
-  Acc<T> next_weight[kInFlight];
-  const auto look_up = [&](int from) {
+// The next kInFlight entries: what is known of them before their rows arrive.
+template <class T>
+struct Entries {
+  int64_t row[kInFlight];  // -1 where there is none
+  Acc<T> weight[kInFlight];
+
+  // Of the `count` entries from `begin`, those after the first `from`.
+  SPARSEKIT_DEVICE void look_up(const Pooling<T>& in, int64_t begin, int from, int count) {
     for (int j = 0; j < kInFlight; ++j) {
       const int64_t i = begin + from + j;
       const bool there = from + j < count;
-      next_row[j] = there ? in.bags.rows[i] : -1;
-      next_weight[j] = there ? Acc<T>{1} : Acc<T>{0};
-      if (there && in.sample_weights != nullptr) next_weight[j] = in.sample_weights[i];
+      row[j] = there ? in.bags.rows[i] : -1;
+      weight[j] = there ? Acc<T>{1} : Acc<T>{0};
+      if (there && in.sample_weights != nullptr) weight[j] = in.sample_weights[i];
     }
-  };
-  for (int l = 0; l < kWidth; ++l) sum[l] = 0;
-  total = 0;
-  look_up(0);
-  for (int k = 0; k < count; k += kInFlight) {
-    int64_t row[kInFlight];
-    Acc<T> weight[kInFlight];
-    RowPiece<T, kWidth> piece[kInFlight];
-    for (int j = 0; j < kInFlight; ++j) {
-      row[j] = next_row[j];
-      weight[j] = next_weight[j];
-    }
+  }
+  template <int kWidth>
+  SPARSEKIT_DEVICE void read(const Pooling<T>& in, int64_t element,
+                             RowPiece<T, kWidth> (&piece)[kInFlight]) const {
     for (int j = 0; j < kInFlight; ++j) {
       piece[j] = {};
       if (row[j] >= 0 && row[j] < in.num_rows && element < in.dim) {
         piece[j].read(in.weight + row[j] * in.dim + element);
       }
     }
-    look_up(k + kInFlight);
-    for (int j = 0; j < kInFlight; ++j) {
-      total += in_total(weight[j], in.combiner);
-      if (row[j] >= in.num_rows) {
-        if (element == 0) simt::atomic_min(in.errors.bad_row, begin + k + j);
-      } else if (row[j] >= 0) {
-        for (int l = 0; l < kWidth; ++l) sum[l] += weight[j] * load(piece[j].at(l));
-      }
+  }
+  // Adds entry `i`, which is the j-th of these.
+  template <int kWidth>
+  SPARSEKIT_DEVICE void add(const Pooling<T>& in, int j, int64_t i, int64_t element,
+                            const RowPiece<T, kWidth>& piece, Acc<T> (&sum)[kWidth],
+                            Acc<T>& total) const {
+    total += in_total(weight[j], in.combiner);
+    if (row[j] >= in.num_rows) {
+      if (element == 0) simt::atomic_min(in.errors.bad_row, i);
+    } else if (row[j] >= 0) {
+      for (int l = 0; l < kWidth; ++l) sum[l] += weight[j] * load(piece.at(l));
     }
+  }
+};
+
+// sum = the weighted rows of the `count` entries from `begin`, at most kPart, added in order;
+// total = what their weights add to the total.
+template <class T, int kWidth>
+SPARSEKIT_DEVICE void pool(const Pooling<T>& in, int64_t begin, int count, int64_t element,
+                           Acc<T> (&sum)[kWidth], Acc<T>& total) {
+  for (int l = 0; l < kWidth; ++l) sum[l] = 0;
+  total = 0;
+  Entries<T> next;
+  next.look_up(in, begin, 0, count);
+  for (int k = 0; k < count; k += kInFlight) {
+    const Entries<T> now = next;
+    RowPiece<T, kWidth> piece[kInFlight];
+    now.read(in, element, piece);
+    next.look_up(in, begin, k + kInFlight, count);
+    for (int j = 0; j < kInFlight; ++j)
+      now.add(in, j, begin + k + j, element, piece[j], sum, total);
   }
 }
 
@@ -113,6 +127,21 @@ struct LongBags {
   }
 };
 
+// Puts a long bag down as parts. All lanes of a warp call it, those of a tile for the same bag.
+template <class T>
+SPARSEKIT_DEVICE void put_down_parts(const Pooling<T>& in, const LongBags<T>& long_bags,
+                                     int64_t bag, const Range& range) {
+  const int lanes = 1 << in.log2_lanes;
+  const int lane_in_tile = simt::lane() & (lanes - 1);
+  const int64_t parts = range.end - range.begin > kPart ? num_parts(range) : 0;
+  int64_t first = 0;
+  if (parts > 0 && lane_in_tile == 0) first = simt::atomic_add(long_bags.taken, parts);
+  first = simt::warp_shuffle(first, simt::lane() - lane_in_tile);
+  for (int64_t j = lane_in_tile; j < parts && first + parts <= long_bags.capacity; j += lanes) {
+    long_bags.parts[first + j] = Part{bag, j};
+  }
+}
+
 // A tile per bag, and one more for the last offset. Long bags are put down as parts and get zeros
 // for now; they keep them if there is no space, which only bags that overlap can bring about.
 template <class T, int kWidth>
@@ -121,24 +150,89 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   const int64_t bag = tile_of_thread(in.log2_lanes);
   const int64_t element = first_element(kWidth, in.log2_lanes);
   if (element == 0 && bag <= in.bags.num_bags) check_offset(in.bags, bag, in.errors.bad_offset);
-  Range range = bag < in.bags.num_bags ? bag_range(in.bags, bag) : Range{0, 0};
-  if (long_bags.capacity > 0 && simt::column() == 0) {
-    const int lanes = 1 << in.log2_lanes;
-    const int lane_in_tile = simt::lane() & (lanes - 1);
-    const int64_t parts = range.end - range.begin > kPart ? num_parts(range) : 0;
-    int64_t first = 0;
-    if (parts > 0 && lane_in_tile == 0) first = simt::atomic_add(long_bags.taken, parts);
-    first = simt::warp_shuffle(first, simt::lane() - lane_in_tile);
-    for (int64_t j = lane_in_tile; j < parts && first + parts <= long_bags.capacity; j += lanes) {
-      long_bags.parts[first + j] = Part{bag, j};
-    }
-  }
+  const Range range = bag < in.bags.num_bags ? bag_range(in.bags, bag) : Range{0, 0};
+  if (long_bags.capacity > 0 && simt::column() == 0) put_down_parts(in, long_bags, bag, range);
   if (bag >= in.bags.num_bags) return;
   const int64_t entries = range.end - range.begin;
   const int count = entries > kPart ? 0 : static_cast<int>(entries);
   Acc<T> sum[kWidth], total;
   pool(in, range.begin, count, element, sum, total);
   write_bag(in, bag, count, element, sum, total, out);
+}
+
+// Bags of a tile, where bags are short: a bag of an entry or two is three waits in a row, for its
+// offsets, its row numbers and its rows, with little under way in each.
+constexpr int kBags = 4;
+// Bags are short with fewer entries than this on average, two batches of rows: from there on the
+// waits before the rows no longer count for much. An estimate, not yet measured.
+constexpr int64_t kShort = 2 * kInFlight;
+
+// The same for kBags bags a tile, whose entries, side by side, are walked as those of one bag.
+template <class T, int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(256)
+    pool_short_bags_kernel(Pooling<T> in, LongBags<T> long_bags, T* out) {
+  const int64_t* offsets = in.bags.offsets;
+  const int64_t first = tile_of_thread(in.log2_lanes) * kBags;
+  const int64_t last = first + kBags < in.bags.num_bags ? first + kBags : in.bags.num_bags;
+  const int64_t element = first_element(kWidth, in.log2_lanes);
+  int64_t before = first < last ? offsets[first] : 0;
+  // Whether the entries do lie side by side, and are few.
+  bool plain = before >= 0;
+  for (int j = 0; j < kBags; ++j) {
+    const int64_t bag = first + j;
+    if (element == 0 && bag <= in.bags.num_bags) check_offset(in.bags, bag, in.errors.bad_offset);
+    if (bag >= last) continue;
+    const int64_t after = offsets[bag + 1];
+    plain = plain && before <= after && after - before <= kPart;
+    before = after;
+  }
+  plain = plain && before <= in.bags.n;
+  if (long_bags.capacity > 0 && simt::column() == 0 && simt::warp_any(!plain)) {
+    for (int64_t bag = first; bag < first + kBags; ++bag) {
+      const Range range = bag < in.bags.num_bags ? bag_range(in.bags, bag) : Range{0, 0};
+      put_down_parts(in, long_bags, bag, range);
+    }
+  }
+  if (!plain) {
+    for (int64_t bag = first; bag < last; ++bag) {
+      const Range range = bag_range(in.bags, bag);
+      const int64_t entries = range.end - range.begin;
+      const int count = entries > kPart ? 0 : static_cast<int>(entries);
+      Acc<T> sum[kWidth], total;
+      pool(in, range.begin, count, element, sum, total);
+      write_bag(in, bag, count, element, sum, total, out);
+    }
+    return;
+  }
+  if (first >= last) return;
+
+  const int64_t begin = offsets[first];
+  const auto count = static_cast<int>(before - begin);
+  int64_t bag = first;
+  int begin_of_bag = 0, end_of_bag = static_cast<int>(offsets[first + 1] - begin);
+  Acc<T> sum[kWidth] = {}, total = 0;
+  const auto finish_bag = [&] {
+    write_bag(in, bag, end_of_bag - begin_of_bag, element, sum, total, out);
+    for (int l = 0; l < kWidth; ++l) sum[l] = 0;
+    total = 0;
+    ++bag;
+    begin_of_bag = end_of_bag;
+    if (bag < last) end_of_bag = static_cast<int>(offsets[bag + 1] - begin);
+  };
+  Entries<T> next;
+  next.look_up(in, begin, 0, count);
+  for (int k = 0; k < count; k += kInFlight) {
+    const Entries<T> now = next;
+    RowPiece<T, kWidth> piece[kInFlight];
+    now.read(in, element, piece);
+    next.look_up(in, begin, k + kInFlight, count);
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      while (k + j == end_of_bag && bag + 1 < last) finish_bag();
+      now.add(in, j, begin + k + j, element, piece[j], sum, total);
+    }
+  }
+  while (bag < last) finish_bag();
 }
 
 // A tile per part.
@@ -205,8 +299,14 @@ void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShap
     simt::fill_bytes(long_bags.parts, 0xFF, long_bags.capacity * static_cast<int64_t>(sizeof(Part)),
                      stream);
   }
-  simt::launch("embedding_bag: bags", pool_bags_kernel<T, kWidth>,
-               grid_for_rows(in.bags.num_bags + 1, shape), stream, in, long_bags, out);
+  const int64_t tiles = in.bags.num_bags + 1;
+  if (in.bags.n < kShort * in.bags.num_bags) {
+    simt::launch("embedding_bag: short bags", pool_short_bags_kernel<T, kWidth>,
+                 grid_for_rows((tiles + kBags - 1) / kBags, shape), stream, in, long_bags, out);
+  } else {
+    simt::launch("embedding_bag: bags", pool_bags_kernel<T, kWidth>, grid_for_rows(tiles, shape),
+                 stream, in, long_bags, out);
+  }
   if (long_bags.capacity == 0) return;
   const simt::Grid grid = grid_for_rows(long_bags.capacity, shape);
   simt::launch("embedding_bag: parts", pool_parts_kernel<T, kWidth>, grid, stream, in, long_bags);

@@ -49,10 +49,14 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
   const int64_t count = n.get(), tiles = simt::global_threads() >> log2_lanes;
   const int64_t tile_in_warp = simt::lane() >> log2_lanes;
   const int64_t first = tile_of_thread(log2_lanes) - tile_in_warp;
+  const auto row_at = [&](int64_t i) { return i >= count ? -1 : rows == nullptr ? i : rows[i]; };
+  // One ahead, so that no row has to wait for its number first.
+  int64_t next_row = row_at(first + tile_in_warp);
   // The lanes of a warp stay together, for what they tell each other.
   for (int64_t of_warp = first; of_warp < count; of_warp += tiles) {
     const int64_t i = of_warp + tile_in_warp;
-    int64_t row = i >= count ? -1 : rows == nullptr ? i : rows[i];
+    int64_t row = next_row;
+    next_row = row_at(i + tiles);
     if (i < count && (row < 0 || row >= table.num_rows)) {
       if (column == 0) simt::atomic_min(bad, i);
       row = -1;

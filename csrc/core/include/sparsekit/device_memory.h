@@ -26,4 +26,7 @@ struct Piece {
 // Copies a few small pieces to the host and waits for them, once.
 void read_back(const Piece* pieces, int count, void* stream);
 
+// How often read_back has waited in this process.
+int64_t num_waits();
+
 }  // namespace sparsekit::cuda

@@ -1,0 +1,74 @@
+"""A step of one table by ops that leave every size on the device, so that the host never waits.
+
+What a layer's fused mode is to become: keys to pooled vectors, and the gradient of those to updated
+rows. Each tensor has as many rows as there may be distinct keys; what lies behind the true number
+is padding, which costs the memory and the zeros of the gradient.
+"""
+
+import torch
+
+import sparsekit
+from sparsekit import ops
+
+SETTINGS = (0.9, 0.999, 1e-8, 0.0, 0.0)  # Adam's, behind the learning rate
+
+
+class FusedStep:
+    """Sums of bags, and LazyAdam. Calls can be captured in a CUDA graph after a first one.
+
+    Args:
+        capacity: rows of the table.
+        dim: of a vector.
+        offsets: int64 ``[bags + 1]`` of all calls.
+        seed: of the initial vectors.
+        lr: learning rate.
+    """
+
+    def __init__(
+        self, capacity: int, dim: int, offsets: torch.Tensor, seed: int = 0, lr: float = 1e-3
+    ) -> None:
+        device = offsets.device
+        self.table = sparsekit.HashTable(capacity, device=device)
+        self.weight = torch.zeros(capacity, dim, device=device)
+        # The states of a row side by side, as the optimizer has them.
+        self.states = torch.zeros(capacity, 2, dim, device=device).unbind(1)
+        self.steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.offsets = offsets
+        self.seed = seed
+        self.settings = [lr, *SETTINGS]
+
+    def __call__(self, keys: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """Pool the vectors of keys, then update them by the gradient of the result."""
+        unique, inverse, _, number = torch.ops.sparsekit.unique_padded(keys)
+        rows, status = torch.ops.sparsekit.hash_table_find_or_insert_(
+            self.table.buckets, self.table.size, unique, self.table.capacity, number
+        )
+        ops.init_rows_(self.weight, unique, rows, status, seed=self.seed)
+        pooled = ops.embedding_bag(self.weight, rows[inverse], self.offsets)
+        grads = torch.ops.sparsekit.embedding_bag_backward(
+            grad, inverse, self.offsets, 0, None, len(keys), False
+        )
+        self.steps.add_(1)
+        torch.ops.sparsekit.update_rows_(
+            self.weight, self.states, None, rows, grads, self.steps, "adam", self.settings,
+            num_grads=number,
+        )  # fmt: skip
+        return pooled
+
+
+def captured(
+    step: FusedStep, keys: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of one step with these tensors, and where it leaves the pooled vectors.
+
+    The step is taken once before, as torch asks for.
+    """
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        step(keys, grad)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        pooled = step(keys, grad)
+    return graph, pooled

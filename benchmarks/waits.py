@@ -1,0 +1,62 @@
+"""How often the host waits for the device: each wait ends with an idle GPU.
+
+torch counts its own, where torch.cuda.set_sync_debug_mode is on; ops of sparsekit wait without
+torch, and count for themselves.
+"""
+
+import ctypes
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import sparsekit
+
+LIBRARY = Path(sparsekit.__file__).parent / "lib" / "libsparsekit_cuda.so"
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Of one call."""
+
+    torch: int
+    sparsekit: int
+
+    @property
+    def all(self) -> int:
+        """Both."""
+        return self.torch + self.sparsekit
+
+
+def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
+    """Run a call and count.
+
+    Args:
+        call: what is run, once; it should have run before, since first calls wait for more.
+        library: whose waits count; that of the host runner has the same, without a device.
+    """
+    own = ctypes.CDLL(str(library)).sparsekit_num_waits
+    own.restype = ctypes.c_int64
+    before = own()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # torch warns of the mode itself as well
+        with _debug_mode():
+            call()
+    of_torch = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    return Waits(len(of_torch), own() - before)
+
+
+@contextmanager
+def _debug_mode() -> Iterator[None]:
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
