@@ -34,11 +34,11 @@ class Numbering {
   Numbering() = default;
 
   // distinct [most], entries [entries_for(most)], aligned to 32 bytes. If most keys are expected to
-  // be distinct there is room for all of them at once.
-  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries, bool all_distinct = false)
+  // be distinct there is room for all of them from the start.
+  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries, bool mostly_distinct = false)
       : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)) {
     while (number_bits_ < static_cast<uint64_t>(most)) number_bits_ = 2 * number_bits_ + 1;
-    clear(all_distinct ? most_entries_ : std::min(most_entries_, kFirstEntries));
+    clear(mostly_distinct ? most_entries_ : std::min(most_entries_, kFirstEntries));
   }
 
   // A power of two, of which at most 5 in 8 are in use.

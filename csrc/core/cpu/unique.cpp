@@ -9,10 +9,10 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Two ways, with the same result. By pieces: each thread numbers a range of the keys, and one
-// merges what they have found. It is best where keys repeat. By parts: keys are moved to parts by
-// their hash, and numbered there, in the cache; a merge is not needed, but several passes are. The
-// hash table of a million distinct keys is not in a cache, which costs more.
+// Two ways, with the same result. By pieces: each thread numbers a range of the keys, and looks up
+// what it has found in the ranges before. By parts: keys are moved to parts by their hash, and
+// numbered there, in the cache; nothing is looked up twice, but there are several passes more. The
+// hash table of a million distinct keys is not in a cache, which costs more than those.
 constexpr int64_t kLeastPiece = 8192;
 constexpr int64_t kMostInPieces = int64_t{1} << 21;
 constexpr int kMaxPieces = 32;
@@ -63,12 +63,12 @@ class Pieces {
 
   int64_t workspace_bytes;
 
-  int64_t run(const Key* keys, bool all_distinct, Key* unique_keys, int64_t* inverse,
+  int64_t run(const Key* keys, bool mostly_distinct, Key* unique_keys, int64_t* inverse,
               int64_t* counts, const ParallelFor& parallel_for) {
     pieces_ = std::min<int64_t>({parallel_for.num_threads(), kMaxPieces, 1 + n_ / kLeastPiece});
     parallel_for(0, pieces_, 1, [&](int64_t first, int64_t last) {
       for (int64_t piece = first; piece < last; ++piece) {
-        number_piece(piece, keys, all_distinct, inverse);
+        number_piece(piece, keys, mostly_distinct, inverse);
       }
     });
     int64_t size = 0;
@@ -83,17 +83,14 @@ class Pieces {
           }
         });
       };
-      if (piece > 0) {
-        each_share([&](int64_t share, int64_t begin, int64_t end) {
-          firsts_[share] = find_before(piece, begin, end, counts);
-        });
-      }
+      each_share([&](int64_t share, int64_t begin, int64_t end) {
+        firsts_[share] = find_before(piece, begin, end, counts);
+      });
       for (int64_t share = 0; share < shares; ++share) {
-        const int64_t firsts = piece > 0 ? firsts_[share] : kShare;
+        const uint32_t firsts = firsts_[share];
         firsts_[share] = static_cast<uint32_t>(size);
         size += firsts;
       }
-      if (piece == 0) size = piece_size;
       each_share([&](int64_t share, int64_t begin, int64_t end) {
         rank_firsts(piece, begin, end, firsts_[share], unique_keys, counts);
       });
@@ -110,11 +107,11 @@ class Pieces {
   int64_t begin_of(int64_t piece) const { return n_ * piece / pieces_; }
 
   // Numbers within the piece go to inverse for the time being.
-  void number_piece(int64_t piece, const Key* keys, bool all_distinct, int64_t* inverse) {
+  void number_piece(int64_t piece, const Key* keys, bool mostly_distinct, int64_t* inverse) {
     const int64_t begin = begin_of(piece);
     const int64_t end = begin_of(piece + 1);
     uint32_t* entries = entries_ + Numbering<Key>::entries_before(piece, begin);
-    Numbering<Key> numbering(distinct_ + begin, end - begin, entries, all_distinct);
+    Numbering<Key> numbering(distinct_ + begin, end - begin, entries, mostly_distinct);
     numbering.add(keys, begin, end,
                   [=](int64_t i, uint32_t number) { inverse[i] = number & ~kFirst; });
     numberings_[piece] = numbering;
@@ -123,6 +120,7 @@ class Pieces {
   // Ranks of those distinct keys of a piece that are in one before it, to which their counts are
   // added. Those that are new get kAbsent; returns how many there are.
   uint32_t find_before(int64_t piece, int64_t begin, int64_t end, int64_t* counts) {
+    if (piece == 0) return static_cast<uint32_t>(end - begin);
     uint32_t* ranks = ranks_ + begin;
     const Distinct<Key>* distinct = distinct_ + begin;
     numberings_[0].find(distinct, end - begin,
@@ -346,9 +344,10 @@ class Parts {
   uint32_t* entries_;
 };
 
-// Whether keys seldom repeat, going by some of them.
+// Whether most keys are distinct, going by some of them. Of s out of m keys that are equally
+// frequent s * s / 2m are repeats, and of n most are distinct if m > n.
 template <class Key>
-bool seldom_repeat(const Key* keys, int64_t n, void* workspace) {
+bool mostly_distinct(const Key* keys, int64_t n, void* workspace) {
   Workspace memory(workspace);
   auto* distinct = memory.take<Distinct<Key>>(kSample);
   auto* sample = memory.take<Key>(kSample);
@@ -356,7 +355,7 @@ bool seldom_repeat(const Key* keys, int64_t n, void* workspace) {
   for (int64_t i = 0; i < kSample; ++i) sample[i] = keys[i * (n / kSample)];
   Numbering<Key> numbering(distinct, kSample, entries);
   numbering.add(sample, 0, kSample, [](int64_t, uint32_t) {});
-  return numbering.size() > kSample / 32 * 31;
+  return (kSample - numbering.size()) * n <= kSample * kSample / 2;
 }
 
 }  // namespace
@@ -372,14 +371,15 @@ int64_t unique_workspace_bytes(int64_t n) {
 template <class Key>
 int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
                void* workspace, const ParallelFor& parallel_for) {
-  const bool all_distinct = n >= kLeastSampled && seldom_repeat(keys, n, workspace);
+  const bool distinct =
+      n >= kLeastSampled && n <= kMostInPieces && mostly_distinct(keys, n, workspace);
   if (n > kMostInPieces ||
-      (n >= kLeastInParts && all_distinct && parallel_for.num_threads() > kMostPiecesOfDistinct)) {
+      (n >= kLeastInParts && distinct && parallel_for.num_threads() > kMostPiecesOfDistinct)) {
     return Parts<Key>(n, Workspace(workspace))
         .run(keys, unique_keys, inverse, counts, parallel_for);
   }
   return Pieces<Key>(n, Workspace(workspace))
-      .run(keys, all_distinct, unique_keys, inverse, counts, parallel_for);
+      .run(keys, distinct, unique_keys, inverse, counts, parallel_for);
 }
 
 template int64_t unique(const int32_t*, int64_t, int32_t*, int64_t*, int64_t*, void*,
