@@ -69,8 +69,9 @@ def check_with_numpy(keys):
     assert torch.equal(unique[inverse], keys)
 
 
-# On the CPU threads number pieces of 8192 keys or more. From 2^16 keys on a sample is looked at. Keys
-# that seldom repeat are split into parts from 2^17 on if threads are more than 4; beyond 2^21 all.
+# On the CPU threads number pieces of 8192 keys or more. From 2^16 keys on a sample is looked at.
+# Keys that seldom repeat are split into parts from 2^17 on if threads are more than 4; beyond 2^21
+# all.
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
 @pytest.mark.parametrize("n", [8191, 8192, 65_535, 65_536, 2**17 - 1, 2**17, 300_001])
