@@ -88,9 +88,11 @@ inline Tensor packed_int64(const Tensor& tensor, const char* op, const char* nam
   return packed(tensor);
 }
 
-// A tensor to be filled, of the dtype of `like` unless another is named, and on its device.
+// A tensor to be filled, of the dtype of `like` unless another is named, and on its device. On the
+// CPU its memory is kept for others afterwards if it is as large as kept_bytes.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
-                         std::optional<ScalarType> dtype = std::nullopt) {
+                         std::optional<ScalarType> dtype = std::nullopt,
+                         [[maybe_unused]] size_t kept_bytes = kLargeBytes) {
   const ScalarType type = dtype.value_or(like.scalar_type());
   const auto type_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   size_t bytes = aoti_torch_dtype_element_size(type_code);
@@ -103,7 +105,7 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
   int64_t strides[2] = {1, 1};
   if (sizes.size() == 2) strides[0] = std::max<int64_t>(sizes.begin()[1], 1);
 #if defined(SPARSEKIT_ENGINE_CPU)
-  void* memory = bytes < kLargeBytes ? nullptr : take_large_memory(bytes);
+  void* memory = bytes < kept_bytes ? nullptr : take_large_memory(bytes);
   if (memory != nullptr) {
     return torch::stable::from_blob(memory, sizes, {strides, sizes.size()}, like.device(), type,
                                     &give_back_large_memory);

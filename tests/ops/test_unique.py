@@ -69,11 +69,12 @@ def check_with_numpy(keys):
     assert torch.equal(unique[inverse], keys)
 
 
-# On the CPU keys that seldom repeat are split into parts from 2^17 keys on, others beyond 2^21, and
-# threads number pieces of 8192 keys or more.
+# On the CPU threads number pieces of 8192 keys or more. From 2^16 keys on a sample is looked at.
+# Keys that seldom repeat are split into parts from 2^17 on if threads are more than 4; beyond 2^21
+# all.
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
-@pytest.mark.parametrize("n", [8191, 8192, 65_537, 2**17 - 1, 2**17, 300_001])
+@pytest.mark.parametrize("n", [8191, 8192, 65_535, 65_536, 2**17 - 1, 2**17, 300_001])
 def test_many_keys(n, pattern, dtype):
     check_with_numpy(key_pattern(pattern, n, dtype))
 
@@ -94,6 +95,34 @@ def test_keys_that_a_sample_may_misjudge(distinct):
         check_with_numpy(keys)
 
 
+@pytest.fixture
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5, 40], indirect=True)
+@pytest.mark.parametrize("shared", [0, 1, 4000, 8000])
+def test_keys_of_several_pieces(threads, shared):
+    # Of 8192 keys in a row, so many are from the rows before, of one or of several; the others new.
+    rows = torch.arange(40 * 8192).view(40, 8192)
+    draws = torch.randint(0, 2**40, (40, shared), generator=generator(shared))
+    for row in range(1, 40):
+        rows[row, :shared] = rows.flatten()[draws[row] % (8192 * row)]
+        rows[row] = rows[row, torch.randperm(8192, generator=generator(row))]
+    for dtype in KEY_DTYPES:
+        check_with_numpy(rows.flatten().to(dtype))
+
+
+@pytest.mark.parametrize("threads", [2, 4, 5, 40], indirect=True)
+@pytest.mark.parametrize("pattern", ["distinct", "half on one", "few"])
+@pytest.mark.parametrize("n", [2**16, 2**17])
+def test_any_number_of_threads(threads, pattern, n):
+    check_with_numpy(key_pattern(pattern, n))
+
+
 def test_many_keys_of_one_part():
     # Keys whose hashes all have the same high bits end in one of the parts.
     n = 2**17
@@ -104,6 +133,8 @@ def test_many_keys_of_one_part():
     keys = (part == 7).nonzero().flatten()[: n - 1]
     assert len(keys) > 100_000
     check_with_numpy(torch.cat([torch.tensor([-5]), keys, keys.flip(0)]))
+    # So many that they go by parts whatever the number of threads.
+    check_with_numpy(torch.cat([keys.flip(0)] + 22 * [keys]))
 
 
 def test_order_is_that_of_first_occurrence(device):
@@ -133,6 +164,10 @@ def test_few_distinct_keys_do_not_keep_a_large_buffer(device):
     unique, _, counts = ops.unique(torch.zeros(100_000, dtype=torch.int64, device=device))
     for result in (unique, counts):
         assert result.untyped_storage().nbytes() <= 1024
+    unique, _, counts = ops.unique(torch.arange(400_000, device=device) // 4)
+    for result in (unique, counts):  # whose memory is kept for others
+        assert result.tolist() == (list(range(100_000)) if result is unique else [4] * 100_000)
+        assert result.untyped_storage().nbytes() == 800_000
 
 
 def test_bits_do_not_depend_on_threads(device):

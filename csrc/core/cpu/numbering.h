@@ -13,12 +13,14 @@ namespace sparsekit::cpu {
 
 // Marks the number of a first occurrence.
 constexpr uint32_t kFirst = uint32_t{1} << 31;
+// In place of the number of a key that there is not.
+constexpr uint32_t kAbsent = ~uint32_t{0};
 
+// A key and how often it has come, side by side, since both are needed at once.
 template <class Key>
 struct Distinct {
   Key key;
   uint32_t count;
-  uint32_t rank;  // Numbering leaves it alone
 };
 
 // A hash table of 32-bit entries. An entry is 0 or holds a number plus one in its low bits and bits
@@ -29,11 +31,14 @@ struct Distinct {
 template <class Key>
 class Numbering {
  public:
-  // distinct [most], entries [entries_for(most)], aligned to 32 bytes
-  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries)
+  Numbering() = default;
+
+  // distinct [most], entries [entries_for(most)], aligned to 32 bytes. If most keys are expected to
+  // be distinct there is room for all of them from the start.
+  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries, bool mostly_distinct = false)
       : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)) {
     while (number_bits_ < static_cast<uint64_t>(most)) number_bits_ = 2 * number_bits_ + 1;
-    clear(std::min(most_entries_, kFirstEntries));
+    clear(mostly_distinct ? most_entries_ : std::min(most_entries_, kFirstEntries));
   }
 
   // A power of two, of which at most 5 in 8 are in use.
@@ -49,7 +54,7 @@ class Numbering {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
                [&](int64_t from, int count, const uint64_t* hashes) {
                  uint32_t numbers[kBlock];
-                 number_block([=](int k) { return keys[from + k]; }, hashes, count, numbers);
+                 number_block(keys + from, hashes, count, numbers);
                  for (int k = 0; k < count; ++k) {
                    ++distinct_[numbers[k] & ~kFirst].count;
                    visit(from + k, numbers[k]);
@@ -57,19 +62,22 @@ class Numbering {
                });
   }
 
-  // Adds the keys of others [n] as often as they have been counted; numbers[i] = number of entry i.
-  // They may follow the entries of this one in memory: a new entry never goes beyond the one that
-  // it is made from.
-  void merge(const Distinct<Key>* others, int64_t n, uint32_t* numbers) {
+  // Calls visit(i, number) for the keys of others [n]; kAbsent for one that is not in the table,
+  // which stays as it is.
+  template <class Visit>
+  void find(const Distinct<Key>* others, int64_t n, Visit&& visit) const {
     each_block([=](int64_t i) { return others[i].key; }, 0, n,
                [&](int64_t from, int count, const uint64_t* hashes) {
-                 uint32_t counts[kBlock];
-                 for (int k = 0; k < count; ++k) counts[k] = others[from + k].count;
-                 const auto key_at = [=](int k) { return others[from + k].key; };
-                 number_block(key_at, hashes, count, numbers + from);
+                 Key keys[kBlock];
+                 uint32_t numbers[kBlock];
+                 for (int k = 0; k < count; ++k) keys[k] = others[from + k].key;
+                 const Found found = look_up_block(keys, hashes, count, numbers);
+                 for (uint64_t unsure = found.others; unsure != 0; unsure &= unsure - 1) {
+                   const int k = __builtin_ctzll(unsure);
+                   numbers[k] = find_one(keys[k], hashes[k]);
+                 }
                  for (int k = 0; k < count; ++k) {
-                   numbers[from + k] &= ~kFirst;
-                   distinct_[numbers[from + k]].count += counts[k];
+                   visit(from + k, found.absent >> k & 1 ? kAbsent : numbers[k]);
                  }
                });
   }
@@ -121,7 +129,7 @@ class Numbering {
 
   // Calls use(position, count, hashes) for blocks of keys whose groups were asked for a block ago.
   template <class KeyAt, class Use>
-  void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) {
+  void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) const {
     uint64_t hashes[2][kBlock];
     const auto request = [&](int64_t from, int to) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
@@ -136,35 +144,47 @@ class Numbering {
     }
   }
 
+  // Bit masks of the keys of a block.
+  struct Found {
+    uint64_t absent;  // surely not in the table
+    uint64_t others;  // not known
+  };
+
+  // Looks at the home group of every key: without a branch or a store that the next lookup would
+  // have to wait for, nor for the distinct key, asked for when its number is known.
+  Found look_up_block(const Key* keys, const uint64_t* hashes, int count, uint32_t* numbers) const {
+    const uint32_t number_bits = number_bits_;
+    const Distinct<Key>* distinct = distinct_;
+    Found found = {0, 0};
+    for (int k = 0; k < count; ++k) {
+      const uint32_t* group = group_at(hashes[k]);
+      const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
+      // Without a match take the last entry, empty or of another key.
+      const uint32_t entry = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
+      const uint32_t number = entry - (entry != 0);
+      numbers[k] = number;
+      prefetch(&distinct[number]);
+      found.absent |= static_cast<uint64_t>(entry == 0) << k;
+    }
+    for (int k = 0; k < count; ++k) {
+      found.others |= static_cast<uint64_t>(distinct[numbers[k]].key != keys[k]) << k;
+    }
+    found.others &= ~found.absent;
+    return found;
+  }
+
   // Whether a key is new is nothing that a branch could predict either. So all keys of a block are
-  // looked up first, without a branch or a store that the next lookup would have to wait for (nor
-  // for the line of a distinct key, asked for when its number is known), and those that are missing
-  // go in afterwards. While nearly all are new, a branch does predict it.
-  template <class KeyAt>
-  void number_block(KeyAt&& key_at, const uint64_t* hashes, int count, uint32_t* numbers) {
+  // looked up first, and those that are missing go in afterwards. While nearly all are new, a
+  // branch does predict it.
+  void number_block(const Key* keys, const uint64_t* hashes, int count, uint32_t* numbers) {
     const uint32_t size_before = size_;
     if (mostly_new_) {
-      for (int k = 0; k < count; ++k) numbers[k] = find_or_insert(key_at(k), hashes[k]);
+      for (int k = 0; k < count; ++k) numbers[k] = find_or_insert(keys[k], hashes[k]);
     } else {
-      const uint32_t number_bits = number_bits_;
-      const Distinct<Key>* distinct = distinct_;
-      uint64_t missing = 0;
-      for (int k = 0; k < count; ++k) {
-        const uint32_t* group = group_at(hashes[k]);
-        const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
-        // Without a match take the last entry, empty or of another key.
-        const uint32_t entry = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
-        const uint32_t number = entry - (entry != 0);
-        numbers[k] = number;
-        prefetch(&distinct[number]);
-        missing |= static_cast<uint64_t>(entry == 0) << k;
-      }
-      for (int k = 0; k < count; ++k) {
-        missing |= static_cast<uint64_t>(distinct[numbers[k]].key != key_at(k)) << k;
-      }
-      for (; missing != 0; missing &= missing - 1) {
+      const Found found = look_up_block(keys, hashes, count, numbers);
+      for (uint64_t missing = found.absent | found.others; missing != 0; missing &= missing - 1) {
         const int k = __builtin_ctzll(missing);
-        numbers[k] = find_or_insert(key_at(k), hashes[k]);
+        numbers[k] = find_or_insert(keys[k], hashes[k]);
       }
     }
     mostly_new_ = size_ - size_before > 3 * kBlock / 4;
@@ -181,12 +201,25 @@ class Numbering {
         if (distinct_[number].key == key) return number;
       }
       if (empty != 0) {
-        distinct_[size_].key = key;
-        distinct_[size_].count = 0;
+        distinct_[size_] = {key, 0};
         group[__builtin_ctz(empty)] = tag | ++size_;
         if (size_ == room_) grow();
         return (size_ - 1) | kFirst;
       }
+    }
+  }
+
+  uint32_t find_one(Key key, uint64_t hash) const {
+    const uint32_t tag = tag_of(hash);
+    for (uint64_t position = hash;; ++position) {
+      const uint32_t* group = group_at(position);
+      const uint32_t empty = match_empty(group);
+      uint32_t matches = match_group(group, ~number_bits_, tag) & ~empty;
+      for (; matches != 0; matches &= matches - 1) {
+        const uint32_t number = (group[__builtin_ctz(matches)] & number_bits_) - 1;
+        if (distinct_[number].key == key) return number;
+      }
+      if (empty != 0) return kAbsent;
     }
   }
 
@@ -204,9 +237,9 @@ class Numbering {
                });
   }
 
-  Distinct<Key>* distinct_;
-  uint32_t* entries_;
-  int64_t most_entries_;
+  Distinct<Key>* distinct_ = nullptr;
+  uint32_t* entries_ = nullptr;
+  int64_t most_entries_ = 0;
   uint64_t last_group_ = 0;
   uint32_t number_bits_ = 0;
   uint32_t size_ = 0;

@@ -9,14 +9,18 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Two ways, with the same result. By pieces: each thread numbers a range of the keys, and one
-// merges what they have found. It is best where keys repeat. By parts: keys are moved to parts by
-// their hash, and numbered there, in the cache; a merge is not needed, but several passes are. The
-// hash table of a million distinct keys is not in a cache, which costs more.
+// Two ways, with the same result. By pieces: each thread numbers a range of the keys, and looks up
+// what it has found in the ranges before. By parts: keys are moved to parts by their hash, and
+// numbered there, in the cache; nothing is looked up twice, but there are several passes more. The
+// hash table of a million distinct keys is not in a cache, which costs more than those.
 constexpr int64_t kLeastPiece = 8192;
 constexpr int64_t kMostInPieces = int64_t{1} << 21;
 constexpr int kMaxPieces = 32;
+// With more threads than this, looking up distinct keys in all pieces before theirs is most of the
+// work where keys seldom repeat.
+constexpr int kMostPiecesOfDistinct = 4;
 constexpr int64_t kLeastInParts = int64_t{1} << 17;
+constexpr int64_t kLeastSampled = int64_t{1} << 16;
 constexpr int64_t kPartKeys = 16384;
 constexpr int kMaxParts = 256;
 // The keys of a chunk are moved by one thread.
@@ -43,60 +47,111 @@ class Workspace {
   int64_t used_ = 0;
 };
 
-// Each thread numbers a piece of the keys of its own. Then the distinct keys of the others are
-// merged into those of the first.
+// Each thread numbers a piece of the keys. Then, piece by piece, threads share out its distinct
+// keys and look them up in the pieces before it, whose tables change no more; what is not there is
+// new.
 template <class Key>
 class Pieces {
  public:
   Pieces(int64_t n, Workspace workspace) : n_(n) {
     distinct_ = workspace.take<Distinct<Key>>(n);
     ranks_ = workspace.take<uint32_t>(n);
-    entries_ = workspace.take<uint32_t>(Numbering<Key>::entries_for(n));
-    piece_entries_ = workspace.take<uint32_t>(Numbering<Key>::entries_before(kMaxPieces, n));
+    firsts_ = workspace.take<uint32_t>(n / kShare + 1);
+    entries_ = workspace.take<uint32_t>(Numbering<Key>::entries_before(kMaxPieces, n));
     workspace_bytes = workspace.used();
   }
 
   int64_t workspace_bytes;
 
-  int64_t run(const Key* keys, Key* unique_keys, int64_t* inverse, int64_t* counts,
-              const ParallelFor& parallel_for) {
+  int64_t run(const Key* keys, bool mostly_distinct, Key* unique_keys, int64_t* inverse,
+              int64_t* counts, const ParallelFor& parallel_for) {
     pieces_ = std::min<int64_t>({parallel_for.num_threads(), kMaxPieces, 1 + n_ / kLeastPiece});
-    Numbering<Key> all(distinct_, n_, entries_);
-    uint32_t sizes[kMaxPieces];
     parallel_for(0, pieces_, 1, [&](int64_t first, int64_t last) {
       for (int64_t piece = first; piece < last; ++piece) {
-        sizes[piece] = number_piece(piece, keys, inverse, &all);
+        number_piece(piece, keys, mostly_distinct, inverse);
       }
     });
-    for (int64_t piece = 1; piece < pieces_; ++piece) {
-      all.merge(distinct_ + begin_of(piece), sizes[piece], ranks_ + begin_of(piece));
+    int64_t size = 0;
+    for (int64_t piece = 0; piece < pieces_; ++piece) {
+      const int64_t piece_size = numberings_[piece].size();
+      const int64_t shares = (piece_size + kShare - 1) / kShare;
+      const auto each_share = [&](auto&& body) {
+        parallel_for(0, shares, 1, [&](int64_t first, int64_t last) {
+          for (int64_t share = first; share < last; ++share) {
+            const int64_t begin = begin_of(piece) + share * kShare;
+            body(share, begin, std::min(begin + kShare, begin_of(piece) + piece_size));
+          }
+        });
+      };
+      each_share([&](int64_t share, int64_t begin, int64_t end) {
+        firsts_[share] = find_before(piece, begin, end, counts);
+      });
+      for (int64_t share = 0; share < shares; ++share) {
+        const uint32_t firsts = firsts_[share];
+        firsts_[share] = static_cast<uint32_t>(size);
+        size += firsts;
+      }
+      each_share([&](int64_t share, int64_t begin, int64_t end) {
+        rank_firsts(piece, begin, end, firsts_[share], unique_keys, counts);
+      });
     }
-    parallel_for(0, n_, kLeastPiece, [&](int64_t begin, int64_t end) {
-      write_inverse(begin, end, inverse);
-      for (int64_t rank = begin; rank < std::min<int64_t>(end, all.size()); ++rank) {
-        unique_keys[rank] = distinct_[rank].key;
-        counts[rank] = distinct_[rank].count;
-      }
-    });
-    return all.size();
+    parallel_for(begin_of(1), n_, kLeastPiece,
+                 [&](int64_t begin, int64_t end) { write_inverse(begin, end, inverse); });
+    return size;
   }
 
  private:
+  // Distinct keys of a piece that one thread looks up.
+  static constexpr int64_t kShare = 2048;
+
   int64_t begin_of(int64_t piece) const { return n_ * piece / pieces_; }
 
   // Numbers within the piece go to inverse for the time being.
-  uint32_t number_piece(int64_t piece, const Key* keys, int64_t* inverse, Numbering<Key>* all) {
+  void number_piece(int64_t piece, const Key* keys, bool mostly_distinct, int64_t* inverse) {
     const int64_t begin = begin_of(piece);
     const int64_t end = begin_of(piece + 1);
-    const auto write = [=](int64_t i, uint32_t number) { inverse[i] = number & ~kFirst; };
-    if (piece == 0) {
-      all->add(keys, begin, end, write);
-      return all->size();
+    uint32_t* entries = entries_ + Numbering<Key>::entries_before(piece, begin);
+    Numbering<Key> numbering(distinct_ + begin, end - begin, entries, mostly_distinct);
+    numbering.add(keys, begin, end,
+                  [=](int64_t i, uint32_t number) { inverse[i] = number & ~kFirst; });
+    numberings_[piece] = numbering;
+  }
+
+  // Ranks of those distinct keys of a piece that are in one before it, to which their counts are
+  // added. Those that are new get kAbsent; returns how many there are.
+  uint32_t find_before(int64_t piece, int64_t begin, int64_t end, int64_t* counts) {
+    if (piece == 0) return static_cast<uint32_t>(end - begin);
+    uint32_t* ranks = ranks_ + begin;
+    const Distinct<Key>* distinct = distinct_ + begin;
+    numberings_[0].find(distinct, end - begin,
+                        [=](int64_t i, uint32_t number) { ranks[i] = number; });
+    for (int64_t before = 1; before < piece; ++before) {
+      const uint32_t* before_ranks = ranks_ + begin_of(before);
+      numberings_[before].find(distinct, end - begin, [=](int64_t i, uint32_t number) {
+        if (number != kAbsent) ranks[i] = before_ranks[number];
+      });
     }
-    uint32_t* entries = piece_entries_ + Numbering<Key>::entries_before(piece, begin);
-    Numbering<Key> numbering(distinct_ + begin, end - begin, entries);
-    numbering.add(keys, begin, end, write);
-    return numbering.size();
+    // Without a branch, since which are new is unpredictable.
+    uint32_t firsts = 0;
+    int64_t unused = 0;
+    for (int64_t i = 0; i < end - begin; ++i) {
+      const bool first = ranks[i] == kAbsent;
+      *(first ? &unused : &counts[ranks[i]]) += distinct[i].count;
+      firsts += first;
+    }
+    return firsts;
+  }
+
+  void rank_firsts(int64_t piece, int64_t begin, int64_t end, uint32_t rank, Key* unique_keys,
+                   int64_t* counts) {
+    const Distinct<Key>* distinct = distinct_;
+    uint32_t* ranks = ranks_;
+    for (int64_t i = begin; i < end; ++i) {
+      if (piece > 0 && ranks[i] != kAbsent) continue;
+      unique_keys[rank] = distinct[i].key;
+      counts[rank] = distinct[i].count;
+      ranks[i] = rank++;
+    }
   }
 
   void write_inverse(int64_t begin, int64_t end, int64_t* inverse) const {
@@ -111,10 +166,11 @@ class Pieces {
 
   int64_t n_;
   int64_t pieces_ = 1;
+  Numbering<Key> numberings_[kMaxPieces];
   Distinct<Key>* distinct_;  // [n]: those of each piece from its begin on
   uint32_t* ranks_;          // [n]: for each of them, its rank among all
+  uint32_t* firsts_;  // [shares of a piece]: how many keys are new, then the first one's rank
   uint32_t* entries_;
-  uint32_t* piece_entries_;
 };
 
 // Moves the keys to parts, stably, numbers each part, and turns numbers within parts into ranks
@@ -127,6 +183,7 @@ class Parts {
     parts_ = 1 << bits_;
     chunks_ = std::min<int64_t>(kMaxChunks, 1 + n / kChunkKeys);
     distinct_ = workspace.take<Distinct<Key>>(n);
+    ranks_ = workspace.take<uint32_t>(n);
     numbers_ = workspace.take<uint32_t>(n);
     part_of_ = workspace.take<uint8_t>(n);
     start_ = workspace.take<uint32_t>((chunks_ + 1) * parts_);
@@ -239,7 +296,8 @@ class Parts {
     uint32_t firsts[kRun + kAhead] = {};
     const uint32_t* part_begin = start_;
     const uint32_t* numbers = numbers_;
-    Distinct<Key>* distinct = distinct_;
+    const Distinct<Key>* distinct = distinct_;
+    uint32_t* ranks = ranks_;
     for (int64_t begin = begin_of(chunk); begin < begin_of(chunk + 1); begin += kRun) {
       // Listed without a branch, since which keys come for the first time is unpredictable.
       int found = 0;
@@ -250,20 +308,18 @@ class Parts {
            });
       for (int f = 0; f < found; ++f, ++rank) {
         prefetch(&distinct[firsts[f + kAhead]]);
-        Distinct<Key>& first = distinct[firsts[f]];
-        unique_keys[rank] = first.key;
-        counts[rank] = first.count;
-        first.rank = rank;
+        unique_keys[rank] = distinct[firsts[f]].key;
+        counts[rank] = distinct[firsts[f]].count;
+        ranks[firsts[f]] = rank;
       }
     }
   }
 
   void rank_part(int64_t part) {
-    const Distinct<Key>* distinct = distinct_ + start(0, part);
+    const uint32_t* ranks = ranks_ + start(0, part);
     uint32_t* numbers = numbers_;
     const uint32_t end = start(chunks_, part);
-    for (uint32_t i = start(0, part); i < end; ++i)
-      numbers[i] = distinct[numbers[i] & ~kFirst].rank;
+    for (uint32_t i = start(0, part); i < end; ++i) numbers[i] = ranks[numbers[i] & ~kFirst];
   }
 
   void write_inverse(int64_t chunk, int64_t* inverse) {
@@ -278,17 +334,20 @@ class Parts {
   int bits_ = 1;
   int64_t parts_;
   int64_t chunks_;
-  Distinct<Key>* distinct_;  // [n]: those of each part from its begin on
-  uint32_t* numbers_;        // [n], as keys were moved: numbers within the part, then ranks
-  uint8_t* part_of_;         // [n]
-  uint32_t* start_;          // [chunks + 1, parts]
-  uint32_t* firsts_;         // [chunks, parts]: how many keys of the part are new in the chunk
+  // [n] each, those of a part from its begin on:
+  Distinct<Key>* distinct_;
+  uint32_t* ranks_;
+  uint32_t* numbers_;  // [n], as keys were moved: numbers within the part, then ranks
+  uint8_t* part_of_;   // [n]
+  uint32_t* start_;    // [chunks + 1, parts]
+  uint32_t* firsts_;   // [chunks, parts]: how many keys of the part are new in the chunk
   uint32_t* entries_;
 };
 
-// Whether keys seldom repeat, going by some of them.
+// Whether most keys are distinct, going by some of them. Of s out of m keys that are equally
+// frequent s * s / 2m are repeats, and of n most are distinct if m > n.
 template <class Key>
-bool seldom_repeat(const Key* keys, int64_t n, void* workspace) {
+bool mostly_distinct(const Key* keys, int64_t n, void* workspace) {
   Workspace memory(workspace);
   auto* distinct = memory.take<Distinct<Key>>(kSample);
   auto* sample = memory.take<Key>(kSample);
@@ -296,7 +355,7 @@ bool seldom_repeat(const Key* keys, int64_t n, void* workspace) {
   for (int64_t i = 0; i < kSample; ++i) sample[i] = keys[i * (n / kSample)];
   Numbering<Key> numbering(distinct, kSample, entries);
   numbering.add(sample, 0, kSample, [](int64_t, uint32_t) {});
-  return numbering.size() > kSample / 32 * 31;
+  return (kSample - numbering.size()) * n <= kSample * kSample / 2;
 }
 
 }  // namespace
@@ -312,14 +371,15 @@ int64_t unique_workspace_bytes(int64_t n) {
 template <class Key>
 int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
                void* workspace, const ParallelFor& parallel_for) {
-  const bool in_parts =
-      n > kMostInPieces ||
-      (n >= kLeastInParts && parallel_for.num_threads() > 1 && seldom_repeat(keys, n, workspace));
-  if (in_parts) {
+  const bool distinct =
+      n >= kLeastSampled && n <= kMostInPieces && mostly_distinct(keys, n, workspace);
+  if (n > kMostInPieces ||
+      (n >= kLeastInParts && distinct && parallel_for.num_threads() > kMostPiecesOfDistinct)) {
     return Parts<Key>(n, Workspace(workspace))
         .run(keys, unique_keys, inverse, counts, parallel_for);
   }
-  return Pieces<Key>(n, Workspace(workspace)).run(keys, unique_keys, inverse, counts, parallel_for);
+  return Pieces<Key>(n, Workspace(workspace))
+      .run(keys, distinct, unique_keys, inverse, counts, parallel_for);
 }
 
 template int64_t unique(const int32_t*, int64_t, int32_t*, int64_t*, int64_t*, void*,
