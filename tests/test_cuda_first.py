@@ -9,7 +9,6 @@ import torch
 from conftest import HAS_GPU, KEY_DTYPES, ROW_DTYPES
 
 from sparsekit import ops
-from sparsekit.ops import _checks
 
 gpu = pytest.mark.cuda
 pytestmark = pytest.mark.usefixtures("needs_gpu")
@@ -139,9 +138,8 @@ def test_ops_below_autograd(device, mode, wanted):
 
 def test_below_and_above_autograd_are_one_kernel(device):
     weight, rows = torch.randn(50, 8, device=device), torch.arange(49, -1, -1, device=device)
-    op = torch.ops.sparsekit.gather_rows.default
-    assert torch.equal(_checks.call(op, weight, rows), weight.flip(0))
-    tracked = _checks.call(op, weight.clone().requires_grad_(), rows)
+    assert torch.equal(ops.gather_rows(weight, rows), weight.flip(0))
+    tracked = ops.gather_rows(weight.clone().requires_grad_(), rows)
     assert tracked.grad_fn is not None
     assert torch.equal(tracked, weight.flip(0))
 

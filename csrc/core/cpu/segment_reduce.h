@@ -151,7 +151,7 @@ inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t wi
 template <class T>
 struct Addition {
   const T* row;
-  const Acc<T>* before;  // the sum, or zeros if there is nothing in it, so that none need be cleared
+  const Acc<T>* before;  // the sum, or zeros if it has no content, so that none need be cleared
   Acc<T>* sum;
 };
 
@@ -196,7 +196,7 @@ void sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const Entri
   };
   for (int64_t block = piece.begin; block < piece.end; block += kBlock) {
     int64_t count = 0, num_longs = 0;
-    entries.visit(block, std::min(piece.end, block + kBlock), [&](int64_t i, const T* row, A scale) {
+    const auto write_down = [&](int64_t i, const T* row, A scale) {
       // Entries to leave out are written down too, and then written over.
       const bool counts = ids[i] >= 0;
       const int64_t id = counts ? ids[i] : num_segments;
@@ -209,7 +209,8 @@ void sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const Entri
       num_longs += (is_long[id / 64] & bit) != 0;
       if (shares_runs) run_at[count] = start[id];
       count += counts;
-    });
+    };
+    entries.visit(block, std::min(piece.end, block + kBlock), write_down);
     for (int64_t l = 0; l < num_longs; ++l) {
       const auto [position, addition] = longs[l];
       const int64_t first = start[ids[position]];

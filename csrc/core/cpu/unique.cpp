@@ -12,9 +12,12 @@ namespace {
 // Two ways, with the same result. By pieces: each thread numbers a range of the keys, and looks up
 // what it has found in the ranges before. By parts: keys are moved to parts by their hash, and
 // numbered there, in the cache; nothing is looked up twice, but there are several passes more. The
-// hash table of a million distinct keys is not in a cache, which costs more than those.
+// hash table of a million distinct keys is not in a cache, which costs more than those; so many
+// keys are numbered by pieces only if they repeat so often that most of them are found in what is.
 constexpr int64_t kLeastPiece = 8192;
 constexpr int64_t kMostInPieces = int64_t{1} << 21;
+constexpr int64_t kLargeSample = 16384;
+constexpr double kOftenRepeated = 0.45;  // at most this share of a large sample is distinct
 constexpr int kMaxPieces = 32;
 // With more threads than this, looking up distinct keys in all pieces before theirs is most of the
 // work where keys seldom repeat.
@@ -344,25 +347,38 @@ class Parts {
   uint32_t* entries_;
 };
 
+// How many of so many keys, taken at equal distances, are distinct.
+template <class Key>
+int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, void* workspace) {
+  Workspace memory(workspace);
+  auto* distinct = memory.take<Distinct<Key>>(size);
+  auto* sample = memory.take<Key>(size);
+  auto* entries = memory.take<uint32_t>(Numbering<Key>::entries_for(size));
+  for (int64_t i = 0; i < size; ++i) sample[i] = keys[i * (n / size)];
+  Numbering<Key> numbering(distinct, size, entries);
+  numbering.add(sample, 0, size, [](int64_t, uint32_t) {});
+  return numbering.size();
+}
+
 // Whether most keys are distinct, going by some of them. Of s out of m keys that are equally
 // frequent s * s / 2m are repeats, and of n most are distinct if m > n.
 template <class Key>
 bool mostly_distinct(const Key* keys, int64_t n, void* workspace) {
-  Workspace memory(workspace);
-  auto* distinct = memory.take<Distinct<Key>>(kSample);
-  auto* sample = memory.take<Key>(kSample);
-  auto* entries = memory.take<uint32_t>(Numbering<Key>::entries_for(kSample));
-  for (int64_t i = 0; i < kSample; ++i) sample[i] = keys[i * (n / kSample)];
-  Numbering<Key> numbering(distinct, kSample, entries);
-  numbering.add(sample, 0, kSample, [](int64_t, uint32_t) {});
-  return (kSample - numbering.size()) * n <= kSample * kSample / 2;
+  const int64_t repeated = kSample - distinct_of_sample(keys, n, kSample, workspace);
+  return repeated * n <= kSample * kSample / 2;
+}
+
+// Whether so many keys are best moved to parts.
+template <class Key>
+bool seldom_repeat(const Key* keys, int64_t n, void* workspace) {
+  return static_cast<double>(distinct_of_sample(keys, n, kLargeSample, workspace)) >
+         kOftenRepeated * kLargeSample;
 }
 
 }  // namespace
 
 int64_t unique_workspace_bytes(int64_t n) {
-  const int64_t pieces =
-      n <= kMostInPieces ? Pieces<int64_t>(n, Workspace(nullptr)).workspace_bytes : 0;
+  const int64_t pieces = Pieces<int64_t>(n, Workspace(nullptr)).workspace_bytes;
   const int64_t parts =
       n >= kLeastInParts ? Parts<int64_t>(n, Workspace(nullptr)).workspace_bytes : 0;
   return std::max(pieces, parts);
@@ -371,10 +387,12 @@ int64_t unique_workspace_bytes(int64_t n) {
 template <class Key>
 int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
                void* workspace, const ParallelFor& parallel_for) {
-  const bool distinct =
-      n >= kLeastSampled && n <= kMostInPieces && mostly_distinct(keys, n, workspace);
-  if (n > kMostInPieces ||
-      (n >= kLeastInParts && distinct && parallel_for.num_threads() > kMostPiecesOfDistinct)) {
+  const bool many = n > kMostInPieces;
+  const bool distinct = !many && n >= kLeastSampled && mostly_distinct(keys, n, workspace);
+  const bool in_parts =
+      many ? seldom_repeat(keys, n, workspace)
+           : n >= kLeastInParts && distinct && parallel_for.num_threads() > kMostPiecesOfDistinct;
+  if (in_parts) {
     return Parts<Key>(n, Workspace(workspace))
         .run(keys, unique_keys, inverse, counts, parallel_for);
   }
