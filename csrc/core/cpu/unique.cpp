@@ -68,7 +68,8 @@ class Pieces {
 
   int64_t run(const Key* keys, bool mostly_distinct, Key* unique_keys, int64_t* inverse,
               int64_t* counts, const ParallelFor& parallel_for) {
-    pieces_ = std::min<int64_t>({parallel_for.num_threads(), kMaxPieces, 1 + n_ / kLeastPiece});
+    pieces_ = std::min<int64_t>(parallel_for.num_threads(), kMaxPieces);
+    pieces_ = std::clamp<int64_t>(n_ / kLeastPiece, 1, pieces_);
     parallel_for(0, pieces_, 1, [&](int64_t first, int64_t last) {
       for (int64_t piece = first; piece < last; ++piece) {
         number_piece(piece, keys, mostly_distinct, inverse);
