@@ -13,6 +13,8 @@ from sparsekit.train.launch import RankError, run_on_ranks, start_rank
 def leave_a_file(folder):
     start_rank()
     dist.init_process_group("gloo")
+    # A rank that leaves at once breaks the connections that a slower one is still making.
+    dist.barrier()
     (folder / f"{dist.get_rank()} of {dist.get_world_size()}").touch()
     dist.destroy_process_group()
 
