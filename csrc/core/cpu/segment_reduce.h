@@ -28,64 +28,53 @@ constexpr int64_t kRun = 1024;
 // Entries for each segment from which on a second set of sums pays.
 constexpr int64_t kEntriesForTwoPieces = 4;
 
+// What a thread remembers of a segment: how far from the first sum (in elements) its run is summed,
+// and in the low bits how many entries of the run there have been.
+using Progress = int64_t;
+constexpr int kMetBits = 11;
+constexpr Progress kMet = (Progress{1} << kMetBits) - 1;
+static_assert(kRun <= kMet);
+constexpr Progress run_begins_at(int64_t offset) {
+  return offset * (kMet + 1);
+}
+
 // Elements that are worth a thread.
 constexpr int64_t kLeastWork = 32768;
 
 // Bytes of a row that are worth a thread: half a cache line.
 constexpr int64_t kLeastWidth = 32;
 
-// A piece's part of the workspace. k counts its entries in the order of segments.
+// A piece's part of the workspace.
 template <class T>
 struct Piece {
   int64_t begin, end;  // positions
-  int64_t* start;      // [num_segments + 1] k of the first entry of each segment
-  uint64_t* is_long;   // [num_segments / 64] bits: has it more than one run?
-  uint64_t* begun;     // [parts, num_segments / 64] bits: is there something in its sum?
-  int64_t* seen;    // [parts, chunks] entries met so far of the long segment that starts in a chunk
-  Acc<T>* run_sum;  // [2 * chunks, dim] of long segments
-  Acc<T>* sum;      // [num_segments, dim] of the others
+  Progress* progress;  // [parts, num_segments + 1]; the last is of entries to leave out
+  int64_t* runs;       // [most_runs] segments of runs other than the first of their segment
+  int64_t* num_runs;   // [1]
+  Acc<T>* run_sum;     // [most_runs, dim] their sums
+  Acc<T>* sum;         // [num_segments, dim] sums of first runs
 
-  // A run belongs to the chunk of kRun entries that it starts in. A chunk can have two runs of long
-  // segments: the last of one and the first of another.
-  int64_t num_chunks() const { return (end - begin + kRun - 1) / kRun; }
+  int64_t most_runs() const { return (end - begin) / kRun; }
 
-  // Sum of the run that starts at entry k.
-  Acc<T>* sum_of_run(int64_t k, bool first_of_segment, int64_t dim) const {
-    return run_sum + (2 * (k / kRun) + (first_of_segment ? 1 : 0)) * dim;
+  // Adds the sums of later runs to those of the first, for segments from low to high - 1.
+  void add_runs(int64_t low, int64_t high, int64_t dim) const {
+    for (int64_t r = 0; r < *num_runs; ++r) {
+      if (runs[r] < low || runs[r] >= high) continue;
+      Acc<T>* total = sum + runs[r] * dim;
+      for (int64_t j = 0; j < dim; ++j) total[j] += run_sum[r * dim + j];
+    }
   }
 
-  // Fills `start` and `is_long`. Returns -1, or the first position whose id is >= num_segments.
-  int64_t count(const int64_t* ids, int64_t num_segments) const {
-    std::fill(start, start + num_segments + 1, int64_t{0});
-    for (int64_t i = begin; i < end; ++i) {
-      if (ids[i] >= num_segments) return i;
-      if (ids[i] >= 0) ++start[ids[i] + 1];
-    }
-    std::fill(is_long, is_long + num_segments / 64 + 1, uint64_t{0});
-    for (int64_t s = 0; s < num_segments; ++s) {
-      is_long[s / 64] |= uint64_t{start[s + 1] > kRun} << s % 64;
-      start[s + 1] += start[s];
-    }
-    return -1;
-  }
-
-  // Sum of a segment, or nullptr if it has no entries. To be called once.
+  // Sum of a segment, or nullptr if it has no entries.
   const Acc<T>* total(int64_t s, int64_t dim) const {
-    if (start[s] == start[s + 1]) return nullptr;
-    if ((is_long[s / 64] >> s % 64 & 1) == 0) return sum + s * dim;
-    Acc<T>* total = sum_of_run(start[s], true, dim);
-    for (int64_t k = start[s] + kRun; k < start[s + 1]; k += kRun) {
-      const Acc<T>* run = sum_of_run(k, false, dim);
-      for (int64_t j = 0; j < dim; ++j) total[j] += run[j];
-    }
-    return total;
+    return progress[s] == run_begins_at(s * dim) ? nullptr : sum + s * dim;
   }
 };
 
 // Lays the workspace out in one block of memory.
 template <class T>
 struct SegmentWorkspace {
-  int64_t num_pieces, column_parts, run_parts;
+  int64_t num_pieces, column_parts, run_parts = 1;
   Acc<T>* zeros;  // [dim]
   Piece<T> pieces[2];
   int64_t bytes = 0;
@@ -98,7 +87,11 @@ struct SegmentWorkspace {
     num_pieces = n / kEntriesForTwoPieces >= std::max(num_segments, kRun) ? 2 : 1;
     column_parts =
         std::clamp<int64_t>(row_bytes / kLeastWidth, 1, std::max<int64_t>(threads / num_pieces, 1));
-    run_parts = std::max<int64_t>(threads / (num_pieces * column_parts), 1);
+    // A power of two; what all parts remember shall not be much larger than the sums.
+    const int64_t most_parts = std::max<int64_t>(row_bytes, 64) / sizeof(Progress);
+    while (2 * run_parts * column_parts <= std::min(threads / num_pieces, most_parts)) {
+      run_parts *= 2;
+    }
     const auto take = [&](auto*& array, int64_t count) {
       array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(
           static_cast<char*>(memory) + bytes);
@@ -110,13 +103,12 @@ struct SegmentWorkspace {
       Piece<T>& piece = pieces[p];
       piece.begin = n * p / num_pieces;
       piece.end = n * (p + 1) / num_pieces;
-      take(piece.start, num_segments + 1);
-      take(piece.is_long, num_segments / 64 + 1);
-      take(piece.begun, column_parts * run_parts * (num_segments / 64 + 1));
-      take(piece.seen, column_parts * run_parts * piece.num_chunks());
+      take(piece.progress, column_parts * run_parts * (num_segments + 1));
+      take(piece.runs, piece.most_runs());
+      take(piece.num_runs, 1);
     }
     for (int64_t p = 0; p < num_pieces; ++p) {
-      take(pieces[p].run_sum, 2 * pieces[p].num_chunks() * dim);
+      take(pieces[p].run_sum, pieces[p].most_runs() * dim);
       // The first piece's sums can be where the result shall be, if that is of their type.
       const bool in_place = p == 0 && std::is_same_v<T, Acc<T>>;
       take(pieces[p].sum, in_place ? 0 : num_segments * dim);
@@ -147,85 +139,98 @@ inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t wi
   for (; j < width; ++j) sum[j] = before[j] + (kScaled ? scale * load(row[j]) : load(row[j]));
 }
 
-// What is to be added to which sum.
+// What is to be added, and the progress of its segment before.
 template <class T>
 struct Addition {
   const T* row;
-  const Acc<T>* before;  // the sum, or zeros if it has no content, so that none need be cleared
-  Acc<T>* sum;
+  Progress before;
 };
 
-// One thread's part of a piece: columns of the runs that start at entries low, ..., high - 1.
-// kWidth is the number of columns, or 0 for any.
+// Of two addresses or numbers, where the compiler would make a branch of ?: that is mispredicted.
+template <class I>
+inline I select(bool first, I one, I other) {
+  return other ^ ((one ^ other) & -static_cast<I>(first));
+}
+
+// Which of so many threads, a power of two, a run is for. Neighbouring elements go to the same one,
+// since they can share a cache line.
+inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
+  const uint64_t hash = static_cast<uint64_t>(offset >> 6) * 0x9E3779B97F4A7C15u;
+  return static_cast<int64_t>((hash >> 32) * static_cast<uint64_t>(run_parts) >> 32);
+}
+
+// One thread's part of a piece: columns of the runs whose rows are its own. kWidth is the number of
+// columns, or 0 for any. Returns -1, or the first position whose id is >= num_segments.
 //
 // Block by block the additions are written down, and then made. Whether an entry is its segment's
-// first, or one of a long segment, is nothing that a branch could predict; so the first loop has no
-// branch, the second does nothing but add, and both ask for what is far ahead.
+// first is nothing that a branch could predict; so the first loop has no branch, the second does
+// nothing but add, and both ask for what is far ahead.
 template <int kWidth, class T, class Entries>
-void sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const Entries& entries,
-              const SegmentWorkspace<T>& work, const Piece<T>& piece, int64_t part) {
+int64_t sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const Entries& entries,
+                 const SegmentWorkspace<T>& work, const Piece<T>& piece, int64_t part) {
   using A = Acc<T>;
-  const int64_t* start = piece.start;
   const int64_t column_part = part % work.column_parts, run_part = part / work.column_parts;
   const int64_t column = dim * column_part / work.column_parts;
   const int64_t width = kWidth > 0 ? kWidth : dim * (column_part + 1) / work.column_parts - column;
-  const int64_t low = start[num_segments] * run_part / work.run_parts;
-  const int64_t high = start[num_segments] * (run_part + 1) / work.run_parts;
   const bool shares_runs = work.run_parts > 1;
 
-  const int64_t num_words = num_segments / 64 + 1;
-  const uint64_t* is_long = piece.is_long;
-  uint64_t* begun = piece.begun + part * num_words;
-  std::fill(begun, begun + num_words, uint64_t{0});
-  int64_t* seen = piece.seen + part * piece.num_chunks();
-  std::fill(seen, seen + piece.num_chunks(), int64_t{0});
-  const A* zeros = work.zeros;
-  A* sums = piece.sum + column;
+  Progress* progress = piece.progress + part * (num_segments + 1);
+  for (int64_t s = 0; s <= num_segments; ++s) progress[s] = run_begins_at(s * dim);
+  int64_t num_runs = 0;
+  // As numbers, since later runs are summed elsewhere than first ones.
+  const auto zeros = reinterpret_cast<uintptr_t>(work.zeros);
+  const auto sums = reinterpret_cast<uintptr_t>(piece.sum + column);
+  const int64_t to_run_sum = static_cast<int64_t>(reinterpret_cast<uintptr_t>(piece.run_sum) -
+                                                  reinterpret_cast<uintptr_t>(piece.sum)) /
+                             static_cast<int64_t>(sizeof(A));
 
   constexpr int64_t kBlock = 1024;
+  constexpr int64_t kAhead = 32;
+  const int64_t last = piece.end - 1;
   const int64_t distance = rows_ahead<A>(width);
   Addition<T> additions[kBlock + kRowsAhead];
   A scales[Entries::scaled ? kBlock : 1];
-  int64_t run_at[kBlock];  // first entry of the run that an addition belongs to
-  struct {
-    int64_t position, addition;
-  } longs[kBlock];
+  const auto ask_for_progress = [=](int64_t id) {  // which may be anything
+    prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(progress) +
+                                           static_cast<uintptr_t>(id) * sizeof(Progress)));
+  };
+  const auto sum_of = [=](Progress before) {
+    return sums + static_cast<uintptr_t>(before >> kMetBits) * sizeof(A);
+  };
   const auto ask_for = [&](const Addition<T>& addition) {
     prefetch_row(addition.row, width);
-    prefetch_row(addition.sum, width);
+    prefetch_row(reinterpret_cast<const A*>(sum_of(addition.before)), width);
   };
   for (int64_t block = piece.begin; block < piece.end; block += kBlock) {
-    int64_t count = 0, num_longs = 0;
+    const int64_t end = std::min(piece.end, block + kBlock);
+    int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
       // Entries to leave out are written down too, and then written over.
-      const bool counts = ids[i] >= 0;
-      const int64_t id = counts ? ids[i] : num_segments;
-      const uint64_t bit = uint64_t{1} << id % 64, word = begun[id / 64];
-      begun[id / 64] = word | bit;
-      A* sum = sums + (counts ? id : 0) * dim;
-      additions[count] = {row + column, (word & bit) != 0 ? sum : zeros, sum};
+      largest = std::max(largest, ids[i]);
+      const bool counts = static_cast<uint64_t>(ids[i]) < static_cast<uint64_t>(num_segments);
+      const int64_t id = select(counts, ids[i], num_segments);
+      ask_for_progress(ids[std::min(i + kAhead, last)]);
+      Progress before = progress[id];
+      if ((before & kMet) == kRun) {
+        if (part == 0) piece.runs[num_runs] = id;
+        before = run_begins_at(to_run_sum + num_runs++ * dim);
+      }
+      progress[id] = before + counts;
+      additions[count] = {row + column, before};
       if constexpr (Entries::scaled) scales[count] = scale;
-      longs[num_longs] = {i, count};
-      num_longs += (is_long[id / 64] & bit) != 0;
-      if (shares_runs) run_at[count] = start[id];
       count += counts;
     };
-    entries.visit(block, std::min(piece.end, block + kBlock), write_down);
-    for (int64_t l = 0; l < num_longs; ++l) {
-      const auto [position, addition] = longs[l];
-      const int64_t first = start[ids[position]];
-      const int64_t met = seen[first / kRun]++;
-      run_at[addition] = first + met / kRun * kRun;
-      A* sum = piece.sum_of_run(run_at[addition], met < kRun, dim) + column;
-      additions[addition].sum = sum;
-      additions[addition].before = met % kRun == 0 ? zeros : sum;
+    entries.visit(block, end, write_down);
+    if (largest >= num_segments) {
+      return std::find_if(ids + block, ids + end, [=](int64_t id) { return id >= num_segments; }) -
+             ids;
     }
     if (shares_runs) {
       int64_t own = 0;
       for (int64_t k = 0; k < count; ++k) {
         additions[own] = additions[k];
         if constexpr (Entries::scaled) scales[own] = scales[k];
-        own += run_at[k] >= low && run_at[k] < high;
+        own += part_of_run(additions[k].before >> kMetBits, work.run_parts) == run_part;
       }
       count = own;
     }
@@ -234,10 +239,16 @@ void sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const Entri
     for (int64_t k = 0; k < distance; ++k) ask_for(additions[k]);
     for (int64_t k = 0; k < count; ++k) {
       ask_for(additions[k + distance]);
-      const auto& [row, before, sum] = additions[k];
-      add_row<Entries::scaled>(row, scales[Entries::scaled ? k : 0], before, width, sum);
+      const auto [row, before] = additions[k];
+      const uintptr_t sum = sum_of(before);
+      // Zeros if it has no content, so that none need be cleared.
+      const uintptr_t old = select((before & kMet) == 0, zeros, sum);
+      add_row<Entries::scaled>(row, scales[Entries::scaled ? k : 0],
+                               reinterpret_cast<const A*>(old), width, reinterpret_cast<A*>(sum));
     }
   }
+  if (part == 0) *piece.num_runs = num_runs;
+  return -1;
 }
 
 // Calls sum with the width as a constant, if it is one of these, else with 0.
@@ -259,29 +270,24 @@ int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_
                         const Entries& entries, void* workspace, T* out,
                         const ParallelFor& parallel_for) {
   const SegmentWorkspace<T> work(workspace, n, dim, num_segments, out, parallel_for);
-  FirstBad bad;
-  parallel_for(0, work.num_pieces, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      const int64_t position = work.pieces[p].count(ids, num_segments);
-      if (position >= 0) bad.report(position);
-    }
-  });
-  if (bad.position() >= 0) return bad.position();
-
   std::fill_n(work.zeros, dim, Acc<T>{});
+  FirstBad bad;
   const int64_t parts = work.column_parts * work.run_parts;
   parallel_for(0, work.num_pieces * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const auto sum = [&](auto width) {
-        sum_part<width.value>(ids, dim, num_segments, entries, work, work.pieces[p / parts],
-                              p % parts);
+        const int64_t position = sum_part<width.value>(ids, dim, num_segments, entries, work,
+                                                       work.pieces[p / parts], p % parts);
+        if (position >= 0) bad.report(position);
       };
       with_width<8, 16, 32, 64, 128, 256>(
           dim % work.column_parts == 0 ? dim / work.column_parts : 0, sum);
     }
   });
+  if (bad.position() >= 0) return bad.position();
 
   parallel_for(0, num_segments, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t p = 0; p < work.num_pieces; ++p) work.pieces[p].add_runs(begin, end, dim);
     for (int64_t s = begin; s < end; ++s) {
       T* target = out + s * dim;
       const Acc<T>* sum = work.pieces[0].total(s, dim);
