@@ -48,17 +48,14 @@ class Numbering {
     return entries;
   }
 
-  // Calls visit(i, number) for the keys from begin to end, in order.
+  // Calls visit(i, number) for the keys from begin to end: in the end with their numbers, those of
+  // first occurrences marked.
   template <class Visit>
   void add(const Key* keys, int64_t begin, int64_t end, Visit&& visit) {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
                [&](int64_t from, int count, const uint64_t* hashes) {
-                 uint32_t numbers[kBlock];
-                 number_block(keys + from, hashes, count, numbers);
-                 for (int k = 0; k < count; ++k) {
-                   ++distinct_[numbers[k] & ~kFirst].count;
-                   visit(from + k, numbers[k]);
-                 }
+                 add_block(keys + from, hashes, count,
+                           [&](int k, uint32_t number) { visit(from + k, number); });
                });
   }
 
@@ -71,13 +68,22 @@ class Numbering {
                  Key keys[kBlock];
                  uint32_t numbers[kBlock];
                  for (int k = 0; k < count; ++k) keys[k] = others[from + k].key;
-                 const Found found = look_up_block(keys, hashes, count, numbers);
-                 for (uint64_t unsure = found.others; unsure != 0; unsure &= unsure - 1) {
+                 look_up_block(hashes, count, numbers);
+                 uint64_t absent = 0;
+                 for (int k = 0; k < count; ++k) {
+                   absent |= static_cast<uint64_t>(numbers[k] == 0) << k;
+                 }
+                 uint64_t unsure = 0;
+                 for (int k = 0; k < count; ++k) {
+                   numbers[k] -= numbers[k] != 0;
+                   unsure |= static_cast<uint64_t>(distinct_[numbers[k]].key != keys[k]) << k;
+                 }
+                 for (unsure &= ~absent; unsure != 0; unsure &= unsure - 1) {
                    const int k = __builtin_ctzll(unsure);
                    numbers[k] = find_one(keys[k], hashes[k]);
                  }
                  for (int k = 0; k < count; ++k) {
-                   visit(from + k, found.absent >> k & 1 ? kAbsent : numbers[k]);
+                   visit(from + k, absent >> k & 1 ? kAbsent : numbers[k]);
                  }
                });
   }
@@ -94,7 +100,7 @@ class Numbering {
  private:
   static constexpr int kGroup = 8;
   static constexpr int kBlock = 64;
-  static constexpr int64_t kFirstEntries = 65536;
+  static constexpr int64_t kFirstEntries = 131072;
 
   // Bit mask of the entries of a group that equal `wanted` in the bits of `mask`.
   static uint32_t match_group(const uint32_t* group, uint32_t mask, uint32_t wanted) {
@@ -144,48 +150,48 @@ class Numbering {
     }
   }
 
-  // Bit masks of the keys of a block.
-  struct Found {
-    uint64_t absent;  // surely not in the table
-    uint64_t others;  // not known
-  };
-
   // Looks at the home group of every key: without a branch or a store that the next lookup would
-  // have to wait for, nor for the distinct key, asked for when its number is known.
-  Found look_up_block(const Key* keys, const uint64_t* hashes, int count, uint32_t* numbers) const {
+  // have to wait for, nor for the distinct key, asked for when its number is known. numbers[k] is
+  // that of the only key which k can be if it is at home, plus one; 0 if it is surely absent.
+  void look_up_block(const uint64_t* hashes, int count, uint32_t* numbers) const {
     const uint32_t number_bits = number_bits_;
     const Distinct<Key>* distinct = distinct_;
-    Found found = {0, 0};
     for (int k = 0; k < count; ++k) {
       const uint32_t* group = group_at(hashes[k]);
       const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
       // Without a match take the last entry, empty or of another key.
-      const uint32_t entry = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
-      const uint32_t number = entry - (entry != 0);
-      numbers[k] = number;
-      prefetch(&distinct[number]);
-      found.absent |= static_cast<uint64_t>(entry == 0) << k;
+      numbers[k] = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
+      prefetch(&distinct[numbers[k]]);
     }
-    for (int k = 0; k < count; ++k) {
-      found.others |= static_cast<uint64_t>(distinct[numbers[k]].key != keys[k]) << k;
-    }
-    found.others &= ~found.absent;
-    return found;
   }
 
   // Whether a key is new is nothing that a branch could predict either. So all keys of a block are
   // looked up first, and those that are missing go in afterwards. While nearly all are new, a
   // branch does predict it.
-  void number_block(const Key* keys, const uint64_t* hashes, int count, uint32_t* numbers) {
+  template <class Visit>
+  void add_block(const Key* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;
-    if (mostly_new_) {
-      for (int k = 0; k < count; ++k) numbers[k] = find_or_insert(keys[k], hashes[k]);
-    } else {
-      const Found found = look_up_block(keys, hashes, count, numbers);
-      for (uint64_t missing = found.absent | found.others; missing != 0; missing &= missing - 1) {
-        const int k = __builtin_ctzll(missing);
-        numbers[k] = find_or_insert(keys[k], hashes[k]);
+    uint64_t missing = ~uint64_t{0} >> (kBlock - count);
+    if (!mostly_new_) {  // so there is a first one
+      uint32_t numbers[kBlock];
+      look_up_block(hashes, count, numbers);
+      Distinct<Key>* distinct = distinct_;
+      for (int k = 0; k < count; ++k) numbers[k] -= numbers[k] != 0;
+      uint64_t found = 0;
+      for (int k = 0; k < count; ++k) {
+        Distinct<Key>& at = distinct[numbers[k]];
+        const bool same = at.key == keys[k];
+        at.count += same;
+        found |= static_cast<uint64_t>(same) << k;
+        visit(k, numbers[k]);
       }
+      missing &= ~found;
+    }
+    for (; missing != 0; missing &= missing - 1) {
+      const int k = __builtin_ctzll(missing);
+      const uint32_t number = find_or_insert(keys[k], hashes[k]);
+      ++distinct_[number & ~kFirst].count;
+      visit(k, number);
     }
     mostly_new_ = size_ - size_before > 3 * kBlock / 4;
   }
