@@ -59,32 +59,14 @@ class Numbering {
                });
   }
 
-  // Calls visit(i, number) for the keys of others [n]; kAbsent for one that is not in the table,
-  // which stays as it is.
+  // Calls visit(i, number) for the keys of others [n]: in the end with their numbers, or kAbsent
+  // for one that is not in the table, which stays as it is.
   template <class Visit>
   void find(const Distinct<Key>* others, int64_t n, Visit&& visit) const {
     each_block([=](int64_t i) { return others[i].key; }, 0, n,
                [&](int64_t from, int count, const uint64_t* hashes) {
-                 Key keys[kBlock];
-                 uint32_t numbers[kBlock];
-                 for (int k = 0; k < count; ++k) keys[k] = others[from + k].key;
-                 look_up_block(hashes, count, numbers);
-                 uint64_t absent = 0;
-                 for (int k = 0; k < count; ++k) {
-                   absent |= static_cast<uint64_t>(numbers[k] == 0) << k;
-                 }
-                 uint64_t unsure = 0;
-                 for (int k = 0; k < count; ++k) {
-                   numbers[k] -= numbers[k] != 0;
-                   unsure |= static_cast<uint64_t>(distinct_[numbers[k]].key != keys[k]) << k;
-                 }
-                 for (unsure &= ~absent; unsure != 0; unsure &= unsure - 1) {
-                   const int k = __builtin_ctzll(unsure);
-                   numbers[k] = find_one(keys[k], hashes[k]);
-                 }
-                 for (int k = 0; k < count; ++k) {
-                   visit(from + k, absent >> k & 1 ? kAbsent : numbers[k]);
-                 }
+                 find_block(others + from, hashes, count,
+                            [&](int k, uint32_t number) { visit(from + k, number); });
                });
   }
 
@@ -189,11 +171,36 @@ class Numbering {
     }
     for (; missing != 0; missing &= missing - 1) {
       const int k = __builtin_ctzll(missing);
-      const uint32_t number = find_or_insert(keys[k], hashes[k]);
-      ++distinct_[number & ~kFirst].count;
-      visit(k, number);
+      visit(k, find_or_insert(keys[k], hashes[k]));
     }
     mostly_new_ = size_ - size_before > 3 * kBlock / 4;
+  }
+
+  template <class Visit>
+  void find_block(const Distinct<Key>* others, const uint64_t* hashes, int count,
+                  Visit&& visit) const {
+    alignas(32) uint32_t numbers[kBlock];
+    std::fill(numbers + count, numbers + kBlock, 0);
+    look_up_block(hashes, count, numbers);
+    uint64_t absent = 0;
+    for (int k = 0; k < kBlock; k += kGroup) {
+      absent |= static_cast<uint64_t>(match_empty(numbers + k)) << k;
+    }
+    if (absent == ~uint64_t{0}) {  // often so, where keys seldom repeat
+      for (int k = 0; k < count; ++k) visit(k, kAbsent);
+      return;
+    }
+    uint64_t unsure = 0;
+    for (int k = 0; k < count; ++k) {
+      const uint32_t number = numbers[k] - (numbers[k] != 0);
+      const bool same = distinct_[number].key == others[k].key && (absent >> k & 1) == 0;
+      unsure |= static_cast<uint64_t>(!same) << k;
+      visit(k, same ? number : kAbsent);
+    }
+    for (unsure &= ~absent; unsure != 0; unsure &= unsure - 1) {
+      const int k = __builtin_ctzll(unsure);
+      visit(k, find_one(others[k].key, hashes[k]));
+    }
   }
 
   uint32_t find_or_insert(Key key, uint64_t hash) {
@@ -204,10 +211,13 @@ class Numbering {
       uint32_t matches = match_group(group, ~number_bits_, tag) & ~empty;
       for (; matches != 0; matches &= matches - 1) {
         const uint32_t number = (group[__builtin_ctz(matches)] & number_bits_) - 1;
-        if (distinct_[number].key == key) return number;
+        if (distinct_[number].key == key) {
+          ++distinct_[number].count;
+          return number;
+        }
       }
       if (empty != 0) {
-        distinct_[size_] = {key, 0};
+        distinct_[size_] = {key, 1};
         group[__builtin_ctz(empty)] = tag | ++size_;
         if (size_ == room_) grow();
         return (size_ - 1) | kFirst;

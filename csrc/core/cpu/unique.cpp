@@ -135,15 +135,15 @@ class Pieces {
         if (number != kAbsent) ranks[i] = before_ranks[number];
       });
     }
-    // Without a branch, since which are new is unpredictable.
-    uint32_t firsts = 0;
-    int64_t unused = 0;
+    // Listed without a branch, since which are new is unpredictable.
+    uint32_t found[kShare];
+    uint32_t num_found = 0;
     for (int64_t i = 0; i < end - begin; ++i) {
-      const bool first = ranks[i] == kAbsent;
-      *(first ? &unused : &counts[ranks[i]]) += distinct[i].count;
-      firsts += first;
+      found[num_found] = static_cast<uint32_t>(i);
+      num_found += ranks[i] != kAbsent;
     }
-    return firsts;
+    for (uint32_t f = 0; f < num_found; ++f) counts[ranks[found[f]]] += distinct[found[f]].count;
+    return static_cast<uint32_t>(end - begin) - num_found;
   }
 
   void rank_firsts(int64_t piece, int64_t begin, int64_t end, uint32_t rank, Key* unique_keys,
@@ -162,6 +162,7 @@ class Pieces {
     for (int64_t piece = 1; piece < pieces_; ++piece) {
       const uint32_t* ranks = ranks_ + begin_of(piece);
       const int64_t stop = std::min(end, begin_of(piece + 1));
+#pragma GCC unroll 8
       for (int64_t i = std::max(begin, begin_of(piece)); i < stop; ++i) {
         inverse[i] = ranks[inverse[i]];
       }
