@@ -68,13 +68,11 @@ struct Entries {
   }
 };
 
-// sum = the weighted rows of the `count` entries from `begin`, at most kPart, added in order;
-// total = what their weights add to the total.
-template <class T, int kWidth>
-SPARSEKIT_DEVICE void pool(const Pooling<T>& in, int64_t begin, int count, int64_t element,
-                           Acc<T> (&sum)[kWidth], Acc<T>& total) {
-  for (int l = 0; l < kWidth; ++l) sum[l] = 0;
-  total = 0;
+// Adds the weighted rows of the `count` entries from `begin` to sum, in order, and to total what
+// their weights add to the total. Calls before(k) before it adds the k-th.
+template <class T, int kWidth, class Before>
+SPARSEKIT_DEVICE void add_entries(const Pooling<T>& in, int64_t begin, int count, int64_t element,
+                                  Acc<T> (&sum)[kWidth], Acc<T>& total, const Before& before) {
   Entries<T> next;
   next.look_up(in, begin, 0, count);
   for (int k = 0; k < count; k += kInFlight) {
@@ -82,9 +80,21 @@ SPARSEKIT_DEVICE void pool(const Pooling<T>& in, int64_t begin, int count, int64
     RowPiece<T, kWidth> piece[kInFlight];
     now.read(in, element, piece);
     next.look_up(in, begin, k + kInFlight, count);
-    for (int j = 0; j < kInFlight; ++j)
+#pragma unroll
+    for (int j = 0; j < kInFlight; ++j) {
+      before(k + j);
       now.add(in, j, begin + k + j, element, piece[j], sum, total);
+    }
   }
+}
+
+// sum = the weighted rows of the `count` entries from `begin`, at most kPart; total likewise.
+template <class T, int kWidth>
+SPARSEKIT_DEVICE void pool(const Pooling<T>& in, int64_t begin, int count, int64_t element,
+                           Acc<T> (&sum)[kWidth], Acc<T>& total) {
+  for (int l = 0; l < kWidth; ++l) sum[l] = 0;
+  total = 0;
+  add_entries(in, begin, count, element, sum, total, [](int) {});
 }
 
 // Writes the pooled vector of a bag of `count` entries.
@@ -95,6 +105,17 @@ SPARSEKIT_DEVICE void write_bag(const Pooling<T>& in, int64_t bag, int64_t count
   const Acc<T> by = divisor(total, count, in.combiner);
   for (int j = 0; j < kWidth; ++j) sum[j] = divided(sum[j], by);
   write_row(out + bag * in.dim + element, sum);
+}
+
+// Pools a bag; a long one gets zeros for now.
+template <class T, int kWidth>
+SPARSEKIT_DEVICE void pool_bag(const Pooling<T>& in, int64_t bag, const Range& range,
+                               int64_t element, T* out) {
+  const int64_t entries = range.end - range.begin;
+  const int count = entries > kPart ? 0 : static_cast<int>(entries);
+  Acc<T> sum[kWidth], total;
+  pool(in, range.begin, count, element, sum, total);
+  write_bag(in, bag, count, element, sum, total, out);
 }
 
 // A part of a long bag: entries [begin + index * kPart, ...) of it, at most kPart.
@@ -152,12 +173,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   if (element == 0 && bag <= in.bags.num_bags) check_offset(in.bags, bag, in.errors.bad_offset);
   const Range range = bag < in.bags.num_bags ? bag_range(in.bags, bag) : Range{0, 0};
   if (long_bags.capacity > 0 && simt::column() == 0) put_down_parts(in, long_bags, bag, range);
-  if (bag >= in.bags.num_bags) return;
-  const int64_t entries = range.end - range.begin;
-  const int count = entries > kPart ? 0 : static_cast<int>(entries);
-  Acc<T> sum[kWidth], total;
-  pool(in, range.begin, count, element, sum, total);
-  write_bag(in, bag, count, element, sum, total, out);
+  if (bag < in.bags.num_bags) pool_bag<T, kWidth>(in, bag, range, element, out);
 }
 
 // Bags of a tile, where bags are short: a bag of an entry or two is three waits in a row, for its
@@ -195,12 +211,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
   if (!plain) {
     for (int64_t bag = first; bag < last; ++bag) {
-      const Range range = bag_range(in.bags, bag);
-      const int64_t entries = range.end - range.begin;
-      const int count = entries > kPart ? 0 : static_cast<int>(entries);
-      Acc<T> sum[kWidth], total;
-      pool(in, range.begin, count, element, sum, total);
-      write_bag(in, bag, count, element, sum, total, out);
+      pool_bag<T, kWidth>(in, bag, bag_range(in.bags, bag), element, out);
     }
     return;
   }
@@ -219,19 +230,9 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
     begin_of_bag = end_of_bag;
     if (bag < last) end_of_bag = static_cast<int>(offsets[bag + 1] - begin);
   };
-  Entries<T> next;
-  next.look_up(in, begin, 0, count);
-  for (int k = 0; k < count; k += kInFlight) {
-    const Entries<T> now = next;
-    RowPiece<T, kWidth> piece[kInFlight];
-    now.read(in, element, piece);
-    next.look_up(in, begin, k + kInFlight, count);
-#pragma unroll
-    for (int j = 0; j < kInFlight; ++j) {
-      while (k + j == end_of_bag && bag + 1 < last) finish_bag();
-      now.add(in, j, begin + k + j, element, piece[j], sum, total);
-    }
-  }
+  add_entries(in, begin, count, element, sum, total, [&](int k) {
+    while (k == end_of_bag && bag + 1 < last) finish_bag();
+  });
   while (bag < last) finish_bag();
 }
 
