@@ -39,6 +39,13 @@ KEYS = st.one_of(
 )
 
 
+@pytest.fixture(autouse=True)
+def needs_gpu(request: pytest.FixtureRequest) -> None:
+    """Leave out what is marked as for a GPU where there is none."""
+    if request.node.get_closest_marker("cuda") and not HAS_GPU:
+        pytest.skip("no GPU, or a build without CUDA")
+
+
 @pytest.fixture(params=BACKENDS, scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where an op suite's tensors live; the suite runs once per backend."""

@@ -256,7 +256,8 @@ if [ "$rehearse" = 1 ]; then
   first=(tests/test_cuda_first.py)
   of_ops=(-k "simt and not opcheck" tests/ops)
   nccl=(tests/test_nccl.py)
-  layers=(-k "simt" tests/nn tests/optim tests/test_table.py tests/test_cuda.py)
+  layers=(-k "simt" tests/nn tests/optim tests/test_table.py tests/test_cuda.py
+    tests/test_cuda_layers.py)
 else
   first=(-m cuda tests/test_cuda_first.py)
   of_ops=(-m cuda tests/ops)

@@ -6,20 +6,13 @@ aoti_torch_empty_strided, and ops that nobody wants a gradient of are called bel
 
 import pytest
 import torch
-from conftest import HAS_GPU, KEY_DTYPES, ROW_DTYPES
+from conftest import KEY_DTYPES, ROW_DTYPES
 
 from sparsekit import ops
 
 gpu = pytest.mark.cuda
-pytestmark = pytest.mark.usefixtures("needs_gpu")
 # Nothing, one row, and more than torch's allocator serves from its pool of small blocks.
 SIZES = ((0, 4), (1, 1), (3, 5), (5, 0), (20_000, 64))
-
-
-@pytest.fixture
-def needs_gpu(request: pytest.FixtureRequest) -> None:
-    if request.node.get_closest_marker("cuda") and not HAS_GPU:
-        pytest.skip("no GPU, or a build without CUDA")
 
 
 def assert_own(out, like, dtype, *sizes):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HAS_GPU, assert_close, generator, randn
+from conftest import assert_close, generator, randn
 from ranks.pool import Ranks
 
 import sparsekit
@@ -461,7 +461,6 @@ def test_the_end_of_a_process(fake, last_line, expected):
 
 on_gpu = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not HAS_GPU, reason="no GPU, or a build without CUDA"),
     pytest.mark.skipif(not BUILT, reason="a build without NCCL"),
 ]
 
