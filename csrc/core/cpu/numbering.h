@@ -158,6 +158,7 @@ class Numbering {
       uint32_t numbers[kBlock];
       look_up_block(hashes, count, numbers);
       Distinct<Key>* distinct = distinct_;
+      // An absent key is compared with the first distinct one, which it is not.
       for (int k = 0; k < count; ++k) numbers[k] -= numbers[k] != 0;
       uint64_t found = 0;
       for (int k = 0; k < count; ++k) {
