@@ -48,8 +48,8 @@ class Numbering {
     return entries;
   }
 
-  // Calls visit(i, number) for the keys from begin to end: in the end with their numbers, those of
-  // first occurrences marked.
+  // Calls visit(i, number) for the keys from begin to end, numbers of first occurrences marked. A
+  // key may be given a wrong number once before its own.
   template <class Visit>
   void add(const Key* keys, int64_t begin, int64_t end, Visit&& visit) {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
@@ -59,8 +59,8 @@ class Numbering {
                });
   }
 
-  // Calls visit(i, number) for the keys of others [n]: in the end with their numbers, or kAbsent
-  // for one that is not in the table, which stays as it is.
+  // Calls visit(i, number) for the keys of others [n], with kAbsent for those that are not in the
+  // table, which stays as it is. A key may be called absent once before its number is told.
   template <class Visit>
   void find(const Distinct<Key>* others, int64_t n, Visit&& visit) const {
     each_block([=](int64_t i) { return others[i].key; }, 0, n,

@@ -19,6 +19,7 @@
 #include "cpu/first_bad.h"
 #include "cpu/sum_rows.h"
 #include "sparsekit/dtypes.h"
+#include "sparsekit/hash_table.h"
 #include "sparsekit/parallel.h"
 
 namespace sparsekit::cpu {
@@ -74,7 +75,7 @@ struct Piece {
 // Lays the workspace out in one block of memory.
 template <class T>
 struct SegmentWorkspace {
-  int64_t num_pieces, column_parts, run_parts = 1;
+  int64_t num_pieces, column_parts, run_parts;
   Acc<T>* zeros;  // [dim]
   Piece<T> pieces[2];
   int64_t bytes = 0;
@@ -87,11 +88,9 @@ struct SegmentWorkspace {
     num_pieces = n / kEntriesForTwoPieces >= std::max(num_segments, kRun) ? 2 : 1;
     column_parts =
         std::clamp<int64_t>(row_bytes / kLeastWidth, 1, std::max<int64_t>(threads / num_pieces, 1));
-    // A power of two; what all parts remember shall not be much larger than the sums.
+    // What all parts remember shall not be much larger than the sums.
     const int64_t most_parts = std::max<int64_t>(row_bytes, 64) / sizeof(Progress);
-    while (2 * run_parts * column_parts <= std::min(threads / num_pieces, most_parts)) {
-      run_parts *= 2;
-    }
+    run_parts = std::max<int64_t>(std::min(threads / num_pieces, most_parts) / column_parts, 1);
     const auto take = [&](auto*& array, int64_t count) {
       array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(
           static_cast<char*>(memory) + bytes);
@@ -152,11 +151,10 @@ inline I select(bool first, I one, I other) {
   return other ^ ((one ^ other) & -static_cast<I>(first));
 }
 
-// Which of so many threads, a power of two, a run is for. Neighbouring elements go to the same one,
-// since they can share a cache line.
+// Which of so many threads a run is for. Neighbouring elements go to the same one, since they can
+// share a cache line.
 inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
-  const uint64_t hash = static_cast<uint64_t>(offset >> 6) * 0x9E3779B97F4A7C15u;
-  return static_cast<int64_t>((hash >> 32) * static_cast<uint64_t>(run_parts) >> 32);
+  return home_bucket(offset >> 6, run_parts);
 }
 
 // One thread's part of a piece: columns of the runs whose rows are its own. kWidth is the number of
