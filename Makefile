@@ -6,29 +6,48 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+# The oldest that the pinned requirements have.
+CHECK_PYTHON := import sys; sys.version_info >= (3, 11) or \
+  sys.exit("make needs Python >= 3.11; name one: make PYTHON=python3.11")
 # Where `make bench` writes; files of three runs make the table of docs/performance.md.
 RESULTS := build/bench
 # Such as --quick or --threads 1.
 BENCH_OPTIONS :=
-# Lies beside the libraries, so that it goes when they do.
+# Of `make fuzz`, on each backend. SANITIZE=1 runs it under AddressSanitizer and UBSan.
+SECONDS := 60
+SEED := 0
+# The environment and the build, in two steps: what `make demo` needs, then what all else needs. Marks
+# of a build lie beside the libraries, so that they go when those do.
+READY := $(VENV)/.ready
+READY_DEV := $(VENV)/.ready-dev
+BUILT_DEMO := sparsekit/lib/.built-demo
 BUILT := sparsekit/lib/.built
 SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test sanitize lint format wheel check-wheel bench cuda-report cuda-sass build clean distclean help
+.PHONY: demo test sanitize fuzz lint format wheel check-wheel bench cuda-report cuda-sass build clean distclean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-demo: build ## train on MovieLens-100K and compare with two baselines
-	$(BIN)/sparsekit train
+demo: $(or $(wildcard $(BUILT)),$(BUILT_DEMO)) ## train on MovieLens-100K, next to two baselines
+	$(BIN)/python -m sparsekit train
 
 test: build ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	PYTHON=$(BIN)/python tests/other_engines.sh
 
 sanitize: build ## run the CUDA kernels on the host under AddressSanitizer and ThreadSanitizer
 	PYTHON=$(BIN)/python tests/sanitize.sh
+
+fuzz: build ## random cases of every op and layer against the reference, for SECONDS=60 each way
+ifdef SANITIZE
+	PYTHON=$(BIN)/python tests/sanitize.sh --fuzz $(SECONDS) $(SEED)
+else
+	set -e; for backend in cpu simt; do \
+	  $(BIN)/python -m tests.fuzz --backend $$backend --seconds $(SECONDS) --seed $(SEED); done
+endif
 
 lint: build ## ruff, mypy and clang-format
 	$(BIN)/ruff check .
@@ -36,12 +55,12 @@ lint: build ## ruff, mypy and clang-format
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.h' '*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
-format: $(VENV)/.ready ## rewrite the sources in the project's format
+format: $(READY_DEV) ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(git ls-files '*.h' '*.cpp' 'csrc/*.cu' 'csrc/*.cuh')
 
-wheel: $(VENV)/.ready ## build a wheel into dist/
+wheel: $(READY_DEV) ## build a wheel into dist/
 	rm -rf dist build/lib.* build/bdist.*
 	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	@ls dist
@@ -64,15 +83,27 @@ cuda-sass: build ## their loads, stores and atomics in sm_90 machine code
 
 build: $(BUILT) ## compile what has changed
 
-$(BUILT): $(VENV)/.ready $(SOURCES)
+$(BUILT): $(READY_DEV) $(SOURCES)
 	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
-# torch goes first: everything else is built against it or works without it.
-$(VENV)/.ready: requirements-dev.txt pyproject.toml
-	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements-dev.txt
-	$(BIN)/pip install --quiet --no-build-isolation --no-deps --editable .
+# The CPU engine; CUDA kernels as well where a GPU can run them.
+$(BUILT_DEMO): $(READY) $(SOURCES)
+	if ! nvidia-smi --list-gpus >/dev/null 2>&1; then export SPARSEKIT_CUDA=$${SPARSEKIT_CUDA-0}; fi; \
+	SPARSEKIT_SIMT=0 $(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+# Without --no-compile pip spends two thirds of its time on bytecode of which little is ever run.
+$(READY): requirements.txt
+	test -x $(BIN)/pip || { $(PYTHON) -c '$(CHECK_PYTHON)' && $(PYTHON) -m venv --clear $(VENV); }
+	$(BIN)/pip install --quiet --no-compile --requirement requirements.txt
+	@touch $@
+
+# Not $(BIN)/pip, which runs python3: setup.py would take that for another environment and compile
+# everything once more.
+$(READY_DEV): $(READY) requirements-dev.txt pyproject.toml
+	$(BIN)/pip install --quiet --no-compile --requirement requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # An environment of its own, with sparsekit built as a user would: what is timed is not the build of

@@ -98,6 +98,13 @@ def present_archs() -> str:
 class CMakeBuild(build_ext):
     """Builds every library with one CMake project; `Extension`s only name what comes out."""
 
+    def with_host_runner(self) -> bool:
+        """Whether the CUDA kernels are compiled for the host as well, as the tests need them.
+
+        SPARSEKIT_SIMT=0 leaves that out of a build in place; a wheel has it never.
+        """
+        return bool(self.inplace) and os.environ.get("SPARSEKIT_SIMT") != "0"
+
     def run(self) -> None:
         """Configure, build, and put the results where setuptools expects them."""
         check_tools()
@@ -115,7 +122,7 @@ class CMakeBuild(build_ext):
             "pybind11_DIR": pybind11.get_cmake_dir(),
             "SPARSEKIT_TORCH_DIR": str(Path(torch.__file__).parent),
             "SPARSEKIT_TORCH_VERSION": torch.__version__,
-            "SPARSEKIT_SIMT": "ON" if self.inplace else "OFF",
+            "SPARSEKIT_SIMT": "ON" if self.with_host_runner() else "OFF",
             **cuda_options(),
         }
         defines = [f"-D{name}={value}" for name, value in options.items()]
@@ -125,8 +132,8 @@ class CMakeBuild(build_ext):
                 raise SystemExit("sparsekit: CMake failed; its output is above")
         target = ROOT if self.inplace else Path(self.build_lib)
         for library in (build / "sparsekit").rglob("*"):
-            if library.is_dir() or (library.parent.name == "simt" and not self.inplace):
-                continue  # what is in simt is for the tests
+            if library.is_dir() or (library.parent.name == "simt" and not self.with_host_runner()):
+                continue
             destination = target / library.relative_to(build)
             destination.parent.mkdir(parents=True, exist_ok=True)
             # A new file, not new bytes in the old one: a running process has that one mapped.

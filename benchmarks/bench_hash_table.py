@@ -126,6 +126,7 @@ def _inserts(gpu: Gpu, slots: int) -> Iterator[Comparison]:
             op = partial(
                 sparsekit.ops.hash_table_find_or_insert_,
                 table.buckets,
+                table.hash_seed,
                 table.size,
                 keys,
                 table.capacity,

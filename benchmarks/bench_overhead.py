@@ -21,9 +21,9 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     table.find_or_insert(keys)
     calls: dict[str, Call] = {
         "unique": partial(ops.unique, keys),
-        "hash_table_find": partial(ops.hash_table_find, table.buckets, keys),
+        "hash_table_find": partial(ops.hash_table_find, table.buckets, table.hash_seed, keys),
         "hash_table_find_or_insert_": partial(
-            ops.hash_table_find_or_insert_, table.buckets, table.size, keys, 8
+            ops.hash_table_find_or_insert_, table.buckets, table.hash_seed, table.size, keys, 8
         ),
         "HashTable.find_or_insert": partial(table.find_or_insert, keys),
         "unsorted_segment_sum": partial(ops.unsorted_segment_sum, weight, keys, 8),

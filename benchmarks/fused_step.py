@@ -41,8 +41,9 @@ class FusedStep:
         """Pool the vectors of keys, then update them by the gradient of the result."""
         unique, inverse, _, number = torch.ops.sparsekit.unique_padded(keys)
         rows, status = torch.ops.sparsekit.hash_table_find_or_insert_(
-            self.table.buckets, self.table.size, unique, self.table.capacity, number
-        )
+            self.table.buckets, self.table.hash_seed, self.table.size, unique,
+            self.table.capacity, number,
+        )  # fmt: skip
         ops.init_rows_(self.weight, unique, rows, status, seed=self.seed)
         pooled = ops.embedding_bag(self.weight, rows[inverse], self.offsets)
         grads = torch.ops.sparsekit.embedding_bag_backward(

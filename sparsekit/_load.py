@@ -7,6 +7,7 @@ asks for that name, then gets it.
 
 import ctypes
 import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -17,6 +18,10 @@ _OPS = "libsparsekit_torch.so"
 OPS_LIBRARY = _LIB / _OPS
 _CUDA = "libsparsekit_cuda.so"
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
+# What the processor must have for each engine, by the names of Linux; CMakeLists.txt compiles with
+# the same. Best first.
+_AVX2 = frozenset({"avx2", "bmi1", "bmi2"})
+ENGINES = {"avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": _AVX2}
 
 
 def _torch_version() -> tuple[int, int]:
@@ -24,14 +29,40 @@ def _torch_version() -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
+def processor_flags() -> frozenset[str]:
+    """The processor's instruction sets, as far as the operating system lets programs use them."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            flags = next((line for line in lines if line.startswith("flags")), "")
+    except OSError:
+        return frozenset()
+    return frozenset(flags.split())
+
+
 def instruction_set() -> str:
     """Name of the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
 
-    Asks torch, so ``ATEN_CPU_CAPABILITY=default`` selects the portable engine as it does torch's.
+    Asks torch, so ``ATEN_CPU_CAPABILITY=default`` selects the portable engine as it does torch's;
+    and the processor, because torch believes that variable whatever the processor has.
     """
-    capability = torch.backends.cpu.get_cpu_capability()
-    fitting = {"AVX512": ("avx512", "avx2"), "AVX2": ("avx2",)}.get(capability, ())
+    names = list(ENGINES)
+    wanted = torch.backends.cpu.get_cpu_capability().lower()
+    wanted_or_less = names[names.index(wanted) :] if wanted in names else []
+    flags = processor_flags() if wanted_or_less else frozenset()
+    fitting = (name for name in wanted_or_less if ENGINES[name] <= flags)
     return next((name for name in fitting if (_LIB / name).is_dir()), "generic")
+
+
+def _warn_of_less(engine: str) -> None:
+    """Say so if the processor has less than torch takes it to have."""
+    wanted = torch.backends.cpu.get_cpu_capability().lower()
+    if missing := ENGINES.get(wanted, frozenset()) - processor_flags():
+        warnings.warn(
+            f"sparsekit: torch is set to {wanted} (ATEN_CPU_CAPABILITY), but this processor has no "
+            f"{', '.join(sorted(missing))}; running the {engine} engine",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _other_copy() -> str | None:
@@ -59,7 +90,9 @@ def load() -> None:
             f"sparsekit: this process has already loaded another copy of its ops, {other}, and can "
             f"have only one; this one is in {_LIB.parent}"
         )
-    core = _LIB / instruction_set() / "libsparsekit_core.so"
+    engine = instruction_set()
+    _warn_of_less(engine)
+    core = _LIB / engine / "libsparsekit_core.so"
     ops = _LIB / _OPS
     # The CUDA kernels, in builds that have them. Loads without a GPU or a driver as well.
     cuda = [_LIB / _CUDA] if (_LIB / _CUDA).exists() else []

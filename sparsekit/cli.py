@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from . import build_info
 from .datasets import DatasetUnavailableError, Ratings, RatingsFormatError, movielens_100k
-from .errors import TableFullError
+from .errors import DivergedError, TableFullError
 from .models import RatingModel, fit_bias_baseline, rmse
 from .optim import LazyAdam, split_embedding_variable_from_others
 from .train import Trainer
@@ -236,6 +236,8 @@ def _fit_and_report(train: Ratings, test: Ratings, args: argparse.Namespace) -> 
         trainer = _fit(model, train, test, args)
     except TableFullError as error:
         raise UsageError(f"{error} Here that is --capacity.") from error
+    except DivergedError as error:
+        raise UsageError(f"{error}; try a smaller --lr than {args.lr:g}") from error
     if trainer.interrupted:
         return 130
     of_rank = model.table_sizes()
@@ -318,7 +320,10 @@ def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
     for batch in zip(*(column.split(EVALUATION_BATCH) for column in columns), strict=True):
         users, items, ratings = (c.tensor_split(_world_size())[_rank()] for c in batch)
         squares += (model(users, items).double() - ratings.double()).square().sum().item()
-    return math.sqrt(_sum_over_ranks([squares])[0] / len(test))
+    result = math.sqrt(_sum_over_ranks([squares])[0] / len(test))
+    if not math.isfinite(result):  # the loss of the last step was that of the weights before it
+        raise DivergedError(f"the test RMSE is {result}: training has diverged in its last step")
+    return result
 
 
 def _report(trainer: Trainer, train: Ratings, test: Ratings, sizes: dict[str, int]) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import stat
 import subprocess
 import sys
 import tempfile
 import warnings
 import zipfile
+import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -29,6 +32,12 @@ PACKAGE = "recbole==1.2.1"
 MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
 SHA256 = "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff"
 PIP_TIMEOUT_S = 300
+# Far more than the file has; what claims to be it is read no further.
+MOST_BYTES = 64 << 20
+
+# Python's own int() and float() take underscores, blanks and the digits of all scripts as well.
+INTEGER = re.compile(r"[+-]?[0-9]+")
+DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 COLUMNS = ("user_id", "item_id", "rating", "timestamp")
 
@@ -139,8 +148,9 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
 
     The first line names the columns, each with a type, which is not looked at:
     ``user_id:token\titem_id:token\trating:float\ttimestamp:float``. They may come in any order
-    and among others. Ids are integers that fit int64, negative ones as well; blank lines are
-    skipped.
+    and among others. Ids are integers that fit int64, negative ones as well; ratings and timestamps
+    are finite decimal numbers. Numbers are of ASCII digits, without blanks or underscores. Blank
+    lines are skipped.
 
     Raises:
         RatingsFormatError: a missing column, or a malformed row; the message has its line number.
@@ -194,19 +204,20 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
 
 
 def _id(text: str, column: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
+    if INTEGER.fullmatch(text) is None:
         raise ValueError(
             f"{column} {text[:80]!r} is not an integer; sparsekit.hashing.xxh64 makes "
             f"integers of names"
-        ) from None
+        )
+    if len(text) > 40:  # which int() would take long over, or refuse in other words
+        raise OverflowError
+    return int(text)
 
 
 def _finite(text: str, most: float = sys.float_info.max) -> float:
-    number = float(text)
-    if not abs(number) <= most:
-        raise ValueError(f"{text[:80]} is not a finite number")
+    number = float(text) if DECIMAL.fullmatch(text) else None
+    if number is None or abs(number) > most:
+        raise ValueError(f"{text[:80]!r} is not a finite number")
     return number
 
 
@@ -215,9 +226,14 @@ def _default_cache_dir() -> Path:
 
 
 def _read_verified(cached: Path) -> bytes | None:
-    """Read a cached file; None if there is none or it is damaged."""
+    """Read a cached file; None if there is none, it is damaged, or it is no regular file."""
     try:
-        content = cached.read_bytes()
+        # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
+        handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                return None
+            content = file.read(MOST_BYTES)
     except OSError:
         return None
     return content if hashlib.sha256(content).hexdigest() == SHA256 else None
@@ -237,8 +253,17 @@ def _fetch() -> bytes:
             raise _unavailable(f"pip ended with {done.returncode}:\n  " + "\n  ".join(said[-4:]))
         try:
             (wheel,) = Path(folder).iterdir()
-            content = zipfile.ZipFile(wheel).read(MEMBER)
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+            with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
+                content = member.read(MOST_BYTES)
+        except (
+            ValueError,
+            KeyError,
+            OSError,
+            EOFError,
+            RuntimeError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
             raise _unavailable(f"no such file in what pip fetched: {error}") from error
     found = hashlib.sha256(content).hexdigest()
     if found != SHA256:

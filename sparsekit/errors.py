@@ -20,8 +20,8 @@ class TableFullError(RuntimeError):
     def __init__(self, layer: str, rank: int, size: int, capacity: int, refused: int) -> None:
         super().__init__(
             f"{layer}: the table on rank {rank} is full: {size} of {capacity} rows are in use and "
-            f"the call brought {refused} new keys; none was inserted. Give it a larger "
-            f"capacity (a layer's max_vocabulary_size_per_gpu)."
+            f"the call brought {refused} new keys for {capacity - size} free rows; none was "
+            f"inserted. Give it a larger capacity (a layer's max_vocabulary_size_per_gpu)."
         )
         self.layer = layer
         self.rank = rank
@@ -31,6 +31,10 @@ class TableFullError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, int, int]]:
         return type(self), (self.layer, self.rank, self.size, self.capacity, self.refused)
+
+
+class DivergedError(ArithmeticError):
+    """Training has left the range of floating point numbers; its weights are of no use any more."""
 
 
 def check_int(name: str, argument: str, value: object, least: int, most: int) -> int:

@@ -283,7 +283,8 @@ def update_rows_(
     rows = torch.arange(len(weight), device=weight.device) if rows is None else rows
     dtype = accumulate_dtype(weight.dtype)
     if row_step is not None:
-        row_step[rows] = row_step[rows] + 1 if per_row else step.to(row_step.dtype)
+        now = row_step[rows].to(torch.int64) + 1 if per_row else step
+        row_step[rows] = now.clamp(max=2**31 - 1).to(row_step.dtype)
     counts = row_step[rows] if row_step is not None and per_row else step.expand(len(rows))
     t = counts.to(torch.float64).unsqueeze(1)
     s = [state[rows] for state in states]
@@ -308,7 +309,7 @@ def _rounded_at_random(w: torch.Tensor, rows: torch.Tensor, step: int, seed: int
     key = (seed & _MASK, (seed >> 32 ^ step >> 32) & _MASK)
     counter = [low + zero, high + zero, block + zero, zero + (step & _MASK)]
     words = torch.stack(philox4x32_10(counter, key), dim=2)
-    halves = torch.stack([words & 0xFFFF, words >> 16], dim=3).reshape(len(rows), -1)
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=3).flatten(1)
     bits = w.view(torch.int32).to(torch.int64) & _MASK
     cut = (bits + halves[:, : w.shape[1]] >> 16 << 16).to(torch.int64)
     cut = torch.where(cut >= 2**31, cut - 2**32, cut).to(torch.int32)
@@ -326,6 +327,8 @@ def catch_up_rows_(
     settings: Sequence[float],
 ) -> None:
     """Steps without a gradient for rows that have missed them, one after another."""
+    if len(numbers) == 0:
+        return
     rows = torch.arange(len(weight), device=weight.device) if rows is None else rows
     dtype = accumulate_dtype(weight.dtype)
     for row in rows[rows >= 0].tolist():

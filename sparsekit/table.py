@@ -1,11 +1,13 @@
 """A hash table from int64 keys to rows 0, 1, 2, ..., whose state is plain tensors."""
 
 import math
-from typing import cast
+import secrets
+from typing import Any, cast
 
 import torch
 
 from . import ops
+from . import saved_state as saved
 from .errors import TableFullError, check_int
 from .memory import prefer_huge_pages
 from .ops._checks import KEY_DTYPES
@@ -18,10 +20,13 @@ _find = torch.ops.sparsekit.hash_table_find.default
 class HashTable(torch.nn.Module):
     """Maps any int64 keys to dense row numbers in order of first occurrence.
 
-    The state is two buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
-    ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with 5 slots) and
-    ``size`` int64 ``[1]``. Any number of threads may find at the same time; while one inserts, no
-    other may use the table.
+    The state is three buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
+    ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with 5 slots),
+    ``hash_seed`` int64 ``[1]``, a random number without which the buckets cannot be read, and
+    ``size`` int64 ``[1]``. Rows do not depend on the seed. Any number of threads may find at the
+    same time; while one inserts, no other may use the table. ``load_state_dict`` takes the state of
+    a table of any capacity whose keys fit, and refuses one that is damaged, with the table as it
+    was.
 
     Args:
         capacity: most keys it can hold, in [1, 2^31 - 1]. It holds exactly so many.
@@ -43,6 +48,7 @@ class HashTable(torch.nn.Module):
     """
 
     buckets: torch.Tensor
+    hash_seed: torch.Tensor
     size: torch.Tensor
 
     def __init__(
@@ -65,16 +71,19 @@ class HashTable(torch.nn.Module):
         num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
         buckets = torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
         self.register_buffer("buckets", prefer_huge_pages(buckets))
+        # Not from torch's generators, whose streams are the user's.
+        hash_seed = torch.tensor([secrets.randbits(64) - 2**63], device=device)
+        self.register_buffer("hash_seed", hash_seed)
         self.register_buffer("size", torch.zeros(1, dtype=torch.int64, device=device))
         ops.hash_table_clear_(self.buckets)
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
         self._check_keys(keys)
-        buckets, _ = self._state()
+        buckets, hash_seed, _ = self._state()
         if keys.dim() == 1:
-            return _find(buckets, keys)
-        return _find(buckets, keys.reshape(-1)).view(keys.shape)
+            return _find(buckets, hash_seed, keys)
+        return _find(buckets, hash_seed, keys.reshape(-1)).view(keys.shape)
 
     def find_or_insert(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys; absent keys get the next free rows, in order of first occurrence.
@@ -87,6 +96,7 @@ class HashTable(torch.nn.Module):
 
         Raises:
             TableFullError: more new keys than free rows; the table is as it was.
+            RuntimeError: another thread is inserting into this table.
             TypeError, ValueError: keys is no such tensor, or lies on another device.
         """
         self._check_keys(keys)
@@ -96,7 +106,12 @@ class HashTable(torch.nn.Module):
 
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
-        rows, status = ops.hash_table_find_or_insert_(*self._state(), keys, self.capacity)
+        try:
+            rows, status = ops.hash_table_find_or_insert_(*self._state(), keys, self.capacity)
+        except RuntimeError as error:
+            if "another thread" not in str(error):
+                raise
+            raise RuntimeError(f"{self.name}: {error}") from None
         before, entries_refused = status.tolist()
         if entries_refused < 0:  # only on a device; the CPU's op raises by itself
             raise ValueError(
@@ -113,20 +128,102 @@ class HashTable(torch.nn.Module):
             raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
         if keys.dtype not in KEY_DTYPES:
             raise TypeError(f"{self.name}: keys must be int64 or int32, got {keys.dtype}")
-        buckets, _ = self._state()
+        buckets = self._state()[0]
         if keys.device != buckets.device:
             raise ValueError(
                 f"{self.name}: keys is on {keys.device}, the table on {buckets.device}"
             )
 
-    def _state(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # A module's way to find its attributes takes longer than a small lookup in the table.
         buffers = cast(dict[str, torch.Tensor], self._buffers)
-        return buffers["buckets"], buffers["size"]
+        return buffers["buckets"], buffers["hash_seed"], buffers["size"]
+
+    def restored(
+        self, entries: dict[str, Any], device: torch.device | None
+    ) -> dict[str, torch.Tensor]:
+        """New buffers for this table with the keys and rows of a saved state.
+
+        Nothing is taken on trust but keys and rows: the keys are inserted anew. So the saved table
+        may have any number of buckets, and the result is as sound as a table that has grown.
+
+        Args:
+            entries: the state, by the buffers' names.
+            device: where the new buffers go; None means where the saved ones are.
+
+        Raises:
+            TypeError, ValueError: the state is damaged or does not fit.
+        """
+        buckets = saved.entry(self.name, entries, "buckets", (torch.int64,), (None, 8))
+        hash_seed = saved.entry(self.name, entries, "hash_seed", (torch.int64,), (1,))
+        size = int(saved.entry(self.name, entries, "size", (torch.int64,), (1,)))
+        if not 0 <= size <= self.capacity:
+            raise ValueError(
+                f"{self.name}: the state has {size} rows in use, which must be in [0, "
+                f"{self.capacity}], the capacity here"
+            )
+        keys = self._keys_by_row(buckets, size).to(device or buckets.device)
+        new_buckets = prefer_huge_pages(torch.empty_like(self._state()[0], device=keys.device))
+        new_size = torch.zeros(1, dtype=torch.int64, device=keys.device)
+        ops.hash_table_clear_(new_buckets)
+        hash_seed = hash_seed.to(keys.device)
+        ops.hash_table_find_or_insert_(new_buckets, hash_seed, new_size, keys, self.capacity)
+        if int(new_size) != size:
+            raise ValueError(f"{self.name}: the state is damaged: a key has two rows")
+        return {"buckets": new_buckets, "hash_seed": hash_seed, "size": new_size}
+
+    def _keys_by_row(self, buckets: torch.Tensor, size: int) -> torch.Tensor:
+        keys = torch.empty(size, dtype=torch.int64, device=buckets.device)
+        found = torch.zeros(size, dtype=torch.bool, device=buckets.device)
+        count = 0
+        for part in buckets.split(1 << 20):  # so that what is needed besides stays small
+            rows = part[:, SLOTS_PER_BUCKET:].contiguous().view(torch.int32)[:, :SLOTS_PER_BUCKET]
+            used = rows >= 0
+            rows = rows[used].to(torch.int64)
+            count += len(rows)
+            if bool((rows >= size).any()):
+                raise ValueError(
+                    f"{self.name}: the state is damaged: a key has row {int(rows.max())}, but "
+                    f"{size} rows are in use"
+                )
+            keys[rows] = part[:, :SLOTS_PER_BUCKET][used]
+            found[rows] = True
+        if count != size or not bool(found.all()):
+            raise ValueError(
+                f"{self.name}: the state is damaged: its {size} rows do not have one key each"
+            )
+        return keys
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_messages: list[str],
+    ) -> None:
+        rest = strict, missing_keys, unexpected_keys, error_messages
+        entries = saved.entries(state_dict, prefix, self._buffers)
+        # A layer loads its table itself, and then hands on the table's own tensors.
+        if entries and any(entries.get(name) is not own for name, own in self._buffers.items()):
+            buffers = cast(dict[str, torch.Tensor], self._buffers)
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            try:
+                restored = self.restored(entries, None if assign else buffers["buckets"].device)
+                if assign:
+                    saved.replace_all([(buffers, restored)])
+                else:
+                    saved.copy_all([(buffers[name], new) for name, new in restored.items()])
+            except (TypeError, ValueError) as error:
+                error_messages.append(str(error))
+            state_dict.update({prefix + name: own for name, own in buffers.items()})
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def keys(self) -> torch.Tensor:
         """All keys, int64 ``[len(table)]``; the key of row i is at position i."""
-        return ops.hash_table_keys(self.buckets, self.size)
+        return ops.hash_table_keys(*self._state())
 
     def __len__(self) -> int:
         return int(self.size)

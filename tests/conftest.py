@@ -1,12 +1,14 @@
 """What the suites share: backends, reproducibility, and the inputs that are hard to get right."""
 
 import contextlib
+import faulthandler
 import os
+import signal
 
 import pytest
 import simt
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import sparsekit
@@ -17,9 +19,14 @@ HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
 BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
 simt.load()
 
-# Random examples change from run to run on a developer's machine, never under CI.
+# Random examples change from run to run on a developer's machine, never under CI. How fast they
+# come says more of the machine than of the test.
 settings.register_profile(
-    "sparsekit", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI"))
+    "sparsekit",
+    deadline=None,
+    max_examples=50,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("sparsekit")
 
@@ -37,6 +44,61 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 KEYS = st.one_of(
     st.sampled_from(KEY_EXTREMES), st.integers(-3, 3), st.integers(INT64_MIN, INT64_MAX)
 )
+
+
+# Limits of time: many times what a test takes on an idle machine, for machines that are not.
+LIMIT_S = 180
+# What a test may take with its fixtures, in terms of its limit.
+WITH_FIXTURES = 1.5
+# In which pytest can say that a test was over its limit, on a busy machine as well.
+REPORT_S = 15
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--time-factor", type=float, default=1, help="multiplies all time limits")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the real stderr, which during a test is captured."""
+    global _stderr
+    _stderr = os.dup(2)
+
+
+def time_limit(test: pytest.Item) -> float:
+    """Seconds: what the test is marked with, or the common limit."""
+    mark = test.get_closest_marker("time_limit")
+    return (mark.args[0] if mark else LIMIT_S) * test.config.getoption("--time-factor")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Fail a test that is over its limit, and with it what it waits for, such as a process."""
+    limit = time_limit(item)
+
+    def expired(*_: object) -> None:
+        pytest.fail(f"not done after {limit:g} s")
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, limit)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """End the process if Python cannot, as in native code; show first what its threads are at.
+
+    xdist reports the test as failed and goes on in a new process.
+    """
+    limit = time_limit(item) * WITH_FIXTURES + REPORT_S
+    faulthandler.dump_traceback_later(limit, exit=True, file=_stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +145,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 def pytest_report_header() -> str:
     """Say why there may be no tests on a GPU."""
     reason = "" if HAS_GPU else " (no GPU or a build without CUDA: nothing runs on a device)"
-    return f"sparsekit backends: cpu, simt{', cuda' if HAS_GPU else reason}"
+    cpu = f"cpu ({sparsekit.instruction_set()})"
+    return f"sparsekit backends: {cpu}, simt{', cuda' if HAS_GPU else reason}"
 
 
 def generator(seed: int) -> torch.Generator:

@@ -76,7 +76,9 @@ def table_of(keys):
 def full_table(keys):
     """A refusal, which must leave the table as it was."""
     table = sparsekit.HashTable(3, load_factor=1.0, device=keys.device)
-    rows, status = ops.hash_table_find_or_insert_(table.buckets, table.size, keys, 3)
+    rows, status = ops.hash_table_find_or_insert_(
+        table.buckets, table.hash_seed, table.size, keys, 3
+    )
     return rows, status[1:], table.size, table.keys()
 
 

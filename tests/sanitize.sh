@@ -3,27 +3,43 @@
 # AddressSanitizer with UndefinedBehaviorSanitizer, then the kernels under ThreadSanitizer, to which
 # each thread of a kernel is a thread. The engine is not run under that: it does not know OpenMP's
 # barriers, and would report every loop. Called by `make sanitize`; arguments go to pytest.
+# `--fuzz SECONDS SEED` runs the fuzzer under the first two in place of the suite.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 build=$(ls -dt build/cmake-*/sparsekit/lib/simt | head -1)
 build=${build%/sparsekit/lib/simt}
-cmake --build "$build" --target sparsekit_core_asan sparsekit_simt_asan sparsekit_simt_tsan
+targets=(sparsekit_core_asan sparsekit_simt_asan)
+test "${1:-}" = --fuzz || targets+=(sparsekit_simt_tsan)
+cmake --build "$build" --target "${targets[@]}"
 # libstdc++ as well: a sanitizer that starts before it does not find its throw.
 preload() { echo "$(g++ -print-file-name="$1") $(g++ -print-file-name=libstdc++.so.6)"; }
 
+under() {
+  local sanitizer=$1
+  shift
+  LD_PRELOAD=$(preload "lib$sanitizer.so")${engine:+ $engine} \
+    SPARSEKIT_SIMT_LIBRARY=$PWD/$build/sparsekit/lib/simt/libsparsekit_simt_$sanitizer.so \
+    "$python" -m "$@"
+}
 run() {
   local sanitizer=$1 device=$2
   shift 2
-  LD_PRELOAD=$(preload "lib$sanitizer.so")${engine:+ $engine} \
-    SPARSEKIT_SIMT_LIBRARY=$PWD/$build/sparsekit/lib/simt/libsparsekit_simt_$sanitizer.so \
-    "$python" -m pytest -q -n 2 --dist worksteal -p no:cacheprovider tests/ops -k "$device" "$@"
+  under "$sanitizer" pytest -q -n 2 --dist worksteal -p no:cacheprovider --time-factor 3 \
+    tests/ops -k "$device" "$@"
 }
 
 # Preloaded, its functions are found before those of the engine that sparsekit loads.
-export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+# The tests ask for more memory than there is, which must fail as it does elsewhere.
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 engine=$PWD/$build/asan/libsparsekit_core.so
 test -e "$engine"  # what cannot be preloaded is left out with a warning
+if test "${1:-}" = --fuzz; then
+  under asan tests.fuzz --backend cpu --seconds "$2" --seed "$3"
+  engine=
+  under asan tests.fuzz --backend simt --seconds "$2" --seed "$3"
+  exit
+fi
 run asan "not simt and not opcheck" "$@"
 engine=
 run asan simt "$@"

@@ -31,7 +31,7 @@ def test_ops_run_on_the_current_stream():
         keys.copy_(new_keys)  # an op on another stream would see zeros
         unique, inverse, _, count = torch.ops.sparsekit.unique_padded(keys)
         rows, _ = torch.ops.sparsekit.hash_table_find_or_insert_(
-            table.buckets, table.size, keys, table.capacity
+            table.buckets, table.hash_seed, table.size, keys, table.capacity
         )
         return unique, inverse, count, rows, ops.gather_rows(keys.double().unsqueeze(1), rows)
 
@@ -76,7 +76,7 @@ def test_a_chain_of_ops_is_captured_in_a_graph():
 
     def lookup() -> torch.Tensor:
         rows, status = torch.ops.sparsekit.hash_table_find_or_insert_(
-            table.buckets, table.size, keys, table.capacity
+            table.buckets, table.hash_seed, table.size, keys, table.capacity
         )
         ops.init_rows_(weight, keys, rows, status, distribution="constant", a=2.0)
         return ops.gather_rows(weight, rows)
@@ -200,13 +200,13 @@ def test_ops_take_only_as_many_keys_as_a_number_on_the_device_says(device, count
     number = torch.tensor([count], device=device)
     table, twin = (sparsekit.HashTable(200, device=device) for _ in range(2))
     rows, status = torch.ops.sparsekit.hash_table_find_or_insert_(
-        table.buckets, table.size, keys, 200, number
+        table.buckets, table.hash_seed, table.size, keys, 200, number
     )
     assert torch.equal(rows[:used], twin.find_or_insert(keys[:used]))
     assert (rows[used:] == -1).all()
     assert status.tolist() == [0, 0]
     assert len(table) == len(twin)
-    found = torch.ops.sparsekit.hash_table_find(table.buckets, keys, number)
+    found = torch.ops.sparsekit.hash_table_find(table.buckets, table.hash_seed, keys, number)
     assert torch.equal(found, rows)
     by_owner, counts, permutation = torch.ops.sparsekit.bucketize(keys, 3, number)
     for result, whole in zip(

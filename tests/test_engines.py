@@ -1,6 +1,7 @@
 """Every engine gives the same bits, and a failed load is one clear ImportError."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -62,6 +63,7 @@ def use_everything():
         show(f"bucketize {key_dtype}", *ops.bucketize(keys, 7))
         for load_factor in (0.6, 1.0):
             table = sparsekit.HashTable(4000, load_factor=load_factor)
+            table.hash_seed.fill_(-0x123456789ABCDEF)
             name = f"table {key_dtype} {load_factor}"
             show(f"{name} insert", table.find_or_insert(keys[:5000]), table.buckets)
             show(f"{name} find", table.find(keys), table.keys())
@@ -108,7 +110,6 @@ torch.set_num_threads(1)
 with Record():
     use_everything()
 print("engine", sparsekit.build_info()["cpu_engine"])
-print("capability", torch.backends.cpu.get_cpu_capability())
 schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparsekit::")}
 print("missing", sorted(schemas - {name.replace(".", "::", 1).split(".")[0] for name in called}))
 """
@@ -147,12 +148,20 @@ def generic():
 
 @pytest.mark.parametrize("engine", ["avx2", "avx512"])
 def test_engines_give_the_same_bits(generic, engine):
+    if missing := _load.ENGINES[engine] - _load.processor_flags():
+        pytest.skip(f"this processor has no {', '.join(sorted(missing))}")
     results, about = digests(engine)
-    if about["capability"] != engine.upper():
-        pytest.skip(f"this machine has no {engine}")
     assert about["engine"] == engine
     assert [name for name in results if results[name] != generic.get(name)] == []
     assert len(results) == len(generic)
+
+
+def test_what_engines_need_is_what_they_are_compiled_with():
+    text = (Path(__file__).parents[1] / "CMakeLists.txt").read_text()
+    for engine, needs in _load.ENGINES.items():
+        options = re.search(rf"add_core\({engine} ([^)]*)\)", text)[1]
+        flags = re.findall(r"-m(\w+)(?=\s|$)", options)
+        assert {"bmi1" if flag == "bmi" else flag for flag in flags} == needs
 
 
 # Loading
@@ -172,22 +181,66 @@ def minimum():
     return ".".join(map(str, _load.MINIMUM_TORCH))
 
 
+AVX2 = "avx2 bmi1 bmi2"
+AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
+
+
 @pytest.mark.parametrize(
-    ("capability", "engines"),
+    ("capability", "flags", "engines"),
     [
-        ("AVX512", ["avx512", "avx2", "generic"]),
-        ("AVX2", ["avx2", "generic"]),
-        ("DEFAULT", ["generic"]),
-        ("a name to come", ["generic"]),
+        ("AVX512", AVX512, ["avx512", "avx2", "generic"]),
+        ("AVX512", AVX512.replace("avx512dq ", ""), ["avx2", "generic"]),
+        ("AVX512", AVX2, ["avx2", "generic"]),
+        ("AVX512", "sse4_2", ["generic"]),
+        ("AVX2", AVX512, ["avx2", "generic"]),
+        ("AVX2", "avx2", ["generic"]),
+        ("DEFAULT", AVX512, ["generic"]),
+        ("a name to come", AVX512, ["generic"]),
     ],
 )
-def test_an_engine_is_chosen_by_what_is_there(libraries, monkeypatch, capability, engines):
+def test_an_engine_is_chosen_by_what_is_there(libraries, monkeypatch, capability, flags, engines):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(_load, "processor_flags", lambda: frozenset(flags.split()))
     for name in ("avx512", "avx2"):
         (libraries / name).mkdir(exist_ok=True)  # a build for another processor has none
     for engine in engines:
         assert _load.instruction_set() == engine
         shutil.rmtree(libraries / engine, ignore_errors=True)
+
+
+# The variable decides what torch says of the processor; the file is how Linux describes it.
+FORCED = """
+import builtins, io, warnings
+import torch
+
+def stand_in(path, *arguments, **keywords):
+    if path == "/proc/cpuinfo":
+        return io.StringIO("processor : 0\\nflags : fpu FLAGS syscall\\n\\nprocessor : 1\\n")
+    return really_open(path, *arguments, **keywords)
+
+really_open, builtins.open = open, stand_in
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import sparsekit
+print(sparsekit.build_info()["cpu_engine"], *[w.message for w in caught], sep="|")
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a processor without these engines")
+@pytest.mark.parametrize(
+    ("flags", "missing", "engine"),
+    [
+        (AVX2, "avx512bw, avx512dq, avx512f, avx512vl", "avx2"),
+        ("avx avx512f", "avx2, avx512bw, avx512dq, avx512vl, bmi1, bmi2", "generic"),
+    ],
+)
+def test_a_forced_instruction_set_that_the_processor_lacks(flags, missing, engine):
+    done = run(FORCED.replace("FLAGS", flags), capability="avx512")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        f"{engine}|sparsekit: torch is set to avx512 (ATEN_CPU_CAPABILITY), but this processor has "
+        f"no {missing}; running the {engine} engine\n"
+    )
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.10.0+cpu", "1.13.1", "2.9.0a0+git1234"])

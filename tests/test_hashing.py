@@ -1,11 +1,13 @@
 """sparsekit.hashing against the xxhash package, the published answers and its own rules."""
 
 import array
+import builtins
 import collections
 import doctest
 import enum
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 
 import sparsekit
 import sparsekit.hashing
+from sparsekit import _pybind
 from sparsekit.hashing import xxh64
 
 SEEDS = st.one_of(st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
@@ -212,6 +215,12 @@ def test_integer_arrays_and_tensors(data, name, seed):
     assert xxh64(values[::-2], seed).tolist() == expected[::-2]
 
 
+@pytest.mark.parametrize("name", INTEGER_DTYPES)
+def test_the_ends_of_integer_dtypes(name):
+    values = np.array([np.iinfo(name).min, np.iinfo(name).max], dtype=name)
+    assert xxh64(values).tolist() == [oracle(number) for number in values.tolist()]
+
+
 def test_integer_sequences_that_are_no_arrays():
     assert xxh64(range(-2, 3)).tolist() == [oracle(number) for number in range(-2, 3)]
     assert xxh64(array.array("q", [5, -6])).tolist() == [oracle(5), oracle(-6)]
@@ -335,6 +344,84 @@ def test_an_int_too_long_to_print_is_refused():
 def test_errors_of_an_index_method_pass():
     with pytest.raises(RuntimeError, match="from __index__"):
         xxh64([Raising()])
+
+
+def test_the_inner_hash_refuses_integers_that_lie_apart():
+    with pytest.raises(ValueError, match="must be contiguous"):
+        _pybind.xxh64_integers(np.arange(8)[::2], 0)
+
+
+# A list that changes while it is hashed
+
+
+class Clears:
+    """An integer of a type of its own, whose conversion empties the list that it is in."""
+
+    def __init__(self, items):
+        self.items = items
+
+    def __index__(self):
+        # What held the items is freed, and very likely filled with something else.
+        self.items.clear()
+        self.items.extend([b"x" * 40] * 7)
+        return 5
+
+
+@pytest.mark.parametrize("count", [3, 50_000])
+def test_a_conversion_that_changes_the_list(count):
+    values = []
+    texts = [f"text {i}" for i in range(count)]
+    values.extend([*texts, Clears(values), 10**30, Clears(values), *texts])
+    codes = [oracle(text) for text in texts]
+    expected = [*codes, oracle(5), oracle(10**30), oracle(5), *codes]
+    assert xxh64(values).tolist() == expected
+    assert len(values) == 7
+
+
+@pytest.mark.parametrize("left", [0, 1, 10])
+def test_an_import_hook_that_changes_the_list(monkeypatch, left):
+    values = ["a", 3, None, 2**70, "é"]
+    expected = [oracle(value) for value in values]
+    imports = builtins.__import__
+
+    def hook(*arguments, **keywords):
+        values[:] = [bytes([1, 2, 3]) for _ in range(left)]
+        return imports(*arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", hook)
+    codes = xxh64(values).tolist()
+    monkeypatch.undo()
+    assert codes == expected
+    assert len(values) in (left, 5)
+
+
+def test_a_signal_handler_that_changes_the_list():
+    """Python looks for signals while it writes a long int in decimal."""
+    number = 7**200_000
+    texts = [f"text {i}" for i in range(5)]
+    values = []
+
+    def handler(*_):
+        if values and sys._getframe(1).f_code.co_name == "_hash":
+            values.clear()
+
+    most_digits = sys.get_int_max_str_digits()
+    before = signal.signal(signal.SIGVTALRM, handler)
+    try:
+        sys.set_int_max_str_digits(0)
+        expected = [oracle(value) for value in (*texts, number, *texts)]
+        for _ in range(20):
+            values[:] = [*texts, 7**200_000, *texts]
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.001)
+            assert xxh64(values).tolist() == expected
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            if not values:
+                return
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        sys.set_int_max_str_digits(most_digits)
+    pytest.fail("no signal came in time")
 
 
 @pytest.mark.parametrize(

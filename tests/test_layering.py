@@ -57,13 +57,15 @@ def stems(pattern, *others):
     return {path.stem.removeprefix("test_") for path in ROOT.glob(pattern)} - set(others)
 
 
+# Suites of several ops, or of one side of an op.
+ACROSS_OPS = ("overlap", "colliding_keys", "two_threads", "long_bags", "sizes")
 LAYERS = {
     "csrc/core/include/sparsekit": stems("csrc/core/include/sparsekit/*.h"),
     "csrc/core/cpu": stems("csrc/core/cpu/*.cpp"),
     "csrc/core/cuda": stems("csrc/core/cuda/*.cu"),
     "csrc/torch_ops": stems("csrc/torch_ops/*.cpp", "schemas", "engine", "large_memory"),
     "sparsekit/ops": stems("sparsekit/ops/[!_]*.py"),
-    "tests/ops": stems("tests/ops/test_*.py", "checks", "opcheck"),
+    "tests/ops": stems("tests/ops/test_*.py", "checks", "opcheck", *ACROSS_OPS),
 }
 # What any of these three has is an op; core may have more, such as xxh64.
 OPS = LAYERS["csrc/torch_ops"] | LAYERS["sparsekit/ops"] | LAYERS["tests/ops"]

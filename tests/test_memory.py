@@ -3,14 +3,20 @@
 import copy
 import gc
 import io
+import os
+import random
+import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsekit
 from sparsekit import ops
-from sparsekit.memory import prefer_huge_pages
+from sparsekit.memory import pool_bytes, prefer_huge_pages
 
 MIB = 1 << 20
 
@@ -63,6 +69,80 @@ def test_what_nobody_takes_is_returned_after_a_while():
     assert sparsekit.empty_cache() == idle_of_both - 4 * MIB
 
 
+def untouched(rows):
+    """Three outputs of 8 bytes a row, beside workspace: memory that no page is touched of."""
+    no_keys = torch.zeros(1, dtype=torch.int64)
+    keys = torch.empty(rows, dtype=torch.int64)
+    return torch.ops.sparsekit.unique_padded(keys, no_keys)[:3]
+
+
+def test_what_is_idle_is_bounded_by_what_is_in_use():
+    draw = random.Random(5)
+    held, peaks, idle_at_the_end = [], [], set()
+    for _ in range(200):
+        held.append(untouched(draw.randrange(1 << 18, 12 << 20)))
+        now = pool_bytes()
+        assert now.in_use >= sum(part.nbytes for outputs in held for part in outputs)
+        assert now.idle <= now.recent_peak + 64 * MIB
+        peaks.append(now.in_use)
+        # At least the last 128 blocks were taken by the last 30 calls.
+        assert now.recent_peak >= max(peaks[-30:])
+        held = held[len(held) - draw.randrange(3) :]
+        now = pool_bytes()
+        assert now.idle <= now.recent_peak + 64 * MIB
+        idle_at_the_end.add(now.idle)
+    held.clear()
+    assert max(idle_at_the_end) > 64 * MIB  # it does keep memory
+    now = pool_bytes()
+    assert now.in_use == 0
+    assert sparsekit.empty_cache() == now.idle <= now.recent_peak + 64 * MIB
+    assert pool_bytes().idle == 0
+
+
+def test_a_peak_is_forgotten():
+    held = [untouched(12 << 20) for _ in range(4)]
+    assert pool_bytes().recent_peak >= 4 * 3 * 96 * MIB
+    held.clear()
+    for _ in range(128):
+        untouched(1 << 18)
+    now = pool_bytes()
+    assert now.recent_peak < 100 * MIB
+    assert now.idle <= now.recent_peak + 64 * MIB
+
+
+@pytest.mark.parametrize(("varies", "most_changes"), [(0, 0), (0.1, 70)])
+def test_a_steady_loop_takes_hardly_any_new_memory(varies, most_changes):
+    """Steps like those of training: what the forward leaves goes when the backward has run."""
+    draw = random.Random(3)
+
+    def step():
+        part = 1 - varies * draw.random()
+        kept = [untouched(int(rows * part)) for rows in (400_000, 800_000, 6_000_000)]
+        del kept[0]
+        untouched(int(3_000_000 * part))
+
+    def total():
+        return pool_bytes().in_use + pool_bytes().idle
+
+    for _ in range(30):
+        step()
+    changes = 0
+    for _ in range(100):
+        before = total()
+        step()
+        changes += total() != before
+    assert changes <= most_changes
+
+
+def test_a_block_is_not_used_for_less_than_half():
+    first = large(rows=20 * MIB // 64)
+    address = first.data_ptr()
+    del first
+    assert large(rows=10 * MIB // 64).data_ptr() == address
+    gc.collect()
+    assert large(rows=7 * MIB // 64).data_ptr() != address
+
+
 def test_small_outputs_are_torchs():
     small = large(rows=1000)
     del small
@@ -102,9 +182,60 @@ def test_many_threads_take_and_give_back():
     assert wrong == []
 
 
+def test_an_output_cannot_grow():
+    output = large()
+    address, size = output.data_ptr(), output.untyped_storage().nbytes()
+    for grow in (
+        lambda: output.resize_(len(output) + 1, 16),
+        lambda: output.untyped_storage().resize_(size + 1),
+        lambda: torch.ops.aten.resize_.default(output, [1 << 60]),
+    ):
+        with pytest.raises(RuntimeError, match=r"not resizable|overflow"):
+            grow()
+        assert (output.data_ptr(), output.untyped_storage().nbytes()) == (address, size)
+    output.resize_(3, 16)
+    assert torch.equal(output, torch.ones(3, 16))
+
+
+def test_forks_beside_threads_that_allocate(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the program that forks")
+    here = Path(__file__).parent
+    sources = here.parent / "csrc" / "torch_ops"
+    program = tmp_path / "fork_pool"
+    command = ["g++", "-std=c++17", "-O1", "-g", "-Wall", f"-I{sources}", "-pthread", "-o", program]
+    subprocess.run(
+        [*command, here / "fork_pool.cpp", sources / "large_memory.cpp"], check=True, timeout=300
+    )
+    done = subprocess.run([program, "500"], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "0 children failed\n")
+
+
+def test_a_child_has_the_memory_of_its_parent():
+    kept = large()
+    child = os.fork()
+    if child == 0:
+        try:
+            fresh, status = large(), 0
+            status += not torch.equal(kept, fresh)
+            del fresh
+            status += sparsekit.empty_cache() != 4 * MIB
+        except BaseException:
+            status = 9
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(kept, torch.ones_like(kept))
+
+
 def test_a_size_that_cannot_be_is_an_error():
-    with pytest.raises(RuntimeError):
+    message = rf"unsorted_segment_sum: a result of shape \[{1 << 40}, {1 << 20}\] cannot be"
+    with pytest.raises(ValueError, match=message):
         ops.unsorted_segment_sum(torch.ones(1, 1 << 20), torch.tensor([0]), 1 << 40)
+
+
+def test_more_than_the_system_has_is_an_error():
+    with pytest.raises(RuntimeError, match=f"no {1 << 44} bytes for an output or workspace of"):
+        ops.unsorted_segment_sum(torch.ones(1, 4), torch.tensor([0]), 1 << 40)
 
 
 def test_huge_pages_are_a_hint_that_changes_no_value():
@@ -113,3 +244,40 @@ def test_huge_pages_are_a_hint_that_changes_no_value():
     assert torch.equal(tensor, torch.arange(3 * MIB))
     assert prefer_huge_pages(torch.empty(0)).numel() == 0
     assert prefer_huge_pages(torch.empty(5, device="meta")).device.type == "meta"
+
+
+def test_huge_pages_of_a_tensor_beyond_2_gib():
+    # Not touched, so it takes no memory.
+    tensor = torch.empty(5 << 30, dtype=torch.uint8)
+    flags = [
+        flags_at(prefer_huge_pages(t)[at:].data_ptr())
+        for t, at in ((torch.empty(64 * MIB, dtype=torch.uint8), 32 * MIB), (tensor, 9 << 29))
+    ]
+    if "hg" not in flags[0]:
+        pytest.skip("this system has no advice on huge pages")
+    assert "hg" in flags[1]
+
+
+def flags_at(address):
+    """Linux's flags of the mapping at an address; hg stands for advice to use huge pages."""
+    here = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name and not name.endswith(":"):
+            low, high = (int(bound, 16) for bound in name.split("-"))
+            here = low <= address < high
+        elif here and name == "VmFlags:":
+            return values
+    raise AssertionError("no such mapping")
+
+
+def test_huge_pages_under_fake_tensors():
+    real = torch.arange(3 * MIB)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(5 << 40)
+        assert prefer_huge_pages(fake) is fake
+        assert prefer_huge_pages(real) is real
+        layer = sparsekit.DistributedEmbedding("sum", 1 << 30, 64, 1, 1)
+    assert layer.weight.shape == (1 << 30, 64)
+    parameter = torch.nn.Parameter(torch.ones(3 * MIB))
+    assert prefer_huge_pages(parameter) is parameter

@@ -28,7 +28,7 @@ from sparsekit.nn import shard
 
 BUILT = sparsekit.build_info()["nccl"]
 CPU = torch.device("cpu")
-LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.2)
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=1)
 INTERNAL_ERROR = 3
 DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
 
@@ -117,7 +117,7 @@ def test_the_library_is_the_one_that_was_named(fake):
 
 def library_version(rank):
     sparsekit.init(backend="nccl")  # does not raise
-    sparsekit.init()
+    sparsekit.init(backend="auto")
     return _pybind.NcclCommunicator.library_version()
 
 
@@ -322,7 +322,7 @@ def async_error_while_waiting(rank):
     transport = one_rank()
     the_fake().fake_async_error(INTERNAL_ERROR)
     before = the_fake().fake_aborted()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while the_fake().fake_aborted() == before and time.monotonic() < end:
         time.sleep(0.05)
     assert the_fake().fake_aborted() == before + 1
@@ -346,7 +346,7 @@ def test_an_error_that_comes_later(fake, function):
 
 def absent_at_init(rank):
     unique_id = _pybind.NcclCommunicator.unique_id()
-    raises(lambda: nccl.NcclTransport(0, 2, unique_id, CPU, SHORT), "within 0.2 s; another rank")
+    raises(lambda: nccl.NcclTransport(0, 2, unique_id, CPU, SHORT), "within 1 s; another rank")
 
 
 def absent_later(rank):
@@ -355,7 +355,7 @@ def absent_later(rank):
     comes.start()
     transport = nccl.NcclTransport(0, 2, unique_id, CPU, SHORT)
     comes.join()
-    raises(lambda: transport.all_to_all(torch.ones(2), [1, 1], [1, 1]), "within 0.2 s; another")
+    raises(lambda: transport.all_to_all(torch.ones(2), [1, 1], [1, 1]), "within 1 s; another")
 
 
 def kernel_that_does_not_end(rank):
@@ -370,7 +370,7 @@ def kernel_that_does_not_end(rank):
         communicator.check()
     assert len(asked) == 2
     watch.launched()
-    watch.join(10)
+    watch.join(60)
     assert not watch.is_alive()
     raises(communicator.check, "an exchange has not ended within 0.1 s; another rank may be gone")
 
@@ -380,7 +380,7 @@ def test_a_rank_that_does_not_come(fake, function):
     begin = time.monotonic()
     fake(function)
     assert fake(alive) == 0
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
 
 
 def wrong_arguments(rank):

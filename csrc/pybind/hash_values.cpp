@@ -197,6 +197,22 @@ PyObject* to_int(PyObject* item, Py_ssize_t position) {
   return nullptr;
 }
 
+// A tuple of the `size` items of a list. Null, with an error, if there are others by now: making a
+// tuple can have garbage collected, and a finalizer may do anything.
+PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
+  PyObject* tuple = PyTuple_New(size);
+  if (tuple == nullptr) return nullptr;
+  if (PyList_GET_SIZE(list) != size) {
+    Py_DECREF(tuple);
+    PyErr_SetString(PyExc_RuntimeError, "values has changed its length while it was hashed");
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyTuple_SET_ITEM(tuple, i, Py_NewRef(PyList_GET_ITEM(list, i)));
+  }
+  return tuple;
+}
+
 // codes[i] for the items that hash_plain() leaves out.
 bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
@@ -205,31 +221,41 @@ bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
   for (Py_ssize_t i = 0; i < n; ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(items, i);
     std::string_view text;
-    if (plain_text(item, &text)) continue;
+    if (plain_text(item, &text)) {
+      if (copy) codes[i] = code_of(text, seed);  // it may have been another item before
+      continue;
+    }
     if (PyUnicode_Check(item)) {
       if (!hash_str(item, i, seed, &codes[i])) return false;
       continue;
     }
     if (PyBool_Check(item)) return refuse_type(item, i);
-    Reference integer;
-    if (!PyLong_Check(item)) {
-      // Python code could change a list, so go on with a copy.
-      if (PyList_Check(items)) {
-        copy.reset(PyList_AsTuple(items));
-        if (!copy) return false;
-        items = copy.get();
+    int overflow = 0;
+    if (PyLong_Check(item)) {
+      const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+      if (overflow == 0) {
+        decimals.add(value, &codes[i]);
+        continue;
       }
+    }
+    // From here on Python code may run: a conversion, or, while a long int is written in decimal, a
+    // signal handler. It could change a list, so go on with a copy, from this item.
+    if (PyList_Check(items)) {
+      copy.reset(tuple_of(items, n));
+      if (!copy) return false;
+      items = copy.get();
+      --i;
+      continue;
+    }
+    Reference integer;
+    if (overflow == 0) {
       integer.reset(to_int(item, i));
       if (!integer) return false;
       item = integer.get();
+      const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+      if (overflow == 0) decimals.add(value, &codes[i]);
     }
-    int overflow = 0;
-    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-    if (overflow == 0) {
-      decimals.add(value, &codes[i]);
-    } else if (!hash_big_int(item, i, seed, &codes[i])) {
-      return false;
-    }
+    if (overflow != 0 && !hash_big_int(item, i, seed, &codes[i])) return false;
   }
   decimals.flush();
   return true;

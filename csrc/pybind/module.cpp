@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <stdexcept>
 
 #include "hash_values.h"
 #ifdef SPARSEKIT_NCCL
@@ -25,14 +26,21 @@ constexpr const char* kCompiler = "unknown";
 
 constexpr const char* kTorchMinimum = "2.11";
 
+// numpy.empty, looked up when this module is loaded: later, an import hook could run.
+py::handle numpy_empty;
+
 py::buffer int64_array(Py_ssize_t size) {
-  return py::module_::import("numpy").attr("empty")(size, "int64");
+  return numpy_empty(size, "int64");
 }
 
 py::buffer xxh64_many(const py::object& values, uint64_t seed, int num_threads) {
   const auto items = py::reinterpret_steal<py::object>(sequence_items(values.ptr()));
   if (!items) throw py::error_already_set();
-  py::buffer codes = int64_array(PySequence_Fast_GET_SIZE(items.ptr()));
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
+  py::buffer codes = int64_array(size);
+  if (PySequence_Fast_GET_SIZE(items.ptr()) != size) {  // by a finalizer, if garbage was collected
+    throw std::runtime_error("values has changed its length while it was hashed");
+  }
   const py::buffer_info out = codes.request(true);
   if (!hash_items(items.ptr(), seed, num_threads, static_cast<int64_t*>(out.ptr))) {
     throw py::error_already_set();
@@ -82,6 +90,7 @@ py::dict build_info() {
 }
 
 PYBIND11_MODULE(_pybind, m) {
+  numpy_empty = py::object(py::module_::import("numpy").attr("empty")).release();
   m.doc() = "Bulk hashing of Python objects, and facts about this build.";
   m.def("xxh64_many", &xxh64_many, py::arg("values"), py::arg("seed"), py::arg("num_threads") = 1,
         "XXH64 of each item of a sequence of str, bytes, int and None, as int64.");

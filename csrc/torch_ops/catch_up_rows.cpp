@@ -1,5 +1,7 @@
 #include "sparsekit/catch_up_rows.h"
 
+#include <limits>
+
 #include "row_table.h"
 
 namespace sparsekit::ops {
@@ -20,11 +22,20 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
   check_dim(numbers, 2, op, "numbers");
   check_size(numbers, 1, 2, op, "numbers");
   check_dtype(numbers, ScalarType::Double, op, "numbers");
-  check(first_step >= 1, op, ": first_step must be at least 1, got ", first_step);
+  constexpr int64_t kMostSteps = std::numeric_limits<int32_t>::max();
+  check(first_step >= 1 && first_step <= kMostSteps, op,
+        ": first_step must be in [1, 2^31 - 1], got ", first_step);
+  check(numbers.size(0) <= kMostSteps - first_step + 1, op, ": ", numbers.size(0), " steps from ",
+        first_step, " on go beyond step 2^31 - 1, the last that row_step can have");
   numbers = packed(numbers);
   const int64_t n = rows ? rows->numel() : weight.size(0);
   const Engine engine(weight);
   const MissedSteps missed{data<double>(numbers), first_step, numbers.size(0)};
+  const auto check_overlaps = [&] {
+    Overlaps overlaps = overlaps_of_table(weight, states, row_step, op);
+    overlaps.read("rows", rows);
+    overlaps.read("numbers", numbers);
+  };
   int64_t bad = -1;
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -32,6 +43,7 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
       using Rule = std::decay_t<decltype(chosen)>;
       if constexpr (std::is_same_v<Rule, Sgd<true>> || std::is_same_v<Rule, Adam<false>>) {
         const auto table = row_table<T>(weight, states, row_step, false, op);
+        check_overlaps();
         const int64_t* row_numbers = rows ? int64_data(*rows) : nullptr;
         if constexpr (kOnDevice) {
           cuda::catch_up_rows(table, row_numbers, n, chosen, missed,

@@ -54,9 +54,31 @@ inline void check_dtype(const Tensor& tensor, ScalarType dtype, const char* op, 
         torch::headeronly::toString(tensor.scalar_type()));
 }
 
+// More than any memory has. Checked of every argument and result, so that what is computed from
+// sizes (numbers of bytes, of elements, of threads) is far from overflow.
+constexpr int64_t kMostElements = int64_t{1} << 44;
+
+// Counts a size of 0 as 1: a tensor without elements takes no memory, and its other sizes may be
+// anything.
+inline void check_elements(std::initializer_list<int64_t> sizes, const char* op, const char* name) {
+  int64_t elements = 1;
+  bool possible = true;
+  for (const int64_t size : sizes) {
+    possible &= !__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements);
+  }
+  if (possible && elements <= kMostElements) return;
+  std::ostringstream shape;
+  for (const int64_t size : sizes) shape << (shape.tellp() > 0 ? ", " : "") << size;
+  check(false, op, ": ", name, " of shape [", shape.str(),
+        "] cannot be: at most 2^44 elements are "
+        "supported, and a size of 0 counts as 1");
+}
+
+// One dimension or two.
 inline void check_dim(const Tensor& tensor, int64_t dim, const char* op, const char* name) {
   check(tensor.dim() == dim, op, ": ", name, " must have ", dim, " dimension(s), got ",
         tensor.dim());
+  check_elements({tensor.size(0), dim == 2 ? tensor.size(1) : 1}, op, name);
 }
 
 inline void check_size(const Tensor& tensor, int64_t dim, int64_t size, const char* op,
@@ -76,13 +98,21 @@ inline const int64_t* int64_data(const Tensor& tensor) {
 
 // The tensor itself if it is contiguous: asking torch for that goes through its dispatcher.
 inline Tensor packed(const Tensor& tensor) {
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+  if (tensor.is_contiguous()) return tensor;
+  try {
+    return torch::stable::contiguous(tensor);
+  } catch (const std::exception&) {  // whose text is of the ABI, and the reason only on stderr
+    throw std::runtime_error(message("sparsekit: torch has no ",
+                                     tensor.numel() * static_cast<int64_t>(tensor.element_size()),
+                                     " bytes for a contiguous copy; out of memory?"));
+  }
 }
 
 // Row numbers, segment ids or offsets, contiguous and in int64; they may come in int32.
 inline Tensor packed_int64(const Tensor& tensor, const char* op, const char* name) {
   const ScalarType dtype = tensor.scalar_type();
-  if (dtype == ScalarType::Int) return packed(torch::stable::to(tensor, ScalarType::Long));
+  // Packed first: a view of few elements in memory can have more than memory has room for.
+  if (dtype == ScalarType::Int) return torch::stable::to(packed(tensor), ScalarType::Long);
   check(dtype == ScalarType::Long, op, ": ", name, " must be int64 or int32, got ",
         torch::headeronly::toString(dtype));
   return packed(tensor);
@@ -119,8 +149,10 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
                                type_code, device_code, device.index(), &output) != TORCH_SUCCESS) {
     // The reason does not get through torch's stable ABI, and there is hardly another one.
-    throw std::runtime_error(message("sparsekit: torch has no ", bytes,
-                                     " bytes for an output or workspace; out of memory?"));
+    throw std::runtime_error(
+        message("sparsekit: torch has no ", bytes, " bytes for an output or workspace of ",
+                sizes.begin()[0],
+                sizes.size() == 2 ? " rows; out of memory?" : " elements; out of memory?"));
   }
   return Tensor(output);
 }

@@ -1,5 +1,7 @@
 #include "sparsekit/embedding_bag.h"
 
+#include <limits>
+
 #include "engine.h"
 
 namespace sparsekit::ops {
@@ -24,6 +26,10 @@ struct BagArguments {
     check(offsets.numel() > 0, op, ": offsets must have one element more than there are bags");
     check(combiner_code >= 0 && combiner_code <= static_cast<int64_t>(Combiner::kSqrtn), op,
           ": combiner must be 0 (sum), 1 (mean) or 2 (sqrtn), got ", combiner_code);
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    check(!kOnDevice || (rows.numel() <= kMost && offsets.numel() <= kMost), op, ": ", rows.numel(),
+          " rows in ", offsets.numel() - 1,
+          " bags; at most 2^31 - 1 rows and as many offsets are supported");
     rows = packed_int64(rows, op, "rows");
     offsets = packed_int64(offsets, op, "offsets");
     if (sample_weights_in.has_value()) {
@@ -34,6 +40,11 @@ struct BagArguments {
     bags = Bags{int64_data(rows), rows.numel(), int64_data(offsets), offsets.numel() - 1};
     if constexpr (!kOnDevice)
       check_offset(op, cpu::check_offsets(bags, torch_parallel_for()), Engine(rows));
+  }
+
+  // As if every entry had a row of its own.
+  void check_dim_of_rows(const char* op, int64_t dim) const {
+    check_elements({bags.n, dim}, op, "rows to pool");
   }
 
   template <class T>
@@ -78,6 +89,8 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
   weight = packed(weight);
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
   check_row_size(dim, op, "weight");
+  arguments.check_dim_of_rows(op, dim);
+  check_elements({arguments.bags.num_bags, dim}, op, "a result");
   const Engine engine(weight);
   Tensor out = new_output(weight, {arguments.bags.num_bags, dim});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
@@ -111,6 +124,8 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
   grad = packed(grad);
   const int64_t dim = grad.size(1);
   check_row_size(dim, op, "grad");
+  arguments.check_dim_of_rows(op, dim);
+  check_elements({num_rows, dim}, op, "a result");
   const Engine engine(grad);
   Tensor out = new_output(grad, {num_rows, dim});
   dispatch_rows(grad, op, "grad", [&](auto tag) {
@@ -148,6 +163,8 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
   check_size(grad, 0, arguments.bags.num_bags, op, "grad");
   check_size(grad, 1, weight.size(1), op, "grad");
   check_dtype(grad, weight.scalar_type(), op, "grad");
+  check_row_size(weight.size(1), op, "weight");
+  arguments.check_dim_of_rows(op, weight.size(1));
   const Engine engine(weight);
   if constexpr (!kOnDevice) {
     for (int64_t i = 0; i < arguments.bags.n; ++i) {

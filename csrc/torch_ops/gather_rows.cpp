@@ -13,6 +13,8 @@ Tensor gather_rows(Tensor table, Tensor rows) {
   dispatch_rows(table, op, "table", [](auto) {});  // only its check
   table = packed(table);
   rows = packed_int64(rows, op, "rows");
+  check_row_size(table.size(1), op, "table");
+  check_elements({rows.numel(), table.size(1)}, op, "a result");
   Tensor out = new_output(table, {rows.numel(), table.size(1)});
   const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
   const Engine engine(table);

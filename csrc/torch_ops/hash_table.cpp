@@ -2,7 +2,8 @@
 
 #include <limits>
 
-#include "engine.h"
+#include "exclusive.h"
+#include "overlap.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -30,6 +31,12 @@ void check_size_value(int64_t size, int64_t num_buckets, const char* op) {
         ", but the buckets have ", num_buckets * kSlotsPerBucket, " slots");
 }
 
+void check_hash_seed(const Tensor& hash_seed, const char* op) {
+  check_dtype(hash_seed, ScalarType::Long, op, "hash_seed");
+  check_dim(hash_seed, 1, op, "hash_seed");
+  check(hash_seed.numel() == 1, op, ": hash_seed must have one element, got ", hash_seed.numel());
+}
+
 void no_rows_beyond(const DeviceCount& count, const Tensor& rows) {
   std::fill(mutable_data<int64_t>(rows) + count.get(), mutable_data<int64_t>(rows) + count.most,
             int64_t{-1});
@@ -37,6 +44,7 @@ void no_rows_beyond(const DeviceCount& count, const Tensor& rows) {
 
 void clear(Tensor buckets) {
   check_buckets(buckets, "hash_table_clear_");
+  const Exclusive alone(buckets, "hash_table_clear_");
   const Engine engine(buckets);
   if constexpr (kOnDevice) {
     cuda::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), engine.stream());
@@ -45,11 +53,14 @@ void clear(Tensor buckets) {
   }
 }
 
-Tensor find(Tensor buckets, Tensor keys, std::optional<Tensor> num_keys) {
+Tensor find(Tensor buckets, Tensor hash_seed, Tensor keys, std::optional<Tensor> num_keys) {
   const char* op = "hash_table_find";
   check_buckets(buckets, op);
-  check_same_device(op,
-                    {{"buckets", buckets}, {"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
+  check_same_device(op, {{"buckets", buckets},
+                         {"hash_seed", hash_seed},
+                         {"keys", keys},
+                         {"num_keys", num_keys.value_or(keys)}});
+  check_hash_seed(hash_seed, op);
   check_dim(keys, 1, op, "keys");
   keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
@@ -58,25 +69,29 @@ Tensor find(Tensor buckets, Tensor keys, std::optional<Tensor> num_keys) {
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      cuda::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), count,
-                            mutable_data<int64_t>(rows), engine.stream());
+      cuda::hash_table_find(data<Bucket>(buckets), buckets.size(0), int64_data(hash_seed),
+                            data<Key>(keys), count, mutable_data<int64_t>(rows), engine.stream());
     } else {
-      cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), data<Key>(keys), count.get(),
-                           mutable_data<int64_t>(rows), torch_parallel_for());
+      cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed),
+                           data<Key>(keys), count.get(), mutable_data<int64_t>(rows),
+                           torch_parallel_for());
       no_rows_beyond(count, rows);
     }
   });
   return rows;
 }
 
-std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor keys,
-                                          int64_t capacity, std::optional<Tensor> num_keys) {
+std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tensor size,
+                                          Tensor keys, int64_t capacity,
+                                          std::optional<Tensor> num_keys) {
   const char* op = "hash_table_find_or_insert_";
   check_buckets(buckets, op);
   check_same_device(op, {{"buckets", buckets},
+                         {"hash_seed", hash_seed},
                          {"size", size},
                          {"keys", keys},
                          {"num_keys", num_keys.value_or(keys)}});
+  check_hash_seed(hash_seed, op);
   check_dim(keys, 1, op, "keys");
   check(capacity > 0 && capacity <= buckets.size(0) * kSlotsPerBucket &&
             capacity <= std::numeric_limits<int32_t>::max(),
@@ -86,8 +101,15 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
   check_table_size(size, op);
   check(!kOnDevice || keys.numel() <= std::numeric_limits<int32_t>::max(), op, ": keys has ",
         keys.numel(), " elements; at most 2^31 - 1 are supported");
+  Overlaps overlaps(op);
+  overlaps.written("buckets", buckets);
+  overlaps.written("size", size);
+  overlaps.read("hash_seed", hash_seed);
+  overlaps.read("keys", keys);
+  overlaps.read("num_keys", num_keys);
   keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
+  const Exclusive alone(buckets, op);
   const Engine engine(buckets);
   Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
   Tensor status = new_output(keys, {2}, ScalarType::Long);
@@ -96,15 +118,17 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
     if constexpr (kOnDevice) {
       const Workspace memory(cuda::hash_table_find_or_insert_workspace_bytes(keys.numel()), keys);
       cuda::hash_table_find_or_insert(mutable_data<Bucket>(buckets), buckets.size(0),
-                                      mutable_data<int64_t>(size), capacity, data<Key>(keys), count,
-                                      mutable_data<int64_t>(rows), mutable_data<int64_t>(status),
-                                      memory.data(), engine.stream());
+                                      int64_data(hash_seed), mutable_data<int64_t>(size), capacity,
+                                      data<Key>(keys), count, mutable_data<int64_t>(rows),
+                                      mutable_data<int64_t>(status), memory.data(),
+                                      engine.stream());
     } else {
       const int64_t size_before = *int64_data(size);
       check_size_value(size_before, buckets.size(0), op);
       const int64_t refused = cpu::hash_table_find_or_insert(
-          mutable_data<Bucket>(buckets), buckets.size(0), mutable_data<int64_t>(size), capacity,
-          data<Key>(keys), count.get(), mutable_data<int64_t>(rows), torch_parallel_for());
+          mutable_data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed),
+          mutable_data<int64_t>(size), capacity, data<Key>(keys), count.get(),
+          mutable_data<int64_t>(rows), torch_parallel_for());
       no_rows_beyond(count, rows);
       check(refused >= 0, op, ": the table is damaged: no slot is free for row ", size_before,
             " and on, though its capacity is ", capacity);
@@ -115,10 +139,11 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor size, Tensor ke
   return {rows, status};
 }
 
-Tensor keys(Tensor buckets, Tensor size) {
+Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
   const char* op = "hash_table_keys";
   check_buckets(buckets, op);
-  check_same_device(op, {{"buckets", buckets}, {"size", size}});
+  check_same_device(op, {{"buckets", buckets}, {"hash_seed", hash_seed}, {"size", size}});
+  check_hash_seed(hash_seed, op);
   check_table_size(size, op);
   const Engine engine(buckets);
   int64_t n = 0;
@@ -129,14 +154,14 @@ Tensor keys(Tensor buckets, Tensor size) {
   bool sound = false;
   if constexpr (kOnDevice) {
     Tensor unsound = new_output(buckets, {1});
-    cuda::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
-                          mutable_data<int64_t>(rows), mutable_data<int64_t>(unsound),
-                          engine.stream());
+    cuda::hash_table_keys(data<Bucket>(buckets), buckets.size(0), int64_data(hash_seed), n,
+                          mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),
+                          mutable_data<int64_t>(unsound), engine.stream());
     sound = engine.value(unsound, 0) == 0;
   } else {
-    sound =
-        cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), n, mutable_data<int64_t>(keys),
-                             mutable_data<int64_t>(rows), torch_parallel_for());
+    sound = cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed), n,
+                                 mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),
+                                 torch_parallel_for());
   }
   check(sound, op, ": the table is damaged: its ", n, " rows do not have one key each");
   return keys;

@@ -1,6 +1,6 @@
 #include "sparsekit/init_rows.h"
 
-#include "engine.h"
+#include "overlap.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -18,6 +18,11 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
   check_dtype(keys, ScalarType::Long, op, "keys");
   check(distribution >= 0 && distribution <= static_cast<int64_t>(Distribution::kNormal), op,
         ": distribution must be 0 (constant), 1 (uniform) or 2 (normal), got ", distribution);
+  Overlaps overlaps(op);
+  overlaps.written("out", out);
+  overlaps.read("keys", keys);
+  overlaps.read("rows", rows);
+  overlaps.read("status", status);
   keys = packed(keys);
   const int64_t n = keys.numel();
   if (rows.has_value()) {

@@ -1,7 +1,9 @@
 #include "large_memory.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <list>
 #include <map>
@@ -13,9 +15,19 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Blocks are given out so many times, of any size, before one that nobody has taken meanwhile is
+// Beyond what a process can address.
+constexpr size_t kMostBytes = size_t{1} << 47;
+
+// Blocks are given out this many times, of any size, before one that nobody has taken meanwhile is
 // returned to the system: several steps of a training loop, whose sizes repeat.
 constexpr uint64_t kPatience = 128;
+
+// What may be idle however little is in use.
+constexpr size_t kAlwaysIdle = size_t{64} << 20;
+
+// A block is taken for what has at least this part of its size. Loops whose sizes vary then find
+// one, where exact sizes would need more than may be idle.
+constexpr size_t kMostSpare = 2;
 
 size_t round_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -42,38 +54,64 @@ void* map(size_t bytes) {
   return reinterpret_cast<void*>(first);
 }
 
+// The most bytes that were in use at once during the last kPatience to 2 * kPatience takes.
+class RecentPeak {
+ public:
+  void note(size_t in_use, uint64_t taken) {
+    if (taken % kPatience == 0) {
+      before_ = now_;
+      now_ = 0;
+    }
+    now_ = std::max(now_, in_use);
+  }
+  size_t bytes() const { return std::max(before_, now_); }
+
+ private:
+  size_t before_ = 0, now_ = 0;
+};
+
 class Pool {
  public:
   void* take(size_t bytes) {
+    if (bytes > kMostBytes) return nullptr;
     const size_t size = size_class(bytes);
-    if (size < bytes) return nullptr;  // beyond what an address can be
     const std::lock_guard<std::mutex> lock(mutex_);
     ++taken_;
-    // The oldest are in front.
     while (!idle_.empty() && idle_.front().since + kPatience < taken_) unmap(idle_.begin());
-    void* memory = nullptr;
-    const auto fits = by_size_.find(size);
-    if (fits != by_size_.end()) {
-      memory = fits->second->memory;
-      idle_.erase(fits->second);
-      by_size_.erase(fits);
-    } else {
-      memory = map(size);
-      if (memory == nullptr) {
+    // The smallest that is large enough.
+    Block block{nullptr, size};
+    const auto fits = by_size_.lower_bound(size);
+    if (fits != by_size_.end() && fits->first <= kMostSpare * size) {
+      block = take_out(fits->second);
+    }
+    in_use_ += block.size;
+    peak_.note(in_use_, taken_);
+    if (block.memory == nullptr) {
+      trim();  // first, so that both need not be there at once
+      block.memory = map(size);
+      if (block.memory == nullptr) {
         clear();
-        memory = map(size);
+        block.memory = map(size);
       }
     }
-    if (memory != nullptr) in_use_[memory] = size;
-    return memory;
+    if (block.memory == nullptr) {
+      in_use_ -= size;
+    } else {
+      sizes_[block.memory] = block.size;
+    }
+    return block.memory;
   }
 
   void give_back(void* memory) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto block = in_use_.find(memory);
-    idle_.push_back({memory, block->second, taken_});
-    by_size_.emplace(block->second, std::prev(idle_.end()));
-    in_use_.erase(block);
+    const auto found = sizes_.find(memory);
+    const size_t size = found->second;
+    sizes_.erase(found);
+    idle_.push_back({{memory, size}, taken_});
+    by_size_.emplace(size, std::prev(idle_.end()));
+    in_use_ -= size;
+    idle_bytes_ += size;
+    trim();
   }
 
   size_t release() {
@@ -81,49 +119,79 @@ class Pool {
     return clear();
   }
 
+  void count(size_t* in_use, size_t* idle, size_t* recent_peak) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    *in_use = in_use_;
+    *idle = idle_bytes_;
+    *recent_peak = peak_.bytes();
+  }
+
+  // Around a fork: the child has only the thread that forks, and the lock as it was.
+  void lock() { mutex_.lock(); }
+  void unlock() { mutex_.unlock(); }
+
  private:
-  struct Idle {
+  struct Block {
     void* memory;
     size_t size;
+  };
+  struct Idle {
+    Block block;
     uint64_t since;
   };
   using Position = std::list<Idle>::iterator;
 
-  void unmap(Position block) {
-    auto [same, end] = by_size_.equal_range(block->size);
-    while (same != end && same->second != block) ++same;
+  Block take_out(Position position) {
+    const Block block = position->block;
+    auto [same, end] = by_size_.equal_range(block.size);
+    while (same != end && same->second != position) ++same;
     by_size_.erase(same);
-    munmap(block->memory, block->size);
-    idle_.erase(block);
+    idle_.erase(position);
+    idle_bytes_ -= block.size;
+    return block;
+  }
+
+  void unmap(Position position) {
+    const Block block = take_out(position);
+    munmap(block.memory, block.size);
+  }
+
+  // What is idle is bounded by what has been in use lately: else every new size would stay for
+  // kPatience further ones.
+  void trim() {
+    while (idle_bytes_ > peak_.bytes() + kAlwaysIdle) unmap(idle_.begin());
   }
 
   size_t clear() {
-    size_t bytes = 0;
-    for (; !idle_.empty(); unmap(idle_.begin())) bytes += idle_.front().size;
+    const size_t bytes = idle_bytes_;
+    while (!idle_.empty()) unmap(idle_.begin());
     return bytes;
   }
 
   std::mutex mutex_;
   uint64_t taken_ = 0;
-  std::list<Idle> idle_;
+  size_t in_use_ = 0, idle_bytes_ = 0;
+  RecentPeak peak_;
+  std::list<Idle> idle_;  // the oldest in front
   std::multimap<size_t, Position> by_size_;
-  std::unordered_map<void*, size_t> in_use_;
+  std::unordered_map<void*, size_t> sizes_;  // of blocks in use
 };
 
-// Never destroyed: tensors may outlive everything else.
-Pool& pool() {
-  static Pool& the_pool = *new Pool;
-  return the_pool;
-}
+// Never destroyed: tensors may outlive everything else. Made when the library is loaded, since a
+// fork could leave the child half of what is made at first use.
+Pool& the_pool = []() -> Pool& {
+  pthread_atfork([] { the_pool.lock(); }, [] { the_pool.unlock(); }, [] { the_pool.unlock(); });
+  return *new Pool;
+}();
 
 }  // namespace
 
 void* take_large_memory(size_t bytes) {
-  return pool().take(bytes);
+  return the_pool.take(bytes);
 }
 
 void give_back_large_memory(void* memory) {
-  pool().give_back(memory);
+  the_pool.give_back(memory);
 }
 
 void prefer_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t bytes) {
@@ -139,7 +207,13 @@ void prefer_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t by
 
 // For sparsekit/memory.py.
 extern "C" __attribute__((visibility("default"))) size_t sparsekit_empty_cache() {
-  return sparsekit::ops::pool().release();
+  return sparsekit::ops::the_pool.release();
+}
+
+extern "C" __attribute__((visibility("default"))) void sparsekit_pool_bytes(size_t* in_use,
+                                                                            size_t* idle,
+                                                                            size_t* recent_peak) {
+  sparsekit::ops::the_pool.count(in_use, idle, recent_peak);
 }
 
 extern "C" __attribute__((visibility("default"))) void sparsekit_prefer_huge_pages(void* memory,

@@ -1,10 +1,11 @@
 // What the ops of optimizers take: a weight, its states, and the name and settings of a rule.
 #pragma once
 
+#include <iterator>
 #include <string>
 #include <vector>
 
-#include "engine.h"
+#include "overlap.h"
 #include "sparsekit/optimizer_rules.h"
 #include "sparsekit/row_table.h"
 
@@ -33,6 +34,19 @@ inline void check_table(const Tensor& weight, const std::vector<Tensor>& states,
     check_mutable(*row_step, op, "row_step");
   }
   check_row_size(weight.size(1), op, "weight");
+}
+
+// What is written to: of the states, those that a rule can have.
+inline Overlaps overlaps_of_table(const Tensor& weight, const std::vector<Tensor>& states,
+                                  const std::optional<Tensor>& row_step, const char* op) {
+  constexpr const char* kNames[] = {"states[0]", "states[1]", "states[2]"};
+  Overlaps overlaps(op);
+  overlaps.written("weight", weight);
+  for (size_t k = 0; k < std::min(states.size(), std::size(kNames)); ++k) {
+    overlaps.written(kNames[k], states[k]);
+  }
+  overlaps.written("row_step", row_step);
+  return overlaps;
 }
 
 template <class T>

@@ -7,11 +7,14 @@
 
 SPARSEKIT_LIBRARY(m) {
   m.def("hash_table_clear_(Tensor(a!) buckets) -> ()");
-  m.def("hash_table_find(Tensor buckets, Tensor keys, Tensor? num_keys=None) -> Tensor");
   m.def(
-      "hash_table_find_or_insert_(Tensor(a!) buckets, Tensor(b!) size, Tensor keys, int capacity,"
-      " Tensor? num_keys=None) -> (Tensor rows, Tensor status)");
-  m.def("hash_table_keys(Tensor buckets, Tensor size) -> Tensor");
+      "hash_table_find(Tensor buckets, Tensor hash_seed, Tensor keys, Tensor? num_keys=None) -> "
+      "Tensor");
+  m.def(
+      "hash_table_find_or_insert_(Tensor(a!) buckets, Tensor hash_seed, Tensor(b!) size, Tensor "
+      "keys,"
+      " int capacity, Tensor? num_keys=None) -> (Tensor rows, Tensor status)");
+  m.def("hash_table_keys(Tensor buckets, Tensor hash_seed, Tensor size) -> Tensor");
 
   m.def("unique(Tensor keys) -> (Tensor unique, Tensor inverse, Tensor counts)");
   m.def(
@@ -45,7 +48,7 @@ SPARSEKIT_LIBRARY(m) {
   m.def(
       "update_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!)? row_step, Tensor? rows,"
       " Tensor grad, Tensor step, str rule, float[] settings, bool per_row=False,"
-      " int? rounding_seed=None, Tensor? num_grads=None) -> ()");
+      " int? rounding_seed=None, Tensor? num_grads=None, Tensor(d!)? counter=None) -> ()");
   m.def(
       "catch_up_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!) row_step, Tensor? rows,"
       " Tensor numbers, int first_step, str rule, float[] settings) -> ()");

@@ -17,6 +17,7 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
   segment_ids = packed_int64(segment_ids, op, "segment_ids");
   const int64_t n = values.size(0), dim = values.size(1);
   check_row_size(dim, op, "data");
+  check_elements({num_segments, dim}, op, "a result");
   const Engine engine(values);
   Tensor out = new_output(values, {num_segments, dim});
   dispatch_rows(values, op, "data", [&](auto tag) {

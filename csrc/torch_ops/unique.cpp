@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <limits>
+#include <random>
 
 #include "engine.h"
 
@@ -23,6 +24,16 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   if (2 * count > size) return view;
   Tensor copy = new_output(buffer, {count}, std::nullopt, kLargeBytes / 4);
   return torch::stable::copy_(copy, view);
+}
+
+// Drawn once for the process, so that nobody can make keys that collide. Results do not depend on
+// it.
+int64_t process_seed() {
+  static const int64_t seed = [] {
+    std::random_device random;  // the system's
+    return static_cast<int64_t>(uint64_t{random()} << 32 | random());
+  }();
+  return seed;
 }
 
 // A result as long as the input.
@@ -49,14 +60,14 @@ Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_ke
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
       const Workspace memory(cuda::unique_workspace_bytes(n), keys);
-      cuda::unique(data<Key>(keys), count, mutable_data<Key>(unique_keys),
+      cuda::unique(data<Key>(keys), count, process_seed(), mutable_data<Key>(unique_keys),
                    mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts), num_unique,
                    memory.data(), engine.stream());
     } else {
       const Workspace memory(cpu::unique_workspace_bytes(n), keys);
-      *num_unique = cpu::unique(data<Key>(keys), count.get(), mutable_data<Key>(unique_keys),
-                                mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts),
-                                memory.data(), torch_parallel_for());
+      *num_unique = cpu::unique(data<Key>(keys), count.get(), process_seed(),
+                                mutable_data<Key>(unique_keys), mutable_data<int64_t>(inverse),
+                                mutable_data<int64_t>(counts), memory.data(), torch_parallel_for());
     }
   });
   return {unique_keys, inverse, counts};

@@ -1,5 +1,7 @@
 #include "sparsekit/update_rows.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include "row_table.h"
 
 namespace sparsekit::ops {
@@ -8,12 +10,13 @@ namespace {
 void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor> row_step,
                  std::optional<Tensor> rows, Tensor grad, Tensor step, std::string rule,
                  std::vector<double> settings, bool per_row, std::optional<int64_t> rounding_seed,
-                 std::optional<Tensor> num_grads) {
+                 std::optional<Tensor> num_grads, std::optional<Tensor> counter) {
   const char* op = "update_rows_";
   check_same_device(op, {{"weight", weight},
                          {"rows", rows.value_or(grad)},
                          {"grad", grad},
                          {"step", step},
+                         {"counter", counter.value_or(step)},
                          {"num_grads", num_grads.value_or(grad)}});
   check_table(weight, states, row_step, op);
   const int64_t num_rows = weight.size(0), dim = weight.size(1);
@@ -31,6 +34,10 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
   check_dtype(step, ScalarType::Long, op, "step");
   check(step.numel() == 1 && (kOnDevice || *int64_data(step) >= 1), op,
         ": step must be one number >= 1");
+  if (counter.has_value()) {
+    check_dtype(*counter, ScalarType::Long, op, "counter");
+    check(counter->numel() == 1, op, ": counter must have one element, got ", counter->numel());
+  }
   check(!per_row || row_step.has_value(), op, ": per_row needs row_step");
   grad = packed(grad);
   const DeviceCount n = device_count(grad.size(0), num_grads, op, "num_grads");
@@ -38,6 +45,14 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
   const StepNumber number{int64_data(step), per_row};
   const Rounding rounding{rounding_seed.has_value(),
                           static_cast<uint64_t>(rounding_seed.value_or(0))};
+  const auto check_overlaps = [&] {
+    Overlaps overlaps = overlaps_of_table(weight, states, row_step, op);
+    if (counter.has_value()) overlaps.written("counter", *counter);
+    overlaps.read("rows", rows);
+    overlaps.read("grad", grad);
+    overlaps.read("step", step);
+    overlaps.read("num_grads", num_grads);
+  };
   int64_t bad = -1;
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -45,6 +60,7 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
       using Rule = std::decay_t<decltype(chosen)>;
       check(!per_row || Rule::kPerRow, op, ": rows cannot count their own steps under ", rule);
       const auto table = row_table<T>(weight, states, row_step, Rule::kRowWise, op);
+      check_overlaps();
       const int64_t* row_numbers = rows ? int64_data(*rows) : nullptr;
       if constexpr (kOnDevice) {
         cuda::update_rows(table, row_numbers, data<T>(grad), n, chosen, number, rounding,
@@ -56,6 +72,7 @@ void update_rows(Tensor weight, std::vector<Tensor> states, std::optional<Tensor
       }
     });
   });
+  if (counter.has_value() && bad < 0) torch::stable::copy_(*counter, step);
   if (bad >= 0) {
     index_error(op, ": rows[", bad, "] is ", engine.value(*rows, bad), ", but weight has ",
                 num_rows, " rows");

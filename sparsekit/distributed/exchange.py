@@ -6,10 +6,11 @@ disagree find out at once, with headers that fit one another, and an error on on
 error on all instead of a wait.
 """
 
+import contextlib
 import math
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,12 @@ from .transport import TorchTransport, Transport
 # Words of a header: the hash of what follows, 1 for an error, the size of what follows, and three
 # numbers for whoever exchanges.
 _WORDS = 6
+
+_INTERRUPTED = (
+    ". A step was interrupted on one of them, by Ctrl-C for instance, or a layer was called on "
+    "some ranks only, so that rank may lack what the others have learned from it. Load the last "
+    "checkpoint on all ranks, or go on with the next batch on all of them: they count alike again"
+)
 
 
 class RemoteError(RuntimeError):
@@ -52,10 +59,13 @@ class Exchange:
         self.world_size = self.transport.world_size
         # One lookup at a time, whatever the number of threads.
         self.lock = threading.RLock()
-        # Lookups so far: a number that names one on all ranks.
+        # Lookups so far, counted as they begin and whether or not they succeed: a number that names
+        # one on all ranks, and that differs where a rank has left one early.
         self.lookups = 0
         # Why this exchange cannot be used any more.
         self.broken: str | None = None
+        # What other ranks may be waiting for: set before a header, None once all of it has begun.
+        self._announced: str | None = None
         # How many collectives there have been, for tests and benchmarks.
         self.collectives = 0
         self.bytes_sent = 0
@@ -70,6 +80,19 @@ class Exchange:
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
     ) -> Callable[[], torch.Tensor]:
         """Begin an `all_to_all`; what is returned waits for it and gives its result."""
+        plan = self._announced
+        begun = self._begin(send, send_splits, receive_splits)
+        self._announced = None
+
+        def finish() -> torch.Tensor:
+            with self._answered(plan):
+                return begun()
+
+        return finish
+
+    def _begin(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
         self.collectives += 1
         self.bytes_sent += send.nbytes
         try:
@@ -85,7 +108,7 @@ class Exchange:
     def agree(
         self,
         plan: str,
-        sizes: Sequence[int],
+        sizes: Sequence[int] | None,
         error: Exception | None = None,
         facts: tuple[int, int, int] = (0, 0, 0),
     ) -> Agreed:
@@ -93,37 +116,63 @@ class Exchange:
 
         Args:
             plan: what this rank is about to do; it must be the same on all ranks.
-            sizes: how much this rank will send to each rank.
+            sizes: how much this rank will send to each rank, in the all-to-all that must come next;
+                None where none does.
             error: why this rank cannot go on.
             facts: three numbers for all ranks to know.
 
         Raises:
             The error itself, on the rank that has it and, with that rank's number, on the others.
-            RuntimeError: ranks disagree about the plan.
+            RuntimeError: ranks disagree about the plan, or what was agreed on before did not come.
         """
+        if self._announced is not None and self.broken is None:
+            self.abandon(InterruptedError(self._announced))
         if self.broken is not None:
-            raise RuntimeError(f"sparsekit: {plan}: the exchange broke down before: {self.broken}")
+            raise RuntimeError(
+                f"sparsekit: {plan}: the exchange broke down before: {self.broken}. Start all "
+                f"ranks again, from the last checkpoint"
+            )
         code = int(hashing.xxh64([plan]))
         failed = int(error is not None)
-        words = [word for size in sizes for word in (code, failed, size, *facts)]
+        announced = [0] * self.world_size if sizes is None else sizes
+        words = [word for size in announced for word in (code, failed, size, *facts)]
         header = torch.tensor(words, device=self.device)
         splits = [_WORDS] * self.world_size
-        try:
-            received = self.all_to_all(header, splits, splits).view(self.world_size, -1).tolist()
-        except RuntimeError as failed_to_meet:
-            raise RuntimeError(
-                f"sparsekit: {plan}: no answer from all other ranks. One may have died, or a "
-                f"layer, or its backward, may have been called on some ranks only: "
-                f"{failed_to_meet}"
-            ) from failed_to_meet
+        self._announced = plan
+        with self._answered(plan):
+            received = self._begin(header, splits, splits)().view(self.world_size, -1).tolist()
         if any(word[0] != code or word[1] for word in received):
             self._raise_together(plan, error)
+        if sizes is None:
+            self._announced = None
         return Agreed([word[2] for word in received], [tuple(word[3:]) for word in received])
 
+    @contextlib.contextmanager
+    def _answered(self, plan: str | None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            # A late answer must not be taken for one to a later question.
+            self.broken = self.broken or str(error)
+            raise RuntimeError(
+                f"sparsekit: {plan}: no answer from all other ranks. One may have died or been "
+                f"interrupted, or a layer, or its backward, may have been called on some ranks "
+                f"only: {error}"
+            ) from error
+
     def abandon(self, error: BaseException) -> None:
-        """Give up: what this rank has announced will not come, so others wait until the timeout."""
+        """Give up: what this rank has announced will not come."""
         self.broken = f"{type(error).__name__}: {error}"
         dist.destroy_process_group(self.group)
+        # With the last reference connections close, and others need not wait until the timeout.
+        del self.group, self.transport
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """What fails in here fails on this rank only; the next header tells the others."""
+        self.lookups += 1
+        yield
+        self.lookups -= 1
 
     def _raise_together(self, plan: str, error: Exception | None) -> None:
         """Tell each other what is wrong, and raise it on every rank."""
@@ -132,16 +181,22 @@ class Exchange:
             pickle.loads(packed)
         except Exception:  # an error may hold anything
             packed = pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
-        reports: list[tuple[str, bytes]] = [("", b"")] * self.world_size
-        dist.all_gather_object(reports, (plan, packed), group=self.group)
+        reports: list[tuple[str, bytes, int]] = [("", b"", 0)] * self.world_size
+        dist.all_gather_object(reports, (plan, packed, self.lookups), group=self.group)
+        self._announced = None
+        counts = [count for *_, count in reports]
+        self.lookups = max(counts)
         if error is not None:
             raise error
-        for rank, (_, packed) in enumerate(reports):
+        for rank, (_, packed, _) in enumerate(reports):
             remote = pickle.loads(packed)
             if remote is not None:
                 raise _of_rank(rank, remote)
-        plans = "; ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(reports))
-        raise RuntimeError(f"sparsekit: ranks are about to do different things. {plans}")
+        plans = "; ".join(f"rank {rank}: {other}" for rank, (other, *_) in enumerate(reports))
+        raise RuntimeError(
+            f"sparsekit: ranks are about to do different things. {plans}"
+            f"{_INTERRUPTED if len(set(counts)) > 1 else ''}"
+        )
 
 
 def _of_rank(rank: int, error: Exception) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from datetime import timedelta
 from typing import Any
 
@@ -28,25 +29,35 @@ class _Settings:
 settings = _Settings()
 
 
+class _Keep(enum.Enum):
+    """Stands for an argument that is not given."""
+
+    KEEP = 0
+
+    def __repr__(self) -> str:
+        return "<as it is>"
+
+
 def init(
     global_batch_size: int | None = None,
-    seed: int = 0,
-    process_group: dist.ProcessGroup | None = None,
+    seed: int | _Keep = _Keep.KEEP,
+    process_group: dist.ProcessGroup | _Keep | None = _Keep.KEEP,
     *,
-    timeout: float | timedelta = settings.timeout,
-    backend: str = "auto",
+    timeout: float | timedelta | _Keep = _Keep.KEEP,
+    backend: str | _Keep = _Keep.KEEP,
 ) -> None:
     """Set defaults for the layers that are made from here on. Optional.
 
-    With timeout and backend also those that are there already change, at their next call; so call
-    it on all ranks.
+    What is not given stays as an earlier call has set it. With timeout and backend also those
+    layers that are there already change, at their next call; so call it on all ranks.
 
     Args:
         global_batch_size: taken for the sake of SOK's users; nothing here needs it.
-        seed: changes the initial vectors of all layers that have no seed of their own.
-        process_group: the ranks over which tables are sharded; None means torch.distributed's
-            default group, or one process where that has not been initialised.
-        timeout: seconds, or a timedelta, after which a rank that waits for another one raises.
+        seed: changes the initial vectors of all layers that have no seed of their own; 0 at first.
+        process_group: the ranks over which tables are sharded; None, as at first, means
+            torch.distributed's default group, or one process where that has not been initialised.
+        timeout: seconds, or a timedelta, after which a rank that waits for another one raises; 5
+            minutes at first.
         backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"auto"`` is the latter where all ranks have it.
 
@@ -57,14 +68,21 @@ def init(
     """
     if global_batch_size is not None:
         check_int("sparsekit.init", "global_batch_size", global_batch_size, 1, 2**63 - 1)
-    settings.seed = check_int("sparsekit.init", "seed", seed, -(2**63), 2**64 - 1) % 2**64
-    settings.process_group = process_group
-    timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if timeout <= timedelta(0):
-        raise ValueError(f"sparsekit.init: timeout must be positive, got {timeout}")
-    check_backend(backend)
-    settings.timeout = timeout
-    settings.backend = backend
+    # All are checked before any is set.
+    new: dict[str, Any] = {}
+    if seed is not _Keep.KEEP:
+        new["seed"] = check_int("sparsekit.init", "seed", seed, -(2**63), 2**64 - 1) % 2**64
+    if process_group is not _Keep.KEEP:
+        new["process_group"] = process_group
+    if timeout is not _Keep.KEEP:
+        timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"sparsekit.init: timeout must be positive, got {timeout}")
+        new["timeout"] = timeout
+    if backend is not _Keep.KEEP:
+        check_backend(backend)
+        new["backend"] = backend
+    vars(settings).update(new)
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -104,6 +122,8 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
 def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
     """DistributedDataParallel of the dense part; the tables, which are sharded, are left alone.
 
+    DistributedDataParallel itself leaves them alone as well, and raises where nothing else is left.
+
     Args:
         module: with sparsekit layers anywhere in it.
         keywords: for ``torch.nn.parallel.DistributedDataParallel``.
@@ -111,19 +131,13 @@ def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
     Returns:
         The wrapped module, or module itself when there is one rank only or nothing dense.
     """
-    from ..nn.shard import ShardedTable
+    # Only then, since layers need this module.
+    from ..nn.wrappers import tensors_of_tables
 
-    # What a table itself has, and not what a subclass may have added.
-    own = ("weight", "seed", "shard", "table.buckets", "table.size")
-    sharded = {
-        f"{name}.{part}" if name else part
-        for name, layer in module.named_modules()
-        if isinstance(layer, ShardedTable)
-        for part in own
-    }
-    dense = [p for name, p in module.named_parameters() if name not in sharded and p.requires_grad]
+    tables = tensors_of_tables(module)
+    dense = [p for name, p in module.named_parameters() if name not in tables and p.requires_grad]
     if not dense or not dist.is_initialized() or dist.get_world_size() == 1:
         return module
     wrapper = torch.nn.parallel.DistributedDataParallel
-    wrapper._set_params_and_buffers_to_ignore_for_model(module, sharded)
+    wrapper._set_params_and_buffers_to_ignore_for_model(module, tables)
     return wrapper(module, **keywords)

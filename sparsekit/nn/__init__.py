@@ -1,5 +1,6 @@
 """Layers and initializers."""
 
+from . import wrappers  # noqa: F401 (has torch tell it of models with tables)
 from .embedding import All2AllDenseEmbedding, DistributedEmbedding, EmbeddingWeight
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
 from .init import Constant, Initializer, Normal, Uniform

@@ -11,7 +11,8 @@ from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
 from .inputs import check_bags, check_device, is_padding, to_bags, without_padding
 from .lookup import look_up
-from .shard import Bags, EmbeddingWeight, Prepared, ShardedTable
+from .shard import Bags, Prepared, ShardedTable
+from .weight import EmbeddingWeight
 
 __all__ = ["All2AllDenseEmbedding", "DistributedEmbedding", "EmbeddingWeight"]
 

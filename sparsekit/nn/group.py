@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -99,7 +99,7 @@ class EmbeddingGroup(torch.nn.Module):
         self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None
     ) -> SentKeys:
         weights = sample_weights or {}
-        tables = [_table(layer) for layer in self.layers.values()]
+        tables = [cast(ShardedTable, layer) for layer in self.layers.values()]
         if set(inputs) != set(self.layers) or not set(weights) <= set(self.layers):
             error = ValueError(
                 f"EmbeddingGroup: inputs must have the layers {list(self.layers)}, got "
@@ -176,8 +176,3 @@ def _check_shared(name: str, layers: Sequence[ShardedTable]) -> None:
                 f"{name}: {layer.name} is on {layer.weight.device}, {layers[0].name} on "
                 f"{layers[0].weight.device}"
             )
-
-
-def _table(layer: torch.nn.Module) -> ShardedTable:
-    assert isinstance(layer, ShardedTable)
-    return layer

@@ -192,6 +192,14 @@ def _from_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
 
 
 def _from_keyed_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
+    if getattr(inputs, "variable_stride_per_key", lambda: False)():
+        strides = list(inputs.stride_per_key())
+        # With inverse_indices samples share bags, even if every key has as many of them.
+        if len(set(strides)) > 1 or inputs.inverse_indices_or_none() is not None:
+            raise ValueError(
+                f"{layer}: inputs has a stride of its own for each key, {strides} samples; expand "
+                f"it by its inverse_indices, so that every key has the bags of every sample"
+            )
     own = getattr(inputs, "weights_or_none", lambda: None)()
     if weights is None:
         weights = own

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from .. import ops
+from .._compiling import uncompiled
 from ..distributed.exchange import Exchange, pack, unpack
 from .partial import payload, payload_bytes, pooled_outputs
-from .shard import Prepared, ShardedTable, deliver_gradient
+from .shard import Bags, Prepared, ShardedTable, deliver_gradient
 
 
 @dataclass
@@ -78,7 +79,7 @@ def look_up(
 
 
 # Collectives, and what ranks tell each other about errors, are nothing for a compiler.
-@torch.compiler.disable
+@uncompiled
 def _look_up_together(
     exchange: Exchange,
     tables: Sequence[ShardedTable],
@@ -106,9 +107,8 @@ class SentKeys:
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """The rest of the lookup; with an error, all ranks raise it."""
         if self.partial:
-            assert self.exchange is not None
             return pooled_outputs(
-                self.exchange,
+                cast(Exchange, self.exchange),
                 self.tables,
                 self.prepared,
                 self.received(),
@@ -148,6 +148,15 @@ class SentKeys:
         return [(v, a.positions) for v, a in zip(vectors, self.asked, strict=True)]
 
 
+def _check_exchange(tables: Sequence[ShardedTable], exchange: Exchange | None) -> None:
+    """Raise unless this is what all tables were made for, and have in common."""
+    for table in tables:
+        if table.exchange is not exchange:
+            raise ValueError(
+                f"{table.name} and {tables[0].name} have two process groups or devices"
+            )
+
+
 def send_keys(
     tables: Sequence[ShardedTable],
     calls: Sequence[tuple[Any, ...]],
@@ -165,23 +174,23 @@ def send_keys(
     if exchange is None:
         if error is not None:
             raise error
-        for table in tables:
-            assert table.exchange is None  # or it raises: it was made for other ranks
+        _check_exchange(tables, None)
         prepared = [preparer.prepare(*call) for preparer, call in steps]
         return SentKeys(tables, prepared, None, [], nothing, [], lambda: nothing, "", False)
 
+    # Counted before anything can fail or be interrupted, so that all ranks count alike.
+    exchange.lookups += 1
     # A bad input here is an error on all ranks, none of which has changed anything yet.
     world_size = exchange.world_size
     asked: list[_Asked] = []
     per_table, send, splits = nothing, nothing, [0] * world_size
     facts = (0, 0, 0)
+    plan = "look up"
     if error is None:
         try:
-            for table in tables:
-                if table.exchange is not exchange:
-                    raise ValueError(
-                        f"{table.name} and {tables[0].name} have two process groups or devices"
-                    )
+            _check_exchange(tables, exchange)
+            described = ", ".join(table.plan() for table in tables)
+            plan = f"look up in {described}, lookup number {exchange.lookups}"
             prepared = [preparer.prepare(*call) for preparer, call in steps]
             asked = [
                 _ask(p.keys, world_size, table.dedupe)
@@ -195,10 +204,7 @@ def send_keys(
                 facts = _compare(tables, prepared, asked)
         except Exception as raised:
             error = raised
-    described = ", ".join(table.plan() for table in tables)
-    plan = f"look up in {described}, lookup number {exchange.lookups + 1}"
     agreed = exchange.agree(plan, splits, error, facts)
-    exchange.lookups += 1  # not before: after an error all ranks must still count alike
     # Every rank sees the same numbers, so all take the same way.
     by_keys, by_bags = (sum(fact[i] for fact in agreed.facts) for i in (0, 1))
     if by_bags < by_keys:
@@ -249,11 +255,10 @@ def _compare(
     others = tables[0].world_size - 1
     by_keys = by_bags = 0
     for table, p, a in zip(tables, prepared, asked, strict=True):
-        assert p.bags is not None
         row = table.embedding_vec_size * table.weight.element_size()
         sums = table.embedding_vec_size * (8 if table.weight.dtype == torch.float64 else 4)
         by_keys += len(a.keys) * (8 + row) * others // (others + 1)
-        by_bags += (len(p.bags.offsets) - 1) * sums * others
+        by_bags += (len(cast(Bags, p.bags).offsets) - 1) * sums * others
     by_bags = 0 if forced else by_bags + whole * others
     by_keys = max(by_keys, 1) if forced else by_keys
     return by_keys, by_bags, whole
@@ -311,12 +316,15 @@ class _Vectors(torch.autograd.Function):
             error = raised
         with exchange.lock:
             agreed = exchange.agree(f"gradients: {job.plan}", splits, error)
-            received = exchange.all_to_all(send, splits, agreed.sizes)
-        parts = unpack(received, grads, [o.counts for o in job.owned])
-        return None, *(
-            deliver_gradient(table.weight, owned.rows, _sum(part, owned, table), owned.some_missing)
-            for table, owned, part in zip(job.tables, job.owned, parts, strict=True)
-        )
+            with exchange.alone():
+                received = exchange.all_to_all(send, splits, agreed.sizes)
+                parts = unpack(received, grads, [o.counts for o in job.owned])
+                return None, *(
+                    deliver_gradient(
+                        table.weight, owned.rows, _sum(part, owned, table), owned.some_missing
+                    )
+                    for table, owned, part in zip(job.tables, job.owned, parts, strict=True)
+                )
 
 
 def _gather(table: ShardedTable, owned: _Owned, weight: torch.Tensor) -> torch.Tensor:

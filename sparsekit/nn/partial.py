@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,8 +50,7 @@ def payload(tables: Sequence[ShardedTable], prepared: Sequence[Prepared]) -> tor
 
 
 def _bags(prepared: Prepared) -> Bags:
-    assert prepared.bags is not None
-    return prepared.bags
+    return cast(Bags, prepared.bags)
 
 
 def _parts(tables: Sequence[ShardedTable], prepared: Sequence[Prepared]) -> list[torch.Tensor]:
@@ -213,7 +212,8 @@ class _Sums(torch.autograd.Function):
             parts = [_partial_sums(table, pooled, weight) for table, pooled, weight in each]
             return pack(parts, [pooled.bags for pooled in job.pooled])
 
-        received = _exchange(job, "sums", send)
+        with job.exchange.lock:
+            received = job.exchange.all_to_all(*_agreed(job, "sums", send))
         parts = unpack(received, like, [[count] * world_size for count in job.own])
         return tuple(
             part.view(world_size, own, part.shape[1]).sum(0)
@@ -230,17 +230,21 @@ class _Sums(torch.autograd.Function):
             one = pack([grad.contiguous() for grad in grads], [[count] for count in job.own])[0]
             return torch.cat([one] * world_size), [len(one)] * world_size
 
-        received = _exchange(job, "gradients", send)
-        parts = unpack(received, grads, [pooled.bags for pooled in job.pooled])
-        return None, *(
-            _gradient(table, pooled, part)
-            for table, pooled, part in zip(job.tables, job.pooled, parts, strict=True)
-        )
+        with job.exchange.lock:
+            agreed = _agreed(job, "gradients", send)
+            with job.exchange.alone():
+                received = job.exchange.all_to_all(*agreed)
+                parts = unpack(received, grads, [pooled.bags for pooled in job.pooled])
+                return None, *(
+                    _gradient(table, pooled, part)
+                    for table, pooled, part in zip(job.tables, job.pooled, parts, strict=True)
+                )
 
 
-def _exchange(
+def _agreed(
     job: _Job, what: str, send: Callable[[], tuple[torch.Tensor, list[int]]]
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """What to send, its sizes, and those of what comes, once all ranks agree."""
     data, splits = torch.empty(0, dtype=torch.uint8), [0] * job.exchange.world_size
     error = job.error
     if error is None:
@@ -248,9 +252,7 @@ def _exchange(
             data, splits = send()
         except Exception as raised:
             error = raised
-    with job.exchange.lock:
-        agreed = job.exchange.agree(f"{what}: {job.plan}", splits, error)
-        return job.exchange.all_to_all(data, splits, agreed.sizes)
+    return data, splits, job.exchange.agree(f"{what}: {job.plan}", splits, error).sizes
 
 
 def _partial_sums(table: ShardedTable, pooled: _Pooled, weight: torch.Tensor) -> torch.Tensor:

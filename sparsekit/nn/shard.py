@@ -1,7 +1,6 @@
 """What both layers share: the table, its rows and the lookup of distinct keys."""
 
 import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _pybind, hashing, ops
+from .._compiling import uncompiled
 from ..distributed import Exchange, exchange_of
 from ..distributed.world import settings
 from ..errors import check_int
@@ -18,40 +18,11 @@ from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from ..table import HashTable
 from .init import Initializer, resolve
 from .inputs import is_padding
+from .load import entries_of, load, own_entries, own_vectors, refuse_lost_values
+from .own_shard import OwnShard
+from .weight import EmbeddingWeight, update_of
 
 _names = itertools.count()
-
-
-class EmbeddingWeight(torch.nn.Parameter):
-    """The parameter of an embedding layer, so that optimizers can tell it from dense ones.
-
-    An optimizer may set two functions, which copies do without.
-    """
-
-    # Called with the weight before rows are read or written, with the rows, or None for all.
-    before_read: "Callable[[EmbeddingWeight, torch.Tensor | None], None] | None" = None
-    # Called in backward with the weight, rows and their gradients, in place of setting ``grad``. A
-    # weak reference: an optimizer that is dropped is detached.
-    update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
-
-    def catch_up(self, rows: torch.Tensor | None = None) -> None:
-        """Have the optimizer finish what it has left undone for these rows, or for all."""
-        if self.before_read is not None:
-            self.before_read(self, rows)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
-        self.catch_up()
-        return super().__deepcopy__(memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self.catch_up()
-        return EmbeddingWeight, (self.data, self.requires_grad)
-
-
-def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
-    """What updates a weight in backward, as long as its optimizer lives."""
-    attached = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
-    return None if attached is None else attached()
 
 
 @dataclass
@@ -161,6 +132,7 @@ class ShardedTable(torch.nn.Module):
 
     weight: EmbeddingWeight
     seed: torch.Tensor
+    shard: torch.Tensor
 
     def __init__(
         self,
@@ -185,6 +157,11 @@ class ShardedTable(torch.nn.Module):
             "max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu, 2**31 - 1
         )
         self.embedding_vec_size = self._count("embedding_vec_size", embedding_vec_size)
+        # While keys are being inserted: the table's size before. What is interrupted in between is
+        # finished by whoever reads or writes the table next, in a copy too.
+        self._unfinished: torch.Tensor | None = None
+        # Modes (training or not) in which the weight has been looked at before the first key.
+        self._looked_at: set[bool] = set()
         self._check_choice("key_dtype", key_dtype, KEY_DTYPES)
         self._check_choice("dtype", dtype, ROW_DTYPES)
         self._check_choice("on_full", on_full, ("error",))
@@ -235,6 +212,15 @@ class ShardedTable(torch.nn.Module):
             keys = torch.arange(self.capacity, device=device) * self.world_size + self.rank
             self.initializer.write_(self.weight.data, keys, seed=int(self.seed))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # torch's fully_shard, which does not go on if this raises.
+        if name == "weight" and hasattr(value, "device_mesh"):
+            raise RuntimeError(
+                f"{self.name}: fully_shard would take the table apart, which is sharded already; "
+                f"pass it ignored_params={{the weights of embedding layers}}"
+            )
+        super().__setattr__(name, value)
+
     def _count(self, argument: str, value: int, most: int = 2**63 - 1) -> int:
         return check_int(self.name, argument, value, 1, most)
 
@@ -273,34 +259,52 @@ class ShardedTable(torch.nn.Module):
         return exchange
 
     def plan(self) -> str:
-        """What all ranks must agree on before they look something up."""
+        """What all ranks must agree on before they look something up.
+
+        Raises:
+            RuntimeError: the table has been overwritten by that of another rank.
+        """
+        # In one piece, since on a device each reading waits for it.
+        seed, *shard = torch.cat((self.seed, self.shard)).tolist()
+        if shard != [self.rank, self.world_size]:
+            raise RuntimeError(
+                f"{self.name}: this is rank {self.rank} of {self.world_size}, but holds the table "
+                f"of rank {shard[0]} of {shard[1]}: something has copied a model over the others', "
+                f"tables included. Wrap models with sparsekit.distributed.wrap_ddp, and load the "
+                f"tables again on all ranks"
+            )
         return (
             f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
             f"{'hash table' if self.table is not None else 'row numbers'}"
             f"{', gradients' if self.weight.requires_grad and torch.is_grad_enabled() else ''}"
-            f", {self.strategy}, {self.gradient_reduction}, seed {int(self.seed)}, "
+            f", {self.strategy}, {self.gradient_reduction}, seed {seed}, "
             f"{self.initializer}, padding_key {self.padding_key}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_messages: list[str],
     ) -> None:
-        *_, error_messages = args
-        # States from before there were shards have none.
-        shard = state_dict.setdefault(f"{prefix}shard", torch.tensor([0, 1])).tolist()
-        if shard != [self.rank, self.world_size]:
-            error_messages.append(
-                f"{self.name}: the state is that of rank {shard[0]} of {shard[1]}, whose keys and "
-                f"rows do not belong to rank {self.rank} of {self.world_size}"
-            )
-            return
-        # What the optimizer has left undone belongs to the rows that go.
-        self._catch_up()
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-        if not isinstance(self.weight, EmbeddingWeight):
-            # load_state_dict(assign=True) puts a plain parameter in its place.
+        rest = strict, missing_keys, unexpected_keys, error_messages
+        entries = entries_of(state_dict, prefix)
+        if entries:
+            try:
+                load(self, entries, local_metadata.get("assign_to_params_buffers", False))
+            except (TypeError, ValueError) as error:
+                error_messages.append(str(error))
+            # torch has nothing left to do here, nor in the table.
+            state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if entries and not isinstance(self.weight, EmbeddingWeight):
+            # torch.__future__.set_swap_module_params_on_conversion makes it a plain parameter.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
 
     def _catch_up(self, rows: torch.Tensor | None = None) -> None:
@@ -308,9 +312,15 @@ class ShardedTable(torch.nn.Module):
         if isinstance(self.weight, EmbeddingWeight):
             self.weight.catch_up(rows)
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self._finish_insertion()
         self._catch_up()
-        super()._save_to_state_dict(*args, **kwargs)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.world_size > 1:
+            name = f"{prefix}shard"
+            destination[name] = OwnShard.of(destination[name], self.name)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "ShardedTable":
         # While the optimizer's state is still where the weight is, and of its dtype.
@@ -360,15 +370,61 @@ class ShardedTable(torch.nn.Module):
             rows = keys // self.world_size
             self._catch_up(rows)
             return rows
-        if not self.training:
-            rows = self.table.find(keys)
-            self._catch_up(rows)
-            return rows
-        rows, status = self.table.find_or_insert_with_status(keys)
+        if self.training:
+            return self._insert(self.table, keys)
+        self._finish_insertion()
+        if False not in self._looked_at:
+            refuse_lost_values(self)
+            self._looked_at.add(False)
+        rows = self.table.find(keys)
+        self._catch_up(rows)
+        return rows
+
+    def _insert(self, table: HashTable, keys: torch.Tensor) -> torch.Tensor:
+        self._finish_insertion()
+        if True not in self._looked_at:
+            refuse_lost_values(self)
+        # A module's own way to set an attribute takes longer than the clone.
+        self.__dict__["_unfinished"] = table.size.clone()
+        rows, status = table.find_or_insert_with_status(keys)
         # A row may have moved before it had a key; what it has missed is not its new vector's.
         self._catch_up(rows)
         self.initializer.write_(self.weight.data, keys, rows, status, seed=int(self.seed))
+        self.__dict__["_unfinished"] = None
+        self._looked_at.add(True)
         return rows
+
+    @torch.no_grad()
+    def assign_(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Give keys these vectors, for instance pretrained ones; absent keys are inserted.
+
+        With several ranks, call it with the same keys on all: each keeps those that it owns. States
+        of optimizers stay as they are.
+
+        Args:
+            keys: int64 or int32 ``[n]``, distinct.
+            vectors: floating point ``[n, dim]``.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype or shape, repeated keys, or another device.
+            IndexError: a key out of range, without the hash table.
+            TableFullError: more new keys than free rows; nothing has been changed.
+        """
+        keys, vectors = own_vectors(self, keys, vectors)
+        rows = self._rows(keys) if self.table is None else self._insert(self.table, keys)
+        self.weight.index_copy_(0, rows, vectors.to(self.weight.dtype))
+
+    def _finish_insertion(self) -> None:
+        """Give keys their initial vectors if the call that inserted them was interrupted."""
+        if self._unfinished is None or self.table is None:
+            return
+        before, size = int(self._unfinished), len(self.table)
+        if 0 <= before < size:
+            rows = torch.arange(before, size, device=self.weight.device)
+            self._catch_up(rows)
+            keys = self.table.keys()[before:]
+            self.initializer.write_(self.weight.data, keys, rows, seed=int(self.seed))
+        self._unfinished = None
 
     def read(
         self, weight: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
@@ -408,7 +464,7 @@ class ShardedTable(torch.nn.Module):
         return rows, unique[order], position[inverse]
 
     # What is found has a shape that depends on the keys, and some of it happens in the optimizer.
-    @torch.compiler.disable
+    @uncompiled
     def lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
         self._watch_gradient()

@@ -3,7 +3,7 @@
 import torch
 
 from ..errors import check_int
-from ._checks import KEY_DTYPES, CheckedOp
+from ._checks import KEY_DTYPES, CheckedOp, check_same_device
 
 MAX_WORLD_SIZE = 2048
 
@@ -39,6 +39,7 @@ def _(
     keys: torch.Tensor, world_size: int, num_keys: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _checked.check(keys)
+    check_same_device("bucketize", keys=keys, num_keys=num_keys)
     counts = keys.new_empty([world_size], dtype=torch.int64)
     permutation = keys.new_empty(keys.shape, dtype=torch.int64)
     return keys.new_empty(keys.shape), counts, permutation

@@ -24,7 +24,7 @@ def catch_up_rows_(
     The result is that of `update_rows_` with a gradient of zeros for each step between a row's
     row_step and ``first_step + count - 1``, but for steps so late that they cannot move a weight
     any more, of which only the states take notice. Rows with a row_step of 0 have never had a
-    gradient and do not move.
+    gradient and do not move; with no numbers nothing changes.
 
     Args:
         weight: as in `update_rows_`, changed in place.
@@ -40,17 +40,27 @@ def catch_up_rows_(
 
     Raises:
         TypeError: weight has a wrong dtype.
-        ValueError: a wrong shape, dtype or rule, or a mix of devices.
+        ValueError: a wrong shape, dtype or rule, a step beyond 2^31 - 1, a mix of devices, or what
+            is changed shares memory with another argument. States may be interleaved.
         IndexError: a row that is not below num_rows; on the CPU nothing has been changed,
             on CUDA the other rows have.
     """
-    check_tensor("catch_up_rows_", "weight", weight, ROW_DTYPES, 2)
-    named = {f"states[{k}]": state for k, state in enumerate(states)}
-    check_same_device(
-        "catch_up_rows_", weight=weight, **named, row_step=row_step, rows=rows, numbers=numbers
-    )
+    _check(weight, states, row_step, rows, numbers)
     _op(weight, states, row_step, rows, numbers, first_step, rule, settings)
     torch.autograd.graph.increment_version(weight)  # as in update_rows_
+
+
+def _check(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    row_step: torch.Tensor,
+    rows: torch.Tensor | None,
+    numbers: torch.Tensor,
+) -> None:
+    op = "catch_up_rows_"
+    check_tensor(op, "weight", weight, ROW_DTYPES, 2)
+    named = {f"states[{k}]": state for k, state in enumerate(states)}
+    check_same_device(op, weight=weight, **named, row_step=row_step, rows=rows, numbers=numbers)
 
 
 @torch.library.register_fake("sparsekit::catch_up_rows_")
@@ -64,4 +74,4 @@ def _(
     rule: str,
     settings: Sequence[float],
 ) -> None:
-    return None
+    _check(weight, states, row_step, rows, numbers)

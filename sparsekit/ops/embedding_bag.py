@@ -54,7 +54,12 @@ def embedding_bag(
         sample_weights: floating point ``[n]``, or None.
 
     Returns:
-        ``[bags, dim]`` in the dtype of weight.
+        ``[bags, dim]`` in the dtype of weight. Every engine adds the n rows of a bag in runs of 256
+        and then the sums of the runs, so no term passes through more than ``k = 256 + n / 256``
+        additions and, before rounding to bfloat16, ``|error of S| <= (k + 1) u / (1 - (k + 1) u) *
+        sum |w_i x_i|`` with u = 2^-24 (2^-53 for float64): Higham, "Accuracy and stability of
+        numerical algorithms", 2nd edition, section 4.2. A bag of 70,000 rows of one sign is so
+        within 3.2e-5 of its sum.
 
     Raises:
         TypeError: a wrong dtype.
@@ -80,6 +85,7 @@ def _(
     sample_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     _checked.check(weight, rows, offsets)
+    check_same_device("embedding_bag", weight=weight, sample_weights=sample_weights)
     return weight.new_empty([offsets.shape[0] - 1, weight.shape[1]])
 
 
@@ -93,6 +99,8 @@ def _(
     num_rows: int,
     deterministic: bool = True,
 ) -> torch.Tensor:
+    op = "embedding_bag_backward"
+    check_same_device(op, grad=grad, rows=rows, offsets=offsets, sample_weights=sample_weights)
     return grad.new_empty([num_rows, grad.shape[1]])
 
 
@@ -105,6 +113,9 @@ def _(
     combiner: int,
     sample_weights: torch.Tensor,
 ) -> torch.Tensor:
+    op = "embedding_bag_backward_sample_weights"
+    named = {"weight": weight, "rows": rows, "offsets": offsets, "sample_weights": sample_weights}
+    check_same_device(op, grad=grad, **named)
     return torch.empty_like(sample_weights)
 
 

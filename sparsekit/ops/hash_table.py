@@ -1,22 +1,29 @@
 """The hash table's ops on its plain tensors; `sparsekit.HashTable` is the comfortable form.
 
 ``buckets`` is int64 ``[num_buckets, 8]``: a line of 64 bytes with 5 int64 keys, 5 int32 rows (-1
-in an empty slot) and an int32 count of the keys that found the bucket full. ``size`` is int64
-``[1]``, the number of rows in use.
+in an empty slot) and an int32 count of the keys that found the bucket full. ``hash_seed`` is int64
+``[1]``, a random number that decides where keys lie, and so belongs to the buckets. ``size`` is
+int64 ``[1]``, the number of rows in use.
 """
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ._checks import KEY_DTYPES, CheckedOp, check_tensor
+from ._checks import KEY_DTYPES, CheckedOp, check_same_device, check_tensor
 
 SLOTS_PER_BUCKET = 5
 _ops = torch.ops.sparsekit
 _clear = _ops.hash_table_clear_.default
-_find = CheckedOp(_ops.hash_table_find.default, buckets=((torch.int64,), 2), keys=(KEY_DTYPES, 1))
+_find = CheckedOp(
+    _ops.hash_table_find.default,
+    buckets=((torch.int64,), 2),
+    hash_seed=((torch.int64,), 1),
+    keys=(KEY_DTYPES, 1),
+)
 _find_or_insert = CheckedOp(
     _ops.hash_table_find_or_insert_.default,
     buckets=((torch.int64,), 2),
+    hash_seed=((torch.int64,), 1),
     size=((torch.int64,), 1),
     keys=(KEY_DTYPES, 1),
 )
@@ -30,11 +37,14 @@ def hash_table_clear_(buckets: torch.Tensor) -> None:
     increment_version(buckets)
 
 
-def hash_table_find(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def hash_table_find(
+    buckets: torch.Tensor, hash_seed: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor:
     """Rows of keys.
 
     Args:
         buckets: int64 ``[num_buckets, 8]``.
+        hash_seed: int64 ``[1]``, that of the buckets.
         keys: int64 or int32 ``[n]``, any values.
 
     Returns:
@@ -44,11 +54,15 @@ def hash_table_find(buckets: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         TypeError: keys has a wrong dtype.
         ValueError: a wrong shape or a mix of devices.
     """
-    return _find(buckets, keys)
+    return _find(buckets, hash_seed, keys)
 
 
 def hash_table_find_or_insert_(
-    buckets: torch.Tensor, size: torch.Tensor, keys: torch.Tensor, capacity: int
+    buckets: torch.Tensor,
+    hash_seed: torch.Tensor,
+    size: torch.Tensor,
+    keys: torch.Tensor,
+    capacity: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of keys; absent keys get the rows size, size + 1, ... in order of first occurrence.
 
@@ -56,6 +70,7 @@ def hash_table_find_or_insert_(
 
     Args:
         buckets: int64 ``[num_buckets, 8]``, changed in place.
+        hash_seed: int64 ``[1]``, that of the buckets.
         size: int64 ``[1]``, changed in place.
         keys: int64 or int32 ``[n]``, any values, repeats allowed.
         capacity: most rows there may be, at most ``5 * num_buckets`` and below 2^31.
@@ -67,22 +82,28 @@ def hash_table_find_or_insert_(
 
     Raises:
         TypeError: keys has a wrong dtype.
-        ValueError: a wrong shape, capacity or size, or a mix of devices.
+        ValueError: a wrong shape, capacity or size, a mix of devices, or buckets or size share
+            memory with another argument.
+        RuntimeError: another thread is inserting into this table.
     """
-    result = _find_or_insert(buckets, size, keys, capacity)
+    result = _find_or_insert(buckets, hash_seed, size, keys, capacity)
     increment_version([buckets, size])
     return result
 
 
-def hash_table_keys(buckets: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def hash_table_keys(
+    buckets: torch.Tensor, hash_seed: torch.Tensor, size: torch.Tensor
+) -> torch.Tensor:
     """Keys in the table, int64 ``[size]``, in order of their rows.
 
     Raises:
-        ValueError: the table is damaged: it does not have exactly one key for each row.
+        ValueError: the table is damaged: it does not have exactly one key for each row, the counts
+            are not those of its keys, or hash_seed is not that of the buckets.
     """
     check_tensor("hash_table_keys", "buckets", buckets, (torch.int64,), 2)
+    check_tensor("hash_table_keys", "hash_seed", hash_seed, (torch.int64,), 1)
     check_tensor("hash_table_keys", "size", size, (torch.int64,), 1)
-    return _keys(buckets, size)
+    return _keys(buckets, hash_seed, size)
 
 
 @torch.library.register_fake("sparsekit::hash_table_clear_")
@@ -92,24 +113,31 @@ def _(buckets: torch.Tensor) -> None:
 
 @torch.library.register_fake("sparsekit::hash_table_find")
 def _(
-    buckets: torch.Tensor, keys: torch.Tensor, num_keys: torch.Tensor | None = None
+    buckets: torch.Tensor,
+    hash_seed: torch.Tensor,
+    keys: torch.Tensor,
+    num_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    _find.check(buckets, keys)
+    _find.check(buckets, hash_seed, keys)
+    check_same_device("hash_table_find", buckets=buckets, num_keys=num_keys)
     return keys.new_empty(keys.shape, dtype=torch.int64)
 
 
 @torch.library.register_fake("sparsekit::hash_table_find_or_insert_")
 def _(
     buckets: torch.Tensor,
+    hash_seed: torch.Tensor,
     size: torch.Tensor,
     keys: torch.Tensor,
     capacity: int,
     num_keys: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _find_or_insert.check(buckets, size, keys)
+    _find_or_insert.check(buckets, hash_seed, size, keys)
+    check_same_device("hash_table_find_or_insert_", buckets=buckets, num_keys=num_keys)
     return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty([2], dtype=torch.int64)
 
 
 @torch.library.register_fake("sparsekit::hash_table_keys")
-def _(buckets: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+def _(buckets: torch.Tensor, hash_seed: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    check_same_device("hash_table_keys", buckets=buckets, hash_seed=hash_seed, size=size)
     return buckets.new_empty([torch.library.get_ctx().new_dynamic_size()])

@@ -40,7 +40,8 @@ def init_rows_(
 
     Raises:
         TypeError: out has a wrong dtype.
-        ValueError: a wrong shape or distribution, or a mix of devices.
+        ValueError: a wrong shape or distribution, a mix of devices, or out shares memory with
+            another argument.
         IndexError: a row >= num_rows; the message has its position.
     """
     check_tensor("init_rows_", "out", out, ROW_DTYPES, 2)
@@ -67,4 +68,4 @@ def _(
     a: float,
     b: float,
 ) -> None:
-    return None
+    check_same_device("init_rows_", out=out, keys=keys, rows=rows, status=status)

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._checks import KEY_DTYPES, CheckedOp
+from ._checks import KEY_DTYPES, CheckedOp, check_same_device
 
 _checked = CheckedOp(torch.ops.sparsekit.unique.default, keys=(KEY_DTYPES, 1))
 
@@ -39,5 +39,6 @@ def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _(
     keys: torch.Tensor, num_keys: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_same_device("unique_padded", keys=keys, num_keys=num_keys)
     inverse, counts = (keys.new_empty(keys.shape, dtype=torch.int64) for _ in range(2))
     return torch.empty_like(keys), inverse, counts, keys.new_empty([1], dtype=torch.int64)

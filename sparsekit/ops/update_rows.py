@@ -21,6 +21,7 @@ def update_rows_(
     *,
     per_row: bool = False,
     rounding_seed: int | None = None,
+    counter: torch.Tensor | None = None,
 ) -> None:
     """One step of an optimizer on the rows that have a gradient; all other rows keep their bits.
 
@@ -53,29 +54,45 @@ def update_rows_(
         rule: the optimizer.
         settings: its settings, in the order above.
         per_row: count each row's steps in row_step, and use that count in place of step. Without
-            it, row_step is set to step.
+            it, row_step is set to step. Its largest number, 2^31 - 1, stands for all later steps.
         rounding_seed: round bfloat16 weights up or down at random, with odds that make the mean
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
+        counter: int64, one element, or None: set to step in the same call, so that an interruption
+            cannot come between the rows and their number of steps.
 
     Raises:
         TypeError: weight has a wrong dtype.
-        ValueError: a wrong shape, dtype or rule, or a mix of devices.
+        ValueError: a wrong shape, dtype or rule, a mix of devices, or what is changed shares memory
+            with another argument. States may be interleaved.
         IndexError: a row outside ``[0, num_rows)``; on the CPU nothing has been changed,
             on CUDA the other rows have.
     """
-    check_tensor("update_rows_", "weight", weight, ROW_DTYPES, 2)
-    named = {f"states[{k}]": state for k, state in enumerate(states)}
-    check_same_device(
-        "update_rows_", weight=weight, **named, row_step=row_step, rows=rows, grad=grad, step=step
-    )
+    _check(weight, states, row_step, rows, grad, step, None, counter)
     seed = rounding_seed
     if seed is not None:
         seed = (seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
-    _op(weight, states, row_step, rows, grad, step, rule, settings, per_row, seed)
+    _op(weight, states, row_step, rows, grad, step, rule, settings, per_row, seed, None, counter)
     # Ops outside of torch do not count as a change by themselves; without this, a backward that
     # saved the old weight would use the new one in silence.
     torch.autograd.graph.increment_version(weight)
+
+
+def _check(
+    weight: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    row_step: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    grad: torch.Tensor,
+    step: torch.Tensor,
+    num_grads: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
+) -> None:
+    op = "update_rows_"
+    check_tensor(op, "weight", weight, ROW_DTYPES, 2)
+    named = {f"states[{k}]": state for k, state in enumerate(states)}
+    optional = {"row_step": row_step, "rows": rows, "num_grads": num_grads, "counter": counter}
+    check_same_device(op, weight=weight, **named, **optional, grad=grad, step=step)
 
 
 @torch.library.register_fake("sparsekit::update_rows_")
@@ -91,5 +108,7 @@ def _(
     per_row: bool = False,
     rounding_seed: int | None = None,
     num_grads: torch.Tensor | None = None,
+    counter: torch.Tensor | None = None,
 ) -> None:
-    return None
+    # Also what torch calls for real tensors when one argument is on the meta device.
+    _check(weight, states, row_step, rows, grad, step, num_grads, counter)

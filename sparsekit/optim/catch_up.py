@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..nn.shard import EmbeddingWeight
+from ..nn.weight import EmbeddingWeight
 from .row_optimizer import RowOptimizer, Rows, matrix
 
 # Steps that are kept at most; then all rows catch up, once in so many steps.
@@ -25,7 +25,9 @@ class _Missed:
 
     def __init__(self, first_step: int, device: torch.device) -> None:
         self.first_step = first_step
-        self.count = 0
+        # None while a step is made or all are dropped. After an interruption there it follows from
+        # the parameter's step, which is counted together with the rows.
+        self.count: int | None = 0
         # Of those steps, but for rates; and the names of the states there were.
         self.settings: list[float] = []
         self.states: list[str] = []
@@ -35,12 +37,19 @@ class _Missed:
     def numbers(self) -> torch.Tensor:
         return self._numbers[: self.count]
 
-    def add(self, numbers: tuple[float, float]) -> None:
+    def write(self, numbers: tuple[float, float]) -> None:
+        """Write down the numbers of the next step, which is not counted so far."""
         if self.count == len(self._numbers):
             self._numbers = torch.cat([self._numbers, torch.empty_like(self._numbers)])
         for place, number in zip(self._numbers[self.count], numbers, strict=True):
             place.fill_(number)  # an assignment would copy, which waits for a device
-        self.count += 1
+
+    def drop(self, count: int) -> None:
+        """Forget all steps."""
+        next_step = self.first_step + count
+        self.count = None
+        self.first_step = next_step
+        self.count = 0
 
 
 class CatchUpOptimizer(RowOptimizer):
@@ -49,8 +58,9 @@ class CatchUpOptimizer(RowOptimizer):
     As long as rows of an embedding layer's weight are late, the weight holds on to the optimizer.
     Layers have rows catch up before they look them up, and all rows before they are saved, loaded,
     copied or moved. Whoever reads or writes ``weight`` past its layer (a penalty, torch.nn.init, an
-    average over models) calls `catch_up` first. On CUDA, lookups in evaluation from several streams
-    at a time are not supported.
+    average over models) calls `catch_up` first. If a sweep is interrupted, the rows of a parameter
+    that is no embedding layer's may be late until the next step or `catch_up`. On CUDA, lookups in
+    evaluation from several streams at a time are not supported.
 
     Raises:
         ValueError: (in step) a sparse gradient of a parameter that is no embedding layer's: whoever
@@ -90,27 +100,35 @@ class CatchUpOptimizer(RowOptimizer):
             rows: int64 ``[n]``, distinct, negative ones are left out; None means all rows.
         """
         with self._lock:
-            missed = self._missed.get(parameter)
-            if missed is None or missed.count == 0:
+            missed, count = self._counted(parameter)
+            if missed is None:
                 return
-            ops.catch_up_rows_(
-                matrix(parameter.detach()),
-                self._state_matrices(parameter, missed.states),
-                self.state[parameter]["row_step"],
-                rows,
-                missed.numbers,
-                missed.first_step,
-                self.rule,
-                missed.settings,
-            )
+            if count:
+                ops.catch_up_rows_(
+                    matrix(parameter.detach()),
+                    self._state_matrices(parameter, missed.states),
+                    self.state[parameter]["row_step"],
+                    rows,
+                    missed.numbers,
+                    missed.first_step,
+                    self.rule,
+                    missed.settings,
+                )
             if rows is None:
-                missed.first_step += missed.count
-                missed.count = 0
+                missed.drop(count)
                 if (
                     isinstance(parameter, EmbeddingWeight)
                     and parameter.before_read == self.catch_up
                 ):
                     parameter.before_read = None
+
+    def _counted(self, parameter: torch.Tensor) -> tuple[_Missed | None, int]:
+        missed = self._missed.get(parameter)
+        if missed is None:
+            return None, 0
+        if missed.count is None:
+            missed.count = int(self.state[parameter]["step"]) + 1 - missed.first_step
+        return missed, missed.count
 
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
         rows, grad = super()._gradient(parameter, group)
@@ -131,11 +149,11 @@ class CatchUpOptimizer(RowOptimizer):
         grad: torch.Tensor,
     ) -> None:
         with self._lock:
-            missed = self._missed.get(parameter)
+            missed, count = self._counted(parameter)
             moves_all, settings = self._moves_all(group), self._settings(group)
-            if missed is not None and missed.count:
+            if missed is not None and count:
                 changed = missed.settings[1:] != settings[1:]  # all but the rate
-                if not moves_all or changed or missed.count == _MOST:
+                if not moves_all or changed or count == _MOST:
                     self.catch_up(parameter)  # with the settings of those steps
             if not moves_all:
                 self._missed.pop(parameter, None)
@@ -148,12 +166,16 @@ class CatchUpOptimizer(RowOptimizer):
                 self._missed[parameter] = missed
             missed.settings, missed.states = settings, list(self._initial_states(group))
             self.catch_up(parameter, rows)
+            # The other rows are late as soon as these have moved, so all is ready before.
+            _, count = self._counted(parameter)
+            missed.write(self._numbers(group, missed.first_step + count))
+            if isinstance(parameter, EmbeddingWeight):
+                parameter.before_read = self.catch_up
+            missed.count = None
             super()._update(parameter, group, rows, grad)
-            missed.add(self._numbers(group, missed.first_step + missed.count))
+            missed.count = count + 1
             if self._sweeps(group) or rows is None:
                 self.catch_up(parameter)
-            elif isinstance(parameter, EmbeddingWeight):
-                parameter.before_read = self.catch_up
 
     def _has_row_step(self, group: dict[str, Any]) -> bool:
         return self._moves_all(group)
@@ -172,9 +194,7 @@ class CatchUpOptimizer(RowOptimizer):
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._missed = {}
-        self._lock = threading.RLock()
+        super().__setstate__({"_missed": {}, "_lock": threading.RLock(), **state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `RowOptimizer`; rows catch up before their state is replaced."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.world import group_of
-from ..nn.shard import EmbeddingWeight, update_of
+from ..nn.weight import EmbeddingWeight, update_of
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.world import group_of
-from ..nn.shard import ShardedTable, update_of
+from ..nn.shard import ShardedTable
+from ..nn.weight import update_of
 
 _LINES = 8  # of a message; when one gradient is not finite, often all of them are
 

@@ -4,7 +4,8 @@ import weakref
 
 import torch
 
-from ..nn.shard import EmbeddingWeight, ShardedTable, update_of
+from ..nn.shard import ShardedTable
+from ..nn.weight import EmbeddingWeight, update_of
 from .row_optimizer import RowOptimizer
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
 from .. import ops
 from ..errors import check_int
 from ..memory import prefer_huge_pages
-from ..nn.shard import EmbeddingWeight, update_of
+from ..nn.weight import EmbeddingWeight, update_of
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -45,6 +45,11 @@ class RowOptimizer(torch.optim.Optimizer):
     float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
     rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
     shape of the parameter.
+
+    An exception from outside, such as Ctrl-C, finds each parameter with its states before its step
+    or after it; ``state[parameter]["step"]`` tells. As in torch, `step` called again with the same
+    gradients makes the step of all of them; to go on, call ``zero_grad`` and take the next batch.
+    An interrupted update in backward counts as made until `step` is called.
 
     Raises:
         TypeError: a seed that is no int; (in step) a parameter of another dtype.
@@ -153,8 +158,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._check(parameter)
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
         self._take_over(parameter)
+        self._updated.add(parameter)  # before: an interrupted update is not made twice
         self._update(parameter, group, rows, grad)
-        self._updated.add(parameter)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -195,8 +200,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
         """Rows, or None for all, and their gradients."""
         self._check(parameter)
-        grad = parameter.grad
-        assert grad is not None
+        grad = cast(torch.Tensor, parameter.grad)
         if update_of(parameter) is not None:
             layer = self._layers.get(parameter, f"a weight of shape {tuple(parameter.shape)}")
             raise ValueError(
@@ -225,31 +229,35 @@ class RowOptimizer(torch.optim.Optimizer):
         grad: torch.Tensor,
     ) -> None:
         state = self._state_of(parameter, group)
-        step = state["step"] + 1
         weight = matrix(parameter.detach())
+        if rows is None and isinstance(parameter, EmbeddingWeight):
+            parameter.moved = True
         ops.update_rows_(
             weight,
             self._state_matrices(parameter, self._initial_states(group)),
             state.get("row_step"),
             rows,
             grad.reshape(len(weight) if rows is None else len(rows), weight.shape[1]),
-            step,
+            state["step"] + 1,
             self.rule,
             self._settings(group),
             per_row=self._per_row(group),
             rounding_seed=group["seed"] if group["stochastic_rounding"] else None,
+            counter=state["step"],
         )
-        state["step"].copy_(step)  # counted once it is done
 
     def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = self.state[parameter]
+        new: dict[str, Any] = {}
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
+            new["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
         if self._has_row_step(group) and "row_step" not in state:
-            state["row_step"] = _row_steps(parameter)
+            new["row_step"] = _row_steps(parameter)
         if any(name not in state for name in self._initial_states(group)):
             # At the first step, or when a setting has been changed to one with more states.
-            self.state[parameter] = state = self._new_states(parameter, group) | state
+            new = self._new_states(parameter, group) | new
+        if new:
+            state.update(new | state)  # all at once
         return state
 
     def _new_states(
@@ -279,12 +287,11 @@ class RowOptimizer(torch.optim.Optimizer):
         return [s.view(-1, 1) if self.row_wise else matrix(s) for s in states]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._updated = set()
-        self._layers = {}
-        for group in self.param_groups:  # of another version, or of torch's optimizer
-            for name, value in self.defaults.items():
+        for group in state["param_groups"]:  # of another version, or of torch's optimizer
+            for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
+        layers = self.__dict__.get("_layers", {})
+        super().__setstate__({"_updated": set(), "_layers": layers, **state})  # all at once
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also one of torch's optimizer of that name or from another device.
@@ -315,10 +322,14 @@ class RowOptimizer(torch.optim.Optimizer):
             for index, parameter in zip(saved["params"], group["params"], strict=False):
                 values = state_dict["state"].get(index)
                 if values:
-                    loaded[parameter] = self._loaded(parameter, settings, values)
-        super().load_state_dict(state_dict)
-        # torch has cast the states to the parameters' dtype, which is not that of all of them.
-        self.state.update(loaded)
+                    try:
+                        loaded[parameter] = self._loaded(parameter, settings, values)
+                    except ValueError as error:
+                        of = f"parameter {index} of shape {tuple(parameter.shape)}"
+                        raise ValueError(f"{error}, for {of}") from None
+        # By number, torch would cast the states to the parameters' dtype, which is not that of all
+        # of them; what it finds by parameter it takes as it is.
+        super().load_state_dict({**state_dict, "state": loaded})
 
     def _loaded(
         self, parameter: torch.Tensor, group: dict[str, Any], values: dict[str, Any]

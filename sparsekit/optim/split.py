@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..nn.shard import EmbeddingWeight
+from ..nn.weight import EmbeddingWeight
 
 Named = tuple[str, torch.nn.Parameter]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import Exchange, exchange_of, wrap_ddp
+from ..errors import DivergedError
 from ..optim import split_embedding_variable_from_others
 from .progress import Progress
 
@@ -143,6 +145,8 @@ class Trainer:
         Raises:
             ValueError: data is empty or of unequal lengths, or a number is out of range.
             RuntimeError: ranks that would train differently.
+            DivergedError: the loss of a step is infinite or NaN; raised at the end of the epoch, on
+                all ranks.
         """
         self._agree(data, epochs, batch_size)
         self.interrupted = False
@@ -174,7 +178,7 @@ class Trainer:
                 f"train on {lengths} samples in batches of {batch_size}, {epochs} epochs after "
                 f"{len(self.history)}, seed {seed}"
             )
-            self._exchange.agree(plan, [0] * self._world_size, error)
+            self._exchange.agree(plan, None, error)
         if error is not None:
             raise error
 
@@ -182,6 +186,8 @@ class Trainer:
         count = len(data[0])
         # In float64, where a sum over many millions of samples has digits to spare.
         total = torch.zeros((), dtype=torch.float64, device=data[0].device)
+        # Counted where it is computed: to ask a GPU after each step would mean waiting for it.
+        finite_steps = torch.zeros((), dtype=torch.int64, device=data[0].device)
         mine = 0
         self.model.train()
         with Progress(title, count, self.stream if self._rank == 0 else io.StringIO()) as progress:
@@ -191,10 +197,19 @@ class Trainer:
 
             for batch, samples in self._batches(data, batch_size):
                 total.add_(self._step(batch, samples))
+                finite_steps += total.isfinite()
                 mine += len(batch[0])
                 progress.update(samples, loss_so_far)
             if self._exchange is not None:
                 dist.all_reduce(total, group=self._exchange.group)
+            if not math.isfinite(total.item()):
+                if self._exchange is not None:
+                    dist.all_reduce(finite_steps, dist.ReduceOp.MIN, group=self._exchange.group)
+                step, steps = int(finite_steps) + 1, math.ceil(count / batch_size)
+                raise DivergedError(
+                    f"{title}: the loss is infinite or NaN from step {step} of {steps} on: "
+                    f"training has diverged"
+                )
             seconds = progress.seconds
             metrics = {} if evaluate is None else self._evaluate(evaluate)
             rate = count / seconds

@@ -73,6 +73,15 @@ def two_slots(by_slot):
     return bags
 
 
+def with_strides(strides, inverse_indices=None):
+    """A KeyedJaggedTensor with keys of so many samples each."""
+    bags = two_slots([[1], [2], [3], [4]])
+    bags.variable_stride_per_key = lambda: True
+    bags.stride_per_key = lambda: strides
+    bags.inverse_indices_or_none = lambda: inverse_indices
+    return bags
+
+
 def on_meta(tensor):
     return tensor.to("meta")
 
@@ -155,7 +164,20 @@ CALLS = {
     "dense slots": (pooled, [DENSE.expand(2, 2, 2)[:, :1]], ValueError, ["1 slots", "slot_num=2"]),
     "COO 3-D": (pooled, [DENSE.to_sparse_coo()], ValueError, ["sparse", "(1, 2, 2)"]),
     "COO dense_dim": (pooled, [DENSE[0].to_sparse(1)], ValueError, ["sparse", "(2, 2)", "1"]),
+    "nested with holes": (
+        pooled,
+        [torch.nested.nested_tensor_from_jagged(VALUES, OFFSETS, lengths=T([1, 0, 1, 1]))],
+        ValueError,
+        ["nested", "no holes"],
+    ),
     "nested 3-D": (pooled, [jagged(DENSE.view(-1, 1))], ValueError, ["nested", "3 dimensions"]),
+    "KJT strides": (pooled, [with_strides([3, 1])], ValueError, ["[3, 1] samples", "expand"]),
+    "KJT inverse": (
+        pooled,
+        [with_strides([2, 2], (["a", "b"], T([[0, 1, 1]] * 2)))],
+        ValueError,
+        ["[2, 2] samples", "inverse_indices"],
+    ),
     "KJT slots": (pooled, [keyed(3)], ValueError, ["3 slots", "slot_num=2"]),
     "keys 2-D": (dense, [DENSE[0]], ValueError, ["keys", "slot_num=2", "(2, 2)"]),
     "keys slots": (dense, [DENSE[:, :1]], ValueError, ["keys", "slot_num=2", "(1, 1, 2)"]),
@@ -346,6 +368,7 @@ def test_good_input_of_the_same_kind_is_taken():
         [coo(VALUES), coo(ONES)],
         [csr(VALUES), csr(ONES)],
         [jagged(VALUES), jagged(ONES)],
+        [with_strides([2, 2])],
     ]:
         assert pooled()(*inputs).shape[1:] == (2, 4)
     assert dense()(DENSE).shape == (1, 2, 2, 4)

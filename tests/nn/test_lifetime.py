@@ -168,6 +168,9 @@ def test_unseen_key_in_evaluation_has_no_gradient():
     check_coalesced(layer.weight.grad)
     assert layer.weight.grad.indices().tolist() == [[1]]
     assert layer.weight.grad.values().tolist() == [[2.0] * 5]
+    layer.zero_grad()
+    layer((torch.tensor([5, 7]), torch.arange(3))).sum().backward()
+    assert layer.weight.grad.indices().tolist() == [[0]]  # of key 7, beside an unseen one
 
 
 @pytest.mark.parametrize("sparse", [True, False])

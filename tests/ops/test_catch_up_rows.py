@@ -137,6 +137,58 @@ def test_no_steps_at_all(device):
     ops.catch_up_rows_(*table, row_step, none, nothing, 2, rule, settings)
 
 
+@pytest.mark.parametrize("case", REPLAYED)
+def test_no_steps_change_nothing_of_rows_that_are_behind(device, case):
+    rule, settings = settings_of(case)
+    expected = table_of(case, 4, 3, torch.float32)
+    start = copied(expected)
+    table = copied(expected, device)
+    own = [torch.tensor([0, 1, 8, 9], dtype=torch.int32) for _ in range(2)]
+    own[0] = own[0].to(device)
+    nothing = torch.empty(0, 2, dtype=torch.float64)
+    rows = torch.tensor([3, 1, 0, -1])
+    for some in (None, rows):
+        some_there = None if some is None else some.to(device)
+        ops.catch_up_rows_(*table, own[0], some_there, nothing.to(device), 7, rule, settings)
+        reference.catch_up_rows_(
+            *expected, own[1], torch.arange(4) if some is None else some, nothing, 7, rule, settings
+        )
+    assert own[0].tolist() == own[1].tolist() == [0, 1, 8, 9]
+    for now, wanted, then in zip(flat(table), flat(expected), flat(start), strict=True):
+        assert same_bits(now.cpu(), then)
+        assert same_bits(wanted, then)
+
+
+@pytest.mark.parametrize(("first", "count"), [(2**31 - 3, 3), (2**31 - 1, 1), (1, 0)])
+def test_the_last_steps_that_there_can_be(device, first, count):
+    rule, settings = settings_of("momentum")
+    numbers = torch.full((count, 2), 0.1, dtype=torch.float64)
+    table = copied(table_of("momentum", 2, 4, torch.float64), device)
+    row_step = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    arguments = (*table, row_step, None, numbers.to(device), first, rule, settings)
+    ops.catch_up_rows_(*arguments)
+    assert row_step.tolist() == [first + count - 1 if count else 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "message"),
+    [
+        (2**31 - 3, 4, "4 steps from 2147483645 on go beyond step"),
+        (2**31 - 1, 2, "2 steps from 2147483647 on go beyond"),
+        (2**31, 1, r"first_step must be in \[1, 2\^31 - 1\], got 2147483648"),
+        (2**63 - 1, 1, "first_step must be in"),
+    ],
+)
+def test_steps_beyond_what_row_step_can_have(device, first, count, message):
+    rule, settings = settings_of("momentum")
+    numbers = torch.full((count, 2), 0.1, dtype=torch.float64, device=device)
+    table = copied(table_of("momentum", 2, 4, torch.float64), device)
+    row_step = torch.tensor([1, 0], dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=f"catch_up_rows_: {message}"):
+        ops.catch_up_rows_(*table, row_step, None, numbers, first, rule, settings)
+    assert row_step.tolist() == [1, 0]
+
+
 def test_bits_do_not_depend_on_alignment(device):
     rule, settings = settings_of("exact adam")
     _, numbers = numbers_of("exact adam", range(2, 40))
@@ -192,7 +244,7 @@ GOOD = {
         ({"numbers": torch.zeros(2).double()}, ValueError, "numbers must have 2 dimension"),
         ({"numbers": torch.zeros(2, 1).double()}, ValueError, "numbers must have size 2"),
         ({"numbers": torch.zeros(1, 2).double().to("meta")}, ValueError, "numbers on meta"),
-        ({"first_step": 0}, ValueError, "first_step must be at least 1, got 0"),
+        ({"first_step": 0}, ValueError, r"first_step must be in \[1, .*, got 0"),
     ],
 )
 def test_what_is_refused(changes, error, message):

@@ -23,10 +23,19 @@ CASES = {
         {"weight": torch.ones(3, 2), "rows": KEYS, "offsets": torch.tensor([0, 2])},
         (0,),
     ),
-    "hash_table_find": (ops.hash_table_find, {"buckets": TABLE.buckets, "keys": KEYS}, ()),
+    "hash_table_find": (
+        ops.hash_table_find,
+        {"buckets": TABLE.buckets, "hash_seed": TABLE.hash_seed, "keys": KEYS},
+        (),
+    ),
     "hash_table_find_or_insert_": (
         ops.hash_table_find_or_insert_,
-        {"buckets": TABLE.buckets, "size": TABLE.size, "keys": KEYS},
+        {
+            "buckets": TABLE.buckets,
+            "hash_seed": TABLE.hash_seed,
+            "size": TABLE.size,
+            "keys": KEYS,
+        },
         (5,),
     ),
 }

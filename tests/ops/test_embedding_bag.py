@@ -2,7 +2,9 @@
 
 import functools
 import itertools
+import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -324,6 +326,91 @@ def test_what_is_refused(arguments, error, message):
     weight, rows, offsets, *rest = arguments
     with pytest.raises(error, match=f"embedding_bag: .*{message}"):
         ops.embedding_bag(weight, rows, torch.tensor(offsets, dtype=torch.int64), *rest)
+
+
+# The arguments of the backward ops: gradients of two bags of three rows of a table of 4 x 2.
+BACKWARD = {
+    "grad": torch.ones(2, 2),
+    "weight": torch.ones(4, 2),
+    "rows": ROWS,
+    "offsets": torch.tensor([0, 1, 3]),
+    "combiner": 0,
+    "sample_weights": torch.ones(3),
+    "num_rows": 4,
+}
+BOTH = ("embedding_bag_backward", "embedding_bag_backward_sample_weights")
+
+
+def call_backward(op, **changes):
+    arguments = {**BACKWARD, **changes}
+    del arguments["weight" if op == BOTH[0] else "num_rows"]
+    return getattr(torch.ops.sparsekit, op)(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message", "ops"),
+    [
+        ({"grad": ONES}, ValueError, r"grad must have size 2 in dimension 0, got 3", BOTH),
+        ({"grad": ONES[:1]}, ValueError, r"grad must have size 2 in dimension 0, got 1", BOTH),
+        ({"grad": ONES[:0]}, ValueError, r"grad must have size 2 in dimension 0, got 0", BOTH),
+        ({"grad": ONES[0]}, ValueError, r"grad must have 2 dimension\(s\), got 1", BOTH),
+        ({"grad": ONES[:2].half()}, ValueError, "must (be float32|have dtype Float)", BOTH),
+        ({"grad": ONES[:2].double()}, ValueError, "must have dtype", BOTH),
+        ({"grad": torch.ones(2, 3)}, ValueError, "grad must have size 2 in dimension 1", BOTH[1:]),
+        ({"grad": torch.ones(2, 1)}, ValueError, "grad must have size 2 in dimension 1", BOTH[1:]),
+        ({"weight": torch.ones(4)}, ValueError, "weight must have 2 dimension", BOTH[1:]),
+        ({"rows": ROWS[:2]}, ValueError, "sample_weights must have size 2", BOTH),
+        ({"rows": ROWS[None]}, ValueError, "rows must have 1 dimension", BOTH),
+        ({"rows": ROWS + 2}, IndexError, r"rows\[2\] is 4, but weight has 4 rows", BOTH),
+        ({"offsets": torch.tensor([0, 3])}, ValueError, "grad must have size 1", BOTH),
+        ({"offsets": torch.tensor([0, 1, 2])}, ValueError, r"offsets\[2\] is 2", BOTH),
+        ({"offsets": torch.tensor([0, 4, 3])}, ValueError, r"offsets\[1\] is 4", BOTH),
+        ({"offsets": ROWS[:0]}, ValueError, "offsets must have one element more", BOTH),
+        ({"combiner": 3}, ValueError, "combiner must be 0", BOTH),
+        ({"sample_weights": torch.ones(2)}, ValueError, "sample_weights must have size 3", BOTH),
+        ({"sample_weights": torch.ones(3).double()}, ValueError, "must have dtype Float", BOTH),
+        ({"num_rows": 2}, IndexError, r"rows\[2\] is 2, but weight has 2 rows", BOTH[:1]),
+        ({"num_rows": -1}, ValueError, r"num_rows must be in \[0", BOTH[:1]),
+    ],
+)
+def test_what_the_backward_ops_refuse(engine, changes, error, message, ops):
+    for op in ops:
+        assert call_backward(op).shape == ((4, 2) if op == BOTH[0] else (3,))
+        with pytest.raises(error, match=f"^{op}: .*{message}"):
+            call_backward(op, **changes)
+
+
+@all_combiners
+@pytest.mark.parametrize("n", [257, 512, 70_000, 150_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_error_of_a_long_sum_is_bounded(device, n, dtype, combiner):
+    """The bound of the docstring, for sums whose rounding errors all point the same way.
+
+    Numbers of one exponent that repeat are rounded in the same direction many times; added one
+    after another, 70,000 of them are off by ten times the bound.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    weight = torch.tensor([[0.1, 0.7, 1 / 3, 0.9, 1.1]] * 3, dtype=dtype)
+    weight[1] *= 1 + 2.0**-9
+    rows = torch.arange(n) % 3
+    samples = torch.full((n,), 1 / 3, dtype=dtype)
+    offsets = torch.tensor([0, n, n])
+    exact = weight[rows].numpy().astype(np.longdouble) * samples.numpy()[:, None]
+    exact = np.array([math.fsum(column) for column in exact.T.astype(np.float64)])
+    pooled = ops.embedding_bag(
+        *(t.to(device) for t in (weight, rows, offsets)), combiner, samples.to(device)
+    )
+    # Additions of a term, its product with the weight, and what the exact products were rounded to.
+    factors = 256 + n / 256 + 1
+    if combiner == "mean":
+        exact, factors = exact / math.fsum(samples.tolist()), 2 * factors + 1
+    elif combiner == "sqrtn":
+        squares = samples.double() ** 2
+        exact, factors = exact / math.sqrt(math.fsum(squares.tolist())), 2 * factors + 2
+    bound = factors * unit / (1 - factors * unit)
+    off = np.abs(pooled[0].cpu().double().numpy() / exact - 1)
+    assert (off <= bound + 2.0**-52).all(), (off.max(), bound)
+    assert pooled[1].tolist() == [0.0] * 5
 
 
 def test_an_infinite_row_in_a_bag_whose_weights_cancel_is_zeros(device) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -28,18 +29,20 @@ SLOTS = 5
 BUCKET = np.dtype([("keys", "<i8", SLOTS), ("rows", "<i4", SLOTS), ("spilled", "<i4")])
 
 
-def home_bucket(key, num_buckets):
+def home_bucket(key, num_buckets, seed):
     """The formulas of csrc/core/include/sparsekit/hash_table.h once more."""
-    x = key % 2**64
+    x = (key ^ seed) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return ((x ^ (x >> 31)) * num_buckets) >> 64
 
 
-def keys_of_bucket(bucket, num_buckets, n):
+def keys_of_bucket(table, bucket, n):
     """n keys that all look into one bucket first."""
+    num_buckets, seed = len(table.buckets), int(table.hash_seed)
     candidates = range(n * num_buckets * 3)
-    found = [key for key in candidates if home_bucket(key, num_buckets) == bucket]
+    found = [key for key in candidates if home_bucket(key, num_buckets, seed) == bucket]
+    assert len(found) >= n
     return torch.tensor(found[:n])
 
 
@@ -62,12 +65,17 @@ def check_layout(table):
     assert sorted(buckets["rows"][used]) == list(range(len(table)))
     spilled = np.zeros(len(buckets), dtype=np.int32)
     for b, slot in np.argwhere(used):
-        passed = home_bucket(int(buckets["keys"][b, slot]), len(buckets))
+        passed = home_bucket(int(buckets["keys"][b, slot]), len(buckets), int(table.hash_seed))
         while passed != b:
             assert used[passed].all()
             spilled[passed] += 1
             passed = (passed + 1) % len(buckets)
     assert (buckets["spilled"] == spilled).all()
+
+
+def insert(table, keys, capacity, size=None):
+    size = table.size if size is None else size
+    return ops.hash_table_find_or_insert_(table.buckets, table.hash_seed, size, keys, capacity)
 
 
 def check_against_dict(table, batches):
@@ -77,9 +85,7 @@ def check_against_dict(table, batches):
         before = snapshot(table)
         on_device = keys.to(table.buckets.device)
         assert table.find(on_device).tolist() == expected.find(keys).tolist()
-        rows, status = ops.hash_table_find_or_insert_(
-            table.buckets, table.size, on_device, table.capacity
-        )
+        rows, status = insert(table, on_device, table.capacity)
         expected_rows, expected_status = expected.find_or_insert(keys)
         assert rows.tolist() == expected_rows.tolist()
         assert status.tolist() == expected_status.tolist()
@@ -169,7 +175,7 @@ def test_a_refused_call_with_repeats_is_undone(device, load_factor):
 def test_keys_that_spill_over_many_buckets(device, bucket, n):
     # 10 buckets of 5 slots; bucket 9 goes on at bucket 0.
     table = HashTable(50, device=device, load_factor=1.0)
-    keys = keys_of_bucket(bucket, 10, n + 20)
+    keys = keys_of_bucket(table, bucket, n + 20)
     others = torch.arange(-50, 0)
     check_against_dict(table, [keys[: n // 2], keys[:n], keys, others, others[: 50 - n], keys[:n]])
     spilled = table.buckets.cpu().numpy().view(BUCKET)["spilled"].reshape(-1)
@@ -178,7 +184,7 @@ def test_keys_that_spill_over_many_buckets(device, bucket, n):
 
 def test_a_refusal_takes_back_what_spilled(device):
     table = HashTable(12, device=device, load_factor=0.2)
-    keys = keys_of_bucket(5, 12, 30)
+    keys = keys_of_bucket(table, 5, 30)
     check_against_dict(table, [keys[:4], keys, keys[:11], keys[10:14], keys[:12]])
 
 
@@ -212,6 +218,14 @@ def test_find_changes_nothing(device):
     assert_unchanged(table, before)
 
 
+def test_autograd_learns_of_an_insertion(device):
+    table = HashTable(8, device=device)
+    before = table.buckets._version, table.size._version
+    table.find_or_insert(torch.tensor([3], device=device))
+    assert table.buckets._version > before[0]
+    assert table.size._version > before[1]
+
+
 def test_clear(device):
     table = HashTable(100, device=device)
     empty = table.buckets.clone()
@@ -226,6 +240,7 @@ def test_bits_do_not_depend_on_threads(device):
 
     def compute():
         table = HashTable(30_000, device=device)
+        table.hash_seed.fill_(7)
         first = table.find_or_insert(keys[:30_000])
         again = table.find_or_insert(keys)
         # On a device, which of the keys of a bucket takes which slot, or spills over, is left to
@@ -237,48 +252,91 @@ def test_bits_do_not_depend_on_threads(device):
     assert_same_bits_for_any_threads(compute)
 
 
+@pytest.mark.parametrize("size", [21, 22, 2**31, 2**62, -1, -(2**63)])
+def test_a_size_that_the_buckets_cannot_have(device, backend, size):
+    """Refused on the host; on a device, which reads the size, by a status below 0."""
+    table = HashTable(20, load_factor=1.0, device=device)
+    table.find_or_insert(torch.tensor([7], device=device))
+    table.size.fill_(size)
+    before = snapshot(table)
+    keys = torch.tensor([7, 8], device=device)
+    arguments = (table.buckets, table.hash_seed, table.size, keys, 20)
+    if backend == "cpu":
+        with pytest.raises(ValueError, match=f"size is {size}, but the buckets have 20 slots"):
+            ops.hash_table_find_or_insert_(*arguments)
+    else:
+        rows, status = ops.hash_table_find_or_insert_(*arguments)
+        assert rows.tolist() == [0, -1]
+        assert status.tolist() == [size, -1]
+    assert_unchanged(table, before)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda b, s, k: ops.hash_table_find(b[:, :7], k), "buckets must have size 8 in dim"),
-        (lambda b, s, k: ops.hash_table_find(b.t().contiguous().t(), k), "must be contiguous"),
-        (lambda b, s, k: ops.hash_table_find(b[:0], k), "buckets must not be empty"),
-        (lambda b, s, k: ops.hash_table_find(b, k.view(1, -1)), r"keys must have 1 dimension\(s\)"),
-        (lambda b, s, k: ops.hash_table_find_or_insert_(b, s, k, 0), r"capacity is 0.*\[1, 20\]"),
-        (lambda b, s, k: ops.hash_table_find_or_insert_(b, s, k, 21), "capacity is 21"),
-        (lambda b, s, k: ops.hash_table_find_or_insert_(b, s - 1, k, 20), "size is -1"),
-        (lambda b, s, k: ops.hash_table_find_or_insert_(b, s + 21, k, 20), "the buckets have 20"),
-        (lambda b, s, k: ops.hash_table_keys(b, s + 1), "damaged: its 1 rows"),
+        (
+            lambda t, k: ops.hash_table_find(t.buckets[:, :7], t.hash_seed, k),
+            "buckets must have size 8 in dim",
+        ),
+        (
+            lambda t, k: ops.hash_table_find(t.buckets.t().contiguous().t(), t.hash_seed, k),
+            "must be contiguous",
+        ),
+        (
+            lambda t, k: ops.hash_table_find(t.buckets[:0], t.hash_seed, k),
+            "buckets must not be empty",
+        ),
+        (
+            lambda t, k: ops.hash_table_find(t.buckets, t.hash_seed, k.view(1, -1)),
+            r"keys must have 1 dimension\(s\)",
+        ),
+        (lambda t, k: insert(t, k, 0), r"capacity is 0.*\[1, 20\]"),
+        (lambda t, k: insert(t, k, 21), "capacity is 21"),
+        (lambda t, k: insert(t, k, 20, t.size - 1), "size is -1"),
+        (lambda t, k: insert(t, k, 20, t.size + 21), "the buckets have 20"),
+        (
+            lambda t, k: ops.hash_table_keys(t.buckets, t.hash_seed, t.size + 1),
+            "damaged: its 1 rows",
+        ),
     ],
 )
 def test_what_is_refused(call, message):
     table = HashTable(20, load_factor=1.0)
     before = snapshot(table)
     with pytest.raises(ValueError, match=f"hash_table_.*: .*{message}"):
-        call(table.buckets, table.size, torch.tensor([1, 2]))
+        call(table, torch.tensor([1, 2]))
     assert_unchanged(table, before)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda b, s, k: ops.hash_table_clear_(None), "buckets must be a tensor, got NoneType"),
-        (lambda b, s, k: ops.hash_table_find(b.double(), k), "buckets must be int64"),
-        (lambda b, s, k: ops.hash_table_find(b, k.double()), "keys must be int64 or int32"),
-        (lambda b, s, k: ops.hash_table_find_or_insert_(b, s.int(), k, 20), "size must be int64"),
-        (lambda b, s, k: ops.hash_table_keys(b, s.int()), "size must be int64"),
+        (lambda t, k: ops.hash_table_clear_(None), "buckets must be a tensor, got NoneType"),
+        (
+            lambda t, k: ops.hash_table_find(t.buckets.double(), t.hash_seed, k),
+            "buckets must be int64",
+        ),
+        (
+            lambda t, k: ops.hash_table_find(t.buckets, t.hash_seed, k.double()),
+            "keys must be int64 or int32",
+        ),
+        (lambda t, k: insert(t, k, 20, t.size.int()), "size must be int64"),
+        (
+            lambda t, k: ops.hash_table_keys(t.buckets, t.hash_seed, t.size.int()),
+            "size must be int64",
+        ),
     ],
 )
 def test_what_is_of_a_wrong_type(call, message):
     table = HashTable(20, load_factor=1.0)
     before = snapshot(table)
     with pytest.raises(TypeError, match=f"hash_table_.*: {message}"):
-        call(table.buckets, table.size, torch.tensor([1, 2]))
+        call(table, torch.tensor([1, 2]))
     assert_unchanged(table, before)
 
 
 # Damage. The table lies between two pages that must not be touched, and a call that does not
-# return is killed by an alarm; hence a process of its own.
+# return is killed when it has used up its time; hence a process of its own.
 
 DAMAGED = """
 import ctypes, mmap, random, signal, sys
@@ -296,26 +354,29 @@ keys = torch.cat([torch.arange(-300, 300), torch.tensor([0, -1, 2**63 - 1, -(2**
 
 
 def use(fill, seed):
+    hash_seed = torch.tensor([seed << 40])
     for buckets in (lines, lines[:1], lines[-1:], lines[:5], lines[-7:]):
         slots = 5 * len(buckets)
         for size in {0, 1, slots // 2, slots}:
             content = torch.frombuffer(bytearray(fill(buckets.nbytes)), dtype=torch.int64)
             buckets.copy_(content.view(-1, 8))
             count = torch.tensor([size])
-            assert (ops.hash_table_find(buckets, keys) < 2**31).all()
+            assert (ops.hash_table_find(buckets, hash_seed, keys) < 2**31).all()
             try:
-                assert len(ops.hash_table_keys(buckets, count)) == size
+                assert len(ops.hash_table_keys(buckets, hash_seed, count)) == size
             except ValueError as error:
                 assert "damaged" in str(error)
             for capacity in (slots // 2 + 1, slots):
                 try:
-                    ops.hash_table_find_or_insert_(buckets, count, keys[seed::7], capacity)
+                    ops.hash_table_find_or_insert_(
+                        buckets, hash_seed, count, keys[seed::7], capacity
+                    )
                 except ValueError as error:
                     assert "damaged" in str(error)
                 assert 0 <= count <= slots
 
 
-signal.alarm(6)
+signal.setitimer(signal.ITIMER_VIRTUAL, 20)  # of the processor, however busy it is
 """
 
 
@@ -327,7 +388,7 @@ def run_damaged(body):
         capture_output=True,
         text=True,
     )
-    assert done.returncode != -signal.SIGALRM, "a call did not return"
+    assert done.returncode != -signal.SIGVTALRM, "a call did not return"
     assert done.returncode != -signal.SIGSEGV, "a call left the table's memory"
     assert done.returncode == 0, done.stderr
 
@@ -348,3 +409,77 @@ def test_two_keys_of_one_row_are_damage(device):
     table.buckets.copy_(torch.from_numpy(buckets.view(np.int64).reshape(-1, 8)))
     with pytest.raises(ValueError, match="damaged"):
         table.keys()
+
+
+def test_another_seed_is_damage(device):
+    table = HashTable(100, device=device)
+    keys = torch.arange(100, device=device)
+    table.find_or_insert(keys)
+    table.hash_seed.bitwise_xor_(1 << 40)
+    assert table.find(keys).max() < 100
+    with pytest.raises(ValueError, match="damaged"):
+        table.keys()
+
+
+def with_counts(table, counts):
+    """The table, its counts of spilled keys replaced."""
+    table.buckets.view(torch.int32)[:, 15] = counts
+    return table
+
+
+def balanced(counts):
+    """One more and one less where no key has moved on, so that the total is right."""
+    none = (counts == 0).nonzero().squeeze(1)
+    return counts.index_put((none[:2],), counts.new_tensor([1, -1]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda counts: counts + 1,
+        lambda counts: counts * 2,
+        lambda counts: -counts,
+        lambda counts: counts.where(counts != counts.max(), counts + 1),
+        lambda counts: counts.where(counts != 1, 2),
+        balanced,
+    ],
+)
+def test_wrong_counts_of_spilled_keys_are_damage(device, change):
+    table = HashTable(400, device=device, load_factor=0.9)
+    keys = torch.arange(400, device=device)
+    table.find_or_insert(keys)
+    counts = table.buckets.view(torch.int32)[:, 15].clone()
+    assert counts.max() > 1
+    assert torch.equal(with_counts(table, counts).keys(), keys)
+    with pytest.raises(ValueError, match="damaged"):
+        with_counts(table, change(counts)).keys()
+
+
+def test_wrong_counts_do_not_make_searches_walk_far(device, backend):
+    n, few = (8_000, 64) if backend == "simt" else (1_000_000, 20_000)
+    table = HashTable(n, device=device)
+    keys = torch.randint(-(2**63), 2**63 - 1, (n + few,), generator=generator(0)).to(device)
+    table.find_or_insert(keys[:n])
+    counts = table.buckets.view(torch.int32)[:, 15].clone()
+    random = torch.randint(-(2**31), 2**31 - 1, counts.shape, generator=generator(1)).to(device)
+    asked = torch.cat([keys[n:], keys[:few]])
+    times = []
+    for damaged in (counts, counts + 1, random.abs().int(), random.int()):
+        with_counts(table, damaged)
+        begin = time.process_time()
+        rows = table.find(asked)
+        times.append(time.process_time() - begin)
+        assert (rows[:few] == -1).all()
+        if (damaged >= counts).all():  # a count that is too small hides keys
+            assert torch.equal(rows[few:].cpu(), torch.arange(few))
+    # They walked past all buckets for each key that is not there.
+    assert max(times[1:]) < 50 * times[0] + 0.1
+
+
+def test_seeds_are_random_and_not_drawn_from_torch():
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    seeds = {int(HashTable(1).hash_seed) for _ in range(8)}
+    assert torch.rand(1) == expected
+    assert len(seeds) == 8

@@ -26,6 +26,11 @@ def table(*keys):
     return table
 
 
+def buckets_of(*keys):
+    made = table(*keys)
+    return made.buckets, made.hash_seed
+
+
 def bags(dtype, combiner, weights, grad):
     """Arguments of embedding_bag; `grad` says which of weight and sample_weights require one."""
     weight = randn(4, 3, dtype=dtype).requires_grad_("weight" in grad)
@@ -65,18 +70,20 @@ def catch_up(case, dtype, rows):
 CASES = {
     "hash_table_clear_": lambda: [(table(1, 2).buckets,)],
     "hash_table_find": lambda: [
-        *((table(1, 2).buckets, int64(2, 0, 1).to(dtype)) for dtype in KEY_DTYPES),
-        (table().buckets, int64()),
-        (table(4).buckets, int64(4, 0, 5, 0)[::2]),
+        *((*buckets_of(1, 2), int64(2, 0, 1).to(dtype)) for dtype in KEY_DTYPES),
+        (*buckets_of(), int64()),
+        (*buckets_of(4), int64(4, 0, 5, 0)[::2]),
     ],
     "hash_table_find_or_insert_": lambda: [
         *(
-            (t.buckets, t.size, keys, 20)
+            (t.buckets, t.hash_seed, t.size, keys, 20)
             for t, keys in ((table(1), int64(2, 1)), (table(), int64()))
         ),
-        *((t.buckets, t.size, int64(1, 2, 3).int(), 2) for t in (table(9),)),
+        *((t.buckets, t.hash_seed, t.size, int64(1, 2, 3).int(), 2) for t in (table(9),)),
     ],
-    "hash_table_keys": lambda: [(t.buckets, t.size) for t in (table(), table(5, -6, 7))],
+    "hash_table_keys": lambda: [
+        (t.buckets, t.hash_seed, t.size) for t in (table(), table(5, -6, 7))
+    ],
     "unique": lambda: [
         *((int64(3, 0, 3, 2).to(dtype),) for dtype in KEY_DTYPES),
         (int64(),),
@@ -149,6 +156,34 @@ def registered_ops():
 
 def test_every_op_has_a_case():
     assert registered_ops() == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
+    """Torch calls the fake for such a mix, which would do nothing and say nothing."""
+    op = getattr(torch.ops.sparsekit, name).default
+
+    def moved(arguments):
+        """The arguments with one tensor after the other on the meta device."""
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, torch.Tensor):
+                yield [*arguments[:i], argument.to("meta"), *arguments[i + 1 :]]
+            elif isinstance(argument, list):
+                for k, part in enumerate(argument):
+                    if isinstance(part, torch.Tensor):
+                        parts = [*argument[:k], part.to("meta"), *argument[k + 1 :]]
+                        yield [*arguments[:i], parts, *arguments[i + 1 :]]
+
+    for arguments in CASES[name]():
+        tensors = sum(isinstance(a, torch.Tensor) or a == [] for a in arguments if a is not None)
+        arguments = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
+        if tensors == 1:
+            continue
+        mixes = list(moved(arguments))
+        assert mixes
+        for mix in mixes:
+            with pytest.raises(ValueError, match=rf"^{name}: all tensors must be on one device"):
+                op(*mix)
 
 
 # opcheck itself looks at .grad of what is no leaf, of which newer torches warn.

@@ -153,6 +153,18 @@ def test_bits_do_not_depend_on_threads(device, pattern, dtype):
         assert_same_bits_for_any_threads(lambda compute=compute: [compute()])
 
 
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_long_segments_on_both_sides_of_a_bound_between_threads(threads):
+    # Threads share out segments by 4096 or more; those of more than 1024 entries have several runs.
+    ids = torch.tensor([4095, 4096, 6143, 6144, 8191, 8192]).repeat(2100)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_exact(whole_numbers(len(ids), 3), ids, 12_288, torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_long_sum_is_accurate(device):
     # One after the other in float32, these would be off by about 1e-4.
     n = 1_000_000 if device.type == "cpu" else 50_000

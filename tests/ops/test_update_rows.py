@@ -1,5 +1,6 @@
 """sparsekit.ops.update_rows_: every rule against the reference, and what all of them share."""
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -148,11 +149,12 @@ def test_states_of_bfloat16_rows_keep_float32(device):
     assert moments[1].item() == pytest.approx(1 - 0.999**10, rel=1e-4)
 
 
+@pytest.mark.parametrize("num_rows", [0, 30])
 @pytest.mark.parametrize("dim", [1, 8, 11, 64])
-def test_stochastic_rounding_is_that_of_the_reference(device, dim):
+def test_stochastic_rounding_is_that_of_the_reference(device, dim, num_rows):
     for seed, step in ((0, 1), (2**63 + 5, 2**40 + 3)):
-        start = torch.linspace(-3, 3, 30 * dim).view(30, dim).bfloat16()
-        grad = randn(30, dim, dtype=torch.bfloat16)
+        start = torch.linspace(-3, 3, num_rows * dim).view(num_rows, dim).bfloat16()
+        grad = randn(num_rows, dim, dtype=torch.bfloat16)
         results = []
         for ours in (True, False):
             weight, update = start.clone(), (ops if ours else reference).update_rows_
@@ -207,7 +209,8 @@ def test_a_nan_stays(device):
         grad = torch.full((2, 8), float("nan"), device=device)
         step = torch.tensor(1, device=device)
         ops.update_rows_(*table, None, None, grad, step, rule, settings)
-        assert table[0].isnan().all(), case
+        for now in flat(table):
+            assert now.isnan().all(), case
 
 
 def test_non_contiguous_gradient_and_rows(device):
@@ -304,6 +307,59 @@ def test_a_row_out_of_range(device, backend, bad):
         assert same_bits(now.cpu()[kept], then[kept])
 
 
+MOST = 2**31 - 1
+
+
+@pytest.mark.parametrize("step", [MOST - 1, MOST, MOST + 1, 2**32 + 5, 2**62])
+def test_steps_beyond_what_row_step_can_have(device, step):
+    """They are as the last one that it can have, in the kernels and in the reference."""
+    rule, settings, _ = CASES["lazy adam"]
+    for per_row in (False, True):
+        expected = table_of("lazy adam", 4, 3, torch.float64)
+        table = copied(expected, device)
+        own = [torch.tensor([0, MOST - 1, MOST, 7], dtype=torch.int32) for _ in range(2)]
+        own[0] = own[0].to(device)
+        rows, grad = torch.tensor([1, 2, 0]), randn(3, 3, dtype=torch.float64)
+        count = torch.tensor([step])
+        moved = rows.to(device), grad.to(device), count.to(device)
+        ops.update_rows_(*table, own[0], *moved, rule, settings, per_row=per_row)
+        reference.update_rows_(
+            *expected, own[1], rows, grad, count, rule, settings, per_row=per_row
+        )
+        last = min(step, MOST)
+        wanted = [1, MOST, MOST, 7] if per_row else [last, last, last, 7]
+        assert own[0].tolist() == own[1].tolist() == wanted
+        for now, then in zip(flat(table), flat(expected), strict=True):
+            assert now.isfinite().all()
+            assert_close(now.cpu(), then)
+
+
+@pytest.mark.parametrize("lr_power", [0.0, -0.0, -0.5, -1.0, -2.0])
+def test_ftrl_as_numpy_has_it(device, lr_power):
+    """The formulas of the docstring, written down once more; 0 means a fixed rate."""
+    lr, l1, l2 = 0.25, 0.5, 0.125
+    weight, n, z = (randn(6, 5, dtype=torch.float64, seed=k) for k in range(3))
+    n.square_()
+    n[0] = 0  # as before the first step with initial_accumulator_value = 0
+    table = [t.clone().to(device) for t in (weight, n, z)]
+    w, n, z = (t.numpy().copy() for t in (weight, n, z))
+    for step in range(1, 5):
+        g = randn(6, 5, dtype=torch.float64, seed=10 + step)
+        ops.update_rows_(
+            table[0], table[1:], None, None, g.to(device), torch.tensor([step], device=device),
+            "ftrl", [lr, l1, l2, lr_power],
+        )  # fmt: skip
+        more = n + g.numpy() ** 2
+        z = z + g.numpy() - (more**-lr_power - n**-lr_power) / lr * w
+        n = more
+        divisor = n**-lr_power / lr + 2 * l2
+        w = np.where(np.abs(z) <= l1, 0, (np.sign(z) * l1 - z) / divisor)
+        for now, wanted in zip(table, (w, n, z), strict=True):
+            np.testing.assert_allclose(now.cpu().numpy(), wanted, rtol=1e-12, atol=1e-12)
+    assert (w == 0).any()
+    assert (w != 0).any()
+
+
 ZEROS = torch.zeros(4, 3)
 GOOD = {
     "weight": ZEROS,
@@ -333,6 +389,11 @@ STEPS = torch.zeros(4, dtype=torch.int32)
             r"states\[0\] must be cont",
         ),
         ({"states": [ZEROS[:1].expand(4, 3), ZEROS]}, ValueError, r"states\[0\] must not overlap"),
+        (
+            {"states": [ZEROS, torch.zeros(9).as_strided((4, 3), (2, 1))]},
+            ValueError,
+            r"states\[1\] must not overlap",
+        ),
         ({"states": [ZEROS]}, ValueError, "adam cannot have 1 states"),
         ({"states": [ZEROS, ZEROS.to("meta")]}, ValueError, r"states\[1\] on meta"),
         ({"row_step": STEPS.long()}, ValueError, "row_step must have dtype Int, got Long"),
@@ -366,3 +427,25 @@ STEPS = torch.zeros(4, dtype=torch.int32)
 def test_what_is_refused(changes, error, message):
     with pytest.raises(error, match=f"update_rows_: .*{message}"):
         ops.update_rows_(**{**GOOD, **changes})
+
+
+def test_the_counter_is_set_by_the_same_call(device):
+    weight = torch.zeros(3, 2, device=device)
+    rows, grad = torch.tensor([1], device=device), torch.ones(1, 2, device=device)
+    step, counter = (torch.tensor(n, device=device) for n in (5, 4))
+    ops.update_rows_(
+        weight, [], None, rows, grad, step, "sgd", [1.0, 0.0, 0.0, 0.0], counter=counter
+    )
+    assert (counter, weight[1, 0]) == (5, -1)
+    for bad, error in ((rows + 9, IndexError), (rows.float(), (TypeError, ValueError))):
+        with pytest.raises(error):
+            ops.update_rows_(
+                weight, [], None, bad, grad, step + 1, "sgd", [1.0, 0.0, 0.0, 0.0], counter=counter
+            )
+        assert counter == 5
+    for wrong in (step, torch.zeros(2, dtype=torch.int64), torch.tensor(4.0)):
+        with pytest.raises((TypeError, ValueError), match="counter"):
+            ops.update_rows_(
+                weight, [], None, rows, grad, step, "sgd", [1.0, 0.0, 0.0, 0.0],
+                counter=wrong.to(device),
+            )  # fmt: skip

@@ -1,13 +1,14 @@
 """Ranks for tests: processes with a gloo group, which run a function together.
 
 A pool lives for a whole module, since starting processes that import torch takes seconds. After a
-call that left a rank dead or in a collective the pool is of no use any more.
+call that left a rank dead or in a collective the next one gets new processes.
 """
 
 import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,14 +37,18 @@ class Ranks:
     """
 
     def __init__(self, world_size: int, timeout: float = 60) -> None:
-        context = multiprocessing.get_context("spawn")
         self.world_size = world_size
         self.timeout = timeout
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.usable = True
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
-        for rank in range(world_size):
+        for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, world_size, self.folder.name, timeout, theirs, sys.path)
+            arguments = (rank, self.world_size, self.folder.name, self.timeout, theirs, sys.path)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -52,15 +57,23 @@ class Ranks:
 
     def outcomes(self, function: Any, *arguments: Any) -> list[Any]:
         """Result of each rank, or what it `Raised`, or that it `Died`."""
+        if not self.usable:
+            self.close()
+            self._start()
+        self.usable = False  # until all ranks have answered; waiting may be interrupted
         for connection in self.connections:
             connection.send((function, arguments))
+        end = time.monotonic() + 100 + self.timeout
         results: list[Any] = []
+        answers = 0
         for connection in self.connections:
             try:
-                ready = connection.poll(60 + self.timeout)
-                results.append(connection.recv() if ready else Raised("hangs", "", ""))
+                ready = connection.poll(max(0, end - time.monotonic()))
+                results.append(connection.recv() if ready else Raised("hangs", "", "it hangs"))
+                answers += ready
             except (EOFError, ConnectionResetError):
                 results.append(Died())
+        self.usable = answers == self.world_size
         return results
 
     def __call__(self, function: Any, *arguments: Any) -> list[Any]:

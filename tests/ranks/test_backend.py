@@ -15,9 +15,8 @@ def test_a_build_without_nccl(monkeypatch):
     monkeypatch.setattr(nccl._pybind, "build_info", lambda: {"nccl": False})
     with pytest.raises(RuntimeError, match=r"backend='nccl': this build .* no nccl.h"):
         sparsekit.init(backend="nccl")
-    for backend in ("auto", "torch"):
+    for backend in ("torch", "auto"):
         sparsekit.init(backend=backend)
-    sparsekit.init()
 
 
 def test_an_unknown_backend():

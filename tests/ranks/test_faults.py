@@ -1,8 +1,11 @@
-"""What goes wrong on one rank becomes an error on every rank, and nobody waits for long."""
+"""What goes wrong on one rank becomes an error on every rank, and nobody waits for long.
+
+How long is bounded by the pool: a rank that is not done when the timeout of its collectives is long
+past `Raised("hangs")`.
+"""
 
 import os
 import signal
-import time
 
 import pytest
 import torch
@@ -10,8 +13,6 @@ import torch
 import sparsekit
 
 from .pool import Died, Raised
-
-SECONDS = 30
 
 
 def layer(name, capacity=100, **keywords):
@@ -170,9 +171,7 @@ def no_memory_for_what_was_announced(rank):
 
 
 def test_what_was_announced_does_not_come(fresh_ranks):
-    begin = time.monotonic()
-    outcomes = fresh_ranks(2, timeout=8).outcomes(no_memory_for_what_was_announced)
-    assert time.monotonic() - begin < SECONDS
+    outcomes = fresh_ranks(2).outcomes(no_memory_for_what_was_announced)
     raised(outcomes[:1], "RuntimeError")
     raised(outcomes[1:], "RuntimeError", "the exchange broke down before: MemoryError: none left")
 
@@ -188,9 +187,7 @@ def killed(rank):
 
 def test_a_rank_is_killed(fresh_ranks):
     ranks = fresh_ranks(3)
-    begin = time.monotonic()
     outcomes = ranks.outcomes(killed)
-    assert time.monotonic() - begin < SECONDS
     assert isinstance(outcomes[1], Died)
     raised([outcomes[0], outcomes[2]], "RuntimeError")
 
@@ -202,9 +199,6 @@ def absent(rank):
 
 
 def test_a_rank_that_never_comes(fresh_ranks):
-    ranks = fresh_ranks(2, timeout=4)
-    begin = time.monotonic()
-    outcomes = ranks.outcomes(absent)
-    assert time.monotonic() - begin < SECONDS
+    outcomes = fresh_ranks(2).outcomes(absent)
     assert outcomes[1] is None
     raised(outcomes[:1], "RuntimeError")

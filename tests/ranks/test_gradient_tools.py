@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import sparsekit
 from sparsekit.distributed import wrap_ddp
+from sparsekit.distributed.world import settings
 from sparsekit.optim.clip import clip_grad_norm_
 from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradients
 
@@ -94,6 +95,25 @@ def clip_nothing(rank):
 
 def test_a_rank_without_parameters_takes_part(two_ranks):
     assert [float(norm) for norm in two_ranks(clip_nothing)] == [5, 5]
+
+
+def clip_in_groups(rank):
+    """Each rank has tables of its own."""
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    before = settings.process_group
+    sparsekit.init(process_group=groups[rank])
+    try:
+        weight = sparsekit.nn.EmbeddingWeight(torch.zeros(1, 1))
+        weight.grad = torch.tensor([[3.0 + rank]])
+        # A group that is given wins over that of init.
+        of_all = clip_grad_norm_([weight], math.inf, process_group=dist.group.WORLD).item()
+        return clip_grad_norm_([weight], 1).item(), of_all
+    finally:
+        sparsekit.init(process_group=before)
+
+
+def test_clipping_in_the_group_of_init(two_ranks):
+    assert two_ranks(clip_in_groups) == [(3, 5), (4, 5)]
 
 
 def clip_bad(rank, bad_rank, bad, norm_type, error_if_nonfinite):

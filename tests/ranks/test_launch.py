@@ -1,5 +1,6 @@
 """Ranks started by the launcher, and how their errors come back."""
 
+import logging
 import os
 import signal
 import time
@@ -19,12 +20,14 @@ def leave_a_file(folder):
     dist.destroy_process_group()
 
 
-def test_function_is_called_on_every_rank(tmp_path):
+def test_function_is_called_on_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.root.manager, "disable", logging.DEBUG)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run_on_ranks(3, leave_a_file, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"0 of 3", "1 of 3", "2 of 3"}
     after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert after == handlers
+    assert logging.root.manager.disable == logging.DEBUG
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

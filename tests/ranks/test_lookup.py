@@ -130,6 +130,60 @@ def test_the_way_that_moves_fewer_bytes(ranks):
     ranks(check_strategies)
 
 
+# For each number of ranks and dtype: the most keys that go to their owners and the fewest of which
+# bags come, if a bag has 8 columns and keys of its own. At equal bytes keys go.
+THRESHOLDS = {
+    (2, torch.float32): (6, 8),  # 120 and 128 bytes, 160 and 144
+    (2, torch.float64): (4, 6),  # 144 and 144, 216 and 160
+    (3, torch.float32): (14, 16),  # 373 and 384, 426 and 416
+}
+
+
+def check_threshold(rank):
+    for (world_size, dtype), counts in THRESHOLDS.items():
+        if world_size != dist.get_world_size():
+            continue
+        for count, best in zip(counts, ("all_to_all", "reduce_scatter"), strict=True):
+            sent = {}
+            for strategy in ("all_to_all", "reduce_scatter", "auto"):
+                layer = sparsekit.DistributedEmbedding(
+                    "sum", 90, 8, 1, count, name="s", dtype=dtype, strategy=strategy
+                )
+                before = layer.exchange.bytes_sent
+                layer(torch.arange(count).view(1, 1, count))
+                sent[strategy] = layer.exchange.bytes_sent - before
+            assert sent["all_to_all"] != sent["reduce_scatter"]
+            assert sent["auto"] == sent[best], (dtype, count)
+
+
+def test_the_bytes_at_which_the_way_changes(ranks):
+    ranks(check_threshold)
+
+
+def weights_without_a_sum(rank):
+    """Weights of a bag may cancel out, on all ranks together or within one rank's keys."""
+    keys, offsets = torch.tensor([1, 2, 2, 4, 3, 1, 5]), torch.tensor([0, 2, 4, 6, 7])
+    weights = torch.tensor([0.5, -0.5, 1.0, 0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
+    for combiner in COMBINERS:
+        outputs, gradients = [], []
+        for strategy in ("all_to_all", "reduce_scatter"):
+            layer = sparsekit.DistributedEmbedding(
+                combiner, 40, 4, 1, 3, name="w", strategy=strategy, dtype=torch.float64
+            )
+            layer(torch.arange(8).view(-1, 1, 1))  # so that rows are those of the same keys
+            outputs.append(layer((keys + rank, offsets), weights))
+            outputs[-1].sum().backward()
+            gradients.append(layer.weight.grad.to_dense())
+        torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+        torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+        assert (outputs[1][2] == 0).all()
+        assert outputs[1].isfinite().all()
+
+
+def test_weights_that_sum_to_zero(two_ranks):
+    two_ranks(weights_without_a_sum)
+
+
 def weights_on_one_rank(rank):
     results = []
     for strategy in ("all_to_all", "reduce_scatter"):
@@ -163,6 +217,9 @@ def check_placement(rank):
     layer(keys)
     own = {key for key in keys.tolist() if key % 2**64 % world_size == rank}
     assert set(layer.table.keys().tolist()) == own
+    pooled = sparsekit.DistributedEmbedding("sum", 50, 2, 1, 1, name="r", strategy="reduce_scatter")
+    pooled(keys.view(-1, 1, 1))
+    assert set(pooled.table.keys().tolist()) == own
 
     plain = sparsekit.All2AllDenseEmbedding(
         6, 2, 1, 1, dynamic_input=True, use_hashtable=False, name="q"

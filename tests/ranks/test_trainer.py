@@ -1,6 +1,7 @@
 """The trainer on N ranks: the same weights and losses as on one."""
 
 import io
+import math
 
 import pytest
 import torch
@@ -149,6 +150,28 @@ def leave_out_without_samples(rank):
 
 def test_a_model_that_does_nothing_without_samples(ranks):
     assert len(set(ranks(leave_out_without_samples))) == 1
+
+
+def diverge(rank, bad_rank):
+    """Train with a loss that is infinite in the second step, on one rank only."""
+    model, steps = torch.nn.Linear(1, 1), []
+
+    def loss_fn(model, batch):
+        steps.append(len(batch[0]))
+        bad = math.inf if rank == bad_rank and len(steps) == 2 else 0.0
+        return model(batch[0][:, None])[:, 0].square() + bad, 0.0
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0)
+    trainer = Trainer(model, loss_fn, [sgd], stream=io.StringIO())
+    trainer.fit((torch.arange(float(SAMPLES)),), epochs=1, batch_size=BATCH)
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_all_ranks_name_the_step_in_which_one_diverged(ranks, bad_rank):
+    for outcome in ranks.outcomes(diverge, bad_rank):
+        assert isinstance(outcome, Raised)
+        assert outcome.type == "DivergedError", outcome.trace
+        assert "from step 2 of 4 on" in outcome.message
 
 
 def fit_differently(rank, batch_size):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sparsekit
-from sparsekit.train import Progress, Trainer
+from sparsekit.train import DivergedError, Progress, Trainer
 
 
 class Recorder(torch.nn.Module):
@@ -228,3 +228,18 @@ def test_an_error_removes_the_bar(monkeypatch):
     with pytest.raises(RuntimeError):
         fail()
     assert stream.getvalue().endswith("\r\033[K")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_divergence_names_the_step(bad):
+    """Seen at the end of the epoch, whose other steps may have run on."""
+
+    def loss_fn(model, batch):
+        losses = model(batch[0]) * 0 + 1
+        return losses * bad if len(model.seen) == 5 else losses, 0.0
+
+    trainer = make(loss_fn)
+    with pytest.raises(DivergedError, match=r"^epoch 2/3: .* NaN from step 2 of 3 on: training"):
+        trainer.fit((torch.arange(10.0),), epochs=3, batch_size=4)
+    assert len(trainer.model.seen) == 6
+    assert [epoch.number for epoch in trainer.history] == [1]

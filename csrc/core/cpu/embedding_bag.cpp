@@ -18,8 +18,13 @@ A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (weights == nullptr) {
     total = static_cast<A>(end - begin);
   } else {
-    for (int64_t i = begin; i < end; ++i) {
-      total += combiner == Combiner::kMean ? weights[i] : weights[i] * weights[i];
+    for (int64_t run = begin; run < end; run += kSumRun) {  // as rows are added
+      const int64_t stop = std::min(end, run + kSumRun);
+      A sum = 0;
+      for (int64_t i = run; i < stop; ++i) {
+        sum += combiner == Combiner::kMean ? weights[i] : weights[i] * weights[i];
+      }
+      total += sum;
     }
   }
   return combiner == Combiner::kMean ? total : std::sqrt(total);

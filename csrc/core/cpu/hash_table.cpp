@@ -19,14 +19,14 @@ constexpr int kBlock = 16;
 // one by one as it goes. Homes are computed by blocks, since that can be done for several at a
 // time.
 template <class Key, class Use>
-void each_block(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t begin,
-                int64_t end, Use&& use) {
+void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
+                int64_t begin, int64_t end, Use&& use) {
   const Bucket* homes[2][kBlock];
   std::fill(homes[0], homes[0] + 2 * kBlock, buckets);
   const auto locate = [=](int64_t from, const Bucket** to) {
     const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
     uint64_t hashes[kBlock];
-    for (int k = 0; k < count; ++k) hashes[k] = hash_key(keys[from + k]);
+    for (int k = 0; k < count; ++k) hashes[k] = hash_key(keys[from + k] ^ seed);
     for (int k = 0; k < count; ++k) to[k] = buckets + bucket_of_hash(hashes[k], num_buckets);
   };
   locate(begin, homes[0]);
@@ -55,8 +55,8 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
 }
 
 template <class Key>
-void find_range(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t begin,
-                int64_t end, int64_t* rows) {
+void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
+                int64_t begin, int64_t end, int64_t* rows) {
   // Keys that may be behind their home bucket. They are resolved once there are enough to ask for
   // all their next lines before the first is read.
   int64_t pending[2 * kBlock];
@@ -69,13 +69,13 @@ void find_range(const Bucket* buckets, int64_t num_buckets, const Key* keys, int
     num_pending = 0;
   };
   each_block(
-      buckets, num_buckets, keys, begin, end,
+      buckets, num_buckets, seed, keys, begin, end,
       [&](int64_t from, int count, const Bucket* const* homes, const Bucket* const* next_homes) {
         uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
         for (; missing != 0; missing &= missing - 1) {
           const int k = __builtin_ctzll(missing);
           rows[from + k] = -1;
-          if (homes[k]->spilled == 0) continue;
+          if (!homes[k]->passed()) continue;
           pending[num_pending] = from + k;
           next[num_pending] = next_bucket(homes[k] - buckets, num_buckets);
           prefetch(&buckets[next[num_pending++]]);
@@ -91,28 +91,29 @@ enum class Inserted { kAll, kFull, kDamaged };
 struct Table {
   Bucket* buckets;
   int64_t num_buckets;
-  int64_t* size;
+  int64_t seed;
+  int64_t size;
   int64_t capacity;
 };
 
 // Of a key that was absent when it was looked up; meanwhile it may have come in, as an earlier
 // entry of the same call.
-inline Inserted find_or_insert_key(const Table& table, int64_t home, int64_t key, int64_t* row) {
+inline Inserted find_or_insert_key(Table& table, int64_t home, int64_t key, int64_t* row) {
   *row = find_from(table.buckets, table.num_buckets, home, key);
   if (*row >= 0) return Inserted::kAll;
-  if (*table.size >= table.capacity) return Inserted::kFull;
-  const auto next_row = static_cast<int32_t>(*table.size);
+  if (table.size >= table.capacity) return Inserted::kFull;
+  const auto next_row = static_cast<int32_t>(table.size);
   if (!insert_absent(table.buckets, table.num_buckets, home, key, next_row)) {
     return Inserted::kDamaged;
   }
-  *row = (*table.size)++;
+  *row = table.size++;
   return Inserted::kAll;
 }
 
 // Finds or inserts the keys from *position to end, in order. *position becomes that of the first
 // for which there is no room, or `end`.
 template <class Key>
-Inserted insert_range(const Table& table, const Key* keys, int64_t end, int64_t* rows,
+Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
                       int64_t* position) {
   Inserted inserted = Inserted::kAll;
   const auto use = [&](int64_t from, int count, const Bucket* const* homes,
@@ -122,7 +123,7 @@ Inserted insert_range(const Table& table, const Key* keys, int64_t end, int64_t*
     for (int k = 0; k < count; ++k) missing |= static_cast<uint64_t>(rows[from + k] < 0) << k;
     for (uint64_t rest = missing; rest != 0; rest &= rest - 1) {
       const Bucket* home = homes[__builtin_ctzll(rest)];
-      if (home->spilled != 0) {
+      if (home->passed()) {
         prefetch(&table.buckets[next_bucket(home - table.buckets, table.num_buckets)]);
       }
     }
@@ -135,21 +136,21 @@ Inserted insert_range(const Table& table, const Key* keys, int64_t end, int64_t*
     }
     return true;
   };
-  each_block(table.buckets, table.num_buckets, keys, *position, end, use);
+  each_block(table.buckets, table.num_buckets, table.seed, keys, *position, end, use);
   if (inserted == Inserted::kAll) *position = end;
   return inserted;
 }
 
 // As insert_range, for keys that have been looked up: visits those whose row is -1.
 template <class Key>
-Inserted insert_missing(const Table& table, const Key* keys, int64_t end, int64_t* rows,
+Inserted insert_missing(Table& table, const Key* keys, int64_t end, int64_t* rows,
                         int64_t* position) {
   for (int64_t& i = *position; i < end; ++i) {
     if (i + kBlock < end && rows[i + kBlock] < 0) {
-      prefetch(&table.buckets[home_bucket(keys[i + kBlock], table.num_buckets)]);
+      prefetch(&table.buckets[home_bucket(keys[i + kBlock], table.seed, table.num_buckets)]);
     }
     if (rows[i] >= 0) continue;
-    const int64_t home = home_bucket(keys[i], table.num_buckets);
+    const int64_t home = home_bucket(keys[i], table.seed, table.num_buckets);
     const Inserted inserted = find_or_insert_key(table, home, keys[i], &rows[i]);
     if (inserted != Inserted::kAll) return inserted;
   }
@@ -157,25 +158,30 @@ Inserted insert_missing(const Table& table, const Key* keys, int64_t end, int64_
 }
 
 // Takes a key out and the marks it left on full buckets.
-void erase(Bucket* buckets, int64_t num_buckets, int64_t key, int64_t row) {
-  for (int64_t b = home_bucket(key, num_buckets);; b = next_bucket(b, num_buckets)) {
+void erase(const Table& table, int64_t key, int64_t row) {
+  int64_t b = home_bucket(key, table.seed, table.num_buckets);
+  for (int64_t step = 0; step < table.num_buckets; ++step) {
+    Bucket& bucket = table.buckets[b];
     for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
-      if (buckets[b].rows[slot] == row && buckets[b].keys[slot] == key) {
-        buckets[b].keys[slot] = 0;
-        buckets[b].rows[slot] = -1;
+      if (bucket.rows[slot] == row && bucket.keys[slot] == key) {
+        bucket.keys[slot] = 0;
+        bucket.rows[slot] = -1;
         return;
       }
     }
-    --buckets[b].spilled;
+    --bucket.spilled;
+    b = next_bucket(b, table.num_buckets);
   }
+  // Another thread has written to keys, or to the table.
+  for (int64_t i = 0; i < table.num_buckets; ++i) ++table.buckets[i].spilled;
 }
 
 // Takes out what this call inserted, the newest first, so that what remains is the table as it was.
 template <class Key>
-void take_back(Bucket* buckets, int64_t num_buckets, int64_t* size, int64_t size_before,
-               const Key* keys, int64_t end, const int64_t* rows) {
-  for (int64_t i = end - 1; *size > size_before; --i) {
-    if (rows[i] == *size - 1) erase(buckets, num_buckets, keys[i], --*size);
+void take_back(Table& table, int64_t size_before, const Key* keys, int64_t end,
+               const int64_t* rows) {
+  for (int64_t i = end - 1; i >= 0 && table.size > size_before; --i) {
+    if (rows[i] == table.size - 1) erase(table, keys[i], --table.size);
   }
 }
 
@@ -190,71 +196,83 @@ void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& p
 }
 
 template <class Key>
-void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t n,
-                     int64_t* rows, const ParallelFor& parallel_for) {
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
+                     int64_t n, int64_t* rows, const ParallelFor& parallel_for) {
   parallel_for(0, n, kGrain, [=](int64_t begin, int64_t end) {
-    find_range(buckets, num_buckets, keys, begin, end, rows);
+    find_range(buckets, num_buckets, seed, keys, begin, end, rows);
   });
 }
 
 template <class Key>
-int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
+int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t* size,
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
                                   const ParallelFor& parallel_for) {
-  const Table table{buckets, num_buckets, size, capacity};
   const int64_t size_before = *size;
+  Table table{buckets, num_buckets, seed, size_before, capacity};
   int64_t position = 0;
   Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
   // One thread inserts. If few of the keys so far were new, all threads look up the rest, which
   // leaves it little to do; else that would be work done twice.
   if (inserted == Inserted::kAll && position < n) {
-    if (parallel_for.num_threads() > 1 && *size - size_before < kGrain / 2) {
-      hash_table_find(buckets, num_buckets, keys + position, n - position, rows + position,
+    if (parallel_for.num_threads() > 1 && table.size - size_before < kGrain / 2) {
+      hash_table_find(buckets, num_buckets, seed, keys + position, n - position, rows + position,
                       parallel_for);
       inserted = insert_missing(table, keys, n, rows, &position);
     } else {
       inserted = insert_range(table, keys, n, rows, &position);
     }
   }
-  if (inserted == Inserted::kAll) return 0;
+  if (inserted == Inserted::kAll) {
+    *size = table.size;
+    return 0;
+  }
 
-  take_back(buckets, num_buckets, size, size_before, keys, position, rows);
+  take_back(table, size_before, keys, position, rows);
   if (inserted == Inserted::kDamaged) return -1;
-  hash_table_find(buckets, num_buckets, keys, n, rows, parallel_for);
+  hash_table_find(buckets, num_buckets, seed, keys, n, rows, parallel_for);
   int64_t refused = 0;
   for (int64_t i = 0; i < n; ++i) refused += rows[i] < 0;
   return refused;
 }
 
-bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
-                     int64_t* rows, const ParallelFor& parallel_for) {
+bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
+                     int64_t* keys, int64_t* rows, const ParallelFor& parallel_for) {
   parallel_for(0, size, kGrain, [=](int64_t begin, int64_t end) {
     std::fill(keys + begin, keys + end, int64_t{0});
   });
-  parallel_for(0, num_buckets, kGrain, [=](int64_t begin, int64_t end) {
+  // Spilled keys as the buckets count them, less those that there are.
+  std::atomic<int64_t> surplus{0};
+  std::atomic<bool> sound{true};
+  parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {
+    int64_t own = 0;
     for (int64_t b = begin; b < end; ++b) {
+      const Bucket& bucket = buckets[b];
       for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
-        const int32_t row = buckets[b].rows[slot];
-        if (row >= 0 && row < size) keys[row] = buckets[b].keys[slot];
+        const int32_t row = bucket.rows[slot];
+        if (row < 0 || row >= size) continue;
+        keys[row] = bucket.keys[slot];
+        own -= buckets_passed(b, bucket.keys[slot], seed, num_buckets);
       }
+      own += bucket.spilled;
+      if (bucket.spilled != 0 && !bucket.passed()) sound = false;
     }
+    surplus += own;
   });
   // A row that no key has, or that two have, does not find itself.
-  hash_table_find(buckets, num_buckets, keys, size, rows, parallel_for);
-  std::atomic<bool> sound{true};
+  hash_table_find(buckets, num_buckets, seed, keys, size, rows, parallel_for);
   parallel_for(0, size, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       if (rows[row] != row) sound = false;
     }
   });
-  return sound;
+  return sound && surplus == 0;
 }
 
-#define SPARSEKIT_INSTANTIATE(Key)                                                            \
-  template void hash_table_find(const Bucket*, int64_t, const Key*, int64_t, int64_t*,        \
-                                const ParallelFor&);                                          \
-  template int64_t hash_table_find_or_insert(Bucket*, int64_t, int64_t*, int64_t, const Key*, \
-                                             int64_t, int64_t*, const ParallelFor&);
+#define SPARSEKIT_INSTANTIATE(Key)                                                              \
+  template void hash_table_find(const Bucket*, int64_t, int64_t, const Key*, int64_t, int64_t*, \
+                                const ParallelFor&);                                            \
+  template int64_t hash_table_find_or_insert(Bucket*, int64_t, int64_t, int64_t*, int64_t,      \
+                                             const Key*, int64_t, int64_t*, const ParallelFor&);
 SPARSEKIT_INSTANTIATE(int32_t)
 SPARSEKIT_INSTANTIATE(int64_t)
 #undef SPARSEKIT_INSTANTIATE

@@ -33,10 +33,11 @@ class Numbering {
  public:
   Numbering() = default;
 
-  // distinct [most], entries [entries_for(most)], aligned to 32 bytes. If most keys are expected to
-  // be distinct there is room for all of them from the start.
-  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries, bool mostly_distinct = false)
-      : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)) {
+  // distinct [most], entries [entries_for(most)], aligned to 32 bytes. Keys are hashed with `seed`.
+  // If most keys are expected to be distinct there is room for all of them from the start.
+  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries, int64_t seed,
+            bool mostly_distinct = false)
+      : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)), seed_(seed) {
     while (number_bits_ < static_cast<uint64_t>(most)) number_bits_ = 2 * number_bits_ + 1;
     clear(mostly_distinct ? most_entries_ : std::min(most_entries_, kFirstEntries));
   }
@@ -121,7 +122,7 @@ class Numbering {
     uint64_t hashes[2][kBlock];
     const auto request = [&](int64_t from, int to) {
       const int count = static_cast<int>(std::min<int64_t>(kBlock, end - from));
-      for (int k = 0; k < count; ++k) hashes[to][k] = hash_key(key_at(from + k));
+      for (int k = 0; k < count; ++k) hashes[to][k] = hash_key(key_at(from + k) ^ seed_);
       for (int k = 0; k < count; ++k) prefetch(group_at(hashes[to][k]));
     };
     request(begin, 0);
@@ -257,6 +258,7 @@ class Numbering {
   Distinct<Key>* distinct_ = nullptr;
   uint32_t* entries_ = nullptr;
   int64_t most_entries_ = 0;
+  int64_t seed_ = 0;
   uint64_t last_group_ = 0;
   uint32_t number_bits_ = 0;
   uint32_t size_ = 0;

@@ -68,7 +68,7 @@ inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
     return *row >= 0 ? Probe::kFound : Probe::kAbsent;
   }
   *row = -1;
-  return bucket.spilled == 0 ? Probe::kAbsent : Probe::kMoveOn;
+  return bucket.passed() ? Probe::kMoveOn : Probe::kAbsent;
 }
 
 // Row of `key`, or -1, from bucket `b` of its path on. The step count is bounded, so that even a

@@ -75,13 +75,14 @@ struct Piece {
 // Lays the workspace out in one block of memory.
 template <class T>
 struct SegmentWorkspace {
-  int64_t num_pieces, column_parts, run_parts;
-  Acc<T>* zeros;  // [dim]
+  int64_t num_pieces = 0, column_parts = 0, run_parts = 0;
+  Acc<T>* zeros = nullptr;  // [dim]
   Piece<T> pieces[2];
   int64_t bytes = 0;
 
   SegmentWorkspace(void* memory, int64_t n, int64_t dim, int64_t num_segments, T* out,
                    const ParallelFor& parallel_for) {
+    if (n == 0 || dim == 0) return;  // nothing is to be added
     const int64_t threads = std::clamp<int64_t>(n * std::max<int64_t>(dim, 1) / kLeastWork, 1,
                                                 parallel_for.num_threads());
     const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Acc<T>));
@@ -151,10 +152,10 @@ inline I select(bool first, I one, I other) {
   return other ^ ((one ^ other) & -static_cast<I>(first));
 }
 
-// Which of so many threads a run is for. Neighbouring elements go to the same one, since they can
-// share a cache line.
+// Which of `run_parts` threads a run is for. Neighbouring elements go to the same one, since they
+// can share a cache line. Not seeded: offsets chosen to go to one thread only make it work alone.
 inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
-  return home_bucket(offset >> 6, run_parts);
+  return bucket_of_hash(hash_key(offset >> 6), run_parts);
 }
 
 // One thread's part of a piece: columns of the runs whose rows are its own. kWidth is the number of
@@ -267,6 +268,14 @@ template <class T, class Entries>
 int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
                         const Entries& entries, void* workspace, T* out,
                         const ParallelFor& parallel_for) {
+  if (n == 0 || dim == 0) {
+    const auto beyond = [=](int64_t id) { return id >= num_segments; };
+    const int64_t* bad = std::find_if(ids, ids + n, beyond);
+    if (bad != ids + n) return bad - ids;
+    parallel_for(0, num_segments * dim, kLeastWork,
+                 [=](int64_t begin, int64_t end) { std::fill(out + begin, out + end, T{}); });
+    return -1;
+  }
   const SegmentWorkspace<T> work(workspace, n, dim, num_segments, out, parallel_for);
   std::fill_n(work.zeros, dim, Acc<T>{});
   FirstBad bad;

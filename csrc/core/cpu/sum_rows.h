@@ -126,9 +126,34 @@ inline int64_t with_block(int64_t width, const Sum& sum) {
   return sum(std::integral_constant<int, 1>{});
 }
 
+// Rows of a long sum are added in runs of this many, and then the sums of the runs: the error of a
+// float sum grows with the number of additions that a term passes through, which is n one after
+// another, and here 256 + n / 256. The CUDA kernels cut bags likewise (kPart in pool_bags.cuh).
+constexpr int64_t kSumRun = 256;
+
+// As sum_block for more rows than a run has.
+template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Put>
+[[gnu::noinline]] void sum_long_block(int64_t begin, int64_t end, int64_t column, const RowAt& row,
+                                      const ScaleAt& scale, const Ahead& ahead, const Put& put) {
+  using A = Acc<T>;
+  A total[kWidth] = {};
+  const auto add = [&](int64_t j, auto sum) {
+    A* target = total + (j - column);
+    put_at(target, load_vector<decltype(sum)>(target) + sum);
+  };
+  const auto ask = [&](int64_t i) {
+    if (column == 0) ahead(i);
+  };
+  for (int64_t run = begin; run < end; run += kSumRun) {
+    sum_block<kWidth, T>(run, std::min(end, run + kSumRun), column, row, scale, ask, add);
+  }
+  for (int j = 0; j < kWidth; ++j) put(column + j, total[j]);
+}
+
 // put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim), added in the order
-// of i; the sum is one of Acc<T>, or a Vector of those from j on. row(i) is a `const T*`, null for
-// a row to leave out. ahead(i) is called once for each i, and prefetches what it likes.
+// of i, in runs of kSumRun; the sum is one of Acc<T>, or a Vector of those from j on. row(i) is a
+// `const T*`, null for a row to leave out. ahead(i) is called once for each i, and prefetches
+// what it likes.
 template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
 inline void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
                      const ScaleAt& scale, const Ahead& ahead, const Put& put) {
@@ -138,7 +163,9 @@ inline void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
   const auto nothing = [](int64_t) {};
   for (int64_t column = 0; column < dim;) {
     column += with_block<T>(dim - column, [&](auto width) -> int64_t {
-      if (column == 0) {
+      if (end - begin > kSumRun) {
+        sum_long_block<width.value, T>(begin, end, column, row, scale, ahead, put);
+      } else if (column == 0) {
         sum_block<width.value, T>(begin, end, column, row, scale, ahead, put);
       } else {  // the first block has brought the rows into the cache
         sum_block<width.value, T>(begin, end, column, row, scale, nothing, put);

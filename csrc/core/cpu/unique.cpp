@@ -56,7 +56,7 @@ class Workspace {
 template <class Key>
 class Pieces {
  public:
-  Pieces(int64_t n, Workspace workspace) : n_(n) {
+  Pieces(int64_t n, int64_t seed, Workspace workspace) : n_(n), seed_(seed) {
     distinct_ = workspace.take<Distinct<Key>>(n);
     ranks_ = workspace.take<uint32_t>(n);
     firsts_ = workspace.take<uint32_t>(n / kShare + 1);
@@ -115,7 +115,7 @@ class Pieces {
     const int64_t begin = begin_of(piece);
     const int64_t end = begin_of(piece + 1);
     uint32_t* entries = entries_ + Numbering<Key>::entries_before(piece, begin);
-    Numbering<Key> numbering(distinct_ + begin, end - begin, entries, mostly_distinct);
+    Numbering<Key> numbering(distinct_ + begin, end - begin, entries, seed_, mostly_distinct);
     numbering.add(keys, begin, end,
                   [=](int64_t i, uint32_t number) { inverse[i] = number & ~kFirst; });
     numberings_[piece] = numbering;
@@ -170,6 +170,7 @@ class Pieces {
   }
 
   int64_t n_;
+  int64_t seed_;
   int64_t pieces_ = 1;
   Numbering<Key> numberings_[kMaxPieces];
   Distinct<Key>* distinct_;  // [n]: those of each piece from its begin on
@@ -183,7 +184,7 @@ class Pieces {
 template <class Key>
 class Parts {
  public:
-  Parts(int64_t n, Workspace workspace) : n_(n) {
+  Parts(int64_t n, int64_t seed, Workspace workspace) : n_(n), seed_(seed) {
     while (n >> bits_ > kPartKeys && 1 << bits_ < kMaxParts) ++bits_;
     parts_ = 1 << bits_;
     chunks_ = std::min<int64_t>(kMaxChunks, 1 + n / kChunkKeys);
@@ -234,9 +235,10 @@ class Parts {
   void choose_parts(int64_t chunk, const Key* keys) {
     uint8_t* part_of = part_of_;  // a local, since a byte might be part of *this
     const int shift = 64 - bits_;
+    const int64_t seed = seed_;
     const int64_t end = begin_of(chunk + 1);
     for (int64_t i = begin_of(chunk); i < end; ++i) {
-      part_of[i] = static_cast<uint8_t>(hash_key(keys[i]) >> shift);
+      part_of[i] = static_cast<uint8_t>(hash_key(keys[i] ^ seed) >> shift);
     }
     uint32_t count[kMaxParts] = {};
     for (int64_t i = begin_of(chunk); i < end; ++i) ++count[part_of[i]];
@@ -271,7 +273,7 @@ class Parts {
 
   void number_part(int64_t part, const Key* part_keys, uint32_t* entries) {
     const uint32_t begin = start(0, part);
-    Numbering<Key> numbering(distinct_ + begin, start(chunks_, part) - begin, entries);
+    Numbering<Key> numbering(distinct_ + begin, start(chunks_, part) - begin, entries, seed_);
     uint32_t* numbers = numbers_;
     for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
       const uint32_t before = numbering.size();
@@ -336,6 +338,7 @@ class Parts {
   }
 
   int64_t n_;
+  int64_t seed_;
   int bits_ = 1;
   int64_t parts_;
   int64_t chunks_;
@@ -349,15 +352,16 @@ class Parts {
   uint32_t* entries_;
 };
 
-// How many of so many keys, taken at equal distances, are distinct.
+// How many of `size` keys, taken at equal distances, are distinct.
 template <class Key>
-int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, void* workspace) {
+int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t seed,
+                           void* workspace) {
   Workspace memory(workspace);
   auto* distinct = memory.take<Distinct<Key>>(size);
   auto* sample = memory.take<Key>(size);
   auto* entries = memory.take<uint32_t>(Numbering<Key>::entries_for(size));
   for (int64_t i = 0; i < size; ++i) sample[i] = keys[i * (n / size)];
-  Numbering<Key> numbering(distinct, size, entries);
+  Numbering<Key> numbering(distinct, size, entries, seed);
   numbering.add(sample, 0, size, [](int64_t, uint32_t) {});
   return numbering.size();
 }
@@ -365,46 +369,46 @@ int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, void* works
 // Whether most keys are distinct, going by some of them. Of s out of m keys that are equally
 // frequent s * s / 2m are repeats, and of n most are distinct if m > n.
 template <class Key>
-bool mostly_distinct(const Key* keys, int64_t n, void* workspace) {
-  const int64_t repeated = kSample - distinct_of_sample(keys, n, kSample, workspace);
+bool mostly_distinct(const Key* keys, int64_t n, int64_t seed, void* workspace) {
+  const int64_t repeated = kSample - distinct_of_sample(keys, n, kSample, seed, workspace);
   return repeated * n <= kSample * kSample / 2;
 }
 
 // Whether so many keys are best moved to parts.
 template <class Key>
-bool seldom_repeat(const Key* keys, int64_t n, void* workspace) {
-  return static_cast<double>(distinct_of_sample(keys, n, kLargeSample, workspace)) >
+bool seldom_repeat(const Key* keys, int64_t n, int64_t seed, void* workspace) {
+  return static_cast<double>(distinct_of_sample(keys, n, kLargeSample, seed, workspace)) >
          kOftenRepeated * kLargeSample;
 }
 
 }  // namespace
 
 int64_t unique_workspace_bytes(int64_t n) {
-  const int64_t pieces = Pieces<int64_t>(n, Workspace(nullptr)).workspace_bytes;
+  const int64_t pieces = Pieces<int64_t>(n, 0, Workspace(nullptr)).workspace_bytes;
   const int64_t parts =
-      n >= kLeastInParts ? Parts<int64_t>(n, Workspace(nullptr)).workspace_bytes : 0;
+      n >= kLeastInParts ? Parts<int64_t>(n, 0, Workspace(nullptr)).workspace_bytes : 0;
   return std::max(pieces, parts);
 }
 
 template <class Key>
-int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
-               void* workspace, const ParallelFor& parallel_for) {
+int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, int64_t* inverse,
+               int64_t* counts, void* workspace, const ParallelFor& parallel_for) {
   const bool many = n > kMostInPieces;
-  const bool distinct = !many && n >= kLeastSampled && mostly_distinct(keys, n, workspace);
+  const bool distinct = !many && n >= kLeastSampled && mostly_distinct(keys, n, seed, workspace);
   const bool in_parts =
-      many ? seldom_repeat(keys, n, workspace)
+      many ? seldom_repeat(keys, n, seed, workspace)
            : n >= kLeastInParts && distinct && parallel_for.num_threads() > kMostPiecesOfDistinct;
   if (in_parts) {
-    return Parts<Key>(n, Workspace(workspace))
+    return Parts<Key>(n, seed, Workspace(workspace))
         .run(keys, unique_keys, inverse, counts, parallel_for);
   }
-  return Pieces<Key>(n, Workspace(workspace))
+  return Pieces<Key>(n, seed, Workspace(workspace))
       .run(keys, distinct, unique_keys, inverse, counts, parallel_for);
 }
 
-template int64_t unique(const int32_t*, int64_t, int32_t*, int64_t*, int64_t*, void*,
+template int64_t unique(const int32_t*, int64_t, int64_t, int32_t*, int64_t*, int64_t*, void*,
                         const ParallelFor&);
-template int64_t unique(const int64_t*, int64_t, int64_t*, int64_t*, int64_t*, void*,
+template int64_t unique(const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int64_t*, void*,
                         const ParallelFor&);
 
 }  // namespace sparsekit::cpu

@@ -83,7 +83,7 @@ int64_t update_rows(const RowTable<T>& table, const int64_t* rows, const T* grad
       auto numbers = of_step;
       if (table.row_step != nullptr) {
         int32_t& count = table.row_step[row];
-        count = step.per_row ? count + 1 : static_cast<int32_t>(t);
+        count = row_step_of(step.per_row ? int64_t{count} + 1 : t);
         if (step.per_row) numbers = rule.template at<A>(count);
       }
       const auto update = [&](const auto& put) {

@@ -34,7 +34,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
     int32_t at_step = 0;
     if (column == 0 && row >= 0) {
       at_step = table.row_step[row];
-      if (at_step != 0 && at_step < last) table.row_step[row] = static_cast<int32_t>(last);
+      if (at_step != 0 && at_step < last && missed.count > 0)
+        table.row_step[row] = static_cast<int32_t>(last);
     }
     at_step = simt::warp_shuffle(at_step, leader);
     if (row < 0 || at_step == 0) continue;

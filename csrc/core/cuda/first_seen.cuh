@@ -52,9 +52,9 @@ struct FirstSeen {
 };
 
 // The slot of `key` among `capacity` ones, claimed if it is new.
-SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t key) {
+SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t seed, int64_t key) {
   if (key == kNoKey) return capacity;
-  for (int64_t s = home_bucket(key, capacity);;) {
+  for (int64_t s = home_bucket(key, seed, capacity);;) {
     int64_t seen = simt::load(&slots[s].key);
     if (seen == kNoKey) seen = simt::atomic_cas(&slots[s].key, kNoKey, key);
     if (seen == key || seen == kNoKey) return s;

@@ -20,11 +20,11 @@ SPARSEKIT_DEVICE int32_t high(int64_t word) {
 // For a full warp. Four lanes look at a bucket together, so one load instruction covers eight
 // lines, and each lane has four lines in flight. In round j a group works for its lane j. Returns
 // the row of this lane's key, -1 where it is absent or `wanted` is false.
-SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, int64_t key,
-                                  bool wanted) {
+SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, int64_t seed,
+                                  int64_t key, bool wanted) {
   const int quarter = simt::lane() % kLanesPerKey;
   const int group = simt::lane() - quarter;
-  int64_t bucket = wanted ? home_bucket(key, num_buckets) : 0;
+  int64_t bucket = wanted ? home_bucket(key, seed, num_buckets) : 0;
   int32_t row = -1;
   // Bounded, so that a damaged table cannot make the search endless.
   for (int64_t step = 0; step < num_buckets; ++step) {
@@ -56,8 +56,9 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
                            : slot == 3  ? high(a)
                                         : low(b);
       const int32_t found = simt::warp_shuffle(mine, group + (slot <= 1 ? 2 : 3));
-      const int32_t spilled = simt::warp_shuffle(high(b), group + 3);
-      if (quarter == j && wanted && (slots != 0 || spilled == 0)) {
+      // Bucket::passed(): of the last quarter, b has the last row and the count.
+      const int32_t passed = simt::warp_shuffle(low(b) < 0 ? 0 : high(b), group + 3);
+      if (quarter == j && wanted && (slots != 0 || passed <= 0)) {
         row = slots == 0 || found < 0 ? -1 : found;
         wanted = false;
       }
@@ -69,11 +70,11 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
 
 // rows[i] of keys[i]; *misses, unless null, counts the -1 among them.
 template <class Key>
-SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const Key* keys,
-                             DeviceCount n, int64_t* rows, int64_t* misses) {
+SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                             const Key* keys, DeviceCount n, int64_t* rows, int64_t* misses) {
   const int64_t i = simt::global_thread();
   const bool wanted = i < n.get();
-  const int32_t row = find_row(buckets, num_buckets, wanted ? int64_t{keys[i]} : 0, wanted);
+  const int32_t row = find_row(buckets, num_buckets, *seed, wanted ? int64_t{keys[i]} : 0, wanted);
   if (i < n.most) rows[i] = row;
   if (misses == nullptr) return;
 
@@ -92,8 +93,8 @@ SPARSEKIT_DEVICE int64_t coded(int64_t slot) {
 }
 
 template <class Key>
-SPARSEKIT_KERNEL enter_missing_kernel(const Key* keys, DeviceCount n, DeviceCount misses,
-                                      FirstSeen seen, int64_t* rows) {
+SPARSEKIT_KERNEL enter_missing_kernel(const int64_t* seed, const Key* keys, DeviceCount n,
+                                      DeviceCount misses, FirstSeen seen, int64_t* rows) {
   if (misses.get() == 0) return;
   const int64_t count = n.get();
   const int64_t capacity = num_slots(misses.get());
@@ -101,7 +102,7 @@ SPARSEKIT_KERNEL enter_missing_kernel(const Key* keys, DeviceCount n, DeviceCoun
        first += simt::global_threads()) {
     const int64_t i = first + simt::lane();
     const bool missing = i < count && rows[i] < 0;
-    const int64_t slot = missing ? enter_key(seen.slots, capacity, keys[i]) : -1;
+    const int64_t slot = missing ? enter_key(seen.slots, capacity, *seed, keys[i]) : -1;
     if (missing) rows[i] = coded(slot);
     count_key(seen.slots, slot, static_cast<int32_t>(i));
   }
@@ -119,9 +120,9 @@ SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* si
 
 // Stores a key that no bucket has. Only this thread inserts it, and nobody looks for it before the
 // next launch, so the slot's row is claimed first and the key follows. False when no slot is free.
-SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t key, int32_t row,
-                                    const int64_t* status) {
-  int64_t b = home_bucket(key, num_buckets);
+SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t key,
+                                    int32_t row, const int64_t* status) {
+  int64_t b = home_bucket(key, seed, num_buckets);
   for (int64_t step = 0; step < num_buckets; ++step) {
     // The first to have looked at all buckets in vain ends the search of the others.
     if (step % 64 == 63 && simt::load(&status[1]) != 0) return false;
@@ -143,9 +144,9 @@ SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_
 }
 
 template <class Key>
-SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const Key* keys, DeviceCount n,
-                               const int64_t* misses, FirstSeen seen, int64_t* rows,
-                               int64_t* status) {
+SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                               const Key* keys, DeviceCount n, const int64_t* misses,
+                               FirstSeen seen, int64_t* rows, int64_t* status) {
   if (*misses == 0) return;
   const bool refused = simt::load(&status[1]) != 0;
   const int64_t size_before = status[0];
@@ -159,7 +160,7 @@ SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const Key* 
     const int64_t row = size_before + seen.rank(slot.first);
     rows[i] = row;
     if (slot.first == i &&
-        !insert_absent(buckets, num_buckets, keys[i], static_cast<int32_t>(row), status)) {
+        !insert_absent(buckets, num_buckets, *seed, keys[i], static_cast<int32_t>(row), status)) {
       simt::store(&status[1], int64_t{-1});
     }
   }
@@ -176,14 +177,24 @@ SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
                                : Quarter{{two_rows, row_and_spilled}};
 }
 
-SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets, int64_t size,
-                                     int64_t* keys) {
+// Adds to *surplus the spilled keys as the buckets count them, less those that there are.
+SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
+                                     const int64_t* seed, int64_t size, int64_t* keys,
+                                     int64_t* surplus) {
   const int64_t i = simt::global_thread();
   if (i >= num_buckets * kSlotsPerBucket) return;
   const Bucket& bucket = buckets[i / kSlotsPerBucket];
-  const int32_t row = bucket.rows[i % kSlotsPerBucket];
-  // Relaxed: in a damaged table two slots may have one row.
-  if (row >= 0 && row < size) simt::store(&keys[row], bucket.keys[i % kSlotsPerBucket]);
+  const int slot = static_cast<int>(i % kSlotsPerBucket);
+  int64_t own = 0;
+  if (slot == 0 && bucket.spilled != 0) own = bucket.passed() ? bucket.spilled : int64_t{1} << 32;
+  const int32_t row = bucket.rows[slot];
+  if (row >= 0 && row < size) {
+    const int64_t key = bucket.keys[slot];
+    // Relaxed: in a damaged table two slots may have one row.
+    simt::store(&keys[row], key);
+    own -= buckets_passed(i / kSlotsPerBucket, key, *seed, num_buckets);
+  }
+  if (own != 0) simt::atomic_add(surplus, own);
 }
 
 // A row that no key has, or that two have, does not find itself.
@@ -208,11 +219,11 @@ void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream) {
 }
 
 template <class Key>
-void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, DeviceCount n,
-                     int64_t* rows, void* stream) {
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                     const Key* keys, DeviceCount n, int64_t* rows, void* stream) {
   int64_t* const no_count = nullptr;
   simt::launch("hash_table: find", find_kernel<Key>, simt::grid_for(n.most), stream, buckets,
-               num_buckets, keys, n, rows, no_count);
+               num_buckets, seed, keys, n, rows, no_count);
 }
 
 int64_t hash_table_find_or_insert_workspace_bytes(int64_t n) {
@@ -222,44 +233,46 @@ int64_t hash_table_find_or_insert_workspace_bytes(int64_t n) {
 }
 
 template <class Key>
-void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
-                               int64_t capacity, const Key* keys, DeviceCount n, int64_t* rows,
-                               int64_t* status, void* workspace, void* stream) {
+void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                               int64_t* size, int64_t capacity, const Key* keys, DeviceCount n,
+                               int64_t* rows, int64_t* status, void* workspace, void* stream) {
   Arena arena(workspace);
   const InsertWorkspace work(arena, n.most);
   const DeviceCount misses{n.most, work.misses};
   simt::fill_bytes(work.misses, 0, sizeof(int64_t), stream);
   simt::Grid grid = simt::grid_for(n.most);
   grid.shared_bytes = sizeof(int32_t);
-  simt::launch("hash_table: find", find_kernel<Key>, grid, stream, buckets, num_buckets, keys, n,
-               rows, work.misses);
+  simt::launch("hash_table: find", find_kernel<Key>, grid, stream, buckets, num_buckets, seed, keys,
+               n, rows, work.misses);
   // The scratch table is as large as the misses need, which only the device knows.
   clear_first_seen(work.seen, misses, stream);
   simt::launch("hash_table: enter", enter_missing_kernel<Key>, simt::strided_grid_for(n.most),
-               stream, keys, n, misses, work.seen, rows);
+               stream, seed, keys, n, misses, work.seen, rows);
   rank_first_seen(work.seen, misses, stream);
   simt::launch("hash_table: admit", admit_kernel, simt::Grid{1, simt::kWarp}, stream, work.seen,
                work.misses, size, capacity, num_buckets * kSlotsPerBucket, status);
   simt::launch("hash_table: insert", insert_kernel<Key>, simt::strided_grid_for(n.most), stream,
-               buckets, num_buckets, keys, n, work.misses, work.seen, rows, status);
+               buckets, num_buckets, seed, keys, n, work.misses, work.seen, rows, status);
 }
 
-void hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
-                     int64_t* rows, int64_t* unsound, void* stream) {
+void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
+                     int64_t* keys, int64_t* rows, int64_t* unsound, void* stream) {
   simt::fill_bytes(unsound, 0, sizeof(int64_t), stream);
   simt::fill_bytes(keys, 0, size * static_cast<int64_t>(sizeof(int64_t)), stream);
   simt::launch("hash_table: keys", scatter_keys_kernel,
-               simt::grid_for(num_buckets * kSlotsPerBucket), stream, buckets, num_buckets, size,
-               keys);
-  hash_table_find(buckets, num_buckets, keys, DeviceCount{size}, rows, stream);
+               simt::grid_for(num_buckets * kSlotsPerBucket), stream, buckets, num_buckets, seed,
+               size, keys, unsound);
+  hash_table_find(buckets, num_buckets, seed, keys, DeviceCount{size}, rows, stream);
   simt::launch("hash_table: verify", verify_kernel, simt::grid_for(size), stream, rows, size,
                unsound);
 }
 
-#define SPARSEKIT_INSTANTIATE(Key)                                                                 \
-  template void hash_table_find(const Bucket*, int64_t, const Key*, DeviceCount, int64_t*, void*); \
-  template void hash_table_find_or_insert(Bucket*, int64_t, int64_t*, int64_t, const Key*,         \
-                                          DeviceCount, int64_t*, int64_t*, void*, void*);
+#define SPARSEKIT_INSTANTIATE(Key)                                                               \
+  template void hash_table_find(const Bucket*, int64_t, const int64_t*, const Key*, DeviceCount, \
+                                int64_t*, void*);                                                \
+  template void hash_table_find_or_insert(Bucket*, int64_t, const int64_t*, int64_t*, int64_t,   \
+                                          const Key*, DeviceCount, int64_t*, int64_t*, void*,    \
+                                          void*);
 SPARSEKIT_INSTANTIATE(int32_t)
 SPARSEKIT_INSTANTIATE(int64_t)
 #undef SPARSEKIT_INSTANTIATE

@@ -17,14 +17,15 @@ SPARSEKIT_KERNEL clear_kernel(FirstSeen seen, DeviceCount n) {
 }
 
 template <class Key>
-SPARSEKIT_KERNEL enter_kernel(const Key* keys, DeviceCount n, FirstSeen seen, int64_t* slot_of) {
+SPARSEKIT_KERNEL enter_kernel(const Key* keys, DeviceCount n, int64_t seed, FirstSeen seen,
+                              int64_t* slot_of) {
   const int64_t count = n.get();
   const int64_t capacity = num_slots(count);
   // Whole warps loop together: `first` is where the lanes of this one start.
   for (int64_t first = simt::global_thread() - simt::lane(); first < count;
        first += simt::global_threads()) {
     const int64_t i = first + simt::lane();
-    const int64_t slot = i < count ? enter_key(seen.slots, capacity, keys[i]) : -1;
+    const int64_t slot = i < count ? enter_key(seen.slots, capacity, seed, keys[i]) : -1;
     if (slot >= 0) slot_of[i] = slot;
     count_key(seen.slots, slot, static_cast<int32_t>(i));
   }
@@ -80,22 +81,22 @@ int64_t unique_workspace_bytes(int64_t n) {
 }
 
 template <class Key>
-void unique(const Key* keys, DeviceCount n, Key* unique_keys, int64_t* inverse, int64_t* counts,
-            int64_t* num_unique, void* workspace, void* stream) {
+void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int64_t* inverse,
+            int64_t* counts, int64_t* num_unique, void* workspace, void* stream) {
   Arena arena(workspace);
   const FirstSeen seen(arena, n.most);
   clear_first_seen(seen, n, stream);
   // `inverse` holds the slots until emit turns them into ranks.
   simt::launch("unique: enter", enter_kernel<Key>, simt::strided_grid_for(n.most), stream, keys, n,
-               seen, inverse);
+               seed, seen, inverse);
   rank_first_seen(seen, n, stream);
   simt::launch("unique: emit", emit_kernel<Key>, simt::grid_for(n.most), stream, keys, n, seen,
                unique_keys, inverse, counts, num_unique);
 }
 
-template void unique(const int32_t*, DeviceCount, int32_t*, int64_t*, int64_t*, int64_t*, void*,
-                     void*);
-template void unique(const int64_t*, DeviceCount, int64_t*, int64_t*, int64_t*, int64_t*, void*,
-                     void*);
+template void unique(const int32_t*, DeviceCount, int64_t, int32_t*, int64_t*, int64_t*, int64_t*,
+                     void*, void*);
+template void unique(const int64_t*, DeviceCount, int64_t, int64_t*, int64_t*, int64_t*, int64_t*,
+                     void*, void*);
 
 }  // namespace sparsekit::cuda

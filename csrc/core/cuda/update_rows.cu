@@ -64,7 +64,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
     if (table.row_step != nullptr) {
       int32_t own = 1;
       if (column == 0 && row >= 0) {
-        own = step.per_row ? table.row_step[row] + 1 : static_cast<int32_t>(t);
+        own = row_step_of(step.per_row ? int64_t{table.row_step[row]} + 1 : t);
         table.row_step[row] = own;
       }
       if constexpr (Rule::kPerRow) {

@@ -31,9 +31,10 @@ namespace cpu {
 
 // Takes each of the rows `rows` [n], distinct, or all of them if null, from the step in row_step to
 // missed.last_step(), as if update_rows had been called with a gradient of zeros for each step
-// between; row_step says so afterwards. A row_step of 0 means a row that never had a gradient,
-// which does not move. The rule's own rates are not used. Negative rows are left out. Returns -1,
-// or the first position whose row is >= num_rows; then nothing has been changed.
+// between; row_step says so afterwards. Without a step, nothing changes. A row_step of 0 means a
+// row that never had a gradient, which does not move. The rule's own rates are not used. Negative
+// rows are left out. Returns -1, or the first position whose row is >= num_rows; then nothing has
+// been changed.
 template <class Rule, class T>
 int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, const Rule& rule,
                       const MissedSteps& missed, const ParallelFor& parallel_for);

@@ -15,7 +15,8 @@ struct DeviceCount {
 
   SPARSEKIT_HOST_DEVICE int64_t get() const {
     if (exact == nullptr) return most;
-    return *exact < 0 ? 0 : *exact < most ? *exact : most;
+    const int64_t count = *exact;  // read once: another thread may be writing to it
+    return count < 0 ? 0 : count < most ? count : most;
   }
 };
 

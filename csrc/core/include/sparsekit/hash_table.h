@@ -18,11 +18,19 @@ struct Bucket {
   int32_t rows[kSlotsPerBucket];
   // How many keys looked here, found the bucket full and moved on. 0 ends the search for a key.
   int32_t spilled;
+
+  // Whether keys that are not here may be further on. A bucket that is not full has never been
+  // passed, so a count that says otherwise is damage, which must not send every search on.
+  SPARSEKIT_HOST_DEVICE bool passed() const {
+    return spilled > 0 && rows[kSlotsPerBucket - 1] >= 0;
+  }
 };
 static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
 
 // Mixes every bit of the key into the high bits, which home_bucket() uses. Two rounds of
 // multiply and xor-shift, constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
+// Anyone can make keys that this maps together, so keys from outside are hashed as key ^ seed, with
+// a random seed (docs/architecture.md says what that is good for).
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -38,8 +46,15 @@ SPARSEKIT_HOST_DEVICE inline int64_t bucket_of_hash(uint64_t hash, int64_t num_b
                               64);
 }
 
-SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t num_buckets) {
-  return bucket_of_hash(hash_key(key), num_buckets);
+SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t seed, int64_t num_buckets) {
+  return bucket_of_hash(hash_key(key ^ seed), num_buckets);
+}
+
+// How many buckets a key in bucket `b` has passed.
+SPARSEKIT_HOST_DEVICE inline int64_t buckets_passed(int64_t b, int64_t key, int64_t seed,
+                                                    int64_t num_buckets) {
+  const int64_t distance = b - home_bucket(key, seed, num_buckets);
+  return distance < 0 ? distance + num_buckets : distance;
 }
 
 namespace cpu {
@@ -47,10 +62,11 @@ namespace cpu {
 // Empties all buckets.
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& parallel_for);
 
-// rows[i] = row of keys[i], or -1 when it is absent. Key is int32_t or int64_t.
+// rows[i] = row of keys[i], or -1 when it is absent. Key is int32_t or int64_t. `seed` belongs to
+// the buckets: under another one their keys are not found.
 template <class Key>
-void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, int64_t n,
-                     int64_t* rows, const ParallelFor& parallel_for);
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
+                     int64_t n, int64_t* rows, const ParallelFor& parallel_for);
 
 // As find, but absent keys get the rows *size, *size + 1, ... in order of first occurrence, and
 // *size grows. All or nothing: when the rows would exceed `capacity`, the table and *size are left
@@ -59,26 +75,28 @@ void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys
 // table is damaged (by a bad file, say): no slot is free though *size is below `capacity`.
 // Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
 template <class Key>
-int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
+int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t* size,
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
                                   const ParallelFor& parallel_for);
 
 // keys[row] = key for every entry whose row is below `size`. rows [size] is workspace. False when
-// the table is damaged: it does not have exactly one key for each row; keys is then undefined.
-bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
-                     int64_t* rows, const ParallelFor& parallel_for);
+// the table is damaged: it does not have exactly one key for each row, or its counts of spilled
+// keys are not those of its keys; keys is then undefined.
+bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
+                     int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// On a device: pointers are to its memory, `stream` is a cudaStream_t, nothing waits for the host.
+// On a device: pointers, that to the seed included, are to its memory, `stream` is a cudaStream_t,
+// nothing waits for the host.
 namespace cuda {
 
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream);
 
 // Rows of entries beyond n.get() are -1.
 template <class Key>
-void hash_table_find(const Bucket* buckets, int64_t num_buckets, const Key* keys, DeviceCount n,
-                     int64_t* rows, void* stream);
+void hash_table_find(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                     const Key* keys, DeviceCount n, int64_t* rows, void* stream);
 
 int64_t hash_table_find_or_insert_workspace_bytes(int64_t n);
 
@@ -86,13 +104,13 @@ int64_t hash_table_find_or_insert_workspace_bytes(int64_t n);
 // refused, 0 when all went well, or -1 when the table is damaged: *size makes no sense, or no slot
 // was free, and the table is then worth nothing.
 template <class Key>
-void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t* size,
-                               int64_t capacity, const Key* keys, DeviceCount n, int64_t* rows,
-                               int64_t* status, void* workspace, void* stream);
+void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
+                               int64_t* size, int64_t capacity, const Key* keys, DeviceCount n,
+                               int64_t* rows, int64_t* status, void* workspace, void* stream);
 
 // *unsound [1] becomes 0, or not 0 when the table is damaged. rows [size] is workspace.
-void hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t size, int64_t* keys,
-                     int64_t* rows, int64_t* unsound, void* stream);
+void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
+                     int64_t* keys, int64_t* rows, int64_t* unsound, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

@@ -23,6 +23,12 @@ struct RowTable {
   int32_t* row_step;
 };
 
+// A step as row_step has it, where the largest number stands for all beyond it.
+SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
+  constexpr int64_t kMost = 0x7FFFFFFF;
+  return static_cast<int32_t>(step < kMost ? step : kMost);
+}
+
 // How new weights become BFloat16: to the nearest, or up or down at random, with the odds that make
 // the mean exact. Other types keep their bits.
 struct Rounding {

@@ -14,10 +14,11 @@ int64_t unique_workspace_bytes(int64_t n);
 
 // Writes the distinct keys to unique_keys [n], in order of first occurrence; to inverse [n] the
 // position of each key in unique_keys; to counts [n] how often each distinct key occurs. Returns
-// the number of distinct keys u; entries from u on are undefined. Precondition: n < 2^31.
+// the number of distinct keys u; entries from u on are undefined. `seed` is any number that whoever
+// makes the keys does not know: none of the results depends on it. Precondition: n < 2^31.
 template <class Key>
-int64_t unique(const Key* keys, int64_t n, Key* unique_keys, int64_t* inverse, int64_t* counts,
-               void* workspace, const ParallelFor& parallel_for);
+int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, int64_t* inverse,
+               int64_t* counts, void* workspace, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
@@ -28,8 +29,8 @@ int64_t unique_workspace_bytes(int64_t n);
 // As on the CPU, the number of distinct keys being written to *num_unique in device memory. Of
 // inverse, unique_keys and counts, entries beyond the counts are undefined.
 template <class Key>
-void unique(const Key* keys, DeviceCount n, Key* unique_keys, int64_t* inverse, int64_t* counts,
-            int64_t* num_unique, void* workspace, void* stream);
+void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int64_t* inverse,
+            int64_t* counts, int64_t* num_unique, void* workspace, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

@@ -12,6 +12,7 @@ namespace sparsekit {
 
 // Which step it is. With per_row a row counts its own steps in row_step and takes the numbers of
 // that count, for rules with kPerRow; else row_step, if there is one, is set to the step.
+// A count beyond what row_step can have stays at its largest number.
 struct StepNumber {
   const int64_t* step;
   bool per_row;

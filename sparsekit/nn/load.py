@@ -1,0 +1,158 @@
+"""Where a layer's vectors come from if not from training: saved states, and values given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import ops
+from .. import saved_state as saved
+from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from .weight import EmbeddingWeight
+
+if TYPE_CHECKING:
+    from .shard import ShardedTable
+
+_INT64 = (torch.int64,)
+_FLOATING = (*ROW_DTYPES, torch.float16)
+
+
+def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """What a state has of a layer and its table, by the layer's names."""
+    own = ("weight", "seed", "shard")
+    names = (name.removeprefix(prefix) for name in state_dict if name.startswith(prefix))
+    return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
+
+
+def own_entries(layer: ShardedTable) -> dict[str, torch.Tensor]:
+    """The layer's tensors by their names in a state, those of its table too."""
+    own = {"weight": layer.weight, "seed": layer.seed, "shard": layer.shard}
+    if layer.table is not None:
+        own |= {f"table.{name}": buffer for name, buffer in layer.table.named_buffers()}
+    return own
+
+
+def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
+    """Take over the entries of a saved state: all of them, or none if one does not fit.
+
+    A hash table's state may have been saved at another capacity, if its rows fit.
+
+    Args:
+        layer: the layer.
+        entries: by the names of `own_entries`, and whatever else the state has of a table.
+        assign: whether the saved weight replaces the layer's, as in load_state_dict.
+
+    Raises:
+        TypeError, ValueError: the state is damaged, incomplete or another layer's; the layer is as
+            it was.
+    """
+    shard = [0, 1]  # in states from before there were shards
+    if "shard" in entries:
+        shard = saved.entry(layer.name, entries, "shard", _INT64, (2,)).tolist()
+    if shard != [layer.rank, layer.world_size]:
+        raise ValueError(
+            f"{layer.name}: the state is that of rank {shard[0]} of {shard[1]}, whose keys and "
+            f"rows do not belong to rank {layer.rank} of {layer.world_size}; each rank saves its "
+            f"own state and loads it again"
+        )
+    of_table = {
+        name.removeprefix("table."): value
+        for name, value in entries.items()
+        if name.startswith("table.")
+    }
+    if layer.table is None and of_table:
+        raise ValueError(f"{layer.name}: the state has a hash table, which there is not here")
+    rows = layer.capacity if layer.table is None else None
+    dtypes = ROW_DTYPES if assign else _FLOATING
+    weight = saved.entry(layer.name, entries, "weight", dtypes, (rows, layer.embedding_vec_size))
+    seed = saved.entry(layer.name, entries, "seed", _INT64, (1,))
+    device = weight.device if assign else layer.weight.device
+    table = {} if layer.table is None else layer.table.restored(of_table, device)
+    if table and int(table["size"]) > len(weight):
+        raise ValueError(
+            f"{layer.name}: the state is damaged: {int(table['size'])} rows are in use, but weight "
+            f"has {len(weight)}"
+        )
+    # What the optimizer has left undone belongs to the rows that go.
+    layer._catch_up()
+    layer._looked_at = set()
+    if assign:
+        _replace(layer, weight, seed, table)
+    else:
+        _copy(layer, weight, seed, table)
+
+
+def _copy(
+    layer: ShardedTable, weight: torch.Tensor, seed: torch.Tensor, table: dict[str, torch.Tensor]
+) -> None:
+    rows = min(len(weight), layer.capacity)
+    unused = layer.weight[rows:].detach()
+    # The weight first: it is what may fail, for want of memory.
+    pairs = [
+        (layer.weight[:rows].detach(), weight[:rows]),
+        (unused, unused.new_zeros(()).expand_as(unused)),
+        (layer.seed, seed),
+    ]
+    if layer.table is not None:
+        pairs += [(layer.table.get_buffer(name), new) for name, new in table.items()]
+    if layer._unfinished is not None:  # of keys that go
+        pairs.append((layer._unfinished, torch.full_like(layer._unfinished, -1)))
+    saved.copy_all(pairs)
+
+
+def _replace(
+    layer: ShardedTable, weight: torch.Tensor, seed: torch.Tensor, table: dict[str, torch.Tensor]
+) -> None:
+    if len(weight) != layer.capacity:
+        rows = weight[: layer.capacity]
+        weight = weight.new_zeros(layer.capacity, layer.embedding_vec_size)
+        weight[: len(rows)] = rows
+    parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
+    buffers = {"seed": seed.to(weight.device), "shard": layer.shard.to(weight.device)}
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (layer._parameters, {"weight": parameter}),
+        (layer._buffers, buffers),
+        (layer.__dict__, {"_unfinished": None}),
+    ]
+    if layer.table is not None:
+        pairs.append((layer.table._buffers, table))
+    saved.replace_all(pairs)
+
+
+def refuse_lost_values(layer: ShardedTable) -> None:
+    """Raise if the weight was written to before any row had a key, which new keys would undo."""
+    weight = layer.weight
+    moved = isinstance(weight, EmbeddingWeight) and weight.moved  # by an optimizer
+    in_use = layer.table is None or len(layer.table) > 0
+    if not in_use and not moved and bool(weight.detach().any()):
+        raise RuntimeError(
+            f"{layer.name}: weight was written to before any of its rows had a key, and a new key "
+            f"starts from the layer's initializer. For other initial values give the layer an "
+            f"embedding_initializer, such as sparsekit.nn.Constant(7.0); for pretrained vectors of "
+            f"known keys call assign_(keys, vectors). To drop what was written: "
+            f"torch.nn.init.zeros_(layer.weight)"
+        )
+
+
+def own_vectors(
+    layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the arguments of `ShardedTable.assign_`; those of this rank's keys, as int64."""
+    check_tensor(layer.name, "keys", keys, KEY_DTYPES, 1)
+    check_tensor(layer.name, "vectors", vectors, _FLOATING, 2)
+    shape = len(keys), layer.embedding_vec_size
+    if vectors.shape != shape:
+        raise ValueError(
+            f"{layer.name}: vectors must have shape {shape}, got {tuple(vectors.shape)}"
+        )
+    check_same_device(layer.name, weight=layer.weight, keys=keys, vectors=vectors)
+    layer._check_keys(keys)
+    if len(ops.unique(keys)[0]) < len(keys):
+        raise ValueError(f"{layer.name}: keys must be distinct")
+    keys = keys.to(torch.int64)
+    if layer.world_size > 1:
+        _, counts, order = ops.bucketize(keys, layer.world_size)
+        mine = order.split(counts.tolist())[layer.rank]
+        keys, vectors = keys[mine], vectors[mine]
+    return keys, vectors

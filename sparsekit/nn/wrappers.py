@@ -1,0 +1,127 @@
+"""Models with tables under tools of torch that would take a table for a replicated parameter.
+
+Each has a convention to leave parameters alone, or none at all. torch calls the hooks at the end of
+this file whenever a module becomes part of another, as a model does when it is wrapped, and before
+each step of an optimizer, so it does not matter who wraps the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
+
+from .load import own_entries
+from .shard import ShardedTable
+from .weight import EmbeddingWeight
+
+
+def tables_of(module: torch.nn.Module) -> dict[str, ShardedTable]:
+    """The tables in a module, by name."""
+    return {n: layer for n, layer in module.named_modules() if isinstance(layer, ShardedTable)}
+
+
+def tensors_of_tables(module: torch.nn.Module) -> set[str]:
+    """Names of what the tables in a module consist of, but not of what a subclass has added."""
+    return {
+        f"{name}.{part}" if name else part
+        for name, table in tables_of(module).items()
+        for part in own_entries(table)
+    }
+
+
+def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
+    """Have DistributedDataParallel leave tables alone. Called before it has sent anything."""
+    names = tensors_of_tables(model) - ddp.parameters_to_ignore
+    if not names or ddp.process_group.size() == 1:
+        return
+    ddp.parameters_to_ignore |= names
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ddp.parameters_to_ignore)
+    dense = [p for name, p in model.named_parameters() if name not in ddp.parameters_to_ignore]
+    if not any(parameter.requires_grad for parameter in dense):
+        raise RuntimeError(
+            f"{_first(model).name}: DistributedDataParallel has nothing to do for a model that is "
+            f"nothing but tables, which exchange gradients by themselves; use it unwrapped"
+        )
+    ddp._module_parameters = dense
+
+
+def _average_tables(averaged: AveragedModel) -> None:
+    """Have torch's SWA and EMA average tables that grow."""
+    update = functools.partial(_update_average, averaged)
+    averaged.update_parameters = update  # type: ignore[method-assign]
+
+
+def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
+    """`AveragedModel.update_parameters`, with the initial vectors of keys that are new to it.
+
+    Until it has a row, a key reads its initial vector; so that is what its average begins with.
+    """
+    of_average = list(tables_of(averaged.module).values())
+    if averaged.use_buffers:
+        raise ValueError(
+            f"{of_average[0].name}: AveragedModel(use_buffers=True) would average keys; leave it "
+            f"out, and average other buffers by torch.optim.swa_utils.update_bn"
+        )
+    for mine, theirs in zip(of_average, tables_of(model).values(), strict=True):
+        theirs._finish_insertion()
+        theirs._catch_up()
+        if mine.table is None or theirs.table is None:
+            continue
+        keys, known = theirs.table.keys(), mine.table.keys()
+        new = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
+        new[: len(known)] = keys[: len(known)] != known[: len(keys)].to(keys.device)
+        rows = new.nonzero().squeeze(1)
+        rows, keys = (tensor.to(mine.weight.device) for tensor in (rows, keys[rows]))
+        mine.initializer.write_(mine.weight.data, keys, rows, seed=int(mine.seed))
+    type(averaged).update_parameters(averaged, model)
+
+
+def _refuse_fsdp(fsdp: Any, model: torch.nn.Module) -> None:
+    for layer in tables_of(model).values():
+        if layer not in fsdp._ignored_modules and layer.weight not in fsdp._ignored_params:
+            raise RuntimeError(
+                f"{layer.name}: FullyShardedDataParallel would take the tables apart, which are "
+                f"sharded already; make the model again and wrap it with ignored_states=[the "
+                f"embedding layers]"
+            )
+
+
+def _first(model: torch.nn.Module) -> ShardedTable:
+    return next(iter(tables_of(model).values()))
+
+
+def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    if module is None:
+        return
+    if name == "module":
+        if isinstance(parent, DistributedDataParallel):
+            _spare_tables(parent, module)
+        elif isinstance(parent, AveragedModel) and tables_of(module):
+            _average_tables(parent)
+    elif name == "_fsdp_wrapped_module":
+        _refuse_fsdp(parent, module)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # Not imported here: it takes long, and few have it.
+    zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
+        return
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer.world_size > 1 and any(isinstance(p, EmbeddingWeight) for p in weights):
+        raise RuntimeError(
+            "sparsekit: ZeroRedundancyOptimizer would copy one rank's part of a table over all "
+            "others; give it the dense parameters only, and the tables an optimizer of their own: "
+            "see sparsekit.split_embedding_variable_from_others"
+        )
+
+
+register_module_module_registration_hook(_on_registration)
+register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,68 @@
+"""Loading of saved states: all of a module's entries are checked, then one call takes them over.
+
+Python handles signals between calls, so an interruption finds a module as it was or loaded.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_DEVICES = ("cpu", "cuda")
+
+
+def entries(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the named entries that a state has."""
+    return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+
+
+def entry(
+    module: str,
+    entries: Mapping[str, Any],
+    name: str,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | None],
+) -> torch.Tensor:
+    """One entry of a state, checked; None in shape is any size.
+
+    Raises:
+        TypeError: it is no tensor, or has another dtype.
+        ValueError: it is missing, has another shape, or has no values.
+    """
+    if name not in entries:
+        raise ValueError(
+            f"{module}: the state has no {name}, only {', '.join(entries)}; all entries are loaded "
+            f"together"
+        )
+    value = entries[name]
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{module}: {name} in the state must be a tensor, got {value!r:.80}")
+    if value.dtype not in dtypes:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{module}: {name} in the state must be {expected}, got {value.dtype}")
+    fits = value.dim() == len(shape) and all(
+        size in (None, own) for size, own in zip(shape, value.shape, strict=True)
+    )
+    if not fits:
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"{module}: {name} in the state must have shape [{expected}], got {list(value.shape)}"
+        )
+    if value.layout != torch.strided or value.device.type not in _DEVICES:
+        raise ValueError(
+            f"{module}: {name} in the state must be a dense tensor on {' or '.join(_DEVICES)}, got "
+            f"{value.layout} on {value.device}"
+        )
+    return value.detach()
+
+
+def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first: all of them, in one call."""
+    with torch.no_grad():
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(targets, sources)
+
+
+def replace_all(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Update the first dict of each pair by the second: all of them, in one call."""
+    tuple(map(dict.update, *zip(*pairs, strict=True)))

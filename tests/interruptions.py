@@ -1,0 +1,50 @@
+"""Exceptions at a chosen moment, as a signal handler would raise them."""
+
+import os
+import sys
+
+import torch
+
+import sparsekit
+
+PACKAGE = os.path.dirname(sparsekit.__file__)
+
+
+class Interrupted(BaseException):
+    """Stands for KeyboardInterrupt, which pytest takes as its own."""
+
+
+def interrupt(call, moment):
+    """Call, and raise Interrupted at the moment-th bytecode of sparsekit's code that is run.
+
+    Python runs signal handlers between bytecodes, so this reaches every place that a signal can.
+
+    Returns:
+        None if the call was interrupted, else how many bytecodes there were.
+    """
+    seen = 0
+
+    def at_bytecode(frame, event, arg):
+        nonlocal seen
+        if event == "opcode":
+            seen += 1
+            if seen == moment:
+                raise Interrupted
+        return at_bytecode
+
+    def at_call(frame, event, arg):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        return at_bytecode
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        call()
+    except Interrupted:
+        torch.set_grad_enabled(True)  # torch.no_grad() itself is not safe
+        return None
+    finally:
+        sys.settrace(before)
+    return seen

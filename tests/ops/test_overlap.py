@@ -1,0 +1,160 @@
+"""What an op writes to must not lie in another argument; calls like these hung or crashed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparsekit
+
+from .optimizer_rules import CASES as RULES
+
+# Each call has an argument that is part of another one. In a process of its own, since what is not
+# refused may never return.
+CALLS = f"""
+import torch
+from sparsekit import HashTable, ops
+ADAM, MOMENTUM = {RULES["lazy adam"][:2]}, {RULES["momentum"][:2]}
+keys, numbers = torch.arange(20), torch.zeros(3, 2, dtype=torch.float64)
+step, two = torch.tensor([1]), torch.arange(2)
+
+
+def insert(**changed):
+    table = HashTable(100)
+    table.find_or_insert(torch.arange(50, 60))
+    arguments = dict(buckets=table.buckets, hash_seed=table.hash_seed, size=table.size, keys=keys)
+    b = table.buckets
+    arguments |= {{name: view(b, table.size) for name, view in changed.items()}}
+    ops.hash_table_find_or_insert_(*arguments.values(), 100)
+
+
+def init(out=None, keys=two, rows=None, status=None):
+    ops.init_rows_(torch.zeros(4, 4) if out is None else out, keys, rows, status)
+
+
+def update(weight, states, rows=two, grad=None, row_step=None, step=step, number=None):
+    grad = torch.zeros(2, weight.shape[1]) if grad is None else grad
+    arguments = weight, states, row_step, rows, grad, step, *ADAM
+    torch.ops.sparsekit.update_rows_(*arguments, num_grads=number)
+
+
+def catch_up(weight, states, row_step, rows=None, numbers=numbers):
+    ops.catch_up_rows_(weight, states, row_step, rows, numbers, 1, *MOMENTUM)
+
+
+whole, numbered = torch.zeros(8, 4), torch.zeros(8, 4, dtype=torch.int64)
+floats = numbered.view(torch.float32)  # [8, 8] over the same memory
+s = torch.zeros(8, 4), torch.zeros(8, 4)
+wide = [torch.zeros(8, 8), torch.zeros(8, 8)]
+"""
+
+CASES = [
+    ("insert(size=lambda b, s: b[3, :1])", "size", "buckets"),
+    ("insert(size=lambda b, s: b[-1, -1:])", "size", "buckets"),
+    ("insert(keys=lambda b, s: b.view(-1)[8:40])", "keys", "buckets"),
+    ("insert(keys=lambda b, s: b.view(-1)[::9])", "keys", "buckets"),
+    ("insert(keys=lambda b, s: b.view(torch.int32).view(-1)[-1:])", "keys", "buckets"),
+    ("insert(keys=lambda b, s: s)", "keys", "size"),
+    ("insert(hash_seed=lambda b, s: s)", "hash_seed", "size"),
+    ("insert(hash_seed=lambda b, s: b[0, :1])", "hash_seed", "buckets"),
+    ("init(out=floats, keys=numbered[0, :2], rows=two)", "keys", "out"),
+    ("init(out=floats, rows=numbered[3, 1:3])", "rows", "out"),
+    ("init(out=floats, rows=two, status=numbered[7, 3:])", "status", "out"),
+    ("update(floats, [torch.zeros(8, 8)] * 2)", "states[1]", "states[0]"),
+    ("update(whole, [whole, s[0]])", "states[0]", "weight"),
+    ("update(whole, s, grad=s[0][:2])", "grad", "states[0]"),
+    ("update(whole, s, grad=whole[6:])", "grad", "weight"),
+    ("update(floats, wide, rows=numbered[0, :2])", "rows", "weight"),
+    ("update(floats, wide, step=numbered.fill_(1)[5, 1:2])", "step", "weight"),
+    ("update(floats, wide, number=numbered.fill_(1)[5, 1:2])", "num_grads", "weight"),
+    ("update(whole, s, row_step=s[1].view(torch.int32).view(-1)[:8])", "row_step", "states[1]"),
+    ("update(whole, s, row_step=whole.view(torch.int32).view(-1)[-8:])", "row_step", "weight"),
+    # Neighbouring rows of states, but one column of each in both.
+    ("p = torch.zeros(8, 7); update(whole, [p[:, :4], p[:, 3:]])", "states[1]", "states[0]"),
+    ("p = torch.zeros(72); update(whole, [p[:64].view(8, 8)[:, :4], p[6:70].view(8, 8)[:, :4]])",
+     "states[1]", "states[0]"),
+    ("p = torch.zeros(72); update(whole, [p[8:].view(8, 8)[:, 4:], p[:64].view(8, 8)[:, 2:6]])",
+     "states[1]", "states[0]"),
+    ("catch_up(whole, [s[0]], whole.view(torch.int32).view(-1)[:8])", "row_step", "weight"),
+    ("catch_up(floats, [torch.zeros(8, 8)], torch.zeros(8).int(), rows=numbered[2, :3])",
+     "rows", "weight"),
+    ("t = torch.zeros(8, 8); catch_up(torch.zeros(8, 8), [t], torch.zeros(8).int(), "
+     "numbers=t.view(torch.float64).view(-1, 2)[:3])", "numbers", "states[0]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["cpu", "simt"])
+def test_overlaps_are_refused(engine):
+    """All calls in one process, which prints the errors."""
+    body = "".join(f"attempt({call!r})\n" for call, *_ in CASES)
+    mode = "" if engine == "cpu" else "import simt; simt.load(); simt.SimtMode().__enter__()\n"
+    program = f"""{CALLS}{mode}
+import signal, sys
+def attempt(call):
+    signal.alarm(60)
+    sys.stderr.write(call + chr(10))
+    try:
+        exec(call, globals())
+        print("went on")
+    except ValueError as error:
+        print(error)
+{body}"""
+    path = [str(Path(sparsekit.__file__).parents[1]), str(Path(__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    messages = done.stdout.splitlines()
+    assert len(messages) == len(CASES)
+    for message, (call, one, other) in zip(messages, CASES, strict=True):
+        assert f"_: {one} overlaps {other} in memory" in message, call
+
+
+def test_what_may_share_memory(engine):
+    """States side by side, numbers that are only read, and neighbours in one tensor."""
+    rule, settings, _ = RULES["lazy adam"]
+    space = torch.zeros(9, 3, 4)
+    weight, grad, step = torch.ones(9, 4), torch.ones(2, 4), torch.tensor([1])
+    for states in (
+        space.unbind(1)[:2],
+        space.unbind(1)[:0:-1],
+        [space.view(9, 12)[:, 1:5], space.view(9, 12)[:, 5:9]],
+        [space.view(9, 12)[:, 8:], space.view(9, 12)[:, :4]],
+        [space.view(-1)[:36].view(9, 4), space.view(-1)[36:72].view(9, 4)],
+    ):
+        space.zero_()
+        twin = weight.clone()
+        sparsekit.ops.update_rows_(
+            twin, states, None, torch.tensor([8, 0]), grad, step, rule, settings
+        )
+        assert (states[0][[0, 8]] != 0).all()
+        assert not states[0][1:8].any()
+        assert space.count_nonzero() == 2 * 2 * 4
+    numbers = torch.tensor([0, 3, 5, 6])
+    table = sparsekit.HashTable(10)
+    rows, _ = sparsekit.ops.hash_table_find_or_insert_(
+        table.buckets, numbers[1:2], numbers[:1], numbers[1:], 10
+    )
+    assert rows.tolist() == [0, 1, 2]
+    both = torch.zeros(4, 4)
+    sparsekit.ops.init_rows_(both[:2], numbers[1:3], numbers[:2] * 0 + torch.tensor([0, 1]))
+    assert both[:2].all()
+    assert not both[2:].any()
+
+
+def test_a_call_that_is_refused_changes_nothing(engine):
+    table = sparsekit.HashTable(100)
+    table.find_or_insert(torch.arange(50, 60))
+    before = table.buckets.clone()
+    with pytest.raises(ValueError, match="hash_table_find_or_insert_: keys overlaps buckets"):
+        sparsekit.ops.hash_table_find_or_insert_(
+            table.buckets, table.hash_seed, table.size, table.buckets.view(-1), 100
+        )
+    assert torch.equal(table.buckets, before)
+    assert len(table) == 10

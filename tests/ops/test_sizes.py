@@ -1,0 +1,149 @@
+"""Sizes beyond any memory: no op computes with them, loops over them or allocates by them.
+
+A tensor without elements may have any other size, and a number of rows is only a number, so nothing
+needs the memory that the sizes speak of.
+"""
+
+import re
+
+import pytest
+import torch
+
+from sparsekit import HashTable
+
+OPS = torch.ops.sparsekit
+HUGE = (2**40, 2**45, 2**61, 2**62, 2**63 - 1)
+
+
+def none(*shape, dtype=torch.float32):
+    """A tensor without elements, or one element that stands for all."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    return torch.zeros((1,) * len(shape), dtype=dtype).expand(shape)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def long(*shape):
+    return none(*shape, dtype=torch.int64)
+
+
+def update(h, rows):
+    return none(0, h), [none(0, h), none(0, h)], None, rows, none(0, h), ints(1), "adam", [0.0] * 6
+
+
+def catch_up(h):
+    steps, numbers = none(0, dtype=torch.int32), none(0, 2, dtype=torch.float64)
+    return none(0, h), [none(0, h), none(0, h)], steps, None, numbers, 1, "adam", [0.0] * 6
+
+
+# What each op is called with, by the huge size.
+CASES = {
+    "segment sum, wide": (OPS.unsorted_segment_sum, lambda h: (none(0, h), ints(), 0)),
+    "segment sum, wide rows": (OPS.unsorted_segment_sum, lambda h: (none(0, h), ints(), 3)),
+    "segment sum, many segments": (OPS.unsorted_segment_sum, lambda h: (none(0, 1), ints(), h)),
+    "segment sum, no columns": (OPS.unsorted_segment_sum, lambda h: (none(0, 0), ints(), h)),
+    "segment sum, both": (OPS.unsorted_segment_sum, lambda h: (none(1, 4), ints(0), h // 4)),
+    "segment sum, many rows": (OPS.unsorted_segment_sum, lambda h: (none(h, 0), long(h), 1)),
+    "gather, wide": (OPS.gather_rows, lambda h: (none(0, h), ints())),
+    "gather, no such row": (OPS.gather_rows, lambda h: (none(0, h), ints(-1, -1))),
+    "gather, many": (OPS.gather_rows, lambda h: (none(3, 0), long(h))),
+    "bag, wide": (OPS.embedding_bag, lambda h: (none(0, h), ints(), ints(0), 0)),
+    "bag, wide empty bags": (OPS.embedding_bag, lambda h: (none(0, h), ints(), ints(0, 0, 0), 1)),
+    "bag, no rows": (OPS.embedding_bag, lambda h: (none(0, h), ints(-1, -1), ints(0, 2), 2)),
+    "bag, many": (OPS.embedding_bag, lambda h: (none(3, 0), long(h), ints(0, 0), 0)),
+    "bag, many bags": (OPS.embedding_bag, lambda h: (none(3, 0), ints(), long(h), 0)),
+    "backward, wide": (
+        OPS.embedding_bag_backward,
+        lambda h: (none(0, h), ints(), ints(0), 0, None, 0),
+    ),
+    "backward, many rows": (
+        OPS.embedding_bag_backward,
+        lambda h: (none(0, 1), ints(), ints(0), 0, None, h),
+    ),
+    "backward, no columns": (
+        OPS.embedding_bag_backward,
+        lambda h: (none(1, 0), ints(0), ints(0, 1), 1, None, h),
+    ),
+    "backward of weights": (
+        OPS.embedding_bag_backward_sample_weights,
+        lambda h: (none(0, h), none(0, h), ints(), ints(0), 0, none(0)),
+    ),
+    "init, wide": (OPS.init_rows_, lambda h: (none(0, h), ints(), None, None, 0, 1, 0.0, 1.0)),
+    "init, many": (OPS.init_rows_, lambda h: (none(0, 0), long(h), None, None, 0, 1, 0.0, 1.0)),
+    "update, wide": (OPS.update_rows_, lambda h: update(h, ints())),
+    "update, all rows": (OPS.update_rows_, lambda h: update(h, None)),
+    "catch up, wide": (OPS.catch_up_rows_, catch_up),
+    "unique": (OPS.unique, lambda h: (long(h),)),
+    "unique_padded": (OPS.unique_padded, lambda h: (long(h), ints(0))),
+    "bucketize": (OPS.bucketize, lambda h: (long(h), 2)),
+    "find": (OPS.hash_table_find, lambda h: (HashTable(5).buckets, ints(3), long(h), ints(0))),
+    "insert": (
+        OPS.hash_table_find_or_insert_,
+        lambda h: (HashTable(5).buckets, ints(3), ints(0), long(h), 5, ints(0)),
+    ),
+    "insert, capacity": (
+        OPS.hash_table_find_or_insert_,
+        lambda h: (HashTable(5).buckets, ints(3), ints(0), ints(1), h),
+    ),
+    "find, no buckets": (OPS.hash_table_find, lambda h: (long(0, h), ints(3), ints(1))),
+    "keys": (OPS.hash_table_keys, lambda h: (HashTable(5).buckets, ints(3), ints(h))),
+    "clear": (OPS.hash_table_clear_, lambda h: (long(h, 0),)),
+}
+
+
+@pytest.mark.parametrize("huge", HUGE)
+@pytest.mark.parametrize("case", CASES)
+def test_huge_sizes(engine, case, huge):
+    """An error that names op and sizes or bytes, or a result where nothing is to be computed."""
+    op, arguments = CASES[case]
+    try:
+        arguments = arguments(huge)
+    except RuntimeError:
+        return  # torch itself has no such tensor
+    name = op._qualified_op_name.split("::")[1]
+    outcome, result = outcome_of(op, arguments)
+    if outcome is None:
+        tensors = [result] if isinstance(result, torch.Tensor) else result or ()
+        assert all(tensor.numel() == 0 for tensor in tensors)
+        assert huge <= 2**44
+    elif outcome.startswith("RuntimeError"):
+        assert huge < 2**44  # beyond, it is not even tried
+        assert " bytes" in outcome
+    else:
+        assert re.match(rf"ValueError: {name}: .*\d", outcome)
+
+
+def outcome_of(op, arguments):
+    """Type and message of the error that a call raises, or its result."""
+    try:
+        return None, op(*arguments)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}", None
+
+
+@pytest.mark.parametrize("sizes", [(2**22, 2**23), (2**31, 2**31), (2**62, 2), (2**32, 2**32)])
+def test_results_whose_bytes_overflow(engine, sizes):
+    """Each size is possible for its argument; their product is not."""
+    segments, dim = sizes
+    with pytest.raises(ValueError, match=r"unsorted_segment_sum: .* (shape \[|at most|must be in)"):
+        OPS.unsorted_segment_sum(none(0, dim), ints(), segments)
+    with pytest.raises(ValueError, match=r"embedding_bag_backward: .*( shape \[|at most|must be)"):
+        OPS.embedding_bag_backward(none(0, dim), ints(), ints(0), 0, None, segments)
+
+
+def test_the_message(engine):
+    most = "at most 2^44 elements are supported, and a size of 0 counts as 1"
+    with pytest.raises(ValueError, match="unsorted_segment_sum") as info:
+        OPS.unsorted_segment_sum(none(0, 2**61), ints(), 0)
+    assert str(info.value) == (
+        f"unsorted_segment_sum: data of shape [0, {2**61}] cannot be: {most}"
+    )
+    if engine == "cpu":
+        with pytest.raises(ValueError, match="unsorted_segment_sum") as info:
+            OPS.unsorted_segment_sum(none(0, 2**30), ints(), 2**30)
+        assert str(info.value) == (
+            f"unsorted_segment_sum: a result of shape [{2**30}, {2**30}] cannot be: {most}"
+        )

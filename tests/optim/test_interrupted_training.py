@@ -1,0 +1,229 @@
+"""Training that is interrupted at 500 random moments, against a twin that never is.
+
+What an interrupted step has completed shows in the sizes of the tables and in the numbers of steps
+of the parameters. The twin does just that, so everything must be equal to the bit: keys, vectors
+and states.
+"""
+
+import copy
+import functools
+import random
+import signal
+import threading
+
+import pytest
+import torch
+from conftest import same_bits
+from interruptions import Interrupted, interrupt
+
+import sparsekit
+from sparsekit import optim
+
+from .cases import make
+
+CASES = [
+    ("LazyAdam", False), ("LazyAdam", True), ("LazyAdam per row", False), ("Adam", False),
+    ("Adam", True), ("Adam sweep", False), ("SGD catch_up", False),
+    ("SGD nesterov catch_up", True), ("Adagrad", False), ("RowWiseAdagrad", True),
+]  # fmt: skip
+MOMENTS = 50  # of each case
+SIGNALS = 10  # besides, from another thread, some of which come too late
+
+
+class Side:
+    """Both kinds of layers, and their optimizer."""
+
+    def __init__(self, name, fused):
+        size = {"max_vocabulary_size_per_gpu": 1000, "dtype": torch.float64}
+        self.pooled = sparsekit.DistributedEmbedding(
+            "mean", embedding_vec_size=3, slot_num=1, max_nnz=2, name="pooled", **size
+        )
+        self.single = sparsekit.All2AllDenseEmbedding(
+            embedding_vec_size=2, slot_num=1, nnz_per_slot=1, dynamic_input=True, name="single",
+            **size,
+        )  # fmt: skip
+        self.model = torch.nn.ModuleList([self.pooled, self.single])
+        self.optimizer = make(name, list(self.model.parameters()))
+        if fused:
+            optim.fuse_in_backward(self.optimizer, self.model)
+
+    def step(self, keys, called=(True, True), updated=(True, True)):
+        """One step of training; the twin does without layers that the other has not got to."""
+        self.optimizer.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        inputs = keys.view(-1, 1, 2), keys
+        for layer, values, call, update in zip(self.model, inputs, called, updated, strict=True):
+            if call or update:
+                squares = ((layer(values) - 0.3) ** 2).sum()
+                loss = loss + squares if update else loss
+        if any(updated):
+            loss.backward()
+            self.optimizer.step()
+
+    def sizes(self):
+        return [len(layer.table) for layer in self.model]
+
+    def steps(self):
+        return [int(self.optimizer.state[p].get("step", 0)) for p in self.model.parameters()]
+
+    def read(self, keys):
+        self.model.eval()
+        with torch.no_grad():
+            found = self.pooled(keys.view(-1, 1, 2)), self.single(keys)
+        self.model.train()
+        return found
+
+    def settle(self):
+        """After an interruption: what a loop does that goes on with the next batch."""
+        torch.set_grad_enabled(True)  # torch.no_grad() itself is not safe
+        self.model.train()
+        self.optimizer.zero_grad()
+        self.optimizer.step()
+
+
+def check(one, other):
+    tables = [[layer.table.keys() for layer in side.model] for side in (one, other)]
+    for keys, expected in zip(*tables, strict=True):
+        assert keys.tolist() == expected.tolist()
+    keys = torch.cat([keys[: len(keys) // 2 * 2] for keys in tables[0]])
+    assert all(map(same_bits, one.read(keys), other.read(keys)))
+    for side in (one, other):
+        side.optimizer.state_dict()  # all rows catch up
+    for layer, twin in zip(one.model, other.model, strict=True):
+        rows = len(layer.table)
+        vectors, expected = layer.state_dict()["weight"], twin.state_dict()["weight"]
+        assert same_bits(vectors[:rows], expected[:rows])
+        state, expected = one.optimizer.state[layer.weight], other.optimizer.state[twin.weight]
+        if state.get("step", 0) == 0 and not expected:
+            continue  # made, but not used so far
+        assert set(state) == set(expected)
+        for name in set(state) - {"step"}:
+            assert same_bits(state[name][:rows], expected[name][:rows]), name
+        assert state["step"] == expected["step"]
+
+
+def interrupt_by_signal(call, seconds):
+    """Raise Interrupted from a signal handler; whether it was in time."""
+    armed = False
+
+    def handler(number, frame):
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupted
+
+    main = threading.get_ident()
+    timer = threading.Timer(seconds, lambda: signal.pthread_kill(main, signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        try:
+            timer.start()
+            armed = True
+            call()
+        finally:
+            armed = False
+    except Interrupted:
+        return True
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    return False
+
+
+def batch_of(rng, known):
+    """Keys that come again, so that rows are late, and now and then new ones."""
+    new = [rng.randrange(-(2**63), 2**63) for _ in range(rng.choice([0, 0, 1, 3]))]
+    known += new
+    return torch.tensor((new + rng.choices(known, k=6))[:6])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of signals in them
+@pytest.mark.parametrize(("name", "fused"), CASES)
+def test_interrupted_training_is_what_was_completed_of_it(name, fused):
+    rng = random.Random(f"{name} {fused}")
+    side, twin, known = Side(name, fused), Side(name, False), list(range(8))
+    lengths, interruptions, signals = {}, 0, 0
+    while interruptions < MOMENTS or signals < SIGNALS:
+        keys = batch_of(rng, known)
+        calls = {
+            "step": lambda keys=keys: side.step(keys),
+            "read": lambda keys=keys: side.read(keys),
+            "save": side.model.state_dict,
+            "save states": side.optimizer.state_dict,
+            "copy": lambda: copy.deepcopy((side.model, side.optimizer)),
+        }
+        action = rng.choice(["step"] * 9 + list(calls))
+        sizes, steps, ended = side.sizes(), side.steps(), True
+        if action not in lengths or rng.random() < 0.3:
+            lengths[action] = interrupt(calls[action], -1)
+        elif interruptions < MOMENTS:
+            ended = interrupt(calls[action], rng.randint(1, lengths[action] + 1))
+            interruptions += not ended
+        else:
+            ended = not interrupt_by_signal(calls[action], rng.uniform(0, 0.003))
+            signals += 1
+        inserted = [now > before for now, before in zip(side.sizes(), sizes, strict=True)]
+        updated = [now > before for now, before in zip(side.steps(), steps, strict=True)]
+        assert action != "step" or not ended or all(updated)
+        twin.step(keys, inserted, updated)
+        if not ended:
+            side.settle()
+            if rng.random() < 0.2:
+                check(side, twin)
+    check(side, twin)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD catch_up"])
+def test_interrupted_anywhere_while_all_rows_catch_up(name):
+    rng, known = random.Random(name), list(range(8))
+    side, twin = Side(name, False), Side(name, False)
+    catch_up = functools.partial(side.optimizer.catch_up, side.single.weight)
+    moment, ended = 0, None
+    while ended is None:
+        keys = batch_of(rng, known)
+        side.step(keys)
+        twin.step(keys)
+        twin.optimizer.catch_up(twin.single.weight)
+        if moment == 0:
+            moment = interrupt(catch_up, -1) // 2
+            continue  # the second half of the call, in which the rows are written
+        ended = interrupt(catch_up, moment := moment + 1)
+    check(side, twin)
+
+
+@pytest.mark.parametrize("name", ["LazyAdam per row", "Adam"])
+def test_an_interrupted_load_leaves_the_old_state_or_the_new_one(name):
+    side, other = Side(name, False), Side(name, False)
+    for keys in torch.arange(24).view(4, 6).unbind():
+        side.step(keys % 9)
+        other.step(keys % 7)
+    states = [copy.deepcopy(one.optimizer.state_dict()) for one in (side, other)]
+    moment, found, ended = 0, [], None
+    while ended is None:
+        side.optimizer.load_state_dict(states[0])
+        load = functools.partial(side.optimizer.load_state_dict, states[1])
+        ended = interrupt(load, moment := moment + 7)
+        now = side.optimizer.state_dict()["state"]
+        same = [
+            all(same_bits(now[i][k], saved["state"][i][k]) for i in now for k in now[i])
+            for saved in states
+        ]
+        assert sum(same) == 1
+        found.append(same[1])
+    assert found == sorted(found)
+    assert not found[0]
+    assert found[-1]
+
+
+def test_a_state_of_another_capacity_is_refused_by_parameter():
+    small = sparsekit.All2AllDenseEmbedding(9, 2, 1, 1, dynamic_input=True)
+    side, optimizer = Side("LazyAdam", False), make("LazyAdam", list(small.parameters()))
+    side.step(torch.arange(6))
+    small(torch.arange(6)).sum().backward()
+    optimizer.step()
+    state = side.optimizer.state_dict()
+    state["state"], state["param_groups"][0]["params"] = {0: state["state"][1]}, [0]
+    with pytest.raises(ValueError, match=r"got \(1000, 2\), for parameter 0 of shape \(9, 2\)"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state[small.weight]["step"] == 1

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Runs the op suite again on each CPU engine that this processor has, but for the one that pytest
+# runs it on anyway. Called by `make test`; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+engines=$("$python" - <<'END'
+from sparsekit import _load
+
+has = [name for name, needs in _load.ENGINES.items() if needs <= _load.processor_flags()]
+print(*({*has, "generic"} - {_load.instruction_set()}))
+END
+)
+for engine in $engines; do
+  ATEN_CPU_CAPABILITY=${engine/generic/default} "$python" -m pytest -q -n 2 --dist worksteal \
+    -p no:cacheprovider tests/ops -k "not simt and not cuda and not opcheck" "$@"
+done

@@ -1,0 +1,198 @@
+"""A step that is interrupted on one rank: no rank trains on parts of two steps, none hangs."""
+
+import itertools
+import os
+import pkgutil
+import random
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsekit
+from sparsekit.distributed import Exchange, exchange_of, world
+
+FOLDER = os.path.dirname(sparsekit.__file__)
+BROKEN = ("the exchange broke down before", "no answer from all other ranks")
+TOLD = ("A step was interrupted on one of them", *BROKEN)
+
+
+class Run:
+    """Steps of one layer on this rank, batch by batch."""
+
+    def __init__(self, way):
+        self.layer = sparsekit.DistributedEmbedding(
+            "sum", 5000, 2, 1, 2, name=way, strategy=way, gradient_reduction="sum"
+        )
+        self.batch = 0
+
+    def train(self):
+        """Batch n has the keys 2n and 2n + 1 on every rank, so each rank learns of one of them."""
+        number, self.batch = self.batch, self.batch + 1
+        self.layer.weight.grad = None
+        self.layer(torch.tensor([[[2 * number, 2 * number + 1]]])).sum().backward()
+
+    def step(self):
+        self.train()
+        grad = self.layer.weight.grad
+        keys = self.layer.table.keys()[grad._indices()[0]]
+        assert keys.tolist() == [2 * (self.batch - 1) + dist.get_rank()]
+        assert (grad._values() == dist.get_world_size()).all()
+
+    def skip(self):
+        """On to a batch that all ranks know of, as after loading a checkpoint."""
+        self.batch = (self.batch // 10 + 1) * 10
+
+
+def of_all_ranks(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def replace_exchange(layer):
+    """A working exchange in place of a broken one, which spares starting the ranks again."""
+    ((key, _),) = [item for item in world._exchanges.items() if item[1] is layer.exchange]
+    _, device, backend, timeout = key
+    group = dist.new_group(timeout=timeout)
+    transport = world.make_transport(backend, group, device, timeout)
+    world._exchanges[key] = Exchange(group, device, transport)
+
+
+def trial(rank, way, interruption):
+    """Interrupt a step on rank 1, which goes on as if nothing had been; what was each rank told?"""
+    run = Run(way)
+    run.step()
+    told, interrupted = "", False
+    for attempt in range(3):
+        try:
+            if rank == 1 and attempt == 0:
+                with interruption:
+                    run.train()
+            else:
+                run.step()
+        except KeyboardInterrupt:
+            interrupted = True
+        except RuntimeError as error:
+            told = str(error)
+            break
+    everyone = of_all_ranks(told)
+    assert all(everyone) or not any(everyone), everyone
+    if told:
+        assert any(text in told for text in TOLD), told
+    if any(text in other for other in everyone for text in BROKEN):
+        replace_exchange(run.layer)
+    run.skip()
+    for _ in range(2):
+        run.step()
+    return interrupted, told
+
+
+class InCall:
+    """Interrupts a function of sparsekit the number-th time that it is called."""
+
+    def __init__(self, name, number):
+        self.name, self.number = f"sparsekit.{name}", number
+
+    def __enter__(self):
+        function, calls = pkgutil.resolve_name(self.name), itertools.count(1)
+        self.patch = pytest.MonkeyPatch()
+
+        def call(*arguments, **keywords):
+            if next(calls) == self.number:
+                raise KeyboardInterrupt
+            return function(*arguments, **keywords)
+
+        self.patch.setattr(self.name, call)
+
+    def __exit__(self, *_):
+        self.patch.undo()
+
+
+class AtLine:
+    """Interrupts at the line of this number of all that sparsekit runs once a lookup is counted.
+
+    An interruption before that is as one in the model: ranks cannot know of it.
+    """
+
+    def __init__(self, number):
+        self.number = number
+
+    def __enter__(self):
+        self.exchange = exchange_of(None, torch.device("cpu"))
+        self.begin = self.exchange.lookups
+        self.lines = 0
+        sys.settrace(self._of_call)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _of_call(self, frame, event, argument):
+        return self._of_line if frame.f_code.co_filename.startswith(FOLDER) else None
+
+    def _of_line(self, frame, event, argument):
+        if event == "line" and self.exchange.lookups > self.begin:
+            self.lines += 1
+            if self.lines == self.number:
+                raise KeyboardInterrupt
+        return self._of_line
+
+
+def in_call(rank, way, *arguments):
+    return trial(rank, way, InCall(*arguments))
+
+
+# Before and after each of the three exchanges of a step.
+COUNTED = [
+    *(("all_to_all", "nn.lookup.pack", number) for number in (1, 2, 3)),
+    *(("all_to_all", "nn.lookup.unpack", number) for number in (1, 2, 3)),
+    *(
+        ("reduce_scatter", f"nn.partial.{name}", 1)
+        for name in ("_pool_all", "_partial_sums", "_gradient")
+    ),
+]
+# Between a header and the end of what it has announced, where the others wait already.
+ANNOUNCED = [
+    *(("all_to_all", "distributed.Exchange.begin_all_to_all", number) for number in (1, 2, 3)),
+    *(("all_to_all", "distributed.transport.dist.all_to_all_single", n) for n in (1, 2, 5, 6)),
+    ("reduce_scatter", "nn.lookup.payload", 1),
+]
+
+
+@pytest.mark.parametrize(("way", "name", "number"), COUNTED)
+def test_a_step_is_interrupted_on_one_rank(two_ranks, way, name, number):
+    for rank, (interrupted, told) in enumerate(two_ranks(in_call, way, name, number)):
+        assert interrupted == (rank == 1)
+        assert TOLD[0] in told
+
+
+@pytest.mark.parametrize(("way", "name", "number"), ANNOUNCED)
+def test_what_a_header_announces_is_interrupted(two_ranks, way, name, number):
+    for rank, (interrupted, told) in enumerate(two_ranks(in_call, way, name, number)):
+        assert interrupted == (rank == 1)
+        assert any(text in told for text in BROKEN)
+        assert "timed out" not in told.lower()  # the others need not wait for it
+
+
+def at_lines(rank, way, seed, trials):
+    run = Run(way)
+    run.step()
+    with AtLine(0) as line:
+        run.train()
+    generator = random.Random(seed)
+    numbers = generator.sample(range(1, line.lines + 1), trials)
+    outcomes = []
+    for number in of_all_ranks(numbers)[1]:  # ranks have different lines
+        outcomes.append((number, line.lines, *trial(rank, way, AtLine(number))))
+    return outcomes
+
+
+@pytest.mark.parametrize("way", ["all_to_all", "reduce_scatter"])
+def test_a_step_is_interrupted_at_random_lines(two_ranks, way):
+    outcomes = two_ranks(at_lines, way, 1, 25)[1]
+    for number, lines, interrupted, told in outcomes:
+        assert interrupted
+        # In the last lines, a hook of the gradient, nothing is left to be done.
+        assert told or number > lines - 10

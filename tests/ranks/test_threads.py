@@ -1,0 +1,93 @@
+"""Threads of one rank take turns with the exchange."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import sparsekit
+
+WAYS = ("all_to_all", "reduce_scatter")
+
+
+def made(name, way):
+    layer = sparsekit.DistributedEmbedding("sum", 90, 3, 1, 2, name=name, strategy=way, seed=1)
+    layer(keys(0))
+    return layer
+
+
+def keys(begin):
+    return torch.arange(begin, begin + 12).view(-1, 1, 2)
+
+
+def in_turns(rank, exchange, first, second):
+    """Call both; on rank 0 the second thread may begin once the first has sent a header."""
+    if rank == 1:
+        first()
+        second()
+        return
+    sent, errors = threading.Event(), []
+    begin = exchange.transport.begin_all_to_all
+
+    def pause_after_first(*arguments):
+        begun = begin(*arguments)
+        if not sent.is_set():
+            sent.set()
+            time.sleep(0.3)  # in which the other thread could come between
+        return begun
+
+    def run(function):
+        try:
+            if function is second:
+                sent.wait()
+            function()
+        except Exception as error:
+            sent.set()
+            errors.append(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange.transport, "begin_all_to_all", pause_after_first)
+        threads = [threading.Thread(target=run, args=(call,)) for call in (first, second)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+
+
+def evaluations(rank, way):
+    layer = made("t", way)
+    layer.eval()
+    expected = [layer(keys(begin)) for begin in (0, 30)]
+    found = [None, None]
+
+    def look_up(i):
+        found[i] = layer(keys(30 * i))
+
+    in_turns(rank, layer.exchange, lambda: look_up(0), lambda: look_up(1))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_threads_in_evaluation(two_ranks, way):
+    two_ranks(evaluations, way)
+
+
+def backwards(rank, way):
+    layers = [made(name, way) for name in ("a", "b")]
+    losses = [layer(keys(6 * i)).square().sum() for i, layer in enumerate(layers)]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+    expected = [layer.weight.grad for layer in layers]
+    for layer in layers:
+        layer.weight.grad = None
+    in_turns(rank, layers[0].exchange, losses[0].backward, losses[1].backward)
+    for layer, grad in zip(layers, expected, strict=True):
+        assert torch.equal(layer.weight.grad.to_dense(), grad.to_dense())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_threads_in_backward(two_ranks, way):
+    two_ranks(backwards, way)

@@ -1,0 +1,199 @@
+"""Tools of torch that take parameters for replicated ones leave tables alone, or are refused."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import sparsekit
+
+
+def model(**keywords):
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="table", **keywords)
+    return torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(3, 1))
+
+
+def keys(*numbers):
+    return torch.tensor(numbers).view(-1, 1, 1)
+
+
+def wrapped_as_it_is(rank, use_hashtable):
+    torch.manual_seed(rank)
+    made = model(use_hashtable=use_hashtable)
+    layer = made[0]
+    numbers = keys(2, 3, 8, 9)
+    before = layer(numbers).detach()
+    wrapped = DistributedDataParallel(torch.nn.ModuleDict({"inner": made})["inner"])
+    assert torch.equal(layer(numbers), before)
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for _ in range(2):
+        wrapped(numbers).square().sum().backward()
+        optimizer.step()
+    layer.eval()
+    assert torch.equal(layer(numbers), layer(numbers))
+    assert not torch.equal(layer(numbers), before)
+    heads = [None] * 2
+    dist.all_gather_object(heads, made[2].weight)
+    assert torch.equal(*heads)
+    return layer(numbers).detach(), layer.weight.detach()[:4]
+
+
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_plain_ddp_leaves_tables_alone(two_ranks, use_hashtable):
+    (vectors, rows), (same_vectors, other_rows) = two_ranks(wrapped_as_it_is, use_hashtable)
+    assert torch.equal(vectors, same_vectors)
+    assert not torch.equal(rows, other_rows)
+
+
+def nothing_but_a_table(rank):
+    with pytest.raises(RuntimeError, match="table: DistributedDataParallel has nothing to do"):
+        DistributedDataParallel(model()[:1])
+
+
+def test_ddp_of_a_table_alone(two_ranks):
+    two_ranks(nothing_but_a_table)
+
+
+def overwritten(rank):
+    made = model()
+    made(keys(2, 3))
+    for tensor in made.state_dict(keep_vars=True).values():
+        dist.broadcast(tensor.data, 0)
+    with pytest.raises(RuntimeError, match=r"holds the table of rank 0 of 2.*wrap_ddp") as caught:
+        made.eval()(keys(2, 3))
+    assert ("on rank 1: " in str(caught.value)) == (rank == 0)
+
+
+def test_a_table_that_another_has_overwritten(two_ranks):
+    two_ranks(overwritten)
+
+
+def redundancy(rank):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch's own code
+
+    made = model()
+    made(keys(2, 3)).sum().backward()
+    rows = made[0].weight.detach().clone()
+    optimizer = ZeroRedundancyOptimizer(made.parameters(), torch.optim.SGD, lr=0.0)
+    with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer would copy"):
+        optimizer.step()
+    assert torch.equal(made[0].weight, rows)
+    tables, dense = sparsekit.split_embedding_variable_from_others(made)
+    for optimizer in (
+        ZeroRedundancyOptimizer(dense, torch.optim.SGD, lr=0.1),
+        sparsekit.optim.SGD(tables, lr=0.1),
+    ):
+        optimizer.step()
+    assert not torch.equal(made[0].weight, rows)
+
+
+def test_zero_redundancy_optimizer_is_refused(two_ranks):
+    two_ranks(redundancy)
+
+
+def fully_sharded(rank):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    made, mesh = model(), init_device_mesh("cpu", (2,))
+    rows = made[0](keys(2, 3)).detach()
+    with pytest.raises(RuntimeError, match="table: fully_shard would take the table apart"):
+        fully_shard(made, mesh=mesh)
+    assert torch.equal(made[0](keys(2, 3)), rows)
+    made = model()
+    fully_shard(made, mesh=mesh, ignored_params={made[0].weight})
+    assert torch.equal(made[0](keys(2, 3)), rows)
+    with pytest.raises(RuntimeError, match="table: FullyShardedDataParallel would take"):
+        FullyShardedDataParallel(model(), device_id=torch.device("cpu"))
+    made = model()
+    FullyShardedDataParallel(made, device_id=torch.device("cpu"), ignored_states=[made[0]])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fully_sharded_data_parallel_is_refused(two_ranks):
+    two_ranks(fully_sharded)
+
+
+def checkpoint(rank, folder):
+    made = model()
+    made(keys(2, 3, 4, 5))
+    states = [{"model": made.state_dict()}, copy.deepcopy(made.state_dict())]
+    for state in states:
+        with pytest.raises(BaseException, match=r"table: torch.distributed.checkpoint would keep"):
+            dcp.save(state, checkpoint_id=f"{folder}/dcp")
+
+    # The way out.
+    torch.save(made.state_dict(), f"{folder}/{rank}.pt")
+    for assign in (False, True):
+        loaded = model(seed=7)
+        state = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+        assert type(state["0.shard"]) is torch.Tensor
+        loaded.load_state_dict(state, assign=assign)
+        assert torch.equal(loaded(keys(2, 3, 4, 5)), made(keys(2, 3, 4, 5)))
+        loaded.load_state_dict(made.state_dict(), assign=assign)
+        copy.deepcopy(loaded)
+    state = torch.load(f"{folder}/0.pt", weights_only=True)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"rank 0 of 2.*each rank saves its own"):
+            made.load_state_dict(state)
+
+
+def test_a_checkpoint_of_one_rank_is_refused(two_ranks, tmp_path):
+    two_ranks(checkpoint, str(tmp_path))
+
+
+def average(rank, use_hashtable, lazy):
+    """The average of a vector is that of what was looked up after each step, row or no row."""
+    made = model(use_hashtable=use_hashtable)
+    averaged = AveragedModel(made)
+    kind = sparsekit.optim.Adam if lazy else sparsekit.optim.SGD
+    optimizer = kind(made[:1].parameters(), lr=0.1)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        made[0](keys(2 * step, 2 * step + 1)).square().sum().backward()  # others wait
+        optimizer.step()
+        averaged.update_parameters(made)
+        seen.append(made[0].eval()(keys(*range(9))).detach())
+        made.train()
+    found = copy.deepcopy(averaged).eval().module[0](keys(*range(9)))
+    torch.testing.assert_close(found, torch.stack(seen).mean(0))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_averaged_model(two_ranks, use_hashtable, lazy):
+    average(0, use_hashtable, lazy)
+    two_ranks(average, use_hashtable, lazy)
+
+
+def test_an_average_of_other_rows():
+    """A row has the key that it has in the model, although the average has learned another."""
+    made = model()
+    averaged = AveragedModel(made)
+    made[0](keys(1))
+    averaged.update_parameters(made)
+    averaged.module[0](keys(5, 6))
+    expected = made[0](keys(1, 2, 3))
+    averaged.update_parameters(made)
+    assert torch.equal(averaged.module[0](keys(1, 2, 3)), expected)
+
+
+def test_an_average_of_buffers_is_refused():
+    made = model()
+    averaged = AveragedModel(made, use_buffers=True)
+    with pytest.raises(ValueError, match=r"table: AveragedModel.use_buffers=True. would average"):
+        averaged.update_parameters(made)
+
+
+def test_an_averaged_model_is_saved_whole():
+    averaged = AveragedModel(model())
+    file = io.BytesIO()
+    torch.save(averaged, file)
+    file.seek(0)
+    torch.load(file, weights_only=False).update_parameters(model())
