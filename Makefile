@@ -26,7 +26,7 @@ SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test sanitize fuzz lint format wheel check-wheel bench cuda-report cuda-sass build clean distclean help
+.PHONY: demo test sanitize fuzz lint format wheel check-wheel bench cuda-report cuda-sass cuda-counts build clean distclean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -80,6 +80,9 @@ cuda-report: build ## registers, spills and shared memory of the CUDA kernels of
 
 cuda-sass: build ## their loads, stores and atomics in sm_90 machine code
 	$(BIN)/python -m tools.cuda_sass
+
+cuda-counts: build ## count launches, waits and bytes of a step, for docs/gpu-status.md
+	$(BIN)/python -m tools.cuda_counts --write
 
 build: $(BUILT) ## compile what has changed
 

@@ -39,3 +39,22 @@ def test_missing_synchronisation_gives_wrong_results(outcome, case):
 def test_broken_rules_are_errors(outcome, case, message):
     assert outcome[case].startswith("simt: kernel: ")
     assert message in outcome[case]
+
+
+# Of 64 threads: 4 bytes of their own and 4 of all read, 8 written, and an atomic on 4. What a
+# launch moves is sectors of 32 bytes.
+KERNEL = "64 atomics, 1536 accessed, 320 read, 544 written"
+
+
+@pytest.mark.parametrize(
+    ("case", "counts"),
+    [
+        ("counts of counted 0", KERNEL),
+        ("counts of counted 1", KERNEL),
+        ("counts of memset 2", "0 atomics, 512 accessed, 0 read, 512 written"),
+        ("counts when off", "0 records"),
+        ("counts when on again", "0 records"),
+    ],
+)
+def test_counts_are_those_of_the_kernel(outcome, case, counts):
+    assert outcome[case] == counts

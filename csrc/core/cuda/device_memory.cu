@@ -63,9 +63,12 @@ bool is_capturing(void*) {
 
 void read_back(const Piece* pieces, int count, void*) {
   ++waits;
+  int64_t bytes = 0;
   for (int i = 0; i < count; ++i) {
     std::memcpy(pieces[i].host, pieces[i].device, static_cast<size_t>(pieces[i].bytes));
+    bytes += pieces[i].bytes;
   }
+  simt::host::note(simt::host::Request::kReadBack, "read back", bytes, 0);
 }
 #endif
 

@@ -61,16 +61,19 @@ int64_t sort_workspace_bytes(int64_t) {
 }
 
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void*, void*) {
+  if (n == 0) return;
   int32_t sum = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int32_t value = in[i];
     out[i] = sum;
     sum += value;
   }
+  simt::host::note(simt::host::Request::kLibrary, "scan", 4 * n, 4 * n);
 }
 
 void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
                 int32_t* sorted_values, int64_t n, int bits, void*, void*) {
+  if (n == 0) return;
   const auto low = [=](int64_t i) { return keys[i] & ((uint64_t{1} << bits) - 1); };
   std::vector<int64_t> order(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) order[static_cast<size_t>(i)] = i;
@@ -80,6 +83,9 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
     sorted_keys[i] = keys[order[static_cast<size_t>(i)]];
     sorted_values[i] = values[order[static_cast<size_t>(i)]];
   }
+  // CUB reads the keys once to count digits of 8 bits, and moves the pairs once for each digit.
+  const int64_t digits = (bits + 7) / 8;
+  simt::host::note(simt::host::Request::kLibrary, "sort", n * (4 + 8 * digits), n * 8 * digits);
 }
 
 #endif

@@ -7,10 +7,11 @@
 #if defined(__x86_64__)
 // Saves the callee-saved registers on the stack, the stack pointer in *save, and goes on with the
 // stack whose pointer is `load`.
+// Weak, since several files include this.
 extern "C" void sparsekit_simt_switch(void** save, void* load);
 asm(R"(
 .text
-.globl sparsekit_simt_switch
+.weak sparsekit_simt_switch
 .hidden sparsekit_simt_switch
 .type sparsekit_simt_switch, @function
 sparsekit_simt_switch:

@@ -29,10 +29,18 @@ struct Position {
 };
 
 enum class Collective { kShuffle, kBallot, kMatch, kSync };
+enum class Access { kRead, kWrite, kAtomic };
+// What the host asks of the device: a kernel, a memset, what a library does (any number of
+// kernels), or to wait for words from it.
+enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
 // Lets other fibers of this OS thread run, sometimes.
 void maybe_switch();
+// Counts a thread's access to device memory, and what the host asks of the device with the bytes
+// that this moves. Both do nothing unless the thread that launches wants it (counts.h).
+void saw(Access access, const void* address, int64_t bytes);
+void note(Request request, const char* name, int64_t read, int64_t written);
 void wait_for_block();
 // Waits for all lanes of the warp and fills `values` with what each brought.
 void gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]);
@@ -116,10 +124,12 @@ inline int lowest_bit(uint32_t mask) {
   return __builtin_ctz(mask);
 }
 
+namespace host {
+
 // The value at `address` becomes change(value), in one step.
 template <class T, class Change>
-T atomic_change(T* address, const Change& change) {
-  host::maybe_switch();
+T exchange(T* address, const Change& change) {
+  maybe_switch();
   T seen, wanted;
   __atomic_load(address, &seen, __ATOMIC_RELAXED);
   do {
@@ -127,6 +137,14 @@ T atomic_change(T* address, const Change& change) {
   } while (!__atomic_compare_exchange(address, &seen, &wanted, true, __ATOMIC_RELAXED,
                                       __ATOMIC_RELAXED));
   return seen;
+}
+
+}  // namespace host
+
+template <class T, class Change>
+T atomic_change(T* address, const Change& change) {
+  host::saw(host::Access::kAtomic, address, sizeof(T));
+  return host::exchange(address, change);
 }
 template <class T>
 T atomic_add(T* address, T value) {
@@ -141,6 +159,7 @@ inline uint32_t atomic_or(uint32_t* address, uint32_t value) {
 }
 template <class T>
 T atomic_cas(T* address, T expected, T desired) {
+  host::saw(host::Access::kAtomic, address, sizeof(T));
   host::maybe_switch();
   __atomic_compare_exchange(address, &expected, &desired, false, __ATOMIC_RELAXED,
                             __ATOMIC_RELAXED);
@@ -148,6 +167,7 @@ T atomic_cas(T* address, T expected, T desired) {
 }
 template <class T>
 T load(const T* address) {
+  host::saw(host::Access::kRead, address, sizeof(T));
   T value;
   __atomic_load(address, &value, __ATOMIC_RELAXED);
   host::maybe_switch();
@@ -155,12 +175,16 @@ T load(const T* address) {
 }
 template <class T>
 void store(T* address, T value) {
+  host::saw(host::Access::kWrite, address, sizeof(T));
   host::maybe_switch();
   __atomic_store(address, &value, __ATOMIC_RELAXED);
 }
 template <int N>
 void reduce_add(float* address, const Vec<float, N>& value) {
-  for (int i = 0; i < N; ++i) atomic_add(address + i, value.at[i]);
+  host::saw(host::Access::kAtomic, address, sizeof value);  // one, as on sm_90
+  for (int i = 0; i < N; ++i) {
+    host::exchange(address + i, [&](float seen) { return seen + value.at[i]; });
+  }
 }
 
 template <class... Parameters, class... Arguments>
@@ -172,7 +196,9 @@ void launch(const char* name, void (*kernel)(Parameters...), const Grid& grid, v
 }
 
 inline void fill_bytes(void* memory, int byte, int64_t bytes, void*) {
-  if (bytes > 0) std::memset(memory, byte, bytes);
+  if (bytes <= 0) return;
+  std::memset(memory, byte, bytes);
+  host::note(host::Request::kMemset, "memset", 0, bytes);
 }
 
 }  // namespace sparsekit::simt

@@ -5,6 +5,10 @@
 #include <vector>
 
 #include "cuda/simt.cuh"
+#include "simt/counts.h"
+
+extern "C" void sparsekit_simt_count(int on);
+extern "C" const void* sparsekit_simt_records(int64_t* count);
 
 namespace {
 
@@ -63,6 +67,55 @@ SPARSEKIT_KERNEL collectives_differ_kernel() {
   }
 }
 
+struct Factors {
+  int64_t by[3];
+};
+
+// Each thread reads an item and a factor that is the same for all, writes a product, and counts
+// itself. Parameters, the stack and shared memory are no device memory.
+SPARSEKIT_KERNEL counted_kernel(Factors factors, const int* items, const int* factor,
+                                int64_t* products, int32_t* threads) {
+  volatile int64_t on_stack[2] = {factors.by[0], *factor};
+  auto* in_block = shared<int64_t>();
+  if (thread() == 0) in_block[0] = factors.by[2];
+  barrier();
+  products[thread()] = items[thread()] * on_stack[0] * on_stack[1] * in_block[0];
+  atomic_add(threads, 1);
+  if (thread() == 0) atomic_add(&in_block[0], int64_t{1});
+}
+
+void print_counts() {
+  alignas(32) static int items[64], factor[8];
+  alignas(32) static int64_t products[64];
+  alignas(32) static int32_t threads[8];
+  const auto run = [] {
+    Grid grid{1, 64};
+    grid.shared_bytes = sizeof(int64_t);
+    launch("counted", counted_kernel, grid, nullptr, Factors{{1, 2, 3}}, &items[0], &factor[0],
+           &products[0], &threads[0]);
+  };
+  sparsekit_simt_count(1);
+  for (int i = 0; i < 2; ++i) run();
+  fill_bytes(products, 0, sizeof products, nullptr);
+  int64_t number = 0;
+  const auto* records = static_cast<const host::Record*>(sparsekit_simt_records(&number));
+  for (int64_t i = 0; i < number; ++i) {
+    const host::Record& record = records[i];
+    std::printf("counts of %s %d: %d atomics, %d accessed, %d read, %d written\n", record.name,
+                static_cast<int>(i), static_cast<int>(record.atomics),
+                static_cast<int>(record.accessed), static_cast<int>(record.read),
+                static_cast<int>(record.written));
+  }
+  sparsekit_simt_count(0);
+  run();
+  sparsekit_simt_records(&number);
+  std::printf("counts when off: %d records\n", static_cast<int>(number));
+  sparsekit_simt_count(1);
+  sparsekit_simt_records(&number);
+  std::printf("counts when on again: %d records\n", static_cast<int>(number));
+  sparsekit_simt_count(0);
+}
+
 int wrong_sums(bool with_barrier) {
   const std::vector<int> items(kItems, 1);
   Grid grid = grid_for(kItems);
@@ -110,6 +163,7 @@ int main() {
   std::printf("warps part at a barrier: %s\n", error_of(warps_part_at_barrier_kernel, grid));
   std::printf("collectives differ: %s\n", error_of(collectives_differ_kernel, grid));
   std::printf("no such grid: %s\n", error_of(lane_misses_vote_kernel, Grid{1, 48}));
+  print_counts();
   // Threads that a broken kernel has left behind must not disturb the next.
   std::printf("sum again: %d wrong\n", wrong_sums(true));
 }

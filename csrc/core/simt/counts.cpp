@@ -1,0 +1,102 @@
+#include "simt/counts.h"
+
+#include <pthread.h>
+
+#include <memory>
+#include <vector>
+
+namespace sparsekit::simt::host {
+namespace {
+
+// Per thread, as launches are synchronous: threads that count do not see each other's.
+thread_local std::unique_ptr<std::vector<Record>> records;
+
+}  // namespace
+
+alignas(64) std::atomic<int> counted_launches{0};
+bool sees_plain_accesses = false;
+
+void Traffic::access(Access access, uintptr_t at, int64_t bytes) {
+  atomics_ += access == Access::kAtomic;
+  accessed_ += access == Access::kAtomic ? 2 * bytes : bytes;
+  if (bytes <= 0) return;
+  const uintptr_t last_sector = (at + static_cast<uintptr_t>(bytes) - 1) / kSectorBytes;
+  for (uintptr_t sector = at / kSectorBytes; sector <= last_sector; ++sector) {
+    const uintptr_t number = sector / kPageSectors;
+    if (last_ == nullptr || number != last_number_) {
+      last_number_ = number;
+      last_ = &pages_[number];
+    }
+    if (access != Access::kWrite) last_->read.set(sector % kPageSectors);
+    if (access != Access::kRead) last_->written.set(sector % kPageSectors);
+  }
+}
+
+void Traffic::add(const Traffic& other) {
+  atomics_ += other.atomics_;
+  accessed_ += other.accessed_;
+  for (const auto& [number, page] : other.pages_) {
+    pages_[number].read |= page.read;
+    pages_[number].written |= page.written;
+  }
+}
+
+Record Traffic::record(const char* kernel) const {
+  Record record{kernel, Request::kKernel, atomics_, accessed_, 0, 0};
+  for (const auto& [number, page] : pages_) {
+    record.read += kSectorBytes * static_cast<int64_t>(page.read.count());
+    record.written += kSectorBytes * static_cast<int64_t>(page.written.count());
+  }
+  return record;
+}
+
+bool is_counting() {
+  return records != nullptr;
+}
+
+void add_record(const Record& record) {
+  if (records != nullptr) records->push_back(record);
+}
+
+void note(Request request, const char* name, int64_t read, int64_t written) {
+  add_record(Record{name, request, 0, read + written, read, written});
+}
+
+Range own_stack() {
+  thread_local const Range range = [] {
+    Range found;
+    pthread_attr_t attributes;
+    if (pthread_getattr_np(pthread_self(), &attributes) != 0) return found;
+    void* begin = nullptr;
+    size_t bytes = 0;
+    if (pthread_attr_getstack(&attributes, &begin, &bytes) == 0) {
+      found.begin = reinterpret_cast<uintptr_t>(begin);
+      found.end = found.begin + bytes;
+    }
+    pthread_attr_destroy(&attributes);
+    return found;
+  }();
+  return range;
+}
+
+}  // namespace sparsekit::simt::host
+
+#define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
+
+// Begins or ends the calling thread's list; it is empty when it begins.
+extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
+  using namespace sparsekit::simt::host;
+  records.reset(on != 0 ? new std::vector<Record> : nullptr);
+}
+
+// The calling thread's list. Good until the next launch or call of the above.
+extern "C" SPARSEKIT_VISIBLE const void* sparsekit_simt_records(int64_t* count) {
+  using namespace sparsekit::simt::host;
+  *count = records == nullptr ? 0 : static_cast<int64_t>(records->size());
+  return records == nullptr ? nullptr : records->data();
+}
+
+// Whether bytes include those of plain loads and stores.
+extern "C" SPARSEKIT_VISIBLE int sparsekit_simt_sees_bytes() {
+  return sparsekit::simt::host::sees_plain_accesses;
+}

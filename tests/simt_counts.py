@@ -1,0 +1,293 @@
+"""Counts what a GPU would be asked to do: launches, memsets, waits, atomics, bytes.
+
+    with counted() as counts:
+        step()
+    assert counts.sum().launches <= 40
+    assert counts.sum("update_rows_").moved <= 1.5 * floor
+
+Ops of `sparsekit` run on the host runner, which lists what they launch and what their kernels do to
+memory. Torch's ops are seen as they are dispatched; what they launch is taken to be one kernel, and
+what they move to be their inputs and outputs. Tensors are on the CPU here, so those that a layer on
+a GPU would have there too count as well. Ops run as on a GPU by default: without reading back
+whether they have met a bad row (`sparsekit.checked`).
+"""
+
+import ctypes
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import simt
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a GPU would be asked to do."""
+
+    calls: int = 0
+    """Of an op."""
+    kernels: int = 0
+    memsets: int = 0
+    library: int = 0
+    """Scans and sorts, each several kernels of CUB."""
+    torch: int = 0
+    """Ops of torch that launch something."""
+    waits: int = 0
+    """How often the host waits for words from the device."""
+    copies_in: int = 0
+    """Tensors that torch makes of what the host has; a wait each, if they are for a GPU."""
+    atomics: int = 0
+    """On device memory, one for each thread; a reduction of several floats is one."""
+    accessed: int = 0
+    """Bytes that threads read and write, however often."""
+    read: int = 0
+    """Bytes of the sectors of 32 bytes that a launch reads, each once: caches are perfect while it
+    runs and empty before."""
+    written: int = 0
+    """The same for what is written."""
+
+    def __add__(self, other: "Count") -> "Count":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Count(*(one + two for one, two in pairs))
+
+    @property
+    def launches(self) -> int:
+        """All that is put on the stream."""
+        return self.kernels + self.memsets + self.library + self.torch
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written, each sector once a launch."""
+        return self.read + self.written
+
+
+class Counts(dict[tuple[str, str], Count]):
+    """(op, what it launched) -> count. The op itself has the second name ""."""
+
+    def sum(self, op: str | None = None, name: str | None = None) -> Count:
+        """Add up all, or those of an op, or those of a name."""
+        chosen = (c for key, c in self.items() if op in (None, key[0]) and name in (None, key[1]))
+        return sum(chosen, Count())
+
+    def ops(self) -> list[str]:
+        """In the order in which they first ran."""
+        return list(dict.fromkeys(op for op, _ in self))
+
+    def names(self, op: str) -> list[str]:
+        """What an op has launched, in that order."""
+        return [name for of, name in self if of == op and name]
+
+    def add(self, op: str, name: str, count: Count) -> None:
+        """Add to an entry."""
+        self[op, name] = self.get((op, name), Count()) + count
+
+
+class _Request(IntEnum):
+    """As in csrc/core/simt/host.h."""
+
+    KERNEL, MEMSET, LIBRARY, READ_BACK = range(4)
+
+
+class _Record(ctypes.Structure):
+    """As in csrc/core/simt/counts.h."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("request", ctypes.c_int64),
+        ("atomics", ctypes.c_int64),
+        ("accessed", ctypes.c_int64),
+        ("read", ctypes.c_int64),
+        ("written", ctypes.c_int64),
+    )
+
+    def count(self) -> Count:
+        field = {
+            _Request.KERNEL: "kernels",
+            _Request.MEMSET: "memsets",
+            _Request.LIBRARY: "library",
+            _Request.READ_BACK: "waits",
+        }[_Request(self.request)]
+        return Count(
+            atomics=self.atomics,
+            accessed=self.accessed,
+            read=self.read,
+            written=self.written,
+            **{field: 1},
+        )
+
+
+class Runner:
+    """The host runner's own list, of the thread that asks."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(simt.LIBRARY))
+        self._library.sparsekit_simt_records.restype = ctypes.POINTER(_Record)
+
+    def count(self, on: bool) -> None:
+        """Begin an empty list, or have none."""
+        self._library.sparsekit_simt_count(int(on))
+
+    def take(self) -> list[tuple[str, Count]]:
+        """Names and counts of what has been launched, and begin again."""
+        number = ctypes.c_int64()
+        records = self._library.sparsekit_simt_records(ctypes.byref(number))
+        taken = [(r.name.decode(), r.count()) for r in records[: number.value]]
+        self.count(True)
+        return taken
+
+    def sees_bytes(self) -> bool:
+        """Whether plain loads and stores are seen; builds for sanitizers do not."""
+        return bool(self._library.sparsekit_simt_sees_bytes())
+
+    def set_checked(self, on: bool) -> bool:
+        """Whether ops read back what kernels complain of, as `sparsekit.checked`."""
+        return bool(self._library.sparsekit_set_checked(int(on)))
+
+
+class _Unchecked:
+    """Checks are off for the process while any thread counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._before = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._before = Runner().set_checked(False)
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                Runner().set_checked(self._before)
+
+
+_unchecked = _Unchecked()
+
+# Neither these nor views launch anything.
+_NO_LAUNCH = {
+    *("alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty"),
+    *("new_empty_strided", "resize_", "set_", "_coalesced_", "_local_scalar_dense", "_nnz"),
+    *("_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims_and_tensors", "dense_dim"),
+    *("is_coalesced", "is_same_size", "sparse_dim", "sym_size", "sym_stride", "sym_numel"),
+}
+_WAITS = {
+    *("_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select", "nonzero"),
+    *("unique_consecutive", "unique_dim"),
+}
+_OVERWRITES = {"copy_", "fill_", "zero_"}
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class _Dispatch(simt.SimtMode):
+    """Runs ops on the host runner and adds what comes of them to `counts`."""
+
+    def __init__(self, counts: Counts, runner: Runner) -> None:
+        super().__init__()
+        self._counts = counts
+        self._runner = runner
+        self._op: str | None = None  # the one that is running
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, and count."""
+        name = func._schema.name.split("::")[1]
+        if func.namespace not in ("sparsekit", "sparsekit_simt"):
+            result = func(*args, **(kwargs or {}))
+            self._count_torch(func, name, (args, kwargs), result)
+            return result
+        op = getattr(torch.ops.sparsekit_simt, name).default
+        self._counts.add(name, "", Count(calls=1))
+        self._op = name
+        try:
+            # Straight to the kernel, with this mode on for what that calls of torch.
+            with self:
+                return op.redispatch(_CPU, *args, **(kwargs or {}))
+        finally:
+            self._op = None
+            for launched, count in self._runner.take():
+                self._counts.add(name, launched, count)
+
+    def _count_torch(self, func: Any, name: str, inputs: Any, result: Any) -> None:
+        made = _tensors(result)
+        masks = [t for t in _tensors(inputs) if t.dtype == torch.bool] if "index" in name else []
+        waits = name in _WAITS or bool(masks)
+        count = Count(waits=int(waits), copies_in=int(name == "lift_fresh"))
+        touched = made or _tensors(inputs)  # some that work in place return nothing
+        if name not in _NO_LAUNCH and not func.is_view and any(map(_bytes, touched)):
+            written = sum(map(_bytes, made))
+            # An op that picks some elements reads no more than it writes, and what says which.
+            read = sum(
+                _bytes(t) if t.dtype == torch.int64 else min(_bytes(t), written or _bytes(t))
+                for t in _tensors(inputs)[name in _OVERWRITES :]
+            )
+            count += Count(torch=1, accessed=read + written, read=read, written=written)
+        if count == Count():
+            return
+        if self._op is None:
+            self._counts.add(f"aten::{name}", "", count + Count(calls=1))
+        else:
+            self._counts.add(self._op, f"aten::{name}", count)
+
+
+class _Functions(TorchFunctionMode):
+    """Counts the waits of methods that read a tensor of the CPU without any op."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, and count."""
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+            self._counts.add(f"Tensor.{func.__name__}", "", Count(calls=1, waits=1))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout == torch.strided else []
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor, which may show some of them more than once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+_counting = threading.local()
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Run this thread's ops of sparsekit on the host runner, and count until the end of the block.
+
+    Other threads may count at the same time, each for itself. What is counted for an op includes
+    no set-up that only its first call in a process needs.
+    """
+    if getattr(_counting, "on", False):
+        raise RuntimeError("counted: this thread is counting already")
+    simt.load()
+    runner, counts = Runner(), Counts()
+    with _unchecked:
+        torch.ops.sparsekit_simt.unique(torch.zeros(1, dtype=torch.int64))
+        runner.count(True)
+        _counting.on = True
+        try:
+            with _Functions(counts), _Dispatch(counts, runner):
+                yield counts
+        finally:
+            _counting.on = False
+            runner.count(False)

@@ -1,0 +1,194 @@
+"""Counts of launches, waits, atomics and bytes are right, and docs/gpu-status.md has them."""
+
+import re
+import threading
+
+import pytest
+import simt
+import torch
+from simt_counts import Count, Runner, counted
+
+import sparsekit
+from sparsekit import ops
+from tools import cuda_counts
+
+KEYS = torch.tensor([5, 5, -1, 7, 5] * 20)
+needs_bytes = pytest.mark.skipif(
+    not Runner().sees_bytes(), reason="the host runner of a sanitizer does not see plain accesses"
+)
+
+
+def test_every_launch_and_wait_of_an_op():
+    with counted() as counts:
+        unique, _, _ = torch.ops.sparsekit.unique(KEYS)
+    assert unique.tolist() == [5, -1, 7]
+    launched = {name: counts.sum("unique", name) for name in counts.names("unique")}
+    assert {name for name, count in launched.items() if count.kernels == 1} == {
+        f"unique: {kernel}" for kernel in ("clear", "enter", "mark", "count bits", "emit")
+    }
+    assert launched["scan"].library == 1
+    assert launched["read back"].waits == 1
+    # The result is cut to size by torch, from within the op.
+    assert launched["aten::copy_"].torch == 2
+    total = counts.sum()
+    assert (total.calls, total.kernels, total.library, total.waits) == (1, 5, 1, 1)
+    assert total.launches == 5 + 1 + 2
+
+
+def test_memsets():
+    table = sparsekit.HashTable(8)
+    with counted() as counts:
+        table.find_or_insert(KEYS[:4])
+    assert counts.sum("hash_table_find_or_insert_").memsets == 1
+    assert counts.sum("hash_table_find_or_insert_", "memset").written == 8
+
+
+def test_atomics():
+    with counted() as counts:
+        torch.ops.sparsekit.unique(torch.arange(40))
+    assert counts.sum("unique", "unique: mark").atomics == 40  # a bit of each distinct key
+    assert counts.sum("unique", "unique: clear").atomics == 0
+    # A claim, a position and a count of each; a lost claim is made again.
+    assert 3 * 40 <= counts.sum("unique", "unique: enter").atomics < 3 * 40 + 40
+
+
+@needs_bytes
+@pytest.mark.parametrize(("rows", "distinct"), [(torch.arange(0, 64, 2), 32), (torch.zeros(32), 1)])
+def test_bytes(rows, distinct):
+    weight = torch.arange(64 * 8, dtype=torch.float32).view(64, 8)
+    rows = rows.long()
+    with counted() as counts:
+        out = ops.gather_rows(weight, rows)
+    assert torch.equal(out, weight[rows])
+    count = counts.sum("gather_rows", "gather_rows")
+    numbers, row = 32 * 8, 8 * 4  # bytes; a row has two lanes, of which each reads its number
+    assert count.read == numbers + distinct * row
+    assert count.written == 32 * row
+    assert count.accessed == 2 * numbers + 2 * 32 * row
+    assert count.moved == count.read + count.written
+
+
+def test_counts_begin_at_nothing():
+    def once():
+        with counted() as counts:
+            torch.ops.sparsekit.unique(KEYS)
+        return {key: count.launches for key, count in counts.items()}
+
+    first = once()
+    with simt.SimtMode():
+        torch.ops.sparsekit.unique(KEYS)
+    assert once() == first
+    assert Runner().take() == []
+    Runner().count(False)
+
+
+def test_nothing_is_counted_outside():
+    with counted() as counts:
+        pass
+    with simt.SimtMode():
+        torch.ops.sparsekit.unique(KEYS)
+    assert counts == {}
+
+
+def test_an_error_ends_the_counting():
+    with pytest.raises(ValueError, match="gather_rows"), counted() as counts:
+        torch.ops.sparsekit.gather_rows(torch.zeros(2, 2, 2), KEYS)
+    assert counts.sum().kernels == 0
+    with counted() as counts:
+        torch.ops.sparsekit.unique(KEYS)
+    assert counts.sum().kernels == 5
+
+
+def test_no_two_at_a_time_in_a_thread():
+    with counted(), pytest.raises(RuntimeError, match="counting already"), counted():
+        pass
+
+
+def test_threads_count_for_themselves():
+    weight, rows, rounds = torch.zeros(64, 8), torch.arange(32), 20
+    found, together = {}, threading.Barrier(2)
+
+    def count(name, call):
+        together.wait()
+        with counted() as counts:
+            for _ in range(rounds):
+                call()
+        found[name] = counts
+
+    threads = [
+        threading.Thread(target=count, args=("unique", lambda: torch.ops.sparsekit.unique(KEYS))),
+        threading.Thread(target=count, args=("gather_rows", lambda: ops.gather_rows(weight, rows))),
+    ]
+    before = Runner().set_checked(True)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # Off while anyone counts, and on again.
+        assert Runner().set_checked(True)
+    finally:
+        Runner().set_checked(before)
+    assert found["unique"].ops() == ["unique"]
+    assert found["unique"].sum().kernels == 5 * rounds
+    assert found["gather_rows"].ops() == ["gather_rows"]
+    assert found["gather_rows"].sum().kernels == rounds
+    if Runner().sees_bytes():
+        assert found["gather_rows"].sum().written == rounds * 32 * 32
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: x + x, Count(calls=1, torch=1, read=80, written=40)),
+        (lambda x: x.clone().zero_(), Count(calls=2, torch=2, read=40, written=80)),
+        (lambda x: x.view(2, 5)[1].detach(), Count()),
+        (lambda x: torch.empty_like(x), Count()),
+        (lambda x: x[:0] + 1, Count()),
+        (lambda x: x[x.new_tensor([1, 1]).long()], None),
+        (lambda x: int(x[0]), Count(calls=1, waits=1)),
+        (lambda x: x.tolist(), Count(calls=1, waits=1)),
+        (lambda x: x.nonzero(), Count(calls=1, torch=1, waits=1, read=40, written=80)),
+        (lambda x: x[x > 0], None),
+        (lambda _: torch.tensor([1.0]), Count(calls=1, copies_in=1)),
+    ],
+)
+def test_ops_of_torch(call, expected):
+    x = torch.ones(10)
+    with counted() as counts:
+        call(x)
+    total = counts.sum()
+    if expected is None:  # several ops
+        assert total.torch >= 2
+        return
+    accessed = expected.read + expected.written
+    assert total == expected + Count(accessed=accessed)
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return cuda_counts.tables()
+
+
+@needs_bytes
+def test_the_status_has_what_is_counted(tables):
+    """`make cuda-counts` writes it anew."""
+    written = cuda_counts.in_status(cuda_counts.STATUS.read_text())
+    assert cuda_counts.exact(written) == cuda_counts.exact(tables)
+    for then, now in zip(totals(written), totals(tables), strict=True):
+        for one, other in zip(then, now, strict=True):
+            assert one == pytest.approx(other, rel=0.2)
+
+
+def totals(text):
+    """Atomics and bytes of each table."""
+    rows = [line for line in text.splitlines() if line.startswith("| **all**")]
+    assert len(rows) == 3
+    return [[float(cell) for cell in row.split("|")[-4:-1]] for row in rows]
+
+
+def test_columns_of_chance_are_left_out(tables):
+    left = cuda_counts.exact(tables)
+    assert "waits" in left
+    assert "KB moved" not in left
+    assert re.search(r"^\| `unique` \| 1 \| 5 \|  \| 1 \|  \| 1 \|  $", left, re.MULTILINE)

@@ -1,0 +1,170 @@
+"""What a training step asks of a GPU: `python -m tools.cuda_counts [--write]`.
+
+Launches, memsets, waits, atomics and bytes, op by op, counted where the kernels run on the host
+(tests/simt_counts.py). --write puts the tables into docs/gpu-status.md, whose numbers of launches
+and waits a test compares with what is counted.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import sparsekit
+from sparsekit.optim import LazyAdam, fuse_in_backward
+
+ROOT = Path(__file__).resolve().parents[1]
+STATUS = ROOT / "docs" / "gpu-status.md"
+BEGIN, END = "<!-- begin: make cuda-counts -->\n", "<!-- end: make cuda-counts -->\n"
+sys.path.insert(0, str(ROOT / "tests"))
+
+from simt_counts import Count, Counts, counted  # noqa: E402
+
+TABLES = 26
+# What is the same whenever it is counted, and what depends on chance: on seeds of hashes, and on
+# how threads meet.
+EXACT = ("calls", "kernels", "memsets", "scans, sorts", "torch", "waits", "copies in")
+BY_CHANCE = ("atomics", "KB accessed", "KB moved")
+
+
+class Step:
+    """A training step that can be counted, with LazyAdam and given gradients.
+
+    Args:
+        tables: 1 for a layer by itself, more for an EmbeddingGroup.
+        fused: whether backward updates.
+        batch: bags of a table.
+        nnz: keys of a bag.
+        dim: of a vector.
+        keys: how many different ones there are.
+    """
+
+    def __init__(
+        self,
+        tables: int,
+        fused: bool,
+        batch: int = 128,
+        nnz: int = 4,
+        dim: int = 128,
+        keys: int = 1000,
+    ) -> None:
+        layers = {
+            f"table{i}": sparsekit.DistributedEmbedding(
+                "sum", keys, dim, 1, nnz, name=f"table{i}", seed=i
+            )
+            for i in range(tables)
+        }
+        self.module: torch.nn.Module
+        self.module = sparsekit.EmbeddingGroup(layers) if tables > 1 else layers["table0"]
+        self.optimizer = LazyAdam(self.module.parameters(), lr=0.01)
+        if fused:
+            fuse_in_backward(self.optimizer, self.module)
+        random = torch.Generator().manual_seed(0)
+        self.batches = [
+            {name: torch.randint(keys, (batch, 1, nnz), generator=random) for name in layers}
+            for _ in range(2)
+        ]
+        self._grads = [torch.ones(batch, 1, dim) for _ in layers]
+
+    def __call__(self, keys: dict[str, torch.Tensor]) -> None:
+        """Forward, backward, update."""
+        if isinstance(self.module, sparsekit.EmbeddingGroup):
+            outputs = list(self.module(keys).values())
+        else:
+            outputs = [self.module(*keys.values())]
+        torch.autograd.backward(outputs, self._grads)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def count(self) -> Counts:
+        """Counts of a second step, when states are there and some of its keys are new."""
+        with counted():
+            self(self.batches[0])
+        with counted() as counts:
+            self(self.batches[1])
+        return counts
+
+
+def cases() -> Iterator[tuple[str, Callable[[], Counts]]]:
+    """Titles of the tables, and what counts for each."""
+    yield "One layer", Step(1, fused=False).count
+    yield f"EmbeddingGroup of {TABLES}", Step(TABLES, fused=False).count
+    yield f"EmbeddingGroup of {TABLES}, updates in backward", Step(TABLES, fused=True).count
+
+
+def row(name: str, count: Count) -> str:
+    """A line of a table."""
+    cells: list[object] = [count.calls, count.kernels, count.memsets, count.library]
+    cells += [count.torch, count.waits, count.copies_in, rounded(count.atomics)]
+    cells += [rounded(count.accessed / 1000), rounded(count.moved / 1000)]
+    return f"| {name} | {' | '.join(str(cell or '') for cell in cells)} |"
+
+
+def rounded(number: float) -> str:
+    """Two digits, as the others are chance; nothing for 0."""
+    if number == 0:
+        return ""
+    return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))
+
+
+def table(counts: Counts, kernels: bool) -> str:
+    """Ops of this project, those of torch together, and all; with kernels, those of each op."""
+    columns = ("op", *EXACT, *BY_CHANCE)
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    of_torch, torch_calls = Count(), {}
+    for op in counts.ops():
+        if "::" in op or "." in op:
+            of_torch += counts.sum(op)
+            torch_calls[op.split("::")[-1].split(".")[-1]] = counts.sum(op).calls
+            continue
+        lines.append(row(f"`{op}`", counts.sum(op)))
+        if kernels:
+            lines += [row(f"- {name}", counts.sum(op, name)) for name in counts.names(op)]
+    lines.append(row("torch", of_torch))
+    lines.append(row("**all**", counts.sum()))
+    named = ", ".join(f"{name} {calls}" for name, calls in torch_calls.items())
+    return "\n".join(lines) + f"\n\ntorch: {named}"
+
+
+def tables() -> str:
+    """All of them, in Markdown."""
+    parts = []
+    for i, (title, count) in enumerate(cases()):
+        counts = count()
+        launches, waits = counts.sum().launches, counts.sum().waits
+        parts.append(
+            f"**{title}**: {launches} launches, {waits} waits.\n\n{table(counts, kernels=i == 0)}\n"
+        )
+    return "\n".join(parts)
+
+
+def in_status(text: str) -> str:
+    """What stands between the marks in docs/gpu-status.md."""
+    return text.split(BEGIN)[1].split(END)[0].strip("\n") + "\n"
+
+
+def exact(text: str) -> str:
+    """Tables without the columns that depend on chance."""
+    lines = text.splitlines()
+    return "\n".join(
+        line.rsplit("|", len(BY_CHANCE) + 1)[0] if line.startswith("|") else line for line in lines
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(prog="python -m tools.cuda_counts", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="into docs/gpu-status.md")
+    options = parser.parse_args(arguments)
+    text = tables()
+    print(text, end="")
+    if options.write:
+        before, rest = STATUS.read_text().split(BEGIN)
+        STATUS.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
