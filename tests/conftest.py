@@ -4,12 +4,14 @@ import contextlib
 import faulthandler
 import os
 import signal
+import time
 
 import pytest
 import simt
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from patience import patience
 
 import sparsekit
 
@@ -46,7 +48,7 @@ KEYS = st.one_of(
 )
 
 
-# Limits of time: many times what a test takes on an idle machine, for machines that are not.
+# Limits of time: many times what a test takes, and more on a busy machine (`patience`).
 LIMIT_S = 180
 # What a test may take with its fixtures, in terms of its limit.
 WITH_FIXTURES = 1.5
@@ -74,9 +76,13 @@ def time_limit(test: pytest.Item) -> float:
 def pytest_runtest_call(item: pytest.Item):
     """Fail a test that is over its limit, and with it what it waits for, such as a process."""
     limit = time_limit(item)
+    begin = time.monotonic()
 
     def expired(*_: object) -> None:
-        pytest.fail(f"not done after {limit:g} s")
+        left = patience(limit) - (time.monotonic() - begin)
+        if left <= 0:
+            pytest.fail(f"not done after {limit:g} s")
+        signal.setitimer(signal.ITIMER_REAL, left)
 
     before = signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, limit)
@@ -93,7 +99,7 @@ def pytest_runtest_protocol(item: pytest.Item):
 
     xdist reports the test as failed and goes on in a new process.
     """
-    limit = time_limit(item) * WITH_FIXTURES + REPORT_S
+    limit = patience(time_limit(item)) * WITH_FIXTURES + REPORT_S
     faulthandler.dump_traceback_later(limit, exit=True, file=_stderr)
     try:
         return (yield)
