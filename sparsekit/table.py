@@ -5,6 +5,7 @@ import secrets
 from typing import Any, cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from . import ops
 from . import saved_state as saved
@@ -13,8 +14,9 @@ from .memory import prefer_huge_pages
 from .ops._checks import KEY_DTYPES
 from .ops.hash_table import SLOTS_PER_BUCKET
 
-# Keys and table have been checked when this is called.
+# Keys and table have been checked when these are called.
 _find = torch.ops.sparsekit.hash_table_find.default
+_find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
 
 class HashTable(torch.nn.Module):
@@ -106,12 +108,14 @@ class HashTable(torch.nn.Module):
 
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
+        state = self._state()
         try:
-            rows, status = ops.hash_table_find_or_insert_(*self._state(), keys, self.capacity)
+            rows, status = _find_or_insert(*state, keys, self.capacity)
         except RuntimeError as error:
             if "another thread" not in str(error):
                 raise
             raise RuntimeError(f"{self.name}: {error}") from None
+        increment_version(state)
         before, entries_refused = status.tolist()
         if entries_refused < 0:  # only on a device; the CPU's op raises by itself
             raise ValueError(

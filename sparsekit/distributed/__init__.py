@@ -1,6 +1,7 @@
 """Tables sharded over the ranks of torch.distributed."""
 
 from .exchange import Exchange, RemoteError
-from .world import exchange_of, init, wrap_ddp
+from .sharded import wrap_ddp
+from .world import exchange_of, init
 
 __all__ = ["Exchange", "RemoteError", "exchange_of", "init", "wrap_ddp"]

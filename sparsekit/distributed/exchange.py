@@ -12,6 +12,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,19 @@ class Agreed:
     facts: list[tuple[int, ...]]
 
 
+@dataclass
+class Parcel:
+    """What a rank is about to send, and what it says of it to all ranks."""
+
+    data: torch.Tensor  # 1-D, the part for rank 0 first
+    splits: Sequence[int]  # elements for each rank
+    facts: tuple[int, int, int] = (0, 0, 0)
+    plan: str | None = None  # in full, if it was not known before
+
+
+Made = TypeVar("Made", bound=Parcel | None)
+
+
 class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
@@ -70,6 +84,38 @@ class Exchange:
         self.collectives = 0
         self.bytes_sent = 0
 
+    def run(self, plan: str, make: Callable[[], Parcel]) -> torch.Tensor:
+        """`agree_to_send` parcels, and exchange them.
+
+        Returns:
+            What the ranks have sent here, rank 0's part first.
+
+        Raises:
+            As `agree_to_send`.
+        """
+        with self.lock:
+            parcel, agreed = self.agree_to_send(plan, make)
+            return self.all_to_all(parcel.data, parcel.splits, agreed.sizes)
+
+    def agree_to_send(self, plan: str, make: Callable[[], Made]) -> tuple[Made, Agreed]:
+        """Make a parcel for the other ranks, and `agree` that all exchange theirs next.
+
+        Args:
+            plan: what this rank is about to do, unless the parcel has it in full.
+            make: makes the parcel; None means that nothing is exchanged.
+
+        Raises:
+            What make raises on any rank, on all of them; and what `agree` does.
+        """
+        try:
+            parcel = make()
+        except Exception as error:
+            self.agree(plan, None, error)
+            raise
+        if parcel is None:
+            return parcel, self.agree(plan, None)
+        return parcel, self.agree(parcel.plan or plan, parcel.splits, facts=parcel.facts)
+
     def all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
     ) -> torch.Tensor:
@@ -95,15 +141,20 @@ class Exchange:
     ) -> Callable[[], torch.Tensor]:
         self.collectives += 1
         self.bytes_sent += send.nbytes
-        try:
+        with self.awaited():
             if isinstance(self.transport, TorchTransport):
                 return self.transport.begin_all_to_all(send, send_splits, receive_splits)
             received = self.transport.all_to_all(send, send_splits, receive_splits)
-        except BaseException as error:
-            # No memory, or Ctrl-C: the others are already waiting for it.
+        return lambda: received
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """The others are waiting for what is made or sent in here; if it fails, give up."""
+        try:
+            yield
+        except BaseException as error:  # no memory, or Ctrl-C
             self.abandon(error)
             raise
-        return lambda: received
 
     def agree(
         self,

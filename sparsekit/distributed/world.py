@@ -117,27 +117,3 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
         transport = make_transport(settings.backend, own, device, settings.timeout)
         _exchanges[key] = Exchange(own, device, transport)
     return _exchanges[key]
-
-
-def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
-    """DistributedDataParallel of the dense part; the tables, which are sharded, are left alone.
-
-    DistributedDataParallel itself leaves them alone as well, and raises where nothing else is left.
-
-    Args:
-        module: with sparsekit layers anywhere in it.
-        keywords: for ``torch.nn.parallel.DistributedDataParallel``.
-
-    Returns:
-        The wrapped module, or module itself when there is one rank only or nothing dense.
-    """
-    # Only then, since layers need this module.
-    from ..nn.wrappers import tensors_of_tables
-
-    tables = tensors_of_tables(module)
-    dense = [p for name, p in module.named_parameters() if name not in tables and p.requires_grad]
-    if not dense or not dist.is_initialized() or dist.get_world_size() == 1:
-        return module
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    wrapper._set_params_and_buffers_to_ignore_for_model(module, tables)
-    return wrapper(module, **keywords)

@@ -1,9 +1,10 @@
 """Layers and initializers."""
 
 from . import wrappers  # noqa: F401 (has torch tell it of models with tables)
-from .embedding import All2AllDenseEmbedding, DistributedEmbedding, EmbeddingWeight
+from .embedding import All2AllDenseEmbedding, DistributedEmbedding
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
 from .init import Constant, Initializer, Normal, Uniform
+from .weight import EmbeddingWeight
 
 __all__ = [
     "All2AllDenseEmbedding",

@@ -5,45 +5,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import ops
-from ..ops._checks import KEY_DTYPES
 from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
-from .inputs import check_bags, check_device, is_padding, to_bags, without_padding
 from .lookup import look_up
-from .shard import Bags, Prepared, ShardedTable
-from .weight import EmbeddingWeight
-
-__all__ = ["All2AllDenseEmbedding", "DistributedEmbedding", "EmbeddingWeight"]
-
-
-def prepare_bags(
-    table: ShardedTable,
-    inputs: Any,
-    sample_weights: Any,
-    combiner: str,
-    slot_num: int,
-    max_nnz: int = 2**63 - 1,
-    max_feature_num: int | None = None,
-) -> Prepared:
-    """Check bags for a table; their vectors will be pooled to ``[batch, slot_num, dim]``."""
-    table._refuse_trace()
-    bags = to_bags(inputs, sample_weights, table.name, table.weight.device)
-    bags = check_bags(bags, table.name, slot_num, max_nnz, max_feature_num)
-    table._check_keys(bags.values, bags.order)
-    bags = without_padding(bags, table.padding_key)
-
-    def shape(pooled: torch.Tensor) -> torch.Tensor:
-        dim = table.embedding_vec_size
-        if bags.slot_major:
-            return pooled.view(slot_num, -1, dim).transpose(0, 1).contiguous()
-        return pooled.view(-1, slot_num, dim)
-
-    def finish(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return shape(ops.embedding_bag(vectors, positions, bags.offsets, combiner, bags.weights))
-
-    return Prepared(bags.values, finish, Bags(bags.offsets, bags.weights, combiner, shape))
-
+from .options import TableOptions, check_choice, check_count
+from .request import BagRequest, VectorRequest, ask_bags, ask_vectors
+from .shard import ShardedTable
 
 STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 
@@ -125,28 +92,30 @@ class DistributedEmbedding(ShardedTable):
         strategy: str = "auto",
     ) -> None:
         super().__init__(
-            max_vocabulary_size_per_gpu,
-            embedding_vec_size,
-            use_hashtable,
-            key_dtype=key_dtype,
-            embedding_initializer=embedding_initializer,
-            padding_key=padding_key,
-            on_full=on_full,
-            gradient_reduction=gradient_reduction,
-            seed=seed,
-            name=name,
-            dtype=dtype,
-            device=device,
-            process_group=process_group,
+            TableOptions(
+                max_vocabulary_size_per_gpu=max_vocabulary_size_per_gpu,
+                embedding_vec_size=embedding_vec_size,
+                use_hashtable=use_hashtable,
+                key_dtype=key_dtype,
+                embedding_initializer=embedding_initializer,
+                padding_key=padding_key,
+                on_full=on_full,
+                gradient_reduction=gradient_reduction,
+                seed=seed,
+                name=name,
+                dtype=dtype,
+                device=device,
+                process_group=process_group,
+            )
         )
-        self._check_choice("combiner", combiner, tuple(COMBINERS))
-        self._check_choice("strategy", strategy, STRATEGIES)
+        check_choice(self.name, "combiner", combiner, tuple(COMBINERS))
+        check_choice(self.name, "strategy", strategy, STRATEGIES)
         self.strategy = strategy
         self.combiner = combiner
-        self.slot_num = self._count("slot_num", slot_num)
-        self.max_nnz = self._count("max_nnz", max_nnz)
+        self.slot_num = check_count(self.name, "slot_num", slot_num)
+        self.max_nnz = check_count(self.name, "max_nnz", max_nnz)
         if max_feature_num is not None:
-            max_feature_num = self._count("max_feature_num", max_feature_num)
+            max_feature_num = check_count(self.name, "max_feature_num", max_feature_num)
         self.max_feature_num = max_feature_num
 
     def forward(self, inputs: Any, sample_weights: Any = None) -> torch.Tensor:
@@ -160,11 +129,11 @@ class DistributedEmbedding(ShardedTable):
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
         """
-        return look_up([self], [(inputs, sample_weights)])[0]
+        return look_up([self], lambda: [self.request(inputs, sample_weights)])[0]
 
-    def prepare(self, inputs: Any, sample_weights: Any = None) -> Prepared:
-        """Check the bags and say which keys they need."""
-        return prepare_bags(
+    def request(self, inputs: Any, sample_weights: Any = None) -> BagRequest:
+        """See `ShardedTable`."""
+        return ask_bags(
             self,
             inputs,
             sample_weights,
@@ -225,54 +194,31 @@ class All2AllDenseEmbedding(ShardedTable):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            max_vocabulary_size_per_gpu,
-            embedding_vec_size,
-            use_hashtable,
-            key_dtype=key_dtype,
-            embedding_initializer=embedding_initializer,
-            padding_key=padding_key,
-            on_full=on_full,
-            gradient_reduction=gradient_reduction,
-            seed=seed,
-            name=name,
-            dtype=dtype,
-            device=device,
-            process_group=process_group,
+            TableOptions(
+                max_vocabulary_size_per_gpu=max_vocabulary_size_per_gpu,
+                embedding_vec_size=embedding_vec_size,
+                use_hashtable=use_hashtable,
+                key_dtype=key_dtype,
+                embedding_initializer=embedding_initializer,
+                padding_key=padding_key,
+                on_full=on_full,
+                gradient_reduction=gradient_reduction,
+                seed=seed,
+                name=name,
+                dtype=dtype,
+                device=device,
+                process_group=process_group,
+            )
         )
-        self.slot_num = self._count("slot_num", slot_num)
-        self.nnz_per_slot = self._count("nnz_per_slot", nnz_per_slot)
+        self.slot_num = check_count(self.name, "slot_num", slot_num)
+        self.nnz_per_slot = check_count(self.name, "nnz_per_slot", nnz_per_slot)
         self.dynamic_input = dynamic_input
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each key; see Shape above."""
-        return look_up([self], [(keys,)])[0]
+        return look_up([self], lambda: [self.request(keys)])[0]
 
-    def prepare(self, keys: torch.Tensor) -> Prepared:
-        """Check the keys."""
-        self._refuse_trace()
-        if not isinstance(keys, torch.Tensor):
-            raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
-        if keys.dtype not in KEY_DTYPES:
-            raise TypeError(f"{self.name}: keys must be int64 or int32, got {keys.dtype}")
-        if self.dynamic_input:
-            if keys.dim() != 1:
-                raise ValueError(f"{self.name}: keys must be 1-D, got shape {tuple(keys.shape)}")
-        elif keys.dim() != 3 or keys.shape[1:] != (self.slot_num, self.nnz_per_slot):
-            raise ValueError(
-                f"{self.name}: keys must have shape [batch, slot_num={self.slot_num}, "
-                f"nnz_per_slot={self.nnz_per_slot}], got {tuple(keys.shape)}"
-            )
-        check_device(self.name, "keys", keys, self.weight.device)
-        flat = keys.reshape(-1)
-        self._check_keys(flat)
-        keep = None if self.padding_key is None else ~is_padding(flat, self.padding_key)
-
-        def finish(vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            if keep is not None:
-                # A negative position reads zeros and sends no gradient.
-                found = positions
-                positions = torch.full_like(flat, -1, dtype=torch.int64)
-                positions[keep] = found
-            return ops.gather_rows(vectors, positions).view(*keys.shape, self.embedding_vec_size)
-
-        return Prepared(flat if keep is None else flat[keep], finish)
+    def request(self, keys: torch.Tensor) -> VectorRequest:
+        """See `ShardedTable`."""
+        slots = None if self.dynamic_input else (self.slot_num, self.nnz_per_slot)
+        return ask_vectors(self, keys, slots)

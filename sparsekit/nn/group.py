@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 
 from ..ops.embedding_bag import COMBINERS
-from .embedding import prepare_bags
-from .lookup import SentKeys, look_up, send_keys
-from .shard import Prepared, ShardedTable
+from .lookup import Route, begin, finish, look_up
+from .request import Request, ask_bags
+from .shard import ShardedTable
 
 
 class EmbeddingGroup(torch.nn.Module):
@@ -45,7 +45,8 @@ class EmbeddingGroup(torch.nn.Module):
             raise ValueError(
                 f"EmbeddingGroup: a name in layers cannot be that of a module: {error.args[0]}"
             ) from error
-        self._sent: tuple[Mapping[str, Any], SentKeys] | None = None
+        # What prefetch has begun, and its inputs.
+        self._begun: tuple[Mapping[str, Any], Route] | None = None
 
     def forward(
         self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None = None
@@ -63,16 +64,19 @@ class EmbeddingGroup(torch.nn.Module):
             ValueError: names that are missing or unknown.
             And what the layers raise.
         """
-        if self._sent is None:
-            return self._outputs(self._send(inputs, sample_weights), None)
-        (expected, sent), self._sent = self._sent, None
-        error = None
-        if expected is not inputs:
-            error = ValueError(
-                "EmbeddingGroup: inputs is not what prefetch was called with; call the group with "
-                "that batch first"
-            )
-        return self._outputs(sent, error)
+        if self._begun is None:
+            tables = self._tables()
+            outputs = look_up(tables, lambda: self._requests(inputs, sample_weights or {}))
+        else:
+            (expected, route), self._begun = self._begun, None
+            error = None
+            if expected is not inputs:
+                error = ValueError(
+                    "EmbeddingGroup: inputs is not what prefetch was called with; call the group "
+                    "with that batch first"
+                )
+            outputs = finish(route, error)
+        return dict(zip(self.layers, outputs, strict=True))
 
     def prefetch(
         self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None = None
@@ -87,33 +91,29 @@ class EmbeddingGroup(torch.nn.Module):
             As a call does.
             RuntimeError: a batch has been prefetched already.
         """
-        if self._sent is not None:
+        if self._begun is not None:
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
-        self._sent = inputs, self._send(inputs, sample_weights)
+        route = begin(self._tables(), lambda: self._requests(inputs, sample_weights or {}))
+        self._begun = inputs, route
 
     def __getstate__(self) -> dict[str, Any]:
         # A prefetched batch stays with this group; a copy of it looks up all by itself.
-        return {**self.__dict__, "_sent": None}
+        return {**self.__dict__, "_begun": None}
 
-    def _send(
-        self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None
-    ) -> SentKeys:
-        weights = sample_weights or {}
-        tables = [cast(ShardedTable, layer) for layer in self.layers.values()]
+    def _tables(self) -> list[ShardedTable]:
+        return [cast(ShardedTable, layer) for layer in self.layers.values()]
+
+    def _requests(self, inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Request]:
         if set(inputs) != set(self.layers) or not set(weights) <= set(self.layers):
-            error = ValueError(
+            raise ValueError(
                 f"EmbeddingGroup: inputs must have the layers {list(self.layers)}, got "
                 f"{list(inputs)}, and sample_weights some of them, got {list(weights)}"
             )
-            return send_keys(tables, [], error=error)
-        calls = [
+        calls = (
             (inputs[name], weights[name]) if name in weights else (inputs[name],)
             for name in self.layers
-        ]
-        return send_keys(tables, calls)
-
-    def _outputs(self, sent: SentKeys, error: Exception | None) -> dict[str, torch.Tensor]:
-        return dict(zip(self.layers, sent.outputs(error), strict=True))
+        )
+        return [layer.request(*call) for layer, call in zip(self._tables(), calls, strict=True)]
 
 
 def group_embedding_lookup_sparse(
@@ -151,20 +151,12 @@ def group_embedding_lookup_sparse(
                 f"{name}: combiners must be some of {list(COMBINERS)}; got {combiner!r}"
             )
     _check_shared(name, params)
-    adapters = [_Pooled(table, combiner) for table, combiner in zip(params, combiners, strict=True)]
-    outputs = look_up(params, list(zip(sp_ids, weights, strict=True)), adapters)
-    return [output.squeeze(1) for output in outputs]
 
+    def ask() -> list[Request]:
+        calls = zip(params, sp_ids, weights, combiners, strict=True)
+        return [ask_bags(*call, slot_num=1) for call in calls]
 
-class _Pooled:
-    """How a call of a table is prepared here, whatever layer it is."""
-
-    def __init__(self, table: ShardedTable, combiner: str) -> None:
-        self.table = table
-        self.combiner = combiner
-
-    def prepare(self, inputs: Any, weights: Any) -> Prepared:
-        return prepare_bags(self.table, inputs, weights, self.combiner, slot_num=1)
+    return [output.squeeze(1) for output in look_up(params, ask)]
 
 
 def _check_shared(name: str, layers: Sequence[ShardedTable]) -> None:

@@ -4,7 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import ops
+from ..ops.init_rows import DISTRIBUTIONS
+
+# It checks all that its form in sparsekit.ops does; that one's Python says more, and takes longer.
+_init_rows = torch.ops.sparsekit.init_rows_.default
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,12 @@ class Initializer:
         *,
         seed: int,
     ) -> None:
-        """Write the initial vectors of keys to ``out[rows]``; see `sparsekit.ops.init_rows_`."""
+        """Write the initial vectors of keys to ``out[rows]``; see `sparsekit.ops.init_rows_`.
+
+        The seed is a signed integer of 64 bits, as that of a layer.
+        """
         name, a, b = self._distribution
-        ops.init_rows_(out, keys, rows, status, seed=seed, distribution=name, a=a, b=b)
+        _init_rows(out, keys, rows, status, seed, DISTRIBUTIONS[name], a, b)
 
 
 @dataclass(frozen=True)

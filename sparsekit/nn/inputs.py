@@ -29,13 +29,28 @@ class Bags:
     order: torch.Tensor | None = None  # [n] where each value stood in the input; None: in place
 
 
-def to_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Bags:
-    """Bags of any accepted form; see `DistributedEmbedding` for the forms.
+def checked_bags(
+    inputs: Any,
+    sample_weights: Any,
+    layer: str,
+    device: torch.device,
+    slot_num: int,
+    max_nnz: int,
+    max_feature_num: int | None,
+) -> Bags:
+    """Bags of any accepted form, with int64 offsets; see `DistributedEmbedding` for the forms.
 
     Raises:
         TypeError: none of the forms, or a wrong dtype.
-        ValueError: a wrong shape or device, or sample_weights that do not fit.
+        ValueError: a wrong shape or device, sample_weights that do not fit, offsets that do not
+            rise from 0 to len(values), a number of bags that slot_num does not divide, or a bag or
+            sample with too many keys; the message has its position.
     """
+    bags = _to_bags(inputs, sample_weights, layer, device)
+    return _check_bags(bags, layer, slot_num, max_nnz, max_feature_num)
+
+
+def _to_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Bags:
     form = _form(inputs, layer)
     # Before any value is read, which the meta device has none of and others would wait for.
     check_device(layer, "inputs", inputs, device)
@@ -160,7 +175,7 @@ def _from_coo(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
         values = values[order]
         flat = None if flat is None else flat[order]
     counts = torch.bincount(bag, minlength=inputs.shape[0])
-    return Bags(values, _offsets_of(counts), flat, order=order)
+    return Bags(values, offsets_of(counts), flat, order=order)
 
 
 def _from_csr(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
@@ -234,21 +249,16 @@ def _check_types(bags: Bags, layer: str) -> None:
         raise TypeError(f"{layer}: sample_weights must be floating point, got {bags.weights.dtype}")
 
 
-def _offsets_of(counts: torch.Tensor) -> torch.Tensor:
+def offsets_of(counts: torch.Tensor) -> torch.Tensor:
+    """Where each bag begins, given how much is in each; the end of the last comes last."""
     offsets = counts.new_zeros(len(counts) + 1)
     torch.cumsum(counts, 0, out=offsets[1:])
     return offsets
 
 
-def check_bags(
+def _check_bags(
     bags: Bags, layer: str, slot_num: int, max_nnz: int, max_feature_num: int | None
 ) -> Bags:
-    """Check the offsets and the layer's limits; the result has int64 offsets.
-
-    Raises:
-        ValueError: offsets that do not rise from 0 to len(values), a number of bags that slot_num
-            does not divide, or a bag or sample with too many keys; the message has its position.
-    """
     if bags.slots not in (None, slot_num):
         raise ValueError(f"{layer}: inputs has {bags.slots} slots, but slot_num={slot_num}")
     offsets = bags.offsets.to(torch.int64)
@@ -296,13 +306,11 @@ def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
     return keys.to(torch.int64) == padding_key
 
 
-def without_padding(bags: Bags, padding_key: int | None) -> Bags:
+def without_padding(bags: Bags, padding_key: int) -> Bags:
     """The bags without the entries that are padding_key. Expects checked bags."""
-    if padding_key is None:
-        return bags
     keep = ~is_padding(bags.values, padding_key)
     # Keys kept before each position; its values at the old offsets are the new offsets.
-    kept_before = _offsets_of(keep.to(torch.int64))
+    kept_before = offsets_of(keep.to(torch.int64))
     return Bags(
         bags.values[keep],
         kept_before[bags.offsets],

@@ -9,6 +9,7 @@ import torch
 from .. import ops
 from .. import saved_state as saved
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from .request import check_keys
 from .weight import EmbeddingWeight
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def own_vectors(
             f"{layer.name}: vectors must have shape {shape}, got {tuple(vectors.shape)}"
         )
     check_same_device(layer.name, weight=layer.weight, keys=keys, vectors=vectors)
-    layer._check_keys(keys)
+    check_keys(layer, keys)
     if len(ops.unique(keys)[0]) < len(keys):
         raise ValueError(f"{layer.name}: keys must be distinct")
     keys = keys.to(torch.int64)

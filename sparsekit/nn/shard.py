@@ -1,47 +1,40 @@
-"""What both layers share: the table, its rows and the lookup of distinct keys."""
+"""One process's share of a table: its tensors, its rows, and how they are saved and loaded."""
+
+from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
-from .. import _pybind, hashing, ops
-from .._compiling import uncompiled
 from ..distributed import Exchange, exchange_of
-from ..distributed.world import settings
-from ..errors import check_int
+from ..distributed.sharded import Sharded
 from ..memory import prefer_huge_pages
-from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from ..table import HashTable
-from .init import Initializer, resolve
-from .inputs import is_padding
+from .init import resolve
 from .load import entries_of, load, own_entries, own_vectors, refuse_lost_values
+from .options import TableOptions
 from .own_shard import OwnShard
-from .weight import EmbeddingWeight, update_of
+from .request import Request
+from .weight import EmbeddingWeight
 
 _names = itertools.count()
 
 
-@dataclass
-class Bags:
-    """How keys are pooled, and what becomes of the pooled vectors."""
-
-    offsets: torch.Tensor  # int64 [bags + 1]
-    weights: torch.Tensor | None  # [n]
-    combiner: str
-    shape: Callable[[torch.Tensor], torch.Tensor]  # of [bags, dim], to the layer's output
+# What is passed to them has been checked; their Python forms check it again.
+_unique = torch.ops.sparsekit.unique.default
+_gather_rows = torch.ops.sparsekit.gather_rows.default
 
 
-@dataclass
-class Prepared:
-    """A layer's checked input: the keys it needs, and what to do with their vectors."""
+class Found(NamedTuple):
+    """What a table has for the keys of a call."""
 
-    keys: torch.Tensor
-    finish: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    bags: Bags | None = None  # of a layer that pools
+    rows: torch.Tensor  # int64 [u] of the distinct keys, rising; -1 = unseen, in evaluation
+    some_missing: bool  # whether there are rows of -1
+    vectors: torch.Tensor  # [u, dim] of the distinct keys, in the order of rows
+    inverse: torch.Tensor  # int64 [n] which of them each key is
 
 
 class _OfThisProcess:
@@ -50,79 +43,14 @@ class _OfThisProcess:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_OfThisProcess":
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OfThisProcess:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OfThisProcess, (None,)
 
 
-class _GatherSparse(torch.autograd.Function):
-    """Rows of the weight, with a coalesced sparse gradient. Rows are distinct and sorted."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight: torch.Tensor,
-        table: "ShardedTable",
-        keys: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        vectors, ctx.some_missing = table.read(weight, keys, rows)
-        ctx.weight = weight
-        return vectors
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        (grad,) = grads
-        return deliver_gradient(ctx.weight, rows, grad, ctx.some_missing), None, None, None
-
-
-def deliver_gradient(
-    weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, some_missing: bool
-) -> torch.Tensor | None:
-    """The coalesced sparse gradient of these rows, which rise; None if it is used up at once.
-
-    some_missing: whether there are rows of -1, as `ShardedTable.read` says.
-    """
-    if some_missing:
-        # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
-        missing = int(torch.searchsorted(rows, 0))
-        rows, grad = rows[missing:], grad[missing:]
-    update = update_of(weight)
-    if update is not None:
-        update(weight, rows, grad)
-        return None
-    # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although they
-    # are turned off by its argument.
-    return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
-        1,
-        1,
-        weight.shape,
-        rows.unsqueeze(0),
-        grad,
-        dtype=grad.dtype,
-        layout=torch.sparse_coo,
-        device=grad.device,
-        is_coalesced=True,
-    )
-
-
-def _mark_coalesced(weight: torch.Tensor) -> None:
-    """Restore the coalesced flag, which autograd drops when it takes a gradient over uncopied."""
-    grad = weight.grad
-    if grad is not None and grad.is_sparse and not grad.is_coalesced():
-        rows = grad._indices()[0]
-        if bool((rows[1:] > rows[:-1]).all()):
-            grad._coalesced_(True)
-        else:
-            weight.grad = grad.coalesce()
-
-
-class ShardedTable(torch.nn.Module):
+class ShardedTable(torch.nn.Module, Sharded):
     """One process's share of an embedding table; base class of the layers.
 
     Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
@@ -134,48 +62,18 @@ class ShardedTable(torch.nn.Module):
     seed: torch.Tensor
     shard: torch.Tensor
 
-    def __init__(
-        self,
-        max_vocabulary_size_per_gpu: int,
-        embedding_vec_size: int,
-        use_hashtable: bool,
-        *,
-        key_dtype: torch.dtype,
-        embedding_initializer: Initializer | None,
-        padding_key: int | None,
-        on_full: str,
-        gradient_reduction: str,
-        seed: int | None,
-        name: str | None,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, options: TableOptions) -> None:
         super().__init__()
+        name = options.name
         self.name = f"{type(self).__name__}_{next(_names)}" if name is None else name
-        self.capacity = self._count(
-            "max_vocabulary_size_per_gpu", max_vocabulary_size_per_gpu, 2**31 - 1
-        )
-        self.embedding_vec_size = self._count("embedding_vec_size", embedding_vec_size)
         # While keys are being inserted: the table's size before. What is interrupted in between is
         # finished by whoever reads or writes the table next, in a copy too.
         self._unfinished: torch.Tensor | None = None
         # Modes (training or not) in which the weight has been looked at before the first key.
         self._looked_at: set[bool] = set()
-        self._check_choice("key_dtype", key_dtype, KEY_DTYPES)
-        self._check_choice("dtype", dtype, ROW_DTYPES)
-        self._check_choice("on_full", on_full, ("error",))
-        self._check_choice("gradient_reduction", gradient_reduction, ("mean", "sum"))
-        device = torch.device(device or torch.get_default_device())
-        if device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(f"{self.name}: device must be cpu or cuda, got {device}")
-        if device.type == "cuda" and not _pybind.build_info()["cuda"]:
-            raise NotImplementedError(
-                f"{self.name}: device is {device}, but this build of sparsekit has no CUDA "
-                f"kernels; install it where there is an nvcc"
-            )
-
-        self._process_group = _OfThisProcess(process_group or settings.process_group)
+        options = options.checked(self.name)
+        device = cast(torch.device, options.device)
+        self._process_group = _OfThisProcess(options.process_group)
         exchange = exchange_of(self.process_group, device)
         self.rank = exchange.rank if exchange else 0
         self.world_size = exchange.world_size if exchange else 1
@@ -184,27 +82,21 @@ class ShardedTable(torch.nn.Module):
         self.dedupe = True
         # How pooled vectors come from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
-        self.key_dtype = key_dtype
-        self.initializer = resolve(self.name, embedding_initializer)
-        if padding_key is not None:
-            padding_key = check_int(self.name, "padding_key", padding_key, -(2**63), 2**63 - 1)
-        self.padding_key = padding_key
-        self.on_full = on_full
-        self.gradient_reduction = gradient_reduction
-        # Layers must not start from equal vectors for equal keys (user 5 and item 5), so the
-        # default seed depends on the name. It is state: a loaded layer goes on as it began.
-        if seed is None:
-            seed = int(hashing.xxh64([self.name], seed=settings.seed))
-        # An unsigned seed may be given, a signed one is kept: the 64 bits are what counts.
-        seed = check_int(self.name, "seed", seed, -(2**63), 2**64 - 1)
-        signed = (seed + 2**63) % 2**64 - 2**63
-        self.register_buffer("seed", torch.tensor([signed], device=device))
+        self.capacity = options.max_vocabulary_size_per_gpu
+        self.embedding_vec_size = options.embedding_vec_size
+        self.key_dtype = options.key_dtype
+        self.initializer = resolve(self.name, options.embedding_initializer)
+        self.padding_key = options.padding_key
+        self.on_full = options.on_full
+        self.gradient_reduction = options.gradient_reduction
+        self.register_buffer("seed", torch.tensor([options.seed], device=device))
         # Which part of the table this is, so that none is loaded in place of another.
         shard = torch.tensor([self.rank, self.world_size], device=device)
         self.register_buffer("shard", shard)
-        weight = torch.empty(self.capacity, self.embedding_vec_size, dtype=dtype, device=device)
+        shape = (self.capacity, self.embedding_vec_size)
+        weight = torch.empty(shape, dtype=options.dtype, device=device)
         self.weight = EmbeddingWeight(prefer_huge_pages(weight).zero_())
-        if use_hashtable:
+        if options.use_hashtable:
             self.table: HashTable | None = HashTable(self.capacity, device=device, name=self.name)
             self.table.rank = self.rank
         else:
@@ -221,17 +113,13 @@ class ShardedTable(torch.nn.Module):
             )
         super().__setattr__(name, value)
 
-    def _count(self, argument: str, value: int, most: int = 2**63 - 1) -> int:
-        return check_int(self.name, argument, value, 1, most)
-
-    def _check_choice(self, argument: str, value: Any, choices: tuple[Any, ...]) -> None:
-        if value not in choices:
-            listed = ", ".join(map(str, choices))
-            raise ValueError(f"{self.name}: {argument} must be one of {listed}; got {value!r}")
-
-    def prepare(self, *inputs: Any) -> Prepared:
+    def request(self, *inputs: Any) -> Request:
         """Check the input of a call. Changes nothing."""
         raise NotImplementedError
+
+    def sharded_state(self) -> Iterable[str]:
+        """See `Sharded`: all that a table consists of, but not what a subclass has added."""
+        return own_entries(self)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -244,19 +132,19 @@ class ShardedTable(torch.nn.Module):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The way to the other ranks, or None where there are none.
-
-        Raises:
-            RuntimeError: the layer was made for another number of ranks than there are now.
-        """
+        """The way to the other ranks, or None where there are none; see `check_ranks`."""
         exchange = self.process_exchange()
+        self.check_ranks(exchange)
+        return exchange
+
+    def check_ranks(self, exchange: Exchange | None) -> None:
+        """Raise RuntimeError if the layer was made for other ranks than those of its exchange."""
         rank, world_size = (exchange.rank, exchange.world_size) if exchange else (0, 1)
         if (rank, world_size) != (self.rank, self.world_size):
             raise RuntimeError(
                 f"{self.name}: made on rank {self.rank} of {self.world_size}, whose part of the "
                 f"table it holds, but this is rank {rank} of {world_size}"
             )
-        return exchange
 
     def plan(self) -> str:
         """What all ranks must agree on before they look something up.
@@ -309,8 +197,9 @@ class ShardedTable(torch.nn.Module):
 
     def _catch_up(self, rows: torch.Tensor | None = None) -> None:
         # There may be another kind of tensor in place of the weight, under functional_call for one.
-        if isinstance(self.weight, EmbeddingWeight):
-            self.weight.catch_up(rows)
+        weight = self.weight
+        if isinstance(weight, EmbeddingWeight) and weight.before_read is not None:
+            weight.catch_up(rows)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -322,47 +211,10 @@ class ShardedTable(torch.nn.Module):
             name = f"{prefix}shard"
             destination[name] = OwnShard.of(destination[name], self.name)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "ShardedTable":
+    def _apply(self, *args: Any, **kwargs: Any) -> ShardedTable:
         # While the optimizer's state is still where the weight is, and of its dtype.
         self._catch_up()
         return super()._apply(*args, **kwargs)
-
-    def _refuse_trace(self) -> None:
-        """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            raise NotImplementedError(f"{self.name}: torch.jit.trace cannot record a table lookup")
-
-    def _check_keys(self, keys: torch.Tensor, order: torch.Tensor | None = None) -> None:
-        """Check the keys of a call, padding included; order has their places in the input."""
-        if keys.dtype != self.key_dtype and self.key_dtype == torch.int32:
-            raise TypeError(f"{self.name}: keys must be {self.key_dtype}, got {keys.dtype}")
-        if self.weight.dtype not in ROW_DTYPES:
-            # After half(), for instance. Later it would fail with the keys already inserted.
-            raise TypeError(
-                f"{self.name}: weight must be float32, float64 or bfloat16, got {self.weight.dtype}"
-            )
-        shape = (self.capacity, self.embedding_vec_size)
-        if self.weight.shape != shape or not self.weight.is_contiguous():
-            raise ValueError(
-                f"{self.name}: weight must be contiguous and of shape {shape}, got shape "
-                f"{tuple(self.weight.shape)} and strides {self.weight.stride()}"
-            )
-        if self.table is not None or keys.numel() == 0:
-            return
-        low, high = keys.aminmax()
-        end = self.capacity * self.world_size
-        if low >= 0 and high < end:
-            return
-        outside = (keys < 0) | (keys >= end)
-        if self.padding_key is not None:
-            outside &= ~is_padding(keys, self.padding_key)
-        if outside.any():
-            first = int(outside.nonzero()[0])
-            position = first if order is None else int(order[first])
-            raise IndexError(
-                f"{self.name}: key {int(keys[first])} at position {position} is outside "
-                f"[0, {end}), the range of keys without the hash table"
-            )
 
     def _rows(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of distinct int64 keys of this rank; new ones are inserted in training, else -1."""
@@ -426,11 +278,24 @@ class ShardedTable(torch.nn.Module):
             self.initializer.write_(self.weight.data, keys, rows, seed=int(self.seed))
         self._unfinished = None
 
-    def read(
-        self, weight: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, bool]:
+    def look_up(self, keys: torch.Tensor) -> Found:
+        """Rows and vectors of keys ``[n]`` of this rank; new ones are inserted in training.
+
+        A coalesced gradient has its rows sorted. Sorting them here, where the inverse can follow
+        cheaply, saves a pass over the gradients.
+        """
+        unique, inverse, _ = _unique(keys)
+        unique = unique.to(torch.int64)
+        rows, order = self._rows(unique).sort()
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
+        vectors, some_missing = self._vectors(unique[order], rows)
+        return Found(rows, some_missing, vectors, position[inverse])
+
+    def _vectors(self, keys: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Vectors of rows, for keys with row -1 their initial ones, and whether there are such."""
-        vectors = ops.gather_rows(weight.detach(), rows)
+        with torch._C._AutoDispatchBelowAutograd():
+            vectors = _gather_rows(self.weight.detach(), rows)
         if self.training or self.table is None:
             return vectors, False
         missing = (rows < 0).nonzero().squeeze(1)
@@ -438,38 +303,6 @@ class ShardedTable(torch.nn.Module):
             return vectors, False
         self.initializer.write_(vectors, keys[missing], missing, seed=int(self.seed))
         return vectors, True
-
-    def _watch_gradient(self) -> None:
-        """Keep the gradient marked as coalesced."""
-        hooks = self.weight._post_accumulate_grad_hooks or {}
-        if (
-            self.weight.is_leaf
-            and self.weight.requires_grad
-            and _mark_coalesced not in hooks.values()
-        ):
-            # Here and not in __init__, since a copied module has a new weight without hooks.
-            self.weight.register_post_accumulate_grad_hook(_mark_coalesced)
-
-    def distinct_rows(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows of the distinct keys, rising; those keys; and which of them each of keys is.
-
-        A coalesced gradient has its rows sorted. Sorting them here, where the inverse can follow
-        cheaply, saves a pass over the gradients.
-        """
-        unique, inverse, _ = ops.unique(keys)
-        unique = unique.to(torch.int64)
-        rows, order = self._rows(unique).sort()
-        position = torch.empty_like(order)
-        position[order] = torch.arange(len(order), device=order.device)
-        return rows, unique[order], position[inverse]
-
-    # What is found has a shape that depends on the keys, and some of it happens in the optimizer.
-    @uncompiled
-    def lookup(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Vectors of the distinct keys ``[u, dim]``, and for each of keys ``[n]`` its vector."""
-        self._watch_gradient()
-        rows, distinct, inverse = self.distinct_rows(keys)
-        return _GatherSparse.apply(self.weight, self, distinct, rows), inverse
 
     def extra_repr(self) -> str:
         """Name, shape and the settings that matter."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from .load import own_entries
+from ..distributed.sharded import sharded_tensors
 from .shard import ShardedTable
 from .weight import EmbeddingWeight
 
@@ -27,18 +27,9 @@ def tables_of(module: torch.nn.Module) -> dict[str, ShardedTable]:
     return {n: layer for n, layer in module.named_modules() if isinstance(layer, ShardedTable)}
 
 
-def tensors_of_tables(module: torch.nn.Module) -> set[str]:
-    """Names of what the tables in a module consist of, but not of what a subclass has added."""
-    return {
-        f"{name}.{part}" if name else part
-        for name, table in tables_of(module).items()
-        for part in own_entries(table)
-    }
-
-
 def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
     """Have DistributedDataParallel leave tables alone. Called before it has sent anything."""
-    names = tensors_of_tables(model) - ddp.parameters_to_ignore
+    names = sharded_tensors(model) - ddp.parameters_to_ignore
     if not names or ddp.process_group.size() == 1:
         return
     ddp.parameters_to_ignore |= names

@@ -165,22 +165,24 @@ class Trainer:
     def _agree(self, data: Batch, epochs: int, batch_size: int) -> None:
         """Check arguments, and that they are the same on all ranks."""
         lengths = sorted({len(tensor) for tensor in data})
-        error = None
-        if len(lengths) != 1 or lengths == [0]:
-            error = ValueError(f"data must be tensors of one length >= 1, got {lengths}")
-        elif epochs < 0 or batch_size < 1:
-            error = ValueError(f"epochs={epochs} must be >= 0 and batch_size={batch_size} >= 1")
         device = data[0].device if data else torch.device("cpu")
         self._exchange = exchange_of(dist.group.WORLD, device)
-        if self._exchange is not None:
-            seed = self._generator.initial_seed()
-            plan = (
-                f"train on {lengths} samples in batches of {batch_size}, {epochs} epochs after "
-                f"{len(self.history)}, seed {seed}"
-            )
-            self._exchange.agree(plan, None, error)
-        if error is not None:
-            raise error
+
+        def check() -> None:
+            if len(lengths) != 1 or lengths == [0]:
+                raise ValueError(f"data must be tensors of one length >= 1, got {lengths}")
+            if epochs < 0 or batch_size < 1:
+                raise ValueError(f"epochs={epochs} must be >= 0 and batch_size={batch_size} >= 1")
+
+        if self._exchange is None:
+            check()
+            return
+        seed = self._generator.initial_seed()
+        plan = (
+            f"train on {lengths} samples in batches of {batch_size}, {epochs} epochs after "
+            f"{len(self.history)}, seed {seed}"
+        )
+        self._exchange.agree_to_send(plan, check)
 
     def _epoch(self, data: Batch, batch_size: int, title: str, evaluate: Evaluate | None) -> None:
         count = len(data[0])

@@ -146,18 +146,18 @@ def in_call(rank, way, *arguments):
 
 # Before and after each of the three exchanges of a step.
 COUNTED = [
-    *(("all_to_all", "nn.lookup.pack", number) for number in (1, 2, 3)),
-    *(("all_to_all", "nn.lookup.unpack", number) for number in (1, 2, 3)),
+    *(("all_to_all", "nn.lookup.by_key.pack", number) for number in (1, 2, 3)),
+    *(("all_to_all", "nn.lookup.by_key.unpack", number) for number in (1, 2, 3)),
     *(
-        ("reduce_scatter", f"nn.partial.{name}", 1)
-        for name in ("_pool_all", "_partial_sums", "_gradient")
+        ("reduce_scatter", f"nn.lookup.by_bag.{name}", 1)
+        for name in ("_bags_of_ranks", "_add_up", "_Pooled.deliver")
     ),
 ]
 # Between a header and the end of what it has announced, where the others wait already.
 ANNOUNCED = [
     *(("all_to_all", "distributed.Exchange.begin_all_to_all", number) for number in (1, 2, 3)),
     *(("all_to_all", "distributed.transport.dist.all_to_all_single", n) for n in (1, 2, 5, 6)),
-    ("reduce_scatter", "nn.lookup.payload", 1),
+    ("reduce_scatter", "nn.lookup.by_bag.payload", 1),
 ]
 
 

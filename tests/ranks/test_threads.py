@@ -56,23 +56,26 @@ def in_turns(rank, exchange, first, second):
     assert errors == []
 
 
-def evaluations(rank, way):
+def evaluations(rank, way, grouped):
     layer = made("t", way)
     layer.eval()
+    group = sparsekit.EmbeddingGroup({"t": layer})
     expected = [layer(keys(begin)) for begin in (0, 30)]
     found = [None, None]
 
     def look_up(i):
-        found[i] = layer(keys(30 * i))
+        batch = keys(30 * i)
+        found[i] = group({"t": batch})["t"] if grouped else layer(batch)
 
     in_turns(rank, layer.exchange, lambda: look_up(0), lambda: look_up(1))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_two_threads_in_evaluation(two_ranks, way):
-    two_ranks(evaluations, way)
+def test_two_threads_in_evaluation(two_ranks, way, grouped):
+    two_ranks(evaluations, way, grouped)
 
 
 def backwards(rank, way):

@@ -1,0 +1,275 @@
+"""The route by bag: every rank gets all keys and pools those that it owns.
+
+SOK's way. All ranks send their keys to all; each adds up, for every bag of every rank, the vectors
+of the keys that it owns, and sends each rank the sums of its bags, which that rank adds up and
+divides. What moves does not depend on how many keys a bag has, except for the keys themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import ops
+from ...distributed.exchange import Exchange, Parcel, pack, padded, unpack
+from ...ops._checks import accumulate_dtype
+from ...ops.embedding_bag import COMBINERS
+from ..inputs import offsets_of
+from ..request import BagRequest, Request
+from ..shard import Found, ShardedTable
+from ..weight import deliver_gradient
+
+# Bags, keys, and whether there are weights, of a table.
+_HEAD_BYTES = 24
+
+
+def can_go_by_bag(request: Request) -> bool:
+    """Whether a request pools, with weights that need no gradient if it has any."""
+    if not isinstance(request, BagRequest):
+        return False
+    weights = request.weights
+    return not (torch.is_grad_enabled() and weights is not None and weights.requires_grad)
+
+
+def payload_bytes(requests: Sequence[BagRequest]) -> int:
+    """Length of `payload`, without making it."""
+    sizes = [_HEAD_BYTES * len(requests)]
+    for request in requests:
+        sizes += [8 * (len(request.offsets) - 1), 8 * len(request.keys)]
+        if request.weights is not None:
+            sizes.append(_sum_dtype(request.table).itemsize * len(request.keys))
+    return sum(map(padded, sizes))
+
+
+def bytes_to_move(requests: Sequence[BagRequest]) -> int:
+    """What goes to other ranks and comes from them, the header and the backward left out."""
+    per_rank = payload_bytes(requests)
+    for request in requests:
+        row = request.table.embedding_vec_size * _sum_dtype(request.table).itemsize
+        per_rank += (len(request.offsets) - 1) * row
+    return per_rank * (requests[0].table.world_size - 1)
+
+
+def payload(requests: Sequence[BagRequest]) -> torch.Tensor:
+    """Bytes that tell another rank all keys, bags and weights of this one."""
+    heads = [[len(r.offsets) - 1, len(r.keys), int(r.weights is not None)] for r in requests]
+    parts = [torch.tensor(heads).to(requests[0].keys.device)]
+    for request in requests:
+        parts += [request.offsets.diff(), request.keys.to(torch.int64)]
+        if request.weights is not None:
+            parts.append(request.weights.detach().to(_sum_dtype(request.table)))
+    return pack(parts, [[len(part)] for part in parts])[0]
+
+
+def _sum_dtype(table: ShardedTable) -> torch.dtype:
+    """Dtype in which a bag's vectors are added, here and on the way."""
+    return accumulate_dtype(table.weight.dtype)
+
+
+class ByBag:
+    """One call of several tables that pool, of whose bags every rank adds up a part."""
+
+    def __init__(self, exchange: Exchange, plan: str, requests: Sequence[BagRequest]) -> None:
+        self.exchange = exchange
+        self.plan = plan
+        self.requests = requests
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Send this rank's bags to all ranks; sizes are the bytes from each."""
+        ranks = self.exchange.world_size
+        with self.exchange.awaited():
+            whole = payload(self.requests)
+            send = torch.cat([whole] * ranks)
+        self._sizes = sizes
+        self._received = self.exchange.begin_all_to_all(send, [len(whole)] * ranks, sizes)
+
+    def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
+        """See `Route`."""
+        weights = [request.table.weight for request in self.requests]
+        received = self._received()
+        pooled: list[_Pooled] = []
+
+        def add_up() -> Parcel:
+            if error is not None:
+                raise error
+            tables = [request.table for request in self.requests]
+            bags = _bags_of_ranks(tables, received, self._sizes)
+            sums = []
+            for table, of_table in zip(tables, bags, strict=True):
+                found = table.look_up(of_table.keys)
+                sums.append(_add_up(found, of_table))
+                pooled.append(_Pooled(table, of_table, found))
+            return Parcel(*pack(sums, [of_table.counts for of_table in bags]))
+
+        parts = self.exchange.run(f"sums: {self.plan}", add_up)
+        own = [len(request.offsets) - 1 for request in self.requests]
+        way_back = _WayBack(self.exchange, f"gradients: {self.plan}", own, pooled)
+        sums = _Sums.apply(way_back, self._sums(parts, own), *weights)
+        return [
+            request.shaped(_divided(total, request).to(weight.dtype))
+            for request, total, weight in zip(self.requests, sums, weights, strict=True)
+        ]
+
+    def _sums(self, received: torch.Tensor, own: list[int]) -> list[torch.Tensor]:
+        """Sums of this rank's bags ``[bags, dim]`` over the keys of all ranks, of each table."""
+        ranks = self.exchange.world_size
+        like = [
+            received.new_empty(0, request.table.embedding_vec_size, dtype=_sum_dtype(request.table))
+            for request in self.requests
+        ]
+        parts = unpack(received, like, [[count] * ranks for count in own])
+        each = zip(parts, own, strict=True)
+        return [part.view(ranks, count, part.shape[1]).sum(0) for part, count in each]
+
+
+@dataclass
+class _Bags:
+    """What this rank owns of the bags of all ranks, for one table."""
+
+    counts: list[int]  # bags of each rank
+    keys: torch.Tensor  # int64 [m]
+    offsets: torch.Tensor  # int64 [all bags + 1]
+    weights: torch.Tensor | None  # [m]
+
+
+def _bags_of_ranks(
+    tables: Sequence[ShardedTable], received: torch.Tensor, sizes: Sequence[int]
+) -> list[_Bags]:
+    """For each table, out of the payloads of all ranks."""
+    of_ranks = [_unpacked(tables, part) for part in received.split(list(sizes))]
+    return [_owned(table, of_table) for table, *of_table in zip(tables, *of_ranks, strict=True)]
+
+
+# What a rank's payload has of one table: how many keys each bag has, the keys, and their weights.
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _unpacked(tables: Sequence[ShardedTable], part: torch.Tensor) -> list[_Part]:
+    """Undo `payload`."""
+    head = part[: _HEAD_BYTES * len(tables)].view(torch.int64).view(-1, 3)
+    words = head.new_empty(0)
+    like, counts = [head], [[len(tables)]]
+    for table, (num_bags, num_keys, weighted) in zip(tables, head.tolist(), strict=True):
+        like += [words, words]
+        counts += [[num_bags], [num_keys]]
+        if weighted:
+            like.append(words.new_empty(0, dtype=_sum_dtype(table)))
+            counts.append([num_keys])
+    arrays = iter(unpack(part, like, counts)[1:])
+    return [
+        (next(arrays), next(arrays), next(arrays) if weighted else None)
+        for _, _, weighted in head.tolist()
+    ]
+
+
+def _owned(table: ShardedTable, parts: Sequence[_Part]) -> _Bags:
+    lengths = torch.cat([part[0] for part in parts])
+    keys = torch.cat([part[1] for part in parts])
+    mine = _owned_by(keys, table.rank, table.world_size)
+    before = offsets_of(mine.to(torch.int64))
+    weights = None
+    if any(part[2] is not None for part in parts):
+        # A rank may have weights where others have none.
+        filled = [
+            torch.ones_like(k, dtype=_sum_dtype(table)) if w is None else w for _, k, w in parts
+        ]
+        weights = torch.cat(filled)[mine]
+    counts = [len(part[0]) for part in parts]
+    return _Bags(counts, keys[mine], before[offsets_of(lengths)], weights)
+
+
+def _owned_by(keys: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
+    """Which keys the rank owns. torch's remainder is of the signed key, 2^64 less if negative."""
+    return (keys % world_size + (keys < 0) * (2**64 % world_size)) % world_size == rank
+
+
+def _add_up(found: Found, bags: _Bags) -> torch.Tensor:
+    """``[all bags, dim]``, over the keys that this rank owns."""
+    vectors = found.vectors.to(accumulate_dtype(found.vectors.dtype))
+    return ops.embedding_bag(vectors, found.inverse, bags.offsets, "sum", bags.weights)
+
+
+def _divided(total: torch.Tensor, request: BagRequest) -> torch.Tensor:
+    """Sums to the combiner's result; a divisor of zero gives zeros."""
+    if request.combiner == "sum":
+        return total
+    counts = request.offsets.diff()
+    if request.weights is None:
+        divisor = counts.to(total.dtype)
+    else:
+        bag = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        w = request.weights.detach().to(total.dtype)
+        w = w if request.combiner == "mean" else w * w
+        divisor = ops.unsorted_segment_sum(w.unsqueeze(1), bag, len(counts)).squeeze(1)
+    zero = divisor == 0
+    divisor = divisor.masked_fill(zero, 1)
+    divisor = divisor.sqrt() if request.combiner == "sqrtn" else divisor
+    return (total / divisor.unsqueeze(1)).masked_fill(zero.unsqueeze(1), 0)
+
+
+class _Pooled:
+    """What the gradient of one table's part of the bags needs."""
+
+    def __init__(self, table: ShardedTable, bags: _Bags, found: Found) -> None:
+        self.table = table
+        self.counts, self.offsets, self.weights = bags.counts, bags.offsets, bags.weights
+        self.rows, self.some_missing, self.positions = found.rows, found.some_missing, found.inverse
+
+    def deliver(self, grads: torch.Tensor) -> torch.Tensor | None:
+        """The weight's gradient, from those of the bags of all ranks."""
+        grad = torch.ops.sparsekit.embedding_bag_backward.default(
+            grads,
+            self.positions,
+            self.offsets,
+            COMBINERS["sum"],
+            self.weights,
+            len(self.rows),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        if self.table.gradient_reduction == "mean":
+            grad = grad / self.table.world_size
+        weight = self.table.weight
+        return deliver_gradient(weight, self.rows, grad.to(weight.dtype), self.some_missing)
+
+
+@dataclass
+class _WayBack:
+    """What the gradients of one call need."""
+
+    exchange: Exchange
+    plan: str
+    own: list[int]  # bags of this rank, for each table
+    pooled: list[_Pooled]
+
+
+class _Sums(torch.autograd.Function):
+    """The sums of this rank's bags, of all tables, which send their gradients to all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, way_back: _WayBack, sums: list[torch.Tensor], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.way_back = way_back
+        return tuple(sums)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        way_back: _WayBack = ctx.way_back
+        exchange, pooled = way_back.exchange, way_back.pooled
+        ranks = exchange.world_size
+
+        def gradients() -> Parcel:
+            counts = [[count] for count in way_back.own]
+            one = pack([grad.contiguous() for grad in grads], counts)[0]
+            return Parcel(torch.cat([one] * ranks), [len(one)] * ranks)
+
+        with exchange.lock:
+            sent, agreed = exchange.agree_to_send(way_back.plan, gradients)
+            with exchange.alone():
+                received = exchange.all_to_all(sent.data, sent.splits, agreed.sizes)
+                parts = unpack(received, grads, [part.counts for part in pooled])
+                return None, None, *map(_Pooled.deliver, pooled, parts)

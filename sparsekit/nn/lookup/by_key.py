@@ -1,0 +1,159 @@
+"""The route by key: each rank gets the vectors of its distinct keys and pools them itself.
+
+Key k lives on rank ``unsigned(k) % world_size``. A rank sends each owner its distinct keys; the
+owner answers with their vectors, in the order in which they came. The backward sends the gradients
+of those vectors the same way back, and the owner adds up what the ranks have sent for one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import ops
+from ...distributed.exchange import Exchange, Parcel, pack, unpack
+from ..request import Request
+from ..shard import Found, ShardedTable
+from ..weight import deliver_gradient
+
+
+class ByKey:
+    """One call of several tables on this rank, which asks the owners of its keys."""
+
+    def __init__(self, exchange: Exchange, plan: str, requests: Sequence[Request]) -> None:
+        self.exchange = exchange
+        self.plan = plan
+        self.requests = requests
+        self._asked = [_ask(request, exchange.world_size) for request in requests]
+        # [world_size, tables] keys that this rank asks each rank for
+        self._counts = torch.stack([asked.counts for asked in self._asked], 1)
+        self._per_table: list[list[int]] = self._counts.T.tolist()
+
+    def pack(self) -> tuple[torch.Tensor, list[int]]:
+        """The keys for each owner. How many there are for each table goes in front of them."""
+        each = [1] * self.exchange.world_size
+        parts = [self._counts, *(asked.keys for asked in self._asked)]
+        return pack(parts, [each, *self._per_table])
+
+    def bytes_to_move(self) -> int:
+        """What goes to other ranks and comes from them, the header and the backward left out."""
+        others, world_size = self.exchange.world_size - 1, self.exchange.world_size
+        total = 0
+        for request, asked in zip(self.requests, self._asked, strict=True):
+            table = request.table
+            row = table.embedding_vec_size * table.weight.element_size()
+            total += len(asked.keys) * (8 + row) * others // world_size
+        return total
+
+    def begin(self, keys: Parcel, sizes: Sequence[int]) -> None:
+        """Send the keys that `pack` has packed; sizes are the bytes from each rank."""
+        self._sizes = sizes
+        self._received = self.exchange.begin_all_to_all(keys.data, keys.splits, sizes)
+
+    def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
+        """See `Route`."""
+        tables = [request.table for request in self.requests]
+        weights = [table.weight for table in tables]
+        keys, counts = self._keys_of_ranks()
+        owned: list[_Owned] = []
+
+        def answer() -> Parcel:
+            if error is not None:
+                raise error
+            found = [table.look_up(each) for table, each in zip(tables, keys, strict=True)]
+            owned[:] = map(_Owned, tables, counts, found)
+            return Parcel(*pack([ops.gather_rows(f.vectors, f.inverse) for f in found], counts))
+
+        answers = self.exchange.run(f"vectors: {self.plan}", answer)
+        way_back = _WayBack(self.exchange, f"gradients: {self.plan}", self._per_table, owned)
+        vectors = _Vectors.apply(way_back, unpack(answers, weights, self._per_table), *weights)
+        each = zip(self.requests, vectors, self._asked, strict=True)
+        return [request.output(found, asked.positions) for request, found, asked in each]
+
+    def _keys_of_ranks(self) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """The keys that have come, of each table, and how many from each rank."""
+        received, sizes = self._received(), self._sizes
+        begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
+        heads = [received[begin : begin + 8 * len(self._asked)] for begin in begins]
+        of_ranks = torch.cat(heads).view(torch.int64).view(len(sizes), len(self._asked))
+        counts = of_ranks.T.tolist()
+        like = [of_ranks[:1], *(asked.keys for asked in self._asked)]
+        _, *keys = unpack(received, like, [[1] * len(sizes), *counts])
+        return keys, counts
+
+
+@dataclass
+class _Asked:
+    """What this rank asks of one table."""
+
+    keys: torch.Tensor  # int64 [u], the distinct keys by owner
+    counts: torch.Tensor  # int64 [world_size]
+    positions: torch.Tensor  # int64 [n], where each entry's vector will be
+
+
+def _ask(request: Request, world_size: int) -> _Asked:
+    keys = request.keys
+    if request.table.dedupe:
+        unique, inverse, _ = ops.unique(keys)
+    else:
+        unique, inverse = keys, torch.arange(len(keys), device=keys.device)
+    by_owner, counts, permutation = ops.bucketize(unique.to(torch.int64), world_size)
+    place = torch.empty_like(permutation)
+    place[permutation] = torch.arange(len(permutation), device=keys.device)
+    return _Asked(by_owner, counts, place[inverse])
+
+
+class _Owned:
+    """What all ranks have asked of this rank's part of a table."""
+
+    def __init__(self, table: ShardedTable, counts: list[int], found: Found) -> None:
+        self.table = table
+        self.counts = counts  # keys from each rank
+        self.rows, self.some_missing, _, self.inverse = found
+
+    def deliver(self, grads: torch.Tensor) -> torch.Tensor | None:
+        """The weight's gradient, from those of the vectors that the ranks have asked for."""
+        total = ops.unsorted_segment_sum(grads, self.inverse, len(self.rows))
+        if self.table.gradient_reduction == "mean":
+            # The scale of DDP, whose gradients are means over ranks.
+            total = total / len(self.counts)
+        return deliver_gradient(self.table.weight, self.rows, total, self.some_missing)
+
+
+@dataclass
+class _WayBack:
+    """What the gradients of one call need."""
+
+    exchange: Exchange
+    plan: str
+    counts: list[list[int]]  # for each table, the vectors that have come from each rank
+    owned: list[_Owned]
+
+
+class _Vectors(torch.autograd.Function):
+    """The vectors that have come, of all tables, which send their gradients to the owners."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, way_back: _WayBack, vectors: list[torch.Tensor], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.way_back = way_back
+        return tuple(vectors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        way_back: _WayBack = ctx.way_back
+        exchange, owned = way_back.exchange, way_back.owned
+        with exchange.lock:
+            sent, agreed = exchange.agree_to_send(
+                way_back.plan,
+                lambda: Parcel(*pack([grad.contiguous() for grad in grads], way_back.counts)),
+            )
+            with exchange.alone():
+                received = exchange.all_to_all(sent.data, sent.splits, agreed.sizes)
+                parts = unpack(received, grads, [o.counts for o in owned])
+                return None, None, *map(_Owned.deliver, owned, parts)

@@ -1,0 +1,101 @@
+"""What a table is made from: the options that the layers share, and their checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import _pybind, hashing
+from ..distributed.world import settings
+from ..errors import check_int
+from ..ops._checks import KEY_DTYPES, ROW_DTYPES
+from .init import Initializer, resolve
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """Options of a table as a layer is given them; `DistributedEmbedding` explains each."""
+
+    max_vocabulary_size_per_gpu: int
+    embedding_vec_size: int
+    use_hashtable: bool
+    key_dtype: torch.dtype
+    embedding_initializer: Initializer | None
+    padding_key: int | None
+    on_full: str
+    gradient_reduction: str
+    seed: int | None
+    name: str | None
+    dtype: torch.dtype
+    device: torch.device | str | None
+    process_group: dist.ProcessGroup | None
+
+    def checked(self, name: str) -> TableOptions:
+        """The same, checked, with defaults filled in; errors begin with name.
+
+        Raises:
+            TypeError, ValueError: an option of a wrong type or out of range.
+            NotImplementedError: a device for which this build has no kernels.
+        """
+        capacity = check_count(
+            name, "max_vocabulary_size_per_gpu", self.max_vocabulary_size_per_gpu, 2**31 - 1
+        )
+        dim = check_count(name, "embedding_vec_size", self.embedding_vec_size)
+        check_choice(name, "key_dtype", self.key_dtype, KEY_DTYPES)
+        check_choice(name, "dtype", self.dtype, ROW_DTYPES)
+        check_choice(name, "on_full", self.on_full, ("error",))
+        check_choice(name, "gradient_reduction", self.gradient_reduction, ("mean", "sum"))
+        device = _checked_device(name, self.device)
+        initializer = resolve(name, self.embedding_initializer)
+        padding_key = self.padding_key
+        if padding_key is not None:
+            padding_key = check_int(name, "padding_key", padding_key, -(2**63), 2**63 - 1)
+        return replace(
+            self,
+            max_vocabulary_size_per_gpu=capacity,
+            embedding_vec_size=dim,
+            device=device,
+            embedding_initializer=initializer,
+            padding_key=padding_key,
+            seed=_checked_seed(name, self.seed),
+            name=name,
+            process_group=self.process_group or settings.process_group,
+        )
+
+
+def check_count(name: str, argument: str, value: int, most: int = 2**63 - 1) -> int:
+    """``value`` as an int in [1, most]; see `check_int`."""
+    return check_int(name, argument, value, 1, most)
+
+
+def check_choice(name: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raise ValueError unless value is one of the choices; ``name`` begins the message."""
+    if value not in choices:
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{name}: {argument} must be one of {listed}; got {value!r}")
+
+
+def _checked_device(name: str, device: torch.device | str | None) -> torch.device:
+    device = torch.device(device or torch.get_default_device())
+    if device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"{name}: device must be cpu or cuda, got {device}")
+    if device.type == "cuda" and not _pybind.build_info()["cuda"]:
+        raise NotImplementedError(
+            f"{name}: device is {device}, but this build of sparsekit has no CUDA kernels; install "
+            f"it where there is an nvcc"
+        )
+    return device
+
+
+def _checked_seed(name: str, seed: int | None) -> int:
+    """The seed as a signed integer: a given one may be unsigned, the 64 bits are what counts."""
+    if seed is None:
+        # Layers must not start from equal vectors for equal keys (user 5 and item 5), so the
+        # default depends on the name. It is state: a loaded layer goes on as it began.
+        seed = int(hashing.xxh64([name], seed=settings.seed))
+    seed = check_int(name, "seed", seed, -(2**63), 2**64 - 1)
+    return (seed + 2**63) % 2**64 - 2**63
