@@ -1,9 +1,10 @@
-"""FBGEMM's table batched embeddings on the CPU: the training module, one table, float32.
+"""FBGEMM's table batched embeddings on the CPU: the training module, float32.
 
-In the configuration that was fastest: the batch as one feature, no checks of bounds (ours checks
-them), and what it offers of optimizers on the CPU fused into backward.
+In the configuration that was fastest: a batch of a table as one feature, no checks of bounds (ours
+checks them), and what it offers of optimizers on the CPU fused into backward.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ def missing() -> str | None:
     return optional.missing("fbgemm_gpu", "fbgemm-gpu-cpu")
 
 
-def table(weight: torch.Tensor, lr: float = 0.01) -> Any:
-    """A module like EmbeddingBag in mode sum, (rows, offsets) -> bags, with a copy of the weight.
+def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
+    """A module in mode sum, (rows, offsets) -> ``[batch, sum of dims]``, a feature for each table.
 
-    Its backward updates the rows by row-wise Adagrad.
+    Args:
+        shapes: rows and dim of each table.
+        lr: learning rate. Backward updates the rows by row-wise Adagrad.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -31,12 +34,17 @@ def table(weight: torch.Tensor, lr: float = 0.01) -> Any:
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    num_rows, dim = weight.shape
-    module: Any = SplitTableBatchedEmbeddingBagsCodegen(
-        [(num_rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows, dim in shapes],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=lr,
         bounds_check_mode=BoundsCheckMode.NONE,
     )
+
+
+def table(weight: torch.Tensor, lr: float = 0.01) -> Any:
+    """`tables` with one, which begins as a copy of weight."""
+    num_rows, dim = weight.shape
+    module = tables([(num_rows, dim)], lr)
     module.split_embedding_weights()[0].copy_(weight)
     return module

@@ -1,0 +1,232 @@
+"""Many tables: a step of an EmbeddingGroup, and what a layer with few keys costs.
+
+Peers get row numbers that are ready and need no hash table. The gradient of the outputs is ready on
+all sides, as the dense part of a model would have made it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+import sparsekit
+from sparsekit import optim
+
+from .common import Comparison, zipf_keys
+from .cpu import Call, Cpu
+from .peers import fbgemm
+
+TABLES = 26
+BAGS, TBE = "EmbeddingBag + SparseAdam", "FBGEMM TBE + row-wise Adagrad"
+ONE_LAYER, ONE_TABLE = "one layer, same keys", "one table, same keys"
+
+# Rows of MLPerf's DLRM-DCNv2 (Criteo 1TB multi-hot, at most 40M), here at most a million, and keys
+# of a bag: mlcommons/training, recommendation_v2/torchrec_dlrm.
+MLPERF_ROWS = (
+    1_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 1_000_000, 1_000_000, 405_282,
+    10, 2_209, 11_938, 155, 4, 976, 14, 1_000_000, 1_000_000, 1_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+MLPERF_KEYS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+
+
+def run(cpu: Cpu) -> Iterator[Comparison]:
+    """26 tables at two sizes, MLPerf's tables, the same keys over 1 to 500 tables, small layers."""
+    yield from _twenty_six(cpu, cpu.size(2048, 8), cpu.size(16, 4))
+    yield from _twenty_six(cpu, cpu.size(8192, 12), cpu.size(64, 8))
+    yield from _mlperf(cpu)
+    for dim in (cpu.size(16, 4), cpu.size(64, 8)):
+        yield from _same_keys(cpu, dim)
+    yield from _small_layer(cpu)
+
+
+class Tables:
+    """Tables with one slot each, and batches: for each table keys ``[batch * nnz]``."""
+
+    def __init__(self, cpu: Cpu, rows: Sequence[int], nnz: Sequence[int], batch: int, dim: int):
+        self.rows, self.nnz, self.batch, self.dim = rows, nnz, batch, dim
+        self.names = [f"t{t}" for t in range(len(rows))]
+        num_bytes = 8 * batch * sum(nnz)
+        self.batches = [
+            [
+                zipf_keys(batch * keys, 1.2, ids, seed=1000 * i + t)
+                for t, (ids, keys) in enumerate(zip(rows, nnz, strict=True))
+            ]
+            for i in range(cpu.copies(num_bytes, most=8))
+        ]
+        self.grad = torch.randn(batch, dim)
+
+    def group(self, optimizer: Callable[..., optim.RowOptimizer], fused: bool) -> list[Call]:
+        """Steps of an EmbeddingGroup whose tables have all keys from the start."""
+        layers = {
+            name: sparsekit.DistributedEmbedding("sum", ids, self.dim, 1, keys)
+            for name, ids, keys in zip(self.names, self.rows, self.nnz, strict=True)
+        }
+        for layer, ids in zip(layers.values(), self.rows, strict=True):
+            _fill(layer, ids)
+        group = sparsekit.EmbeddingGroup(layers)
+        made = optimizer(group.parameters(), lr=0.01)
+        if fused:
+            optim.fuse_in_backward(made, group)
+        grads = [self.grad.unsqueeze(1)] * len(layers)
+
+        def step(inputs: dict[str, torch.Tensor]) -> None:
+            torch.autograd.backward(list(group(inputs).values()), grads)
+            made.step()
+            made.zero_grad()
+
+        return [
+            partial(
+                step,
+                {
+                    name: keys.view(self.batch, 1, -1)
+                    for name, keys in zip(self.names, batch, strict=True)
+                },
+            )
+            for batch in self.batches
+        ]
+
+    def one_layer(self) -> list[Call]:
+        """Steps of one layer with a slot for each table; the keys of each are moved apart."""
+        (nnz,) = set(self.nnz)
+        slots, ids = len(self.rows), sum(self.rows)
+        layer = sparsekit.DistributedEmbedding("sum", ids, self.dim, slots, nnz)
+        _fill(layer, ids)
+        made = optim.LazyAdam(layer.parameters(), lr=0.01)
+        grad = self.grad.unsqueeze(1).repeat(1, slots, 1)
+
+        def step(keys: torch.Tensor) -> None:
+            layer(keys).backward(grad)
+            made.step()
+            made.zero_grad()
+
+        before = [sum(self.rows[:t]) for t in range(slots)]
+        return [
+            partial(
+                step,
+                torch.stack(
+                    [
+                        keys.view(self.batch, nnz) + first
+                        for keys, first in zip(batch, before, strict=True)
+                    ],
+                    1,
+                ),
+            )
+            for batch in self.batches
+        ]
+
+    def bags(self, optimizer: Callable[..., torch.optim.Optimizer]) -> list[Call]:
+        """Steps of an EmbeddingBag for each table."""
+        tables = torch.nn.ModuleList(
+            torch.nn.EmbeddingBag(ids, self.dim, mode="sum", sparse=True) for ids in self.rows
+        )
+        made = optimizer(list(tables.parameters()), lr=0.01)
+        grads = [self.grad] * len(self.rows)
+
+        def step(batch: list[torch.Tensor]) -> None:
+            outputs = [table(keys) for table, keys in zip(tables, batch, strict=True)]
+            torch.autograd.backward(outputs, grads)
+            made.step()
+            made.zero_grad()
+
+        return [partial(step, [k.view(self.batch, -1) for k in batch]) for batch in self.batches]
+
+    def tbe(self) -> list[Call]:
+        """Steps of FBGEMM's module, with all tables in one."""
+        module = fbgemm.tables([(ids, self.dim) for ids in self.rows])
+        lengths = torch.tensor(self.nnz).repeat_interleave(self.batch)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        grad = self.grad.repeat(1, len(self.rows))
+
+        def step(keys: torch.Tensor) -> None:
+            module(keys, offsets).backward(grad)
+
+        return [partial(step, torch.cat(batch)) for batch in self.batches]
+
+
+def _twenty_six(cpu: Cpu, batch: int, dim: int) -> Iterator[Comparison]:
+    tables = Tables(cpu, [cpu.size(100_000, 50)] * TABLES, [1] * TABLES, batch, dim)
+    peers = {ONE_LAYER: tables.one_layer(), BAGS: tables.bags(torch.optim.SparseAdam)}
+    if cpu.has(TBE, fbgemm.missing()):
+        peers[TBE] = tables.tbe()
+    case = f"step of {TABLES} tables of {tables.rows[0]:,} x {dim}, batch {batch:,}"
+    ours = {
+        "LazyAdam": tables.group(optim.LazyAdam, False),
+        "LazyAdam in backward": tables.group(optim.LazyAdam, True),
+    }
+    for name, steps in ours.items():
+        yield from cpu.compare(f"{case}, {name}", steps, peers, "step of 26 tables")
+
+
+def _mlperf(cpu: Cpu) -> Iterator[Comparison]:
+    rows = MLPERF_ROWS if not cpu.quick else [min(ids, 50) for ids in MLPERF_ROWS]
+    tables = Tables(cpu, rows, MLPERF_KEYS, cpu.size(512, 4), cpu.size(128, 4))
+    peers = {"EmbeddingBag + Adagrad": tables.bags(torch.optim.Adagrad)}
+    if cpu.has(TBE, fbgemm.missing()):
+        peers[TBE] = tables.tbe()
+    yield from cpu.compare(
+        f"step of MLPerf's {len(rows)} tables x {tables.dim}, batch {tables.batch}, "
+        f"RowWiseAdagrad in backward",
+        tables.group(optim.RowWiseAdagrad, True),
+        peers,
+    )
+
+
+def _same_keys(cpu: Cpu, dim: int) -> Iterator[Comparison]:
+    """The same number of keys and rows in all, shared out over more and more tables."""
+    keys, ids = cpu.size(2048 * TABLES, 1040), cpu.size(100_000 * TABLES, 2080)
+
+    def steps(count: int) -> list[Call]:
+        tables = Tables(cpu, [ids // count] * count, [1] * count, keys // count, dim)
+        return tables.group(optim.LazyAdam, True)
+
+    one = {ONE_TABLE: steps(1)}
+    for count in (26, cpu.size(100, 52), cpu.size(500, 104)):
+        line = {100: "step of 100 tables", 500: "step of 500 tables"}.get(count, "")
+        yield from cpu.compare(
+            f"step, {keys:,} keys over {count} tables x {dim}, LazyAdam in backward",
+            steps(count),
+            one,
+            line,
+        )
+
+
+def _small_layer(cpu: Cpu) -> Iterator[Comparison]:
+    ids, dim = cpu.size(100_000, 50), 16
+    for batch in (1, 256, 2048):
+        keys = [zipf_keys(batch, 1.2, ids, seed) for seed in range(cpu.copies(8 * batch))]
+        layer = sparsekit.DistributedEmbedding("sum", ids, dim, 1, 1)
+        _fill(layer, ids)
+        bag = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True)
+        # Views are made before the clock runs: neither side's input is that of the other.
+        ours = [k.view(-1, 1, 1) for k in keys]
+        theirs = [k.view(-1, 1) for k in keys]
+        layer.eval()
+        with torch.no_grad():
+            yield from cpu.compare(
+                f"evaluation of a layer, {batch} keys x {dim}",
+                [partial(layer, k) for k in ours],
+                {"EmbeddingBag": [partial(bag, k) for k in theirs]},
+                f"evaluation, {batch} keys",
+            )
+        layer.train()
+        lazy = optim.LazyAdam(layer.parameters())
+        peer = torch.optim.SparseAdam(bag.parameters())
+        yield from cpu.compare(
+            f"step of a layer, {batch} keys x {dim}, LazyAdam",
+            [partial(_step, layer, k, lazy) for k in ours],
+            {BAGS: [partial(_step, bag, k, peer) for k in theirs]},
+            "step of a small layer" if batch <= 256 else "",
+        )
+
+
+def _step(layer: torch.nn.Module, keys: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    layer(keys).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _fill(layer: sparsekit.DistributedEmbedding, ids: int) -> None:
+    """Insert the keys 0, 1, ..., so that no step has to."""
+    assert layer.table is not None
+    layer.table.find_or_insert(torch.arange(ids))
+    layer.weight.data.uniform_(-0.05, 0.05)
