@@ -43,11 +43,11 @@ def coo(values, columns=(0, 1, 0, 0), shape=(4, 3)):
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
 
 
-def csr(values, offsets=OFFSETS):
+def csr(values, offsets=OFFSETS, columns=(0, 1, 0, 0)):
     # Compressed layouts are in beta state, says torch; and cases are made at import.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        columns = T([0, 1, 0, 0])
+        columns = T(list(columns))
         return torch.sparse_csr_tensor(offsets, columns, values, (4, 3), check_invariants=True)
 
 
@@ -283,6 +283,12 @@ CALLS = {
         [csr(VALUES), csr(ONES, T([0, 2, 3, 3, 4]))],
         ValueError,
         ["sample_weights", "crow_indices", "position 2", "3 and 2"],
+    ),
+    "weights in other columns of CSR": (
+        pooled,
+        [csr(VALUES), csr(ONES, columns=(0, 1, 0, 2))],
+        ValueError,
+        ["sample_weights", "col_indices", "position 3", "2 and 0"],
     ),
     "weights elsewhere in nested": (
         pooled,

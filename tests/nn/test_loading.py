@@ -206,6 +206,15 @@ def test_a_table_takes_the_keys_of_another_capacity(assign):
     refused(table, saved.state_dict(), "8 rows", "7", assign=assign)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_table_within_a_model_takes_the_keys_of_another_capacity(assign):
+    saved, model = (torch.nn.ModuleDict({"users": HashTable(n)}) for n in (1000, 7))
+    saved["users"].find_or_insert(torch.arange(7) * 10**15)
+    model.load_state_dict(saved.state_dict(), assign=assign)
+    assert torch.equal(model["users"].keys(), saved["users"].keys())
+    assert model["users"].capacity == 7
+
+
 def test_counts_of_spilled_keys_are_not_taken_over():
     saved = trained()
     state = state_of(saved)

@@ -173,6 +173,23 @@ def test_an_optimizer_that_is_dropped_is_detached():
     other.step()
 
 
+def test_another_optimizer_takes_over():
+    """Rows that are late under the optimizer before finish its steps, looked up or not."""
+    results = []
+    for fused in (False, True):
+        layer = sparsekit.All2AllDenseEmbedding(20, 3, 1, 1, dynamic_input=True, name="handed on")
+        before, after = optim.Adam([layer.weight], lr=0.1), make("SGD catch_up", [layer.weight])
+        for step, keys in enumerate(([1, 2, 3, 4, 5], [1], [1, 2], [1, 3], [4])):
+            optimizer = before if step < 3 else after
+            if fused and step == 3:
+                fuse_in_backward(after, layer)
+            layer(torch.tensor(keys)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(layer.state_dict()["weight"])
+    assert same_bits(*results)
+
+
 def test_learning_rates_are_those_at_the_time_of_backward():
     layer, optimizer, _ = attached()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))

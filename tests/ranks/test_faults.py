@@ -33,8 +33,8 @@ def raised(outcomes, kind, *parts):
             assert part in outcome.message, outcome.message
 
 
-def full_on_one(rank):
-    module = layer("movies", capacity=3)
+def full_on_one(rank, strategy):
+    module = layer("movies", capacity=3, strategy=strategy)
     step(module, [0, 1, 2, 3])
     with pytest.raises(sparsekit.TableFullError) as caught:
         step(module, [5, 7, 9, 11])  # all on rank 1 of 2
@@ -43,8 +43,9 @@ def full_on_one(rank):
     return len(module.table)
 
 
-def test_a_table_full_on_one_rank(two_ranks):
-    assert two_ranks(full_on_one) == [2, 2]
+@pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
+def test_a_table_full_on_one_rank(two_ranks, strategy):
+    assert two_ranks(full_on_one, strategy) == [2, 2]
 
 
 def bad_key_on_one(rank):

@@ -100,6 +100,24 @@ def test_prefetch_changes_nothing_but_time(ranks):
     prefetched(0)
 
 
+def prefetched_whole_bags(rank):
+    layer = sparsekit.DistributedEmbedding(
+        "sum", 40, 4, 1, 2, name="whole", strategy="reduce_scatter"
+    )
+    group = sparsekit.EmbeddingGroup({"whole": layer})
+    batches = [{"whole": torch.arange(4).view(2, 1, 2) + 10 * i} for i in range(2)]
+    group.prefetch(batches[0])
+    with pytest.raises(ValueError, match="inputs is not what prefetch was called with"):
+        group(batches[1] if rank == 0 else batches[0])
+    if rank == 0:
+        assert len(layer.table) == 0
+    assert group(batches[1])["whole"].shape == (2, 1, 4)
+
+
+def test_another_batch_than_the_one_prefetched_by_bags(two_ranks):
+    two_ranks(prefetched_whole_bags)
+
+
 def pool(rank):
     tables = list(layers(3, "p").values())
     offsets = torch.tensor([0, 2, 2, 5])

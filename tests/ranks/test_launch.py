@@ -10,6 +10,9 @@ import torch.distributed as dist
 
 from sparsekit.train.launch import RankError, run_on_ranks, start_rank
 
+# Signals that the launcher has handlers of its own for.
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
 
 def leave_a_file(folder):
     start_rank()
@@ -22,11 +25,10 @@ def leave_a_file(folder):
 
 def test_function_is_called_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(logging.root.manager, "disable", logging.DEBUG)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = list(map(signal.getsignal, HANDLED))
     run_on_ranks(3, leave_a_file, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"0 of 3", "1 of 3", "2 of 3"}
-    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert after == handlers
+    assert list(map(signal.getsignal, HANDLED)) == handlers
     assert logging.root.manager.disable == logging.DEBUG
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 

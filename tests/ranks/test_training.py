@@ -121,6 +121,16 @@ def test_other_optimizers_equal_one_rank(two_ranks, optimizer, in_backward, stra
         torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[torch.float64])
 
 
+@pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
+def test_an_update_of_bfloat16_in_backward_is_that_of_a_step(two_ranks, strategy):
+    normal, fused = (
+        two_ranks(train, 2, "mean", True, torch.bfloat16, optimizer, "mean", strategy)
+        for optimizer in ("our SGD", "our SGD in backward")
+    )
+    for one, other in zip(normal, fused, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 @pytest.mark.parametrize("use_hashtable", [True, False])
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_sums_of_bags_equal_one_rank(any_ranks, combiner, use_hashtable):
