@@ -49,10 +49,9 @@ class FusedStep:
         grads = torch.ops.sparsekit.embedding_bag_backward(
             grad, inverse, self.offsets, 0, None, len(keys), False
         )
-        self.steps.add_(1)
         torch.ops.sparsekit.update_rows_(
-            self.weight, self.states, None, rows, grads, self.steps, "adam", self.settings,
-            num_grads=number,
+            [self.weight], self.states, [], [rows], [grads], [self.steps], "adam", self.settings,
+            count_steps=True, num_grads=number,
         )  # fmt: skip
         return pooled
 

@@ -7,6 +7,7 @@ are filled is not part of what the ops mean.
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -267,19 +268,31 @@ _RULES = {
 
 
 def update_rows_(
-    weight: torch.Tensor,
+    weight: Any,
     states: Sequence[torch.Tensor],
-    row_step: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    grad: torch.Tensor,
-    step: torch.Tensor,
+    row_step: Any,
+    rows: Any,
+    grad: Any,
+    step: Any,
     rule: str,
     settings: Sequence[float],
     *,
     per_row: bool = False,
     rounding_seed: int | None = None,
+    count_steps: bool = False,
 ) -> None:
-    """One step of a rule on the rows in `rows`, or on all of them for None."""
+    """One step of a rule on the rows in `rows`, or on all of them for None; one table or lists."""
+    if not isinstance(weight, torch.Tensor):
+        each = len(states) // len(weight)
+        for i, own in enumerate(weight):
+            update_rows_(
+                own, states[i * each : (i + 1) * each], row_step[i] if row_step else None,
+                rows[i] if rows else None, grad[i], step[i], rule, settings,
+                per_row=per_row, rounding_seed=rounding_seed, count_steps=count_steps,
+            )  # fmt: skip
+        return
+    if count_steps:
+        step.add_(1)
     rows = torch.arange(len(weight), device=weight.device) if rows is None else rows
     dtype = accumulate_dtype(weight.dtype)
     if row_step is not None:
@@ -287,14 +300,14 @@ def update_rows_(
         row_step[rows] = now.clamp(max=2**31 - 1).to(row_step.dtype)
     counts = row_step[rows] if row_step is not None and per_row else step.expand(len(rows))
     t = counts.to(torch.float64).unsqueeze(1)
-    s = [state[rows] for state in states]
+    s = [state[rows] if state.dim() == 2 else state[rows].unsqueeze(1) for state in states]
     w, s = _RULES[rule](settings, t, grad.to(dtype), weight[rows].to(dtype), s)
     if rounding_seed is not None and weight.dtype == torch.bfloat16:
         weight[rows] = _rounded_at_random(w, rows, int(step), rounding_seed)
     else:
         weight[rows] = w.to(weight.dtype)
     for state, new in zip(states, s, strict=True):
-        state[rows] = new
+        state[rows] = new[:, 0] if state.dim() == 1 else new
 
 
 def _rounded_at_random(w: torch.Tensor, rows: torch.Tensor, step: int, seed: int) -> torch.Tensor:

@@ -221,31 +221,32 @@ def test_an_update_takes_only_as_many_gradients(device, count):
     rows = torch.tensor([3, 0, 9, 4, 7, -1], device=device)  # the last is none, as padding is
     grad = randn(6, 5, seed=1).to(device)
     step = torch.ones((), dtype=torch.int64, device=device)
+    last = torch.tensor([2], device=device)
 
     def updated(kept: int, number: torch.Tensor | None) -> torch.Tensor:
-        weight = randn(10, 5).to(device)
+        weights = [randn(10, 5).to(device) for _ in range(2)]
         torch.ops.sparsekit.update_rows_(
-            weight, [], None, rows[:kept], grad[:kept], step, "sgd", [0.1, 0, 0, 0],
-            num_grads=number,
+            weights, [], [], [rows[:kept], last], [grad[:kept], grad[:1]], [step, step], "sgd",
+            [0.1, 0, 0, 0], num_grads=number,
         )  # fmt: skip
-        return weight
+        return torch.cat(weights)
 
-    number = torch.tensor([count], device=device)
+    number = torch.tensor([count, 1], device=device)
     if used == 6:
-        with pytest.raises(IndexError, match=r"rows\[5\] is -1, but weight has 10 rows"):
+        with pytest.raises(IndexError, match=r"table 0: rows\[5\] is -1, but weight has 10 rows"):
             updated(6, number)
         return
     assert torch.equal(updated(6, number), updated(used, None))
 
 
-def test_a_number_of_gradients_must_be_one_int64(device):
+def test_numbers_of_gradients_must_be_one_int64_for_a_table(device):
     weight, step = torch.zeros(3, 2, device=device), torch.ones((), dtype=torch.int64)
     for number, message in (
         (torch.tensor([1.0]), "num_grads must have dtype Long"),
-        (torch.tensor([1, 2]), "num_grads must have one element, got 2"),
+        (torch.tensor([1, 2]), "num_grads must have one element for each of 1 tables, got 2"),
     ):
         with pytest.raises(ValueError, match=message):
             torch.ops.sparsekit.update_rows_(
-                weight, [], None, None, weight, step.to(device), "sgd", [0.1, 0, 0, 0],
+                [weight], [], [], [], [weight.clone()], [step.to(device)], "sgd", [0.1, 0, 0, 0],
                 num_grads=number.to(device),
             )  # fmt: skip

@@ -13,7 +13,6 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
   const char* op = "catch_up_rows_";
   check_same_device(op,
                     {{"weight", weight}, {"rows", rows.value_or(weight)}, {"numbers", numbers}});
-  check_table(weight, states, row_step, op);
   if (rows.has_value()) {
     check_dim(*rows, 1, op, "rows");
     check_dtype(*rows, ScalarType::Long, op, "rows");
@@ -28,22 +27,21 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
   check(numbers.size(0) <= kMostSteps - first_step + 1, op, ": ", numbers.size(0), " steps from ",
         first_step, " on go beyond step 2^31 - 1, the last that row_step can have");
   numbers = packed(numbers);
-  const int64_t n = rows ? rows->numel() : weight.size(0);
   const Engine engine(weight);
   const MissedSteps missed{data<double>(numbers), first_step, numbers.size(0)};
-  const auto check_overlaps = [&] {
-    Overlaps overlaps = overlaps_of_table(weight, states, row_step, op);
-    overlaps.read("rows", rows);
-    overlaps.read("numbers", numbers);
-  };
   int64_t bad = -1;
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_rule(rule, settings, states.size(), op, [&](const auto& chosen) {
       using Rule = std::decay_t<decltype(chosen)>;
       if constexpr (std::is_same_v<Rule, Sgd<true>> || std::is_same_v<Rule, Adam<false>>) {
-        const auto table = row_table<T>(weight, states, row_step, false, op);
-        check_overlaps();
+        const auto table = row_table<T>(weight, states.data(), states.size(), &row_step, false, op);
+        Overlaps overlaps(op);
+        add_table(overlaps, weight, states.data(), states.size(), &row_step);
+        overlaps.read("rows", rows);
+        overlaps.read("numbers", numbers);
+        overlaps.check();
+        const int64_t n = rows ? rows->numel() : table.num_rows;
         const int64_t* row_numbers = rows ? int64_data(*rows) : nullptr;
         if constexpr (kOnDevice) {
           cuda::catch_up_rows(table, row_numbers, n, chosen, missed,

@@ -3,10 +3,14 @@
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <cstring>
+#include <list>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "sparsekit/device_memory.h"
 
@@ -94,6 +98,7 @@ void* current_stream(int32_t device) {
 
 Engine::Engine(const Tensor& on)
     : guard_(new Guard{torch::stable::accelerator::DeviceGuard(on.get_device_index())}),
+      on_(on),
       stream_(current_stream(on.get_device_index())),
       complaints_(complaints_of(on, stream_)) {
   begin();
@@ -103,7 +108,7 @@ Engine::Engine(const Tensor& on)
 
 struct Engine::Guard {};
 
-Engine::Engine(const Tensor& on) : complaints_(complaints_of(on, nullptr)) {
+Engine::Engine(const Tensor& on) : on_(on), complaints_(complaints_of(on, nullptr)) {
   begin();
 }
 
@@ -148,6 +153,50 @@ int64_t Engine::value(const Tensor& words, int64_t i) const {
   return value;
 }
 
+// Each stream has copies of its own: a copy is made before the first kernel that reads it, and
+// once it is dropped, its memory goes to nobody before the last one, both without a wait. A graph
+// is captured on another stream than the step before, but behind it, and keeps what it has found.
+Tensor Engine::kept(const void* bytes, int64_t count) const {
+  struct Copy {
+    int32_t device;
+    void* stream;
+    std::vector<char> bytes;
+    Tensor tensor;
+    bool in_graph;
+  };
+  constexpr size_t kMostCopies = 32;
+  static std::mutex mutex;
+  static auto* copies = new std::list<Copy>;  // the latest first; those in graphs stay for good
+  const std::lock_guard<std::mutex> lock(mutex);
+  const int32_t device = on_.get_device_index();
+  const bool capturing = cuda::is_capturing(stream_);
+  const auto found = std::find_if(copies->begin(), copies->end(), [&](const Copy& copy) {
+    return copy.device == device && (copy.stream == stream_ || capturing) &&
+           copy.bytes.size() == static_cast<size_t>(count) &&
+           std::memcmp(copy.bytes.data(), bytes, copy.bytes.size()) == 0;
+  });
+  if (found != copies->end()) {
+    found->in_graph |= capturing;
+    copies->splice(copies->begin(), *copies, found);
+    return found->tensor;
+  }
+  if (capturing) {
+    throw std::runtime_error(
+        "sparsekit: the first call with these tables cannot be captured in a graph; run one "
+        "before");
+  }
+  if (copies->size() >= kMostCopies) {
+    const auto oldest = std::find_if(copies->rbegin(), copies->rend(),
+                                     [](const Copy& copy) { return !copy.in_graph; });
+    if (oldest != copies->rend()) copies->erase(std::next(oldest).base());
+  }
+  const auto* begin = static_cast<const char*>(bytes);
+  Tensor tensor = torch::stable::new_empty(on_, {count}, ScalarType::Byte);
+  cuda::copy_to_device(tensor.mutable_data_ptr(), bytes, count, stream_);
+  copies->push_front({device, stream_, std::vector<char>(begin, begin + count), tensor, false});
+  return tensor;
+}
+
 void Engine::read(const int64_t* device, int64_t count, int64_t* host) const {
   if (cuda::is_capturing(stream_)) {
     throw std::runtime_error(
@@ -166,7 +215,9 @@ void Engine::raise_left_over(const int64_t* positions) const {
   for (int64_t kind = 0; kind < kNumKinds; ++kind) {
     if (positions[kind] == cuda::kNoPosition) continue;
     cuda::fill_bytes(complaints_, cuda::kNoPositionByte, kNumKinds * sizeof(int64_t), stream_);
-    index_error(kKinds[kind].op, ": ", kKinds[kind].argument, "[", positions[kind],
+    const int64_t table = cuda::table_of_position(positions[kind]);
+    index_error(kKinds[kind].op, table == 0 ? "" : message(": table ", table), ": ",
+                kKinds[kind].argument, "[", cuda::position_in_table(positions[kind]),
                 "] was out of range in an earlier call on this device; it was left out. Set "
                 "SPARSEKIT_CHECKED=1 to have the call itself raise");
   }

@@ -53,6 +53,7 @@ class Engine {
   int64_t* bad(Complaint) const { return nullptr; }
   int64_t found(Complaint, int64_t) const { return -1; }
   int64_t value(const Tensor& words, int64_t i) const { return int64_data(words)[i]; }
+  Tensor kept(const void*, int64_t) const { return {}; }
   void read(const int64_t* words, int64_t count, int64_t* host) const {
     std::copy(words, words + count, host);
   }
@@ -81,6 +82,10 @@ class Engine {
   int64_t found(Complaint complaint, int64_t limit) const;
   // An element of an int64 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
+  // A copy of these bytes on the device, to be held until the kernels that read it are launched.
+  // Nobody may write to it. It is there already if this stream has asked for the same bytes lately:
+  // what is the same in every step is copied once.
+  Tensor kept(const void* bytes, int64_t count) const;
   // Copies `count` words to the host, and raises what earlier calls have left.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
@@ -91,6 +96,7 @@ class Engine {
 
   struct Guard;
   std::unique_ptr<Guard> guard_;
+  Tensor on_;
   void* stream_ = nullptr;
   int64_t* complaints_ = nullptr;
 };

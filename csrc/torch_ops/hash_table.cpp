@@ -107,6 +107,7 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tens
   overlaps.read("hash_seed", hash_seed);
   overlaps.read("keys", keys);
   overlaps.read("num_keys", num_keys);
+  overlaps.check();
   keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Exclusive alone(buckets, op);

@@ -23,6 +23,7 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
   overlaps.read("keys", keys);
   overlaps.read("rows", rows);
   overlaps.read("status", status);
+  overlaps.check();
   keys = packed(keys);
   const int64_t n = keys.numel();
   if (rows.has_value()) {

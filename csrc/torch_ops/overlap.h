@@ -2,8 +2,10 @@
 // size, a key or a row number relies on it while it writes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "engine.h"
 
@@ -50,43 +52,87 @@ struct Span {
   }
 };
 
-// Raises when an argument that an op writes to overlaps another one. Arguments that it only reads
-// may overlap one another.
+// Raises, in check(), when an argument that an op writes to overlaps another one. Arguments that it
+// only reads may overlap one another.
 class Overlaps {
  public:
   explicit Overlaps(const char* op) : op_(op) {}
 
-  void written(const char* name, const Tensor& tensor) { add({name, Span(tensor), true}); }
-  void read(const char* name, const Tensor& tensor) { add({name, Span(tensor), false}); }
+  void written(const char* name, const Tensor& tensor) { add(name, tensor, true); }
+  void read(const char* name, const Tensor& tensor) { add(name, tensor, false); }
   void written(const char* name, const std::optional<Tensor>& tensor) {
     if (tensor.has_value()) written(name, *tensor);
   }
   void read(const char* name, const std::optional<Tensor>& tensor) {
     if (tensor.has_value()) read(name, *tensor);
   }
+  // What is added from here on is of this table, for an op on several.
+  void of_table(size_t table) { table_ = static_cast<int64_t>(table); }
+
+  void check() const {
+    constexpr size_t kFew = 16;
+    if (arguments_.size() > kFew && !any()) return;
+    for (size_t i = 1; i < arguments_.size(); ++i) {
+      for (size_t j = 0; j < i; ++j) {
+        ops::check(!clash(arguments_[i], arguments_[j]), op_, ": ", name(i), " overlaps ", name(j),
+                   " in memory, but what is written to must not be part of another argument");
+      }
+    }
+  }
 
  private:
   struct Argument {
     const char* name = nullptr;
+    int64_t table = -1;
     Span span;
     bool is_written = false;
   };
-  static constexpr int kMost = 9;  // update_rows_ has the most
 
-  void add(const Argument& argument) {
-    for (int i = 0; i < count_; ++i) {
-      const Argument& other = arguments_[i];
-      check(!(argument.is_written || other.is_written) || !argument.span.overlaps(other.span), op_,
-            ": ", argument.name, " overlaps ", other.name,
-            " in memory, but what is written to must not be part of another argument");
+  void add(const char* name, const Tensor& tensor, bool is_written) {
+    arguments_.push_back({name, table_, Span(tensor), is_written});
+  }
+  std::string name(size_t i) const {
+    const Argument& argument = arguments_[i];
+    if (argument.table < 0) return argument.name;
+    return message(argument.name, " of table ", argument.table);
+  }
+  static bool clash(const Argument& one, const Argument& other) {
+    return (one.is_written || other.is_written) && one.span.overlaps(other.span);
+  }
+
+  // Whether there is an overlap at all: in the order of the addresses where arguments begin, each
+  // is compared with those that have not ended there.
+  bool any() const {
+    struct Begin {
+      uintptr_t address;
+      size_t argument;
+    };
+    std::vector<Begin> begins;
+    begins.reserve(arguments_.size());
+    for (size_t i = 0; i < arguments_.size(); ++i) begins.push_back({arguments_[i].span.begin, i});
+    std::sort(begins.begin(), begins.end(),
+              [](const Begin& one, const Begin& other) { return one.address < other.address; });
+    std::vector<const Argument*> writes, reads;
+    const auto clashes = [](std::vector<const Argument*>& earlier, const Argument& argument) {
+      const auto ended = [&](const Argument* other) {
+        return other->span.end <= argument.span.begin;
+      };
+      earlier.erase(std::remove_if(earlier.begin(), earlier.end(), ended), earlier.end());
+      return std::any_of(earlier.begin(), earlier.end(),
+                         [&](const Argument* other) { return clash(argument, *other); });
+    };
+    for (const Begin& begin : begins) {
+      const Argument& argument = arguments_[begin.argument];
+      if (clashes(writes, argument)) return true;
+      if (argument.is_written && clashes(reads, argument)) return true;
+      (argument.is_written ? writes : reads).push_back(&argument);
     }
-    check(count_ < kMost, op_, ": more arguments than there can be");
-    arguments_[count_++] = argument;
+    return false;
   }
 
   const char* op_;
-  int count_ = 0;
-  Argument arguments_[kMost];
+  int64_t table_ = -1;
+  std::vector<Argument> arguments_;
 };
 
 }  // namespace sparsekit::ops

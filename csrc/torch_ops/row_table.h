@@ -1,7 +1,6 @@
 // What the ops of optimizers take: a weight, its states, and the name and settings of a rule.
 #pragma once
 
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -11,60 +10,55 @@
 
 namespace sparsekit::ops {
 
-// The states must be [num_rows, dim], or [num_rows, 1] for a row-wise rule; rows may lie apart.
-inline void check_table(const Tensor& weight, const std::vector<Tensor>& states,
-                        const std::optional<Tensor>& row_step, const char* op) {
+// What a rule can have. It is the number of states that is checked first.
+constexpr const char* kStateNames[kMostStates] = {"states[0]", "states[1]", "states[2]"};
+
+// The states must be [num_rows, dim], or for a row-wise rule [num_rows, 1] or [num_rows]; rows may
+// lie apart.
+template <class T>
+RowTable<T> row_table(const Tensor& weight, const Tensor* states, size_t num_states,
+                      const Tensor* row_step, bool row_wise, const char* op) {
   check_dim(weight, 2, op, "weight");
   check_mutable(weight, op, "weight");
-  for (size_t k = 0; k < states.size(); ++k) {
-    const std::string name = message("states[", k, "]");
-    check_same_device(op, {{"weight", weight}, {name.c_str(), states[k]}});
-    check_dim(states[k], 2, op, name.c_str());
-    check_size(states[k], 0, weight.size(0), op, name.c_str());
-    check(states[k].size(1) <= 1 || states[k].stride(1) == 1, op, ": rows of ", name,
-          " must be contiguous");
-    check(states[k].size(0) <= 1 || states[k].stride(0) >= states[k].size(1), op, ": rows of ",
-          name, " must not overlap");
-  }
-  if (row_step.has_value()) {
-    check_same_device(op, {{"weight", weight}, {"row_step", *row_step}});
-    check_dim(*row_step, 1, op, "row_step");
-    check_size(*row_step, 0, weight.size(0), op, "row_step");
-    check_dtype(*row_step, ScalarType::Int, op, "row_step");
-    check_mutable(*row_step, op, "row_step");
-  }
   check_row_size(weight.size(1), op, "weight");
-}
-
-// What is written to: of the states, those that a rule can have.
-inline Overlaps overlaps_of_table(const Tensor& weight, const std::vector<Tensor>& states,
-                                  const std::optional<Tensor>& row_step, const char* op) {
-  constexpr const char* kNames[] = {"states[0]", "states[1]", "states[2]"};
-  Overlaps overlaps(op);
-  overlaps.written("weight", weight);
-  for (size_t k = 0; k < std::min(states.size(), std::size(kNames)); ++k) {
-    overlaps.written(kNames[k], states[k]);
-  }
-  overlaps.written("row_step", row_step);
-  return overlaps;
-}
-
-template <class T>
-RowTable<T> row_table(const Tensor& weight, const std::vector<Tensor>& states,
-                      const std::optional<Tensor>& row_step, bool row_wise, const char* op) {
   RowTable<T> table{};
-  table.weight = mutable_data<T>(weight);
   table.num_rows = weight.size(0);
   table.dim = weight.size(1);
-  for (size_t k = 0; k < states.size(); ++k) {
-    const std::string name = message("states[", k, "]");
-    check_dtype(states[k], kAccumulateType<T>, op, name.c_str());
-    check_size(states[k], 1, row_wise ? 1 : table.dim, op, name.c_str());
-    table.states[k] = mutable_data<Acc<T>>(states[k]);
-    table.strides[k] = states[k].stride(0);
+  for (size_t k = 0; k < num_states; ++k) {
+    const char* name = kStateNames[k];
+    const Tensor& state = states[k];
+    check_same_device(op, {{"weight", weight}, {name, state}});
+    const bool is_vector = row_wise && state.dim() == 1;
+    if (!is_vector) check_dim(state, 2, op, name);
+    check_size(state, 0, table.num_rows, op, name);
+    const int64_t width = is_vector ? 1 : state.size(1);
+    check(is_vector || width <= 1 || state.stride(1) == 1, op, ": rows of ", name,
+          " must be contiguous");
+    check(table.num_rows <= 1 || state.stride(0) >= width, op, ": rows of ", name,
+          " must not overlap");
+    check_dtype(state, kAccumulateType<T>, op, name);
+    if (!is_vector) check_size(state, 1, row_wise ? 1 : table.dim, op, name);
+    table.states[k] = mutable_data<Acc<T>>(state);
+    table.strides[k] = state.stride(0);
   }
-  table.row_step = row_step ? mutable_data<int32_t>(*row_step) : nullptr;
+  if (row_step != nullptr) {
+    check_same_device(op, {{"weight", weight}, {"row_step", *row_step}});
+    check_dim(*row_step, 1, op, "row_step");
+    check_size(*row_step, 0, table.num_rows, op, "row_step");
+    check_dtype(*row_step, ScalarType::Int, op, "row_step");
+    check_mutable(*row_step, op, "row_step");
+    table.row_step = mutable_data<int32_t>(*row_step);
+  }
+  table.weight = mutable_data<T>(weight);
   return table;
+}
+
+// Adds what is written to.
+inline void add_table(Overlaps& overlaps, const Tensor& weight, const Tensor* states,
+                      size_t num_states, const Tensor* row_step) {
+  overlaps.written("weight", weight);
+  for (size_t k = 0; k < num_states; ++k) overlaps.written(kStateNames[k], states[k]);
+  if (row_step != nullptr) overlaps.written("row_step", *row_step);
 }
 
 // Calls body(rule) with the rule of that name, whose settings are listed here. Those of one rule

@@ -1,8 +1,9 @@
 // Every op that sparsekit defines, in one place. A trailing underscore marks an op that changes
 // the arguments written `Tensor(x!)`. What each does is said in sparsekit/ops/.
 //
-// With num_keys (num_grads), one number where the keys are, an op takes only so many of them: on a
-// device it is read by the kernel, so that ops can follow one another without a word from the host.
+// With num_keys (num_grads, one number for each table), where the keys are, an op takes only that
+// many of them: on a device the kernel reads it, so that ops can follow one another without a word
+// from the host.
 #include "engine.h"
 
 SPARSEKIT_LIBRARY(m) {
@@ -46,9 +47,10 @@ SPARSEKIT_LIBRARY(m) {
       " int distribution, float a, float b) -> ()");
 
   m.def(
-      "update_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!)? row_step, Tensor? rows,"
-      " Tensor grad, Tensor step, str rule, float[] settings, bool per_row=False,"
-      " int? rounding_seed=None, Tensor? num_grads=None, Tensor(d!)? counter=None) -> ()");
+      "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps,"
+      " Tensor[] rows, Tensor[] grads, Tensor(d!)[] steps, str rule, float[] settings,"
+      " bool per_row=False, int? rounding_seed=None, bool count_steps=False,"
+      " Tensor? num_grads=None) -> ()");
   m.def(
       "catch_up_rows_(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!) row_step, Tensor? rows,"
       " Tensor numbers, int first_step, str rule, float[] settings) -> ()");

@@ -4,24 +4,26 @@ from collections.abc import Sequence
 
 import torch
 
-from ._checks import ROW_DTYPES, check_same_device, check_tensor
+from ._checks import ROW_DTYPES, check_same_device, check_tensor, explain
+
+Tensors = Sequence[torch.Tensor]
 
 _op = torch.ops.sparsekit.update_rows_.default
 
 
 def update_rows_(
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    row_step: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    grad: torch.Tensor,
-    step: torch.Tensor,
+    weight: torch.Tensor | Tensors,
+    states: Tensors,
+    row_step: torch.Tensor | Tensors | None,
+    rows: torch.Tensor | Tensors | None,
+    grad: torch.Tensor | Tensors,
+    step: torch.Tensor | Tensors,
     rule: str,
     settings: Sequence[float],
     *,
     per_row: bool = False,
     rounding_seed: int | None = None,
-    counter: torch.Tensor | None = None,
+    count_steps: bool = False,
 ) -> None:
     """One step of an optimizer on the rows that have a gradient; all other rows keep their bits.
 
@@ -42,15 +44,20 @@ def update_rows_(
     The formulas are in `sparsekit.optim`; csrc/core/include/sparsekit/optimizer_rules.h has them
     as they are computed.
 
+    Several tables, of any sizes but one dtype, are updated by one call: weight, row_step, rows,
+    grad and step are then sequences with a tensor for each, or None for all, and states has all
+    states of the first table, then those of the next. The result is that of a call for each, but no
+    table has changed if the call is refused.
+
     Args:
         weight: float32, float64 or bfloat16 ``[num_rows, dim]``, changed in place.
-        states: ``[num_rows, dim]`` each, ``[num_rows, 1]`` where there is one for a row; float32
-            for bfloat16 rows, else as weight. Rows are contiguous and may lie apart, so that all
-            states of a row can be neighbours. Changed in place.
+        states: ``[num_rows, dim]`` each, ``[num_rows]`` or ``[num_rows, 1]`` where there is one for
+            a row; float32 for bfloat16 rows, else as weight. Rows are contiguous and may lie apart,
+            so that all states of a row can be neighbours. Changed in place.
         row_step: int32 ``[num_rows]`` or None: the steps of each row; see per_row.
         rows: int64 ``[n]``, distinct; None means row i for gradient i.
         grad: ``[n, dim]`` in the dtype of weight.
-        step: int64, one element: the number of this step, from 1 on.
+        step: int64, one element: the number of this step, from 1 on; see count_steps.
         rule: the optimizer.
         settings: its settings, in the order above.
         per_row: count each row's steps in row_step, and use that count in place of step. Without
@@ -58,57 +65,80 @@ def update_rows_(
         rounding_seed: round bfloat16 weights up or down at random, with odds that make the mean
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
-        counter: int64, one element, or None: set to step in the same call, so that an interruption
-            cannot come between the rows and their number of steps.
+        count_steps: step has the number of steps made before, from 0 on, and is one more
+            afterwards. It is counted by the same call, so that an interruption cannot come between
+            the rows and their number of steps.
 
     Raises:
         TypeError: weight has a wrong dtype.
         ValueError: a wrong shape, dtype or rule, a mix of devices, or what is changed shares memory
-            with another argument. States may be interleaved.
+            with another argument. States may be interleaved. Of several tables, the error names
+            the position.
         IndexError: a row outside ``[0, num_rows)``; on the CPU nothing has been changed,
             on CUDA the other rows have.
     """
-    _check(weight, states, row_step, rows, grad, step, None, counter)
+    tables = [_listed(argument) for argument in (weight, row_step, rows, grad, step)]
+    weights, row_steps, all_rows, grads, steps = tables
+    arguments = weights, states, row_steps, all_rows, grads, steps
     seed = rounding_seed
     if seed is not None:
         seed = (seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
-    _op(weight, states, row_step, rows, grad, step, rule, settings, per_row, seed, None, counter)
+    try:
+        _op(*arguments, rule, settings, per_row, seed, count_steps)
+    except Exception as refusal:
+        explain(refusal, _check, *arguments)
     # Ops outside of torch do not count as a change by themselves; without this, a backward that
     # saved the old weight would use the new one in silence.
-    torch.autograd.graph.increment_version(weight)
+    torch.autograd.graph.increment_version(weights)
+
+
+def _listed(argument: torch.Tensor | Tensors | None) -> Tensors:
+    """One tensor for each table, or none at all."""
+    if argument is None:
+        return ()
+    return (argument,) if isinstance(argument, torch.Tensor) else argument
 
 
 def _check(
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    row_step: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    grad: torch.Tensor,
-    step: torch.Tensor,
+    weights: Tensors,
+    states: Tensors,
+    row_steps: Tensors,
+    rows: Tensors,
+    grads: Tensors,
+    steps: Tensors,
     num_grads: torch.Tensor | None = None,
-    counter: torch.Tensor | None = None,
 ) -> None:
-    op = "update_rows_"
-    check_tensor(op, "weight", weight, ROW_DTYPES, 2)
-    named = {f"states[{k}]": state for k, state in enumerate(states)}
-    optional = {"row_step": row_step, "rows": rows, "num_grads": num_grads, "counter": counter}
-    check_same_device(op, weight=weight, **named, **optional, grad=grad, step=step)
+    """Raise what the op refuses too, in clearer words."""
+    op, count = "update_rows_", len(weights)
+    if count == 0:
+        raise ValueError(f"{op}: there is no weight")
+    width = len(states) // count
+    for i, weight in enumerate(weights):
+        of_table = op if count == 1 else f"{op}: table {i}"
+        check_tensor(of_table, "weight", weight, ROW_DTYPES, 2)
+        named: dict[str, torch.Tensor | None] = {}
+        for k, state in enumerate(states[i * width : (i + 1) * width]):
+            named[f"states[{k}]"] = state
+        lists = {"row_step": row_steps, "rows": rows, "grad": grads, "step": steps}
+        named |= {name: list_[i] for name, list_ in lists.items() if i < len(list_)}
+        check_same_device(of_table, weight=weight, **named, num_grads=num_grads)
+        check_same_device(op, **{"weight of table 0": weights[0], f"weight of table {i}": weight})
 
 
 @torch.library.register_fake("sparsekit::update_rows_")
 def _(
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    row_step: torch.Tensor | None,
-    rows: torch.Tensor | None,
-    grad: torch.Tensor,
-    step: torch.Tensor,
+    weights: Tensors,
+    states: Tensors,
+    row_steps: Tensors,
+    rows: Tensors,
+    grads: Tensors,
+    steps: Tensors,
     rule: str,
     settings: Sequence[float],
     per_row: bool = False,
     rounding_seed: int | None = None,
+    count_steps: bool = False,
     num_grads: torch.Tensor | None = None,
-    counter: torch.Tensor | None = None,
 ) -> None:
     # Also what torch calls for real tensors when one argument is on the meta device.
-    _check(weight, states, row_step, rows, grad, step, num_grads, counter)
+    _check(weights, states, row_steps, rows, grads, steps, num_grads)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .catch_up import CatchUpOptimizer
 from .lazy_adam import check_betas
-from .row_optimizer import check_choice, check_range
+from .settings import check_choice, check_range
 
 
 class Adam(CatchUpOptimizer):

@@ -7,14 +7,14 @@ step only. So it may wait until somebody wants to see it: a lookup, a gradient, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .. import ops
 from ..nn.weight import EmbeddingWeight
-from .row_optimizer import RowOptimizer, Rows, matrix
+from .row_optimizer import RowOptimizer, Rows, Update, matrix
 
 # Steps that are kept at most; then all rows catch up, once in so many steps.
 _MOST = 65536
@@ -104,10 +104,11 @@ class CatchUpOptimizer(RowOptimizer):
             if missed is None:
                 return
             if count:
+                state = self.state[parameter]
                 ops.catch_up_rows_(
                     matrix(parameter.detach()),
-                    self._state_matrices(parameter, missed.states),
-                    self.state[parameter]["row_step"],
+                    self._matrices(parameter, state, missed.states),
+                    state["row_step"],
                     rows,
                     missed.numbers,
                     missed.first_step,
@@ -141,41 +142,50 @@ class CatchUpOptimizer(RowOptimizer):
             )
         return rows, grad
 
-    def _update(
-        self,
-        parameter: torch.Tensor,
-        group: dict[str, Any],
-        rows: torch.Tensor | None,
-        grad: torch.Tensor,
-    ) -> None:
+    def _update(self, group: dict[str, Any], updates: Sequence[Update]) -> None:
         with self._lock:
-            missed, count = self._counted(parameter)
             moves_all, settings = self._moves_all(group), self._settings(group)
-            if missed is not None and count:
-                changed = missed.settings[1:] != settings[1:]  # all but the rate
-                if not moves_all or changed or count == _MOST:
-                    self.catch_up(parameter)  # with the settings of those steps
+            for parameter, _, _ in updates:
+                missed, count = self._counted(parameter)
+                if missed is not None and count:
+                    changed = missed.settings[1:] != settings[1:]  # all but the rate
+                    if not moves_all or changed or count == _MOST:
+                        self.catch_up(parameter)  # with the settings of those steps
             if not moves_all:
-                self._missed.pop(parameter, None)
-                super()._update(parameter, group, rows, grad)
+                for parameter, _, _ in updates:
+                    self._missed.pop(parameter, None)
+                super()._update(group, updates)
                 return
-            state = self._state_of(parameter, group)
-            if missed is None:
-                # The only wait for a device; from here on steps are counted on both sides.
-                missed = _Missed(int(state["step"]) + 1, parameter.device)
-                self._missed[parameter] = missed
-            missed.settings, missed.states = settings, list(self._initial_states(group))
-            self.catch_up(parameter, rows)
-            # The other rows are late as soon as these have moved, so all is ready before.
-            _, count = self._counted(parameter)
-            missed.write(self._numbers(group, missed.first_step + count))
-            if isinstance(parameter, EmbeddingWeight):
-                parameter.before_read = self.catch_up
-            missed.count = None
-            super()._update(parameter, group, rows, grad)
-            missed.count = count + 1
-            if self._sweeps(group) or rows is None:
-                self.catch_up(parameter)
+            begun = [self._begin(group, settings, update) for update in updates]
+            super()._update(group, updates)
+            for (of_update, count), (parameter, rows, _) in zip(begun, updates, strict=True):
+                of_update.count = count + 1
+                if self._sweeps(group) or rows is None:
+                    self.catch_up(parameter)
+
+    def _begin(
+        self, group: dict[str, Any], settings: list[float], update: Update
+    ) -> tuple[_Missed, int]:
+        """Have rows catch up and write down their step: what is missed, and how many steps so far.
+
+        The other rows are late as soon as these have moved, so all is ready before.
+        """
+        parameter, rows, _ = update
+        missed = self._missed.get(parameter)
+        if missed is None:
+            state = self.state[parameter]
+            self._add_states(parameter, group, state)
+            # The only wait for a device; from here on steps are counted on both sides.
+            missed = _Missed(int(state["step"]) + 1, parameter.device)
+            self._missed[parameter] = missed
+        missed.settings, missed.states = settings, list(self._initial_states(group))
+        self.catch_up(parameter, rows)
+        count = self._counted(parameter)[1]
+        missed.write(self._numbers(group, missed.first_step + count))
+        if isinstance(parameter, EmbeddingWeight):
+            parameter.before_read = self.catch_up
+        missed.count = None
+        return missed, count
 
     def _has_row_step(self, group: dict[str, Any]) -> bool:
         return self._moves_all(group)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .row_optimizer import RowOptimizer, check_range
+from .row_optimizer import RowOptimizer
+from .settings import check_range
 
 
 class Ftrl(RowOptimizer):

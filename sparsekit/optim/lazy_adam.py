@@ -4,7 +4,8 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
-from .row_optimizer import RowOptimizer, check_choice, check_range
+from .row_optimizer import RowOptimizer
+from .settings import check_choice, check_range
 
 
 def check_betas(name: str, betas: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
@@ -15,27 +15,8 @@ from ..nn.weight import EmbeddingWeight, update_of
 from ..ops._checks import ROW_DTYPES, accumulate_dtype
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
-
-
-def check_range(name: str, argument: str, value: Any, least: float, below: float | None) -> None:
-    """Raise ValueError unless ``least <= value``, and ``value < below`` if that is given."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: {argument} must be a number, got {value!r}")
-    shown, value = value, float(value)
-    if below is None:
-        if not value >= least:
-            raise ValueError(f"{name}: {argument} must be >= {least:g}, got {shown}")
-    elif not least <= value < below:
-        raise ValueError(f"{name}: {argument} must be in [{least:g}, {below:g}), got {shown}")
-
-
-def check_choice(name: str, argument: str, group: dict[str, Any], choices: Sequence[str]) -> None:
-    """Raise ValueError unless the group's setting is one of the choices."""
-    if group[argument] not in choices:
-        listed = " or ".join(map(repr, choices))
-        raise ValueError(f"{name}: {argument} must be {listed}, got {group[argument]!r}")
+# A parameter, the rows that have a gradient, or None for all, and their gradients.
+Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -45,6 +26,9 @@ class RowOptimizer(torch.optim.Optimizer):
     float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
     rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
     shape of the parameter.
+
+    Parameters of a group with one dtype and device, and all with sparse gradients or all with dense
+    ones, are updated by one call, which checks them all before it changes any.
 
     An exception from outside, such as Ctrl-C, finds each parameter with its states before its step
     or after it; ``state[parameter]["step"]`` tells. As in torch, `step` called again with the same
@@ -131,15 +115,18 @@ class RowOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # All are looked at before any is changed.
-        steps = [
-            (parameter, group, *self._gradient(parameter, group))
+        updates = [
+            [
+                (parameter, *self._gradient(parameter, group))
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ]
             for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
         ]
-        for step in steps:
-            self._take_over(step[0])
-            self._update(*step)
+        for group, of_group in zip(self.param_groups, updates, strict=True):
+            for parameter, _, _ in of_group:
+                self._take_over(parameter)
+            self._update(group, of_group)
         self._updated.clear()
         return loss
 
@@ -159,7 +146,7 @@ class RowOptimizer(torch.optim.Optimizer):
         (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
         self._take_over(parameter)
         self._updated.add(parameter)  # before: an interrupted update is not made twice
-        self._update(parameter, group, rows, grad)
+        self._update(group, [(parameter, rows, grad)])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -221,33 +208,45 @@ class RowOptimizer(torch.optim.Optimizer):
         flat = values.reshape(len(rows), parameter[0].numel() if len(parameter) else 0)
         return distinct, ops.unsorted_segment_sum(flat, inverse, len(distinct))
 
-    def _update(
-        self,
-        parameter: torch.Tensor,
-        group: dict[str, Any],
-        rows: torch.Tensor | None,
-        grad: torch.Tensor,
-    ) -> None:
-        state = self._state_of(parameter, group)
-        weight = matrix(parameter.detach())
-        if rows is None and isinstance(parameter, EmbeddingWeight):
-            parameter.moved = True
-        ops.update_rows_(
-            weight,
-            self._state_matrices(parameter, self._initial_states(group)),
-            state.get("row_step"),
-            rows,
-            grad.reshape(len(weight) if rows is None else len(rows), weight.shape[1]),
-            state["step"] + 1,
-            self.rule,
-            self._settings(group),
-            per_row=self._per_row(group),
-            rounding_seed=group["seed"] if group["stochastic_rounding"] else None,
-            counter=state["step"],
-        )
+    def _update(self, group: dict[str, Any], updates: Sequence[Update]) -> None:
+        """Take the step of some parameters of a group."""
+        names = list(self._initial_states(group))
+        needed = {"step", *names, *(["row_step"] if self._has_row_step(group) else [])}
+        calls: dict[Any, _Call] = {}
+        for parameter, rows, grad in updates:
+            state = self.state[parameter]
+            if not needed <= state.keys():
+                self._add_states(parameter, group, state)
+            key = parameter.dtype, parameter.device, rows is None, "row_step" in state
+            if (call := calls.get(key)) is None:
+                call = calls[key] = _Call()
+            if parameter.dim() == 2:
+                call.states += [state[name] for name in names]
+            else:
+                call.states += self._matrices(parameter, state, names)
+                parameter = matrix(parameter.detach())
+                grad = grad.reshape(len(parameter if rows is None else rows), parameter.shape[1])
+            if rows is not None:
+                call.rows.append(rows)
+            elif isinstance(parameter, EmbeddingWeight):
+                parameter.moved = True
+            if "row_step" in state:
+                call.row_steps.append(state["row_step"])
+            call.weights.append(parameter)
+            call.grads.append(grad)
+            call.steps.append(state["step"])
+        settings, per_row = self._settings(group), self._per_row(group)
+        seed = group["seed"] if group["stochastic_rounding"] else None
+        for call in calls.values():
+            ops.update_rows_(
+                call.weights, call.states, call.row_steps, call.rows, call.grads, call.steps,
+                self.rule, settings, per_row=per_row, rounding_seed=seed, count_steps=True,
+            )  # fmt: skip
 
-    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = self.state[parameter]
+    def _add_states(
+        self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
+    ) -> None:
+        """Make what a state lacks before its first step or after a change of settings."""
         new: dict[str, Any] = {}
         if "step" not in state:
             new["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -256,9 +255,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if any(name not in state for name in self._initial_states(group)):
             # At the first step, or when a setting has been changed to one with more states.
             new = self._new_states(parameter, group) | new
-        if new:
-            state.update(new | state)  # all at once
-        return state
+        state.update(new | state)  # all at once
 
     def _new_states(
         self, parameter: torch.Tensor, group: dict[str, Any]
@@ -282,9 +279,14 @@ class RowOptimizer(torch.optim.Optimizer):
                 states[name].fill_(value)
         return states
 
-    def _state_matrices(self, parameter: torch.Tensor, names: Iterable[str]) -> list[torch.Tensor]:
-        states = [self.state[parameter][name] for name in names]
-        return [s.view(-1, 1) if self.row_wise else matrix(s) for s in states]
+    def _matrices(
+        self, parameter: torch.Tensor, state: dict[str, Any], names: Iterable[str]
+    ) -> list[torch.Tensor]:
+        """The states as `ops.update_rows_` takes them."""
+        states = [state[name] for name in names]
+        if parameter.dim() == 2:  # they are so already
+            return states
+        return [s.view(-1) if self.row_wise else matrix(s) for s in states]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # of another version, or of torch's optimizer
@@ -368,12 +370,26 @@ class RowOptimizer(torch.optim.Optimizer):
             )
 
 
+@dataclass(slots=True)
+class _Call:
+    """What `ops.update_rows_` takes of several parameters, one tensor for each but for states."""
+
+    weights: list[torch.Tensor] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+    row_steps: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
+
+
 # Of torch's optimizers, which would change what a step does.
 _OTHER_SETTINGS = ("maximize", "weight_decay", "amsgrad", "centered", "dampening", "nesterov")
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of any shape as a matrix of rows: a view, so that changes reach it."""
+    if tensor.dim() == 2:
+        return tensor
     # No size is left to view() as -1, since there may be no elements.
     num_rows = tensor.shape[0] if tensor.dim() else 1
     return tensor.view(num_rows, tensor.numel() // max(num_rows, 1))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .catch_up import CatchUpOptimizer
-from .row_optimizer import check_choice, check_range
+from .settings import check_choice, check_range
 
 
 class SGD(CatchUpOptimizer):

@@ -55,48 +55,80 @@ def _check(case, weight, states, expected, before, touched, scale=1.0) -> None:
 
 
 def update_rows(case: Case) -> None:
+    """One table, or several in one call."""
     name, dtype = case.any_of(*CASES), case.row_dtype()
-    num_rows = case.size(case.most(2000, 600))
-    dim = case.dim(num_rows)
     rule, settings = _settings(case, name)
+    count, by_row, counts = case.any_of(0, 0, 1, 2, 3, 40), case.maybe(0.8), case.maybe(0.5)
+    row_steps = case.maybe(0.5)
+    per_row = row_steps and rule == "adam" and case.maybe(0.5)
+    seed = case.random.getrandbits(64) if case.maybe(0.3) else None
+    tables = [
+        _update_of_table(case, name, dtype, by_row, row_steps, count > 1)
+        for _ in range(max(count, 1))
+    ]
+    case.note(case=name, tables=count, settings=settings)
+    before = [
+        (
+            [tensor.clone() for tensor in (weight, *states)],
+            None if row_step is None else row_step.clone(),
+            step.clone(),
+        )
+        for weight, states, row_step, _, _, step in tables
+    ]
+    weights, all_states, own_steps, all_rows, grads, steps = map(list, zip(*tables, strict=True))
+    states = [state for of_table in all_states for state in of_table]
+    own_steps, all_rows = own_steps if row_steps else None, all_rows if by_row else None
+    lists = weights, states, own_steps, all_rows, grads, steps
+    keywords = {"per_row": per_row, "rounding_seed": seed, "count_steps": counts}
+    case.call(
+        ops.update_rows_, *(lists if count else tables[0]), rule, settings,
+        changes=[weights, states, own_steps, steps if counts else None], **keywords,
+    )  # fmt: skip
+    for table, then in zip(tables, before, strict=True):
+        _check_update(case, table, then, rule, settings, keywords)
+
+
+def _update_of_table(case: Case, name, dtype, by_row, row_steps, small):
+    """Weight, states, row_step, rows, grad and step."""
+    num_rows = case.size(60 if small else case.most(2000, 600))
+    dim = case.dim(num_rows)
     weight, states = _table(case, name, num_rows, dim, dtype)
-    case.note(case=name, weight=weight, states=states, settings=settings)
     rows = None
-    if case.maybe(0.8):
+    if by_row:
         touched = case.random.randint(0, num_rows)
         rows = case.placed(torch.randperm(num_rows, generator=case.generator)[:touched])
     n = num_rows if rows is None else len(rows)
     grad = case.placed(case.floats(n, dim, dtype=dtype) * case.any_of(1, 1, 0, 1e-3))
     step = torch.tensor(case.any_of(1, 2, 10, 1000, 2**31 - 2)).view(case.any_of((), (1,)))
-    row_step = own = None
-    if case.maybe(0.5):
-        row_step = case.integers(0, 50, num_rows, torch.int32)
-        own, own_before = row_step.clone(), row_step.clone()
-    per_row = row_step is not None and rule == "adam" and case.maybe(0.5)
-    seed = case.random.getrandbits(64) if case.maybe(0.3) else None
-    before = [weight.clone(), *(state.clone() for state in states)]
-    changes = [weight, *states, *([] if row_step is None else [row_step])]
-    keywords = {"per_row": per_row, "rounding_seed": seed}
-    case.call(
-        ops.update_rows_, weight, states, row_step, rows, grad, step, rule, settings,
-        changes=changes, **keywords,
-    )  # fmt: skip
-    double_weight, *double_states = expected = _in_double(before)
+    row_step = case.integers(0, 50, num_rows, torch.int32) if row_steps else None
+    return weight, states, row_step, rows, grad, step
+
+
+def _check_update(case: Case, table, before, rule, settings, keywords) -> None:
+    weight, states, row_step, rows, grad, step = table
+    then, row_step_before, step_before = before
+    double_weight, *double_states = expected = _in_double(then)
+    own = None if row_step is None else row_step_before.clone()
+    counted = step_before.clone()
     reference.update_rows_(
-        double_weight, double_states, own, rows, grad.double(), step, rule, settings,
-        per_row=per_row,
+        double_weight, double_states, own, rows, grad.double(), counted, rule, settings,
+        **(keywords | {"rounding_seed": None}),
     )  # fmt: skip
     touched = slice(None) if rows is None else rows
     # Ftrl works a weight out from z and n, which has it times (sqrt(n') - sqrt(n)) / lr.
     scale = 2 / settings[0] if rule == "ftrl" and settings[0] else 1.0
-    _check(case, weight, states, expected, before, touched, scale)
+    _check(case, weight, states, expected, then, touched, scale)
+    case.same("step", step, counted)
     if row_step is not None:
         case.same("row_step", row_step, own)
-    if seed is not None and dtype == torch.bfloat16:
-        then = before[0], before[1:], None if row_step is None else own_before
-        reference.update_rows_(*then, rows, grad, step, rule, settings, **keywords)
+    if keywords["rounding_seed"] is not None and weight.dtype == torch.bfloat16:
+        rounded, *rounded_states = then
+        reference.update_rows_(
+            rounded, rounded_states, row_step_before, rows, grad, step_before, rule, settings,
+            **keywords,
+        )  # fmt: skip
         # The last bit of the float32 value may turn the rounding of one in thousands.
-        differ = int((weight != before[0]).sum())
+        differ = int((weight != rounded).sum())
         if differ > 2 + weight.numel() // 100:
             raise Mismatch(f"{differ} of {weight.numel()} weights are rounded another way")
 

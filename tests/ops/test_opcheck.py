@@ -51,12 +51,18 @@ def bags_backward_sample_weights(dtype, combiner):
     return randn(3, 3, dtype=dtype), weight, rows, offsets, combiner, sample_weights
 
 
-def update(case, dtype, rows, *, own_steps=False):
+def update(case, dtype, *rows, own_steps=False, count_steps=False):
+    """Of as many tables as there are rows, or of one with all rows."""
     rule, settings, _ = RULES[case]
-    row_step = torch.zeros(4, dtype=torch.int32) if own_steps else None
-    grad = randn(4 if rows is None else len(rows), 3, dtype=dtype)
-    table = table_of(case, 4, 3, dtype, together=False)
-    return *table, row_step, rows, grad, int64(2), rule, settings, own_steps, None
+    weights, states = [], []
+    for _ in rows or range(1):
+        weight, own = table_of(case, 4, 3, dtype, together=False)
+        weights, states = [*weights, weight], states + own
+    row_steps = [torch.zeros(4, dtype=torch.int32) for _ in weights] if own_steps else []
+    grads = [randn(len(own), 3, dtype=dtype) for own in rows or weights]
+    steps = [int64(2) for _ in weights]
+    arguments = weights, states, row_steps, list(rows), grads, steps, rule, settings
+    return *arguments, own_steps, None, count_steps
 
 
 def catch_up(case, dtype, rows):
@@ -134,8 +140,9 @@ CASES = {
     "update_rows_": lambda: [
         *(update(case, torch.float32, int64(3, 0)) for case in RULES),
         *(update("lazy adam", dtype, int64(3, 0), own_steps=True) for dtype in ROW_DTYPES),
-        update("lazy adam", torch.float32, None),
+        update("lazy adam", torch.float32),
         update("lazy adam", torch.float32, int64()),
+        update("lazy adam", torch.float32, int64(3, 0), int64(1), own_steps=True, count_steps=True),
     ],
     "catch_up_rows_": lambda: [
         *(catch_up("exact adam", dtype, int64(3, 0)) for dtype in ROW_DTYPES),
@@ -182,7 +189,9 @@ def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
         mixes = list(moved(arguments))
         assert mixes
         for mix in mixes:
-            with pytest.raises(ValueError, match=rf"^{name}: all tensors must be on one device"):
+            with pytest.raises(
+                ValueError, match=rf"^{name}: (table \d: )?all tensors must be on one"
+            ):
                 op(*mix)
 
 

@@ -35,10 +35,26 @@ def init(out=None, keys=two, rows=None, status=None):
     ops.init_rows_(torch.zeros(4, 4) if out is None else out, keys, rows, status)
 
 
-def update(weight, states, rows=two, grad=None, row_step=None, step=step, number=None):
+def update(
+    weight, states, rows=two, grad=None, row_step=None, step=step, number=None, count=False
+):
     grad = torch.zeros(2, weight.shape[1]) if grad is None else grad
-    arguments = weight, states, row_step, rows, grad, step, *ADAM
-    torch.ops.sparsekit.update_rows_(*arguments, num_grads=number)
+    arguments = [weight], states, [] if row_step is None else [row_step], [rows], [grad], [step]
+    torch.ops.sparsekit.update_rows_(*arguments, *ADAM, count_steps=count, num_grads=number)
+
+
+def update_all(*weights, states=None, rows=None, grads=None, steps=None, count=False):
+    # A few small tables before those that are given, so that there are many.
+    few = [torch.zeros(3, 2) for _ in range(4)]
+    own = states or [torch.zeros_like(w) for w in weights for _ in range(2)]
+    own_grads = grads or [torch.zeros(2, w.shape[1]) for w in weights]
+    own_steps = steps or [torch.tensor([1]) for _ in weights]
+    arguments = (
+        [*few, *weights], [torch.zeros(3, 2) for _ in range(8)] + own, None,
+        [two] * 4 + (rows or [two] * len(weights)), [torch.zeros(2, 2) for _ in few] + own_grads,
+        [torch.tensor([1]) for _ in few] + own_steps,
+    )
+    ops.update_rows_(*arguments, *ADAM, count_steps=count)
 
 
 def catch_up(weight, states, row_step, rows=None, numbers=numbers):
@@ -70,6 +86,20 @@ CASES = [
     ("update(floats, wide, rows=numbered[0, :2])", "rows", "weight"),
     ("update(floats, wide, step=numbered.fill_(1)[5, 1:2])", "step", "weight"),
     ("update(floats, wide, number=numbered.fill_(1)[5, 1:2])", "num_grads", "weight"),
+    ("update(floats, wide, step=numbered.fill_(1)[5, 1:2], count=True)", "step", "weight"),
+    ("update(whole, s, rows=numbered[0, :2], step=numbered.fill_(1)[0, 1:2], count=True)",
+     "rows", "step"),
+    ("update_all(whole, whole)", "weight of table 5", "weight of table 4"),
+    ("update_all(whole, s[0], states=[*s, *torch.zeros(2, 8, 4)])",
+     "weight of table 5", "states[0] of table 4"),
+    ("update_all(whole, wide[0], grads=[whole[:2], torch.zeros(2, 8)])",
+     "grad of table 4", "weight of table 4"),
+    ("update_all(whole, wide[0], grads=[torch.zeros(2, 4), whole.view(4, 8)[2:]])",
+     "grad of table 5", "weight of table 4"),
+    ("update_all(floats, wide[0], rows=[two, numbered[0, :2]])",
+     "rows of table 5", "weight of table 4"),
+    ("update_all(whole, wide[0], steps=[step, step], count=True)",
+     "step of table 5", "step of table 4"),
     ("update(whole, s, row_step=s[1].view(torch.int32).view(-1)[:8])", "row_step", "states[1]"),
     ("update(whole, s, row_step=whole.view(torch.int32).view(-1)[-8:])", "row_step", "weight"),
     # Neighbouring rows of states, but one column of each in both.

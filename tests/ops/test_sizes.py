@@ -31,7 +31,8 @@ def long(*shape):
 
 
 def update(h, rows):
-    return none(0, h), [none(0, h), none(0, h)], None, rows, none(0, h), ints(1), "adam", [0.0] * 6
+    table = [none(0, h)], [none(0, h), none(0, h)], [], [] if rows is None else [rows]
+    return *table, [none(0, h)], [ints(1)], "adam", [0.0] * 6
 
 
 def catch_up(h):

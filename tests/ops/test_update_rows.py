@@ -429,23 +429,49 @@ def test_what_is_refused(changes, error, message):
         ops.update_rows_(**{**GOOD, **changes})
 
 
-def test_the_counter_is_set_by_the_same_call(device):
-    weight = torch.zeros(3, 2, device=device)
+@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
+def test_steps_are_counted_by_the_same_call(device, rule):
+    weights = [torch.zeros(3, 2, device=device) for _ in range(2)]
+    settings = [0.5, 0.0, 0.0, 0.0] if rule == "sgd" else [0.5, 0.25, 0.0]
+    states = [] if rule == "sgd" else [torch.zeros(3, 2, device=device) for _ in range(2)]
     rows, grad = torch.tensor([1], device=device), torch.ones(1, 2, device=device)
-    step, counter = (torch.tensor(n, device=device) for n in (5, 4))
-    ops.update_rows_(
-        weight, [], None, rows, grad, step, "sgd", [1.0, 0.0, 0.0, 0.0], counter=counter
-    )
-    assert (counter, weight[1, 0]) == (5, -1)
+    before, now = (torch.tensor(n, device=device) for n in (4, 5))
+    for weight, step in zip(weights, (before, now), strict=True):
+        own = states[:1] if weight is weights[0] else states[1:]
+        counted = step is before
+        ops.update_rows_(weight, own, None, rows, grad, step, rule, settings, count_steps=counted)
+    assert (before, now) == (5, 5)
+    assert same_bits(*weights)
+    assert weights[0][1, 0] == (-0.5 if rule == "sgd" else -0.25)
     for bad, error in ((rows + 9, IndexError), (rows.float(), (TypeError, ValueError))):
         with pytest.raises(error):
             ops.update_rows_(
-                weight, [], None, bad, grad, step + 1, "sgd", [1.0, 0.0, 0.0, 0.0], counter=counter
+                weights[0], states[:1], None, bad, grad, before, rule, settings, count_steps=True
             )
-        assert counter == 5
-    for wrong in (step, torch.zeros(2, dtype=torch.int64), torch.tensor(4.0)):
-        with pytest.raises((TypeError, ValueError), match="counter"):
+        assert before == 5
+
+
+def test_what_cannot_be_counted():
+    weight, grad = torch.zeros(3, 2), torch.ones(3, 2)
+    for step in (-1, 2**63 - 1):
+        with pytest.raises(ValueError, match=f"step must be one number >= 0.*, got {step}"):
             ops.update_rows_(
-                weight, [], None, rows, grad, step, "sgd", [1.0, 0.0, 0.0, 0.0],
-                counter=wrong.to(device),
+                weight, [], None, None, grad, torch.tensor(step), "sgd", [1.0, 0.0, 0.0, 0.0],
+                count_steps=True,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_one_state_for_a_row_may_be_a_vector(device, together):
+    rule, settings, _ = CASES["row-wise adagrad"]
+    start = table_of("row-wise adagrad", 7, 5, torch.float32)
+    grad, step = randn(7, 5).to(device), torch.tensor(2, device=device)
+    results = []
+    for columns in (slice(None), 0):
+        table = copied(start, device, together)
+        ops.update_rows_(
+            table[0], [table[1][0][:, columns]], None, None, grad, step, rule, settings
+        )
+        results.append(table)
+    for one, other in zip(*map(flat, results), strict=True):
+        assert same_bits(one, other)

@@ -49,66 +49,97 @@ inline void update_row(const typename Rule::template Numbers<Acc<T>>& numbers, i
   }
 }
 
-}  // namespace
-
+// Rows [begin, end) of one table's gradients.
 template <class Rule, class T>
-int64_t update_rows(const RowTable<T>& table, const int64_t* rows, const T* grad, int64_t n,
-                    const Rule& rule, StepNumber step, Rounding rounding,
-                    const ParallelFor& parallel_for) {
-  if (rows != nullptr) {
-    for (int64_t i = 0; i < n; ++i) {
-      if (rows[i] < 0 || rows[i] >= table.num_rows) return i;
-    }
-  }
+void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int64_t begin,
+                 int64_t end, const Rule& rule,
+                 const typename Rule::template Numbers<Acc<T>>& of_step, int64_t t, bool per_row,
+                 Rounding rounding) {
   using A = Acc<T>;
-  const int64_t dim = table.dim, t = *step.step;
-  const auto of_step = rule.template at<A>(t);
+  const int64_t dim = table.dim;
+  const int64_t* rows = gradients.rows;
   const auto row_of = [=](int64_t i) { return rows == nullptr ? i : rows[i]; };
   const auto state = [&table](int k, int64_t row) {
     return k < Rule::kStates ? table.states[k] + row * table.strides[k] : nullptr;
   };
-
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(dim, 1));
-  parallel_for(0, n, grain, [&, t](int64_t begin, int64_t end) {
-    constexpr int64_t kAhead = 8;
-    for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) {
-        const int64_t next = row_of(i + kAhead);
-        prefetch_row(table.weight + next * dim, dim);
-        for (int k = 0; k < Rule::kStates; ++k) {
-          prefetch_row(state(k, next), Rule::kRowWise ? 1 : dim);
-        }
-      }
-      const int64_t row = row_of(i);
-      auto numbers = of_step;
-      if (table.row_step != nullptr) {
-        int32_t& count = table.row_step[row];
-        count = row_step_of(step.per_row ? int64_t{count} + 1 : t);
-        if (step.per_row) numbers = rule.template at<A>(count);
-      }
-      const auto update = [&](const auto& put) {
-        update_row<Rule, T>(numbers, dim, grad + i * dim, table.weight + row * dim, state(0, row),
-                            state(1, row), state(2, row), put);
-      };
-      if constexpr (std::is_same_v<T, BFloat16>) {
-        if (rounding.stochastic) {
-          Philox4x32 random{};
-          update([&, seed = rounding.seed](A value, int64_t column) {
-            if (column % 8 == 0) random = rounding_bits(seed, t, row, column / 8);
-            return store_at_random(value, bits_of_column(random, column));
-          });
-          continue;
-        }
-      }
-      update([](A value, int64_t) { return store<T>(value); });
+  const auto ask_for = [&](int64_t i) {
+    const int64_t row = row_of(i);
+    prefetch_row(table.weight + row * dim, dim);
+    for (int k = 0; k < Rule::kStates; ++k) {
+      prefetch_row(state(k, row), Rule::kRowWise ? 1 : dim);
     }
-  });
-  return -1;
+  };
+  constexpr int64_t kAhead = 8;
+  for (int64_t i = begin; i < std::min(begin + kAhead, end); ++i) ask_for(i);
+  for (int64_t i = begin; i < end; ++i) {
+    if (i + kAhead < end) ask_for(i + kAhead);
+    const int64_t row = row_of(i);
+    auto numbers = of_step;
+    if (table.row_step != nullptr) {
+      int32_t& count = table.row_step[row];
+      count = row_step_of(per_row ? int64_t{count} + 1 : t);
+      if (per_row) numbers = rule.template at<A>(count);
+    }
+    const auto update = [&](const auto& put) {
+      update_row<Rule, T>(numbers, dim, gradients.grad + i * dim, table.weight + row * dim,
+                          state(0, row), state(1, row), state(2, row), put);
+    };
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (rounding.stochastic) {
+        Philox4x32 random{};
+        update([&, seed = rounding.seed](A value, int64_t column) {
+          if (column % 8 == 0) random = rounding_bits(seed, t, row, column / 8);
+          return store_at_random(value, bits_of_column(random, column));
+        });
+        continue;
+      }
+    }
+    update([](A value, int64_t) { return store<T>(value); });
+  }
 }
 
-#define SPARSEKIT_INSTANTIATE(Rule, T)                                                             \
-  template int64_t update_rows(const RowTable<T>&, const int64_t*, const T*, int64_t, const Rule&, \
-                               StepNumber, Rounding, const ParallelFor&);
+}  // namespace
+
+template <class Rule, class T>
+BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradients,
+                   int64_t num_tables, const Rule& rule, StepNumber number, Rounding rounding,
+                   const ParallelFor& parallel_for) {
+  int64_t elements = 0;  // of all gradients; a row without any counts as one
+  const auto width = [tables](int64_t k) { return std::max<int64_t>(tables[k].table.dim, 1); };
+  for (int64_t k = 0; k < num_tables; ++k) {
+    const auto& [rows, grad, n] = gradients[k];
+    elements += n * width(k);
+    if (rows == nullptr) continue;
+    for (int64_t i = 0; i < n; ++i) {
+      if (rows[i] < 0 || rows[i] >= tables[k].table.num_rows) return {k, i};
+    }
+  }
+  // A range of elements has the rows that begin in it.
+  parallel_for(0, elements, 16384, [&](int64_t begin, int64_t end) {
+    int64_t before = 0, known_step = 0;
+    typename Rule::template Numbers<Acc<T>> of_step{};
+    for (int64_t k = 0; k < num_tables && before < end; ++k) {
+      const int64_t each = width(k), n = gradients[k].n, first_element = before;
+      before += n * each;
+      if (before <= begin || n == 0) continue;
+      const auto row_at = [&](int64_t element) {
+        return std::clamp<int64_t>((element - first_element + each - 1) / each, 0, n);
+      };
+      const int64_t first = begin <= first_element ? 0 : row_at(begin);
+      const int64_t last = end >= before ? n : row_at(end);
+      const int64_t t = number.get(tables[k].step);
+      if (t != known_step) of_step = rule.template at<Acc<T>>(t);
+      known_step = t;
+      update_some(tables[k].table, gradients[k], first, last, rule, of_step, t, number.per_row,
+                  rounding);
+    }
+  });
+  return {};
+}
+
+#define SPARSEKIT_INSTANTIATE(Rule, T)                                                 \
+  template BadRow update_rows(const SteppedTable<T>*, const RowGradients<T>*, int64_t, \
+                              const Rule&, StepNumber, Rounding, const ParallelFor&);
 SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, float)
 SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, double)
 SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, BFloat16)

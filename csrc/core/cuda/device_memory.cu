@@ -56,6 +56,12 @@ void read_back(const Piece* pieces, int count, void* stream) {
     used += pieces[i].bytes;
   }
 }
+
+void copy_to_device(void* device, const void* host, int64_t bytes, void* stream) {
+  simt::check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice,
+                              static_cast<cudaStream_t>(stream)),
+              "copy to the device");
+}
 #else
 bool is_capturing(void*) {
   return false;
@@ -69,6 +75,12 @@ void read_back(const Piece* pieces, int count, void*) {
     bytes += pieces[i].bytes;
   }
   simt::host::note(simt::host::Request::kReadBack, "read back", bytes, 0);
+}
+
+void copy_to_device(void* device, const void* host, int64_t bytes, void*) {
+  std::memcpy(device, host, static_cast<size_t>(bytes));
+  // Put on the stream without a wait, as a memset is.
+  simt::host::note(simt::host::Request::kMemset, "copy to the device", 0, bytes);
 }
 #endif
 

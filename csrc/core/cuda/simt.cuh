@@ -61,6 +61,8 @@ struct alignas(sizeof(T) * N) Vec {
 
 #define SPARSEKIT_KERNEL [[maybe_unused]] static __global__ void
 #define SPARSEKIT_DEVICE __device__ __forceinline__
+// A large parameter, which threads read where the launch has put it.
+#define SPARSEKIT_GRID_CONSTANT(Type) const __grid_constant__ Type
 
 namespace sparsekit::simt {
 
@@ -85,6 +87,19 @@ template <class T>
 SPARSEKIT_DEVICE T* shared() {
   extern __shared__ int4 sparsekit_shared_memory[];
   return reinterpret_cast<T*>(sparsekit_shared_memory);
+}
+
+// A pointer to device memory that was itself read from memory, where nvcc does not know what it
+// points to and would take accesses that any kind of memory answers.
+template <class T>
+SPARSEKIT_DEVICE T* global(T* address) {
+  __builtin_assume(__isGlobal(address));
+  return address;
+}
+
+// What has been read from memory is read again after this, in place of being kept in registers.
+SPARSEKIT_DEVICE void free_registers() {
+  asm volatile("" ::: "memory");
 }
 
 // Waits for all threads of the block; what they wrote before is seen after.

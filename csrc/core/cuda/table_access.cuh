@@ -8,11 +8,11 @@ namespace sparsekit::cuda {
 
 template <class T, int N>
 SPARSEKIT_DEVICE simt::Vec<T, N> read(const T* address) {
-  return *reinterpret_cast<const simt::Vec<T, N>*>(address);
+  return *reinterpret_cast<const simt::Vec<T, N>*>(simt::global(address));
 }
 template <class T, int N>
 SPARSEKIT_DEVICE void write(T* address, const simt::Vec<T, N>& value) {
-  *reinterpret_cast<simt::Vec<T, N>*>(address) = value;
+  *reinterpret_cast<simt::Vec<T, N>*>(simt::global(address)) = value;
 }
 
 // kWidth columns of kStates states.

@@ -12,6 +12,7 @@
 
 #define SPARSEKIT_KERNEL [[maybe_unused]] static void
 #define SPARSEKIT_DEVICE inline
+#define SPARSEKIT_GRID_CONSTANT(Type) const Type&
 #define __launch_bounds__(...)
 
 namespace sparsekit::simt {
@@ -83,6 +84,13 @@ template <class T>
 T* shared() {
   return reinterpret_cast<T*>(host::position().shared);
 }
+
+template <class T>
+T* global(T* address) {
+  return address;
+}
+
+inline void free_registers() {}
 
 inline void barrier() {
   host::wait_for_block();
