@@ -239,6 +239,27 @@ def test_an_update_takes_only_as_many_gradients(device, count):
     assert torch.equal(updated(6, number), updated(used, None))
 
 
+@pytest.mark.parametrize(
+    "op", ["hash_table_find", "hash_table_find_or_insert_", "bucketize", "unique_padded"]
+)
+def test_a_number_of_keys_must_be_one_int64(device, op):
+    table, keys = sparsekit.HashTable(5, device=device), torch.tensor([1, 2], device=device)
+    arguments = {
+        "hash_table_find": (table.buckets, table.hash_seed, keys),
+        "hash_table_find_or_insert_": (table.buckets, table.hash_seed, table.size, keys, 5),
+        "bucketize": (keys, 3),
+        "unique_padded": (keys,),
+    }[op]
+    for number, message in (
+        (torch.tensor([1], dtype=torch.int32), "num_keys must have dtype Long, got Int"),
+        (torch.tensor([1, 2]), "num_keys must have one element, got 2"),
+        (torch.tensor([], dtype=torch.int64), "num_keys must have one element, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^{op}: {message}"):
+            getattr(torch.ops.sparsekit, op)(*arguments, num_keys=number.to(device))
+    assert len(table) == 0
+
+
 def test_numbers_of_gradients_must_be_one_int64_for_a_table(device):
     weight, step = torch.zeros(3, 2, device=device), torch.ones((), dtype=torch.int64)
     for number, message in (

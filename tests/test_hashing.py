@@ -346,6 +346,34 @@ def test_errors_of_an_index_method_pass():
         xxh64([Raising()])
 
 
+def test_an_error_of_a_signal_handler_passes():
+    """Only what makes a value impossible to hash becomes a ValueError that names it."""
+
+    class Interrupt(Exception):
+        pass
+
+    def handler(*_):
+        if sys._getframe(1).f_code.co_name == "_hash":
+            raise Interrupt
+
+    def hash_until_a_signal_comes():
+        for _ in range(20):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.001)
+            xxh64([number])
+
+    number = 7**200_000
+    most_digits = sys.get_int_max_str_digits()
+    before = signal.signal(signal.SIGVTALRM, handler)
+    try:
+        sys.set_int_max_str_digits(0)
+        with pytest.raises(Interrupt):
+            hash_until_a_signal_comes()
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+        sys.set_int_max_str_digits(most_digits)
+
+
 def test_the_inner_hash_refuses_integers_that_lie_apart():
     with pytest.raises(ValueError, match="must be contiguous"):
         _pybind.xxh64_integers(np.arange(8)[::2], 0)

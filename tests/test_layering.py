@@ -58,7 +58,15 @@ def stems(pattern, *others):
 
 
 # Suites of several ops, or of one side of an op.
-ACROSS_OPS = ("overlap", "colliding_keys", "two_threads", "long_bags", "several_tables", "sizes")
+ACROSS_OPS = (
+    "overlap",
+    "colliding_keys",
+    "two_threads",
+    "long_bags",
+    "several_tables",
+    "sizes",
+    "workspace",
+)
 LAYERS = {
     "csrc/core/include/sparsekit": stems("csrc/core/include/sparsekit/*.h"),
     "csrc/core/cpu": stems("csrc/core/cpu/*.cpp"),

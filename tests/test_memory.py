@@ -197,18 +197,33 @@ def test_an_output_cannot_grow():
     assert torch.equal(output, torch.ones(3, 16))
 
 
-def test_forks_beside_threads_that_allocate(tmp_path):
+def compiled(folder, name, *options):
+    """The program of tests/`name`.cpp and the pool, without torch."""
     if shutil.which("g++") is None:
-        pytest.skip("no g++ to compile the program that forks")
+        pytest.skip(f"no g++ to compile {name}.cpp")
     here = Path(__file__).parent
     sources = here.parent / "csrc" / "torch_ops"
-    program = tmp_path / "fork_pool"
+    program = folder / name
     command = ["g++", "-std=c++17", "-O1", "-g", "-Wall", f"-I{sources}", "-pthread", "-o", program]
-    subprocess.run(
-        [*command, here / "fork_pool.cpp", sources / "large_memory.cpp"], check=True, timeout=300
-    )
+    files = [here / f"{name}.cpp", sources / "large_memory.cpp"]
+    subprocess.run([*command, *options, *files], check=True, timeout=300)
+    return program
+
+
+def test_forks_beside_threads_that_allocate(tmp_path):
+    program = compiled(tmp_path, "fork_pool")
     done = subprocess.run([program, "500"], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "0 children failed\n")
+
+
+def test_the_pool_under_sanitizers(tmp_path):
+    sanitize = "-fsanitize=address,undefined"
+    empty = ["g++", sanitize, "-shared", "-o", tmp_path / "empty.so", "-xc++", os.devnull]
+    if shutil.which("g++") is None or subprocess.run(empty, capture_output=True).returncode != 0:
+        pytest.skip("no g++ with sanitizers")
+    program = compiled(tmp_path, "pool_steps", sanitize, "-fno-sanitize-recover")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "0 in use, all released\n"), done.stderr[:3000]
 
 
 def test_a_child_has_the_memory_of_its_parent():

@@ -47,7 +47,10 @@ class Initializer:
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
-    """Uniform in [low, high)."""
+    """Uniform in [low, high), drawn in float32.
+
+    A bfloat16 layer rounds what was drawn, to high as well where that is the nearest.
+    """
 
     low: float = -0.05
     high: float = 0.05

@@ -41,6 +41,14 @@ def test_uniform_never_rounds_up_to_high():
     assert (start(Uniform(1.0, 1 + 2**-23)) == 1.0).all()
 
 
+def test_uniform_is_drawn_before_it_is_rounded_to_the_dtype():
+    # From 1 on the numbers of bfloat16 are 2**-7 apart: half of the interval rounds up to its end.
+    values, rounded = start(Uniform(1.0, 1 + 2**-7)), start(Uniform(1.0, 1 + 2**-7), torch.bfloat16)
+    assert values.max() < 1 + 2**-7
+    assert torch.equal(rounded, values.to(torch.bfloat16))
+    assert (rounded == 1 + 2**-7).double().mean() == pytest.approx(0.5, abs=0.05)
+
+
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 0.05), (2.0, 3.0), (-1, 0)])
 def test_normal(mean, std):
     values = start(Normal(mean, std))

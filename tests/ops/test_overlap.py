@@ -102,12 +102,18 @@ CASES = [
      "step of table 5", "step of table 4"),
     ("update(whole, s, row_step=s[1].view(torch.int32).view(-1)[:8])", "row_step", "states[1]"),
     ("update(whole, s, row_step=whole.view(torch.int32).view(-1)[-8:])", "row_step", "weight"),
+    ("t = torch.arange(8); update(whole, s, rows=t[4:6], row_step=t.view(torch.int32)[8:])",
+     "rows", "row_step"),
     # Neighbouring rows of states, but one column of each in both.
     ("p = torch.zeros(8, 7); update(whole, [p[:, :4], p[:, 3:]])", "states[1]", "states[0]"),
     ("p = torch.zeros(72); update(whole, [p[:64].view(8, 8)[:, :4], p[6:70].view(8, 8)[:, :4]])",
      "states[1]", "states[0]"),
     ("p = torch.zeros(72); update(whole, [p[8:].view(8, 8)[:, 4:], p[:64].view(8, 8)[:, 2:6]])",
      "states[1]", "states[0]"),
+    # A row of a state lies in the weight, which begins behind as many elements as the state has.
+    ("p = torch.zeros(128); update(p[64:96].view(8, 4), [p.view(8, 16)[:, :4], s[0]])",
+     "states[0]", "weight"),
+    ("init(out=floats[4:], keys=numbered[::4, 0], rows=two)", "keys", "out"),
     ("catch_up(whole, [s[0]], whole.view(torch.int32).view(-1)[:8])", "row_step", "weight"),
     ("catch_up(floats, [torch.zeros(8, 8)], torch.zeros(8).int(), rows=numbered[2, :3])",
      "rows", "weight"),

@@ -14,7 +14,8 @@ enum class Distribution : int64_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 // (key, column / 4) as its counter, so it depends on nothing else: not on the device, the number
 // of ranks or the order of insertion.
 //   kConstant: a;   kUniform: [a, b);   kNormal: mean a, standard deviation b (Box-Muller).
-// Computed in float whatever the storage type, so that all dtypes start from the same numbers.
+// Computed in float whatever the storage type, so that all dtypes start from the same numbers; as
+// BFloat16 a uniform one may be rounded up to b.
 struct Initializer {
   uint64_t seed;
   Distribution distribution;
