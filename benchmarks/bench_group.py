@@ -180,8 +180,12 @@ def _same_keys(cpu: Cpu, dim: int) -> Iterator[Comparison]:
         return tables.group(optim.LazyAdam, True)
 
     one = {ONE_TABLE: steps(1)}
-    for count in (26, cpu.size(100, 52), cpu.size(500, 104)):
-        line = {100: "step of 100 tables", 500: "step of 500 tables"}.get(count, "")
+    lines = {
+        26: "",
+        cpu.size(100, 52): "step of 100 tables",
+        cpu.size(500, 104): "step of 500 tables",
+    }
+    for count, line in lines.items():
         yield from cpu.compare(
             f"step, {keys:,} keys over {count} tables x {dim}, LazyAdam in backward",
             steps(count),
