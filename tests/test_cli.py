@@ -298,6 +298,17 @@ def test_a_full_table_on_ranks(data, capfd):
     assert re.fullmatch(r"sparsekit: \w+: the table on rank 0 is full: .*--capacity\.\n", errors)
 
 
+def end_at_once(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_ends(data, monkeypatch, capfd):
+    monkeypatch.setattr(cli, "_train_as_rank", end_at_once)
+    assert cli.main(["train", "--data", str(data), "--epochs", "1", *SMALL]) == 1
+    errors = capfd.readouterr().err
+    assert re.fullmatch(r"sparsekit: rank [01] was ended by SIGKILL\n", errors)
+
+
 def test_under_torchrun(data, capfd, tmp_path):
     command = ["train", "--data", str(data), "--epochs", "2", *SMALL]
     assert cli.main([*command, *ONE]) == 0

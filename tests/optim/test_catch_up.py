@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import threading
+import time
 import weakref
 
 import pytest
@@ -407,12 +408,22 @@ def test_steps_of_a_hash_table():
     assert same_bits(layer(keys), other(keys))
 
 
-def test_evaluation_by_several_threads():
+def test_evaluation_by_several_threads(monkeypatch):
     twins = Twins("Adam")
     for step in range(30):
         twins.step(step)
     twins.layer.eval()
     found, barrier = [None] * 4, threading.Barrier(4)
+    op, inside, most = catch_up.ops.catch_up_rows_, [], []
+
+    def slowly(*arguments):
+        inside.append(arguments)
+        most.append(len(inside))
+        time.sleep(0.2)  # in which another thread could come between
+        op(*arguments)
+        inside.pop()
+
+    monkeypatch.setattr(catch_up.ops, "catch_up_rows_", slowly)
 
     def look_up(i):
         barrier.wait()
@@ -424,6 +435,7 @@ def test_evaluation_by_several_threads():
         thread.start()
     for thread in threads:
         thread.join()
+    assert set(most) == {1}
     for vectors in found:
         torch.testing.assert_close(vectors, twins.dense.detach(), **twins.close)
 

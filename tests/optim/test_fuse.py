@@ -113,6 +113,16 @@ def test_a_second_backward_without_a_step():
     assert optimizer.state[layer.weight]["step"] == 2
 
 
+def test_a_second_backward_after_a_state_was_loaded():
+    layer, optimizer, _ = attached()
+    layer(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    layer(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match=r"LazyAdam: two updates of one without step\(\)"):
+        layer(torch.tensor([2, 3])).sum().backward()
+
+
 def test_a_layer_that_is_looked_up_twice_in_a_backward():
     layer, _optimizer, _ = attached()
     out = layer(torch.tensor([1, 2])).sum() + layer(torch.tensor([2, 3])).sum()

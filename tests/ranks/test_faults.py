@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sparsekit
+from sparsekit.distributed.exchange import pack, unpack
 
 from .pool import Died, Raised
 
@@ -46,6 +47,18 @@ def full_on_one(rank, strategy):
 @pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
 def test_a_table_full_on_one_rank(two_ranks, strategy):
     assert two_ranks(full_on_one, strategy) == [2, 2]
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.int64, torch.float32]])
+@pytest.mark.parametrize("more", [-16, 16])
+def test_more_or_fewer_bytes_than_were_agreed_on(dtypes, more):
+    parts, counts = [torch.ones(4, 3, dtype=dtype) for dtype in dtypes], [[4]] * len(dtypes)
+    sent, _ = pack(parts, counts)
+    assert all(map(torch.equal, unpack(sent, parts, counts), parts))
+    received = sent.new_zeros(len(sent) + more)
+    message = f"{len(received)} bytes have come from other ranks, not {len(sent)}: do all ranks run"
+    with pytest.raises(RuntimeError, match=message):
+        unpack(received, parts, counts)
 
 
 def bad_key_on_one(rank):

@@ -151,6 +151,21 @@ def test_a_timeout_that_is_set_later(fresh_ranks):
     assert 4.5 <= waited < 50
 
 
+def alone_in_a_group(rank):
+    groups = [dist.new_group([r]) for r in range(2)]
+    layer = sparsekit.DistributedEmbedding(
+        "sum", 40, 3, 1, 1, name="alone", process_group=groups[rank]
+    )
+    assert layer.exchange is None
+    for number in range(3 + rank):  # each rank as often as it likes
+        layer(torch.arange(4).view(4, 1, 1) + 4 * number)
+    assert layer.table.keys().tolist() == list(range(4 * (3 + rank)))
+
+
+def test_a_group_of_one_rank_exchanges_nothing(two_ranks):
+    two_ranks(alone_in_a_group)
+
+
 def ignored_by_ddp(rank):
     class Model(torch.nn.Module):
         def __init__(self):
