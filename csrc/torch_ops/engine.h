@@ -39,11 +39,7 @@ enum class Complaint {
   kCatchUpRow,
   kSegmentId,
   kBagOffset,
-  kBagRow,
-  kGroupOffset,
-  kGroupBag,
-  kGroupKey,
-  kGroupIndex
+  kBagRow
 };
 
 #if defined(SPARSEKIT_ENGINE_CPU)
