@@ -231,6 +231,17 @@ def test_default_cache_obeys_xdg(pip, tmp_path, monkeypatch):
     assert (tmp_path / "sparsekit" / "ml-100k.inter").read_bytes() == CONTENT
 
 
+@pytest.mark.parametrize("named", [None, ""])  # an empty variable is as good as none
+def test_default_cache_without_xdg(pip, tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if named is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+    movielens_100k()
+    assert (tmp_path / "home/.cache/sparsekit/ml-100k.inter").read_bytes() == CONTENT
+
+
 @pytest.mark.parametrize("damage", [b"", CONTENT[:-5], CONTENT.replace(b"90", b"91")])
 def test_damaged_cache_is_fetched_again(pip, tmp_path, damage):
     cached = tmp_path / "ml-100k.inter"

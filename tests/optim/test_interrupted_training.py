@@ -7,6 +7,7 @@ and states.
 
 import copy
 import functools
+import pickle
 import random
 import signal
 import threading
@@ -190,6 +191,29 @@ def test_interrupted_anywhere_while_all_rows_catch_up(name):
             continue  # the second half of the call, in which the rows are written
         ended = interrupt(catch_up, moment := moment + 1)
     check(side, twin)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_after_an_interrupted_sweep(monkeypatch, way):
+    """The rows of a parameter that is no layer's, which nobody else can have catch up."""
+    weight = torch.nn.Parameter(torch.ones(4, 2))
+    optimizer = optim.Adam([weight], lr=0.1, mode="sweep")
+    weight.grad = torch.ones(4, 2).to_sparse(1)
+    optimizer.step()
+    weight.grad = torch.ones(4, 2)[:1].to_sparse(1).sparse_resize_((4, 2), 1, 1)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optim.catch_up.ops, "catch_up_rows_", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    before = weight.detach().clone()
+    (copied,) = way(optimizer).param_groups[0]["params"]
+    optimizer.catch_up(weight)
+    assert not same_bits(weight, before)
+    assert same_bits(copied, weight)
 
 
 @pytest.mark.parametrize("name", ["LazyAdam per row", "Adam"])

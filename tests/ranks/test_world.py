@@ -34,6 +34,12 @@ def test_a_seed_changes_all_initial_vectors(restore):
     assert torch.equal(vectors(), first)
 
 
+def test_what_init_begins_with():
+    first = type(settings)()
+    assert (first.seed, first.process_group, first.backend) == (0, None, "auto")
+    assert first.timeout == timedelta(minutes=5)
+
+
 def test_init_takes_seconds_and_timedeltas(restore):
     sparsekit.init(global_batch_size=64, timeout=2.5)
     assert settings.timeout == timedelta(seconds=2.5)
@@ -98,6 +104,22 @@ def copies_train_alike(rank, named_group):
 @pytest.mark.parametrize("named_group", [False, True])
 def test_copies_of_a_sharded_layer(two_ranks, named_group):
     two_ranks(copies_train_alike, named_group)
+
+
+def saved_as_a_whole(rank):
+    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="saved")
+    layer(torch.tensor([[[1, 2]]]))
+    file = io.BytesIO()
+    torch.save(layer, file)
+    return file.getvalue()
+
+
+def test_a_layer_of_two_ranks_is_refused_where_there_is_one(two_ranks):
+    for rank, saved in enumerate(two_ranks(saved_as_a_whole)):
+        layer = torch.load(io.BytesIO(saved), weights_only=False)
+        with pytest.raises(RuntimeError, match=f"saved: made on rank {rank} of 2, .* rank 0 of 1"):
+            layer(torch.tensor([[[3, 4]]]))
+        assert len(layer.table) == 1
 
 
 def copy_with_a_prefetched_batch(rank):
