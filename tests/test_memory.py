@@ -110,6 +110,16 @@ def test_a_peak_is_forgotten():
     assert now.idle <= now.recent_peak + 64 * MIB
 
 
+def test_the_oldest_go_first():
+    for _ in range(256):
+        large()  # until larger peaks are forgotten
+    sparsekit.empty_cache()
+    # None fits a later one. Idle may be what the largest has, and 64 MiB.
+    places = [large(rows=size * MIB // 64).data_ptr() for size in (56, 60, 64)]
+    assert pool_bytes().idle == (60 + 64) * MIB
+    assert large(rows=56 * MIB // 64).data_ptr() == places[1]
+
+
 @pytest.mark.parametrize(("varies", "most_changes"), [(0, 0), (0.1, 70)])
 def test_a_steady_loop_takes_hardly_any_new_memory(varies, most_changes):
     """Steps like those of training: what the forward leaves goes when the backward has run."""
