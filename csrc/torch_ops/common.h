@@ -48,7 +48,18 @@ inline ParallelFor torch_parallel_for() {
       static_cast<int>(torch::stable::get_num_threads()));
 }
 
-inline void check_dtype(const Tensor& tensor, ScalarType dtype, const char* op, const char* name) {
+// An element of a list of tensors, as errors call it.
+struct Item {
+  const char* list;
+  size_t position;
+};
+inline std::ostream& operator<<(std::ostream& text, const Item& item) {
+  return text << item.list << '[' << item.position << ']';
+}
+
+// `name` is text, or an Item, which becomes text only in an error.
+template <class Name>
+void check_dtype(const Tensor& tensor, ScalarType dtype, const char* op, const Name& name) {
   check(tensor.scalar_type() == dtype, op, ": ", name, " must have dtype ",
         torch::headeronly::toString(dtype), ", got ",
         torch::headeronly::toString(tensor.scalar_type()));
@@ -60,7 +71,8 @@ constexpr int64_t kMostElements = int64_t{1} << 44;
 
 // Counts a size of 0 as 1: a tensor without elements takes no memory, and its other sizes may be
 // anything.
-inline void check_elements(std::initializer_list<int64_t> sizes, const char* op, const char* name) {
+template <class Name>
+void check_elements(std::initializer_list<int64_t> sizes, const char* op, const Name& name) {
   int64_t elements = 1;
   bool possible = true;
   for (const int64_t size : sizes) {
@@ -75,20 +87,22 @@ inline void check_elements(std::initializer_list<int64_t> sizes, const char* op,
 }
 
 // One dimension or two.
-inline void check_dim(const Tensor& tensor, int64_t dim, const char* op, const char* name) {
+template <class Name>
+void check_dim(const Tensor& tensor, int64_t dim, const char* op, const Name& name) {
   check(tensor.dim() == dim, op, ": ", name, " must have ", dim, " dimension(s), got ",
         tensor.dim());
   check_elements({tensor.size(0), dim == 2 ? tensor.size(1) : 1}, op, name);
 }
 
-inline void check_size(const Tensor& tensor, int64_t dim, int64_t size, const char* op,
-                       const char* name) {
+template <class Name>
+void check_size(const Tensor& tensor, int64_t dim, int64_t size, const char* op, const Name& name) {
   check(tensor.size(dim) == size, op, ": ", name, " must have size ", size, " in dimension ", dim,
         ", got ", tensor.size(dim));
 }
 
 // A tensor that the op writes to: its memory is used as it lies.
-inline void check_mutable(const Tensor& tensor, const char* op, const char* name) {
+template <class Name>
+void check_mutable(const Tensor& tensor, const char* op, const Name& name) {
   check(tensor.is_contiguous(), op, ": ", name, " must be contiguous");
 }
 

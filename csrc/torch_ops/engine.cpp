@@ -40,6 +40,10 @@ constexpr Kind kKinds[] = {
     {"unsorted_segment_sum", "segment_ids"},
     {"embedding_bag", "offsets"},
     {"embedding_bag", "rows"},
+    {"group_find", "offsets"},
+    {"group_find", "max_nnz of bag"},
+    {"group_find", "keys"},
+    {"group_embedding_bag_", "index"},
 };
 constexpr int64_t kNumKinds = sizeof(kKinds) / sizeof(Kind);
 

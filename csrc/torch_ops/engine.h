@@ -39,7 +39,11 @@ enum class Complaint {
   kCatchUpRow,
   kSegmentId,
   kBagOffset,
-  kBagRow
+  kBagRow,
+  kGroupOffset,
+  kGroupBag,
+  kGroupKey,
+  kGroupIndex
 };
 
 #if defined(SPARSEKIT_ENGINE_CPU)

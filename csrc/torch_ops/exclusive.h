@@ -18,17 +18,11 @@ namespace sparsekit::ops {
 // starts without any. On a device it covers the launches, whose kernels a stream keeps in order.
 class Exclusive {
  public:
-  Exclusive(const Tensor& buckets, const char* op)
-      : begin_(reinterpret_cast<uintptr_t>(buckets.const_data_ptr())),
-        end_(begin_ + static_cast<uintptr_t>(buckets.numel() * buckets.element_size())) {
-    Held& held = all();
-    const std::lock_guard<std::mutex> lock(held.mutex);
-    for (const Exclusive* other : held.tables) {
-      if (begin_ < other->end_ && other->begin_ < end_) {
-        throw std::runtime_error(message(op, kRefusal));
-      }
-    }
-    held.tables.push_back(this);
+  Exclusive(const Tensor& buckets, const char* op) : ranges_{Range(buckets)} { enter(op); }
+  // All of several tables, or none.
+  Exclusive(const std::vector<Tensor>& buckets, const char* op)
+      : ranges_(buckets.begin(), buckets.end()) {
+    enter(op);
   }
   ~Exclusive() {
     Held& held = all();
@@ -41,6 +35,15 @@ class Exclusive {
  private:
   static constexpr const char* kRefusal =
       ": another thread is inserting into this table; while one does, no other may use it";
+
+  struct Range {
+    uintptr_t begin, end;
+
+    explicit Range(const Tensor& buckets)
+        : begin(reinterpret_cast<uintptr_t>(buckets.const_data_ptr())),
+          end(begin + static_cast<uintptr_t>(buckets.numel() * buckets.element_size())) {}
+    bool overlaps(const Range& other) const { return begin < other.end && other.begin < end; }
+  };
 
   struct Held {
     std::mutex mutex;
@@ -59,7 +62,20 @@ class Exclusive {
     return *held;
   }
 
-  uintptr_t begin_, end_;
+  void enter(const char* op) {
+    Held& held = all();
+    const std::lock_guard<std::mutex> lock(held.mutex);
+    for (const Exclusive* other : held.tables) {
+      for (const Range& range : ranges_) {
+        for (const Range& taken : other->ranges_) {
+          if (range.overlaps(taken)) throw std::runtime_error(message(op, kRefusal));
+        }
+      }
+    }
+    held.tables.push_back(this);
+  }
+
+  std::vector<Range> ranges_;
 };
 
 }  // namespace sparsekit::ops

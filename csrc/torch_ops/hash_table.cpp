@@ -3,39 +3,11 @@
 #include <limits>
 
 #include "exclusive.h"
+#include "hash_table.h"
 #include "overlap.h"
 
 namespace sparsekit::ops {
 namespace {
-
-constexpr int64_t kWordsPerBucket = sizeof(Bucket) / sizeof(int64_t);
-
-void check_buckets(const Tensor& buckets, const char* op) {
-  check_dtype(buckets, ScalarType::Long, op, "buckets");
-  check_dim(buckets, 2, op, "buckets");
-  check_size(buckets, 1, kWordsPerBucket, op, "buckets");
-  check(buckets.size(0) > 0, op, ": buckets must not be empty");
-  check_mutable(buckets, op, "buckets");
-  check(!kOnDevice || reinterpret_cast<uintptr_t>(buckets.const_data_ptr()) % 16 == 0, op,
-        ": buckets must lie at a multiple of 16 bytes");
-}
-
-void check_table_size(const Tensor& size, const char* op) {
-  check_dtype(size, ScalarType::Long, op, "size");
-  check_dim(size, 1, op, "size");
-  check(size.numel() == 1, op, ": size must have one element, got ", size.numel());
-}
-
-void check_size_value(int64_t size, int64_t num_buckets, const char* op) {
-  check(size >= 0 && size <= num_buckets * kSlotsPerBucket, op, ": size is ", size,
-        ", but the buckets have ", num_buckets * kSlotsPerBucket, " slots");
-}
-
-void check_hash_seed(const Tensor& hash_seed, const char* op) {
-  check_dtype(hash_seed, ScalarType::Long, op, "hash_seed");
-  check_dim(hash_seed, 1, op, "hash_seed");
-  check(hash_seed.numel() == 1, op, ": hash_seed must have one element, got ", hash_seed.numel());
-}
 
 void no_rows_beyond(const DeviceCount& count, const Tensor& rows) {
   std::fill(mutable_data<int64_t>(rows) + count.get(), mutable_data<int64_t>(rows) + count.most,
@@ -43,7 +15,7 @@ void no_rows_beyond(const DeviceCount& count, const Tensor& rows) {
 }
 
 void clear(Tensor buckets) {
-  check_buckets(buckets, "hash_table_clear_");
+  check_buckets(buckets, "hash_table_clear_", "buckets");
   const Exclusive alone(buckets, "hash_table_clear_");
   const Engine engine(buckets);
   if constexpr (kOnDevice) {
@@ -55,12 +27,12 @@ void clear(Tensor buckets) {
 
 Tensor find(Tensor buckets, Tensor hash_seed, Tensor keys, std::optional<Tensor> num_keys) {
   const char* op = "hash_table_find";
-  check_buckets(buckets, op);
+  check_buckets(buckets, op, "buckets");
   check_same_device(op, {{"buckets", buckets},
                          {"hash_seed", hash_seed},
                          {"keys", keys},
                          {"num_keys", num_keys.value_or(keys)}});
-  check_hash_seed(hash_seed, op);
+  check_word(hash_seed, op, "hash_seed");
   check_dim(keys, 1, op, "keys");
   keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
@@ -85,20 +57,20 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tens
                                           Tensor keys, int64_t capacity,
                                           std::optional<Tensor> num_keys) {
   const char* op = "hash_table_find_or_insert_";
-  check_buckets(buckets, op);
+  check_buckets(buckets, op, "buckets");
   check_same_device(op, {{"buckets", buckets},
                          {"hash_seed", hash_seed},
                          {"size", size},
                          {"keys", keys},
                          {"num_keys", num_keys.value_or(keys)}});
-  check_hash_seed(hash_seed, op);
+  check_word(hash_seed, op, "hash_seed");
   check_dim(keys, 1, op, "keys");
   check(capacity > 0 && capacity <= buckets.size(0) * kSlotsPerBucket &&
             capacity <= std::numeric_limits<int32_t>::max(),
         op, ": capacity is ", capacity, ", but must be in [1, ",
         std::min<int64_t>(buckets.size(0) * kSlotsPerBucket, std::numeric_limits<int32_t>::max()),
         "]");
-  check_table_size(size, op);
+  check_word(size, op, "size");
   check(!kOnDevice || keys.numel() <= std::numeric_limits<int32_t>::max(), op, ": keys has ",
         keys.numel(), " elements; at most 2^31 - 1 are supported");
   Overlaps overlaps(op);
@@ -142,10 +114,10 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tens
 
 Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
   const char* op = "hash_table_keys";
-  check_buckets(buckets, op);
+  check_buckets(buckets, op, "buckets");
   check_same_device(op, {{"buckets", buckets}, {"hash_seed", hash_seed}, {"size", size}});
-  check_hash_seed(hash_seed, op);
-  check_table_size(size, op);
+  check_word(hash_seed, op, "hash_seed");
+  check_word(size, op, "size");
   const Engine engine(buckets);
   int64_t n = 0;
   engine.read(int64_data(size), 1, &n);

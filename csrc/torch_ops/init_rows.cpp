@@ -50,7 +50,8 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
     int64_t bad = -1;
     if constexpr (kOnDevice) {
       cuda::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys), row_numbers,
-                      n, first_row, initializer, engine.bad(Complaint::kInitRow), engine.stream());
+                      n, first_row, initializer, nullptr, engine.bad(Complaint::kInitRow),
+                      engine.stream());
       bad = engine.found(Complaint::kInitRow, rows ? n : 0);
     } else {
       bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys),

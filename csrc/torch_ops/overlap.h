@@ -66,6 +66,8 @@ class Overlaps {
   void read(const char* name, const std::optional<Tensor>& tensor) {
     if (tensor.has_value()) read(name, *tensor);
   }
+  void written(const char* list, const std::vector<Tensor>& tensors) { add(list, tensors, true); }
+  void read(const char* list, const std::vector<Tensor>& tensors) { add(list, tensors, false); }
   // What is added from here on is of this table, for an op on several.
   void of_table(size_t table) { table_ = static_cast<int64_t>(table); }
 
@@ -74,7 +76,8 @@ class Overlaps {
     if (arguments_.size() > kFew && !any()) return;
     for (size_t i = 1; i < arguments_.size(); ++i) {
       for (size_t j = 0; j < i; ++j) {
-        ops::check(!clash(arguments_[i], arguments_[j]), op_, ": ", name(i), " overlaps ", name(j),
+        if (!clash(arguments_[i], arguments_[j])) continue;
+        ops::check(false, op_, ": ", name(i), " overlaps ", name(j),
                    " in memory, but what is written to must not be part of another argument");
       }
     }
@@ -86,13 +89,22 @@ class Overlaps {
     int64_t table = -1;
     Span span;
     bool is_written = false;
+    int64_t position = -1;  // in a list
   };
 
   void add(const char* name, const Tensor& tensor, bool is_written) {
     arguments_.push_back({name, table_, Span(tensor), is_written});
   }
+  void add(const char* list, const std::vector<Tensor>& tensors, bool is_written) {
+    arguments_.reserve(arguments_.size() + tensors.size());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      arguments_.push_back({list, table_, Span(tensors[i]), is_written, static_cast<int64_t>(i)});
+    }
+  }
   std::string name(size_t i) const {
     const Argument& argument = arguments_[i];
+    if (argument.position >= 0)
+      return message(Item{argument.name, static_cast<size_t>(argument.position)});
     if (argument.table < 0) return argument.name;
     return message(argument.name, " of table ", argument.table);
   }

@@ -46,6 +46,25 @@ SPARSEKIT_LIBRARY(m) {
       "init_rows_(Tensor(a!) out, Tensor keys, Tensor? rows, Tensor? status, int seed,"
       " int distribution, float a, float b) -> ()");
 
+  // Of many tables: see sparsekit/ops/_group.py for tables, initializers and features.
+  m.def(
+      "group_find(Tensor[] buckets, Tensor[] hash_seeds, Tensor tables, Tensor[] keys,"
+      " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor bags, Tensor first_keys)");
+  m.def(
+      "group_find_or_insert_(Tensor(a!)[] buckets, Tensor[] hash_seeds, Tensor(b!)[] sizes,"
+      " Tensor(c!)[] weights, Tensor[] seeds, Tensor tables, Tensor initializers, Tensor[] keys,"
+      " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor inverse, Tensor counts,"
+      " Tensor bags, Tensor first_keys)");
+  m.def(
+      "group_embedding_bag_(Tensor(a!)[] outs, Tensor[] weights, Tensor index, Tensor? rows,"
+      " Tensor? counts, Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? first_keys,"
+      " Tensor[] keys, Tensor[] seeds, Tensor? initializers) -> ()");
+  m.def(
+      "group_embedding_bag_backward(Tensor[] grads, int[] dims, Tensor index, Tensor? rows,"
+      " Tensor counts, Tensor bags, Tensor features, Tensor[] sample_weights,"
+      " Tensor? first_keys, int divisor=1, bool deterministic=True) -> (Tensor rows, Tensor "
+      "grads)");
+
   m.def(
       "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps,"
       " Tensor[] rows, Tensor[] grads, Tensor(d!)[] steps, str rule, float[] settings,"

@@ -2,9 +2,9 @@
 
 #include <cstring>
 #include <limits>
-#include <random>
 
 #include "engine.h"
+#include "process_seed.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -24,16 +24,6 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   if (2 * count > size) return view;
   Tensor copy = new_output(buffer, {count}, std::nullopt, kLargeBytes / 4);
   return torch::stable::copy_(copy, view);
-}
-
-// Drawn once for the process, so that nobody can make keys that collide. Results do not depend on
-// it.
-int64_t process_seed() {
-  static const int64_t seed = [] {
-    std::random_device random;  // the system's
-    return static_cast<int64_t>(uint64_t{random()} << 32 | random());
-  }();
-  return seed;
 }
 
 // A result as long as the input.

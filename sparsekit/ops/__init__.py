@@ -4,6 +4,8 @@ from .bucketize import bucketize
 from .catch_up_rows import catch_up_rows_
 from .embedding_bag import embedding_bag
 from .gather_rows import gather_rows
+from .group_embedding_bag import group_embedding_bag_, group_embedding_bag_backward
+from .group_find import group_find, group_find_or_insert_
 from .hash_table import (
     hash_table_clear_,
     hash_table_find,
@@ -20,6 +22,10 @@ __all__ = [
     "catch_up_rows_",
     "embedding_bag",
     "gather_rows",
+    "group_embedding_bag_",
+    "group_embedding_bag_backward",
+    "group_find",
+    "group_find_or_insert_",
     "hash_table_clear_",
     "hash_table_find",
     "hash_table_find_or_insert_",

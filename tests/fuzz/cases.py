@@ -4,10 +4,10 @@ import contextlib
 
 import simt
 
-from . import keys, layers, refusals, rows, updates
+from . import groups, keys, layers, refusals, rows, updates
 from .case import Case
 
-OPS = keys.OPS | rows.OPS | updates.OPS | layers.OPS | refusals.OPS
+OPS = keys.OPS | rows.OPS | groups.OPS | updates.OPS | layers.OPS | refusals.OPS
 
 
 def run(name: str, case: Case) -> None:

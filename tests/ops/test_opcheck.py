@@ -9,7 +9,9 @@ import torch
 from conftest import KEY_DTYPES, ROW_DTYPES, randn
 
 from sparsekit import HashTable
+from sparsekit.ops._checks import accumulate_dtype
 
+from .groups import Group, Source
 from .optimizer_rules import CASES as RULES
 from .optimizer_rules import table_of
 
@@ -72,6 +74,43 @@ def catch_up(case, dtype, rows):
     return *table, steps, rows, numbers, 2, rule, settings
 
 
+def group(dtype=torch.float32, weighted=False):
+    """Two tables, one without a hash table, asked by two sources."""
+    made = Group(dtype, [3, 4], [9, 9], [True, False], [1, 1])
+    made.hash_tables[0].find_or_insert(int64(5, 6))
+    weights = torch.rand(3 if weighted else 0, dtype=accumulate_dtype(dtype))
+    made.sources = [
+        Source(int64(6, 5, 6), int64(0, 2, 3), weights),
+        Source(int64(3, 1).int(), int64(), weights[:0]),
+    ]
+    made.ask(0, 0, 0, 2, "mean")
+    made.ask(1, 1, 0, 2, "none")
+    return made
+
+
+def group_find(made, insert):
+    """Distinct keys alone, since what lies behind the results would differ."""
+    made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
+    (table,) = made.hash_tables
+    if not insert:
+        return [table.buckets], [table.hash_seed], made.tables, *made.asked
+    state = [table.buckets], [table.hash_seed], [table.size], made.weights, made.seeds
+    return *state, made.tables, made.initializers, *made.asked
+
+
+def group_bags(made, kind):
+    """Arguments of the pooling, or of its backward."""
+    rows, inverse, counts, bags, first_keys = made.find_or_insert()
+    keys, _, features = made.asked
+    asked = bags, features, made.sample_weights, first_keys
+    if kind == "backward":
+        return made.outs(), made.dims, inverse, rows, counts, *asked
+    if kind == "unseen":
+        initial = made.seeds, made.initializers
+        return made.outs(), made.weights, made.find()[0], None, None, *asked, keys, *initial
+    return made.outs(), made.weights, inverse, rows, counts, *asked, [], [], None
+
+
 # What each op is called with. Made when it is wanted, since some ops change their arguments.
 CASES = {
     "hash_table_clear_": lambda: [(table(1, 2).buckets,)],
@@ -129,6 +168,17 @@ CASES = {
     "embedding_bag_backward_sample_weights": lambda: [
         *(bags_backward_sample_weights(dtype, 1) for dtype in ROW_DTYPES),
         *(bags_backward_sample_weights(torch.float32, combiner) for combiner in (0, 2)),
+    ],
+    "group_find": lambda: [group_find(group(), False)],
+    "group_find_or_insert_": lambda: [group_find(group(dtype), True) for dtype in ROW_DTYPES],
+    "group_embedding_bag_": lambda: [
+        *(group_bags(group(dtype), "pool") for dtype in ROW_DTYPES),
+        group_bags(group(weighted=True), "pool"),
+        group_bags(group(), "unseen"),
+    ],
+    "group_embedding_bag_backward": lambda: [
+        *(group_bags(group(dtype), "backward") for dtype in ROW_DTYPES),
+        group_bags(group(weighted=True), "backward"),
     ],
     "init_rows_": lambda: [
         *(

@@ -41,9 +41,9 @@ void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const 
 
 // Looks only into the home buckets of a block of keys. Returns bits of the keys that are not there;
 // their rows are undefined. No branch depends on what is found, since none could be predicted.
-template <class Key>
+template <class Key, class Row>
 uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_homes, const Key* keys,
-                      int count, int64_t* rows) {
+                      int count, Row* rows) {
   uint64_t missing = 0;
   for (int k = 0; k < count; ++k) {
     prefetch(next_homes[k]);
@@ -54,9 +54,9 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
   return missing;
 }
 
-template <class Key>
+template <class Key, class Row>
 void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
-                int64_t begin, int64_t end, int64_t* rows) {
+                int64_t begin, int64_t end, Row* rows) {
   // Keys that may be behind their home bucket. They are resolved once there are enough to ask for
   // all their next lines before the first is read.
   int64_t pending[2 * kBlock];
@@ -64,7 +64,8 @@ void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const 
   int num_pending = 0;
   const auto resolve = [&] {
     for (int p = 0; p < num_pending; ++p) {
-      rows[pending[p]] = find_from(buckets, num_buckets, next[p], keys[pending[p]]);
+      rows[pending[p]] =
+          static_cast<Row>(find_from(buckets, num_buckets, next[p], keys[pending[p]]));
     }
     num_pending = 0;
   };
@@ -195,9 +196,9 @@ void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& p
   });
 }
 
-template <class Key>
+template <class Key, class Row>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
-                     int64_t n, int64_t* rows, const ParallelFor& parallel_for) {
+                     int64_t n, Row* rows, const ParallelFor& parallel_for) {
   parallel_for(0, n, kGrain, [=](int64_t begin, int64_t end) {
     find_range(buckets, num_buckets, seed, keys, begin, end, rows);
   });
@@ -270,6 +271,8 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
 
 #define SPARSEKIT_INSTANTIATE(Key)                                                              \
   template void hash_table_find(const Bucket*, int64_t, int64_t, const Key*, int64_t, int64_t*, \
+                                const ParallelFor&);                                            \
+  template void hash_table_find(const Bucket*, int64_t, int64_t, const Key*, int64_t, int32_t*, \
                                 const ParallelFor&);                                            \
   template int64_t hash_table_find_or_insert(Bucket*, int64_t, int64_t, int64_t*, int64_t,      \
                                              const Key*, int64_t, int64_t*, const ParallelFor&);

@@ -3,23 +3,9 @@
 #include <algorithm>
 
 #include "cpu/first_bad.h"
-#include "sparsekit/initial_values.h"
+#include "cpu/init_row.h"
 
 namespace sparsekit::cpu {
-namespace {
-
-template <class T>
-void init_row(T* row, int64_t dim, int64_t key, const Initializer& initializer) {
-  for (int64_t column = 0; column < dim; column += 4) {
-    float values[4];
-    initial_values(initializer, key, column / 4, values);
-    const int64_t width = std::min<int64_t>(4, dim - column);
-    for (int64_t j = 0; j < width; ++j) row[column + j] = store<T>(Acc<T>{values[j]});
-  }
-}
-
-}  // namespace
-
 template <class T>
 int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
                   int64_t n, int64_t first_row, const Initializer& initializer,

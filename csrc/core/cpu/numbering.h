@@ -50,9 +50,9 @@ class Numbering {
   }
 
   // Calls visit(i, number) for the keys from begin to end, numbers of first occurrences marked. A
-  // key may be given a wrong number once before its own.
-  template <class Visit>
-  void add(const Key* keys, int64_t begin, int64_t end, Visit&& visit) {
+  // key may be given a wrong number once before its own. Given is Key, or a narrower type.
+  template <class Given, class Visit>
+  void add(const Given* keys, int64_t begin, int64_t end, Visit&& visit) {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
                [&](int64_t from, int count, const uint64_t* hashes) {
                  add_block(keys + from, hashes, count,
@@ -151,8 +151,8 @@ class Numbering {
   // Whether a key is new is nothing that a branch could predict either. So all keys of a block are
   // looked up first, and those that are missing go in afterwards. While nearly all are new, a
   // branch does predict it.
-  template <class Visit>
-  void add_block(const Key* keys, const uint64_t* hashes, int count, Visit&& visit) {
+  template <class Given, class Visit>
+  void add_block(const Given* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;
     uint64_t missing = ~uint64_t{0} >> (kBlock - count);
     if (!mostly_new_) {  // so there is a first one

@@ -19,6 +19,7 @@
 #include "cpu/first_bad.h"
 #include "cpu/sum_rows.h"
 #include "sparsekit/dtypes.h"
+#include "sparsekit/entry_numbers.h"
 #include "sparsekit/hash_table.h"
 #include "sparsekit/parallel.h"
 
@@ -158,6 +159,14 @@ inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
   return bucket_of_hash(hash_key(offset >> 6), run_parts);
 }
 
+// Numbers from begin to end as int64; `space` is for them.
+inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t end,
+                               int64_t* space) {
+  if (ids.wide != nullptr) return ids.wide + begin;
+  std::copy(ids.narrow + begin, ids.narrow + end, space);
+  return space;
+}
+
 // One thread's part of a piece: columns of the runs whose rows are its own. kWidth is the number of
 // columns, or 0 for any. Returns -1, or the first position whose id is >= num_segments.
 //
@@ -165,7 +174,7 @@ inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
 // first is nothing that a branch could predict; so the first loop has no branch, the second does
 // nothing but add, and both ask for what is far ahead.
 template <int kWidth, class T, class Entries>
-int64_t sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const Entries& entries,
+int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, const Entries& entries,
                  const SegmentWorkspace<T>& work, const Piece<T>& piece, int64_t part) {
   using A = Acc<T>;
   const int64_t column_part = part % work.column_parts, run_part = part / work.column_parts;
@@ -189,6 +198,7 @@ int64_t sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const En
   const int64_t distance = rows_ahead<A>(width);
   Addition<T> additions[kBlock + kRowsAhead];
   A scales[Entries::scaled ? kBlock : 1];
+  int64_t space[kBlock + kAhead];
   const auto ask_for_progress = [=](int64_t id) {  // which may be anything
     prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(progress) +
                                            static_cast<uintptr_t>(id) * sizeof(Progress)));
@@ -202,13 +212,15 @@ int64_t sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const En
   };
   for (int64_t block = piece.begin; block < piece.end; block += kBlock) {
     const int64_t end = std::min(piece.end, block + kBlock);
+    const int64_t* block_ids = as_int64(ids, block, std::min(piece.end, end + kAhead), space);
     int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
       // Entries to leave out are written down too, and then written over.
-      largest = std::max(largest, ids[i]);
-      const bool counts = static_cast<uint64_t>(ids[i]) < static_cast<uint64_t>(num_segments);
-      const int64_t id = select(counts, ids[i], num_segments);
-      ask_for_progress(ids[std::min(i + kAhead, last)]);
+      const int64_t given = block_ids[i - block];
+      largest = std::max(largest, given);
+      const bool counts = static_cast<uint64_t>(given) < static_cast<uint64_t>(num_segments);
+      const int64_t id = select(counts, given, num_segments);
+      ask_for_progress(block_ids[std::min(i + kAhead, last) - block]);
       Progress before = progress[id];
       if ((before & kMet) == kRun) {
         if (part == 0) piece.runs[num_runs] = id;
@@ -221,8 +233,8 @@ int64_t sum_part(const int64_t* ids, int64_t dim, int64_t num_segments, const En
     };
     entries.visit(block, end, write_down);
     if (largest >= num_segments) {
-      return std::find_if(ids + block, ids + end, [=](int64_t id) { return id >= num_segments; }) -
-             ids;
+      const auto beyond = [=](int64_t id) { return id >= num_segments; };
+      return block + (std::find_if(block_ids, block_ids + (end - block), beyond) - block_ids);
     }
     if (shares_runs) {
       int64_t own = 0;
@@ -265,13 +277,13 @@ void with_width(int64_t width, const Sum& sum) {
 // calls f(i, row, scale) for the positions of a range. Returns -1, or the first position whose id
 // is >= num_segments.
 template <class T, class Entries>
-int64_t reduce_segments(const int64_t* ids, int64_t n, int64_t dim, int64_t num_segments,
+int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t num_segments,
                         const Entries& entries, void* workspace, T* out,
                         const ParallelFor& parallel_for) {
   if (n == 0 || dim == 0) {
-    const auto beyond = [=](int64_t id) { return id >= num_segments; };
-    const int64_t* bad = std::find_if(ids, ids + n, beyond);
-    if (bad != ids + n) return bad - ids;
+    for (int64_t i = 0; i < n; ++i) {
+      if (ids[i] >= num_segments) return i;
+    }
     parallel_for(0, num_segments * dim, kLeastWork,
                  [=](int64_t begin, int64_t end) { std::fill(out + begin, out + end, T{}); });
     return -1;

@@ -30,8 +30,8 @@ template <class T>
 int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                              int64_t num_segments, T* out, void* workspace,
                              const ParallelFor& parallel_for) {
-  return reduce_segments(segment_ids, n, dim, num_segments, DataRows<T>{data, dim}, workspace, out,
-                         parallel_for);
+  return reduce_segments({segment_ids, nullptr}, n, dim, num_segments, DataRows<T>{data, dim},
+                         workspace, out, parallel_for);
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                                  \

@@ -4,6 +4,7 @@
 
 #include "cpu/numbering.h"
 #include "cpu/probe.h"
+#include "cpu/workspace.h"
 #include "sparsekit/hash_table.h"
 
 namespace sparsekit::cpu {
@@ -31,29 +32,10 @@ constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 constexpr int64_t kSample = 2048;
 
-// Hands out workspace, or counts how much of it there must be.
-class Workspace {
- public:
-  explicit Workspace(void* memory) : begin_(static_cast<char*>(memory)) {}
-
-  template <class T>
-  T* take(int64_t count) {
-    char* taken = begin_ + used_;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(taken);
-  }
-
-  int64_t used() const { return used_; }
-
- private:
-  char* begin_;
-  int64_t used_ = 0;
-};
-
 // Each thread numbers a piece of the keys. Then, piece by piece, threads share out its distinct
 // keys and look them up in the pieces before it, whose tables change no more; what is not there is
 // new.
-template <class Key>
+template <class Key, class Index>
 class Pieces {
  public:
   Pieces(int64_t n, int64_t seed, Workspace workspace) : n_(n), seed_(seed) {
@@ -66,7 +48,7 @@ class Pieces {
 
   int64_t workspace_bytes;
 
-  int64_t run(const Key* keys, bool mostly_distinct, Key* unique_keys, int64_t* inverse,
+  int64_t run(const Key* keys, bool mostly_distinct, Key* unique_keys, Index* inverse,
               int64_t* counts, const ParallelFor& parallel_for) {
     pieces_ = std::min<int64_t>(parallel_for.num_threads(), kMaxPieces);
     pieces_ = std::clamp<int64_t>(n_ / kLeastPiece, 1, pieces_);
@@ -111,13 +93,14 @@ class Pieces {
   int64_t begin_of(int64_t piece) const { return n_ * piece / pieces_; }
 
   // Numbers within the piece go to inverse for the time being.
-  void number_piece(int64_t piece, const Key* keys, bool mostly_distinct, int64_t* inverse) {
+  void number_piece(int64_t piece, const Key* keys, bool mostly_distinct, Index* inverse) {
     const int64_t begin = begin_of(piece);
     const int64_t end = begin_of(piece + 1);
     uint32_t* entries = entries_ + Numbering<Key>::entries_before(piece, begin);
     Numbering<Key> numbering(distinct_ + begin, end - begin, entries, seed_, mostly_distinct);
-    numbering.add(keys, begin, end,
-                  [=](int64_t i, uint32_t number) { inverse[i] = number & ~kFirst; });
+    numbering.add(keys, begin, end, [=](int64_t i, uint32_t number) {
+      inverse[i] = static_cast<Index>(number & ~kFirst);
+    });
     numberings_[piece] = numbering;
   }
 
@@ -134,6 +117,11 @@ class Pieces {
       numberings_[before].find(distinct, end - begin, [=](int64_t i, uint32_t number) {
         if (number != kAbsent) ranks[i] = before_ranks[number];
       });
+    }
+    if (counts == nullptr) {
+      uint32_t absent = 0;
+      for (int64_t i = 0; i < end - begin; ++i) absent += ranks[i] == kAbsent;
+      return absent;
     }
     // Listed without a branch, since which are new is unpredictable.
     uint32_t found[kShare];
@@ -153,18 +141,18 @@ class Pieces {
     for (int64_t i = begin; i < end; ++i) {
       if (piece > 0 && ranks[i] != kAbsent) continue;
       unique_keys[rank] = distinct[i].key;
-      counts[rank] = distinct[i].count;
+      if (counts != nullptr) counts[rank] = distinct[i].count;
       ranks[i] = rank++;
     }
   }
 
-  void write_inverse(int64_t begin, int64_t end, int64_t* inverse) const {
+  void write_inverse(int64_t begin, int64_t end, Index* inverse) const {
     for (int64_t piece = 1; piece < pieces_; ++piece) {
       const uint32_t* ranks = ranks_ + begin_of(piece);
       const int64_t stop = std::min(end, begin_of(piece + 1));
 #pragma GCC unroll 8
       for (int64_t i = std::max(begin, begin_of(piece)); i < stop; ++i) {
-        inverse[i] = ranks[inverse[i]];
+        inverse[i] = static_cast<Index>(ranks[inverse[i]]);
       }
     }
   }
@@ -181,7 +169,7 @@ class Pieces {
 
 // Moves the keys to parts, stably, numbers each part, and turns numbers within parts into ranks
 // among all: first occurrences are met in order when chunks are walked as they were moved.
-template <class Key>
+template <class Key, class Index>
 class Parts {
  public:
   Parts(int64_t n, int64_t seed, Workspace workspace) : n_(n), seed_(seed) {
@@ -192,6 +180,7 @@ class Parts {
     ranks_ = workspace.take<uint32_t>(n);
     numbers_ = workspace.take<uint32_t>(n);
     part_of_ = workspace.take<uint8_t>(n);
+    part_keys_ = workspace.take<Key>(n);
     start_ = workspace.take<uint32_t>((chunks_ + 1) * parts_);
     firsts_ = workspace.take<uint32_t>(chunks_ * parts_);
     entries_ = workspace.take<uint32_t>(Numbering<Key>::entries_before(parts_, n));
@@ -200,15 +189,14 @@ class Parts {
 
   int64_t workspace_bytes;
 
-  int64_t run(const Key* keys, Key* unique_keys, int64_t* inverse, int64_t* counts,
+  int64_t run(const Key* keys, Key* unique_keys, Index* inverse, int64_t* counts,
               const ParallelFor& parallel_for) {
     const auto each_chunk = [&](auto&& body) {
       parallel_for(0, chunks_, 1, [&](int64_t begin, int64_t end) {
         for (int64_t chunk = begin; chunk < end; ++chunk) body(chunk);
       });
     };
-    // Nothing is in counts before ranks are known.
-    Key* part_keys = reinterpret_cast<Key*>(counts);
+    Key* part_keys = counts != nullptr ? reinterpret_cast<Key*>(counts) : part_keys_;
     each_chunk([&](int64_t chunk) { choose_parts(chunk, keys); });
     lay_out_parts();
     each_chunk([&](int64_t chunk) { move_keys(chunk, keys, part_keys); });
@@ -316,7 +304,7 @@ class Parts {
       for (int f = 0; f < found; ++f, ++rank) {
         prefetch(&distinct[firsts[f + kAhead]]);
         unique_keys[rank] = distinct[firsts[f]].key;
-        counts[rank] = distinct[firsts[f]].count;
+        if (counts != nullptr) counts[rank] = distinct[firsts[f]].count;
         ranks[firsts[f]] = rank;
       }
     }
@@ -329,12 +317,12 @@ class Parts {
     for (uint32_t i = start(0, part); i < end; ++i) numbers[i] = ranks[numbers[i] & ~kFirst];
   }
 
-  void write_inverse(int64_t chunk, int64_t* inverse) {
+  void write_inverse(int64_t chunk, Index* inverse) {
     uint32_t next[kMaxParts];
     std::copy_n(&start(chunk, 0), parts_, next);
     const uint32_t* numbers = numbers_;
     walk(begin_of(chunk), begin_of(chunk + 1), next,
-         [=](int64_t i, int, uint32_t place) { inverse[i] = numbers[place]; });
+         [=](int64_t i, int, uint32_t place) { inverse[i] = static_cast<Index>(numbers[place]); });
   }
 
   int64_t n_;
@@ -347,6 +335,7 @@ class Parts {
   uint32_t* ranks_;
   uint32_t* numbers_;  // [n], as keys were moved: numbers within the part, then ranks
   uint8_t* part_of_;   // [n]
+  Key* part_keys_;     // [n], by part, where there are no counts
   uint32_t* start_;    // [chunks + 1, parts]
   uint32_t* firsts_;   // [chunks, parts]: how many keys of the part are new in the chunk
   uint32_t* entries_;
@@ -384,14 +373,14 @@ bool seldom_repeat(const Key* keys, int64_t n, int64_t seed, void* workspace) {
 }  // namespace
 
 int64_t unique_workspace_bytes(int64_t n) {
-  const int64_t pieces = Pieces<int64_t>(n, 0, Workspace(nullptr)).workspace_bytes;
+  const int64_t pieces = Pieces<int64_t, int64_t>(n, 0, Workspace(nullptr)).workspace_bytes;
   const int64_t parts =
-      n >= kLeastInParts ? Parts<int64_t>(n, 0, Workspace(nullptr)).workspace_bytes : 0;
+      n >= kLeastInParts ? Parts<int64_t, int64_t>(n, 0, Workspace(nullptr)).workspace_bytes : 0;
   return std::max(pieces, parts);
 }
 
-template <class Key>
-int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, int64_t* inverse,
+template <class Key, class Index>
+int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index* inverse,
                int64_t* counts, void* workspace, const ParallelFor& parallel_for) {
   const bool many = n > kMostInPieces;
   const bool distinct = !many && n >= kLeastSampled && mostly_distinct(keys, n, seed, workspace);
@@ -399,16 +388,19 @@ int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, int64
       many ? seldom_repeat(keys, n, seed, workspace)
            : n >= kLeastInParts && distinct && parallel_for.num_threads() > kMostPiecesOfDistinct;
   if (in_parts) {
-    return Parts<Key>(n, seed, Workspace(workspace))
+    return Parts<Key, Index>(n, seed, Workspace(workspace))
         .run(keys, unique_keys, inverse, counts, parallel_for);
   }
-  return Pieces<Key>(n, seed, Workspace(workspace))
+  return Pieces<Key, Index>(n, seed, Workspace(workspace))
       .run(keys, distinct, unique_keys, inverse, counts, parallel_for);
 }
 
-template int64_t unique(const int32_t*, int64_t, int64_t, int32_t*, int64_t*, int64_t*, void*,
-                        const ParallelFor&);
-template int64_t unique(const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int64_t*, void*,
-                        const ParallelFor&);
+#define SPARSEKIT_INSTANTIATE(Key, Index)                                              \
+  template int64_t unique(const Key*, int64_t, int64_t, Key*, Index*, int64_t*, void*, \
+                          const ParallelFor&);
+SPARSEKIT_INSTANTIATE(int32_t, int64_t)
+SPARSEKIT_INSTANTIATE(int64_t, int64_t)
+SPARSEKIT_INSTANTIATE(int64_t, int32_t)
+#undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cpu

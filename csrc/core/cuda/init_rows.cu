@@ -15,7 +15,8 @@ template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     init_rows_kernel(T* out, int64_t num_rows, int64_t dim, const int64_t* keys,
                      const int64_t* rows, int64_t n, const int64_t* first_row,
-                     Initializer initializer, int64_t* bad, int log2_lanes) {
+                     Initializer initializer, const int64_t* device_seed, int64_t* bad,
+                     int log2_lanes) {
   const int64_t i = simt::global_thread();
   const int64_t first = first_row == nullptr || *first_row < 0 ? 0 : *first_row;
   int64_t row = i >= n ? -1 : rows == nullptr ? i : rows[i];
@@ -27,6 +28,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   }
   if (!simt::warp_any(row >= 0)) return;
 
+  if (device_seed != nullptr) initializer.seed = static_cast<uint64_t>(*device_seed);
   const int64_t key = row < 0 ? 0 : keys[i];
   const int lanes = 1 << log2_lanes;
   const int tile = simt::lane() & ~(lanes - 1);
@@ -52,8 +54,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
 
 template <class T>
 void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
-               int64_t n, const int64_t* first_row, const Initializer& initializer, int64_t* bad,
-               void* stream) {
+               int64_t n, const int64_t* first_row, const Initializer& initializer,
+               const int64_t* device_seed, int64_t* bad, void* stream) {
   if (n <= 0) return;
   constexpr int kMost = kWide<T> < kColumns ? kWide<T> : kColumns;
   const bool wide = dim % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
@@ -62,13 +64,13 @@ void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const
   simt::Grid grid = simt::grid_for(n, kThreads);
   grid.columns = shape.columns;
   simt::launch("init_rows", wide ? init_rows_kernel<T, kMost> : init_rows_kernel<T, 1>, grid,
-               stream, out, num_rows, dim, keys, rows, n, first_row, initializer, bad,
+               stream, out, num_rows, dim, keys, rows, n, first_row, initializer, device_seed, bad,
                shape.log2_lanes);
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                         \
   template void init_rows(T*, int64_t, int64_t, const int64_t*, const int64_t*, int64_t, \
-                          const int64_t*, const Initializer&, int64_t*, void*);
+                          const int64_t*, const Initializer&, const int64_t*, int64_t*, void*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

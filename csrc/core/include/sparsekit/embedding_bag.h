@@ -10,8 +10,9 @@ namespace sparsekit {
 
 // How the rows x_i of a bag, with weights w_i (1 when there are none), become one vector:
 //   sum: S = sum w_i x_i;   mean: S / sum w_i;   sqrtn: S / sqrt(sum w_i^2).
-// A divisor of zero, as of an empty bag, gives zeros.
-enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2 };
+// A divisor of zero, as of an empty bag, gives zeros. With kNone a bag has at most one row, which
+// is copied; only the ops on many tables know it.
+enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2, kNone = 3 };
 
 // Bag b pools rows[offsets[b] : offsets[b + 1]].
 struct Bags {

@@ -62,11 +62,11 @@ namespace cpu {
 // Empties all buckets.
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& parallel_for);
 
-// rows[i] = row of keys[i], or -1 when it is absent. Key is int32_t or int64_t. `seed` belongs to
-// the buckets: under another one their keys are not found.
-template <class Key>
+// rows[i] = row of keys[i], or -1 when it is absent. Key and Row are int32_t or int64_t. `seed`
+// belongs to the buckets: under another one their keys are not found.
+template <class Key, class Row>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
-                     int64_t n, int64_t* rows, const ParallelFor& parallel_for);
+                     int64_t n, Row* rows, const ParallelFor& parallel_for);
 
 // As find, but absent keys get the rows *size, *size + 1, ... in order of first occurrence, and
 // *size grows. All or nothing: when the rows would exceed `capacity`, the table and *size are left

@@ -37,13 +37,14 @@ int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, co
 
 namespace cuda {
 
-// The first row to write is max(0, *first_row), read on the device; null means 0. Rows that are
+// The first row to write is max(0, *first_row), read on the device; null means 0. If device_seed is
+// not null, it is the initializer's seed. Rows that are
 // >= num_rows are left out and reported in *bad, as in gather_rows. Uniform and constant values are
 // those of the CPU, bit for bit; of normal ones the last bit may differ.
 template <class T>
 void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
-               int64_t n, const int64_t* first_row, const Initializer& initializer, int64_t* bad,
-               void* stream);
+               int64_t n, const int64_t* first_row, const Initializer& initializer,
+               const int64_t* device_seed, int64_t* bad, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

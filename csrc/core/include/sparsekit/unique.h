@@ -13,11 +13,12 @@ namespace cpu {
 int64_t unique_workspace_bytes(int64_t n);
 
 // Writes the distinct keys to unique_keys [n], in order of first occurrence; to inverse [n] the
-// position of each key in unique_keys; to counts [n] how often each distinct key occurs. Returns
-// the number of distinct keys u; entries from u on are undefined. `seed` is any number that whoever
-// makes the keys does not know: none of the results depends on it. Precondition: n < 2^31.
-template <class Key>
-int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, int64_t* inverse,
+// position of each key in unique_keys; to counts [n], unless it is null, how often each distinct
+// key occurs. Returns the number of distinct keys u; entries from u on are undefined. `seed` is any
+// number that whoever makes the keys does not know: none of the results depends on it.
+// Index is int64_t, or int32_t for int64_t keys. Precondition: n < 2^31.
+template <class Key, class Index>
+int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index* inverse,
                int64_t* counts, void* workspace, const ParallelFor& parallel_for);
 
 }  // namespace cpu

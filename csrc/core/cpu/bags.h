@@ -1,0 +1,46 @@
+// What the sum of a bag is divided by.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "cpu/sum_rows.h"
+#include "sparsekit/embedding_bag.h"
+
+namespace sparsekit::cpu {
+
+// Of the bag with the entries from begin to end; 0 for a bag that pools to zeros.
+template <class A>
+A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
+  if (begin == end) return 0;
+  if (combiner == Combiner::kSum || combiner == Combiner::kNone) return 1;
+  A total = 0;
+  if (weights == nullptr) {
+    total = static_cast<A>(end - begin);
+  } else {
+    for (int64_t run = begin; run < end; run += kSumRun) {  // as rows are added
+      const int64_t stop = std::min(end, run + kSumRun);
+      A sum = 0;
+      for (int64_t i = run; i < stop; ++i) {
+        sum += combiner == Combiner::kMean ? weights[i] : weights[i] * weights[i];
+      }
+      total += sum;
+    }
+  }
+  return combiner == Combiner::kMean ? total : std::sqrt(total);
+}
+
+// Division and not multiplication by the inverse, which a tiny divisor would make infinite.
+template <class X, class A>
+X divided(X x, A divisor) {
+  return divisor == 0 ? X{} : x / divisor;
+}
+
+// Bags that are worth a thread.
+inline int64_t bag_grain(int64_t n, int64_t num_bags, int64_t dim) {
+  const int64_t elements_per_bag = (n / std::max<int64_t>(num_bags, 1) + 1) * dim;
+  return std::max<int64_t>(1, 16384 / std::max<int64_t>(elements_per_bag, 1));
+}
+
+}  // namespace sparsekit::cpu

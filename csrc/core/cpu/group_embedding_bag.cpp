@@ -1,0 +1,350 @@
+#include "sparsekit/group_embedding_bag.h"
+
+#include <algorithm>
+
+#include "cpu/bags.h"
+#include "cpu/first_bad.h"
+#include "cpu/init_row.h"
+#include "cpu/segment_reduce.h"
+#include "cpu/share_work.h"
+#include "cpu/sort_rows.h"
+#include "cpu/workspace.h"
+
+namespace sparsekit::cpu {
+namespace {
+
+// ---- pooling ----
+
+// Rows of the entries of a feature, entry by entry from its first on. Everything by value, since a
+// compiler must take it that writing to `out` changes what is behind a pointer.
+template <class T, class Index>
+struct EntryRows {
+  const T* weight;
+  int64_t num_rows, dim;
+  const Index* index;
+  const int32_t* rows;  // only if Index is int32_t
+  int64_t num_listed;
+
+  // -1 for an entry without a row, num_rows for what cannot be.
+  int64_t row_number(int64_t i) const {
+    int64_t row = index[i];
+    if constexpr (sizeof(Index) == sizeof(*rows)) {
+      if (rows != nullptr && row >= 0) row = row < num_listed ? rows[row] : num_rows;
+    }
+    return row;
+  }
+  bool is_row(int64_t row) const {
+    return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows);
+  }
+  const T* vector(int64_t row) const { return weight + row * dim; }
+};
+
+// Writes the initial vector of a key that has no row.
+template <class T>
+[[gnu::noinline]] const T* initial_vector(const PooledTable<T>& table, int64_t key, T* scratch) {
+  Initializer initializer = table.initializer;
+  initializer.seed = static_cast<uint64_t>(*table.seed);
+  init_row(scratch, table.dim, key, initializer);
+  return scratch;
+}
+
+// Bags begin, ..., end - 1 of a feature.
+template <class T, class Index>
+void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const Index* index,
+               int64_t begin, int64_t end, T* scratch, FirstBad* bad) {
+  const int64_t first_entry = bags.first_entry(), n = bags.num_entries();
+  const EntryRows<T, Index> rows{table.weight,        table.num_rows, table.dim,
+                                 index + first_entry, table.rows,     table.num_listed};
+  const int64_t dim = table.dim, stride = bags.stride;
+  const Combiner combiner = bags.combiner;
+  const bool has_initial = table.seed != nullptr;
+  const auto row = [=, &table, &bags](int64_t i) -> const T* {
+    const int64_t r = rows.row_number(i);
+    if (rows.is_row(r)) return rows.vector(r);
+    if (r >= 0) {
+      bad->report(first_entry + i);
+    } else if (has_initial) {
+      return initial_vector(table, bags.key(bags.first() + i), scratch);
+    }
+    return nullptr;
+  };
+  const int64_t distance = rows_ahead<T>(dim);
+  const auto ahead = [=](int64_t i) {
+    if (i + distance >= n) return;
+    // Not checked yet; even the address of a row that is none must not be computed.
+    const int64_t r = rows.row_number(i + distance);
+    if (rows.is_row(r)) prefetch_row(rows.vector(r), dim);
+  };
+  const Acc<T>* weights =
+      bags.sample_weights == nullptr ? nullptr : bags.sample_weights + bags.first();
+  const auto weight_of = [=](int64_t i) { return weights[i]; };
+  T* pooled = bags.out + begin * stride;
+  const EntryNumbers bounds = bags.bags;
+  int64_t first = bounds[begin] - first_entry;
+  for (int64_t b = begin; b < end; ++b, pooled += stride) {
+    const int64_t last = bounds[b + 1] - first_entry;
+    if (combiner == Combiner::kNone) {
+      if (first < last) ahead(first);
+      const T* vector = first < last ? row(first) : nullptr;
+      if (vector == nullptr) {
+        std::fill_n(pooled, dim, T{});
+      } else {
+        std::copy_n(vector, dim, pooled);
+      }
+      first = last;
+      continue;
+    }
+    const Acc<T> total = divisor(weights, first, last, combiner);
+    const auto put = [=](int64_t j, auto sum) {
+      put_at(pooled + j, total == 1 ? sum : divided(sum, total));
+    };
+    if (weights != nullptr) {
+      sum_rows<T>(first, last, dim, row, weight_of, ahead, put);
+    } else {
+      sum_rows<T>(first, last, dim, row, NoScale{}, ahead, put);
+    }
+    first = last;
+  }
+}
+
+// ---- gradients ----
+
+// Gradients of the bags of a table's features as entries of a segment reduction.
+template <class T, bool kScaled>
+struct BagGradients {
+  static constexpr bool scaled = kScaled;
+  const FeatureBags<T>* features;
+  int64_t num_features;
+  int64_t first_entry;
+
+  template <class F>
+  void visit(int64_t begin, int64_t end, const F& f) const {
+    const auto after = [](int64_t entry, const FeatureBags<T>& bags) {
+      return entry < bags.first_entry();
+    };
+    const FeatureBags<T>* bags =
+        std::upper_bound(features, features + num_features, first_entry + begin, after) - 1;
+    for (int64_t i = begin; i < end; ++bags) {
+      const int64_t stop = std::min(end, bags->bags[bags->num_bags] - first_entry);
+      if (i < stop) visit_feature(*bags, i, stop, f);
+      i = std::max(i, stop);
+    }
+  }
+
+ private:
+  // Entries begin, ..., end - 1, all of this feature.
+  template <class F>
+  void visit_feature(const FeatureBags<T>& bags, int64_t begin, int64_t end, const F& f) const {
+    const EntryNumbers bounds = bags.bags;
+    const int64_t base = first_entry, stride = bags.stride;
+    const Combiner combiner = bags.combiner;
+    // By position among the entries.
+    const int64_t to_weight = base - bags.first_entry() + bags.first();
+    const Acc<T>* weights = bags.sample_weights;
+    int64_t low = 0, high = bags.num_bags;  // the last bag that begins at the entry or before
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (bounds[middle] - base <= begin ? low : high) = middle;
+    }
+    const T* row = bags.grad + low * stride;
+    int64_t bag_begin = bounds[low] - base;
+    for (int64_t i = begin; i < end; ++low, row += stride) {
+      const int64_t bag_end = bounds[low + 1] - base;
+      const int64_t stop = std::min(end, bag_end);
+      if constexpr (kScaled) {
+        const Acc<T> total = divisor(weights, bag_begin + to_weight, bag_end + to_weight, combiner);
+        for (; i < stop; ++i) {
+          f(i, row, divided(weights == nullptr ? Acc<T>{1} : weights[i + to_weight], total));
+        }
+      } else {
+        for (; i < stop; ++i) f(i, row, Acc<T>{1});
+      }
+      bag_begin = bag_end;
+    }
+  }
+};
+
+template <class T>
+int64_t work_of(const SummedTable<T>& table) {
+  return table.n * table.dim;
+}
+
+// What the gradient of a table needs.
+template <class T>
+struct Memory {
+  RowSort sort;
+  int32_t* numbers = nullptr;  // [n] of the sorted rows
+  void* sums;
+
+  Memory(Workspace& workspace, const SummedTable<T>& table, const ParallelFor& parallel_for)
+      : sort(workspace, table.rows == nullptr ? 0 : table.num_rows) {
+    if (table.rows != nullptr) numbers = workspace.take<int32_t>(table.n);
+    sums = workspace.take<char>(
+        SegmentWorkspace<T>(nullptr, table.n, table.dim, table.num_rows, nullptr, parallel_for)
+            .bytes);
+  }
+
+  static int64_t bytes(const SummedTable<T>& table, const ParallelFor& parallel_for) {
+    Workspace workspace(nullptr);
+    Memory(workspace, table, parallel_for);
+    return workspace.used();
+  }
+};
+
+// Returns as group_embedding_bag_backward.
+template <class T>
+int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t divide_by,
+                  void* workspace, const ParallelFor& parallel_for) {
+  Workspace parts(workspace);
+  const Memory<T> memory(parts, table, parallel_for);
+  const EntryNumbers index = all_index.from(table.first_entry);
+  bool scaled = false;
+  for (int64_t f = 0; f < table.num_features; ++f) {
+    const FeatureBags<T>& bags = table.features[f];
+    scaled |= bags.sample_weights != nullptr || bags.combiner == Combiner::kMean ||
+              bags.combiner == Combiner::kSqrtn;
+  }
+  const auto reduce = [&](const EntryNumbers& ids, const auto& gradients) {
+    return reduce_segments(ids, table.n, table.dim, table.num_rows, gradients, memory.sums,
+                           table.grad, parallel_for);
+  };
+  const auto sum = [&](const EntryNumbers& ids) {
+    if (scaled) {
+      return reduce(ids,
+                    BagGradients<T, true>{table.features, table.num_features, table.first_entry});
+    }
+    return reduce(ids,
+                  BagGradients<T, false>{table.features, table.num_features, table.first_entry});
+  };
+  int64_t bad = -1;
+  if (table.rows == nullptr) {
+    bad = sum(index);
+  } else {
+    const int32_t* place = memory.sort.places(table.rows, table.num_rows, table.sorted_rows);
+    int32_t* numbers = memory.numbers;
+    const int64_t num_rows = table.num_rows;
+    parallel_for(0, table.n, 65536, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        // What is beyond stays so, and is found by the sum.
+        const int64_t number = index[i];
+        numbers[i] = static_cast<uint64_t>(number) < static_cast<uint64_t>(num_rows)
+                         ? place[number]
+                         : static_cast<int32_t>(number < 0 ? -1 : num_rows);
+      }
+    });
+    bad = sum(EntryNumbers{nullptr, numbers});
+  }
+  if (bad >= 0) return table.first_entry + bad;
+  if (divide_by != 1) {
+    const auto by = static_cast<Acc<T>>(divide_by);
+    T* grad = table.grad;
+    parallel_for(0, table.num_rows * table.dim, kLeastWork, [=](int64_t begin, int64_t end) {
+      for (int64_t j = begin; j < end; ++j) grad[j] = store<T>(load(grad[j]) / by);
+    });
+  }
+  return -1;
+}
+
+// The widest vector, so that kinds of threads do not share a cache line.
+template <class T>
+int64_t scratch_elements(const PooledTable<T>* tables, const FeatureBags<T>* features,
+                         int64_t num_features) {
+  int64_t most = 0;
+  for (int64_t f = 0; f < num_features; ++f) {
+    most = std::max(most, tables[features[f].table].dim);
+  }
+  return most;
+}
+
+template <class T>
+SharedJobs shared_tables(const SummedTable<T>* tables, int64_t num_tables, int32_t* order,
+                         const ParallelFor& parallel_for) {
+  return SharedJobs(num_tables, order, kLeastWork, parallel_for,
+                    [=](int64_t t) { return work_of(tables[t]); });
+}
+
+}  // namespace
+
+template <class T>
+int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
+                            int64_t num_features, EntryNumbers index, int64_t* units_before,
+                            T* scratch, const ParallelFor& parallel_for) {
+  const auto grain = [=](const FeatureBags<T>& bags) {
+    return bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim);
+  };
+  units_before[0] = 0;
+  for (int64_t f = 0; f < num_features; ++f) {
+    const int64_t bags_of_unit = grain(features[f]);
+    units_before[f + 1] =
+        units_before[f] + (features[f].num_bags + bags_of_unit - 1) / bags_of_unit;
+  }
+  const int64_t scratch_of_thread =
+      scratch == nullptr ? 0 : scratch_elements(tables, features, num_features);
+  FirstBad bad;
+  share_units(units_before, num_features, parallel_for,
+              [&](int64_t f, int64_t unit, int64_t thread) {
+                const FeatureBags<T>& bags = features[f];
+                const PooledTable<T>& table = tables[bags.table];
+                const int64_t begin = unit * grain(bags);
+                const int64_t end = std::min(bags.num_bags, begin + grain(bags));
+                T* own = scratch + thread * scratch_of_thread;
+                if (index.wide != nullptr) {
+                  pool_bags(table, bags, index.wide, begin, end, own, &bad);
+                } else {
+                  pool_bags(table, bags, index.narrow, begin, end, own, &bad);
+                }
+              });
+  return bad.position();
+}
+
+template <class T>
+int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
+                                                     int64_t num_tables, int32_t* order,
+                                                     const ParallelFor& parallel_for) {
+  const SharedJobs jobs = shared_tables(tables, num_tables, order, parallel_for);
+  int64_t together = 0, alone = 0;
+  for (int64_t place = 0; place < num_tables; ++place) {
+    const SummedTable<T>& table = tables[jobs.job(place)];
+    if (place < jobs.num_together()) {
+      together = std::max(together, Memory<T>::bytes(table, parallel_for));
+    } else {
+      alone = std::max(alone, Memory<T>::bytes(table, one_thread()));
+    }
+  }
+  return std::max(together, jobs.threads() * alone);
+}
+
+template <class T>
+int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
+                                     EntryNumbers index, int64_t divide_by, int32_t* order,
+                                     void* workspace, const ParallelFor& parallel_for) {
+  const SharedJobs jobs = shared_tables(tables, num_tables, order, parallel_for);
+  int64_t alone = 0;
+  for (int64_t place = jobs.num_together(); place < num_tables; ++place) {
+    alone = std::max(alone, Memory<T>::bytes(tables[jobs.job(place)], one_thread()));
+  }
+  FirstBad bad;
+  const auto sum = [&](int64_t t, void* memory, const ParallelFor& own) {
+    const int64_t entry = sum_table(tables[t], index, divide_by, memory, own);
+    if (entry >= 0) bad.report(entry);
+  };
+  jobs.run([&](int64_t t) { sum(t, workspace, parallel_for); },
+           [&](int64_t t, int64_t thread) {
+             sum(t, static_cast<char*>(workspace) + thread * alone, one_thread());
+           });
+  return bad.position();
+}
+
+#define SPARSEKIT_INSTANTIATE(T)                                                                \
+  template int64_t group_embedding_bag(const PooledTable<T>*, const FeatureBags<T>*, int64_t,   \
+                                       EntryNumbers, int64_t*, T*, const ParallelFor&);         \
+  template int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>*, int64_t, \
+                                                                int32_t*, const ParallelFor&);  \
+  template int64_t group_embedding_bag_backward(const SummedTable<T>*, int64_t, EntryNumbers,   \
+                                                int64_t, int32_t*, void*, const ParallelFor&);
+SPARSEKIT_INSTANTIATE(float)
+SPARSEKIT_INSTANTIATE(double)
+SPARSEKIT_INSTANTIATE(BFloat16)
+#undef SPARSEKIT_INSTANTIATE
+
+}  // namespace sparsekit::cpu

@@ -1,0 +1,94 @@
+// How threads share out many jobs of different sizes.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "sparsekit/parallel.h"
+
+namespace sparsekit::cpu {
+
+inline ParallelFor one_thread() {
+  return ParallelFor([](int64_t begin, int64_t end, int64_t, ParallelFor::Body body,
+                        void* context) { body(begin, end, context); });
+}
+
+// Who does what of `jobs` jobs: those that are most of the work get all threads, one after another;
+// the others are taken in turn, the largest first, by threads that do each alone.
+class SharedJobs {
+ public:
+  // `order` [jobs] is workspace. size(job) is its work, and `worth` as much as all threads are
+  // worth.
+  template <class Size>
+  SharedJobs(int64_t jobs, int32_t* order, int64_t worth, const ParallelFor& parallel_for,
+             const Size& size)
+      : order_(order), jobs_(jobs), parallel_for_(parallel_for) {
+    int64_t rest = 0;
+    for (int64_t j = 0; j < jobs; ++j) {
+      order[j] = static_cast<int32_t>(j);
+      rest += size(j);
+    }
+    threads_ = std::min<int64_t>(parallel_for.num_threads(), 1 + rest / worth);
+    if (threads_ <= 1) return;
+    const auto larger = [&](int32_t a, int32_t b) { return size(a) > size(b); };
+    if (!std::is_sorted(order, order + jobs, larger)) std::sort(order, order + jobs, larger);
+    // Beside a larger job than that, threads would wait for the one that does it.
+    while (together_ < jobs && size(order[together_]) >= worth &&
+           size(order[together_]) > rest / (2 * threads_)) {
+      rest -= size(order[together_++]);
+    }
+    threads_ = std::min(threads_, jobs - together_);
+  }
+
+  // Upper bound of the `thread` that alone() is called with.
+  int64_t threads() const { return std::max<int64_t>(threads_, 1); }
+
+  // Jobs for all threads; they are the first in order.
+  int64_t num_together() const { return together_; }
+  int32_t job(int64_t place) const { return order_[place]; }
+
+  // together(job) for the large jobs, then alone(job, thread) for the others.
+  template <class Together, class Alone>
+  void run(const Together& together, const Alone& alone) const {
+    for (int64_t place = 0; place < together_; ++place) together(order_[place]);
+    std::atomic<int64_t> next{together_};
+    parallel_for_(0, std::max<int64_t>(threads_, jobs_ > together_ ? 1 : 0), 1,
+                  [&](int64_t begin, int64_t end) {
+                    for (int64_t thread = begin; thread < end; ++thread) {
+                      for (int64_t place; (place = next.fetch_add(1)) < jobs_;) {
+                        alone(order_[place], thread);
+                      }
+                    }
+                  });
+  }
+
+ private:
+  int32_t* order_;
+  int64_t jobs_;
+  const ParallelFor& parallel_for_;
+  int64_t threads_ = 1;
+  int64_t together_ = 0;
+};
+
+// Calls work(job, unit, thread) for the units of all jobs: job j has units_before[j + 1] -
+// units_before[j] of them. Threads take them in turn.
+template <class Work>
+void share_units(const int64_t* units_before, int64_t jobs, const ParallelFor& parallel_for,
+                 const Work& work) {
+  const int64_t units = units_before[jobs];
+  std::atomic<int64_t> next{0};
+  const int64_t threads = std::min<int64_t>(parallel_for.num_threads(), units);
+  parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      int64_t job = 0;
+      for (int64_t unit; (unit = next.fetch_add(1)) < units;) {
+        // Units come in rising order.
+        while (units_before[job + 1] <= unit) ++job;
+        work(job, unit - units_before[job], thread);
+      }
+    }
+  });
+}
+
+}  // namespace sparsekit::cpu

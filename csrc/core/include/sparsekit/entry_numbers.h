@@ -1,0 +1,23 @@
+// Row numbers and segment ids, which come in two widths.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/host_device.h"
+
+namespace sparsekit {
+
+// A number for each entry, in int64 or, if that is null, in int32.
+struct EntryNumbers {
+  const int64_t* wide;
+  const int32_t* narrow;
+
+  SPARSEKIT_HOST_DEVICE int64_t operator[](int64_t i) const {
+    return wide != nullptr ? wide[i] : narrow[i];
+  }
+  SPARSEKIT_HOST_DEVICE EntryNumbers from(int64_t i) const {
+    return wide != nullptr ? EntryNumbers{wide + i, nullptr} : EntryNumbers{nullptr, narrow + i};
+  }
+};
+
+}  // namespace sparsekit

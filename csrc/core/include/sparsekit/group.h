@@ -1,0 +1,87 @@
+// What an op on many tables is asked: inputs of keys, and which table each of their bags asks.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/host_device.h"
+#include "sparsekit/parallel.h"
+
+namespace sparsekit {
+
+// Keys and how they are cut into bags.
+struct Source {
+  const void* keys;     // [n], int64 or int32
+  const void* offsets;  // [bags + 1], int64 or int32, from 0 to n; null: each key is a bag
+  bool wide_keys, wide_offsets;
+  int64_t n, bags;
+
+  SPARSEKIT_HOST_DEVICE int64_t key(int64_t i) const {
+    return wide_keys ? static_cast<const int64_t*>(keys)[i] : static_cast<const int32_t*>(keys)[i];
+  }
+  SPARSEKIT_HOST_DEVICE int64_t offset(int64_t bag) const {
+    if (offsets == nullptr) return bag;
+    return wide_offsets ? static_cast<const int64_t*>(offsets)[bag]
+                        : static_cast<const int32_t*>(offsets)[bag];
+  }
+};
+
+// A run of a source's bags, for one table. An entry is a key of such a bag; entries are counted
+// feature by feature, so those of a table, whose features are neighbours, lie side by side.
+struct Feature {
+  int64_t table, source;
+  int64_t first_bag, bags;
+  int64_t max_nnz;
+  // Known on the host only where offsets are:
+  int64_t first_key, n, first_entry;
+};
+
+namespace cpu {
+
+enum class BadBag { kNone, kOffset, kTooLong };
+
+struct BagCheck {
+  BadBag what = BadBag::kNone;
+  int64_t position = -1;  // of the offset, or the bag
+};
+
+// Whether offsets of the bags [first, last) of a source rise, stay within its keys, and no bag has
+// more than `most` of them.
+BagCheck check_bags(const Source& source, int64_t first, int64_t last, int64_t most,
+                    const ParallelFor& parallel_for);
+
+// The first position of a key outside [0, end) among [first, last), or -1.
+int64_t check_keys(const Source& source, int64_t first, int64_t last, int64_t end,
+                   const ParallelFor& parallel_for);
+
+// Writes the entry at which each bag of the features begins, feature by feature, and then the
+// number of entries, to bags [bags of all features + 1]; and first_key of each to first_keys.
+void write_bags(const Source* sources, const Feature* features, int64_t num_features, int32_t* bags,
+                int64_t* first_keys, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// Smallest positions of what is wrong, each set to INT64_MAX by the caller. The position of an
+// offset or a bag counts from the first offset of the first feature's source, that of a key from
+// the first key of the first source.
+struct GroupErrors {
+  int64_t* bad_offset;
+  int64_t* long_bag;
+  int64_t* bad_key;
+};
+
+// Looks for what cpu::check_bags and cpu::check_keys look for, and for sources whose offsets do not
+// begin at 0 or end at n. first_offset [sources] and first_key [sources] are what the positions in
+// a source are counted from; end_key [features] is what a feature's keys must be below, or -1.
+void check_group(const Source* sources, const Feature* features, int64_t num_features,
+                 const int64_t* first_offset, const int64_t* first_key, const int64_t* end_key,
+                 const GroupErrors& errors, void* stream);
+
+// As on the CPU; what lies beyond `entries`, where offsets are bad, is cut off.
+void write_bags(const Source* sources, const Feature* features, int64_t num_features,
+                int64_t entries, int32_t* bags, int64_t* first_keys, void* workspace, void* stream);
+int64_t write_bags_workspace_bytes(int64_t num_features);
+
+}  // namespace cuda
+}  // namespace sparsekit

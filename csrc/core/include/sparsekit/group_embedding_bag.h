@@ -1,0 +1,124 @@
+// Pooling of the rows of many tables at once, and its gradients.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/embedding_bag.h"
+#include "sparsekit/entry_numbers.h"
+#include "sparsekit/init_rows.h"
+
+namespace sparsekit {
+
+// What pooling reads of a table.
+template <class T>
+struct PooledTable {
+  const T* weight;  // [num_rows, dim]
+  int64_t num_rows, dim;
+  // [num_listed], or null. With it, what is given for an entry is not its row but the row's
+  // position here.
+  const int32_t* rows;
+  int64_t num_listed;
+  // Of the vectors that entries with a negative row stand for; if the seed is null, zeros.
+  const int64_t* seed;
+  Initializer initializer;  // without its seed
+};
+
+// The bags of a feature, one vector for each: bag b's begins at out + b * stride, its gradient at
+// grad + b * stride.
+template <class T>
+struct FeatureBags {
+  int64_t table, num_bags;
+  EntryNumbers bags;  // [num_bags + 1] the entry at which each bag begins, and the end
+  Combiner combiner;
+  T* out;
+  const T* grad;
+  int64_t stride;
+  // Of the source, or null. Those of the feature begin at first_key.
+  const Acc<T>* sample_weights;
+  const void* keys;
+  bool wide_keys;
+  int64_t num_keys;
+  const int64_t* first_key;  // null: at 0
+  int64_t max_nnz;           // on a device
+
+  int64_t first_entry() const { return bags[0]; }
+  int64_t num_entries() const { return bags[num_bags] - bags[0]; }
+  SPARSEKIT_HOST_DEVICE int64_t first() const { return first_key == nullptr ? 0 : *first_key; }
+  SPARSEKIT_HOST_DEVICE int64_t key(int64_t i) const {
+    return wide_keys ? static_cast<const int64_t*>(keys)[i] : static_cast<const int32_t*>(keys)[i];
+  }
+};
+
+// What the gradient of a table is made of.
+template <class T>
+struct SummedTable {
+  const FeatureBags<T>* features;
+  int64_t num_features;
+  int64_t first_entry, n;
+  int64_t num_rows, dim;  // of the gradient
+  T* grad;                // [num_rows, dim]
+  // [num_rows], or null. With it, gradients come in the order of these rows, which is written to
+  // sorted_rows [num_rows].
+  const int32_t* rows;
+  int64_t* sorted_rows;
+};
+
+namespace cpu {
+
+// Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
+// `rows`. units_before [num_features + 1] is workspace; so is scratch, a vector of the largest dim
+// for each thread, which only initial vectors need. Returns -1, or an entry of which there is no
+// such row; the result is then undefined.
+template <class T>
+int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
+                            int64_t num_features, EntryNumbers index, int64_t* units_before,
+                            T* scratch, const ParallelFor& parallel_for);
+
+// Bytes of workspace, aligned to 64, for group_embedding_bag_backward; `order` [tables] is for both
+// of them.
+template <class T>
+int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
+                                                     int64_t num_tables, int32_t* order,
+                                                     const ParallelFor& parallel_for);
+
+// Gradients of the rows of all tables, each as embedding_bag_backward of its entries makes it, then
+// divided by `divisor`. index[e] is the number of entry e's row in its table; a negative one is
+// left out. Returns -1, or the first entry whose number is >= num_rows.
+template <class T>
+int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
+                                     EntryNumbers index, int64_t divisor, int32_t* order,
+                                     void* workspace, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
+// As on the CPU. Bags that are bad are taken for what lies within `entries`, an entry without such
+// a row for one without a row; it is reported in *bad_index or bag_errors. counts [tables] is how
+// many of `rows` [entries] each table has from its first entry on; those of PooledTable are not
+// looked at, nor is first_entry of SummedTable. A feature has no more entries than max_nnz for each
+// bag.
+namespace cuda {
+
+template <class T>
+int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
+                                            const FeatureBags<T>* features, int64_t num_features,
+                                            int64_t entries);
+
+template <class T>
+void group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
+                         int64_t num_features, int64_t entries, const int32_t* index,
+                         const int32_t* rows, const int64_t* counts, const BagErrors& bag_errors,
+                         int64_t* bad_index, void* workspace, void* stream);
+
+template <class T>
+int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
+                                                     int64_t num_tables, int64_t entries);
+
+// Features of one table and the next lie side by side, as their bags do.
+template <class T>
+void group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables, int64_t entries,
+                                  const int32_t* index, const int32_t* rows, const int64_t* counts,
+                                  int64_t divisor, bool deterministic, const BagErrors& bag_errors,
+                                  int64_t* bad_index, void* workspace, void* stream);
+
+}  // namespace cuda
+}  // namespace sparsekit

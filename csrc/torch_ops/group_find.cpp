@@ -1,0 +1,278 @@
+#include "sparsekit/group_find.h"
+
+#include "exclusive.h"
+#include "group.h"
+#include "hash_table.h"
+#include "overlap.h"
+#include "process_seed.h"
+
+namespace sparsekit::ops {
+namespace {
+
+using Tensors = std::vector<Tensor>;
+
+const Tensor& first_of(const Tensors& keys, const Tensors& others, const Tensor& otherwise) {
+  return !keys.empty() ? keys[0] : !others.empty() ? others[0] : otherwise;
+}
+
+// The tables of a call, checked but for what only their values say.
+struct GroupTables {
+  std::vector<GroupTable> tables;
+  std::vector<int64_t> hash_tables;  // of each table, or -1
+
+  GroupTables(const char* op, const Tensors& buckets, const Tensors& hash_seeds,
+              const Tensor& descriptors, const GroupInput& input) {
+    check_list(hash_seeds.size(), buckets.size(), op, "hash_seeds");
+    for (size_t h = 0; h < buckets.size(); ++h) {
+      check_buckets(buckets[h], op, Item{"buckets", h});
+      check_word(hash_seeds[h], op, Item{"hash_seeds", h});
+    }
+    tables.reserve(input.num_tables());
+    hash_tables.reserve(input.num_tables());
+    const int64_t* columns = int64_data(descriptors);
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    for (size_t t = 0; t < input.num_tables(); ++t, columns += kTableColumns) {
+      const int64_t h = columns[0], capacity = columns[1], world_size = columns[2];
+      check(h >= -1 && h < static_cast<int64_t>(buckets.size()), op, ": tables[", t,
+            "] has hash table ", h, " of ", buckets.size());
+      int64_t most = kMost;
+      if (h >= 0) most = std::min(kMost, buckets[h].size(0) * kSlotsPerBucket);
+      check(capacity >= (h >= 0 ? 1 : 0) && capacity <= most, op, ": capacity of tables[", t,
+            "] is ", capacity, ", but must be in [", h >= 0 ? 1 : 0, ", ", most, "]");
+      check(world_size >= 1 && world_size <= kMost, op, ": world_size of tables[", t, "] is ",
+            world_size, ", but must be in [1, ", kMost, "]");
+      GroupTable table{};
+      if (h >= 0) {
+        table.buckets = mutable_data<Bucket>(buckets[h]);
+        table.num_buckets = buckets[h].size(0);
+        table.device_hash_seed = int64_data(hash_seeds[h]);
+        if constexpr (!kOnDevice) table.hash_seed = *table.device_hash_seed;
+      }
+      table.capacity = capacity;
+      table.world_size = world_size;
+      table.first_feature = input.table_features[t];
+      table.features = input.table_features[t + 1] - table.first_feature;
+      tables.push_back(table);
+      hash_tables.push_back(h);
+    }
+  }
+
+  // On the CPU, where offsets are known: entries of each table, and keys that are row numbers.
+  void check_keys(const GroupInput& input, const Engine& engine) {
+    int64_t entry = 0;
+    for (size_t t = 0; t < tables.size(); ++t) {
+      GroupTable& table = tables[t];
+      table.first_entry = entry;
+      for (int64_t f = 0; f < table.features; ++f) {
+        const Feature& feature = input.features[table.first_feature + f];
+        entry += feature.n;
+        if (table.buckets != nullptr) continue;
+        const Source& source = input.sources[feature.source];
+        const int64_t end = table.capacity * table.world_size;
+        const int64_t bad = cpu::check_keys(
+            source, feature.first_key, feature.first_key + feature.n, end, torch_parallel_for());
+        if (bad >= 0) input.wrong_key(feature.source, bad, engine);
+      }
+      table.n = entry - table.first_entry;
+    }
+  }
+};
+
+// Whatever can be checked of values, and then how many entries tables have.
+void check_values(GroupInput& input, GroupTables& group, const Engine& engine) {
+  if constexpr (kOnDevice) {
+    std::vector<int64_t> end_key;
+    for (const Feature& feature : input.features) {
+      GroupTable& table = group.tables[feature.table];
+      end_key.push_back(table.buckets != nullptr ? -1 : table.capacity * table.world_size);
+      const Source& source = input.sources[feature.source];
+      table.n += source.offsets == nullptr ? feature.bags : source.n;  // a bound
+    }
+    input.check_on_device(engine, end_key);
+  } else {
+    input.check_offsets(engine);
+    group.check_keys(input, engine);
+  }
+}
+
+// Where bags begin, counted in entries, and features in the keys of their sources.
+std::pair<Tensor, Tensor> bags_of(const GroupInput& input, const Tensor& like,
+                                  const Engine& engine) {
+  const auto count = static_cast<int64_t>(input.features.size());
+  Tensor bags = new_output(like, {input.source_bags + 1}, ScalarType::Int);
+  Tensor first_keys = new_output(like, {count}, ScalarType::Long);
+  if constexpr (kOnDevice) {
+    const Workspace memory(cuda::write_bags_workspace_bytes(count), like);
+    cuda::write_bags(input.sources.data(), input.features.data(), count, input.entries,
+                     mutable_data<int32_t>(bags), mutable_data<int64_t>(first_keys), memory.data(),
+                     engine.stream());
+  } else {
+    cpu::write_bags(input.sources.data(), input.features.data(), count, mutable_data<int32_t>(bags),
+                    mutable_data<int64_t>(first_keys), torch_parallel_for());
+  }
+  return {bags, first_keys};
+}
+
+std::tuple<Tensor, Tensor, Tensor> find(Tensors buckets, Tensors hash_seeds, Tensor tables,
+                                        Tensors keys, Tensors offsets, Tensor features) {
+  const char* op = "group_find";
+  tables = host_matrix(tables, ScalarType::Long, kTableColumns, op, "tables");
+  GroupInput input(op, keys, offsets, features, tables.size(0));
+  const Tensor& like = first_of(keys, buckets, features);
+  check_list_device(like, keys, op, "keys");
+  check_list_device(like, offsets, op, "offsets");
+  check_list_device(like, buckets, op, "buckets");
+  check_list_device(like, hash_seeds, op, "hash_seeds");
+  GroupTables group(op, buckets, hash_seeds, tables, input);
+  const Engine engine(like);
+  check_values(input, group, engine);
+  Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
+  const auto count = static_cast<int64_t>(input.features.size());
+  if constexpr (kOnDevice) {
+    const auto num_tables = static_cast<int64_t>(group.tables.size());
+    const Workspace memory(
+        cuda::group_find_workspace_bytes(group.tables.data(), num_tables, count, false), like);
+    cuda::group_find(group.tables.data(), num_tables, input.sources.data(), input.features.data(),
+                     count, input.entries, mutable_data<int32_t>(rows), memory.data(),
+                     engine.stream());
+  } else {
+    const Workspace memory((count + 1) * static_cast<int64_t>(sizeof(int64_t)), like);
+    cpu::group_find(group.tables.data(), input.sources.data(), input.features.data(), count,
+                    mutable_data<int32_t>(rows), static_cast<int64_t*>(memory.data()),
+                    torch_parallel_for());
+  }
+  const auto [bags, first_keys] = bags_of(input, like, engine);
+  return {rows, bags, first_keys};
+}
+
+// Weights, seeds and initializers of the tables, for rows that are new.
+std::vector<NewRows> new_rows_of(const char* op, const Tensors& weights, const Tensors& seeds,
+                                 const Tensor& initializers, const GroupTables& group) {
+  const size_t count = group.tables.size();
+  check_list(weights.size(), count, op, "weights");
+  const std::vector<Initializer> initial = initializers_of(initializers, seeds, count, op);
+  std::vector<NewRows> new_rows;
+  new_rows.reserve(count);
+  for (size_t t = 0; t < count; ++t) {
+    const Tensor& weight = weights[t];
+    if (weight.dim() != 2 || !weight.is_contiguous()) {
+      check_dim(weight, 2, op, Item{"weights", t});
+      check_mutable(weight, op, Item{"weights", t});
+    }
+    check_elements({weight.size(0), weight.size(1)}, op, "weights");
+    check(weight.scalar_type() == weights[0].scalar_type(), op, ": weights[", t,
+          "] must have the dtype of the others, got ",
+          torch::headeronly::toString(weight.scalar_type()));
+    check(weight.size(0) >= group.tables[t].capacity, op, ": weights[", t, "] has ", weight.size(0),
+          " rows, but capacity of tables[", t, "] is ", group.tables[t].capacity);
+    check_row_size(weight.size(1), op, "weights");
+    NewRows rows{weight.mutable_data_ptr(), weight.size(1), initial[t], int64_data(seeds[t])};
+    if constexpr (!kOnDevice) {
+      rows.initializer.seed = static_cast<uint64_t>(*rows.device_seed);
+    }
+    new_rows.push_back(rows);
+  }
+  return new_rows;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
+    Tensors buckets, Tensors hash_seeds, Tensors sizes, Tensors weights, Tensors seeds,
+    Tensor tables, Tensor initializers, Tensors keys, Tensors offsets, Tensor features) {
+  const char* op = "group_find_or_insert_";
+  tables = host_matrix(tables, ScalarType::Long, kTableColumns, op, "tables");
+  GroupInput input(op, keys, offsets, features, tables.size(0));
+  const Tensor& like = first_of(keys, weights, features);
+  const std::pair<const char*, const Tensors*> lists[] = {
+      {"buckets", &buckets}, {"hash_seeds", &hash_seeds}, {"sizes", &sizes},
+      {"weights", &weights}, {"seeds", &seeds},           {"keys", &keys},
+      {"offsets", &offsets}};
+  for (const auto& [name, tensors] : lists) check_list_device(like, *tensors, op, name);
+  Overlaps overlaps(op);
+  overlaps.written("buckets", buckets);
+  overlaps.written("sizes", sizes);
+  overlaps.written("weights", weights);
+  overlaps.read("keys", keys);
+  if constexpr (kOnDevice) {  // on the CPU they have been read before anything is written
+    overlaps.read("hash_seeds", hash_seeds);
+    overlaps.read("seeds", seeds);
+    overlaps.read("offsets", offsets);
+  }
+  GroupTables group(op, buckets, hash_seeds, tables, input);
+  check_list(sizes.size(), buckets.size(), op, "sizes");
+  std::vector<bool> taken(buckets.size());
+  for (size_t h = 0; h < sizes.size(); ++h) check_word(sizes[h], op, Item{"sizes", h});
+  for (size_t t = 0; t < group.tables.size(); ++t) {
+    const int64_t h = group.hash_tables[t];
+    if (h < 0) continue;
+    check(!taken[h], op, ": tables[", t, "] has hash table ", h, ", as has one before it");
+    taken[h] = true;
+    group.tables[t].size = mutable_data<int64_t>(sizes[h]);
+  }
+  const std::vector<NewRows> new_rows = new_rows_of(op, weights, seeds, initializers, group);
+  overlaps.check();
+  const Exclusive alone(buckets, op);
+  const Engine engine(like);
+  const auto count = static_cast<int64_t>(group.tables.size());
+  check_values(input, group, engine);
+  if constexpr (!kOnDevice) {
+    for (int64_t t = 0; t < count; ++t) {
+      const GroupTable& table = group.tables[t];
+      if (table.buckets != nullptr) check_size_value(*table.size, table.num_buckets, op, "a size");
+    }
+  }
+  Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
+  Tensor inverse = new_output(like, {input.entries}, ScalarType::Int);
+  Tensor counts = new_output(like, {count}, ScalarType::Long);
+  const auto [bags, first_keys] = bags_of(input, like, engine);
+  std::vector<int64_t> refused(group.tables.size());
+  const auto run = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (kOnDevice) {
+      const auto num_features = static_cast<int64_t>(input.features.size());
+      const Workspace memory(
+          cuda::group_find_workspace_bytes(group.tables.data(), count, num_features, true), like);
+      const Tensor status = new_output(like, {2 * count}, ScalarType::Long);
+      cuda::group_find_or_insert<T>(group.tables.data(), count, new_rows.data(),
+                                    input.sources.data(), input.features.data(), num_features,
+                                    input.entries, process_seed(), mutable_data<int32_t>(rows),
+                                    mutable_data<int32_t>(inverse), mutable_data<int64_t>(counts),
+                                    mutable_data<int64_t>(status), engine.bad(Complaint::kInitRow),
+                                    memory.data(), engine.stream());
+      std::vector<int64_t> host_status(2 * count);
+      engine.read(int64_data(status), 2 * count, host_status.data());
+      for (int64_t t = 0; t < count; ++t) refused[t] = host_status[2 * t + 1];
+    } else {
+      std::vector<int32_t> order(group.tables.size());
+      const ParallelFor parallel_for = torch_parallel_for();
+      const Workspace memory(cpu::group_find_or_insert_workspace_bytes(group.tables.data(), count,
+                                                                       order.data(), parallel_for),
+                             like);
+      cpu::group_find_or_insert<T>(
+          group.tables.data(), count, new_rows.data(), input.sources.data(), input.features.data(),
+          process_seed(), mutable_data<int32_t>(rows), mutable_data<int32_t>(inverse),
+          mutable_data<int64_t>(counts), refused.data(), order.data(), memory.data(), parallel_for);
+    }
+  };
+  if (!weights.empty()) dispatch_rows(weights[0], op, "weights", run);
+  for (int64_t t = 0; t < count; ++t) {
+    check(refused[t] >= 0, op, ": the hash table of table ", t,
+          " is damaged: no slot is free, or a row is beyond its capacity");
+  }
+  for (int64_t t = 0; t < count; ++t) {
+    if (refused[t] == 0) continue;
+    const Tensor& size = sizes[group.hash_tables[t]];
+    throw std::runtime_error(message(op, ": table ", t, " is full: ", engine.value(size, 0),
+                                     " of its ", group.tables[t].capacity, " rows are in use, and ",
+                                     refused[t],
+                                     " of the keys are new; none of them has been inserted"));
+  }
+  return {rows, inverse, counts, bags, first_keys};
+}
+
+}  // namespace
+}  // namespace sparsekit::ops
+
+SPARSEKIT_LIBRARY_IMPL(m) {
+  m.impl("group_find", TORCH_BOX(&sparsekit::ops::find));
+  m.impl("group_find_or_insert_", TORCH_BOX(&sparsekit::ops::find_or_insert));
+}

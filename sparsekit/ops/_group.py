@@ -1,0 +1,115 @@
+"""What the ops on many tables have in common.
+
+**Sources** are two lists of the same length: ``keys``, int64 or int32 ``[n]`` each, and
+``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. Offsets without elements make
+each key a bag of its own.
+
+**features**, int64 ``[F, 9]``, says which table each bag asks. A row is a run of bags of one
+source; its columns are `FEATURE_COLUMNS`:
+
+- ``table``: rows come in order of their tables.
+- ``source``, ``first_bag``, ``bags``: bags first_bag to first_bag + bags - 1 of that source. A bag
+  belongs to one feature at most: if two tables ask the same keys, pass the source twice.
+- ``combiner``: a number of `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
+  vector is copied, whatever its weight.
+- ``max_nnz``: most keys in a bag.
+- ``tensor``, ``begin``, ``stride``: bag b of the feature is
+  ``tensors[tensor].view(-1)[begin + b * stride:][:dim]``, in outputs and in their gradients.
+
+**tables**, int64 ``[T, 3]``; its columns are `TABLE_COLUMNS`:
+
+- ``hash_table``: index in the lists of hash tables, or -1 if keys are row numbers.
+- ``capacity``: most rows.
+- ``world_size``: without a hash table, keys are in [0, capacity * world_size) and the row of a key
+  is key // world_size.
+
+**initializers**, float64 ``[T, 3]``: a number of `DISTRIBUTIONS`, a and b, as in `init_rows_`.
+
+These three live on the CPU, whatever the device of the tables. Make them once and keep them.
+
+An **entry** is a key of a feature's bag. Entries are counted feature by feature, so the entries of
+a table are contiguous. A tensor with one element per entry is as long as all keys together; its
+elements beyond the last entry are undefined.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ._checks import KEY_DTYPES, check_tensor, explain
+from .embedding_bag import COMBINERS
+
+FEATURE_COLUMNS = (
+    "table",
+    "source",
+    "first_bag",
+    "bags",
+    "combiner",
+    "max_nnz",
+    "tensor",
+    "begin",
+    "stride",
+)
+TABLE_COLUMNS = ("hash_table", "capacity", "world_size")
+GROUP_COMBINERS = {**COMBINERS, "none": 3}
+
+Tensors = Sequence[torch.Tensor]
+
+
+class GroupOp:
+    """An op on many tables, which comes before the checks that say more; see `CheckedOp`."""
+
+    def __init__(self, op: Callable[..., Any], check: Callable[..., None]) -> None:
+        self._op = op
+        # What calling it comes to, without the way through Python.
+        self._builtin = getattr(op, "op", op)
+        self._check = check
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the op, past autograd: none of them is differentiable."""
+        if torch.compiler.is_compiling():
+            self._check(*args)
+            return self._op(*args)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._builtin(*args)
+        except Exception as refusal:
+            explain(refusal, self._check, *args)
+
+
+def check_lists(
+    op: str, lists: Mapping[str, tuple[Tensors, Sequence[torch.dtype], int | None]]
+) -> None:
+    """Raise TypeError or ValueError for a tensor with a wrong dtype or number of dimensions."""
+    for name, (tensors, dtypes, dim) in lists.items():
+        for i, tensor in enumerate(tensors):
+            any_dim = tensor.dim() if isinstance(tensor, torch.Tensor) else 0
+            check_tensor(op, f"{name}[{i}]", tensor, dtypes, any_dim if dim is None else dim)
+
+
+def check_devices(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Raise ValueError when the tensors are not all on one device."""
+    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{op}: all tensors must be on one device, got {sorted(devices)}")
+
+
+def check_descriptor(op: str, name: str, matrix: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise unless the matrix is of that dtype, and on the CPU, where all descriptors lie."""
+    check_tensor(op, name, matrix, (dtype,), 2)
+    if matrix.device.type != "cpu":
+        raise ValueError(
+            f"{op}: all tensors must be on one device but {name}, which must be on the CPU; it is "
+            f"on {matrix.device}"
+        )
+
+
+def sources(keys: Tensors, offsets: Tensors) -> dict[str, tuple[Tensors, Any, int]]:
+    """What `check_lists` is to know of sources."""
+    return {"keys": (keys, KEY_DTYPES, 1), "offsets": (offsets, KEY_DTYPES, 1)}
+
+
+def length_of(keys: Tensors) -> Any:
+    """How many entries there may be, as a fake needs it."""
+    return sum(k.shape[0] for k in keys)

@@ -1,0 +1,255 @@
+"""Pooling of many tables in one call, and its gradients."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ._checks import KEY_DTYPES, ROW_DTYPES, check_tensor
+from ._group import GroupOp, Tensors, check_descriptor, check_devices, check_lists
+
+_WEIGHT_DTYPES = (torch.float32, torch.float64)
+
+
+def _check_numbers(
+    op: str,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    first_keys: torch.Tensor | None,
+) -> None:
+    check_tensor(op, "index", index, (torch.int32,), 1)
+    if rows is not None:
+        check_tensor(op, "rows", rows, (torch.int32,), 1)
+    if counts is not None:
+        check_tensor(op, "counts", counts, (torch.int64,), 1)
+    check_tensor(op, "bags", bags, (torch.int32,), 1)
+    if first_keys is not None:
+        check_tensor(op, "first_keys", first_keys, (torch.int64,), 1)
+    check_descriptor(op, "features", features, torch.int64)
+
+
+def _check_pool(
+    outs: Tensors,
+    weights: Tensors,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors,
+    first_keys: torch.Tensor | None,
+    keys: Tensors,
+    seeds: Tensors,
+    initializers: torch.Tensor | None,
+) -> None:
+    op = "group_embedding_bag_"
+    lists = {
+        "weights": (weights, ROW_DTYPES, 2),
+        "sample_weights": (sample_weights, _WEIGHT_DTYPES, 1),
+        "keys": (keys, KEY_DTYPES, 1),
+        "seeds": (seeds, (torch.int64,), 1),
+    }
+    check_lists(op, lists)
+    _check_numbers(op, index, rows, counts, bags, features, first_keys)
+    if initializers is not None:
+        check_descriptor(op, "initializers", initializers, torch.float64)
+    lists_of_all = [*outs, *weights, *sample_weights, *keys, *seeds]
+    check_devices(op, [index, rows, counts, bags, first_keys, *lists_of_all])
+
+
+def _check_backward(
+    grads: Tensors,
+    dims: Sequence[int],
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors,
+    first_keys: torch.Tensor | None,
+    divisor: int = 1,
+    deterministic: bool = True,
+) -> None:
+    op = "group_embedding_bag_backward"
+    lists = {
+        "grads": (grads, ROW_DTYPES, None),
+        "sample_weights": (sample_weights, _WEIGHT_DTYPES, 1),
+    }
+    check_lists(op, lists)
+    _check_numbers(op, index, rows, counts, bags, features, first_keys)
+    check_devices(op, [index, rows, counts, bags, first_keys, *grads, *sample_weights])
+
+
+_pool = GroupOp(torch.ops.sparsekit.group_embedding_bag_.default, _check_pool)
+_backward = GroupOp(torch.ops.sparsekit.group_embedding_bag_backward.default, _check_backward)
+
+
+def group_embedding_bag_(
+    outs: Tensors,
+    weights: Tensors,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors = (),
+    first_keys: torch.Tensor | None = None,
+    keys: Tensors = (),
+    seeds: Tensors = (),
+    initializers: torch.Tensor | None = None,
+) -> None:
+    """Pool the bags of all features, each as `embedding_bag` does, into outs.
+
+    ``sparsekit/ops/_group.py`` describes features and entries. After `group_find_or_insert_`, index
+    is its inverse, and rows and counts are what it calls so. After `group_find`, index is its rows,
+    and rows and counts are None; a negative index then reads zeros or, with initializers, the
+    initial vector of its key.
+
+    Args:
+        outs: contiguous, any shape, in the dtype of weights. Elements of no bag are left alone.
+        weights: float32, float64 or bfloat16 ``[num_rows, dim]`` for each table, all of one dtype.
+        index: int32 with one element per entry.
+        rows: int32 with one element per entry, or None.
+        counts: int64 ``[T]``, or None.
+        bags: int32, as `group_find` returns it.
+        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        sample_weights: empty, or for each source ``[n]``, float64 for float64 rows, else float32;
+            without elements for a source that has none.
+        first_keys: int64 ``[F]``, as `group_find` returns it; for sample_weights and keys.
+        keys: int64 or int32 ``[n]`` for each source; for initializers.
+        seeds: int64 ``[1]`` for each table, the seed of its initial vectors.
+        initializers: float64 ``[T, 3]`` on the CPU, or None.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, a mix of devices, or bad features or bags; a feature whose
+            vectors overlap or do not fit their tensor; or an element of outs shares memory with
+            another argument.
+        IndexError: an index or a row out of range; outs is then undefined.
+    """
+    _pool(
+        outs,
+        weights,
+        index,
+        rows,
+        counts,
+        bags,
+        features,
+        sample_weights,
+        first_keys,
+        keys,
+        seeds,
+        initializers,
+    )
+    increment_version(outs)
+
+
+def group_embedding_bag_backward(
+    grads: Tensors,
+    dims: Sequence[int],
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors = (),
+    first_keys: torch.Tensor | None = None,
+    divisor: int = 1,
+    deterministic: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the distinct rows of all tables, given those of the outputs.
+
+    Args:
+        grads: gradients of outs, laid out like them, all of one dtype.
+        dims: length of a row of each table.
+        index: int32 with one element per entry: which of the distinct rows of its table it is; a
+            negative one gets no gradient.
+        rows: int32, as `group_find_or_insert_` returns them, or None.
+        counts: int64 ``[T]``, number of distinct rows of each table.
+        bags: int32, as `group_find` returns it.
+        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        sample_weights: as in `group_embedding_bag_`.
+        first_keys: as in `group_embedding_bag_`.
+        divisor: divides the sums after they have been rounded to the dtype of grads.
+        deterministic: as in `unsorted_segment_sum`.
+
+    Returns:
+        The rows, int64 ``[sum of counts]``, rising within each table, table after table; and their
+        gradients in the same order, 1-D, in the dtype of grads. If rows is None, the first result
+        has no elements and the gradients are in the order that index counts in.
+
+    Raises:
+        TypeError, ValueError: as `group_embedding_bag_`.
+        IndexError: an element of index that is not below its table's count, or a negative row.
+    """
+    return _backward(
+        grads,
+        dims,
+        index,
+        rows,
+        counts,
+        bags,
+        features,
+        sample_weights,
+        first_keys,
+        divisor,
+        deterministic,
+    )
+
+
+@torch.library.register_fake("sparsekit::group_embedding_bag_")
+def _(
+    outs: Tensors,
+    weights: Tensors,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors,
+    first_keys: torch.Tensor | None,
+    keys: Tensors,
+    seeds: Tensors,
+    initializers: torch.Tensor | None,
+) -> None:
+    _check_pool(
+        outs,
+        weights,
+        index,
+        rows,
+        counts,
+        bags,
+        features,
+        sample_weights,
+        first_keys,
+        keys,
+        seeds,
+        initializers,
+    )
+
+
+@torch.library.register_fake("sparsekit::group_embedding_bag_backward")
+def _(
+    grads: Tensors,
+    dims: Sequence[int],
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors,
+    first_keys: torch.Tensor | None,
+    divisor: int = 1,
+    deterministic: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_backward(grads, dims, index, rows, counts, bags, features, sample_weights, first_keys)
+    context = torch.library.get_ctx()
+    num_rows = 0 if rows is None else context.new_dynamic_size()
+    like = grads[0] if grads else index
+    return (
+        index.new_empty([num_rows], dtype=torch.int64),
+        like.new_empty([context.new_dynamic_size()]),
+    )

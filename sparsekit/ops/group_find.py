@@ -1,0 +1,198 @@
+"""Rows of the keys of many tables, in one call."""
+
+import torch
+
+from ._checks import ROW_DTYPES
+from ._group import (
+    GroupOp,
+    Tensors,
+    check_descriptor,
+    check_devices,
+    check_lists,
+    length_of,
+    sources,
+)
+
+_WORDS = ((torch.int64,), 1)
+
+
+def _check_find(
+    buckets: Tensors,
+    hash_seeds: Tensors,
+    tables: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> None:
+    op = "group_find"
+    hash_tables = {"buckets": (buckets, (torch.int64,), 2), "hash_seeds": (hash_seeds, *_WORDS)}
+    check_lists(op, {**hash_tables, **sources(keys, offsets)})
+    check_descriptor(op, "tables", tables, torch.int64)
+    check_descriptor(op, "features", features, torch.int64)
+    check_devices(op, [*buckets, *hash_seeds, *keys, *offsets])
+
+
+def _check_find_or_insert(
+    buckets: Tensors,
+    hash_seeds: Tensors,
+    sizes: Tensors,
+    weights: Tensors,
+    seeds: Tensors,
+    tables: torch.Tensor,
+    initializers: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> None:
+    op = "group_find_or_insert_"
+    lists = {
+        "buckets": (buckets, (torch.int64,), 2),
+        "hash_seeds": (hash_seeds, *_WORDS),
+        "sizes": (sizes, *_WORDS),
+        "weights": (weights, ROW_DTYPES, 2),
+        "seeds": (seeds, *_WORDS),
+    }
+    check_lists(op, {**lists, **sources(keys, offsets)})
+    check_descriptor(op, "tables", tables, torch.int64)
+    check_descriptor(op, "initializers", initializers, torch.float64)
+    check_descriptor(op, "features", features, torch.int64)
+    check_devices(op, [*buckets, *hash_seeds, *sizes, *weights, *seeds, *keys, *offsets])
+
+
+_find = GroupOp(torch.ops.sparsekit.group_find.default, _check_find)
+_find_or_insert = GroupOp(torch.ops.sparsekit.group_find_or_insert_.default, _check_find_or_insert)
+
+
+def group_find(
+    buckets: Tensors,
+    hash_seeds: Tensors,
+    tables: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row of each entry, without a change to any table.
+
+    ``sparsekit/ops/_group.py`` describes tables, sources, features and entries.
+
+    Args:
+        buckets: of each hash table, as in `hash_table_find`.
+        hash_seeds: of each hash table.
+        tables: int64 ``[T, 3]`` on the CPU.
+        keys: int64 or int32 ``[n]`` for each source.
+        offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
+        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+
+    Returns:
+        ``rows``, int32 with one element per entry: the row of its key, -1 if the key is absent.
+        ``bags``, int32 ``[bags of all sources + 1]``: the entry at which each bag of the features
+        begins, feature by feature, then the number of entries; the rest is undefined.
+        ``first_keys``, int64 ``[F]``: where the first key of each feature is in its source.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, a mix of devices, a bad feature, offsets that do not rise from 0
+            to the number of keys, or a bag with more keys than max_nnz.
+        IndexError: a key out of the range of a table without a hash table.
+    """
+    return _find(buckets, hash_seeds, tables, keys, offsets, features)
+
+
+def group_find_or_insert_(
+    buckets: Tensors,
+    hash_seeds: Tensors,
+    sizes: Tensors,
+    weights: Tensors,
+    seeds: Tensors,
+    tables: torch.Tensor,
+    initializers: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Distinct keys of each table and their rows; absent keys are inserted.
+
+    The next free rows of a table go to its new keys in order of first occurrence, and are given
+    their initial vectors.
+
+    ``sparsekit/ops/_group.py`` describes tables, sources, features and entries.
+
+    Args:
+        buckets: of each hash table, as in `hash_table_find_or_insert_`, changed in place.
+        hash_seeds: of each hash table.
+        sizes: of each hash table, changed in place.
+        weights: float32, float64 or bfloat16 ``[at least capacity, dim]`` for each table, all of
+            one dtype; new rows are written.
+        seeds: int64 ``[1]`` for each table, the seed of its initial vectors.
+        tables: int64 ``[T, 3]`` on the CPU.
+        initializers: float64 ``[T, 3]`` on the CPU.
+        keys: int64 or int32 ``[n]`` for each source.
+        offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
+        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+
+    Returns:
+        ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.
+        counts[t] is the number of distinct keys of table t. Their rows, in order of first
+        occurrence, are in ``rows`` from the table's first entry on; the rest of its part is
+        undefined. inverse[e] says which of them the key of entry e is. ``bags`` and ``first_keys``
+        are those of `group_find`.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: as `group_find`; what is changed shares memory with another argument; or a table
+            is damaged.
+        IndexError: as `group_find`.
+        RuntimeError: another thread is inserting into one of the tables, or a table is full. A full
+            table stays as it was; keys of tables that had room have been inserted.
+    """
+    # Versions of the tensors do not change: no backward saves a hash table, and counting those of
+    # many tables would take a tenth of the call.
+    return _find_or_insert(
+        buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features
+    )
+
+
+def _bags(keys: Tensors, offsets: Tensors, features: torch.Tensor) -> Tensors:
+    """Bags and first_keys, as a fake returns them."""
+    like = keys[0] if keys else features
+    each = zip(keys, offsets, strict=True)
+    count = sum(o.shape[0] - 1 if o.shape[0] else k.shape[0] for k, o in each)
+    first_keys = like.new_empty([features.shape[0]], dtype=torch.int64)
+    return like.new_empty([count + 1], dtype=torch.int32), first_keys
+
+
+@torch.library.register_fake("sparsekit::group_find")
+def _(
+    buckets: Tensors,
+    hash_seeds: Tensors,
+    tables: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> Tensors:
+    _check_find(buckets, hash_seeds, tables, keys, offsets, features)
+    like = keys[0] if keys else features
+    rows = like.new_empty([length_of(keys)], dtype=torch.int32)
+    return (rows, *_bags(keys, offsets, features))
+
+
+@torch.library.register_fake("sparsekit::group_find_or_insert_")
+def _(
+    buckets: Tensors,
+    hash_seeds: Tensors,
+    sizes: Tensors,
+    weights: Tensors,
+    seeds: Tensors,
+    tables: torch.Tensor,
+    initializers: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> Tensors:
+    _check_find_or_insert(
+        buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features
+    )
+    like = keys[0] if keys else features
+    rows, inverse = (like.new_empty([length_of(keys)], dtype=torch.int32) for _ in range(2))
+    counts = like.new_empty([tables.shape[0]], dtype=torch.int64)
+    return (rows, inverse, counts, *_bags(keys, offsets, features))

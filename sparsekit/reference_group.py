@@ -1,0 +1,255 @@
+"""The ops on many tables in plain torch, each table by itself; the rest of `sparsekit.reference`.
+
+Signatures are those of `sparsekit.ops`, but for hash tables: in place of their tensors there is a
+list of `reference.HashTable`.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import reference
+from .ops._group import FEATURE_COLUMNS, GROUP_COMBINERS
+from .ops.init_rows import DISTRIBUTIONS
+
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass
+class _Feature:
+    """A row of features, with the keys of its bags."""
+
+    table: int
+    first_entry: int
+    keys: torch.Tensor  # [n]
+    offsets: torch.Tensor  # [bags + 1], from 0
+
+    @property
+    def entries(self) -> slice:
+        return slice(self.first_entry, self.first_entry + len(self.keys))
+
+
+def _features(keys: Tensors, offsets: Tensors, features: torch.Tensor) -> Iterator[_Feature]:
+    entry = 0
+    for values in features.tolist():
+        row = dict(zip(FEATURE_COLUMNS, values, strict=True))
+        source = row["source"]
+        bounds = offsets[source].to(torch.int64)
+        if len(bounds) == 0:
+            bounds = torch.arange(len(keys[source]) + 1)
+        bounds = bounds[row["first_bag"] : row["first_bag"] + row["bags"] + 1]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        own = keys[source][begin:end].to(torch.int64)
+        yield _Feature(row["table"], entry, own, bounds - begin)
+        entry += end - begin
+
+
+def _length(keys: Tensors) -> int:
+    return sum(len(k) for k in keys)
+
+
+def bags_of(
+    keys: Tensors, offsets: Tensors, features: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First entry of each bag, then the number of entries; and where features begin in sources."""
+    bags, first_keys, entries = [], [], 0
+    for feature, row in zip(_features(keys, offsets, features), features.tolist(), strict=True):
+        bags += (feature.first_entry + feature.offsets[:-1]).tolist()
+        bounds = offsets[row[1]]
+        first_keys.append(int(bounds[row[2]]) if len(bounds) else row[2])
+        entries = feature.first_entry + len(feature.keys)
+    return torch.tensor([*bags, entries], dtype=torch.int32), torch.tensor(first_keys).long()
+
+
+def _of_table(features: Sequence[_Feature], table: int) -> tuple[torch.Tensor, slice]:
+    """Keys of a table's entries, and which entries they are."""
+    own = [feature for feature in features if feature.table == table]
+    if not own:
+        return torch.empty(0, dtype=torch.int64), slice(0, 0)
+    keys = torch.cat([feature.keys for feature in own])
+    return keys, slice(own[0].first_entry, own[0].first_entry + len(keys))
+
+
+def group_find(
+    hash_tables: Sequence[reference.HashTable],
+    tables: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Row of each entry, -1 where its key is absent; and what `bags_of` says."""
+    rows = torch.zeros(_length(keys), dtype=torch.int32)
+    for feature in _features(keys, offsets, features):
+        hash_table, _, world_size = tables[feature.table].tolist()
+        found = (
+            feature.keys // world_size
+            if hash_table < 0
+            else hash_tables[hash_table].find(feature.keys)
+        )
+        rows[feature.entries] = found.to(torch.int32)
+    return (rows, *bags_of(keys, offsets, features))
+
+
+def group_find_or_insert_(
+    hash_tables: Sequence[reference.HashTable],
+    weights: Tensors,
+    seeds: Tensors,
+    tables: torch.Tensor,
+    initializers: torch.Tensor,
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """Rows of each table's distinct keys; which of them each entry has; how many; `bags_of`."""
+    listed = list(_features(keys, offsets, features))
+    rows, inverse = (torch.zeros(_length(keys), dtype=torch.int32) for _ in range(2))
+    counts = torch.zeros(len(tables), dtype=torch.int64)
+    for t, (hash_table, _, world_size) in enumerate(tables.tolist()):
+        asked, entries = _of_table(listed, t)
+        distinct, inverse[entries], _ = reference.unique(asked)
+        if hash_table < 0:
+            found = distinct // world_size
+        else:
+            found, status = hash_tables[hash_table].find_or_insert(distinct)
+            initial = _initializer(seeds[t], initializers[t])
+            reference.init_rows_(weights[t], distinct, found, status, **initial)
+        counts[t] = len(distinct)
+        rows[entries.start : entries.start + len(distinct)] = found.to(torch.int32)
+    return (rows, inverse, counts, *bags_of(keys, offsets, features))
+
+
+def _initializer(seed: torch.Tensor, initializer: torch.Tensor) -> dict[str, Any]:
+    code, a, b = initializer.tolist()
+    name = next(name for name, number in DISTRIBUTIONS.items() if number == code)
+    return {"seed": int(seed), "distribution": name, "a": a, "b": b}
+
+
+@dataclass
+class _Pooled:
+    """A row of features, with the entries of its bags."""
+
+    table: int
+    entries: slice
+    offsets: torch.Tensor  # [bags + 1], from 0
+    weights: torch.Tensor | None  # [n]
+    keys: torch.Tensor | None  # [n]
+    combiner: str
+    vectors: torch.Tensor  # [bags, dim], of its output or gradient
+
+    def pool(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Bags of the vectors of all entries."""
+        if self.combiner == "none":
+            empty = self.offsets[1:] == self.offsets[:-1]
+            return reference.gather_rows(vectors, self.offsets[:-1].masked_fill(empty, -1))
+        places = torch.arange(len(vectors))
+        return reference.embedding_bag(vectors, places, self.offsets, self.combiner, self.weights)
+
+
+def _pooled(
+    tensors: Tensors,
+    dims: Sequence[int],
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors,
+    first_keys: torch.Tensor | None,
+    keys: Tensors = (),
+) -> Iterator[_Pooled]:
+    first_bag = 0
+    for f, values in enumerate(features.tolist()):
+        row = dict(zip(FEATURE_COLUMNS, values, strict=True))
+        bounds = bags[first_bag : first_bag + row["bags"] + 1].to(torch.int64)
+        first_bag += row["bags"]
+        begin, end = int(bounds[0]), int(bounds[-1])
+        own = slice(0, 0)
+        if first_keys is not None:
+            own = slice(int(first_keys[f]), int(first_keys[f]) + end - begin)
+        weights = sample_weights[row["source"]] if sample_weights else bounds[:0]
+        dim, flat = dims[row["table"]], tensors[row["tensor"]].view(-1)
+        place = (
+            flat[:0].view(row["bags"], dim)
+            if row["bags"] * dim == 0
+            else flat.as_strided(
+                (row["bags"], dim), (row["stride"], 1), flat.storage_offset() + row["begin"]
+            )
+        )
+        yield _Pooled(
+            row["table"],
+            slice(begin, end),
+            bounds - begin,
+            weights[own] if len(weights) else None,
+            keys[row["source"]][own].to(torch.int64) if keys else None,
+            next(name for name, code in GROUP_COMBINERS.items() if code == row["combiner"]),
+            place,
+        )
+
+
+def _table_entries(features: Sequence[_Pooled], table: int) -> slice:
+    own = [feature.entries for feature in features if feature.table == table]
+    return slice(own[0].start, own[-1].stop) if own else slice(0, 0)
+
+
+def group_embedding_bag_(
+    outs: Tensors,
+    weights: Tensors,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors = (),
+    first_keys: torch.Tensor | None = None,
+    keys: Tensors = (),
+    seeds: Tensors = (),
+    initializers: torch.Tensor | None = None,
+) -> None:
+    """Pool the bags of each feature, and write them where it says."""
+    dims = [weight.shape[1] for weight in weights]
+    listed = list(_pooled(outs, dims, bags, features, sample_weights, first_keys, keys))
+    for feature in listed:
+        found = index[feature.entries].to(torch.int64)
+        if rows is not None:
+            found = rows[_table_entries(listed, feature.table)][found].to(torch.int64)
+        vectors = reference.gather_rows(weights[feature.table], found)
+        if initializers is not None and feature.keys is not None:
+            missing = (found < 0).nonzero().squeeze(1)
+            initial = _initializer(seeds[feature.table], initializers[feature.table])
+            reference.init_rows_(vectors, feature.keys[missing], missing, **initial)
+        feature.vectors[:] = feature.pool(vectors)
+
+
+def group_embedding_bag_backward(
+    grads: Tensors,
+    dims: Sequence[int],
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors = (),
+    first_keys: torch.Tensor | None = None,
+    divisor: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum, for each table, the gradients of each of its distinct rows, in order of rows."""
+    listed = list(_pooled(grads, dims, bags, features, sample_weights, first_keys))
+    all_rows, all_sums = [], []
+    for t, (dim, count) in enumerate(zip(dims, counts.tolist(), strict=True)):
+        # By autograd, of the pooling of vectors that stand for the distinct rows.
+        leaf = torch.zeros(count, dim, dtype=grads[0].dtype, requires_grad=True)
+        own = [feature for feature in listed if feature.table == t]
+        pooled = [
+            feature.pool(reference.gather_rows(leaf, index[feature.entries].long()))
+            for feature in own
+        ]
+        if own:
+            torch.autograd.backward(pooled, [feature.vectors for feature in own])
+        sums = (leaf.new_zeros(count, dim) if leaf.grad is None else leaf.grad) / divisor
+        if rows is not None:
+            distinct = rows[_table_entries(listed, t)][:count]
+            order = distinct.argsort()
+            all_rows.append(distinct[order].long())
+            sums = sums[order]
+        all_sums.append(sums.detach().reshape(-1))
+    nothing = torch.empty(0, dtype=torch.int64)
+    return torch.cat([nothing, *all_rows]), torch.cat([grads[0].new_empty(0), *all_sums])

@@ -1,0 +1,32 @@
+"""The ops on many tables: random groups, through the checks of their suites."""
+
+import torch
+
+from ..ops import test_group_embedding_bag as bags
+from ..ops import test_group_find as find
+from ..ops.groups import Group, random_group
+from .case import Case
+
+
+def _group(case: Case) -> Group:
+    seed, most_keys = case.random.getrandbits(40), case.any_of(10, 300, case.most(5000, 1000))
+    dtype = case.row_dtype()
+    case.note(seed=seed, dtype=dtype, most_keys=most_keys)
+    return random_group(seed, dtype, torch.device("cpu"), most_keys)
+
+
+def group_find(case: Case) -> None:
+    """Rows of keys before and after they are inserted."""
+    group = _group(case)
+    with case._threads():
+        find.check(group)
+
+
+def group_embedding_bag(case: Case) -> None:
+    """Pooling before and after, and both forms of the gradient."""
+    group = _group(case)
+    with case._threads():
+        bags.check_all(group)
+
+
+OPS = {"group_find": group_find, "group_embedding_bag": group_embedding_bag}

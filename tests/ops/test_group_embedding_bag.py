@@ -1,0 +1,400 @@
+"""sparsekit.ops.group_embedding_bag_ and its backward, against the reference and the single ops."""
+
+import contextlib
+
+import pytest
+import torch
+from conftest import (
+    ROW_DTYPES,
+    TOLERANCE,
+    assert_same_bits_for_any_threads,
+    deterministic,
+    randn,
+    same_bits,
+)
+
+from sparsekit import ops, reference_group
+from sparsekit.ops._checks import accumulate_dtype
+from sparsekit.ops._group import FEATURE_COLUMNS
+
+from .groups import NO_LIMIT, Group, Source, random_group
+
+SEEDS = range(20)
+
+
+def more(group, first_keys, initial):
+    """What pooling may take besides."""
+    arguments = {"sample_weights": group.sample_weights, "first_keys": first_keys}
+    if initial:
+        arguments["keys"] = group.asked[0]
+        arguments |= {"seeds": group.seeds, "initializers": group.initializers}
+    return arguments
+
+
+def pool(group, outs, found, initial=False):
+    """Pool what group_find_or_insert_ or group_find has returned."""
+    *numbers, bags, first_keys = found if len(found) == 5 else (found[0], *found[1:])
+    if len(numbers) == 3:
+        rows, inverse, counts = numbers
+        numbers = inverse, rows, counts
+    else:
+        numbers = numbers[0], None, None
+    arguments = more(group, first_keys, initial)
+    ops.group_embedding_bag_(outs, group.weights, *numbers, bags, group.asked[2], **arguments)
+
+
+def on_cpu(value):
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    return [tensor.cpu() for tensor in value]
+
+
+def in_double(value):
+    """On the CPU, and exact enough to compare with whatever the order of additions is."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu().double() if value.is_floating_point() else value.cpu()
+    return [in_double(tensor) for tensor in value]
+
+
+def check_pool(group, found, initial=False):
+    outs = group.outs()
+    pool(group, outs, found, initial)
+    *numbers, bags, first_keys = on_cpu(found)
+    if len(numbers) == 3:
+        rows, inverse, counts = numbers
+        numbers = inverse, rows, counts
+    else:
+        numbers = numbers[0], None, None
+    arguments = {name: in_double(value) for name, value in more(group, first_keys, initial).items()}
+    weights, features = in_double(group.weights), group.asked[2]
+
+    def pooled(weights):
+        expected = in_double(group.outs())
+        reference_group.group_embedding_bag_(
+            expected, weights, *numbers, bags, features, **arguments
+        )
+        return expected
+
+    num_bags = sum(feature[3] for feature in group.features)
+    longest = int(bags[: num_bags + 1].diff().max()) if initial and num_bags else 0
+    each = zip(outs, pooled(weights), pooled([w.abs() for w in weights]), strict=True)
+    for out, expected, magnitude in each:
+        # Initial values, too, which are below 1, as most weights of keys are.
+        assert_equal_but_for_rounding(out, expected, magnitude + longest)
+    return outs
+
+
+def assert_equal_but_for_rounding(actual, expected, magnitude):
+    """Magnitude is what the sum of absolute values comes to."""
+    largest = magnitude.max().item() if magnitude.numel() else 0
+    # A term passes through the additions of a run, 1024 in a gradient, and a few more.
+    of_run = 1100 * torch.finfo(accumulate_dtype(actual.dtype)).eps / 2
+    tolerance = max(TOLERANCE[actual.dtype], of_run) * max(1, largest)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=tolerance)
+
+
+def backward(group, grads, found, *, with_rows=True, **options):
+    rows, inverse, counts, bags, first_keys = found
+    return ops.group_embedding_bag_backward(
+        grads,
+        group.dims,
+        inverse,
+        rows if with_rows else None,
+        counts,
+        bags,
+        group.asked[2],
+        group.sample_weights,
+        first_keys,
+        **options,
+    )
+
+
+def random_grads(group):
+    return [
+        randn(n, dtype=group.dtype, seed=i).to(group.device) for i, n in enumerate(group.places)
+    ]
+
+
+def check_backward(group, found, divisor=1, with_rows=True):
+    grads = random_grads(group)
+    if not grads:
+        return
+    result = backward(group, grads, found, with_rows=with_rows, divisor=divisor)
+    rows, inverse, counts, bags, first_keys = on_cpu(found)
+    rest = in_double(group.sample_weights), first_keys, divisor
+
+    def summed(grads):
+        return reference_group.group_embedding_bag_backward(
+            grads,
+            group.dims,
+            inverse,
+            rows if with_rows else None,
+            counts,
+            bags,
+            group.asked[2],
+            *rest,
+        )
+
+    expected_rows, expected = summed(in_double(grads))
+    assert torch.equal(result[0].cpu(), expected_rows)
+    _, magnitude = summed([grad.abs() for grad in in_double(grads)])
+    assert_equal_but_for_rounding(result[1], expected, magnitude)
+
+
+def check_all(group):
+    """Before keys are inserted, and after."""
+    unseen = group.find()
+    check_pool(group, unseen)
+    check_pool(group, unseen, initial=True)
+    found = group.find_or_insert()
+    trained = check_pool(group, found)
+    seen = check_pool(group, group.find(), initial=True)
+    for one, other in zip(trained, seen, strict=True):
+        assert same_bits(one, other)
+    check_backward(group, found)
+    check_backward(group, found, divisor=3)
+    check_backward(group, found, with_rows=False)
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_equals_the_reference(device, dtype, seed):
+    check_all(random_group(seed, dtype, device))
+
+
+def single_ops(group, t, rows, inverse, count, grad):
+    """Output and gradient of table t, which has a source and a feature of its own."""
+    source = group.sources[t]
+    entry = sum(len(other.keys) for other in group.sources[:t])
+    distinct = rows[entry : entry + count].long()
+    numbers = inverse[entry : entry + len(source.keys)].long()
+    combiner = ("sum", "mean", "sqrtn")[group.features[t][4]]
+    weights = source.weights.to(group.device) if len(source.weights) else None
+    offsets = source.offsets.to(group.device)
+    out = ops.embedding_bag(group.weights[t], distinct[numbers], offsets, combiner, weights)
+    order = distinct.argsort()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(count, device=group.device)
+    vectors = group.weights[t][distinct[order]].requires_grad_()
+    pooled = ops.embedding_bag(vectors, place[numbers], offsets, combiner, weights)
+    pooled.backward(grad.view_as(pooled))
+    return out, distinct[order], vectors.grad
+
+
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+def test_bits_are_those_of_the_single_ops(device, dtype):
+    group = Group(dtype, [16, 4, 33], [1000] * 3, [True] * 3, [1] * 3, device)
+    for t, (n, bags) in enumerate(((6000, 5), (900, 300), (700, 2))):
+        keys = torch.arange(n) * 7919 % (n // (20, 1, 3)[t])
+        offsets = torch.cat([torch.zeros(1).long(), torch.arange(1, bags + 1) * n // bags])
+        weights = torch.rand(n if t == 1 else 0, dtype=accumulate_dtype(dtype))
+        group.sources.append(Source(keys, offsets, weights))
+        group.ask(t, t, 0, bags, ("sum", "mean", "sqrtn")[t])
+    found = group.find_or_insert()
+    rows, inverse, counts, *_ = found
+    outs, grads = group.outs(), random_grads(group)
+    with deterministic():
+        pool(group, outs, found)
+        all_rows, sums = backward(group, grads, found)
+        first = element = 0
+        for t, count in enumerate(counts.tolist()):
+            out, own_rows, own_sums = single_ops(group, t, rows, inverse, count, grads[t])
+            assert same_bits(outs[t], out.view(-1))
+            assert torch.equal(all_rows[first : first + count], own_rows)
+            assert same_bits(sums[element : element + own_sums.numel()], own_sums.view(-1))
+            first += count
+            element += own_sums.numel()
+
+
+def test_same_bits_for_any_threads(device):
+    group = random_group(11, torch.float32, device, most_keys=20_000)
+    found = group.find_or_insert()
+    grads = random_grads(group)
+
+    def compute():
+        outs = group.outs()
+        pool(group, outs, found)
+        return [*outs, *backward(group, grads, found)]
+
+    assert_same_bits_for_any_threads(compute)
+
+
+def test_copies_keep_the_sign_of_zero(device):
+    group = Group(torch.float32, [4], [5], [False], [1], device)
+    group.sources.append(Source(torch.tensor([1, 2]), torch.tensor([0, 1, 1, 2]), torch.empty(0)))
+    group.ask(0, 0, 0, 3, "none")
+    group.weights[0].fill_(-0.0)
+    (out,) = outs = group.outs()
+    pool(group, outs, group.find())
+    expected = torch.tensor([-0.0] * 4 + [0.0] * 4 + [-0.0] * 4)
+    assert same_bits(out.cpu(), expected)
+
+
+def test_one_output_for_all(device):
+    """Columns of a matrix, and slots of a layer whose bags lie slot by slot."""
+    group = Group(torch.float32, [3, 2], [50] * 2, [True] * 2, [1] * 2, device)
+    keys = torch.arange(12) % 7
+    offsets = torch.tensor([0, 2, 2, 5, 6, 9, 12])
+    group.sources.append(Source(keys, offsets, torch.empty(0)))  # three slots of two samples
+    group.features = [
+        [0, 0, 0, 2, 0, NO_LIMIT, 0, 0, 8],
+        [0, 0, 2, 2, 1, NO_LIMIT, 0, 3, 8],
+        [1, 0, 4, 2, 0, NO_LIMIT, 0, 6, 8],
+    ]
+    group.places = [16]
+    found = group.find_or_insert()
+    (out,) = check_pool(group, found)
+    slots = [
+        ops.embedding_bag(
+            group.weights[t],
+            group.hash_tables[t].find(keys[offsets[2 * s] : offsets[2 * s + 2]].to(device)),
+            (offsets[2 * s : 2 * s + 3] - offsets[2 * s]).to(device),
+            combiner,
+        )
+        for s, (t, combiner) in enumerate(((0, "sum"), (0, "mean"), (1, "sum")))
+    ]
+    assert same_bits(out.view(2, 8), torch.cat(slots, 1))
+    check_backward(group, found)
+
+
+def small(device, dim=4):
+    group = Group(torch.float32, [dim], [10], [True], [1], device)
+    group.sources.append(Source(torch.tensor([5, 6, 5]), torch.tensor([0, 1, 3]), torch.empty(0)))
+    group.ask(0, 0, 0, 2, "sum")
+    return group, group.find_or_insert()
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("tensor", 1),
+        ("tensor", -1),
+        ("begin", 1),
+        ("begin", -1),
+        ("begin", 2**62),
+        ("stride", 3),
+        ("stride", 5),
+        ("stride", -4),
+        ("stride", 2**62),
+    ],
+)
+def test_places_that_are_refused(device, column, value):
+    group, found = small(device)
+    group.features[0][FEATURE_COLUMNS.index(column)] = value
+    outs = group.outs()
+    with pytest.raises(ValueError, match=r"features\[0\] has .* outs\[-?\d\]"):
+        pool(group, outs, found)
+    assert (outs[0] == 9).all()
+    with pytest.raises(ValueError, match=r"features\[0\] has .* grads\[-?\d\]"):
+        backward(group, outs, found)
+
+
+@pytest.mark.parametrize("bad", [2, 3, 2**31 - 1])
+def test_numbers_that_are_refused(device, bad):
+    group, found = small(device)
+    found[1][1] = bad
+    with pytest.raises(IndexError, match=r"index\[1\] is"):
+        pool(group, group.outs(), found)
+    with pytest.raises(IndexError, match=r"index\[1\] is"):
+        backward(group, group.outs(), found)
+
+
+@pytest.mark.parametrize("bad", [10, 2**31 - 1])
+def test_rows_that_are_refused(device, bad):
+    group, found = small(device)
+    rows, *rest = group.find()
+    rows[2] = bad
+    with pytest.raises(IndexError, match="group_embedding_bag_"):
+        pool(group, group.outs(), (rows, *rest))
+    found[0][0] = bad
+    with pytest.raises(IndexError, match="group_embedding_bag_"):
+        pool(group, group.outs(), found)
+
+
+def test_counts_that_are_refused(device, backend):
+    group, found = small(device)
+    rows, inverse, counts, *rest = found
+    for bad in (-1, 4) if backend == "cpu" else (-1,):
+        with pytest.raises(ValueError, match=rf"counts\[0\] is {bad}"):
+            backward(group, group.outs(), (rows, inverse, counts.fill_(bad), *rest))
+    with pytest.raises(ValueError, match="counts must have size 1"):
+        backward(group, group.outs(), (rows, inverse, counts[:0], *rest))
+
+
+@pytest.mark.parametrize("bad", [[1, 1, 3], [0, 2, 1], [0, 1, 4], [0, -1, 3], [0, 1, -(2**31)]])
+def test_bags_that_are_refused(device, backend, bad):
+    group, (rows, inverse, counts, _, first_keys) = small(device)
+    bags = torch.tensor(bad, dtype=torch.int32, device=device)
+    found = rows, inverse, counts, bags, first_keys
+    if backend == "cpu":
+        with pytest.raises(ValueError, match="bags must"):
+            pool(group, group.outs(), found)
+    else:
+        # A device takes what is left of them, and then finds rows that are undefined.
+        with contextlib.suppress(IndexError):
+            pool(group, group.outs(), found)
+    with pytest.raises(ValueError, match="bags has 2 elements, but features have 2 bags"):
+        pool(group, group.outs(), (rows, inverse, counts, bags[:2], first_keys))
+
+
+@pytest.mark.parametrize("bad", [-1, 1, 4, 2**62])
+def test_first_keys_that_are_refused(device, backend, bad):
+    group, found = small(device)
+    found[4][0] = bad
+    group.sources[0].weights = torch.ones(3)
+    with contextlib.ExitStack() as stack:
+        if backend == "cpu":  # a device leaves entries out
+            message = r"features\[0\] has keys .* but sample_weights\[0\] has 3 elements"
+            stack.enter_context(pytest.raises(ValueError, match=message))
+        pool(group, group.outs(), found)
+
+
+def test_what_is_written_shares_no_memory(device):
+    group, found = small(device)
+    with pytest.raises(ValueError, match=r"overlaps .* in memory"):
+        pool(group, [group.weights[0].view(-1)[:8]], found)
+    space = torch.zeros(16, device=device)
+    with pytest.raises(ValueError, match=r"outs\[1\] overlaps outs\[0\] in memory"):
+        pool(group, [space[:8], space[4:12]], found)
+
+
+def test_a_bag_without_combiner_has_one_key_at_most(device, backend):
+    group, found = small(device)
+    group.features[0][4] = 3
+    with pytest.raises(ValueError, match="bag 1 of source 0 has more keys than its max_nnz=1"):
+        group.find()
+    if backend == "cpu":
+        with pytest.raises(ValueError, match="bag 1 has more keys than its max_nnz=1"):
+            pool(group, group.outs(), found)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["outs", "weights", "index", "rows", "counts", "bags", "sample_weights", "keys"]
+)
+def test_dtypes_that_are_refused(device, wrong):
+    group, (rows, inverse, counts, bags, first_keys) = small(device)
+    arguments = {
+        "outs": group.outs(),
+        "weights": group.weights,
+        "index": inverse,
+        "rows": rows,
+        "counts": counts,
+        "bags": bags,
+        "features": group.asked[2],
+        "sample_weights": [torch.ones(3, device=device)],
+        "first_keys": first_keys,
+        "keys": group.asked[0],
+    }
+    value = arguments[wrong]
+    arguments[wrong] = value.half() if isinstance(value, torch.Tensor) else [value[0].half()]
+    error = ValueError if wrong == "outs" else TypeError
+    with pytest.raises(error, match=rf"group_embedding_bag_: {wrong}(\[0\])? must"):
+        ops.group_embedding_bag_(**arguments)
+
+
+def test_no_tables(device):
+    group = Group(torch.float32, [], [], [], [], device)
+    found = group.find_or_insert()
+    pool(group, [], found)
+    rows, grads = backward(group, [torch.empty(0, device=device)], found)
+    assert len(rows) == len(grads) == 0
