@@ -230,6 +230,7 @@ def group_embedding_bag_backward(
     sample_weights: Tensors = (),
     first_keys: torch.Tensor | None = None,
     divisor: int = 1,
+    deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum, for each table, the gradients of each of its distinct rows, in order of rows."""
     listed = list(_pooled(grads, dims, bags, features, sample_weights, first_keys))
@@ -253,3 +254,49 @@ def group_embedding_bag_backward(
         all_sums.append(sums.detach().reshape(-1))
     nothing = torch.empty(0, dtype=torch.int64)
     return torch.cat([nothing, *all_rows]), torch.cat([grads[0].new_empty(0), *all_sums])
+
+
+def group_embedding_bag_update_(
+    grads: Tensors,
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors,
+    first_keys: torch.Tensor | None,
+    weights: Tensors,
+    states: Tensors,
+    row_steps: Tensors,
+    steps: Tensors,
+    rule: str,
+    settings: Sequence[float],
+    divisor: int = 1,
+    per_row: bool = False,
+    rounding_seed: int | None = None,
+    count_steps: bool = False,
+) -> None:
+    """Gradients of the distinct rows, and a step on them."""
+    dims = [weight.shape[1] for weight in weights]
+    own_rows, sums = split_by_table(
+        dims,
+        counts,
+        *group_embedding_bag_backward(
+            grads or [weights[0].new_empty(0)], dims, index, rows, counts, bags, features,
+            sample_weights, first_keys, divisor,
+        ),
+    )  # fmt: skip
+    reference.update_rows_(
+        weights, states, row_steps, own_rows, sums, steps, rule, settings,
+        per_row=per_row, rounding_seed=rounding_seed, count_steps=count_steps,
+    )  # fmt: skip
+
+
+def split_by_table(
+    dims: Sequence[int], counts: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor
+) -> tuple[Tensors, Tensors]:
+    """What `group_embedding_bag_backward` returns, as `update_rows_` takes it."""
+    each = counts.tolist()
+    parts = sums.split([count * dim for count, dim in zip(each, dims, strict=True)])
+    shaped = zip(parts, each, dims, strict=True)
+    return rows.split(each), [part.view(count, dim) for part, count, dim in shaped]

@@ -64,6 +64,7 @@ ACROSS_OPS = (
     "two_threads",
     "long_bags",
     "several_tables",
+    "group_update",
     "sizes",
     "workspace",
 )

@@ -2,6 +2,7 @@
 
 #include "group_bags.h"
 #include "overlap.h"
+#include "stepped_tables.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -124,103 +125,228 @@ void pool(Tensors outs, Tensors weights, Tensor index, std::optional<Tensor> row
   });
 }
 
-std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dims, Tensor index,
-                                         std::optional<Tensor> rows, Tensor counts, Tensor bags,
-                                         Tensor features, Tensors sample_weights,
-                                         std::optional<Tensor> first_keys, int64_t divisor,
-                                         [[maybe_unused]] bool deterministic) {
-  const char* op = "group_embedding_bag_backward";
-  const size_t num_tables = dims.size();
-  check_same_dtype(grads, op, "grads");
-  for (Tensor& grad : grads) grad = packed(grad);
-  const GroupArguments arguments(op, grads, "grads", index, rows, counts, bags, features,
-                                 sample_weights, first_keys, {}, static_cast<int64_t>(num_tables));
-  for (size_t t = 0; t < num_tables; ++t) {
-    check(dims[t] >= 0 && dims[t] <= kMostElements, op, ": dims[", t, "] is ", dims[t]);
-    check_row_size(dims[t], op, "a gradient");
+Tensors all_packed(Tensors tensors) {
+  for (Tensor& tensor : tensors) tensor = packed(tensor);
+  return tensors;
+}
+
+// What the gradients of all tables are made of, checked.
+class Gradients {
+ public:
+  const Tensors grads;  // of outputs
+  const GroupArguments arguments;
+  const Engine engine;
+  std::vector<int64_t> counts;     // of rows, for each table
+  int64_t rows = 0, elements = 0;  // of all tables
+
+  Gradients(const char* op, const Tensors& grads_in, const std::vector<int64_t>& dims,
+            const Tensor& index, const std::optional<Tensor>& rows_in, const Tensor& counts_in,
+            const Tensor& bags, const Tensor& features, const Tensors& sample_weights,
+            const std::optional<Tensor>& first_keys, int64_t divisor)
+      : grads(all_packed(grads_in)),
+        arguments(op, grads, "grads", index, rows_in, counts_in, bags, features, sample_weights,
+                  first_keys, {}, static_cast<int64_t>(dims.size())),
+        engine(index),
+        counts(dims.size()),
+        op_(op),
+        dims_(dims),
+        divisor_(divisor) {
+    check_same_dtype(grads, op, "grads");
+    for (size_t t = 0; t < dims.size(); ++t) {
+      check(dims[t] >= 0 && dims[t] <= kMostElements, op, ": dims[", t, "] is ", dims[t]);
+      check_row_size(dims[t], op, "a gradient");
+    }
+    arguments.check_placements(grads, "grads", dims);
+    check(divisor >= 1, op, ": divisor must be at least 1, got ", divisor);
+    engine.read(int64_data(*arguments.counts), num_tables(), counts.data());
+    for (size_t t = 0; t < dims.size(); ++t) {
+      check(counts[t] >= 0, op, ": counts[", t, "] is ", counts[t]);
+      check_elements({counts[t], dims[t]}, op, "a gradient");
+      rows += counts[t];
+      elements += counts[t] * dims[t];
+      check_elements({rows, 1}, op, "all gradients");
+      check_elements({elements, 1}, op, "all gradients");
+    }
   }
-  arguments.check_placements(grads, "grads", dims);
-  check(divisor >= 1, op, ": divisor must be at least 1, got ", divisor);
-  check(!grads.empty() || num_tables == 0, op, ": grads must not be empty");
-  const Engine engine(index);
-  std::vector<int64_t> host_counts(num_tables);
-  engine.read(int64_data(*arguments.counts), static_cast<int64_t>(num_tables), host_counts.data());
-  int64_t total = 0, elements = 0;
-  for (size_t t = 0; t < num_tables; ++t) {
-    check(host_counts[t] >= 0, op, ": counts[", t, "] is ", host_counts[t]);
-    check_elements({host_counts[t], dims[t]}, op, "a gradient");
-    total += host_counts[t];
-    elements += host_counts[t] * dims[t];
-    check_elements({total, 1}, op, "all gradients");
-    check_elements({elements, 1}, op, "all gradients");
-  }
-  Tensor sorted_rows = new_output(index, {arguments.rows ? total : 0}, ScalarType::Long);
-  const Tensor& like = grads.empty() ? index : grads[0];
-  Tensor out = new_output(like, {elements});
-  if (grads.empty()) return {sorted_rows, out};
-  dispatch_rows(grads[0], op, "grads", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const std::vector<FeatureBags<T>> asked = arguments.bags_of<T>(grads, false);
+
+  // With gradients of all tables in grad [elements] and their rows in sorted_rows [rows], which may
+  // be null where they are handed over.
+  template <class T>
+  std::vector<SummedTable<T>> tables(const std::vector<FeatureBags<T>>& features, T* grad,
+                                     int64_t* sorted_rows) const {
     std::vector<SummedTable<T>> tables;
-    tables.reserve(num_tables);
-    int64_t row = 0;
-    T* grad = mutable_data<T>(out);
-    for (size_t t = 0; t < num_tables; ++t) {
+    tables.reserve(dims_.size());
+    const std::vector<int64_t>& begins = arguments.group.table_features;
+    for (size_t t = 0; t < dims_.size(); ++t) {
       const auto [first_entry, n] = arguments.entries_of(t);
-      SummedTable<T> table{
-          asked.data() + arguments.group.table_features[t],
-          arguments.group.table_features[t + 1] - arguments.group.table_features[t],
-          first_entry,
-          n,
-          host_counts[t],
-          dims[t],
-          grad,
-          nullptr,
-          nullptr};
+      SummedTable<T> table{features.data() + begins[t],
+                           begins[t + 1] - begins[t],
+                           first_entry,
+                           n,
+                           counts[t],
+                           dims_[t],
+                           grad,
+                           nullptr,
+                           nullptr};
       if (arguments.rows.has_value()) {
         table.rows = data<int32_t>(*arguments.rows) + first_entry;
-        table.sorted_rows = mutable_data<int64_t>(sorted_rows) + row;
+        table.sorted_rows = sorted_rows;
       }
       tables.push_back(table);
-      row += table.num_rows;
-      grad += table.num_rows * table.dim;
+      if (sorted_rows != nullptr) sorted_rows += table.num_rows;
+      if (grad != nullptr) grad += table.num_rows * table.dim;
     }
+    return tables;
+  }
+
+  // On the CPU: raises unless each row of table t is in [0, num_rows(t)).
+  template <class T, class NumRows>
+  void check_rows(const std::vector<SummedTable<T>>& tables, const NumRows& num_rows) const {
+    for (size_t t = 0; t < tables.size(); ++t) {
+      for (int64_t j = 0; tables[t].rows != nullptr && j < tables[t].num_rows; ++j) {
+        const int64_t row = tables[t].rows[j];
+        if (row >= 0 && row < num_rows(t)) continue;
+        index_error(op_, ": rows[", tables[t].first_entry + j, "] is ", row,
+                    ", which is no row of table ", t);
+      }
+    }
+  }
+
+  // Sums them. A taker is for the CPU alone.
+  template <class T>
+  void sum(const std::vector<SummedTable<T>>& tables, [[maybe_unused]] bool deterministic,
+           [[maybe_unused]] const GradientTaker<T>* taker = nullptr) const {
+    const Tensor& index = arguments.index;
     if constexpr (kOnDevice) {
-      const auto count = static_cast<int64_t>(num_tables);
       const Workspace memory(cuda::group_embedding_bag_backward_workspace_bytes(
-                                 tables.data(), count, arguments.entries),
+                                 tables.data(), num_tables(), arguments.entries),
                              index);
       cuda::group_embedding_bag_backward(
-          tables.data(), count, arguments.entries, data<int32_t>(arguments.index),
+          tables.data(), num_tables(), arguments.entries, data<int32_t>(index),
           arguments.rows ? data<int32_t>(*arguments.rows) : nullptr, int64_data(*arguments.counts),
-          divisor, deterministic,
+          divisor_, deterministic,
           {engine.bad(Complaint::kBagOffset), engine.bad(Complaint::kBagRow)},
           engine.bad(Complaint::kGroupIndex), memory.data(), engine.stream());
       arguments.check_found(engine);
     } else {
-      for (size_t t = 0; t < num_tables; ++t) {
-        for (int64_t j = 0; tables[t].rows != nullptr && j < tables[t].num_rows; ++j) {
-          if (tables[t].rows[j] >= 0) continue;
-          index_error(op, ": rows[", tables[t].first_entry + j, "] is ", tables[t].rows[j],
-                      ", which is no row");
-        }
-      }
-      std::vector<int32_t> order(num_tables);
+      std::vector<int32_t> order(tables.size());
       const ParallelFor parallel_for = torch_parallel_for();
-      const auto count = static_cast<int64_t>(num_tables);
-      const Workspace memory(cpu::group_embedding_bag_backward_workspace_bytes(
-                                 tables.data(), count, order.data(), parallel_for),
-                             index);
+      const Workspace memory(
+          cpu::group_embedding_bag_backward_workspace_bytes(
+              tables.data(), num_tables(), order.data(), parallel_for, taker != nullptr),
+          index);
       const int64_t bad = cpu::group_embedding_bag_backward(
-          tables.data(), count, {nullptr, data<int32_t>(arguments.index)}, divisor, order.data(),
-          memory.data(), parallel_for);
+          tables.data(), num_tables(), {nullptr, data<int32_t>(index)}, divisor_, order.data(),
+          memory.data(), parallel_for, taker);
       if (bad < 0) return;
       const int64_t t = arguments.table_of(bad);
-      arguments.bad_number("index", bad, data<int32_t>(arguments.index)[bad], t, host_counts[t],
-                           "distinct keys");
+      arguments.bad_number("index", bad, data<int32_t>(index)[bad], t, counts[t], "distinct keys");
     }
+  }
+
+ private:
+  int64_t num_tables() const { return static_cast<int64_t>(dims_.size()); }
+
+  const char* op_;
+  const std::vector<int64_t>& dims_;
+  int64_t divisor_;
+};
+
+std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dims, Tensor index,
+                                         std::optional<Tensor> rows, Tensor counts, Tensor bags,
+                                         Tensor features, Tensors sample_weights,
+                                         std::optional<Tensor> first_keys, int64_t divisor,
+                                         bool deterministic) {
+  const char* op = "group_embedding_bag_backward";
+  check(!grads.empty() || dims.empty(), op, ": grads must not be empty");
+  const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
+                            first_keys, divisor);
+  Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
+  Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
+  if (grads.empty()) return {sorted_rows, out};
+  dispatch_rows(grads[0], op, "grads", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const std::vector<FeatureBags<T>> features_of =
+        gradients.arguments.bags_of<T>(gradients.grads, false);
+    const std::vector<SummedTable<T>> tables =
+        gradients.tables(features_of, mutable_data<T>(out), mutable_data<int64_t>(sorted_rows));
+    if constexpr (!kOnDevice) {
+      gradients.check_rows(tables, [](size_t) { return kMostElements; });
+    }
+    gradients.sum(tables, deterministic);
   });
   return {sorted_rows, out};
+}
+
+void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor bags,
+                 Tensor features, Tensors sample_weights, std::optional<Tensor> first_keys,
+                 Tensors weights, Tensors states, Tensors row_steps, Tensors steps,
+                 std::string rule, std::vector<double> settings, int64_t divisor, bool per_row,
+                 std::optional<int64_t> rounding_seed, bool counted) {
+  const char* op = "group_embedding_bag_update_";
+  const TableLists lists{op, weights, states, row_steps, steps};
+  lists.check_sizes();
+  check_list_device(index, weights, op, "weights");
+  std::vector<int64_t> dims;
+  for (size_t t = 0; t < weights.size(); ++t) {
+    check_dim(weights[t], 2, op, Item{"weights", t});
+    dims.push_back(weights[t].size(1));
+  }
+  const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
+                            first_keys, divisor);
+  if (!grads.empty()) check_dtype(grads[0], weights[0].scalar_type(), op, "grads");
+  const StepNumber number{counted, per_row};
+  const Rounding rounding = rounding_of(rounding_seed);
+  dispatch_step(lists, rule, settings, per_row, [&](auto tag, const auto& chosen) {
+    using T = typename decltype(tag)::type;
+    std::vector<SteppedTable<T>> tables(lists.size());
+    lists.for_each([&](size_t t, const char* op_of) {
+      tables[t] = lists.read_table<T>(t, number, std::decay_t<decltype(chosen)>::kRowWise, op_of);
+    });
+    Overlaps overlaps(op);
+    overlaps.read("grads", gradients.grads);
+    overlaps.read("index", index);
+    overlaps.read("rows", rows);
+    overlaps.read("counts", counts);
+    overlaps.read("bags", bags);
+    overlaps.read("features", features);
+    overlaps.read("sample_weights", sample_weights);
+    overlaps.read("first_keys", first_keys);
+    for (size_t t = 0; t < lists.size(); ++t) lists.add_table(overlaps, t, counted);
+    overlaps.check();
+
+    const std::vector<FeatureBags<T>> features_of =
+        gradients.arguments.bags_of<T>(gradients.grads, false);
+    if constexpr (kOnDevice) {
+      const Tensor sorted_rows = new_output(index, {gradients.rows}, ScalarType::Long);
+      const Tensor sums = new_output(weights[0], {gradients.elements});
+      const std::vector<SummedTable<T>> summed =
+          gradients.tables(features_of, mutable_data<T>(sums), mutable_data<int64_t>(sorted_rows));
+      gradients.sum(summed, true);
+      std::vector<RowGradients<T>> of_rows;
+      for (const SummedTable<T>& table : summed) {
+        of_rows.push_back({table.sorted_rows, table.grad, table.num_rows});
+      }
+      const BadRow bad =
+          update_on_device(gradients.engine, tables, of_rows, nullptr, chosen, number, rounding);
+      if (bad.table >= 0) {
+        const int64_t position = of_rows[bad.table].rows - of_rows[0].rows + bad.position;
+        index_error(op, ": one of rows is ", gradients.engine.value(sorted_rows, position),
+                    ", which is no row of table ", bad.table);
+      }
+    } else {
+      const std::vector<SummedTable<T>> summed = gradients.tables<T>(features_of, nullptr, nullptr);
+      gradients.check_rows(summed, [&](size_t t) { return tables[t].table.num_rows; });
+      auto update = [&](int64_t t, const int64_t* own_rows, const T* grad,
+                        const ParallelFor& parallel_for) {
+        const RowGradients<T> of_rows{own_rows, grad, gradients.counts[t]};
+        cpu::update_rows(&tables[t], &of_rows, 1, chosen, number, rounding, parallel_for);
+      };
+      const GradientTaker<T> taker(update);
+      gradients.sum(summed, true, &taker);
+    }
+    if (counted) count_steps(gradients.engine, tables);
+  });
 }
 
 }  // namespace
@@ -229,4 +355,5 @@ std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dim
 SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("group_embedding_bag_", TORCH_BOX(&sparsekit::ops::pool));
   m.impl("group_embedding_bag_backward", TORCH_BOX(&sparsekit::ops::pool_backward));
+  m.impl("group_embedding_bag_update_", TORCH_BOX(&sparsekit::ops::pool_update));
 }

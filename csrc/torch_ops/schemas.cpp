@@ -64,6 +64,12 @@ SPARSEKIT_LIBRARY(m) {
       " Tensor counts, Tensor bags, Tensor features, Tensor[] sample_weights,"
       " Tensor? first_keys, int divisor=1, bool deterministic=True) -> (Tensor rows, Tensor "
       "grads)");
+  m.def(
+      "group_embedding_bag_update_(Tensor[] grads, Tensor index, Tensor rows, Tensor counts,"
+      " Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? first_keys,"
+      " Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps, Tensor(d!)[] steps,"
+      " str rule, float[] settings, int divisor=1, bool per_row=False, int? rounding_seed=None,"
+      " bool count_steps=False) -> ()");
 
   m.def(
       "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps,"

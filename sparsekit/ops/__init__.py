@@ -4,7 +4,11 @@ from .bucketize import bucketize
 from .catch_up_rows import catch_up_rows_
 from .embedding_bag import embedding_bag
 from .gather_rows import gather_rows
-from .group_embedding_bag import group_embedding_bag_, group_embedding_bag_backward
+from .group_embedding_bag import (
+    group_embedding_bag_,
+    group_embedding_bag_backward,
+    group_embedding_bag_update_,
+)
 from .group_find import group_find, group_find_or_insert_
 from .hash_table import (
     hash_table_clear_,
@@ -24,6 +28,7 @@ __all__ = [
     "gather_rows",
     "group_embedding_bag_",
     "group_embedding_bag_backward",
+    "group_embedding_bag_update_",
     "group_find",
     "group_find_or_insert_",
     "hash_table_clear_",

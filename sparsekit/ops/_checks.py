@@ -14,6 +14,11 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
+def signed_64(seed: int) -> int:
+    """The same 64 bits as a signed number, which is what an op takes."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def check_tensor(
     op: str, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], dim: int
 ) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._checks import ROW_DTYPES, check_same_device, check_tensor
+from ._checks import ROW_DTYPES, check_same_device, check_tensor, signed_64
 
 DISTRIBUTIONS = {"constant": 0, "uniform": 1, "normal": 2}
 
@@ -51,9 +51,7 @@ def init_rows_(
         raise ValueError(
             f"init_rows_: distribution must be one of {list(DISTRIBUTIONS)}, got {distribution!r}"
         )
-    # The schema's int is signed; the 64 bits are what counts.
-    signed = (seed + 2**63) % 2**64 - 2**63
-    _op(out, keys, rows, status, signed, DISTRIBUTIONS[distribution], a, b)
+    _op(out, keys, rows, status, signed_64(seed), DISTRIBUTIONS[distribution], a, b)
     torch.autograd.graph.increment_version(out)
 
 

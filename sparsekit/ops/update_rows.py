@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._checks import ROW_DTYPES, check_same_device, check_tensor, explain
+from ._checks import ROW_DTYPES, check_same_device, check_tensor, explain, signed_64
 
 Tensors = Sequence[torch.Tensor]
 
@@ -80,9 +80,7 @@ def update_rows_(
     tables = [_listed(argument) for argument in (weight, row_step, rows, grad, step)]
     weights, row_steps, all_rows, grads, steps = tables
     arguments = weights, states, row_steps, all_rows, grads, steps
-    seed = rounding_seed
-    if seed is not None:
-        seed = (seed + 2**63) % 2**64 - 2**63  # the same 64 bits, signed
+    seed = None if rounding_seed is None else signed_64(rounding_seed)
     try:
         _op(*arguments, rule, settings, per_row, seed, count_steps)
     except Exception as refusal:

@@ -4,7 +4,9 @@ import torch
 
 from ..ops import test_group_embedding_bag as bags
 from ..ops import test_group_find as find
+from ..ops import test_group_update as updates
 from ..ops.groups import Group, random_group
+from ..ops.optimizer_rules import CASES
 from .case import Case
 
 
@@ -29,4 +31,22 @@ def group_embedding_bag(case: Case) -> None:
         bags.check_all(group)
 
 
-OPS = {"group_find": group_find, "group_embedding_bag": group_embedding_bag}
+def group_update(case: Case) -> None:
+    """The fused step against the two ops that it is made of, for any rule."""
+    group, name = _group(case), case.any_of(*CASES)
+    keywords = {"count_steps": case.maybe(0.5), "own_steps": case.maybe(0.5)}
+    if keywords["own_steps"] and CASES[name][0] == "adam":
+        keywords["per_row"] = case.maybe(0.5)
+    if case.maybe(0.3):
+        keywords["rounding_seed"] = case.random.getrandbits(64)
+    divisor = case.any_of(1, 1, 2, 3, 1000)
+    case.note(case=name, divisor=divisor, **keywords)
+    with case._threads():
+        updates.check(group, name, divisor, **keywords)
+
+
+OPS = {
+    "group_find": group_find,
+    "group_embedding_bag": group_embedding_bag,
+    "group_update": group_update,
+}

@@ -111,6 +111,21 @@ def group_bags(made, kind):
     return made.outs(), made.weights, inverse, rows, counts, *asked, [], [], None
 
 
+def group_step(made, case, own_steps=False, **keywords):
+    rows, inverse, counts, bags, first_keys = made.find_or_insert()
+    asked = bags, made.asked[2], made.sample_weights, first_keys
+    rule, settings, _ = RULES[case]
+    states = [
+        state
+        for weight in made.weights
+        for state in table_of(case, *weight.shape, weight.dtype, together=False)[1]
+    ]
+    row_steps = [torch.zeros(9, dtype=torch.int32) for _ in made.weights] if own_steps else []
+    steps = [int64(2), int64(3)]
+    tables = made.weights, states, row_steps, steps, rule, settings
+    return made.outs(), inverse, rows, counts, *asked, *tables, 2, own_steps, None, own_steps
+
+
 # What each op is called with. Made when it is wanted, since some ops change their arguments.
 CASES = {
     "hash_table_clear_": lambda: [(table(1, 2).buckets,)],
@@ -179,6 +194,11 @@ CASES = {
     "group_embedding_bag_backward": lambda: [
         *(group_bags(group(dtype), "backward") for dtype in ROW_DTYPES),
         group_bags(group(weighted=True), "backward"),
+    ],
+    "group_embedding_bag_update_": lambda: [
+        *(group_step(group(dtype), "lazy adam", True) for dtype in ROW_DTYPES),
+        group_step(group(weighted=True), "momentum"),
+        group_step(group(), "row-wise adagrad"),
     ],
     "init_rows_": lambda: [
         *(

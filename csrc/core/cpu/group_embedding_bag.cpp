@@ -1,7 +1,9 @@
 #include "sparsekit/group_embedding_bag.h"
 
 #include <algorithm>
+#include <limits>
 
+#include "cpu/bag_gradients.h"
 #include "cpu/bags.h"
 #include "cpu/first_bad.h"
 #include "cpu/init_row.h"
@@ -109,61 +111,6 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
 
 // ---- gradients ----
 
-// Gradients of the bags of a table's features as entries of a segment reduction.
-template <class T, bool kScaled>
-struct BagGradients {
-  static constexpr bool scaled = kScaled;
-  const FeatureBags<T>* features;
-  int64_t num_features;
-  int64_t first_entry;
-
-  template <class F>
-  void visit(int64_t begin, int64_t end, const F& f) const {
-    const auto after = [](int64_t entry, const FeatureBags<T>& bags) {
-      return entry < bags.first_entry();
-    };
-    const FeatureBags<T>* bags =
-        std::upper_bound(features, features + num_features, first_entry + begin, after) - 1;
-    for (int64_t i = begin; i < end; ++bags) {
-      const int64_t stop = std::min(end, bags->bags[bags->num_bags] - first_entry);
-      if (i < stop) visit_feature(*bags, i, stop, f);
-      i = std::max(i, stop);
-    }
-  }
-
- private:
-  // Entries begin, ..., end - 1, all of this feature.
-  template <class F>
-  void visit_feature(const FeatureBags<T>& bags, int64_t begin, int64_t end, const F& f) const {
-    const EntryNumbers bounds = bags.bags;
-    const int64_t base = first_entry, stride = bags.stride;
-    const Combiner combiner = bags.combiner;
-    // By position among the entries.
-    const int64_t to_weight = base - bags.first_entry() + bags.first();
-    const Acc<T>* weights = bags.sample_weights;
-    int64_t low = 0, high = bags.num_bags;  // the last bag that begins at the entry or before
-    while (high - low > 1) {
-      const int64_t middle = low + (high - low) / 2;
-      (bounds[middle] - base <= begin ? low : high) = middle;
-    }
-    const T* row = bags.grad + low * stride;
-    int64_t bag_begin = bounds[low] - base;
-    for (int64_t i = begin; i < end; ++low, row += stride) {
-      const int64_t bag_end = bounds[low + 1] - base;
-      const int64_t stop = std::min(end, bag_end);
-      if constexpr (kScaled) {
-        const Acc<T> total = divisor(weights, bag_begin + to_weight, bag_end + to_weight, combiner);
-        for (; i < stop; ++i) {
-          f(i, row, divided(weights == nullptr ? Acc<T>{1} : weights[i + to_weight], total));
-        }
-      } else {
-        for (; i < stop; ++i) f(i, row, Acc<T>{1});
-      }
-      bag_begin = bag_end;
-    }
-  }
-};
-
 template <class T>
 int64_t work_of(const SummedTable<T>& table) {
   return table.n * table.dim;
@@ -190,6 +137,29 @@ struct Memory {
     return workspace.used();
   }
 };
+
+// A table whose gradient lies in workspace, in the order of its numbers.
+template <class T>
+struct TakenTable {
+  SummedTable<T> table;
+  int64_t* rows;
+  void* memory;  // to sum it
+
+  TakenTable(Workspace& workspace, const SummedTable<T>& of)
+      : table(of), rows(workspace.take<int64_t>(of.num_rows)) {
+    table.rows = nullptr;
+    table.grad = workspace.take<T>(of.num_rows * of.dim);
+    memory = workspace.take<char>(0);
+  }
+};
+
+template <class T>
+int64_t memory_bytes(const SummedTable<T>& table, const ParallelFor& parallel_for, bool has_taker) {
+  if (!has_taker) return Memory<T>::bytes(table, parallel_for);
+  Workspace workspace(nullptr);
+  const TakenTable<T> taken(workspace, table);
+  return workspace.used() + Memory<T>::bytes(taken.table, parallel_for);
+}
 
 // Returns as group_embedding_bag_backward.
 template <class T>
@@ -243,6 +213,30 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
     });
   }
   return -1;
+}
+
+// The first entry whose number is >= its table's num_rows, or -1.
+template <class T>
+int64_t first_beyond(const SummedTable<T>* tables, int64_t num_tables, EntryNumbers index,
+                     const ParallelFor& parallel_for) {
+  FirstBad bad;
+  const auto check = [&](const auto* numbers, const SummedTable<T>& table) {
+    const int64_t num_rows = table.num_rows;
+    parallel_for(0, table.n, 65536, [=, &bad](int64_t begin, int64_t end) {
+      // The largest first, which is quicker to find than the first beyond.
+      auto largest = std::numeric_limits<std::decay_t<decltype(*numbers)>>::min();
+      for (int64_t i = begin; i < end; ++i) largest = std::max(largest, numbers[i]);
+      if (largest < num_rows) return;
+      const auto beyond = [=](int64_t number) { return number >= num_rows; };
+      bad.report(table.first_entry +
+                 (std::find_if(numbers + begin, numbers + end, beyond) - numbers));
+    });
+  };
+  for (int64_t t = 0; t < num_tables; ++t) {
+    const EntryNumbers own = index.from(tables[t].first_entry);
+    own.wide != nullptr ? check(own.wide, tables[t]) : check(own.narrow, tables[t]);
+  }
+  return bad.position();
 }
 
 // The widest vector, so that kinds of threads do not share a cache line.
@@ -300,15 +294,16 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int32_t* order,
-                                                     const ParallelFor& parallel_for) {
+                                                     const ParallelFor& parallel_for,
+                                                     bool has_taker) {
   const SharedJobs jobs = shared_tables(tables, num_tables, order, parallel_for);
   int64_t together = 0, alone = 0;
   for (int64_t place = 0; place < num_tables; ++place) {
     const SummedTable<T>& table = tables[jobs.job(place)];
     if (place < jobs.num_together()) {
-      together = std::max(together, Memory<T>::bytes(table, parallel_for));
+      together = std::max(together, memory_bytes(table, parallel_for, has_taker));
     } else {
-      alone = std::max(alone, Memory<T>::bytes(table, one_thread()));
+      alone = std::max(alone, memory_bytes(table, one_thread(), has_taker));
     }
   }
   return std::max(together, jobs.threads() * alone);
@@ -317,16 +312,29 @@ int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* table
 template <class T>
 int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
                                      EntryNumbers index, int64_t divide_by, int32_t* order,
-                                     void* workspace, const ParallelFor& parallel_for) {
+                                     void* workspace, const ParallelFor& parallel_for,
+                                     const GradientTaker<T>* taker) {
+  if (taker != nullptr) {
+    const int64_t bad = first_beyond(tables, num_tables, index, parallel_for);
+    if (bad >= 0) return bad;
+  }
   const SharedJobs jobs = shared_tables(tables, num_tables, order, parallel_for);
   int64_t alone = 0;
   for (int64_t place = jobs.num_together(); place < num_tables; ++place) {
-    alone = std::max(alone, Memory<T>::bytes(tables[jobs.job(place)], one_thread()));
+    alone = std::max(alone, memory_bytes(tables[jobs.job(place)], one_thread(), taker != nullptr));
   }
   FirstBad bad;
   const auto sum = [&](int64_t t, void* memory, const ParallelFor& own) {
-    const int64_t entry = sum_table(tables[t], index, divide_by, memory, own);
-    if (entry >= 0) bad.report(entry);
+    if (taker == nullptr) {
+      const int64_t entry = sum_table(tables[t], index, divide_by, memory, own);
+      if (entry >= 0) bad.report(entry);
+      return;
+    }
+    Workspace parts(memory);
+    const TakenTable<T> taken(parts, tables[t]);
+    sum_table(taken.table, index, divide_by, taken.memory, own);
+    std::copy_n(tables[t].rows, tables[t].num_rows, taken.rows);
+    (*taker)(t, taken.rows, taken.table.grad, own);
   };
   jobs.run([&](int64_t t) { sum(t, workspace, parallel_for); },
            [&](int64_t t, int64_t thread) {
@@ -335,13 +343,14 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
   return bad.position();
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                \
-  template int64_t group_embedding_bag(const PooledTable<T>*, const FeatureBags<T>*, int64_t,   \
-                                       EntryNumbers, int64_t*, T*, const ParallelFor&);         \
-  template int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>*, int64_t, \
-                                                                int32_t*, const ParallelFor&);  \
-  template int64_t group_embedding_bag_backward(const SummedTable<T>*, int64_t, EntryNumbers,   \
-                                                int64_t, int32_t*, void*, const ParallelFor&);
+#define SPARSEKIT_INSTANTIATE(T)                                                              \
+  template int64_t group_embedding_bag(const PooledTable<T>*, const FeatureBags<T>*, int64_t, \
+                                       EntryNumbers, int64_t*, T*, const ParallelFor&);       \
+  template int64_t group_embedding_bag_backward_workspace_bytes(                              \
+      const SummedTable<T>*, int64_t, int32_t*, const ParallelFor&, bool);                    \
+  template int64_t group_embedding_bag_backward(const SummedTable<T>*, int64_t, EntryNumbers, \
+                                                int64_t, int32_t*, void*, const ParallelFor&, \
+                                                const GradientTaker<T>*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

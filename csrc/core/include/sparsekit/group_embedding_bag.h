@@ -6,6 +6,7 @@
 #include "sparsekit/embedding_bag.h"
 #include "sparsekit/entry_numbers.h"
 #include "sparsekit/init_rows.h"
+#include "sparsekit/parallel.h"
 
 namespace sparsekit {
 
@@ -63,6 +64,28 @@ struct SummedTable {
   int64_t* sorted_rows;
 };
 
+// Takes the gradient of a table from the thread that summed it, while it is in the cache: grad
+// [num_rows, dim] of the int64 `rows` [num_rows], neither of which stays. Called for several tables
+// at a time, each with the threads that it may use. Must not throw.
+template <class T>
+class GradientTaker {
+ public:
+  template <class F>
+  explicit GradientTaker(F& take)
+      : take_([](int64_t table, const int64_t* rows, const T* grad, const ParallelFor& parallel_for,
+                 void* context) { (*static_cast<F*>(context))(table, rows, grad, parallel_for); }),
+        context_(&take) {}
+
+  void operator()(int64_t table, const int64_t* rows, const T* grad,
+                  const ParallelFor& parallel_for) const {
+    take_(table, rows, grad, parallel_for, context_);
+  }
+
+ private:
+  void (*take_)(int64_t, const int64_t*, const T*, const ParallelFor&, void*);
+  void* context_;
+};
+
 namespace cpu {
 
 // Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
@@ -74,20 +97,25 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
                             int64_t num_features, EntryNumbers index, int64_t* units_before,
                             T* scratch, const ParallelFor& parallel_for);
 
-// Bytes of workspace, aligned to 64, for group_embedding_bag_backward; `order` [tables] is for both
-// of them.
+// Bytes of workspace, aligned to 64, for group_embedding_bag_backward, with a taker or without;
+// `order` [tables] is for both of them.
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int32_t* order,
-                                                     const ParallelFor& parallel_for);
+                                                     const ParallelFor& parallel_for,
+                                                     bool has_taker = false);
 
 // Gradients of the rows of all tables, each as embedding_bag_backward of its entries makes it, then
 // divided by `divisor`. index[e] is the number of entry e's row in its table; a negative one is
 // left out. Returns -1, or the first entry whose number is >= num_rows.
+//
+// With a taker, gradients go to it, in the order of `rows`, and grad and sorted_rows are not looked
+// at; a bad entry is then found before anything is taken.
 template <class T>
 int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
                                      EntryNumbers index, int64_t divisor, int32_t* order,
-                                     void* workspace, const ParallelFor& parallel_for);
+                                     void* workspace, const ParallelFor& parallel_for,
+                                     const GradientTaker<T>* taker = nullptr);
 
 }  // namespace cpu
 

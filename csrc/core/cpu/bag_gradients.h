@@ -1,0 +1,68 @@
+// The gradients of bags, bag after bag, as a segment reduction reads them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/bags.h"
+#include "cpu/sum_rows.h"
+#include "sparsekit/group_embedding_bag.h"
+
+namespace sparsekit::cpu {
+
+// Gradients of the bags of a table's features as entries of a segment reduction.
+template <class T, bool kScaled>
+struct BagGradients {
+  static constexpr bool scaled = kScaled;
+  const FeatureBags<T>* features;
+  int64_t num_features;
+  int64_t first_entry;
+
+  template <class F>
+  void visit(int64_t begin, int64_t end, const F& f) const {
+    const auto after = [](int64_t entry, const FeatureBags<T>& bags) {
+      return entry < bags.first_entry();
+    };
+    const FeatureBags<T>* bags =
+        std::upper_bound(features, features + num_features, first_entry + begin, after) - 1;
+    for (int64_t i = begin; i < end; ++bags) {
+      const int64_t stop = std::min(end, bags->bags[bags->num_bags] - first_entry);
+      if (i < stop) visit_feature(*bags, i, stop, f);
+      i = std::max(i, stop);
+    }
+  }
+
+ private:
+  // Entries begin, ..., end - 1, all of this feature.
+  template <class F>
+  void visit_feature(const FeatureBags<T>& bags, int64_t begin, int64_t end, const F& f) const {
+    const EntryNumbers bounds = bags.bags;
+    const int64_t base = first_entry, stride = bags.stride;
+    const Combiner combiner = bags.combiner;
+    // By position among the entries.
+    const int64_t to_weight = base - bags.first_entry() + bags.first();
+    const Acc<T>* weights = bags.sample_weights;
+    int64_t low = 0, high = bags.num_bags;  // the last bag that begins at the entry or before
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (bounds[middle] - base <= begin ? low : high) = middle;
+    }
+    const T* row = bags.grad + low * stride;
+    int64_t bag_begin = bounds[low] - base;
+    for (int64_t i = begin; i < end; ++low, row += stride) {
+      const int64_t bag_end = bounds[low + 1] - base;
+      const int64_t stop = std::min(end, bag_end);
+      if constexpr (kScaled) {
+        const Acc<T> total = divisor(weights, bag_begin + to_weight, bag_end + to_weight, combiner);
+        for (; i < stop; ++i) {
+          f(i, row, divided(weights == nullptr ? Acc<T>{1} : weights[i + to_weight], total));
+        }
+      } else {
+        for (; i < stop; ++i) f(i, row, Acc<T>{1});
+      }
+      bag_begin = bag_end;
+    }
+  }
+};
+
+}  // namespace sparsekit::cpu
