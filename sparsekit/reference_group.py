@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import reference
-from .ops._group import FEATURE_COLUMNS, GROUP_COMBINERS
+from .ops._group import FEATURE_COLUMNS, GROUP_COMBINERS, split_by_table
 from .ops.init_rows import DISTRIBUTIONS
 
 Tensors = Sequence[torch.Tensor]
@@ -253,7 +253,10 @@ def group_embedding_bag_backward(
             sums = sums[order]
         all_sums.append(sums.detach().reshape(-1))
     nothing = torch.empty(0, dtype=torch.int64)
-    return torch.cat([nothing, *all_rows]), torch.cat([grads[0].new_empty(0), *all_sums])
+    # Each begins at a multiple of 16 elements.
+    padded = [torch.nn.functional.pad(sums, (0, -len(sums) % 16)) for sums in all_sums[:-1]]
+    parts = [grads[0].new_empty(0), *padded, *all_sums[-1:]]
+    return torch.cat([nothing, *all_rows]), torch.cat(parts)
 
 
 def group_embedding_bag_update_(
@@ -275,12 +278,13 @@ def group_embedding_bag_update_(
     per_row: bool = False,
     rounding_seed: int | None = None,
     count_steps: bool = False,
+    deterministic: bool = True,
 ) -> None:
     """Gradients of the distinct rows, and a step on them."""
     dims = [weight.shape[1] for weight in weights]
     own_rows, sums = split_by_table(
         dims,
-        counts,
+        counts.tolist(),
         *group_embedding_bag_backward(
             grads or [weights[0].new_empty(0)], dims, index, rows, counts, bags, features,
             sample_weights, first_keys, divisor,
@@ -290,13 +294,3 @@ def group_embedding_bag_update_(
         weights, states, row_steps, own_rows, sums, steps, rule, settings,
         per_row=per_row, rounding_seed=rounding_seed, count_steps=count_steps,
     )  # fmt: skip
-
-
-def split_by_table(
-    dims: Sequence[int], counts: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor
-) -> tuple[Tensors, Tensors]:
-    """What `group_embedding_bag_backward` returns, as `update_rows_` takes it."""
-    each = counts.tolist()
-    parts = sums.split([count * dim for count, dim in zip(each, dims, strict=True)])
-    shaped = zip(parts, each, dims, strict=True)
-    return rows.split(each), [part.view(count, dim) for part, count, dim in shaped]

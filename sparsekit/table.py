@@ -82,7 +82,7 @@ class HashTable(torch.nn.Module):
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
         self._check_keys(keys)
-        buckets, hash_seed, _ = self._state()
+        buckets, hash_seed, _ = self.tensors()
         if keys.dim() == 1:
             return _find(buckets, hash_seed, keys)
         return _find(buckets, hash_seed, keys.reshape(-1)).view(keys.shape)
@@ -108,7 +108,7 @@ class HashTable(torch.nn.Module):
 
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
-        state = self._state()
+        state = self.tensors()
         try:
             rows, status = _find_or_insert(*state, keys, self.capacity)
         except RuntimeError as error:
@@ -132,13 +132,14 @@ class HashTable(torch.nn.Module):
             raise TypeError(f"{self.name}: keys must be a tensor, got {type(keys).__name__}")
         if keys.dtype not in KEY_DTYPES:
             raise TypeError(f"{self.name}: keys must be int64 or int32, got {keys.dtype}")
-        buckets = self._state()[0]
+        buckets = self.tensors()[0]
         if keys.device != buckets.device:
             raise ValueError(
                 f"{self.name}: keys is on {keys.device}, the table on {buckets.device}"
             )
 
-    def _state(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Buckets, hash_seed and size, as the ops take them."""
         # A module's way to find its attributes takes longer than a small lookup in the table.
         buffers = cast(dict[str, torch.Tensor], self._buffers)
         return buffers["buckets"], buffers["hash_seed"], buffers["size"]
@@ -167,7 +168,7 @@ class HashTable(torch.nn.Module):
                 f"{self.capacity}], the capacity here"
             )
         keys = self._keys_by_row(buckets, size).to(device or buckets.device)
-        new_buckets = prefer_huge_pages(torch.empty_like(self._state()[0], device=keys.device))
+        new_buckets = prefer_huge_pages(torch.empty_like(self.tensors()[0], device=keys.device))
         new_size = torch.zeros(1, dtype=torch.int64, device=keys.device)
         ops.hash_table_clear_(new_buckets)
         hash_seed = hash_seed.to(keys.device)
@@ -227,7 +228,7 @@ class HashTable(torch.nn.Module):
 
     def keys(self) -> torch.Tensor:
         """All keys, int64 ``[len(table)]``; the key of row i is at position i."""
-        return ops.hash_table_keys(*self._state())
+        return ops.hash_table_keys(*self.tensors())
 
     def __len__(self) -> int:
         return int(self.size)

@@ -106,9 +106,42 @@ def use_everything():
                 show(f"{rule} {count} {name}", weight, *states)
 
 
+def use_layers():
+    dims = (3, 16, 64, 100)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for fused in (False, True):
+            name = f"group {dtype} {fused}"
+            group = sparsekit.EmbeddingGroup({
+                f"t{t}": sparsekit.DistributedEmbedding(
+                    ("sum", "mean", "sqrtn")[t % 3], 5000, dim, 1, 90, name=f"t{t}", dtype=dtype
+                ) for t, dim in enumerate(dims)
+            })
+            optimizer = sparsekit.optim.LazyAdam(group.parameters(), lr=0.1)
+            handle = sparsekit.optim.fuse_in_backward(optimizer, group) if fused else None
+            for step in range(3):
+                group.train(step < 2)
+                inputs = {}
+                for t in group.layers:
+                    bags = 9000 if (fused, dtype, t) == (True, torch.float32, "t2") else 300
+                    offsets = torch.arange(bags + 1) * 9000 // bags
+                    inputs[t] = integers(-2000, 2000, 9000), offsets
+                out = group(inputs)
+                show(f"{name} forward", *out.values())
+                torch.autograd.backward(
+                    list(out.values()), [torch.ones_like(o) * 0.3 for o in out.values()]
+                )
+                for p in group.parameters():
+                    if p.grad is not None:
+                        show(f"{name} gradient", p.grad._indices(), p.grad._values())
+                optimizer.step()
+                optimizer.zero_grad()
+                show(f"{name} weights", *group.parameters())
+
+
 torch.set_num_threads(1)
 with Record():
     use_everything()
+    use_layers()
 print("engine", sparsekit.build_info()["cpu_engine"])
 schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparsekit::")}
 print("missing", sorted(schemas - {name.replace(".", "::", 1).split(".")[0] for name in called}))

@@ -17,6 +17,12 @@ void check_same_dtype(const Tensors& tensors, const char* op, const char* name) 
   }
 }
 
+// Memory for an output of pool(), in the dtype of `like`.
+Tensor new_out(Tensor like, int64_t num_elements) {
+  check_elements({num_elements}, "group_embedding_bag_out", "a result");
+  return new_output(like, {num_elements});
+}
+
 void pool(Tensors outs, Tensors weights, Tensor index, std::optional<Tensor> rows,
           std::optional<Tensor> counts, Tensor bags, Tensor features, Tensors sample_weights,
           std::optional<Tensor> first_keys, Tensors keys, Tensors seeds,
@@ -163,6 +169,8 @@ class Gradients {
       check(counts[t] >= 0, op, ": counts[", t, "] is ", counts[t]);
       check_elements({counts[t], dims[t]}, op, "a gradient");
       rows += counts[t];
+      elements = (elements + kPartElements - 1) / kPartElements * kPartElements;
+      begins_.push_back(elements);
       elements += counts[t] * dims[t];
       check_elements({rows, 1}, op, "all gradients");
       check_elements({elements, 1}, op, "all gradients");
@@ -185,7 +193,7 @@ class Gradients {
                            n,
                            counts[t],
                            dims_[t],
-                           grad,
+                           grad == nullptr ? nullptr : grad + begins_[t],
                            nullptr,
                            nullptr};
       if (arguments.rows.has_value()) {
@@ -194,9 +202,16 @@ class Gradients {
       }
       tables.push_back(table);
       if (sorted_rows != nullptr) sorted_rows += table.num_rows;
-      if (grad != nullptr) grad += table.num_rows * table.dim;
     }
     return tables;
+  }
+
+  // Writes zeros between the gradients of tables.
+  template <class T>
+  void clear_gaps(T* grad) const {
+    for (size_t t = 1; t < counts.size(); ++t) {
+      std::fill(grad + begins_[t - 1] + counts[t - 1] * dims_[t - 1], grad + begins_[t], T{});
+    }
   }
 
   // On the CPU: raises unless each row of table t is in [0, num_rows(t)).
@@ -247,9 +262,13 @@ class Gradients {
  private:
   int64_t num_tables() const { return static_cast<int64_t>(dims_.size()); }
 
+  // A table's gradients begin at a multiple of it, for loads of many elements in one.
+  static constexpr int64_t kPartElements = 16;
+
   const char* op_;
   const std::vector<int64_t>& dims_;
   int64_t divisor_;
+  std::vector<int64_t> begins_;  // of each table, in elements
 };
 
 std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dims, Tensor index,
@@ -272,6 +291,7 @@ std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dim
         gradients.tables(features_of, mutable_data<T>(out), mutable_data<int64_t>(sorted_rows));
     if constexpr (!kOnDevice) {
       gradients.check_rows(tables, [](size_t) { return kMostElements; });
+      gradients.clear_gaps(mutable_data<T>(out));
     }
     gradients.sum(tables, deterministic);
   });
@@ -282,7 +302,8 @@ void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor
                  Tensor features, Tensors sample_weights, std::optional<Tensor> first_keys,
                  Tensors weights, Tensors states, Tensors row_steps, Tensors steps,
                  std::string rule, std::vector<double> settings, int64_t divisor, bool per_row,
-                 std::optional<int64_t> rounding_seed, bool counted) {
+                 std::optional<int64_t> rounding_seed, bool counted,
+                 [[maybe_unused]] bool deterministic) {
   const char* op = "group_embedding_bag_update_";
   const TableLists lists{op, weights, states, row_steps, steps};
   lists.check_sizes();
@@ -322,7 +343,7 @@ void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor
       const Tensor sums = new_output(weights[0], {gradients.elements});
       const std::vector<SummedTable<T>> summed =
           gradients.tables(features_of, mutable_data<T>(sums), mutable_data<int64_t>(sorted_rows));
-      gradients.sum(summed, true);
+      gradients.sum(summed, deterministic);
       std::vector<RowGradients<T>> of_rows;
       for (const SummedTable<T>& table : summed) {
         of_rows.push_back({table.sorted_rows, table.grad, table.num_rows});
@@ -353,6 +374,7 @@ void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor
 }  // namespace sparsekit::ops
 
 SPARSEKIT_LIBRARY_IMPL(m) {
+  m.impl("group_embedding_bag_out", TORCH_BOX(&sparsekit::ops::new_out));
   m.impl("group_embedding_bag_", TORCH_BOX(&sparsekit::ops::pool));
   m.impl("group_embedding_bag_backward", TORCH_BOX(&sparsekit::ops::pool_backward));
   m.impl("group_embedding_bag_update_", TORCH_BOX(&sparsekit::ops::pool_update));

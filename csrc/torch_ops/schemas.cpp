@@ -55,6 +55,7 @@ SPARSEKIT_LIBRARY(m) {
       " Tensor(c!)[] weights, Tensor[] seeds, Tensor tables, Tensor initializers, Tensor[] keys,"
       " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor inverse, Tensor counts,"
       " Tensor bags, Tensor first_keys)");
+  m.def("group_embedding_bag_out(Tensor like, int num_elements) -> Tensor");
   m.def(
       "group_embedding_bag_(Tensor(a!)[] outs, Tensor[] weights, Tensor index, Tensor? rows,"
       " Tensor? counts, Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? first_keys,"
@@ -69,7 +70,7 @@ SPARSEKIT_LIBRARY(m) {
       " Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? first_keys,"
       " Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps, Tensor(d!)[] steps,"
       " str rule, float[] settings, int divisor=1, bool per_row=False, int? rounding_seed=None,"
-      " bool count_steps=False) -> ()");
+      " bool count_steps=False, bool deterministic=True) -> ()");
 
   m.def(
       "update_rows_(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps,"

@@ -9,7 +9,7 @@ from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
 from .lookup import look_up
 from .options import TableOptions, check_choice, check_count
-from .request import BagRequest, VectorRequest, ask_bags, ask_vectors
+from .request import Request, ask_bags, ask_vectors
 from .shard import ShardedTable
 
 STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
@@ -131,7 +131,7 @@ class DistributedEmbedding(ShardedTable):
         """
         return look_up([self], lambda: [self.request(inputs, sample_weights)])[0]
 
-    def request(self, inputs: Any, sample_weights: Any = None) -> BagRequest:
+    def request(self, inputs: Any, sample_weights: Any = None) -> Request:
         """See `ShardedTable`."""
         return ask_bags(
             self,
@@ -218,7 +218,7 @@ class All2AllDenseEmbedding(ShardedTable):
         """Look up the vector of each key; see Shape above."""
         return look_up([self], lambda: [self.request(keys)])[0]
 
-    def request(self, keys: torch.Tensor) -> VectorRequest:
+    def request(self, keys: torch.Tensor) -> Request:
         """See `ShardedTable`."""
         slots = None if self.dynamic_input else (self.slot_num, self.nnz_per_slot)
         return ask_vectors(self, keys, slots)

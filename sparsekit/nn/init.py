@@ -1,6 +1,7 @@
 """Initializers: what a new embedding row starts from."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -17,6 +18,12 @@ class Initializer:
     @property
     def _distribution(self) -> tuple[str, float, float]:
         raise NotImplementedError
+
+    @cached_property
+    def numbers(self) -> tuple[float, float, float]:
+        """The distribution as ops take it: its number, a and b."""
+        name, a, b = self._distribution
+        return DISTRIBUTIONS[name], a, b
 
     def __post_init__(self) -> None:
         name, a, b = self._distribution
@@ -41,8 +48,7 @@ class Initializer:
 
         The seed is a signed integer of 64 bits, as that of a layer.
         """
-        name, a, b = self._distribution
-        _init_rows(out, keys, rows, status, seed, DISTRIBUTIONS[name], a, b)
+        _init_rows(out, keys, rows, status, seed, *self.numbers)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ FORMS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Bags:
     """Bag b holds ``values[offsets[b]:offsets[b + 1]]``.
 
@@ -22,35 +22,27 @@ class Bags:
     """
 
     values: torch.Tensor  # [n] keys
-    offsets: torch.Tensor  # int64 [bags + 1]
+    offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each value is a bag of its own
     weights: torch.Tensor | None  # [n] or None
     slot_major: bool = False
     slots: int | None = None  # of a sample, where the form says it
     order: torch.Tensor | None = None  # [n] where each value stood in the input; None: in place
 
+    @property
+    def count(self) -> int:
+        """How many bags there are; -1 if offsets have no element."""
+        return self.values.numel() if self.offsets is None else self.offsets.numel() - 1
 
-def checked_bags(
-    inputs: Any,
-    sample_weights: Any,
-    layer: str,
-    device: torch.device,
-    slot_num: int,
-    max_nnz: int,
-    max_feature_num: int | None,
-) -> Bags:
-    """Bags of any accepted form, with int64 offsets; see `DistributedEmbedding` for the forms.
+
+def read_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Bags:
+    """Bags of any accepted form; see `DistributedEmbedding` for the forms.
+
+    What can be known without a look at the offsets is checked; see `check_bags`.
 
     Raises:
         TypeError: none of the forms, or a wrong dtype.
-        ValueError: a wrong shape or device, sample_weights that do not fit, offsets that do not
-            rise from 0 to len(values), a number of bags that slot_num does not divide, or a bag or
-            sample with too many keys; the message has its position.
+        ValueError: a wrong shape or device, or sample_weights that do not fit.
     """
-    bags = _to_bags(inputs, sample_weights, layer, device)
-    return _check_bags(bags, layer, slot_num, max_nnz, max_feature_num)
-
-
-def _to_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Bags:
     form = _form(inputs, layer)
     # Before any value is read, which the meta device has none of and others would wait for.
     check_device(layer, "inputs", inputs, device)
@@ -235,15 +227,16 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
         weights = weights.reshape(-1)
     like = f"have the shape of inputs, {tuple(inputs.shape)}"
     flat = _flat_weights(weights, inputs.numel(), layer, like)
-    # nnz may be 0, where an arange by steps of nnz would not do.
-    offsets = torch.arange(batch * slots + 1, device=inputs.device) * nnz
+    offsets = None
+    if nnz != 1:  # it may be 0, where an arange by steps of nnz would not do
+        offsets = torch.arange(batch * slots + 1, device=inputs.device) * nnz
     return Bags(inputs.reshape(-1), offsets, flat, slots=slots)
 
 
 def _check_types(bags: Bags, layer: str) -> None:
     if bags.values.dtype not in KEY_DTYPES:
         raise TypeError(f"{layer}: keys must be int64 or int32, got {bags.values.dtype}")
-    if bags.offsets.dtype not in KEY_DTYPES:
+    if bags.offsets is not None and bags.offsets.dtype not in KEY_DTYPES:
         raise TypeError(f"{layer}: offsets must be int64 or int32, got {bags.offsets.dtype}")
     if bags.weights is not None and bags.weights.dtype not in (*ROW_DTYPES, torch.float16):
         raise TypeError(f"{layer}: sample_weights must be floating point, got {bags.weights.dtype}")
@@ -256,12 +249,21 @@ def offsets_of(counts: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
-def _check_bags(
+def check_bags(
     bags: Bags, layer: str, slot_num: int, max_nnz: int, max_feature_num: int | None
 ) -> Bags:
+    """The same with int64 offsets.
+
+    Raises:
+        ValueError: offsets that do not rise from 0 to len(values), a number of bags that slot_num
+            does not divide, or a bag or sample with too many keys; the message has its position.
+    """
     if bags.slots not in (None, slot_num):
         raise ValueError(f"{layer}: inputs has {bags.slots} slots, but slot_num={slot_num}")
-    offsets = bags.offsets.to(torch.int64)
+    if bags.offsets is None:
+        offsets = torch.arange(len(bags.values) + 1, device=bags.values.device)
+    else:
+        offsets = bags.offsets.to(torch.int64)
     if len(offsets) == 0 or offsets[0] != 0:
         first = int(offsets[0]) if len(offsets) else "missing"
         raise ValueError(f"{layer}: offsets must start at 0, but offsets[0] is {first}")
@@ -307,13 +309,13 @@ def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
 
 
 def without_padding(bags: Bags, padding_key: int) -> Bags:
-    """The bags without the entries that are padding_key. Expects checked bags."""
+    """The bags without the entries that are padding_key. Expects bags that are checked."""
     keep = ~is_padding(bags.values, padding_key)
     # Keys kept before each position; its values at the old offsets are the new offsets.
     kept_before = offsets_of(keep.to(torch.int64))
     return Bags(
         bags.values[keep],
-        kept_before[bags.offsets],
+        kept_before if bags.offsets is None else kept_before[bags.offsets],
         None if bags.weights is None else bags.weights[keep],
         bags.slot_major,
     )

@@ -77,7 +77,7 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
         )
     # What the optimizer has left undone belongs to the rows that go.
     layer._catch_up()
-    layer._looked_at = set()
+    layer.looked_at = set()
     if assign:
         _replace(layer, weight, seed, table)
     else:
@@ -97,8 +97,6 @@ def _copy(
     ]
     if layer.table is not None:
         pairs += [(layer.table.get_buffer(name), new) for name, new in table.items()]
-    if layer._unfinished is not None:  # of keys that go
-        pairs.append((layer._unfinished, torch.full_like(layer._unfinished, -1)))
     saved.copy_all(pairs)
 
 
@@ -114,7 +112,6 @@ def _replace(
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (layer._parameters, {"weight": parameter}),
         (layer._buffers, buffers),
-        (layer.__dict__, {"_unfinished": None}),
     ]
     if layer.table is not None:
         pairs.append((layer.table._buffers, table))

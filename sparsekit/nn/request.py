@@ -1,9 +1,10 @@
-"""What one call asks of a table: which keys, and what becomes of their vectors."""
+"""What one call asks of a table: which bags of keys, and what becomes of their vectors."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -11,71 +12,91 @@ from .. import ops
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
 from ..ops.embedding_bag import COMBINERS
 from ..ops.embedding_bag import _checked as _embedding_bag
-from .inputs import check_device, checked_bags, is_padding, without_padding
+from .inputs import Bags, check_bags, check_device, is_padding, read_bags, without_padding
 
 if TYPE_CHECKING:
     from .shard import ShardedTable
 
+NO_LIMIT = 2**63 - 1
 
-@dataclass
+
+@dataclass(slots=True)
 class Request:
-    """A checked call of one table."""
+    """Bags of keys of one table, each of which gives a vector.
+
+    What only the values of keys and offsets tell is not known to be right before `check`. The ops
+    of one rank look at it themselves, and change nothing where it is wrong; so for them it need not
+    be called, except to say what it was that they refused.
+    """
 
     table: ShardedTable
-    keys: torch.Tensor  # [n] int64 or int32, without padding; repeats allowed
+    bags: Bags  # without padding
+    combiner: str  # "none": a bag has at most one key, and its vector; without one zeros
+    max_nnz: int  # most keys in a bag
+    shape: tuple[int, ...]  # of the output, but for dim: there is a bag for each element
+    max_feature_num: int | None = None
+    checked: bool = False
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """int64 or int32 ``[n]``; repeats allowed."""
+        return self.bags.values
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int64 ``[bags + 1]``, after `check`, of a request that pools."""
+        return cast(torch.Tensor, self.bags.offsets)
+
+    @property
+    def weights(self) -> torch.Tensor | None:
+        """``[n]``, one for each key, in the dtype in which vectors are added."""
+        weights = self.bags.weights
+        return None if weights is None else weights.to(accumulate_dtype(self.table.weight.dtype))
+
+    @property
+    def weights_need_gradient(self) -> bool:
+        """Whether backward is to find a gradient of the sample weights."""
+        weights = self.bags.weights
+        return weights is not None and weights.requires_grad and torch.is_grad_enabled()
+
+    def check(self) -> None:
+        """Raise for offsets and keys that the table cannot take. Changes nothing."""
+        if self.checked:
+            return
+        table = self.table
+        if self.combiner != "none":
+            slots = self.shape[1]
+            most = self.max_nnz, self.max_feature_num
+            self.bags = check_bags(self.bags, table.name, slots, *most)
+        check_keys(table, self.bags.values, self.bags.order)
+        self.checked = True
 
     def output(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The layer's output.
+        """The output by ops that autograd knows, of a checked request.
 
         Args:
             vectors: ``[u, dim]``.
             positions: int64 ``[n]``, which of them each key has.
         """
-        raise NotImplementedError
-
-
-@dataclass
-class BagRequest(Request):
-    """Bags of keys, whose vectors are pooled to ``[batch, slot_num, dim]``."""
-
-    offsets: torch.Tensor  # int64 [bags + 1]
-    weights: torch.Tensor | None  # [n]
-    combiner: str
-    slot_num: int
-    slot_major: bool  # bags lie slot by slot, not sample by sample
-
-    def output(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See `Request`."""
-        weights = self.weights
-        if weights is not None:
-            weights = weights.to(accumulate_dtype(vectors.dtype))
+        if self.combiner == "none":
+            if self.bags.offsets is not None:
+                # A negative position reads zeros and sends no gradient.
+                of_keys = positions
+                positions = positions.new_full((math.prod(self.shape),), -1)
+                positions[self.bags.offsets.diff() > 0] = of_keys
+            return ops.gather_rows(vectors, positions).view(*self.shape, vectors.shape[1])
         # Past the checks of the public form: bags and weights have been checked.
-        pooled = _embedding_bag(vectors, positions, self.offsets, COMBINERS[self.combiner], weights)
+        pooled = _embedding_bag(
+            vectors, positions, self.offsets, COMBINERS[self.combiner], self.weights
+        )
         return self.shaped(pooled)
 
     def shaped(self, pooled: torch.Tensor) -> torch.Tensor:
-        """The layer's output, from the bags' vectors ``[bags, dim]``."""
-        dim = pooled.shape[1]
-        if self.slot_major:
-            return pooled.view(self.slot_num, -1, dim).transpose(0, 1).contiguous()
-        return pooled.view(-1, self.slot_num, dim)
-
-
-@dataclass
-class VectorRequest(Request):
-    """One vector for each key of the input, and zeros for padding."""
-
-    shape: torch.Size  # of the input
-    kept: torch.Tensor | None  # bool, which entries of the input are keys; None: all
-
-    def output(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """See `Request`."""
-        if self.kept is not None:
-            # A negative position reads zeros and sends no gradient.
-            of_keys = positions
-            positions = torch.full_like(self.kept, -1, dtype=torch.int64)
-            positions[self.kept] = of_keys
-        return ops.gather_rows(vectors, positions).view(*self.shape, vectors.shape[1])
+        """The output, from the vectors ``[bags, dim]`` of bags."""
+        if not self.bags.slot_major:
+            return pooled.view(*self.shape, pooled.shape[1])
+        batch, slots = self.shape
+        return pooled.view(slots, batch, pooled.shape[1]).transpose(0, 1).contiguous()
 
 
 def ask_bags(
@@ -84,27 +105,25 @@ def ask_bags(
     sample_weights: Any,
     combiner: str,
     slot_num: int,
-    max_nnz: int = 2**63 - 1,
+    max_nnz: int = NO_LIMIT,
     max_feature_num: int | None = None,
-) -> BagRequest:
-    """Check bags for a table. Changes nothing; neither do the checks of keys below."""
+) -> Request:
+    """Read bags for a table. Changes nothing."""
     _refuse_trace(table)
-    device = table.weight.device
-    bags = checked_bags(
-        inputs, sample_weights, table.name, device, slot_num, max_nnz, max_feature_num
-    )
-    check_keys(table, bags.values, bags.order)
-    if table.padding_key is not None:
-        bags = without_padding(bags, table.padding_key)
-    return BagRequest(
-        table, bags.values, bags.offsets, bags.weights, combiner, slot_num, bags.slot_major
-    )
+    bags = read_bags(inputs, sample_weights, table.name, table.weight.device)
+    samples, rest = divmod(bags.count, slot_num)
+    request = Request(table, bags, combiner, max_nnz, (samples, slot_num), max_feature_num)
+    check_key_dtype(table, bags.values)
+    odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num)
+    if odd or max_feature_num is not None or table.padding_key is not None:
+        request.check()
+        if table.padding_key is not None:
+            request.bags = without_padding(request.bags, table.padding_key)
+    return request
 
 
-def ask_vectors(
-    table: ShardedTable, keys: torch.Tensor, slots: tuple[int, int] | None
-) -> VectorRequest:
-    """Check keys for a table: ``[batch, slot_num, nnz_per_slot]``, or 1-D where slots is None."""
+def ask_vectors(table: ShardedTable, keys: torch.Tensor, slots: tuple[int, int] | None) -> Request:
+    """Read keys for a table: ``[batch, slot_num, nnz_per_slot]``, or 1-D where slots is None."""
     _refuse_trace(table)
     name = table.name
     if not isinstance(keys, torch.Tensor):
@@ -120,19 +139,30 @@ def ask_vectors(
             f"got {tuple(keys.shape)}"
         )
     check_device(name, "keys", keys, table.weight.device)
-    flat = keys.reshape(-1)
-    check_keys(table, flat)
-    if table.padding_key is None:
-        return VectorRequest(table, flat, keys.shape, None)
-    kept = ~is_padding(flat, table.padding_key)
-    return VectorRequest(table, flat[kept], keys.shape, kept)
+    bags = Bags(keys.reshape(-1), None, None)
+    request = Request(table, bags, "none", 1, tuple(keys.shape))
+    check_key_dtype(table, keys)
+    if table.padding_key is not None:
+        request.check()
+        request.bags = without_padding(bags, table.padding_key)
+    return request
+
+
+def one_by_one(table: ShardedTable, keys: torch.Tensor) -> Request:
+    """The vector of each key, of keys that have been checked."""
+    return Request(table, Bags(keys, None, None), "none", 1, (len(keys),), checked=True)
+
+
+def check_key_dtype(table: ShardedTable, keys: torch.Tensor) -> None:
+    """Raise TypeError for keys wider than those of the table."""
+    if keys.dtype != table.key_dtype and table.key_dtype == torch.int32:
+        raise TypeError(f"{table.name}: keys must be {table.key_dtype}, got {keys.dtype}")
 
 
 def check_keys(table: ShardedTable, keys: torch.Tensor, order: torch.Tensor | None = None) -> None:
     """Check that a table can take keys, padding included; order has their places in the input."""
-    if keys.dtype != table.key_dtype and table.key_dtype == torch.int32:
-        raise TypeError(f"{table.name}: keys must be {table.key_dtype}, got {keys.dtype}")
-    _check_weight(table)
+    check_key_dtype(table, keys)
+    check_weight(table)
     if table.table is not None or keys.numel() == 0:
         return
     low, high = keys.aminmax()
@@ -151,8 +181,8 @@ def check_keys(table: ShardedTable, keys: torch.Tensor, order: torch.Tensor | No
         )
 
 
-def _check_weight(table: ShardedTable) -> None:
-    """Later a lookup would fail with the keys already inserted."""
+def check_weight(table: ShardedTable) -> None:
+    """Raise unless the weight is what a lookup needs; else it would fail with keys inserted."""
     weight = table.weight
     if weight.dtype not in ROW_DTYPES:  # after half(), for instance
         raise TypeError(

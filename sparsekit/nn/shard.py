@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,26 +15,13 @@ from ..memory import prefer_huge_pages
 from ..table import HashTable
 from .init import resolve
 from .load import entries_of, load, own_entries, own_vectors, refuse_lost_values
+from .lookup.grouped import insert
 from .options import TableOptions
 from .own_shard import OwnShard
 from .request import Request
 from .weight import EmbeddingWeight
 
 _names = itertools.count()
-
-
-# What is passed to them has been checked; their Python forms check it again.
-_unique = torch.ops.sparsekit.unique.default
-_gather_rows = torch.ops.sparsekit.gather_rows.default
-
-
-class Found(NamedTuple):
-    """What a table has for the keys of a call."""
-
-    rows: torch.Tensor  # int64 [u] of the distinct keys, rising; -1 = unseen, in evaluation
-    some_missing: bool  # whether there are rows of -1
-    vectors: torch.Tensor  # [u, dim] of the distinct keys, in the order of rows
-    inverse: torch.Tensor  # int64 [n] which of them each key is
 
 
 class _OfThisProcess:
@@ -66,11 +53,8 @@ class ShardedTable(torch.nn.Module, Sharded):
         super().__init__()
         name = options.name
         self.name = f"{type(self).__name__}_{next(_names)}" if name is None else name
-        # While keys are being inserted: the table's size before. What is interrupted in between is
-        # finished by whoever reads or writes the table next, in a copy too.
-        self._unfinished: torch.Tensor | None = None
         # Modes (training or not) in which the weight has been looked at before the first key.
-        self._looked_at: set[bool] = set()
+        self.looked_at: set[bool] = set()
         options = options.checked(self.name)
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
@@ -146,6 +130,11 @@ class ShardedTable(torch.nn.Module, Sharded):
                 f"table it holds, but this is rank {rank} of {world_size}"
             )
 
+    @property
+    def gradient_divisor(self) -> int:
+        """What gradients added over ranks are divided by; means are the scale of DDP."""
+        return self.world_size if self.gradient_reduction == "mean" else 1
+
     def plan(self) -> str:
         """What all ranks must agree on before they look something up.
 
@@ -204,7 +193,6 @@ class ShardedTable(torch.nn.Module, Sharded):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        self._finish_insertion()
         self._catch_up()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.world_size > 1:
@@ -216,35 +204,16 @@ class ShardedTable(torch.nn.Module, Sharded):
         self._catch_up()
         return super()._apply(*args, **kwargs)
 
-    def _rows(self, keys: torch.Tensor) -> torch.Tensor:
-        """Rows of distinct int64 keys of this rank; new ones are inserted in training, else -1."""
-        if self.table is None:
-            rows = keys // self.world_size
-            self._catch_up(rows)
-            return rows
-        if self.training:
-            return self._insert(self.table, keys)
-        self._finish_insertion()
-        if False not in self._looked_at:
-            refuse_lost_values(self)
-            self._looked_at.add(False)
-        rows = self.table.find(keys)
-        self._catch_up(rows)
-        return rows
+    def prepare(self, training: bool) -> None:
+        """What comes before a lookup, which inserts keys in training.
 
-    def _insert(self, table: HashTable, keys: torch.Tensor) -> torch.Tensor:
-        self._finish_insertion()
-        if True not in self._looked_at:
+        Raises:
+            RuntimeError: something has written to the weight that the first keys would undo.
+        """
+        if self.table is not None and training not in self.looked_at:
             refuse_lost_values(self)
-        # A module's own way to set an attribute takes longer than the clone.
-        self.__dict__["_unfinished"] = table.size.clone()
-        rows, status = table.find_or_insert_with_status(keys)
-        # A row may have moved before it had a key; what it has missed is not its new vector's.
-        self._catch_up(rows)
-        self.initializer.write_(self.weight.data, keys, rows, status, seed=int(self.seed))
-        self.__dict__["_unfinished"] = None
-        self._looked_at.add(True)
-        return rows
+            if not training:
+                self.looked_at.add(False)
 
     @torch.no_grad()
     def assign_(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
@@ -263,46 +232,8 @@ class ShardedTable(torch.nn.Module, Sharded):
             TableFullError: more new keys than free rows; nothing has been changed.
         """
         keys, vectors = own_vectors(self, keys, vectors)
-        rows = self._rows(keys) if self.table is None else self._insert(self.table, keys)
+        rows = insert(self, keys)
         self.weight.index_copy_(0, rows, vectors.to(self.weight.dtype))
-
-    def _finish_insertion(self) -> None:
-        """Give keys their initial vectors if the call that inserted them was interrupted."""
-        if self._unfinished is None or self.table is None:
-            return
-        before, size = int(self._unfinished), len(self.table)
-        if 0 <= before < size:
-            rows = torch.arange(before, size, device=self.weight.device)
-            self._catch_up(rows)
-            keys = self.table.keys()[before:]
-            self.initializer.write_(self.weight.data, keys, rows, seed=int(self.seed))
-        self._unfinished = None
-
-    def look_up(self, keys: torch.Tensor) -> Found:
-        """Rows and vectors of keys ``[n]`` of this rank; new ones are inserted in training.
-
-        A coalesced gradient has its rows sorted. Sorting them here, where the inverse can follow
-        cheaply, saves a pass over the gradients.
-        """
-        unique, inverse, _ = _unique(keys)
-        unique = unique.to(torch.int64)
-        rows, order = self._rows(unique).sort()
-        position = torch.empty_like(order)
-        position[order] = torch.arange(len(order), device=order.device)
-        vectors, some_missing = self._vectors(unique[order], rows)
-        return Found(rows, some_missing, vectors, position[inverse])
-
-    def _vectors(self, keys: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Vectors of rows, for keys with row -1 their initial ones, and whether there are such."""
-        with torch._C._AutoDispatchBelowAutograd():
-            vectors = _gather_rows(self.weight.detach(), rows)
-        if self.training or self.table is None:
-            return vectors, False
-        missing = (rows < 0).nonzero().squeeze(1)
-        if len(missing) == 0:
-            return vectors, False
-        self.initializer.write_(vectors, keys[missing], missing, seed=int(self.seed))
-        return vectors, True
 
     def extra_repr(self) -> str:
         """Name, shape and the settings that matter."""

@@ -1,7 +1,8 @@
 """The parameter of an embedding layer, and how it gets its gradient."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     # Called with the weight before rows are read or written, with the rows, or None for all.
     before_read: "Callable[[EmbeddingWeight, torch.Tensor | None], None] | None" = None
-    # Called in backward with the weight, rows and their gradients, in place of setting ``grad``. A
-    # weak reference: an optimizer that is dropped is detached.
+    # Called in backward in place of setting ``grad``: `RowOptimizer.update_in_backward`. A weak
+    # reference: an optimizer that is dropped is detached.
     update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
     # Whether an optimizer has moved all rows, those without a key too.
     moved: bool = False
+    # Address and number of the rows of the coalesced gradient that is on its way to ``grad``.
+    _on_its_way: "tuple[int, int] | None" = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Have the optimizer finish what it has left undone for these rows, or for all."""
@@ -41,22 +44,30 @@ def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
     return None if attached is None else attached()
 
 
-def deliver_gradient(
-    weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, some_missing: bool
-) -> torch.Tensor | None:
-    """The coalesced sparse gradient of these rows, which rise; None if it is used up at once.
+# A weight, rows, and their gradients.
+Update = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-    some_missing: whether there are rows of -1, as `Found` says.
-    """
-    if some_missing:
-        # Sorted, so rows of unseen keys, -1, come first; they have no gradient.
-        missing = int(torch.searchsorted(rows, 0))
-        rows, grad = rows[missing:], grad[missing:]
-    update = update_of(weight)
-    if update is not None:
-        update(weight, rows, grad)
-        return None
+
+def deliver_gradients(updates: Sequence[Update]) -> list[torch.Tensor | None]:
+    """The coalesced sparse gradient of each weight, whose rows rise; None if it is used up here."""
+    gradients: list[torch.Tensor | None] = []
+    used_up: dict[Callable[..., None], list[Update]] = {}
+    for update in updates:
+        in_backward = update_of(update[0])
+        if in_backward is None:
+            gradients.append(_sparse(*update))
+        else:
+            gradients.append(None)
+            used_up.setdefault(in_backward, []).append(update)
+    for in_backward, own in used_up.items():
+        in_backward([update[0] for update in own], partial(list, own), None)
+    return gradients
+
+
+def _sparse(weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     _keep_coalesced(weight)
+    if isinstance(weight, EmbeddingWeight):
+        weight._on_its_way = rows.data_ptr(), len(rows)
     # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although they
     # are turned off by its argument.
     return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
@@ -83,9 +94,14 @@ def _keep_coalesced(weight: torch.Tensor) -> None:
 def _mark_coalesced(weight: torch.Tensor) -> None:
     """Restore the coalesced flag, which autograd drops when it takes a gradient over uncopied."""
     grad = weight.grad
+    on_its_way = getattr(weight, "_on_its_way", None)
+    if on_its_way is not None:
+        weight._on_its_way = None  # type: ignore[attr-defined]
     if grad is not None and grad.is_sparse and not grad.is_coalesced():
         rows = grad._indices()[0]
-        if bool((rows[1:] > rows[:-1]).all()):
+        # What is added to is longer, or else nothing was there.
+        taken_over = on_its_way == (rows.data_ptr(), len(rows))
+        if taken_over or bool((rows[1:] > rows[:-1]).all()):
             grad._coalesced_(True)
         else:
             weight.grad = grad.coalesce()

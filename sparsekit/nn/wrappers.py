@@ -61,7 +61,6 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
             f"out, and average other buffers by torch.optim.swa_utils.update_bn"
         )
     for mine, theirs in zip(of_average, tables_of(model).values(), strict=True):
-        theirs._finish_insertion()
         theirs._catch_up()
         if mine.table is None or theirs.table is None:
             continue

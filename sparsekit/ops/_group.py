@@ -105,9 +105,48 @@ def check_descriptor(op: str, name: str, matrix: torch.Tensor, dtype: torch.dtyp
         )
 
 
+def check_numbers(
+    op: str,
+    index: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    first_keys: torch.Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError for what is not as an op that finds rows has returned it."""
+    check_tensor(op, "index", index, (torch.int32,), 1)
+    if rows is not None:
+        check_tensor(op, "rows", rows, (torch.int32,), 1)
+    if counts is not None:
+        check_tensor(op, "counts", counts, (torch.int64,), 1)
+    check_tensor(op, "bags", bags, (torch.int32,), 1)
+    if first_keys is not None:
+        check_tensor(op, "first_keys", first_keys, (torch.int64,), 1)
+    check_descriptor(op, "features", features, torch.int64)
+
+
 def sources(keys: Tensors, offsets: Tensors) -> dict[str, tuple[Tensors, Any, int]]:
     """What `check_lists` is to know of sources."""
     return {"keys": (keys, KEY_DTYPES, 1), "offsets": (offsets, KEY_DTYPES, 1)}
+
+
+def split_by_table(
+    dims: Sequence[int], counts: Sequence[int], rows: torch.Tensor, sums: torch.Tensor
+) -> tuple[Tensors, Tensors]:
+    """Rows of each table and their gradients ``[n, dim]``, from `group_embedding_bag_backward`.
+
+    Args:
+        dims: length of a row of each table.
+        counts: number of rows of each table.
+        rows: all rows.
+        sums: all gradients, those of each table from a multiple of 16 elements on.
+    """
+    sizes = [count * dim for count, dim in zip(counts, dims, strict=True)]
+    gaps = [-size % 16 for size in sizes[:-1]]
+    parts = sums.split([size for pair in zip(sizes, [*gaps, 0], strict=True) for size in pair])
+    shaped = zip(parts[::2], counts, dims, strict=True)
+    return rows.split(list(counts)), [part.view(count, dim) for part, count, dim in shaped]
 
 
 def length_of(keys: Tensors) -> Any:

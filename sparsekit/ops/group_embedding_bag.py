@@ -6,30 +6,17 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, check_tensor, signed_64
-from ._group import GroupOp, Tensors, check_descriptor, check_devices, check_lists
+from ._checks import KEY_DTYPES, ROW_DTYPES, signed_64
+from ._group import (
+    GroupOp,
+    Tensors,
+    check_descriptor,
+    check_devices,
+    check_lists,
+    check_numbers,
+)
 
 _WEIGHT_DTYPES = (torch.float32, torch.float64)
-
-
-def _check_numbers(
-    op: str,
-    index: torch.Tensor,
-    rows: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    first_keys: torch.Tensor | None,
-) -> None:
-    check_tensor(op, "index", index, (torch.int32,), 1)
-    if rows is not None:
-        check_tensor(op, "rows", rows, (torch.int32,), 1)
-    if counts is not None:
-        check_tensor(op, "counts", counts, (torch.int64,), 1)
-    check_tensor(op, "bags", bags, (torch.int32,), 1)
-    if first_keys is not None:
-        check_tensor(op, "first_keys", first_keys, (torch.int64,), 1)
-    check_descriptor(op, "features", features, torch.int64)
 
 
 def _check_pool(
@@ -54,7 +41,7 @@ def _check_pool(
         "seeds": (seeds, (torch.int64,), 1),
     }
     check_lists(op, lists)
-    _check_numbers(op, index, rows, counts, bags, features, first_keys)
+    check_numbers(op, index, rows, counts, bags, features, first_keys)
     if initializers is not None:
         check_descriptor(op, "initializers", initializers, torch.float64)
     lists_of_all = [*outs, *weights, *sample_weights, *keys, *seeds]
@@ -80,7 +67,7 @@ def _check_backward(
         "sample_weights": (sample_weights, _WEIGHT_DTYPES, 1),
     }
     check_lists(op, lists)
-    _check_numbers(op, index, rows, counts, bags, features, first_keys)
+    check_numbers(op, index, rows, counts, bags, features, first_keys)
     check_devices(op, [index, rows, counts, bags, first_keys, *grads, *sample_weights])
 
 
@@ -106,7 +93,7 @@ def _check_update(
         "weights": (weights, ROW_DTYPES, 2),
     }
     check_lists(op, lists)
-    _check_numbers(op, index, rows, counts, bags, features, first_keys)
+    check_numbers(op, index, rows, counts, bags, features, first_keys)
     lists_of_all = [*grads, *sample_weights, *weights, *states, *row_steps, *steps]
     check_devices(op, [index, rows, counts, bags, first_keys, *lists_of_all])
 
@@ -207,8 +194,9 @@ def group_embedding_bag_backward(
 
     Returns:
         The rows, int64 ``[sum of counts]``, rising within each table, table after table; and their
-        gradients in the same order, 1-D, in the dtype of grads. If rows is None, the first result
-        has no elements and the gradients are in the order that index counts in.
+        gradients in the same order, 1-D, in the dtype of grads. The gradients of a table begin at
+        the next multiple of 16 elements; what lies between has any content. If rows is None, the
+        first result has no elements and the gradients are in the order that index counts in.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_`.
@@ -248,6 +236,7 @@ def group_embedding_bag_update_(
     per_row: bool = False,
     rounding_seed: int | None = None,
     count_steps: bool = False,
+    deterministic: bool = True,
 ) -> None:
     """An optimizer's step on the distinct rows of all tables, given the gradients of the outputs.
 
@@ -276,6 +265,7 @@ def group_embedding_bag_update_(
         per_row: as in `update_rows_`.
         rounding_seed: as in `update_rows_`.
         count_steps: as in `update_rows_`.
+        deterministic: as in `unsorted_segment_sum`.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_backward` and `update_rows_`.
@@ -301,8 +291,14 @@ def group_embedding_bag_update_(
         per_row,
         None if rounding_seed is None else signed_64(rounding_seed),
         count_steps,
+        deterministic,
     )
     increment_version(weights)
+
+
+@torch.library.register_fake("sparsekit::group_embedding_bag_out")
+def _(like: torch.Tensor, num_elements: int) -> torch.Tensor:
+    return like.new_empty([num_elements])
 
 
 @torch.library.register_fake("sparsekit::group_embedding_bag_")
@@ -380,6 +376,7 @@ def _(
     per_row: bool = False,
     rounding_seed: int | None = None,
     count_steps: bool = False,
+    deterministic: bool = True,
 ) -> None:
     _check_update(
         grads,

@@ -7,14 +7,15 @@ step only. So it may wait until somebody wants to see it: a lookup, a gradient, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from .. import ops
 from ..nn.weight import EmbeddingWeight
-from .row_optimizer import RowOptimizer, Rows, Update, matrix
+from .row_optimizer import RowOptimizer, Rows
+from .update_call import Update, matrix
 
 # Steps that are kept at most; then all rows catch up, once in so many steps.
 _MOST = 65536
@@ -162,6 +163,15 @@ class CatchUpOptimizer(RowOptimizer):
                 of_update.count = count + 1
                 if self._sweeps(group) or rows is None:
                     self.catch_up(parameter)
+
+    def _update_summing(
+        self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
+    ) -> bool:
+        with self._lock:
+            # Rows must have caught up before, which must be known for that.
+            if self._moves_all(group) or not self._missed.keys().isdisjoint(weights):
+                return False
+            return super()._update_summing(group, weights, update)
 
     def _begin(
         self, group: dict[str, Any], settings: list[float], update: Update

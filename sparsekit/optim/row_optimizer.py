@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
@@ -12,11 +11,10 @@ from .. import ops
 from ..errors import check_int
 from ..memory import prefer_huge_pages
 from ..nn.weight import EmbeddingWeight, update_of
-from ..ops._checks import ROW_DTYPES, accumulate_dtype
+from ..ops._checks import accumulate_dtype
+from .update_call import Update, UpdateCall, as_rows, check_parameter, matrix, row_steps, rows_of
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
-# A parameter, the rows that have a gradient, or None for all, and their gradients.
-Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -132,21 +130,40 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_in_backward(
-        self, parameter: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor
+        self,
+        weights: Sequence[torch.Tensor],
+        updates: Callable[[], Sequence[Update]],
+        update: Callable[..., None] | None,
     ) -> None:
-        """The step of one parameter, for `fuse_in_backward`: distinct rows and their gradients."""
-        if parameter in self._updated:
-            raise RuntimeError(
-                f"{type(self).__name__}: two updates of {self._layers[parameter]} without step() "
-                f"between them. With fuse_in_backward every backward is an update: call step() "
-                f"after it, and do not look a layer up twice in one backward or accumulate "
-                f"gradients"
-            )
-        self._check(parameter)
-        (group,) = (g for g in self.param_groups if any(p is parameter for p in g["params"]))
-        self._take_over(parameter)
-        self._updated.add(parameter)  # before: an interrupted update is not made twice
-        self._update(group, [(parameter, rows, grad)])
+        """The step of some embedding layers' weights, for `fuse_in_backward`.
+
+        Args:
+            weights: which.
+            updates: returns them with their distinct rows and the gradients of those.
+            update: takes a step on these rows, given what `group_embedding_bag_update_` is to know
+                of it. None where the gradients must be seen.
+        """
+        for weight in weights:
+            if weight in self._updated:
+                raise RuntimeError(
+                    f"{type(self).__name__}: two updates of {self._layers[weight]} without step() "
+                    f"between them. With fuse_in_backward every backward is an update: call step() "
+                    f"after it, and do not look a layer up twice in one backward or accumulate "
+                    f"gradients"
+                )
+            check_parameter(type(self).__name__, weight)
+        for weight in weights:
+            self._take_over(weight)
+        wanted = set(weights)
+        self._updated |= wanted  # before: none is made twice if it is interrupted
+        groups = [g for g in self.param_groups if not wanted.isdisjoint(g["params"])]
+        alone = groups[0] if update is not None and len(groups) == 1 else None
+        if update is not None and alone and self._update_summing(alone, weights, update):
+            return
+        listed = updates()
+        for group in groups:
+            own = set(group["params"])
+            self._update(group, [one for one in listed if one[0] in own])
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -171,22 +188,9 @@ class RowOptimizer(torch.optim.Optimizer):
         if getattr(parameter.before_read, "__self__", self) is not self:
             parameter.catch_up()
 
-    def _check(self, parameter: torch.Tensor) -> None:
-        name = type(self).__name__
-        if parameter.dtype not in ROW_DTYPES:
-            raise TypeError(
-                f"{name}: parameters must be float32, float64 or bfloat16, got {parameter.dtype} "
-                f"for one of shape {tuple(parameter.shape)}"
-            )
-        if not parameter.is_contiguous():
-            raise ValueError(
-                f"{name}: parameters must be contiguous, got one of shape "
-                f"{tuple(parameter.shape)} and strides {parameter.stride()}"
-            )
-
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
         """Rows, or None for all, and their gradients."""
-        self._check(parameter)
+        check_parameter(type(self).__name__, parameter)
         grad = cast(torch.Tensor, parameter.grad)
         if update_of(parameter) is not None:
             layer = self._layers.get(parameter, f"a weight of shape {tuple(parameter.shape)}")
@@ -201,47 +205,67 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: a sparse gradient must be one of rows (sparse_dim 1), got "
                 f"sparse_dim {grad.sparse_dim()} for a parameter of shape {tuple(parameter.shape)}"
             )
-        rows, values = grad._indices()[0], grad._values()
-        if grad.is_coalesced():
-            return rows, values
-        distinct, inverse, _ = ops.unique(rows)
-        flat = values.reshape(len(rows), parameter[0].numel() if len(parameter) else 0)
-        return distinct, ops.unsorted_segment_sum(flat, inverse, len(distinct))
+        return rows_of(grad)
 
     def _update(self, group: dict[str, Any], updates: Sequence[Update]) -> None:
         """Take the step of some parameters of a group."""
+        dense = [rows is None for _, rows, _ in updates]
+        for call in self._calls(group, [parameter for parameter, _, _ in updates], dense):
+            taken = [updates[i] for i in call.positions]
+            for parameter, rows, _ in taken:
+                if rows is None and isinstance(parameter, EmbeddingWeight):
+                    parameter.moved = True
+            ops.update_rows_(
+                call.weights, call.states, call.row_steps,
+                [rows for _, rows, _ in taken if rows is not None],
+                [as_rows(w, *update) for w, update in zip(call.weights, taken, strict=True)],
+                call.steps, self.rule, self._settings(group), **self._options(group),
+            )  # fmt: skip
+
+    def _update_summing(
+        self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
+    ) -> bool:
+        """The same of embedding layers' weights in one pass with the sums of their gradients.
+
+        Returns:
+            False, with nothing done, if that does not go.
+        """
+        calls = self._calls(group, weights, [False] * len(weights))
+        if len(calls) > 1:
+            return False
+        (call,) = calls
+        update(
+            call.states, call.row_steps, call.steps, self.rule, self._settings(group),
+            **self._options(group),
+        )  # fmt: skip
+        return True
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Keywords of the ops."""
+        seed = group["seed"] if group["stochastic_rounding"] else None
+        return {"per_row": self._per_row(group), "rounding_seed": seed, "count_steps": True}
+
+    def _calls(
+        self, group: dict[str, Any], parameters: Sequence[torch.Tensor], dense: Sequence[bool]
+    ) -> list[UpdateCall]:
+        """Parameters of a group by what one call can update."""
         names = list(self._initial_states(group))
         needed = {"step", *names, *(["row_step"] if self._has_row_step(group) else [])}
-        calls: dict[Any, _Call] = {}
-        for parameter, rows, grad in updates:
+        calls: dict[Any, UpdateCall] = {}
+        for i, parameter in enumerate(parameters):
             state = self.state[parameter]
             if not needed <= state.keys():
                 self._add_states(parameter, group, state)
-            key = parameter.dtype, parameter.device, rows is None, "row_step" in state
+            key = parameter.dtype, parameter.device, dense[i], "row_step" in state
             if (call := calls.get(key)) is None:
-                call = calls[key] = _Call()
-            if parameter.dim() == 2:
-                call.states += [state[name] for name in names]
-            else:
-                call.states += self._matrices(parameter, state, names)
-                parameter = matrix(parameter.detach())
-                grad = grad.reshape(len(parameter if rows is None else rows), parameter.shape[1])
-            if rows is not None:
-                call.rows.append(rows)
-            elif isinstance(parameter, EmbeddingWeight):
-                parameter.moved = True
+                call = calls[key] = UpdateCall()
+            call.positions.append(i)
+            call.weights.append(parameter if parameter.dim() == 2 else matrix(parameter.detach()))
+            call.states += self._matrices(parameter, state, names)
             if "row_step" in state:
                 call.row_steps.append(state["row_step"])
-            call.weights.append(parameter)
-            call.grads.append(grad)
             call.steps.append(state["step"])
-        settings, per_row = self._settings(group), self._per_row(group)
-        seed = group["seed"] if group["stochastic_rounding"] else None
-        for call in calls.values():
-            ops.update_rows_(
-                call.weights, call.states, call.row_steps, call.rows, call.grads, call.steps,
-                self.rule, settings, per_row=per_row, rounding_seed=seed, count_steps=True,
-            )  # fmt: skip
+        return list(calls.values())
 
     def _add_states(
         self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -251,7 +275,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if "step" not in state:
             new["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
         if self._has_row_step(group) and "row_step" not in state:
-            new["row_step"] = _row_steps(parameter)
+            new["row_step"] = row_steps(parameter)
         if any(name not in state for name in self._initial_states(group)):
             # At the first step, or when a setting has been changed to one with more states.
             new = self._new_states(parameter, group) | new
@@ -343,7 +367,7 @@ class RowOptimizer(torch.optim.Optimizer):
         step = torch.as_tensor(values.get("step", 1)).to(parameter.device, torch.int64, copy=True)
         state: dict[str, Any] = {"step": step}
         if self._has_row_step(group):
-            state["row_step"] = _row_steps(parameter)
+            state["row_step"] = row_steps(parameter)
             # Without one all rows have made all steps, as far as anybody knows.
             steps = values.get("row_step", step.to(torch.int32).expand_as(state["row_step"]))
             self._check_shape("row_step", steps, state["row_step"])
@@ -370,31 +394,5 @@ class RowOptimizer(torch.optim.Optimizer):
             )
 
 
-@dataclass(slots=True)
-class _Call:
-    """What `ops.update_rows_` takes of several parameters, one tensor for each but for states."""
-
-    weights: list[torch.Tensor] = field(default_factory=list)
-    states: list[torch.Tensor] = field(default_factory=list)
-    row_steps: list[torch.Tensor] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
-    grads: list[torch.Tensor] = field(default_factory=list)
-    steps: list[torch.Tensor] = field(default_factory=list)
-
-
 # Of torch's optimizers, which would change what a step does.
 _OTHER_SETTINGS = ("maximize", "weight_decay", "amsgrad", "centered", "dampening", "nesterov")
-
-
-def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of any shape as a matrix of rows: a view, so that changes reach it."""
-    if tensor.dim() == 2:
-        return tensor
-    # No size is left to view() as -1, since there may be no elements.
-    num_rows = tensor.shape[0] if tensor.dim() else 1
-    return tensor.view(num_rows, tensor.numel() // max(num_rows, 1))
-
-
-def _row_steps(parameter: torch.Tensor) -> torch.Tensor:
-    num_rows = parameter.shape[0] if parameter.dim() else 1
-    return torch.zeros(num_rows, dtype=torch.int32, device=parameter.device)

@@ -15,7 +15,7 @@ from conftest import (
 
 from sparsekit import ops, reference_group
 from sparsekit.ops._checks import accumulate_dtype
-from sparsekit.ops._group import FEATURE_COLUMNS
+from sparsekit.ops._group import FEATURE_COLUMNS, split_by_table
 
 from .groups import NO_LIMIT, Group, Source, random_group
 
@@ -115,6 +115,11 @@ def random_grads(group):
     ]
 
 
+def sums_of(group, counts, sums):
+    """The gradients of each table, of those of all."""
+    return split_by_table(group.dims, counts.tolist(), torch.empty(int(counts.sum())), sums)[1]
+
+
 def check_backward(group, found, divisor=1, with_rows=True):
     grads = random_grads(group)
     if not grads:
@@ -137,8 +142,11 @@ def check_backward(group, found, divisor=1, with_rows=True):
 
     expected_rows, expected = summed(in_double(grads))
     assert torch.equal(result[0].cpu(), expected_rows)
+    assert result[1].shape == expected.shape
     _, magnitude = summed([grad.abs() for grad in in_double(grads)])
-    assert_equal_but_for_rounding(result[1], expected, magnitude)
+    each = (sums_of(group, counts, sums) for sums in (result[1], expected, magnitude))
+    for sums, of_reference, size in zip(*each, strict=True):
+        assert_equal_but_for_rounding(sums, of_reference, size)
 
 
 def check_all(group):
@@ -196,14 +204,15 @@ def test_bits_are_those_of_the_single_ops(device, dtype):
     with deterministic():
         pool(group, outs, found)
         all_rows, sums = backward(group, grads, found)
-        first = element = 0
+        parts = sums_of(group, counts, sums)
+        first = 0
         for t, count in enumerate(counts.tolist()):
             out, own_rows, own_sums = single_ops(group, t, rows, inverse, count, grads[t])
             assert same_bits(outs[t], out.view(-1))
             assert torch.equal(all_rows[first : first + count], own_rows)
-            assert same_bits(sums[element : element + own_sums.numel()], own_sums.view(-1))
+            assert same_bits(parts[t], own_sums)
+            assert parts[t].data_ptr() % 16 == 0
             first += count
-            element += own_sums.numel()
 
 
 def test_same_bits_for_any_threads(device):
@@ -214,7 +223,8 @@ def test_same_bits_for_any_threads(device):
     def compute():
         outs = group.outs()
         pool(group, outs, found)
-        return [*outs, *backward(group, grads, found)]
+        rows, sums = backward(group, grads, found)
+        return [*outs, rows, *sums_of(group, found[2], sums)]
 
     assert_same_bits_for_any_threads(compute)
 

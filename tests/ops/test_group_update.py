@@ -9,7 +9,7 @@ from conftest import ROW_DTYPES, assert_close, assert_same_bits_for_any_threads,
 
 from sparsekit import ops, reference_group
 from sparsekit.ops._checks import accumulate_dtype
-from sparsekit.reference_group import split_by_table
+from sparsekit.ops._group import split_by_table
 
 from .groups import Group, Source, random_bags, random_group
 from .optimizer_rules import CASES, copied, table_of
@@ -98,7 +98,7 @@ def check(group, case, divisor=1, own_steps=False, reference=False, **keywords):
     update(group, grads, found, one, divisor, **keywords)
     if grads:
         sums = backward(group, grads, found, divisor=divisor)
-        rows_and_sums = split_by_table(group.dims, found[2], *sums)
+        rows_and_sums = split_by_table(group.dims, found[2].tolist(), *sums)
     else:
         rows_and_sums = (
             [torch.empty(0, dtype=torch.int64, device=group.device) for _ in group.dims],
@@ -266,7 +266,7 @@ def test_a_negative_number_gets_no_gradient(device):
     found[1][45:60] = -1
     one, other = (tables_of(group, "momentum") for _ in range(2))
     update(group, grads, found, one)
-    rows_and_sums = split_by_table(group.dims, found[2], *backward(group, grads, found))
+    rows_and_sums = split_by_table(group.dims, found[2].tolist(), *backward(group, grads, found))
     ops.update_rows_(*other.rows_and(*rows_and_sums), other.rule, other.settings)
     assert all(map(same_bits, one.changed, other.changed))
 

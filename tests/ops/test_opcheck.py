@@ -195,6 +195,8 @@ CASES = {
         *(group_bags(group(dtype), "backward") for dtype in ROW_DTYPES),
         group_bags(group(weighted=True), "backward"),
     ],
+    # None of its elements has been written.
+    "group_embedding_bag_out": lambda: [(torch.ones(2, dtype=dtype), 0) for dtype in ROW_DTYPES],
     "group_embedding_bag_update_": lambda: [
         *(group_step(group(dtype), "lazy adam", True) for dtype in ROW_DTYPES),
         group_step(group(weighted=True), "momentum"),

@@ -150,7 +150,7 @@ COUNTED = [
     *(("all_to_all", "nn.lookup.by_key.unpack", number) for number in (1, 2, 3)),
     *(
         ("reduce_scatter", f"nn.lookup.by_bag.{name}", 1)
-        for name in ("_bags_of_ranks", "_add_up", "_Pooled.deliver")
+        for name in ("_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
     ),
 ]
 # Between a header and the end of what it has announced, where the others wait already.

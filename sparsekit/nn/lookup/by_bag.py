@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ... import ops
 from ...distributed.exchange import Exchange, Parcel, pack, padded, unpack
 from ...ops._checks import accumulate_dtype
-from ...ops.embedding_bag import COMBINERS
-from ..inputs import offsets_of
-from ..request import BagRequest, Request
-from ..shard import Found, ShardedTable
-from ..weight import deliver_gradient
+from ..inputs import Bags, offsets_of
+from ..request import NO_LIMIT, Request, one_by_one
+from .grouped import Grouped
+
+if TYPE_CHECKING:
+    from ..shard import ShardedTable
 
 # Bags, keys, and whether there are weights, of a table.
 _HEAD_BYTES = 24
@@ -28,13 +29,10 @@ _HEAD_BYTES = 24
 
 def can_go_by_bag(request: Request) -> bool:
     """Whether a request pools, with weights that need no gradient if it has any."""
-    if not isinstance(request, BagRequest):
-        return False
-    weights = request.weights
-    return not (torch.is_grad_enabled() and weights is not None and weights.requires_grad)
+    return request.combiner != "none" and not request.weights_need_gradient
 
 
-def payload_bytes(requests: Sequence[BagRequest]) -> int:
+def payload_bytes(requests: Sequence[Request]) -> int:
     """Length of `payload`, without making it."""
     sizes = [_HEAD_BYTES * len(requests)]
     for request in requests:
@@ -44,7 +42,7 @@ def payload_bytes(requests: Sequence[BagRequest]) -> int:
     return sum(map(padded, sizes))
 
 
-def bytes_to_move(requests: Sequence[BagRequest]) -> int:
+def bytes_to_move(requests: Sequence[Request]) -> int:
     """What goes to other ranks and comes from them, the header and the backward left out."""
     per_rank = payload_bytes(requests)
     for request in requests:
@@ -53,7 +51,7 @@ def bytes_to_move(requests: Sequence[BagRequest]) -> int:
     return per_rank * (requests[0].table.world_size - 1)
 
 
-def payload(requests: Sequence[BagRequest]) -> torch.Tensor:
+def payload(requests: Sequence[Request]) -> torch.Tensor:
     """Bytes that tell another rank all keys, bags and weights of this one."""
     heads = [[len(r.offsets) - 1, len(r.keys), int(r.weights is not None)] for r in requests]
     parts = [torch.tensor(heads).to(requests[0].keys.device)]
@@ -72,7 +70,7 @@ def _sum_dtype(table: ShardedTable) -> torch.dtype:
 class ByBag:
     """One call of several tables that pool, of whose bags every rank adds up a part."""
 
-    def __init__(self, exchange: Exchange, plan: str, requests: Sequence[BagRequest]) -> None:
+    def __init__(self, exchange: Exchange, plan: str, requests: Sequence[Request]) -> None:
         self.exchange = exchange
         self.plan = plan
         self.requests = requests
@@ -88,29 +86,28 @@ class ByBag:
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """See `Route`."""
-        weights = [request.table.weight for request in self.requests]
         received = self._received()
-        pooled: list[_Pooled] = []
+        owned: list[_Owned] = []
+        grouped = Grouped()
 
         def add_up() -> Parcel:
             if error is not None:
                 raise error
             tables = [request.table for request in self.requests]
-            bags = _bags_of_ranks(tables, received, self._sizes)
-            sums = []
-            for table, of_table in zip(tables, bags, strict=True):
-                found = table.look_up(of_table.keys)
-                sums.append(_add_up(found, of_table))
-                pooled.append(_Pooled(table, of_table, found))
-            return Parcel(*pack(sums, [of_table.counts for of_table in bags]))
+            owned[:] = map(_Owned, tables, _bags_of_ranks(tables, received, self._sizes))
+            divisors = [table.gradient_divisor for table in tables]
+            outputs = grouped.look_up([one.request for one in owned], divisors)
+            sums = [one.sums(output) for one, output in zip(owned, outputs, strict=True)]
+            return Parcel(*pack(sums, [one.bags.counts for one in owned]))
 
         parts = self.exchange.run(f"sums: {self.plan}", add_up)
         own = [len(request.offsets) - 1 for request in self.requests]
-        way_back = _WayBack(self.exchange, f"gradients: {self.plan}", own, pooled)
-        sums = _Sums.apply(way_back, self._sums(parts, own), *weights)
+        plan = f"gradients: {self.plan}"
+        way_back = _WayBack(self.exchange, plan, own, owned, grouped, grouped.saved())
+        sums = _Sums.apply(way_back, self._sums(parts, own), *grouped.weights)
         return [
-            request.shaped(_divided(total, request).to(weight.dtype))
-            for request, total, weight in zip(self.requests, sums, weights, strict=True)
+            request.shaped(_divided(total, request).to(request.table.weight.dtype))
+            for request, total in zip(self.requests, sums, strict=True)
         ]
 
     def _sums(self, received: torch.Tensor, own: list[int]) -> list[torch.Tensor]:
@@ -186,13 +183,7 @@ def _owned_by(keys: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
     return (keys % world_size + (keys < 0) * (2**64 % world_size)) % world_size == rank
 
 
-def _add_up(found: Found, bags: _Bags) -> torch.Tensor:
-    """``[all bags, dim]``, over the keys that this rank owns."""
-    vectors = found.vectors.to(accumulate_dtype(found.vectors.dtype))
-    return ops.embedding_bag(vectors, found.inverse, bags.offsets, "sum", bags.weights)
-
-
-def _divided(total: torch.Tensor, request: BagRequest) -> torch.Tensor:
+def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:
     """Sums to the combiner's result; a divisor of zero gives zeros."""
     if request.combiner == "sum":
         return total
@@ -210,29 +201,38 @@ def _divided(total: torch.Tensor, request: BagRequest) -> torch.Tensor:
     return (total / divisor.unsqueeze(1)).masked_fill(zero.unsqueeze(1), 0)
 
 
-class _Pooled:
-    """What the gradient of one table's part of the bags needs."""
+class _Owned:
+    """The sums of all ranks' bags over the keys that this rank owns, of one table.
 
-    def __init__(self, table: ShardedTable, bags: _Bags, found: Found) -> None:
-        self.table = table
-        self.counts, self.offsets, self.weights = bags.counts, bags.offsets, bags.weights
-        self.rows, self.some_missing, self.positions = found.rows, found.some_missing, found.inverse
+    Rows are added in float32 or float64. Pooling rounds its result to the dtype of the rows; so
+    where that is another one, this asks for vectors and adds them up itself.
+    """
 
-    def deliver(self, grads: torch.Tensor) -> torch.Tensor | None:
-        """The weight's gradient, from those of the bags of all ranks."""
-        grad = torch.ops.sparsekit.embedding_bag_backward.default(
-            grads,
-            self.positions,
-            self.offsets,
-            COMBINERS["sum"],
-            self.weights,
-            len(self.rows),
-            torch.are_deterministic_algorithms_enabled(),
-        )
-        if self.table.gradient_reduction == "mean":
-            grad = grad / self.table.world_size
-        weight = self.table.weight
-        return deliver_gradient(weight, self.rows, grad.to(weight.dtype), self.some_missing)
+    def __init__(self, table: ShardedTable, bags: _Bags) -> None:
+        self.bags = bags
+        self._adds = _sum_dtype(table) != table.weight.dtype
+        if self._adds:
+            self.request = one_by_one(table, bags.keys)
+            return
+        asked = Bags(bags.keys, bags.offsets, bags.weights)
+        shape = (len(bags.offsets) - 1,)
+        self.request = Request(table, asked, "sum", NO_LIMIT, shape, checked=True)
+
+    def sums(self, output: torch.Tensor) -> torch.Tensor:
+        """``[all bags, dim]``, of the output of `request`."""
+        if not self._adds:
+            return output
+        vectors, places = output.to(_sum_dtype(self.request.table)), torch.arange(len(output))
+        places = places.to(output.device)
+        return ops.embedding_bag(vectors, places, self.bags.offsets, "sum", self.bags.weights)
+
+    def gradient(self, sums: torch.Tensor) -> torch.Tensor:
+        """The gradient of that output, given that of `sums`."""
+        if not self._adds:
+            return sums
+        lengths = self.bags.offsets.diff()
+        vectors = sums.repeat_interleave(lengths, 0)
+        return vectors if self.bags.weights is None else vectors * self.bags.weights.unsqueeze(1)
 
 
 @dataclass
@@ -242,7 +242,9 @@ class _WayBack:
     exchange: Exchange
     plan: str
     own: list[int]  # bags of this rank, for each table
-    pooled: list[_Pooled]
+    owned: list[_Owned]
+    grouped: Grouped
+    saved: list[torch.Tensor | None]
 
 
 class _Sums(torch.autograd.Function):
@@ -259,7 +261,7 @@ class _Sums(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
-        exchange, pooled = way_back.exchange, way_back.pooled
+        exchange, owned = way_back.exchange, way_back.owned
         ranks = exchange.world_size
 
         def gradients() -> Parcel:
@@ -271,5 +273,6 @@ class _Sums(torch.autograd.Function):
             sent, agreed = exchange.agree_to_send(way_back.plan, gradients)
             with exchange.alone():
                 received = exchange.all_to_all(sent.data, sent.splits, agreed.sizes)
-                parts = unpack(received, grads, [part.counts for part in pooled])
-                return None, None, *map(_Pooled.deliver, pooled, parts)
+                parts = unpack(received, grads, [one.bags.counts for one in owned])
+                vectors = [one.gradient(part) for one, part in zip(owned, parts, strict=True)]
+                return None, None, *way_back.grouped.gradients(vectors, way_back.saved)

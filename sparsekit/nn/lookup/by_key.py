@@ -15,9 +15,8 @@ import torch
 
 from ... import ops
 from ...distributed.exchange import Exchange, Parcel, pack, unpack
-from ..request import Request
-from ..shard import Found, ShardedTable
-from ..weight import deliver_gradient
+from ..request import Request, one_by_one
+from .grouped import Grouped
 
 
 class ByKey:
@@ -56,20 +55,21 @@ class ByKey:
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """See `Route`."""
         tables = [request.table for request in self.requests]
-        weights = [table.weight for table in tables]
         keys, counts = self._keys_of_ranks()
-        owned: list[_Owned] = []
+        grouped = Grouped()
 
         def answer() -> Parcel:
             if error is not None:
                 raise error
-            found = [table.look_up(each) for table, each in zip(tables, keys, strict=True)]
-            owned[:] = map(_Owned, tables, counts, found)
-            return Parcel(*pack([ops.gather_rows(f.vectors, f.inverse) for f in found], counts))
+            owned = [one_by_one(table, each) for table, each in zip(tables, keys, strict=True)]
+            divisors = [table.gradient_divisor for table in tables]
+            return Parcel(*pack(grouped.look_up(owned, divisors), counts))
 
         answers = self.exchange.run(f"vectors: {self.plan}", answer)
-        way_back = _WayBack(self.exchange, f"gradients: {self.plan}", self._per_table, owned)
-        vectors = _Vectors.apply(way_back, unpack(answers, weights, self._per_table), *weights)
+        plan = f"gradients: {self.plan}"
+        way_back = _WayBack(self.exchange, plan, self._per_table, counts, grouped, grouped.saved())
+        came = unpack(answers, [table.weight for table in tables], self._per_table)
+        vectors = _Vectors.apply(way_back, came, *grouped.weights)
         each = zip(self.requests, vectors, self._asked, strict=True)
         return [request.output(found, asked.positions) for request, found, asked in each]
 
@@ -106,31 +106,16 @@ def _ask(request: Request, world_size: int) -> _Asked:
     return _Asked(by_owner, counts, place[inverse])
 
 
-class _Owned:
-    """What all ranks have asked of this rank's part of a table."""
-
-    def __init__(self, table: ShardedTable, counts: list[int], found: Found) -> None:
-        self.table = table
-        self.counts = counts  # keys from each rank
-        self.rows, self.some_missing, _, self.inverse = found
-
-    def deliver(self, grads: torch.Tensor) -> torch.Tensor | None:
-        """The weight's gradient, from those of the vectors that the ranks have asked for."""
-        total = ops.unsorted_segment_sum(grads, self.inverse, len(self.rows))
-        if self.table.gradient_reduction == "mean":
-            # The scale of DDP, whose gradients are means over ranks.
-            total = total / len(self.counts)
-        return deliver_gradient(self.table.weight, self.rows, total, self.some_missing)
-
-
 @dataclass
 class _WayBack:
     """What the gradients of one call need."""
 
     exchange: Exchange
     plan: str
-    counts: list[list[int]]  # for each table, the vectors that have come from each rank
-    owned: list[_Owned]
+    came: list[list[int]]  # for each table, how many vectors have come from each rank
+    asked: list[list[int]]  # and how many each rank has asked for here
+    grouped: Grouped
+    saved: list[torch.Tensor | None]
 
 
 class _Vectors(torch.autograd.Function):
@@ -147,13 +132,13 @@ class _Vectors(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
-        exchange, owned = way_back.exchange, way_back.owned
+        exchange = way_back.exchange
         with exchange.lock:
             sent, agreed = exchange.agree_to_send(
                 way_back.plan,
-                lambda: Parcel(*pack([grad.contiguous() for grad in grads], way_back.counts)),
+                lambda: Parcel(*pack([grad.contiguous() for grad in grads], way_back.came)),
             )
             with exchange.alone():
                 received = exchange.all_to_all(sent.data, sent.splits, agreed.sizes)
-                parts = unpack(received, grads, [o.counts for o in owned])
-                return None, None, *map(_Owned.deliver, owned, parts)
+                parts = unpack(received, grads, way_back.asked)
+                return None, None, *way_back.grouped.gradients(parts, way_back.saved)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..._compiling import uncompiled
 from ...distributed.exchange import Exchange, Parcel
-from ..request import BagRequest, Request
-from ..shard import ShardedTable
+from ..request import Request
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
 from .local import Local
+
+if TYPE_CHECKING:
+    from ..shard import ShardedTable
 
 # Checks the inputs of a call and says what it asks of each table.
 Ask = Callable[[], list[Request]]
@@ -79,7 +81,10 @@ def _begin_on_ranks(exchange: Exchange, tables: Sequence[ShardedTable], ask: Ask
         _check_exchange(tables, exchange)
         described = ", ".join(table.plan() for table in tables)
         plan = f"look up in {described}, lookup number {exchange.lookups}"
-        by_key = ByKey(exchange, plan, ask())
+        requests = ask()
+        for request in requests:
+            request.check()
+        by_key = ByKey(exchange, plan, requests)
         data, splits = by_key.pack()
         return _Offer(data, splits, _compare(by_key), plan, by_key=by_key)
 
@@ -89,7 +94,7 @@ def _begin_on_ranks(exchange: Exchange, tables: Sequence[ShardedTable], ask: Ask
     # Every rank sees the same numbers, so all take the same way.
     bytes_by_key, bytes_by_bag = (sum(facts[i] for facts in agreed.facts) for i in (0, 1))
     if bytes_by_bag < bytes_by_key:
-        by_bag = ByBag(exchange, by_key.plan, cast(list[BagRequest], by_key.requests))
+        by_bag = ByBag(exchange, by_key.plan, by_key.requests)
         by_bag.begin([facts[2] for facts in agreed.facts])
         return by_bag
     by_key.begin(offered, agreed.sizes)
@@ -129,7 +134,6 @@ def _compare(by_key: ByKey) -> tuple[int, int, int]:
                 f"that do not pool or have strategy='all_to_all'"
             )
         return 0, _NEVER, 0
-    bags = cast(list[BagRequest], requests)
     if forced:
-        return 1, 0, payload_bytes(bags)
-    return by_key.bytes_to_move(), bytes_to_move(bags), payload_bytes(bags)
+        return 1, 0, payload_bytes(requests)
+    return by_key.bytes_to_move(), bytes_to_move(requests), payload_bytes(requests)

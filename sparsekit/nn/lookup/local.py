@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ..request import Request
-from ..shard import Found
-from ..weight import deliver_gradient
+from ..request import Request, one_by_one
+from .grouped import Grouped
 
 
 @dataclass
@@ -23,26 +22,45 @@ class Local:
         """See `Route`."""
         if error is not None:
             raise error
-        each = [(request, request.table.look_up(request.keys)) for request in self.requests]
+        asked = [
+            request
+            if request.bags.weights is None or not request.weights_need_gradient
+            else _vectors_of(request)
+            for request in self.requests
+        ]
+        grouped = Grouped()
+        outputs: Sequence[torch.Tensor] = grouped.look_up(asked)
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in grouped.weights):
+            outputs = _Outputs.apply(grouped, outputs, *grouped.weights)
         return [
-            request.output(_Vectors.apply(request.table.weight, found), found.inverse)
-            for request, found in each
+            output if request is vectors else _weighted(request, output)
+            for request, vectors, output in zip(self.requests, asked, outputs, strict=True)
         ]
 
 
-class _Vectors(torch.autograd.Function):
-    """The vectors that a table has found, which send their gradient to its weight."""
+class _Outputs(torch.autograd.Function):
+    """The outputs of a call, which send their gradients to the weights."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, found: Found) -> torch.Tensor:
-        ctx.weight = weight
-        ctx.some_missing = found.some_missing
-        ctx.save_for_backward(found.rows)
-        return found.vectors
+    def forward(
+        ctx: Any, grouped: Grouped, outputs: list[torch.Tensor], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.grouped = grouped
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*grouped.saved())
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        (grad,) = grads
-        return deliver_gradient(ctx.weight, rows, grad, ctx.some_missing), None
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.grouped.gradients(grads, ctx.saved_tensors)
+
+
+def _vectors_of(request: Request) -> Request:
+    """The same keys without pooling, for sample weights that need a gradient."""
+    request.check()
+    return one_by_one(request.table, request.keys)
+
+
+def _weighted(request: Request, vectors: torch.Tensor) -> torch.Tensor:
+    return request.output(vectors, torch.arange(len(vectors), device=vectors.device))

@@ -1,0 +1,71 @@
+"""What an optimizer hands to `sparsekit.ops.update_rows_`."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from .. import ops
+from ..ops._checks import ROW_DTYPES
+
+# A parameter, the rows that have a gradient, or None for all, and their gradients.
+Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+@dataclass(slots=True)
+class UpdateCall:
+    """Parameters that are updated together: of each one tensor, but all its states."""
+
+    positions: list[int] = field(default_factory=list)  # among those there were
+    weights: list[torch.Tensor] = field(default_factory=list)  # as matrices
+    states: list[torch.Tensor] = field(default_factory=list)
+    row_steps: list[torch.Tensor] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
+
+
+def check_parameter(name: str, parameter: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for what an optimizer, whose name this is, cannot update."""
+    if parameter.dtype not in ROW_DTYPES:
+        raise TypeError(
+            f"{name}: parameters must be float32, float64 or bfloat16, got {parameter.dtype} for "
+            f"one of shape {tuple(parameter.shape)}"
+        )
+    if not parameter.is_contiguous():
+        raise ValueError(
+            f"{name}: parameters must be contiguous, got one of shape {tuple(parameter.shape)} and "
+            f"strides {parameter.stride()}"
+        )
+
+
+def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct rows of a sparse gradient, and what is to be added to each."""
+    rows, values = grad._indices()[0], grad._values()
+    if grad.is_coalesced():
+        return rows, values
+    distinct, inverse, _ = ops.unique(rows)
+    flat = values.reshape(len(rows), math.prod(grad.shape[1:]))
+    return distinct, ops.unsorted_segment_sum(flat, inverse, len(distinct))
+
+
+def matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of any shape as a matrix of rows: a view, so that changes reach it."""
+    if tensor.dim() == 2:
+        return tensor
+    # No size is left to view() as -1, since there may be no elements.
+    num_rows = tensor.shape[0] if tensor.dim() else 1
+    return tensor.view(num_rows, tensor.numel() // max(num_rows, 1))
+
+
+def as_rows(
+    weight: torch.Tensor, parameter: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of a parameter as that of its matrix, weight."""
+    if parameter.dim() == 2:
+        return grad
+    return grad.reshape(len(weight if rows is None else rows), weight.shape[1])
+
+
+def row_steps(parameter: torch.Tensor) -> torch.Tensor:
+    """Zeros, one for each row."""
+    num_rows = parameter.shape[0] if parameter.dim() else 1
+    return torch.zeros(num_rows, dtype=torch.int32, device=parameter.device)
