@@ -21,10 +21,19 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal disabled
-        if "torch._dynamo" not in sys.modules:
+        # Every optimizer of torch loads the compiler; but to switch it off takes as long as half a
+        # lookup, and mostly nothing is being compiled.
+        if "torch._dynamo" not in sys.modules or not (
+            torch.compiler.is_compiling() or _compiles_calls()
+        ):
             return function(*args, **kwargs)
         if disabled is None:
             disabled = torch.compiler.disable(function)
         return disabled(*args, **kwargs)
 
     return call
+
+
+def _compiles_calls() -> bool:
+    """Whether a compiler looks at what is called in this thread."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

@@ -46,11 +46,12 @@ def read_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device
     form = _form(inputs, layer)
     # Before any value is read, which the meta device has none of and others would wait for.
     check_device(layer, "inputs", inputs, device)
-    check_device(layer, "sample_weights", sample_weights, device)
+    if sample_weights is not None:
+        check_device(layer, "sample_weights", sample_weights, device)
     bags = form(inputs, sample_weights, layer)
-    check_device(layer, "values", bags.values, device)
-    check_device(layer, "offsets", bags.offsets, device)
-    check_device(layer, "sample_weights", bags.weights, device)
+    for name in ("values", "offsets", "weights"):
+        if (part := getattr(bags, name)) is not None and part.device != device:
+            check_device(layer, "sample_weights" if name == "weights" else name, part, device)
     _check_types(bags, layer)
     return bags
 

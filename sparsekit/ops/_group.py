@@ -142,6 +142,8 @@ def split_by_table(
         rows: all rows.
         sums: all gradients, those of each table from a multiple of 16 elements on.
     """
+    if len(dims) == 1:
+        return [rows], [sums.view(counts[0], dims[0])]
     sizes = [count * dim for count, dim in zip(counts, dims, strict=True)]
     gaps = [-size % 16 for size in sizes[:-1]]
     parts = sums.split([size for pair in zip(sizes, [*gaps, 0], strict=True) for size in pair])

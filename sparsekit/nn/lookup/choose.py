@@ -103,10 +103,13 @@ def _begin_on_ranks(exchange: Exchange, tables: Sequence[ShardedTable], ask: Ask
 
 def _check_exchange(tables: Sequence[ShardedTable], exchange: Exchange | None) -> None:
     """Raise unless this is what all tables were made for, and have in common."""
+    group, device = tables[0].process_group, tables[0].weight.device
+    ranks = (exchange.rank, exchange.world_size) if exchange else (0, 1)
     for table in tables:
-        own = exchange if table is tables[0] else table.process_exchange()
-        table.check_ranks(own)
-        if own is not exchange:
+        alike = table.process_group is group and table.weight.device == device
+        own = exchange if alike else table.process_exchange()
+        if own is not exchange or (table.rank, table.world_size) != ranks:
+            table.check_ranks(own)
             raise ValueError(
                 f"{table.name} and {tables[0].name} have two process groups or devices"
             )
