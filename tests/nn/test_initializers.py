@@ -19,6 +19,13 @@ def start(initializer, dtype=torch.float64, seed=3, keys=None, **changes):
     return layer(torch.arange(N) if keys is None else keys).detach()
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -5, -1, 0, 2**63 - 1])
+def test_all_64_bits_of_a_seed_count(seed):
+    values = start(Uniform(), seed=seed)
+    assert torch.equal(start(Uniform(), seed=seed % 2**64), values)
+    assert not torch.equal(start(Uniform(), seed=(seed + 2**63) % 2**64), values)
+
+
 def test_default_is_uniform_within_five_hundredths():
     assert torch.equal(start(None), start(Uniform(-0.05, 0.05)))
     assert torch.equal(start(None), start(Uniform()))

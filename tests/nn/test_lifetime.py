@@ -114,6 +114,13 @@ def test_a_copy_goes_on_as_the_original(way):
     assert not torch.equal(vectors(twin, [4]), vectors(layer, [4]))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch_save"])
+def test_a_copy_is_as_frozen_as_the_original(way, frozen):
+    twin = COPIES[way](single().requires_grad_(not frozen))
+    assert twin.weight.requires_grad != frozen
+
+
 @pytest.mark.parametrize("convert", [torch.nn.Module.double, torch.nn.Module.bfloat16])
 def test_converted_layer(convert):
     layer, expected = single(dtype=torch.float32), single(dtype=torch.float32)
@@ -174,14 +181,16 @@ def test_unseen_key_in_evaluation_has_no_gradient():
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_gradient_of_a_weight_that_is_used_otherwise_too(sparse):
+@pytest.mark.parametrize("rows", [[3, 0, 3], [0, 0], [3, 3]])  # repeated rows may rise, too
+def test_gradient_of_a_weight_that_is_used_otherwise_too(rows, sparse):
     layer = single()
     vectors(layer, [1, 2, 3, 4])
-    other = torch.nn.functional.embedding(torch.tensor([3, 0, 3]), layer.weight, sparse=sparse)
+    other = torch.nn.functional.embedding(torch.tensor(rows), layer.weight, sparse=sparse)
     (layer((torch.tensor([4, 1, 2]), torch.arange(4))).sum() + other.sum()).backward()
     if sparse:
         check_coalesced(layer.weight.grad)
-    assert layer.weight.grad.to_dense()[:5].tolist() == [[n] * 5 for n in (2, 1, 0, 3, 0)]
+    counts = [1 + rows.count(0), 1, 0, 1 + rows.count(3), 0]
+    assert layer.weight.grad.to_dense()[:5].tolist() == [[n] * 5 for n in counts]
 
 
 def test_no_grad_and_frozen_weight():
