@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import math
 import threading
 import time
 import weakref
@@ -467,6 +468,7 @@ BAD = [
     (optim.RMSProp, {"alpha": 1}, r"RMSProp: alpha must be in \[0, 1\), got 1"),
     (optim.Ftrl, {"lr": -1}, "Ftrl: lr must be >= 0, got -1"),
     (optim.Ftrl, {"lr_power": 0.5}, "Ftrl: lr_power must be <= 0, got 0.5"),
+    (optim.Ftrl, {"lr_power": math.nan}, "Ftrl: lr_power must be <= 0, got nan"),
     (optim.Ftrl, {"l1": -1}, "Ftrl: l1 must be >= 0, got -1"),
 ]
 

@@ -79,6 +79,20 @@ def test_resumed_run_equals_an_uninterrupted_one(name, dtype, way):
     assert all(same_bits(one, states[1][key]) for key, one in states[0].items() if one.dim())
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_that_was_loaded_stays_as_it_is(name):
+    weight, other = start(), start()
+    optimizer, resumed = make(name, [weight]), make(name, [other])
+    run(optimizer, weight, gradients(steps=2))
+    state = optimizer.state_dict()
+    before = copy.deepcopy(state["state"][0])
+    resumed.load_state_dict(state)
+    run(resumed, other, gradients(steps=3))
+    caught_up(resumed, other)
+    for key, value in before.items():
+        assert same_bits(state["state"][0][key], value), key
+
+
 @pytest.mark.parametrize("saved", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("loaded", DTYPES, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)

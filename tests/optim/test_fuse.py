@@ -211,6 +211,19 @@ def test_learning_rates_are_those_at_the_time_of_backward():
         assert torch.equal(layer(torch.tensor([1])), before) == (step == 1)
 
 
+def test_layers_of_every_group_are_attached():
+    model = Model()
+    groups = [{"params": [model.bags.weight]}, {"params": [model.rows.weight], "lr": 0.5}]
+    optimizer = optim.SGD(groups, lr=0.1)
+    fuse_in_backward(optimizer, model)
+    keys = keys_of(0)
+    before = [layer.weight.detach().clone() for layer in (model.bags, model.rows)]
+    model(keys).sum().backward()
+    for layer, weight in zip((model.bags, model.rows), before, strict=True):
+        assert layer.weight.grad is None
+        assert not same_bits(layer.weight, weight)
+
+
 def test_what_is_refused():
     layer, optimizer, _ = attached()
     with pytest.raises(ValueError, match="one has been attached to an optimizer"):
