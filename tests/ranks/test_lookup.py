@@ -210,6 +210,20 @@ def test_weights_with_a_gradient_are_refused_on_all_ranks(two_ranks):
         assert "sample_weights that need a gradient" in outcome.message
 
 
+def weights_whose_gradient_nobody_asks_for(rank):
+    results = []
+    for strategy in ("all_to_all", "reduce_scatter"):
+        layer = sparsekit.DistributedEmbedding("sum", 40, 4, 1, 2, name="n", strategy=strategy)
+        weights = torch.tensor([2.0, 3.0 + rank], requires_grad=True)
+        with torch.no_grad():
+            results.append(layer((torch.tensor([1, 2]), torch.tensor([0, 2])), weights))
+    torch.testing.assert_close(*results)
+
+
+def test_weights_with_a_gradient_are_taken_where_none_is_recorded(two_ranks):
+    two_ranks(weights_whose_gradient_nobody_asks_for)
+
+
 def check_placement(rank):
     world_size = dist.get_world_size()
     keys = torch.tensor([0, -1, -2, -3, 5, 2**63 - 1, -(2**63), 7, 8])

@@ -141,8 +141,9 @@ def test_sums_of_bags_equal_one_rank(any_ranks, combiner, use_hashtable):
         torch.testing.assert_close(result, expected, rtol=0, atol=TOLERANCE[torch.float64])
 
 
-def test_a_sum_of_gradients_is_not_a_mean(two_ranks):
+@pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
+def test_a_sum_of_gradients_is_not_a_mean(two_ranks, strategy):
     settings = ("sum", True, torch.float64, "SGD")
-    one = gathered([train(0, 1, *settings, "mean")])
-    summed = gathered(two_ranks(train, 2, *settings, "sum"))
+    one = gathered([train(0, 1, *settings, "mean", strategy)])
+    summed = gathered(two_ranks(train, 2, *settings, "sum", strategy))
     assert (summed[1] - one[1]).abs().max() > 1e-3

@@ -57,9 +57,12 @@ def test_init_keeps_what_is_not_given(restore):
         if "timeout" in arguments:
             expected["timeout"] = timedelta(seconds=8)
         assert vars(settings) == expected
+    before = dict(vars(settings))
     with pytest.raises(ValueError, match="timeout must be positive"):
-        sparsekit.init(seed=6, timeout=-1)
-    assert settings.seed == 5
+        sparsekit.init(seed=6, process_group=object(), timeout=-1)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        sparsekit.init(seed=6, process_group=object(), timeout=9, backend="mpi")
+    assert vars(settings) == before
 
 
 @pytest.mark.parametrize(
