@@ -67,6 +67,7 @@ ACROSS_OPS = (
     "group_update",
     "sizes",
     "workspace",
+    "bad_offsets",
 )
 LAYERS = {
     "csrc/core/include/sparsekit": stems("csrc/core/include/sparsekit/*.h"),
