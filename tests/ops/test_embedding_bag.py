@@ -280,13 +280,16 @@ def _pool(rows, offsets, combiner, weight, *sample_weights):
 def test_the_table_may_change_before_a_backward_that_does_not_read_it(device):
     weight = torch.ones(2, 3, device=device, requires_grad=True)
     rows, offsets = torch.tensor([0, 1], device=device), torch.tensor([0, 2], device=device)
-    out = ops.embedding_bag(weight, rows, offsets, "sum")
-    with torch.no_grad():
-        weight.mul_(2)
-    out.sum().backward()
-    assert weight.grad.tolist() == [[1.0] * 3] * 2
+    sample_weights = torch.ones(2, device=device)
+    for constants in (None, sample_weights):
+        weight.grad = None
+        out = ops.embedding_bag(weight, rows, offsets, "sum", constants)
+        with torch.no_grad():
+            weight.mul_(2)
+        out.sum().backward()
+        assert weight.grad.tolist() == [[1.0] * 3] * 2
 
-    sample_weights = torch.ones(2, device=device, requires_grad=True)
+    sample_weights.requires_grad_()
     out = ops.embedding_bag(weight, rows, offsets, "sum", sample_weights)
     with torch.no_grad():
         weight.mul_(2)
@@ -326,6 +329,16 @@ def test_what_is_refused(arguments, error, message):
     weight, rows, offsets, *rest = arguments
     with pytest.raises(error, match=f"embedding_bag: .*{message}"):
         ops.embedding_bag(weight, rows, torch.tensor(offsets, dtype=torch.int64), *rest)
+
+
+@all_combiners
+def test_a_row_out_of_range_of_a_table_without_columns(device, combiner):
+    weight = torch.ones(3, 0, device=device)
+    rows = torch.tensor([0, 2, 3, 4], device=device)
+    offsets = torch.tensor([0, 1, 4], device=device)
+    with pytest.raises(IndexError, match=r"rows\[2\] is 3, but weight has 3 rows"):
+        ops.embedding_bag(weight, rows, offsets, combiner)
+    assert ops.embedding_bag(weight, rows - 2, offsets, combiner).shape == (2, 0)
 
 
 # The arguments of the backward ops: gradients of two bags of three rows of a table of 4 x 2.
@@ -378,6 +391,18 @@ def test_what_the_backward_ops_refuse(engine, changes, error, message, ops):
         assert call_backward(op).shape == ((4, 2) if op == BOTH[0] else (3,))
         with pytest.raises(error, match=f"^{op}: .*{message}"):
             call_backward(op, **changes)
+
+
+@pytest.mark.parametrize("bags", [255, 256, 257])
+def test_the_last_offset_is_checked_among_many_bags(engine, bags):
+    offsets = torch.zeros(bags + 1, dtype=torch.int64)
+    offsets[-1] = 2  # of 3 rows
+    message = rf"to len\(rows\) = 3, but offsets\[{bags}\] is 2"
+    with pytest.raises(ValueError, match=message):
+        ops.embedding_bag(ONES, ROWS, offsets)
+    for op in BOTH:
+        with pytest.raises(ValueError, match=message):
+            call_backward(op, grad=torch.ones(bags, 2), offsets=offsets)
 
 
 @all_combiners

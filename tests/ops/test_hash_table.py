@@ -401,6 +401,17 @@ def test_damage_that_leaves_no_free_slot():
     run_damaged("for byte in 0x00, 0x01, 0x7F: use(lambda n: bytes([byte]) * n, 0)")
 
 
+def test_a_call_that_finds_no_free_slot_changes_nothing():
+    """On the CPU; on a device the table is then worth nothing."""
+    table = HashTable(20, load_factor=1.0)
+    table.find_or_insert(torch.arange(20))
+    table.size.fill_(10)  # although all slots are used
+    before = snapshot(table)
+    with pytest.raises(ValueError, match="damaged: no slot is free for row 10"):
+        table.find_or_insert(torch.tensor([3, 20, 21]))
+    assert_unchanged(table, before)
+
+
 def test_two_keys_of_one_row_are_damage(device):
     table = HashTable(10, device=device, load_factor=1.0)
     table.find_or_insert(torch.tensor([5, 6, 7], device=device))

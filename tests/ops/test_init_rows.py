@@ -89,7 +89,7 @@ def test_known_answer_of_the_op(device):
 
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @all_distributions
-@pytest.mark.parametrize("dim", [0, 1, 3, 16, 64, 100, 128, 1024])
+@pytest.mark.parametrize("dim", [0, 1, 3, 6, 16, 64, 100, 128, 1024])
 def test_equals_the_reference_bit_for_bit(device, dim, distribution, dtype):
     keys = torch.cat([torch.tensor(KEY_EXTREMES), key_pattern("half on one", 40)])
     settings = settings_of(distribution, seed=2**40 + 3)

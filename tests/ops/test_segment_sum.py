@@ -66,7 +66,7 @@ def test_equals_the_reference(device, dim, dtype):
 @pytest.mark.parametrize("pattern", ID_PATTERNS)
 @pytest.mark.parametrize("n", CHUNK_SIZES)
 def test_segments_across_chunks(device, n, pattern):
-    for num_segments, dim in ((1, 1), (3, 17), (2000, 3)):
+    for num_segments, dim in ((1, 1), (3, 17), (4, 5), (2000, 3)):
         ids = ids_of(pattern, n, num_segments)
         check_exact(whole_numbers(n, dim, seed=n), ids, num_segments, device)
 

@@ -115,6 +115,37 @@ for attempt in range(100):
 assert refusals, "the calls never met"
 """
 
+CLEARER = """
+# Clearing is a change, too.
+n, refusals = 200_000, []
+keys = torch.randperm(n)
+for attempt in range(100):
+    table, done = HashTable(2 * n, name="users"), []
+
+    def add():
+        try:
+            while True:
+                try:
+                    return table.find_or_insert(keys)
+                except RuntimeError as error:
+                    assert "another thread is inserting into this table" in str(error), error
+        finally:
+            done.append(True)
+
+    def clear():
+        while not done:
+            try:
+                ops.hash_table_clear_(table.buckets)
+            except RuntimeError as error:
+                assert "another thread is inserting into this table" in str(error), error
+                refusals.append(error)
+
+    together(add, clear)
+    if refusals:
+        break
+assert refusals, "the calls never met"
+"""
+
 FINDER = """
 refusals, done = [], []
 n = 400_000
@@ -168,7 +199,7 @@ for attempt in range(4):
 """
 
 
-@pytest.mark.parametrize("name", ["INSERTERS", "PART", "FINDER", "FORK"])
+@pytest.mark.parametrize("name", ["INSERTERS", "PART", "CLEARER", "FINDER", "FORK"])
 def test_threads(name):
     path = [str(Path(sparsekit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(

@@ -307,6 +307,25 @@ def test_a_row_out_of_range(device, backend, bad):
         assert same_bits(now.cpu()[kept], then[kept])
 
 
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+@pytest.mark.parametrize("case", ["momentum", "amsgrad", "ftrl"])
+def test_states_whose_rows_are_not_aligned(device, case, dtype):
+    """A GPU, as a sanitizer does, faults on a wide access to rows at odd distances."""
+    rule, settings, _ = CASES[case]
+    rows = distinct_rows(11, 30).to(device)
+    grad, step = randn(11, 16, dtype=dtype).to(device), torch.tensor([3], device=device)
+    results = []
+    for distance in (16, 17):
+        weight, states = copied(table_of(case, 30, 16, dtype), device)
+        spaces = [state.new_zeros(30, distance) for state in states]
+        apart = [space[:, :16].copy_(s) for space, s in zip(spaces, states, strict=True)]
+        ops.update_rows_(weight, apart, None, rows, grad, step, rule, settings)
+        assert all((space[:, 16:] == 0).all() for space in spaces)
+        results.append([weight, *apart])
+    for one, other in zip(*results, strict=True):
+        assert same_bits(one, other)
+
+
 MOST = 2**31 - 1
 
 
