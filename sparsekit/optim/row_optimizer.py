@@ -260,8 +260,10 @@ class RowOptimizer(torch.optim.Optimizer):
             if (call := calls.get(key)) is None:
                 call = calls[key] = UpdateCall()
             call.positions.append(i)
-            call.weights.append(parameter if parameter.dim() == 2 else matrix(parameter.detach()))
-            call.states += self._matrices(parameter, state, names)
+            flat = parameter.dim() == 2
+            call.weights.append(parameter if flat else matrix(parameter.detach()))
+            own = [state[n] for n in names] if flat else self._matrices(parameter, state, names)
+            call.states += own
             if "row_step" in state:
                 call.row_steps.append(state["row_step"])
             call.steps.append(state["step"])
