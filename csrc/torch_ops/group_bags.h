@@ -6,6 +6,36 @@
 
 namespace sparsekit::ops {
 
+// A tensor as rows of `width` neighbouring elements, `distance` apart, or 0 if it is contiguous. A
+// width of 0 says that it is nothing of that kind.
+struct RowLayout {
+  int64_t width, distance;
+
+  static RowLayout of(const Tensor& tensor) {
+    int64_t d = tensor.dim() - 1, width = 1;
+    for (; d >= 0 && (tensor.size(d) == 1 || tensor.stride(d) == width); --d) {
+      width *= tensor.size(d);
+    }
+    if (d < 0 || tensor.numel() == 0) return {std::max<int64_t>(width, 1), 0};
+    const int64_t distance = tensor.stride(d);
+    int64_t expected = distance;
+    for (; d >= 0; expected *= tensor.size(d--)) {
+      if (tensor.size(d) != 1 && tensor.stride(d) != expected) return {0, 0};
+    }
+    return distance < width ? RowLayout{0, 0} : RowLayout{width, distance};
+  }
+
+  // Whether vectors that would be so placed in a contiguous tensor lie in one row each.
+  bool has(const Placement& placement, int64_t count, int64_t dim) const {
+    if (width == 0) return false;
+    const bool each = count <= 1 || placement.stride % width == 0 || distance == 0;
+    return each && (distance == 0 || placement.begin % width + dim <= width);
+  }
+  int64_t position(int64_t element) const {
+    return distance == 0 ? element : element / width * distance + element % width;
+  }
+};
+
 // What forward and backward share, checked; keeps the memory that features point to.
 class GroupArguments {
  public:
@@ -72,6 +102,21 @@ class GroupArguments {
     }
   }
 
+  // The tensors, copied where vectors cannot be read from where they lie.
+  std::vector<Tensor> readable(std::vector<Tensor> tensors,
+                               const std::vector<int64_t>& dims) const {
+    for (size_t f = 0; f < group.features.size(); ++f) {
+      Tensor& tensor = tensors[group.placements[f].tensor];
+      if (tensor.is_contiguous()) continue;
+      const Feature& feature = group.features[f];
+      const RowLayout layout = RowLayout::of(tensor);
+      if (!layout.has(group.placements[f], feature.bags, dims[feature.table])) {
+        tensor = packed(tensor);
+      }
+    }
+    return tensors;
+  }
+
   template <class T>
   std::vector<FeatureBags<T>> bags_of(const std::vector<Tensor>& vectors, bool written) const {
     std::vector<FeatureBags<T>> features;
@@ -91,7 +136,9 @@ class GroupArguments {
       if (written) {
         of.out = mutable_data<T>(tensor) + placement.begin;
       } else {
-        of.grad = data<T>(tensor) + placement.begin;
+        const RowLayout layout = RowLayout::of(tensor);
+        of.grad = data<T>(tensor) + layout.position(placement.begin);
+        of.stride = layout.position(placement.stride);
       }
       add_source(static_cast<int64_t>(f), of);
       features.push_back(of);

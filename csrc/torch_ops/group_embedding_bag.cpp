@@ -131,15 +131,10 @@ void pool(Tensors outs, Tensors weights, Tensor index, std::optional<Tensor> row
   });
 }
 
-Tensors all_packed(Tensors tensors) {
-  for (Tensor& tensor : tensors) tensor = packed(tensor);
-  return tensors;
-}
-
 // What the gradients of all tables are made of, checked.
 class Gradients {
  public:
-  const Tensors grads;  // of outputs
+  Tensors grads;  // of outputs
   const GroupArguments arguments;
   const Engine engine;
   std::vector<int64_t> counts;     // of rows, for each table
@@ -149,7 +144,7 @@ class Gradients {
             const Tensor& index, const std::optional<Tensor>& rows_in, const Tensor& counts_in,
             const Tensor& bags, const Tensor& features, const Tensors& sample_weights,
             const std::optional<Tensor>& first_keys, int64_t divisor)
-      : grads(all_packed(grads_in)),
+      : grads(grads_in),
         arguments(op, grads, "grads", index, rows_in, counts_in, bags, features, sample_weights,
                   first_keys, {}, static_cast<int64_t>(dims.size())),
         engine(index),
@@ -163,6 +158,7 @@ class Gradients {
       check_row_size(dims[t], op, "a gradient");
     }
     arguments.check_placements(grads, "grads", dims);
+    grads = arguments.readable(std::move(grads), dims);
     check(divisor >= 1, op, ": divisor must be at least 1, got ", divisor);
     engine.read(int64_data(*arguments.counts), num_tables(), counts.data());
     for (size_t t = 0; t < dims.size(); ++t) {

@@ -408,3 +408,43 @@ def test_no_tables(device):
     pool(group, [], found)
     rows, grads = backward(group, [torch.empty(0, device=device)], found)
     assert len(rows) == len(grads) == 0
+
+
+def strided(grad, kind):
+    """The same gradient [bags, dim] in other memory."""
+    if kind == "columns":
+        wide = torch.full((len(grad), grad.shape[1] + 7), torch.nan, dtype=grad.dtype)
+        wide[:, 3:-4] = grad.cpu()
+        return wide.to(grad.device)[:, 3:-4]
+    if kind == "every other":
+        return torch.stack([grad, torch.full_like(grad, torch.nan)], 1)[:, 0]
+    if kind == "slots":  # [batch, 2, dim], of which each sample has a row of its own
+        wide = torch.full((len(grad) // 2, 2 * grad.shape[1] + 5), torch.nan, dtype=grad.dtype)
+        wide = wide.to(grad.device)
+        wide[:, : 2 * grad.shape[1]] = grad.reshape(len(grad) // 2, -1)
+        return wide[:, : 2 * grad.shape[1]].unflatten(1, (2, -1))
+    if kind == "transposed":
+        return grad.T.contiguous().T
+    assert kind == "one number"
+    return grad[:1, :1].expand_as(grad)
+
+
+@pytest.mark.parametrize("kind", ["columns", "every other", "slots", "transposed", "one number"])
+@pytest.mark.parametrize("dim", [16, 3])
+def test_gradients_of_any_strides(device, kind, dim):
+    group = Group(torch.float32, [dim, 4], [50] * 2, [True] * 2, [1] * 2, device)
+    keys, offsets = torch.arange(40) % 7, torch.arange(21) * 2
+    for t in range(2):
+        group.sources.append(Source(keys, offsets, torch.empty(0)))
+        group.ask(t, t, 0, 20, "sum")
+    found = group.find_or_insert()
+    one, other = (randn(20, width).to(device) for width in (dim, 4))
+    view = strided(one, kind)
+    assert not view.is_contiguous()
+    results = [
+        backward(group, grads, found) for grads in ([view.contiguous(), other], [view, other])
+    ]
+    for expected, result in zip(
+        *(sums_of(group, found[2], sums) for _, sums in results), strict=True
+    ):
+        assert same_bits(result, expected)
