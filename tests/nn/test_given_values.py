@@ -47,6 +47,15 @@ def test_evaluation_before_does_not_hide_them():
         vectors(layer.train(), [1])
 
 
+def test_a_refused_call_before_does_not_hide_them():
+    layer = single(max_vocabulary_size_per_gpu=3)
+    with pytest.raises(TableFullError):
+        vectors(layer, [1, 2, 3, 4])
+    torch.nn.init.ones_(layer.weight)
+    with pytest.raises(RuntimeError, match="weight was written to"):
+        vectors(layer, [1])
+
+
 def test_what_is_no_such_write():
     for layer in (
         copy.deepcopy(single()),

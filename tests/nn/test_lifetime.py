@@ -193,6 +193,15 @@ def test_gradient_of_a_weight_that_is_used_otherwise_too(rows, sparse):
     assert layer.weight.grad.to_dense()[:5].tolist() == [[n] * 5 for n in counts]
 
 
+def test_a_backward_that_saved_the_weight_before_rows_were_written_is_refused():
+    layer = single()
+    vectors(layer, [1])
+    penalty = layer.weight.square().sum()
+    vectors(layer, [2])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
 def test_no_grad_and_frozen_weight():
     layer = make_layer()
     with torch.no_grad():
