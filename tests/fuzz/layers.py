@@ -276,12 +276,13 @@ def _train(case, group, optimizer, models) -> None:
     learns = case.maybe(0.9)
     group.train(learns)
     inputs = {name: _input(case, model.layer, not learns) for name, model in models.items()}
-    # One process looks layers up one after another, and those before a full one have inserted.
-    for name, model in models.items() if learns else ():
-        keys = inputs[name].as_inserted()
-        if len(model.row) + len(model.new(keys)) > model.capacity:
-            return _refuse(case, group, inputs, name, len(model.new(keys)))
-        model.insert(keys)
+    if learns:
+        new = {name: model.new(inputs[name].as_inserted()) for name, model in models.items()}
+        full = [n for n, model in models.items() if len(model.row) + len(new[n]) > model.capacity]
+        if full:
+            return _refuse(case, group, inputs, models, {name: len(new[name]) for name in full})
+        for name, model in models.items():
+            model.insert(inputs[name].as_inserted())
     outputs = _call(case, group, inputs)
     loss, wanted, leaves = 0.0, 0.0, {}
     for name, model in models.items():
@@ -299,17 +300,22 @@ def _train(case, group, optimizer, models) -> None:
         model.train(inputs[name].keys, leaves[name].grad)
 
 
-def _refuse(case, group, inputs, full, new) -> None:
-    """More new keys than rows: the full table, and those after it, stay as they were."""
-    before = [buffer.clone() for buffer in group.layers[full].buffers()]
+def _refuse(case, group, inputs, models, full) -> None:
+    """More new keys than rows: such a table stays as it was, others may keep all new keys."""
+    before = [buffer.clone() for name in full for buffer in group.layers[name].buffers()]
     try:
         _call(case, group, inputs)
     except TableFullError as error:
-        case.equal("refused", (error.layer, error.refused), (full, new))
+        case.equal("refused", error.refused, full.get(error.layer))
     else:
         case.equal("a full table", "nothing raised", "TableFullError")
-    for now, then in zip(group.layers[full].buffers(), before, strict=True):
+    after = [buffer for name in full for buffer in group.layers[name].buffers()]
+    for now, then in zip(after, before, strict=True):
         case.same("a buffer after a refusal", now, then)
+    for name, model in models.items():
+        table = model.layer.table
+        if name not in full and (table is None or len(table) > len(model.row)):
+            model.insert(inputs[name].as_inserted())
 
 
 def _check_state(case, group, models) -> None:
