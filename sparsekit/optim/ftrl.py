@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import check_range
+from .settings import check_range, number
 
 
 class Ftrl(RowOptimizer):
@@ -66,7 +66,7 @@ class Ftrl(RowOptimizer):
     def _check_settings(self, group: dict[str, Any]) -> None:
         for argument in ("lr", "initial_accumulator_value", "l1", "l2"):
             check_range("Ftrl", argument, group[argument], 0, None)
-        if not group["lr_power"] <= 0:
+        if not number("Ftrl", "lr_power", group["lr_power"]) <= 0:
             raise ValueError(f"Ftrl: lr_power must be <= 0, got {group['lr_power']}")
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:

@@ -202,6 +202,17 @@ def test_a_backward_that_saved_the_weight_before_rows_were_written_is_refused():
         penalty.backward()
 
 
+def test_a_penalty_on_the_weight_goes_with_keys_that_are_known():
+    layer = single()
+    vectors(layer, [1])
+    penalty = layer.weight.square().sum()
+    out = layer((torch.tensor([1, 1]), torch.arange(3)))
+    (out.sum() + penalty).backward()
+    expected = 2 * layer.weight.detach()
+    expected[0] += 2
+    torch.testing.assert_close(layer.weight.grad.to_dense(), expected)
+
+
 def test_no_grad_and_frozen_weight():
     layer = make_layer()
     with torch.no_grad():

@@ -477,3 +477,10 @@ BAD = [
 def test_bad_arguments(kind, settings, message):
     with pytest.raises(ValueError, match=message):
         kind([start()], **settings)
+
+
+@pytest.mark.parametrize("value", [None, "x", True, torch.ones(2)])
+def test_settings_that_are_no_numbers(value):
+    for kind, name in ((optim.Ftrl, "lr_power"), (optim.Ftrl, "l1"), (optim.LazyAdam, "lr")):
+        with pytest.raises(TypeError, match=f"{kind.__name__}: {name} must be a number, got"):
+            kind([start()], **{name: value})

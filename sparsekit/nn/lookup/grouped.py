@@ -151,6 +151,7 @@ class _Call:
             for request in self._requests
         ]
         states: list[tuple[torch.Tensor, ...]] = []
+        hashed = []
         described = []
         for table, weight in zip(self.tables, self.weights, strict=True):
             if weight.shape != (table.capacity, table.embedding_vec_size):
@@ -159,6 +160,7 @@ class _Call:
             if (hash_table := table.table) is not None:
                 number = len(states)
                 states.append(hash_table.tensors())
+                hashed.append(weight)
             described.append((number, table.capacity, table.world_size))
             table.prepare(self._training)
         buckets, hash_seeds, sizes = zip(*states, strict=True) if states else ((), (), ())
@@ -167,6 +169,7 @@ class _Call:
         self._rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         if self._training:
+            before = [size.item() for size in sizes] if self._keys[0].is_cpu else []
             self._catch_up_free_rows()
         try:
             with torch._C._AutoDispatchBelowAutograd():
@@ -181,10 +184,13 @@ class _Call:
             self._explain(refusal)
         self._bags, self._first_keys = rest
         if self._training:
-            # A backward that saved the weight would use the new one in silence.
-            increment_version(self.weights)
             for table in self.tables:
                 table.looked_at.add(True)
+            # A backward that saved a weight would use its new rows in silence. On a device only the
+            # device knows whether there are any, and mostly there is none.
+            if self._index.is_cpu:
+                grown = [now.item() > then for now, then in zip(sizes, before, strict=True)]
+                increment_version([w for w, has_new in zip(hashed, grown, strict=True) if has_new])
         self._catch_up()
 
     def _seeds(self) -> list[torch.Tensor]:
