@@ -182,46 +182,38 @@ class GroupInput : public GroupFeatures {
     }
   }
 
-  // The same on a device, whose answer is waited for only with checks on. A key of feature f must
-  // be below end_key[f], if that is not -1.
-  void check_on_device(const Engine& engine, const std::vector<int64_t>& end_key) const {
-    if constexpr (kOnDevice) {
-      std::vector<int64_t> first_offset, first_key;
-      int64_t offset = 0, key = 0;
-      for (const Source& source : sources) {
-        first_offset.push_back(offset);
-        first_key.push_back(key);
-        offset += source.bags + 1;
-        key += source.n;
+  // Raises what cuda::begin_group has found, with checks on.
+  void raise_found(const Engine& engine) const {
+    std::vector<int64_t> first_offset, first_key;
+    int64_t offset = 0, key = 0;
+    for (const Source& source : sources) {
+      first_offset.push_back(offset);
+      first_key.push_back(key);
+      offset += source.bags + 1;
+      key += source.n;
+    }
+    const int64_t bad_offset = engine.found(Complaint::kGroupOffset, offset);
+    const int64_t long_bag = engine.found(Complaint::kGroupBag, offset);
+    const int64_t bad_key = engine.found(Complaint::kGroupKey, key);
+    const auto within = [](const std::vector<int64_t>& begins, int64_t position) {
+      const auto after = std::upper_bound(begins.begin(), begins.end(), position);
+      const int64_t s = after - begins.begin() - 1;
+      return std::pair(s, position - begins[s]);
+    };
+    if (bad_offset >= 0) {
+      const auto [s, position] = within(first_offset, bad_offset);
+      wrong_offset(s, position, engine);
+    }
+    if (long_bag >= 0) {
+      const auto [s, bag] = within(first_offset, long_bag);
+      for (const Feature& feature : features) {
+        if (feature.source != s || bag < feature.first_bag) continue;
+        if (bag < feature.first_bag + feature.bags) long_bag_of(s, bag, feature.max_nnz);
       }
-      cuda::check_group(sources.data(), features.data(), static_cast<int64_t>(features.size()),
-                        first_offset.data(), first_key.data(), end_key.data(),
-                        {engine.bad(Complaint::kGroupOffset), engine.bad(Complaint::kGroupBag),
-                         engine.bad(Complaint::kGroupKey)},
-                        engine.stream());
-      const int64_t bad_offset = engine.found(Complaint::kGroupOffset, offset);
-      const int64_t long_bag = engine.found(Complaint::kGroupBag, offset);
-      const int64_t bad_key = engine.found(Complaint::kGroupKey, key);
-      const auto within = [](const std::vector<int64_t>& begins, int64_t position) {
-        const auto after = std::upper_bound(begins.begin(), begins.end(), position);
-        const int64_t s = after - begins.begin() - 1;
-        return std::pair(s, position - begins[s]);
-      };
-      if (bad_offset >= 0) {
-        const auto [s, position] = within(first_offset, bad_offset);
-        wrong_offset(s, position, engine);
-      }
-      if (long_bag >= 0) {
-        const auto [s, bag] = within(first_offset, long_bag);
-        for (const Feature& feature : features) {
-          if (feature.source != s || bag < feature.first_bag) continue;
-          if (bag < feature.first_bag + feature.bags) long_bag_of(s, bag, feature.max_nnz);
-        }
-      }
-      if (bad_key >= 0) {
-        const auto [s, position] = within(first_key, bad_key);
-        wrong_key(s, position, engine);
-      }
+    }
+    if (bad_key >= 0) {
+      const auto [s, position] = within(first_key, bad_key);
+      wrong_key(s, position, engine);
     }
   }
 

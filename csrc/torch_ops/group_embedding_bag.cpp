@@ -91,15 +91,16 @@ void pool(Tensors outs, Tensors weights, Tensor index, std::optional<Tensor> row
     const std::vector<FeatureBags<T>> asked = arguments.bags_of<T>(outs, true);
     const auto count = static_cast<int64_t>(asked.size());
     if constexpr (kOnDevice) {
-      const Workspace memory(cuda::group_embedding_bag_workspace_bytes(tables.data(), asked.data(),
-                                                                       count, arguments.entries),
+      const auto num = static_cast<int64_t>(num_tables);
+      const Workspace memory(cuda::group_embedding_bag_workspace_bytes(
+                                 tables.data(), num, asked.data(), count, arguments.entries),
                              index);
-      cuda::group_embedding_bag(tables.data(), asked.data(), count, arguments.entries,
+      cuda::group_embedding_bag(tables.data(), num, asked.data(), count, arguments.entries,
                                 data<int32_t>(arguments.index),
                                 arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
                                 arguments.counts ? int64_data(*arguments.counts) : nullptr,
-                                {engine.bad(Complaint::kBagOffset), engine.bad(Complaint::kBagRow)},
-                                engine.bad(Complaint::kGroupIndex), memory.data(), engine.stream());
+                                engine.bad(Complaint::kBagRow), engine.bad(Complaint::kGroupIndex),
+                                memory.data(), engine.stream());
       arguments.check_found(engine);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();

@@ -78,39 +78,51 @@ struct GroupTables {
   }
 };
 
-// Whatever can be checked of values, and then how many entries tables have.
-void check_values(GroupInput& input, GroupTables& group, const Engine& engine) {
-  if constexpr (kOnDevice) {
-    std::vector<int64_t> end_key;
-    for (const Feature& feature : input.features) {
-      GroupTable& table = group.tables[feature.table];
-      end_key.push_back(table.buckets != nullptr ? -1 : table.capacity * table.world_size);
-      const Source& source = input.sources[feature.source];
-      table.n += source.offsets == nullptr ? feature.bags : source.n;  // a bound
-    }
-    input.check_on_device(engine, end_key);
-  } else {
-    input.check_offsets(engine);
-    group.check_keys(input, engine);
-  }
+// Bags and first_keys of the call's results, not filled yet.
+std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
+  const auto count = static_cast<int64_t>(input.features.size());
+  return {new_output(like, {input.source_bags + 1}, ScalarType::Int),
+          new_output(like, {count}, ScalarType::Long)};
 }
 
-// Where bags begin, counted in entries, and features in the keys of their sources.
-std::pair<Tensor, Tensor> bags_of(const GroupInput& input, const Tensor& like,
-                                  const Engine& engine) {
-  const auto count = static_cast<int64_t>(input.features.size());
-  Tensor bags = new_output(like, {input.source_bags + 1}, ScalarType::Int);
-  Tensor first_keys = new_output(like, {count}, ScalarType::Long);
-  if constexpr (kOnDevice) {
-    const Workspace memory(cuda::write_bags_workspace_bytes(count), like);
-    cuda::write_bags(input.sources.data(), input.features.data(), count, input.entries,
-                     mutable_data<int32_t>(bags), mutable_data<int64_t>(first_keys), memory.data(),
-                     engine.stream());
-  } else {
-    cpu::write_bags(input.sources.data(), input.features.data(), count, mutable_data<int32_t>(bags),
-                    mutable_data<int64_t>(first_keys), torch_parallel_for());
+// A call's arguments and memory on a device.
+struct DeviceCall {
+  cuda::GroupCall call;
+  cuda::GroupBags bags;
+  Workspace memory;
+
+  DeviceCall(const GroupInput& input, const GroupTables& group, const NewRows* new_rows,
+             const std::pair<Tensor, Tensor>& results, const Tensor& like)
+      : call{group.tables.data(),
+             static_cast<int64_t>(group.tables.size()),
+             new_rows,
+             input.sources.data(),
+             static_cast<int64_t>(input.sources.size()),
+             input.features.data(),
+             static_cast<int64_t>(input.features.size()),
+             input.num_bags,
+             input.entries},
+        bags{mutable_data<int32_t>(results.first), mutable_data<int64_t>(results.second)},
+        memory(cuda::group_find_workspace_bytes(call), like) {}
+
+  // Fills the bags, and raises what is wrong with the input, with checks on.
+  void begin(const GroupInput& input, const Engine& engine) const {
+    cuda::begin_group(call, bags,
+                      {engine.bad(Complaint::kGroupOffset), engine.bad(Complaint::kGroupBag),
+                       engine.bad(Complaint::kGroupKey)},
+                      memory.data(), engine.stream());
+    input.raise_found(engine);
   }
-  return {bags, first_keys};
+};
+
+// The same on the CPU, where the tables learn how many entries they have.
+void begin_on_cpu(GroupInput& input, GroupTables& group, const std::pair<Tensor, Tensor>& results,
+                  const Engine& engine) {
+  input.check_offsets(engine);
+  group.check_keys(input, engine);
+  cpu::write_bags(input.sources.data(), input.features.data(),
+                  static_cast<int64_t>(input.features.size()), mutable_data<int32_t>(results.first),
+                  mutable_data<int64_t>(results.second), torch_parallel_for());
 }
 
 std::tuple<Tensor, Tensor, Tensor> find(Tensors buckets, Tensors hash_seeds, Tensor tables,
@@ -125,24 +137,22 @@ std::tuple<Tensor, Tensor, Tensor> find(Tensors buckets, Tensors hash_seeds, Ten
   check_list_device(like, hash_seeds, op, "hash_seeds");
   GroupTables group(op, buckets, hash_seeds, tables, input);
   const Engine engine(like);
-  check_values(input, group, engine);
+  const auto results = new_bags(input, like);
   Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
-  const auto count = static_cast<int64_t>(input.features.size());
   if constexpr (kOnDevice) {
-    const auto num_tables = static_cast<int64_t>(group.tables.size());
-    const Workspace memory(
-        cuda::group_find_workspace_bytes(group.tables.data(), num_tables, count, false), like);
-    cuda::group_find(group.tables.data(), num_tables, input.sources.data(), input.features.data(),
-                     count, input.entries, mutable_data<int32_t>(rows), memory.data(),
+    const DeviceCall device(input, group, nullptr, results, like);
+    device.begin(input, engine);
+    cuda::group_find(device.call, device.bags, mutable_data<int32_t>(rows), device.memory.data(),
                      engine.stream());
   } else {
+    begin_on_cpu(input, group, results, engine);
+    const auto count = static_cast<int64_t>(input.features.size());
     const Workspace memory((count + 1) * static_cast<int64_t>(sizeof(int64_t)), like);
     cpu::group_find(group.tables.data(), input.sources.data(), input.features.data(), count,
                     mutable_data<int32_t>(rows), static_cast<int64_t*>(memory.data()),
                     torch_parallel_for());
   }
-  const auto [bags, first_keys] = bags_of(input, like, engine);
-  return {rows, bags, first_keys};
+  return {rows, results.first, results.second};
 }
 
 // Weights, seeds and initializers of the tables, for rows that are new.
@@ -213,35 +223,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   const Exclusive alone(buckets, op);
   const Engine engine(like);
   const auto count = static_cast<int64_t>(group.tables.size());
-  check_values(input, group, engine);
-  if constexpr (!kOnDevice) {
-    for (int64_t t = 0; t < count; ++t) {
-      const GroupTable& table = group.tables[t];
-      if (table.buckets != nullptr) check_size_value(*table.size, table.num_buckets, op, "a size");
-    }
-  }
+  const auto results = new_bags(input, like);
   Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
   Tensor inverse = new_output(like, {input.entries}, ScalarType::Int);
   Tensor counts = new_output(like, {count}, ScalarType::Long);
-  const auto [bags, first_keys] = bags_of(input, like, engine);
   std::vector<int64_t> refused(group.tables.size());
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      const auto num_features = static_cast<int64_t>(input.features.size());
-      const Workspace memory(
-          cuda::group_find_workspace_bytes(group.tables.data(), count, num_features, true), like);
+      const DeviceCall device(input, group, new_rows.data(), results, like);
+      device.begin(input, engine);
       const Tensor status = new_output(like, {2 * count}, ScalarType::Long);
-      cuda::group_find_or_insert<T>(group.tables.data(), count, new_rows.data(),
-                                    input.sources.data(), input.features.data(), num_features,
-                                    input.entries, process_seed(), mutable_data<int32_t>(rows),
-                                    mutable_data<int32_t>(inverse), mutable_data<int64_t>(counts),
-                                    mutable_data<int64_t>(status), engine.bad(Complaint::kInitRow),
-                                    memory.data(), engine.stream());
+      cuda::group_find_or_insert<T>(device.call, device.bags, process_seed(),
+                                    mutable_data<int32_t>(rows), mutable_data<int32_t>(inverse),
+                                    mutable_data<int64_t>(counts), mutable_data<int64_t>(status),
+                                    device.memory.data(), engine.stream());
       std::vector<int64_t> host_status(2 * count);
       engine.read(int64_data(status), 2 * count, host_status.data());
       for (int64_t t = 0; t < count; ++t) refused[t] = host_status[2 * t + 1];
     } else {
+      begin_on_cpu(input, group, results, engine);
+      for (const GroupTable& table : group.tables) {
+        if (table.buckets != nullptr) {
+          check_size_value(*table.size, table.num_buckets, op, "a size");
+        }
+      }
       std::vector<int32_t> order(group.tables.size());
       const ParallelFor parallel_for = torch_parallel_for();
       const Workspace memory(cpu::group_find_or_insert_workspace_bytes(group.tables.data(), count,
@@ -253,7 +259,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
           mutable_data<int64_t>(counts), refused.data(), order.data(), memory.data(), parallel_for);
     }
   };
-  if (!weights.empty()) dispatch_rows(weights[0], op, "weights", run);
+  if (weights.empty()) {
+    run(TypeTag<float>{});
+  } else {
+    dispatch_rows(weights[0], op, "weights", run);
+  }
   for (int64_t t = 0; t < count; ++t) {
     check(refused[t] >= 0, op, ": the hash table of table ", t,
           " is damaged: no slot is free, or a row is beyond its capacity");
@@ -266,7 +276,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
                                      refused[t],
                                      " of the keys are new; none of them has been inserted"));
   }
-  return {rows, inverse, counts, bags, first_keys};
+  return {rows, inverse, counts, results.first, results.second};
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};
-  if (combiner == Combiner::kSum) return A{1};
+  if (combiner == Combiner::kSum || combiner == Combiner::kNone) return A{1};
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 

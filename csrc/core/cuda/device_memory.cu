@@ -34,16 +34,23 @@ bool is_capturing(void* stream) {
 }
 
 void read_back(const Piece* pieces, int count, void* stream) {
-  // Page-locked, so that the copies are asynchronous and one wait is enough. Never freed: at the
-  // end of a thread the driver may be gone.
-  constexpr int64_t kBytes = 4096;
+  // Page-locked, so that the copies are asynchronous and one wait is enough. Freed only for a
+  // larger one: at the end of a thread the driver may be gone.
   thread_local char* staging = nullptr;
+  thread_local int64_t size = 0;
   ++waits;
-  if (staging == nullptr) simt::check(cudaMallocHost(&staging, kBytes), "page-locked memory");
   int64_t used = 0;
+  for (int i = 0; i < count; ++i) used += pieces[i].bytes;
+  if (used > size) {
+    if (staging != nullptr) simt::check(cudaFreeHost(staging), "page-locked memory");
+    staging = nullptr;
+    size = 0;
+    const int64_t wanted = used > 4096 ? used : 4096;
+    simt::check(cudaMallocHost(&staging, static_cast<size_t>(wanted)), "page-locked memory");
+    size = wanted;
+  }
+  used = 0;
   for (int i = 0; i < count; ++i) {
-    if (used + pieces[i].bytes > kBytes)
-      throw std::logic_error("sparsekit: read_back is for words");
     simt::check(cudaMemcpyAsync(staging + used, pieces[i].device, pieces[i].bytes,
                                 cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)),
                 "copy to the host");

@@ -9,6 +9,57 @@
 namespace sparsekit::cuda {
 namespace {
 
+template <class T, int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(256) pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
+  pool_own_bag<kWidth>(in, long_bags, long_bags.capacity > 0 && simt::column() == 0,
+                       tile_of_thread(in.log2_lanes), first_element(kWidth, in.log2_lanes));
+}
+template <class T, int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(256)
+    pool_short_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
+  pool_own_short_bags<kWidth>(in, long_bags, long_bags.capacity > 0 && simt::column() == 0,
+                              tile_of_thread(in.log2_lanes) * kBags,
+                              first_element(kWidth, in.log2_lanes));
+}
+
+// A tile per part.
+template <class T, int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(256) pool_parts_kernel(Pooling<T> in, LongBags<T> long_bags) {
+  const int64_t slot = tile_of_thread(in.log2_lanes);
+  if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
+  pool_part<kWidth>(in, long_bags, slot, long_bags.parts[slot].bag,
+                    first_element(kWidth, in.log2_lanes));
+}
+template <class T, int kWidth>
+SPARSEKIT_KERNEL __launch_bounds__(256)
+    add_parts_kernel(Pooling<T> in, LongBags<T> long_bags, Round round) {
+  const int64_t slot = tile_of_thread(in.log2_lanes);
+  if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
+  add_to_part<kWidth>(in, long_bags, round, slot, long_bags.parts[slot].bag,
+                      first_element(kWidth, in.log2_lanes));
+}
+
+template <class T, int kWidth>
+void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShape& shape,
+               void* stream) {
+  clear_parts(long_bags, stream);
+  const int64_t tiles = in.bags.num_bags + 1;
+  if (in.bags.n < kShort * in.bags.num_bags) {
+    simt::launch("embedding_bag: short bags", pool_short_bags_kernel<T, kWidth>,
+                 grid_for_rows((tiles + kBags - 1) / kBags, shape), stream, in, long_bags);
+  } else {
+    simt::launch("embedding_bag: bags", pool_bags_kernel<T, kWidth>, grid_for_rows(tiles, shape),
+                 stream, in, long_bags);
+  }
+  if (long_bags.capacity == 0) return;
+  const simt::Grid grid = grid_for_rows(long_bags.capacity, shape);
+  simt::launch("embedding_bag: parts", pool_parts_kernel<T, kWidth>, grid, stream, in, long_bags);
+  for_each_round(in.bags.n, [&](Round round) {
+    simt::launch("embedding_bag: sums of parts", add_parts_kernel<T, kWidth>, grid, stream, in,
+                 long_bags, round);
+  });
+}
+
 // ---- backward ----
 
 // Sums over the entries of a bag, by all lanes of a warp, which hold the same bag: the total of
@@ -177,10 +228,10 @@ void embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& b
   Arena arena(workspace);
   const LongBags<T> long_bags(arena, bags.n, dim);
   const RowShape shape = row_shape<T>(dim, weight, out);
-  const Pooling<T> in{weight,         num_rows, dim,    bags,
-                      sample_weights, combiner, errors, shape.log2_lanes};
+  const Pooling<T> in{weight, num_rows,         dim, bags, sample_weights, combiner,
+                      errors, shape.log2_lanes, out};
   const auto run = shape.width == 1 ? pool_bags<T, 1> : pool_bags<T, kWide<T>>;
-  run(in, long_bags, shape, out, stream);
+  run(in, long_bags, shape, stream);
 }
 
 template <class T>
@@ -222,8 +273,8 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
                                            Acc<T>* grad_sample_weights, const BagErrors& errors,
                                            void* stream) {
   const RowShape shape = row_shape<T>(dim, weight, grad_out);
-  const Pooling<T> in{weight,         num_rows, dim,    bags,
-                      sample_weights, combiner, errors, shape.log2_lanes};
+  const Pooling<T> in{weight, num_rows,         dim,    bags, sample_weights, combiner,
+                      errors, shape.log2_lanes, nullptr};
   const int64_t tiles = (bags.n + kInFlight - 1) / kInFlight;
   const simt::Grid grid = simt::grid_for(std::max(tiles << shape.log2_lanes, bags.num_bags + 1));
   const auto dots = shape.width == 1 ? entry_dots_kernel<T, 1> : entry_dots_kernel<T, kWide<T>>;

@@ -1,56 +1,89 @@
-// Where the entries of features are, which on a device is known only there. One table after
-// another, by the kernels for one: a launch for each of many small things, in place of a few for
-// all.
+// The entries of a group on a device: which key each is, of which table. How many there are, only
+// the device knows.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
-#include "cuda/simt.cuh"
-#include "sparsekit/embedding_bag.h"
-#include "sparsekit/group.h"
+#include "cuda/descriptors.cuh"
+#include "cuda/workspace.h"
+#include "sparsekit/group_find.h"
 
 namespace sparsekit::cuda {
 
-// A feature as a kernel needs it; entry[0] is its first entry, entry[1] that of the next.
-struct DeviceFeature {
-  Source source;
-  int64_t first_bag, bags;
-  int64_t most;  // keys of a bag
-  int64_t* entry;
-
-  // Bounds of its keys in those of the source; offsets may be anything.
-  SPARSEKIT_HOST_DEVICE int64_t clamped(int64_t bag, int64_t least) const {
-    const int64_t at = source.offset(bag);
-    return at < least ? least : at > source.n ? source.n : at;
-  }
-  SPARSEKIT_HOST_DEVICE int64_t first_key() const { return clamped(first_bag, 0); }
-  SPARSEKIT_HOST_DEVICE int64_t last_key() const { return clamped(first_bag + bags, first_key()); }
-  // As many as it was found to have entries.
-  SPARSEKIT_HOST_DEVICE int64_t count() const { return entry[1] - entry[0]; }
-  // No more keys than it can have.
-  int64_t bound() const { return source.offsets == nullptr ? bags : source.n; }
+struct DeviceSource {
+  const void* keys;
+  const void* offsets;
+  int64_t first_offset;  // counted over all sources, as is first_key; the next one's says how many
+  int32_t first_key;
+  bool wide_keys, wide_offsets;
+  bool asked;  // by some feature
 };
 
-inline DeviceFeature device_feature(const Source* sources, const Feature* features, int64_t f,
-                                    int64_t* entry) {
-  const Feature& feature = features[f];
-  return {sources[feature.source], feature.first_bag, feature.bags, feature.max_nnz, entry + f};
+struct DeviceFeature {
+  int32_t table, source;
+  int64_t first_bag;
+  int64_t first;  // of its bags among those of all features
+  int64_t max_nnz;
+};
+
+struct DeviceTable {
+  Bucket* buckets;
+  int64_t num_buckets;
+  const int64_t* hash_seed;
+  int64_t* size;
+  int32_t capacity, world_size;
+  void* weight;
+  const int64_t* seed;
+  Distribution distribution;
+  float a, b;
+  int32_t dim;
+  int32_t first_feature;
+
+  // What keys are below without buckets.
+  SPARSEKIT_DEVICE int64_t end_key() const { return int64_t{capacity} * world_size; }
+};
+
+// Each array has one element more, which ends the last one.
+struct DeviceGroup {
+  const DeviceSource* sources;
+  const DeviceFeature* features;
+  const DeviceTable* tables;
+  int32_t num_sources, num_features, num_tables;
+  int32_t most;         // entries that results have room for
+  int32_t* entry;       // [num_features + 1] the first of each feature
+  int64_t* first_keys;  // [num_features] where that is in its source
+
+  SPARSEKIT_DEVICE Source source(int s) const {
+    const DeviceSource& of = sources[s];
+    return {simt::global(of.keys),
+            of.offsets == nullptr ? nullptr : simt::global(of.offsets),
+            of.wide_keys,
+            of.wide_offsets,
+            sources[s + 1].first_key - of.first_key,
+            sources[s + 1].first_offset - of.first_offset - 1};
+  }
+  SPARSEKIT_DEVICE int64_t num_bags(int f) const {
+    return features[f + 1].first - features[f].first;
+  }
+
+  SPARSEKIT_DEVICE int32_t entries() const { return entry[num_features]; }
+  SPARSEKIT_DEVICE int feature_of(int32_t e) const {
+    return last_up_to(e, num_features, [this](int f) { return entry[f]; });
+  }
+  SPARSEKIT_DEVICE int64_t key(int f, int32_t e) const {
+    return source(features[f].source).key(first_keys[f] + (e - entry[f]));
+  }
+  SPARSEKIT_DEVICE int32_t first_entry(int t) const { return entry[tables[t].first_feature]; }
+};
+
+// An offset, kept within [least, n]: they may be anything.
+SPARSEKIT_DEVICE int64_t clamped_offset(const Source& source, int64_t bag, int64_t least) {
+  const int64_t at = source.offset(bag);
+  return at < least ? least : at > source.n ? source.n : at;
 }
 
-// A thread: entries of the feature, whose first one is known. `most` is how many all features have
-// room for; where offsets are bad they might have more.
-SPARSEKIT_KERNEL group_entries_kernel(DeviceFeature feature, bool is_first, int64_t most) {
-  if (simt::global_thread() != 0) return;
-  const int64_t begin = is_first ? 0 : feature.entry[0];
-  if (is_first) feature.entry[0] = 0;
-  const int64_t end = begin + (feature.last_key() - feature.first_key());
-  feature.entry[1] = end < most ? end : most;
-}
-
-inline void group_entries(const DeviceFeature& feature, int64_t f, int64_t most, void* stream) {
-  simt::launch("group: entries", group_entries_kernel, simt::grid_for(1, 32), stream, feature,
-               f == 0, most);
-}
+// The group of a call: where everything lies in the workspace, of which this takes the first part.
+// Once begin_group has filled it, every function of the call may ask for it.
+DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& arena);
 
 }  // namespace sparsekit::cuda

@@ -1,330 +1,394 @@
+// Bags of all features in the same launches. A block belongs to one feature, which it finds by its
+// number; what it does there is what pool_bags.cuh does with the bags of one call.
 #include "sparsekit/group_embedding_bag.h"
 
-#include "cuda/plain_bags.cuh"
-#include "cuda/primitives.h"
-#include "sparsekit/gather_rows.h"
+#include <algorithm>
+#include <limits>
+
+#include "cuda/descriptors.cuh"
+#include "cuda/initial_row.cuh"
+#include "cuda/pool_bags.cuh"
 
 namespace sparsekit::cuda {
 namespace {
 
-// For bags of one key at most: the number of that, or -1.
-SPARSEKIT_KERNEL numbers_of_bags_kernel(const int64_t* numbers, const int64_t* offsets,
-                                        int64_t num_bags, int64_t* of_bag) {
-  const int64_t b = simt::global_thread();
-  if (b < num_bags) of_bag[b] = offsets[b] < offsets[b + 1] ? numbers[offsets[b]] : -1;
+constexpr int kThreads = 256;
+// On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
+constexpr int kBlocksAtOnce = 2;
+
+template <class T>
+struct PoolFeature {
+  T* out;
+  int64_t stride;
+  const Acc<T>* sample_weights;  // may be null
+  const void* keys;
+  const int64_t* first_key;
+  int64_t first_block;
+  int32_t table;
+  int32_t first_bag;  // among those of all features
+  int32_t num_keys;
+  uint16_t columns;
+  uint8_t combiner;
+  uint8_t log2_lanes : 4, wide : 1, wide_keys : 1;
+};
+
+template <class T>
+struct PoolTable {
+  const T* weight;
+  int64_t num_rows;
+  const int64_t* seed;  // may be null
+  int32_t dim;
+  int32_t first_bag;
+  int32_t distribution;
+  float a, b;
+};
+
+// Both arrays have one element more, which ends the last one.
+template <class T>
+struct PoolGroup {
+  const PoolFeature<T>* features;
+  const PoolTable<T>* tables;
+  int32_t num_features;
+  int32_t entries;
+  const int32_t* index;
+  const int32_t* rows;    // may be null
+  const int64_t* counts;  // may be null
+  const int32_t* bags;
+  int64_t* bad_row;
+  int64_t* bad_index;
+
+  SPARSEKIT_DEVICE int feature_of_block(int64_t block) const {
+    return last_up_to(block, num_features, [this](int f) { return features[f].first_block; });
+  }
+  SPARSEKIT_DEVICE int feature_of_bag(int64_t bag) const {
+    return last_up_to(bag, num_features, [this](int f) { return features[f].first_bag; });
+  }
+};
+
+// Stands for an initial vector, in place of a row.
+constexpr int64_t kInitialRow = -2;
+
+// The bags of a feature, as pool_bags.cuh asks for them. Bags may be anything.
+template <class T, bool kInitial>
+struct FeaturePooling {
+  using Element = T;
+  static constexpr bool kCopies = true;
+
+  const PoolGroup<T>& group;
+  const PoolFeature<T>& feature;
+  const PoolTable<T>& table;
+  const T* weight;
+  const int32_t* bags;
+  int64_t num_rows, dim;
+  int64_t limit;         // what index must be below
+  int64_t first_listed;  // of the table's rows among those of all
+  int64_t key_of_entry;  // an entry's key less the entry
+  Combiner combiner;
+  int log2_lanes;
+
+  SPARSEKIT_DEVICE FeaturePooling(const PoolGroup<T>& group, int f)
+      : group(group),
+        feature(group.features[f]),
+        table(group.tables[feature.table]),
+        weight(simt::global(table.weight)),
+        bags(group.bags + feature.first_bag),
+        num_rows(table.num_rows),
+        dim(table.dim),
+        limit(group.counts == nullptr ? INT64_MAX : group.counts[feature.table]),
+        first_listed(0),
+        key_of_entry(feature.first_key == nullptr ? 0 : *simt::global(feature.first_key) - bags[0]),
+        combiner(static_cast<Combiner>(feature.combiner)),
+        log2_lanes(feature.log2_lanes) {
+    if (group.rows == nullptr) return;
+    first_listed = group.bags[table.first_bag];
+    if (first_listed < 0 || first_listed > group.entries) first_listed = group.entries;
+    if (limit > group.entries - first_listed) limit = group.entries - first_listed;
+  }
+
+  SPARSEKIT_DEVICE int64_t num_bags() const { return (&feature)[1].first_bag - feature.first_bag; }
+  SPARSEKIT_DEVICE int64_t num_entries() const { return group.entries; }
+  SPARSEKIT_DEVICE int64_t offset(int64_t bag) const { return bags[bag]; }
+  SPARSEKIT_DEVICE Range range(int64_t bag) const {
+    const Range range{bags[bag], bags[bag + 1]};
+    const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= group.entries;
+    return good ? range : Range{0, 0};
+  }
+  SPARSEKIT_DEVICE T* vector(int64_t bag) const {
+    return simt::global(feature.out) + bag * feature.stride;
+  }
+  SPARSEKIT_DEVICE int64_t number(int64_t bag) const { return feature.first_bag + bag; }
+  SPARSEKIT_DEVICE void check(int64_t) const {}
+
+  SPARSEKIT_DEVICE bool has_key(int64_t i) const {
+    return i + key_of_entry >= 0 && i + key_of_entry < feature.num_keys;
+  }
+  SPARSEKIT_DEVICE int64_t row(int64_t i, bool report) const {
+    int64_t row = group.index[i];
+    if (row >= limit) {
+      if (report) simt::atomic_min(group.bad_index, i);
+      return -1;
+    }
+    if (row >= 0 && group.rows != nullptr) row = group.rows[first_listed + row];
+    if (row < 0) return kInitial && table.seed != nullptr && has_key(i) ? kInitialRow : -1;
+    if (row < num_rows) return row;
+    if (report) simt::atomic_min(group.bad_row, i);
+    return -1;
+  }
+  SPARSEKIT_DEVICE Acc<T> weight_of(int64_t i) const {
+    if (feature.sample_weights == nullptr) return Acc<T>{1};
+    return has_key(i) ? simt::global(feature.sample_weights)[i + key_of_entry] : Acc<T>{0};
+  }
+
+  template <int kWidth>
+  SPARSEKIT_DEVICE void read(int64_t i, int64_t row, int64_t element,
+                             RowPiece<T, kWidth>& piece) const {
+    if (!kInitial || row >= 0) return piece.read(weight + row * dim + element);
+    const int64_t at = i + key_of_entry;
+    const int64_t key = feature.wide_keys
+                            ? static_cast<const int64_t*>(simt::global(feature.keys))[at]
+                            : static_cast<const int32_t*>(simt::global(feature.keys))[at];
+    const Initializer initializer{static_cast<uint64_t>(*simt::global(table.seed)),
+                                  static_cast<Distribution>(table.distribution), table.a, table.b};
+#pragma unroll
+    for (int l = 0; l < kWidth; l += kDrawColumns) {
+      float values[kDrawColumns];
+      initial_values(initializer, key, (element + l) / kDrawColumns, values);
+      // The columns of a narrow piece may be any of the draw's.
+      const int first = static_cast<int>((element + l) % kDrawColumns);
+#pragma unroll
+      for (int k = 0; k < kWidth && k < kDrawColumns; ++k) {
+        float value = values[0];
+#pragma unroll
+        for (int j = 1; j < kDrawColumns; ++j) value = first + k == j ? values[j] : value;
+        piece.at(l + k) = store<T>(Acc<T>{value});
+      }
+    }
+  }
+};
+
+template <class T, bool kShortBags, bool kInitial, int kWidth>
+SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongBags<T>& long_bags) {
+  const FeaturePooling<T, kInitial> in(group, f);
+  const int64_t block = simt::block() - in.feature.first_block;
+  const int64_t column = block % in.feature.columns;
+  const int64_t tile = (block / in.feature.columns * kThreads + simt::thread()) >> in.log2_lanes;
+  const int lane_in_tile = simt::thread() & ((1 << in.log2_lanes) - 1);
+  const int64_t element = ((column << in.log2_lanes) + lane_in_tile) * kWidth;
+  const bool long_too = long_bags.capacity > 0 && column == 0;
+  if constexpr (kShortBags) {
+    pool_own_short_bags<kWidth>(in, long_bags, long_too, tile * kBags, element);
+  } else {
+    pool_own_bag<kWidth>(in, long_bags, long_too, tile, element);
+  }
 }
 
-// Entries without a row, and their keys; the others are -1.
-template <class T>
-SPARSEKIT_KERNEL unseen_kernel(FeatureBags<T> feature, DeviceBags own, int64_t n, int64_t* numbers,
-                               int64_t* unseen, int64_t* keys) {
-  const int64_t i = simt::global_thread();
-  if (i >= n) return;
-  const int64_t at = feature.first() + i;
-  const bool has_key = i < own.end() - own.begin() && at >= 0 && at < feature.num_keys;
-  unseen[i] = has_key && numbers[i] < 0 ? i : -1;
-  keys[i] = has_key ? feature.key(at) : 0;
-}
-SPARSEKIT_KERNEL number_entries_kernel(DeviceBags own, int64_t n, int64_t* numbers) {
-  const int64_t i = simt::global_thread();
-  if (i < n) numbers[i] = i < own.end() - own.begin() ? i : -1;
+template <class T, bool kShortBags, bool kInitial>
+SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
+    pool_features_kernel(PoolGroup<T> group, LongBags<T> long_bags) {
+  const int f = group.feature_of_block(simt::block());
+  if (group.features[f].wide) {
+    pool_feature<T, kShortBags, kInitial, kWide<T>>(group, f, long_bags);
+  } else {
+    pool_feature<T, kShortBags, kInitial, 1>(group, f, long_bags);
+  }
 }
 
-// Vectors that are neighbours to where those of a feature's bags are, or back.
-template <class T>
-SPARSEKIT_KERNEL spread_kernel(const T* vectors, int64_t num_bags, int64_t dim, T* out,
-                               int64_t stride) {
-  for (int64_t i = simt::global_thread(); i < num_bags * dim; i += simt::global_threads()) {
-    out[i / dim * stride + i % dim] = vectors[i];
+// The parts of long bags, a tile for each, which has lanes for the longest rows.
+template <class T, bool kInitial>
+SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
+    pool_feature_parts_kernel(PoolGroup<T> group, LongBags<T> long_bags, int log2_lanes) {
+  const int64_t slot = tile_of_thread(log2_lanes);
+  if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
+  const FeaturePooling<T, kInitial> in(group, group.feature_of_bag(long_bags.parts[slot].bag));
+  const int64_t bag = long_bags.parts[slot].bag - in.feature.first_bag;
+  if (in.feature.wide) {
+    pool_part<kWide<T>>(in, long_bags, slot, bag, first_element(kWide<T>, log2_lanes));
+  } else {
+    pool_part<1>(in, long_bags, slot, bag, first_element(1, log2_lanes));
   }
 }
 template <class T>
-SPARSEKIT_KERNEL pack_kernel(const T* in, int64_t stride, int64_t num_bags, int64_t dim,
-                             T* vectors) {
-  for (int64_t i = simt::global_thread(); i < num_bags * dim; i += simt::global_threads()) {
-    vectors[i] = in == nullptr ? T{} : in[i / dim * stride + i % dim];
-  }
-}
-template <class T>
-SPARSEKIT_KERNEL divide_kernel(T* values, int64_t n, Acc<T> by) {
-  for (int64_t i = simt::global_thread(); i < n; i += simt::global_threads()) {
-    values[i] = store<T>(load(values[i]) / by);
+SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
+    add_feature_parts_kernel(PoolGroup<T> group, LongBags<T> long_bags, Round round,
+                             int log2_lanes) {
+  const int64_t slot = tile_of_thread(log2_lanes);
+  if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
+  const FeaturePooling<T, false> in(group, group.feature_of_bag(long_bags.parts[slot].bag));
+  const int64_t bag = long_bags.parts[slot].bag - in.feature.first_bag;
+  if (in.feature.wide) {
+    add_to_part<kWide<T>>(in, long_bags, round, slot, bag, first_element(kWide<T>, log2_lanes));
+  } else {
+    add_to_part<1>(in, long_bags, round, slot, bag, first_element(1, log2_lanes));
   }
 }
 
-// ---- pooling ----
+template <class T>
+RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& feature) {
+  const PooledTable<T>& table = tables[feature.table];
+  // Wide, where every vector begins at a multiple of 16 bytes.
+  const bool apart = feature.num_bags <= 1 || feature.stride % kWide<T> == 0;
+  return row_shape<T>(table.dim, table.weight,
+                      apart ? feature.out : reinterpret_cast<const T*>(sizeof(T)));
+}
+
+// Which bags may be long, and the shape that suits them all.
+struct LongShape {
+  bool any = false;
+  int64_t dim = 0;
+  int log2_lanes = 0, columns = 1;
+
+  template <class T>
+  LongShape(const PooledTable<T>* tables, const FeatureBags<T>* features, int64_t num_features,
+            int64_t entries) {
+    for (int64_t f = 0; f < num_features; ++f) {
+      if (std::min(features[f].max_nnz, entries) <= kPart || features[f].num_bags == 0) continue;
+      const RowShape shape = shape_of_feature(tables, features[f]);
+      any = true;
+      dim = std::max(dim, tables[features[f].table].dim);
+      log2_lanes = std::max(log2_lanes, shape.log2_lanes);
+      columns = std::max(columns, shape.columns);
+    }
+    dim = (dim + 7) / 8 * 8;  // so that sums are aligned for all of them
+  }
+};
 
 template <class T>
 struct PoolWorkspace {
-  PlainBags<Acc<T>> plain;
-  int64_t* of_bag;
-  T* pooled;
-  int64_t* unseen = nullptr;
-  int64_t* keys = nullptr;
-  T* vectors = nullptr;
-  char* pooling;
+  char* descriptors;
+  LongBags<T> long_bags;
 
-  PoolWorkspace(Arena arena, const PooledTable<T>& table, const FeatureBags<T>& bags,
-                int64_t entries)
-      : plain(take_plain_bags<T>(arena, device_bags(bags, entries).most, bags.num_bags,
-                                 bags.sample_weights != nullptr)),
-        of_bag(arena.take<int64_t>(plain.num_bags)),
-        pooled(arena.take<T>((plain.num_bags + 1) * table.dim)) {
-    if (table.seed != nullptr) {
-      unseen = arena.take<int64_t>(plain.n);
-      keys = arena.take<int64_t>(plain.n);
-      vectors = arena.take<T>(plain.n * table.dim);
-    }
-    pooling = arena.take<char>(embedding_bag_workspace_bytes<T>(plain.bags(), table.dim));
-    bytes = arena.bytes();
-  }
-
-  int64_t bytes;
+  PoolWorkspace(Arena& arena, int64_t num_tables, int64_t num_features, int64_t entries,
+                const LongShape& longest)
+      : descriptors(arena.take<char>(Descriptors::bytes<PoolFeature<T>>(num_features + 1) +
+                                     Descriptors::bytes<PoolTable<T>>(num_tables + 1))),
+        long_bags(arena, longest.any ? entries : 0, longest.dim) {}
 };
 
 template <class T>
-void pool_feature(PooledTable<T> table, const FeatureBags<T>& bags, const Numbers& numbers,
-                  const PoolWorkspace<T>& work, const BagErrors& bag_errors, int64_t* bad_index,
-                  void* stream) {
-  const DeviceBags own = device_bags(bags, numbers.table.entries);
-  const PlainBags<Acc<T>>& plain = work.plain;
-  const simt::Grid grid = simt::grid_for(std::max(plain.n, plain.num_bags));
-  simt::launch("group: bags", plain_bags_kernel<T>, grid, stream, bags, own, numbers, own, false,
-               int64_t{0}, plain, bad_index);
-  simt::launch("group: rest", rest_of_bags_kernel<Acc<T>>, grid, stream, own, plain);
-  if (table.seed != nullptr) {
-    simt::launch("group: unseen", unseen_kernel<T>, grid, stream, bags, own, plain.n, plain.numbers,
-                 work.unseen, work.keys);
-    gather_rows(table.weight, table.num_rows, table.dim * static_cast<int64_t>(sizeof(T)),
-                plain.numbers, plain.n, work.vectors, bag_errors.bad_row, stream);
-    init_rows(work.vectors, plain.n, table.dim, work.keys, work.unseen, plain.n, nullptr,
-              table.initializer, table.seed, bag_errors.bad_row, stream);
-    simt::launch("group: entries", number_entries_kernel, grid, stream, own, plain.n,
-                 plain.numbers);
-    table.weight = work.vectors;
-    table.num_rows = plain.n;
+std::vector<PoolFeature<T>> pool_features(const PooledTable<T>* tables,
+                                          const FeatureBags<T>* features, int64_t num_features,
+                                          int64_t bags_of_tile) {
+  std::vector<PoolFeature<T>> pooled(static_cast<size_t>(num_features + 1));
+  for (int64_t f = 0; f < num_features; ++f) {
+    const FeatureBags<T>& of = features[f];
+    const RowShape shape = shape_of_feature(tables, of);
+    PoolFeature<T>& feature = pooled[static_cast<size_t>(f)];
+    feature.out = of.out;
+    feature.stride = of.stride;
+    feature.sample_weights = of.sample_weights;
+    feature.keys = of.keys;
+    feature.first_key = of.first_key;
+    feature.table = static_cast<int32_t>(of.table);
+    feature.num_keys =
+        static_cast<int32_t>(std::min<int64_t>(of.num_keys, std::numeric_limits<int32_t>::max()));
+    feature.columns = static_cast<uint16_t>(shape.columns);
+    feature.combiner = static_cast<uint8_t>(of.combiner);
+    feature.log2_lanes = static_cast<uint8_t>(shape.log2_lanes);
+    feature.wide = shape.width != 1;
+    feature.wide_keys = of.wide_keys;
+    PoolFeature<T>& next = pooled[static_cast<size_t>(f + 1)];
+    next.first_bag = feature.first_bag + static_cast<int32_t>(of.num_bags);
+    const int64_t tiles = (of.num_bags + bags_of_tile - 1) / bags_of_tile;
+    const int64_t blocks = tiles == 0 ? 0 : simt::grid_for(tiles << shape.log2_lanes).blocks;
+    next.first_block = feature.first_block + blocks * shape.columns;
   }
-  if (bags.combiner == Combiner::kNone) {
-    simt::launch("group: numbers of bags", numbers_of_bags_kernel, simt::grid_for(plain.num_bags),
-                 stream, plain.numbers, plain.offsets, plain.num_bags, work.of_bag);
-    gather_rows(table.weight, table.num_rows, table.dim * static_cast<int64_t>(sizeof(T)),
-                work.of_bag, plain.num_bags, work.pooled, bag_errors.bad_row, stream);
-  } else {
-    embedding_bag(table.weight, table.num_rows, table.dim, plain.bags(),
-                  static_cast<const Acc<T>*>(plain.weights), bags.combiner, work.pooled, bag_errors,
-                  work.pooling, stream);
-  }
-  simt::launch("group: spread", spread_kernel<T>,
-               simt::strided_grid_for(plain.num_bags * table.dim), stream, work.pooled,
-               plain.num_bags, table.dim, bags.out, bags.stride);
+  return pooled;
 }
 
-// ---- gradients ----
-
 template <class T>
-struct SumWorkspace {
-  PlainBags<Acc<T>> plain;
-  T* grads;
-  // To sort the rows:
-  uint32_t *row = nullptr, *sorted_row = nullptr;
-  int32_t *number = nullptr, *sorted_number = nullptr;
-  T* sums = nullptr;
-  int64_t* order = nullptr;
-  char* sort = nullptr;
-  char* summing;
-  int64_t bytes;
-
-  SumWorkspace(Arena arena, const SummedTable<T>& table, int64_t entries, bool weighted)
-      : plain(take_plain_bags<T>(arena, bags_of(table, entries).most, bags_of(table, 0).num_bags,
-                                 weighted)),
-        grads(arena.take<T>((plain.num_bags + 1) * table.dim)) {
-    if (table.sorted_rows != nullptr) {
-      row = arena.take<uint32_t>(table.num_rows);
-      sorted_row = arena.take<uint32_t>(table.num_rows);
-      number = arena.take<int32_t>(table.num_rows);
-      sorted_number = arena.take<int32_t>(table.num_rows);
-      sums = arena.take<T>(table.num_rows * table.dim);
-      order = arena.take<int64_t>(table.num_rows);
-      sort = arena.take<char>(sort_workspace_bytes(table.num_rows));
-    }
-    summing = arena.take<char>(
-        embedding_bag_backward_workspace_bytes<T>(plain.bags(), table.dim, table.num_rows));
-    bytes = arena.bytes();
+std::vector<PoolTable<T>> pool_tables(const PooledTable<T>* tables, int64_t num_tables,
+                                      const std::vector<PoolFeature<T>>& features) {
+  std::vector<PoolTable<T>> pooled(static_cast<size_t>(num_tables + 1));
+  for (size_t f = features.size() - 1; f-- > 0;) {
+    pooled[static_cast<size_t>(features[f].table)].first_bag = features[f].first_bag;
   }
-
-  // Those of all features together, which lie side by side.
-  static DeviceBags bags_of(const SummedTable<T>& table, int64_t entries) {
-    DeviceBags all{nullptr, 0, entries, 0};
-    if (table.num_features > 0) all.bags = table.features[0].bags.narrow;
-    for (int64_t f = 0; f < table.num_features; ++f) {
-      all.num_bags += table.features[f].num_bags;
-      all.most += device_bags(table.features[f], entries).most;
-    }
-    all.most = std::min(all.most, entries);
-    return all;
+  for (int64_t t = 0; t < num_tables; ++t) {
+    const PooledTable<T>& of = tables[t];
+    PoolTable<T>& table = pooled[static_cast<size_t>(t)];
+    table.weight = of.weight;
+    table.num_rows = of.num_rows;
+    table.seed = of.seed;
+    table.dim = static_cast<int32_t>(of.dim);
+    table.distribution = static_cast<int32_t>(of.initializer.distribution);
+    table.a = of.initializer.a;
+    table.b = of.initializer.b;
   }
-};
-
-SPARSEKIT_KERNEL rows_to_sort_kernel(const int32_t* rows, DeviceBags table, int64_t n,
-                                     uint32_t* row, int32_t* number) {
-  const int64_t i = simt::global_thread();
-  if (i >= n) return;
-  const int64_t at = table.begin() + i;
-  row[i] = at < table.entries ? static_cast<uint32_t>(rows[at]) : 0;
-  number[i] = static_cast<int32_t>(i);
-}
-SPARSEKIT_KERNEL sorted_rows_kernel(const uint32_t* row, const int32_t* number, int64_t n,
-                                    int64_t* rows, int64_t* order) {
-  const int64_t i = simt::global_thread();
-  if (i >= n) return;
-  rows[i] = row[i];
-  order[i] = number[i];
+  return pooled;
 }
 
-// How the features of a table pool: alike, or each in its own way.
-template <class T>
-struct Ways {
-  Combiner combiner = Combiner::kSum;
-  bool weighted = false, scale = false;
-
-  explicit Ways(const SummedTable<T>& table) {
-    const auto way = [](const FeatureBags<T>& bags) {
-      return bags.combiner == Combiner::kNone ? Combiner::kSum : bags.combiner;
-    };
-    for (int64_t f = 0; f < table.num_features; ++f) {
-      const FeatureBags<T>& bags = table.features[f];
-      const bool has_weights = bags.sample_weights != nullptr;
-      scale |= f > 0 && (way(bags) != combiner || has_weights != weighted);
-      combiner = way(bags);
-      weighted = has_weights;
-    }
-    if (!scale) return;
-    combiner = Combiner::kSum;
-    weighted = true;
-  }
-};
-
-template <class T>
-void sum_table(const SummedTable<T>& table, int64_t entries, const int32_t* index,
-               const int32_t* rows, const int64_t* count, int64_t divide_by, bool deterministic,
-               const BagErrors& bag_errors, int64_t* bad_index, const SumWorkspace<T>& work,
-               void* stream) {
-  const Ways<T> ways(table);
-  const PlainBags<Acc<T>>& plain = work.plain;
-  if (table.num_features == 0) {  // nobody asks for any of its rows
-    simt::launch("group: pack", pack_kernel<T>, simt::strided_grid_for(table.num_rows * table.dim),
-                 stream, static_cast<const T*>(nullptr), int64_t{0}, table.num_rows, table.dim,
-                 table.grad);
-    return;
-  }
-  const DeviceBags all = SumWorkspace<T>::bags_of(table, entries);
-  const Numbers numbers{index, nullptr, count, all};
-  int64_t first_bag = 0;
-  for (int64_t f = 0; f < table.num_features; ++f) {
-    const FeatureBags<T>& bags = table.features[f];
-    const DeviceBags own = device_bags(bags, entries);
-    simt::launch("group: bags", plain_bags_kernel<T>,
-                 simt::grid_for(std::max(own.most, own.num_bags)), stream, bags, own, numbers, all,
-                 ways.scale, first_bag, plain, bad_index);
-    simt::launch("group: pack", pack_kernel<T>, simt::strided_grid_for(own.num_bags * table.dim),
-                 stream, bags.grad, bags.stride, own.num_bags, table.dim,
-                 work.grads + first_bag * table.dim);
-    first_bag += own.num_bags;
-  }
-  simt::launch("group: rest", rest_of_bags_kernel<Acc<T>>, simt::grid_for(plain.n), stream, all,
-               plain);
-  simt::launch("group: pack", pack_kernel<T>, simt::strided_grid_for(table.dim), stream,
-               static_cast<const T*>(nullptr), int64_t{0}, int64_t{1}, table.dim,
-               work.grads + first_bag * table.dim);
-  const bool sorts = table.sorted_rows != nullptr;
-  T* sums = sorts ? work.sums : table.grad;
-  embedding_bag_backward(static_cast<const T*>(work.grads), table.num_rows, table.dim, plain.bags(),
-                         static_cast<const Acc<T>*>(plain.weights), ways.combiner, deterministic,
-                         sums, bag_errors, work.summing, stream);
-  if (sorts && table.num_rows > 0) {
-    const simt::Grid grid = simt::grid_for(table.num_rows);
-    simt::launch("group: rows to sort", rows_to_sort_kernel, grid, stream, rows, all,
-                 table.num_rows, work.row, work.number);
-    sort_pairs(work.row, work.sorted_row, work.number, work.sorted_number, table.num_rows, 32,
-               work.sort, stream);
-    simt::launch("group: sorted rows", sorted_rows_kernel, grid, stream, work.sorted_row,
-                 work.sorted_number, table.num_rows, table.sorted_rows, work.order);
-    gather_rows(sums, table.num_rows, table.dim * static_cast<int64_t>(sizeof(T)), work.order,
-                table.num_rows, table.grad, bag_errors.bad_row, stream);
-  }
-  if (divide_by != 1) {
-    const int64_t elements = table.num_rows * table.dim;
-    simt::launch("group: divide", divide_kernel<T>, simt::strided_grid_for(elements), stream,
-                 table.grad, elements, static_cast<Acc<T>>(divide_by));
-  }
+template <class T, bool kInitial>
+void launch_pooling(const PoolGroup<T>& group, const LongBags<T>& long_bags, bool short_bags,
+                    int64_t blocks, const LongShape& longest, void* stream) {
+  clear_parts(long_bags, stream);
+  const auto pool = short_bags ? pool_features_kernel<T, true, kInitial>
+                               : pool_features_kernel<T, false, kInitial>;
+  simt::launch("group_embedding_bag: bags", pool, simt::Grid{blocks, kThreads}, stream, group,
+               long_bags);
+  if (long_bags.capacity == 0) return;
+  simt::Grid grid = simt::grid_for(long_bags.capacity << longest.log2_lanes, kThreads);
+  grid.columns = longest.columns;
+  simt::launch("group_embedding_bag: parts", pool_feature_parts_kernel<T, kInitial>, grid, stream,
+               group, long_bags, longest.log2_lanes);
+  for_each_round(group.entries, [&](Round round) {
+    simt::launch("group_embedding_bag: sums of parts", add_feature_parts_kernel<T>, grid, stream,
+                 group, long_bags, round, longest.log2_lanes);
+  });
 }
 
 }  // namespace
 
 template <class T>
-int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
+int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables, int64_t num_tables,
                                             const FeatureBags<T>* features, int64_t num_features,
                                             int64_t entries) {
-  int64_t most = 0;
-  for (int64_t f = 0; f < num_features; ++f) {
-    const PooledTable<T>& table = tables[features[f].table];
-    most = std::max(most, PoolWorkspace<T>(Arena(), table, features[f], entries).bytes);
-  }
-  return most;
+  Arena arena;
+  PoolWorkspace<T>(arena, num_tables, num_features, entries,
+                   LongShape(tables, features, num_features, entries));
+  return arena.bytes();
 }
 
 template <class T>
-void group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
-                         int64_t num_features, int64_t entries, const int32_t* index,
-                         const int32_t* rows, const int64_t* counts, const BagErrors& bag_errors,
-                         int64_t* bad_index, void* workspace, void* stream) {
-  int64_t first_of_table = 0;
-  for (int64_t f = 0; f < num_features; ++f) {
-    const int64_t t = features[f].table;
-    if (features[first_of_table].table != t) first_of_table = f;
-    const Numbers numbers{index, rows, rows == nullptr ? nullptr : counts + t,
-                          device_bags(features[first_of_table], entries)};
-    pool_feature(tables[t], features[f], numbers,
-                 PoolWorkspace<T>(Arena(workspace), tables[t], features[f], entries), bag_errors,
-                 bad_index, stream);
-  }
-}
+void group_embedding_bag(const PooledTable<T>* tables, int64_t num_tables,
+                         const FeatureBags<T>* features, int64_t num_features, int64_t entries,
+                         const int32_t* index, const int32_t* rows, const int64_t* counts,
+                         int64_t* bad_row, int64_t* bad_index, void* workspace, void* stream) {
+  int64_t num_bags = 0;
+  for (int64_t f = 0; f < num_features; ++f) num_bags += features[f].num_bags;
+  if (num_bags == 0) return;
+  const LongShape longest(tables, features, num_features, entries);
+  Arena arena(workspace);
+  const PoolWorkspace<T> work(arena, num_tables, num_features, entries, longest);
+  const bool short_bags = entries < kShort * num_bags;
+  const auto pooled = pool_features(tables, features, num_features, short_bags ? kBags : 1);
+  Descriptors descriptors(work.descriptors);
+  descriptors.add(pooled);
+  descriptors.add(pool_tables(tables, num_tables, pooled));
+  descriptors.send(stream);
 
-template <class T>
-int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
-                                                     int64_t num_tables, int64_t entries) {
-  int64_t most = 0;
-  for (int64_t t = 0; t < num_tables; ++t) {
-    const bool weighted = Ways<T>(tables[t]).weighted;
-    most = std::max(most, SumWorkspace<T>(Arena(), tables[t], entries, weighted).bytes);
-  }
-  return most;
-}
-
-template <class T>
-void group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables, int64_t entries,
-                                  const int32_t* index, const int32_t* rows, const int64_t* counts,
-                                  int64_t divisor, bool deterministic, const BagErrors& bag_errors,
-                                  int64_t* bad_index, void* workspace, void* stream) {
-  for (int64_t t = 0; t < num_tables; ++t) {
-    const SummedTable<T>& table = tables[t];
-    const SumWorkspace<T> work(Arena(workspace), table, entries, Ways<T>(table).weighted);
-    sum_table(table, entries, index, rows, counts + t, divisor, deterministic, bag_errors,
-              bad_index, work, stream);
-  }
+  const char* of_tables = work.descriptors + Descriptors::bytes<PoolFeature<T>>(num_features + 1);
+  const PoolGroup<T> group{reinterpret_cast<const PoolFeature<T>*>(work.descriptors),
+                           reinterpret_cast<const PoolTable<T>*>(of_tables),
+                           static_cast<int32_t>(num_features),
+                           static_cast<int32_t>(entries),
+                           index,
+                           rows,
+                           counts,
+                           features[0].bags.narrow,
+                           bad_row,
+                           bad_index};
+  const bool initial = std::any_of(tables, tables + num_tables, [](const PooledTable<T>& table) {
+    return table.seed != nullptr;
+  });
+  const auto launch = initial ? launch_pooling<T, true> : launch_pooling<T, false>;
+  launch(group, work.long_bags, short_bags, pooled.back().first_block, longest, stream);
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                                 \
-  template int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>*,                    \
+  template int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>*, int64_t,           \
                                                        const FeatureBags<T>*, int64_t, int64_t); \
-  template void group_embedding_bag(const PooledTable<T>*, const FeatureBags<T>*, int64_t,       \
-                                    int64_t, const int32_t*, const int32_t*, const int64_t*,     \
-                                    const BagErrors&, int64_t*, void*, void*);                   \
-  template int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>*, int64_t,  \
-                                                                int64_t);                        \
-  template void group_embedding_bag_backward(                                                    \
-      const SummedTable<T>*, int64_t, int64_t, const int32_t*, const int32_t*, const int64_t*,   \
-      int64_t, bool, const BagErrors&, int64_t*, void*, void*);
+  template void group_embedding_bag(const PooledTable<T>*, int64_t, const FeatureBags<T>*,       \
+                                    int64_t, int64_t, const int32_t*, const int32_t*,            \
+                                    const int64_t*, int64_t*, int64_t*, void*, void*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

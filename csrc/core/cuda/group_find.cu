@@ -1,242 +1,280 @@
+// All tables of a call in the same launches. Entries are numbered through, and those of a table lie
+// side by side, so one scan of a bit for each entry ranks the first occurrences in all tables: the
+// rank within a table is that among all entries, less that of the table's first entry.
 #include "sparsekit/group_find.h"
 
+#include <algorithm>
+
 #include "cuda/group.cuh"
-#include "cuda/workspace.h"
-#include "sparsekit/unique.h"
+#include "cuda/hash_table.cuh"
+#include "cuda/initial_row.cuh"
+#include "cuda/primitives.h"
 
 namespace sparsekit::cuda {
 namespace {
 
-// A thread for each offset and each key of a feature.
-SPARSEKIT_KERNEL check_group_kernel(DeviceFeature feature, bool whole, int64_t first_offset,
-                                    int64_t first_key, int64_t end_key, GroupErrors errors) {
-  const int64_t i = simt::global_thread();
-  const Source& source = feature.source;
-  if (source.offsets != nullptr && whole && i <= source.bags) {
-    const int64_t at = source.offset(i), before = i == 0 ? 0 : source.offset(i - 1);
-    const bool good =
-        before <= at && at <= (i == 0 ? 0 : source.n) && (i < source.bags || at == source.n);
-    if (!good) simt::atomic_min(errors.bad_offset, first_offset + i);
+constexpr int kThreads = 256;
+
+// Numbers entries that have something in common, in their order: a bit for each, and how many there
+// are before each word of bits.
+struct Ranks {
+  uint32_t* bits;   // [words]
+  int32_t* before;  // [words + 1]
+  void* scan;
+  int64_t words;
+
+  Ranks(Arena& arena, int64_t n)
+      : bits(arena.take<uint32_t>((n + 31) / 32)),
+        before(arena.take<int32_t>((n + 31) / 32 + 1)),
+        scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
+        words((n + 31) / 32) {}
+
+  // By all lanes of the warp that has word `word`, each of which says whether its entry counts.
+  SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
+    const uint32_t mask = simt::warp_ballot(counts);
+    if (simt::lane() != 0) return;
+    if (word < words) bits[word] = mask;
+    before[word] = simt::count_bits(mask);
   }
-  if (i < feature.bags) {
-    const int64_t bag = feature.first_bag + i;
-    const int64_t low = source.offset(bag), high = source.offset(bag + 1);
-    // Of bad offsets the difference may be anything.
-    const bool good = 0 <= low && low <= high && high <= source.n;
-    if (good && high - low > feature.most) simt::atomic_min(errors.long_bag, first_offset + bag);
-  }
-  const int64_t begin = feature.first_key();
-  if (end_key < 0 || i >= feature.last_key() - begin) return;
-  const int64_t key = source.key(begin + i);
-  if (key < 0 || key >= end_key) simt::atomic_min(errors.bad_key, first_key + begin + i);
-}
+  void scan_marks(void* stream) const { exclusive_scan(before, before, words + 1, scan, stream); }
 
-// Keys of a feature to where its entries are, counted from the first one of its table.
-SPARSEKIT_KERNEL collect_keys_kernel(DeviceFeature feature, const int64_t* table_entry,
-                                     int64_t* keys) {
-  const int64_t begin = feature.first_key(), count = feature.count();
-  const int64_t to = feature.entry[0] - *table_entry;
-  for (int64_t i = simt::global_thread(); i < count; i += simt::global_threads()) {
-    keys[to + i] = feature.source.key(begin + i);
-  }
-}
-
-SPARSEKIT_KERNEL count_entries_kernel(const int64_t* begin, const int64_t* end, int64_t* count) {
-  if (simt::global_thread() == 0) *count = *end - *begin;
-}
-
-SPARSEKIT_KERNEL divide_keys_kernel(const int64_t* keys, DeviceCount n, int64_t world_size,
-                                    int64_t* rows, int64_t* status) {
-  const int64_t i = simt::global_thread();
-  if (i < n.get()) rows[i] = keys[i] / world_size;
-  if (i < 2 && status != nullptr) status[i] = 0;
-}
-
-// Numbers of a table's entries, or of its distinct keys, to where those of all tables are.
-SPARSEKIT_KERNEL place_numbers_kernel(const int64_t* numbers, DeviceCount n,
-                                      const int64_t* table_entry, int32_t* to) {
-  const int64_t i = simt::global_thread();
-  if (i < n.get()) to[*table_entry + i] = static_cast<int32_t>(numbers[i]);
-}
-
-void place_numbers(const int64_t* numbers, DeviceCount n, const int64_t* table_entry, int32_t* to,
-                   void* stream) {
-  simt::launch("group_find: place", place_numbers_kernel, simt::grid_for(n.most), stream, numbers,
-               n, table_entry, to);
-}
-
-struct FindWorkspace {
-  int64_t* entry;  // [features + 1]
-  int64_t* count;  // [1] entries of the table
-  int64_t* keys;   // [n], by entry
-  int64_t* rows;   // [n]
-  // To insert:
-  int64_t* distinct = nullptr;  // [n]
-  int64_t* inverse = nullptr;
-  int64_t* occurrences = nullptr;
-  char* unique = nullptr;
-  char* insert = nullptr;
-
-  FindWorkspace(Arena& arena, int64_t most, int64_t num_features, bool inserts)
-      : entry(arena.take<int64_t>(num_features + 1)),
-        count(arena.take<int64_t>(1)),
-        keys(arena.take<int64_t>(most)),
-        rows(arena.take<int64_t>(most)) {
-    if (!inserts) return;
-    distinct = arena.take<int64_t>(most);
-    inverse = arena.take<int64_t>(most);
-    occurrences = arena.take<int64_t>(most);
-    unique = arena.take<char>(unique_workspace_bytes(most));
-    insert = arena.take<char>(hash_table_find_or_insert_workspace_bytes(most));
+  SPARSEKIT_DEVICE int32_t rank(int32_t e) const {
+    const int in_word = e % 32;
+    const int32_t whole = before[e / 32];
+    return in_word == 0 ? whole
+                        : whole + simt::count_bits(simt::lanes_before(bits[e / 32], in_word));
   }
 };
 
-int64_t most_entries(const GroupTable* tables, int64_t num_tables) {
-  int64_t most = 0;
-  for (int64_t t = 0; t < num_tables; ++t) most = std::max(most, tables[t].n);
-  return most;
+// A scratch table with a part for each table of the call, 5 slots for 3 entries. A slot has the
+// first entry, of those that have come so far, with some key; -1 while it is free.
+SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table) {
+  return entries + entries * 2 / 3 + table;
 }
 
-void find_entries(const Source* sources, const Feature* features, int64_t num_features,
-                  int64_t entries, const FindWorkspace& work, void* stream) {
-  for (int64_t f = 0; f < num_features; ++f) {
-    group_entries(device_feature(sources, features, f, work.entry), f, entries, stream);
+// slot_of[e] = slot of the key of entry e.
+SPARSEKIT_KERNEL enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots, uint32_t* slot_of) {
+  const int32_t entries = group.entries();
+  for (int64_t i = simt::global_thread(); i < entries; i += simt::global_threads()) {
+    const auto e = static_cast<int32_t>(i);
+    const int f = group.feature_of(e), t = group.features[f].table;
+    const int64_t begin = slots_before(group.first_entry(t), t);
+    const int64_t capacity = slots_before(group.first_entry(t + 1), t + 1) - begin;
+    const int64_t key = group.key(f, e);
+    const auto has_key = [&](int32_t other) {
+      const bool same_feature = group.entry[f] <= other && other < group.entry[f + 1];
+      return group.key(same_feature ? f : group.feature_of(other), other) == key;
+    };
+    int64_t s = home_bucket(key, seed, capacity);
+    for (;;) {
+      int32_t* slot = slots + begin + s;
+      int32_t seen = simt::load(slot);
+      if (seen < 0) seen = simt::atomic_cas(slot, int32_t{-1}, e);
+      if (seen < 0) break;
+      if (has_key(seen)) {
+        if (seen > e) simt::atomic_min(slot, e);
+        break;
+      }
+      s = s + 1 == capacity ? 0 : s + 1;
+    }
+    slot_of[e] = static_cast<uint32_t>(begin + s);
   }
 }
 
-// The keys of a table's entries side by side, and how many there are.
-DeviceCount collect_keys(const GroupTable& table, const Source* sources, const Feature* features,
-                         const FindWorkspace& work, void* stream) {
-  const int64_t* begin = work.entry + table.first_feature;
-  simt::launch("group_find: count", count_entries_kernel, simt::grid_for(1, 32), stream, begin,
-               begin + table.features, work.count);
-  for (int64_t f = table.first_feature; f < table.first_feature + table.features; ++f) {
-    const DeviceFeature feature = device_feature(sources, features, f, work.entry);
-    simt::launch("group_find: collect", collect_keys_kernel,
-                 simt::strided_grid_for(feature.bound()), stream, feature, begin, work.keys);
+// Which entries have a key that none before them has. Clears `status` besides.
+SPARSEKIT_KERNEL mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
+                             Ranks first_seen, int64_t* status) {
+  for (int64_t i = simt::global_thread(); i < 2 * group.num_tables; i += simt::global_threads()) {
+    status[i] = 0;
   }
-  return {table.n, work.count};
+  const int32_t entries = group.entries();
+  for (int64_t word = simt::global_thread() / simt::kWarp; word <= first_seen.words;
+       word += simt::global_threads() / simt::kWarp) {
+    const int64_t e = word * simt::kWarp + simt::lane();
+    first_seen.mark(word, e < entries && slots[slot_of[e]] == e);
+  }
 }
+
+// Row of a key in this lane's table, -1 where it is absent. For a full warp.
+SPARSEKIT_DEVICE int32_t row_of_key(const DeviceTable& table, int64_t key, bool wanted) {
+  const bool hashed = table.buckets != nullptr;
+  const int64_t seed = wanted && hashed ? *simt::global(table.hash_seed) : 0;
+  const int32_t found = find_row(table.buckets, table.num_buckets, seed, key, wanted && hashed);
+  if (!wanted || hashed) return found;
+  const bool good = key >= 0 && key < table.end_key();
+  return good ? static_cast<int32_t>(key / table.world_size) : -1;
+}
+
+SPARSEKIT_KERNEL find_kernel(DeviceGroup group, int32_t* rows) {
+  const int32_t entries = group.entries();
+  // Whole warps loop together: `first` is where the lanes of this one start.
+  for (int64_t first = simt::global_thread() - simt::lane(); first < entries;
+       first += simt::global_threads()) {
+    const auto e = static_cast<int32_t>(first + simt::lane());
+    const bool wanted = first + simt::lane() < entries;
+    const int f = wanted ? group.feature_of(e) : 0;
+    const int64_t key = wanted ? group.key(f, e) : 0;
+    const int32_t row = row_of_key(group.tables[group.features[f].table], key, wanted);
+    if (wanted) rows[e] = row;
+  }
+}
+
+// inverse[e], so far the slot of entry e's key, becomes its number in the table. The first entry
+// with a key finds its row; that of a missing one is -1 for now.
+SPARSEKIT_KERNEL number_kernel(DeviceGroup group, const int32_t* slots, Ranks first_seen,
+                               Ranks missing, int32_t* inverse, int32_t* rows, int64_t* status) {
+  const int32_t entries = group.entries();
+  for (int64_t word = simt::global_thread() / simt::kWarp; word <= missing.words;
+       word += simt::global_threads() / simt::kWarp) {
+    const auto e = static_cast<int32_t>(word * simt::kWarp + simt::lane());
+    const bool there = word * simt::kWarp + simt::lane() < entries;
+    const int f = there ? group.feature_of(e) : 0;
+    const int t = group.features[f].table;
+    const DeviceTable& table = group.tables[t];
+    const int32_t begin = there ? group.first_entry(t) : 0;
+    const int32_t first = there ? slots[static_cast<uint32_t>(inverse[e])] : -1;
+    const int32_t number = there ? first_seen.rank(first) - first_seen.rank(begin) : 0;
+    const bool is_first = there && first == e;
+    const int64_t key = is_first ? group.key(f, e) : 0;
+    const int32_t row = row_of_key(table, key, is_first);
+    if (there) inverse[e] = number;
+    if (is_first) rows[begin + number] = row;
+    const bool hashed = table.buckets != nullptr;
+    if (is_first && hashed && row >= table.capacity) simt::store(&status[2 * t + 1], int64_t{-1});
+    missing.mark(word, is_first && hashed && row < 0);
+  }
+}
+
+// A thread decides for a table, so that a refusal changes nothing.
+SPARSEKIT_KERNEL admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing, int64_t* counts,
+                              int64_t* status) {
+  const int64_t t = simt::global_thread();
+  if (t >= group.num_tables) return;
+  const int32_t begin = group.first_entry(t), end = group.first_entry(t + 1);
+  counts[t] = first_seen.rank(end) - first_seen.rank(begin);
+  const DeviceTable& table = group.tables[t];
+  if (table.buckets == nullptr) return;
+  const int64_t absent = missing.rank(end) - missing.rank(begin);
+  int64_t* size = simt::global(table.size);
+  const int64_t before = *size, after = before + absent;
+  const bool damaged =
+      status[2 * t + 1] != 0 || before < 0 || before > table.num_buckets * kSlotsPerBucket;
+  status[2 * t] = before;
+  status[2 * t + 1] = damaged ? -1 : after > table.capacity ? absent : 0;
+  if (status[2 * t + 1] == 0) *size = after;
+}
+
+// A warp looks at a word of missing keys: each lane stores one, then all write its row.
+template <class T>
+SPARSEKIT_KERNEL __launch_bounds__(kThreads)
+    insert_kernel(DeviceGroup group, Ranks missing, const int32_t* inverse, int32_t* rows,
+                  int64_t* status) {
+  for (int64_t word = simt::global_thread() / simt::kWarp; word < missing.words;
+       word += simt::global_threads() / simt::kWarp) {
+    const uint32_t mask = missing.bits[word];
+    if (mask == 0) continue;
+    int t = 0;
+    int32_t row = -1;
+    int64_t key = 0;
+    if (mask >> simt::lane() & 1) {
+      const auto e = static_cast<int32_t>(word * simt::kWarp + simt::lane());
+      const int f = group.feature_of(e);
+      t = group.features[f].table;
+      if (simt::load(&status[2 * t + 1]) == 0) {
+        const DeviceTable& table = group.tables[t];
+        const int32_t begin = group.first_entry(t);
+        row = static_cast<int32_t>(status[2 * t]) + missing.rank(e) - missing.rank(begin);
+        key = group.key(f, e);
+        rows[begin + inverse[e]] = row;
+        if (!insert_absent(table.buckets, table.num_buckets, *simt::global(table.hash_seed), key,
+                           row, &status[2 * t + 1])) {
+          simt::store(&status[2 * t + 1], int64_t{-1});
+        }
+      }
+    }
+    for (uint32_t left = simt::warp_ballot(row >= 0); left != 0; left &= left - 1) {
+      const int from = simt::lowest_bit(left);
+      const DeviceTable& table = group.tables[simt::warp_shuffle(t, from)];
+      const int64_t to = simt::warp_shuffle(row, from), of = simt::warp_shuffle(key, from);
+      const Initializer initializer{static_cast<uint64_t>(*simt::global(table.seed)),
+                                    table.distribution, table.a, table.b};
+      T* weight = simt::global(static_cast<T*>(table.weight));
+      const bool wide = draws_are_aligned(weight, table.dim);
+      T* at = weight + to * table.dim;
+      for (int64_t column = simt::lane() * kDrawColumns; column < table.dim;
+           column += simt::kWarp * kDrawColumns) {
+        if (wide) {
+          write_initial<T, kDrawWidth<T>>(at, table.dim, column, initializer, of);
+        } else {
+          write_initial<T, 1>(at, table.dim, column, initializer, of);
+        }
+      }
+    }
+  }
+}
+
+struct InsertWorkspace {
+  int32_t* slots;
+  Ranks first_seen, missing;
+
+  InsertWorkspace(Arena& arena, const GroupCall& call)
+      : slots(arena.take<int32_t>(num_slots(call))),
+        first_seen(arena, call.entries),
+        missing(arena, call.entries) {}
+
+  static int64_t num_slots(const GroupCall& call) {
+    return slots_before(call.entries, call.num_tables);
+  }
+};
 
 }  // namespace
 
-void check_group(const Source* sources, const Feature* features, int64_t num_features,
-                 const int64_t* first_offset, const int64_t* first_key, const int64_t* end_key,
-                 const GroupErrors& errors, void* stream) {
-  for (int64_t f = 0; f < num_features; ++f) {
-    const DeviceFeature feature = device_feature(sources, features, f, nullptr);
-    const int64_t s = features[f].source;
-    // All offsets of a source with its first feature, and again if that is not next to the others.
-    const bool whole = f == 0 || features[f - 1].source != s;
-    const int64_t threads = std::max(feature.source.bags + 1, feature.source.n);
-    simt::launch("group: check", check_group_kernel, simt::grid_for(threads), stream, feature,
-                 whole, first_offset[s], first_key[s], end_key[f], errors);
-  }
-}
-
-SPARSEKIT_KERNEL write_bags_kernel(DeviceFeature feature, int32_t* bags, int64_t* first_key) {
-  const int64_t i = simt::global_thread(), begin = feature.first_key();
-  if (i == 0) *first_key = begin;
-  if (i > feature.bags) return;
-  // In the order of the bags whatever offsets are, and no further than the feature's entries.
-  const int64_t at = feature.clamped(feature.first_bag + i, begin) - begin;
-  const int64_t count = feature.count();
-  bags[i] = static_cast<int32_t>(feature.entry[0] + (at < count ? at : count));
-}
-SPARSEKIT_KERNEL no_bags_kernel(int32_t* bags) {
-  if (simt::global_thread() == 0) *bags = 0;
-}
-
-int64_t write_bags_workspace_bytes(int64_t num_features) {
+int64_t group_find_workspace_bytes(const GroupCall& call) {
   Arena arena;
-  arena.take<int64_t>(num_features + 1);
+  device_group(call, {}, arena);
+  if (call.new_rows != nullptr) InsertWorkspace(arena, call);
   return arena.bytes();
 }
 
-void write_bags(const Source* sources, const Feature* features, int64_t num_features,
-                int64_t entries, int32_t* bags, int64_t* first_keys, void* workspace,
+void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, void* workspace,
                 void* stream) {
   Arena arena(workspace);
-  auto* entry = arena.take<int64_t>(num_features + 1);
-  if (num_features == 0) {
-    simt::launch("group: no bags", no_bags_kernel, simt::grid_for(1, 32), stream, bags);
-  }
-  for (int64_t f = 0; f < num_features; ++f) {
-    const DeviceFeature feature = device_feature(sources, features, f, entry);
-    group_entries(feature, f, entries, stream);
-    // The end of one feature is where the next begins, which writes it again.
-    simt::launch("group: bags", write_bags_kernel, simt::grid_for(feature.bags + 1), stream,
-                 feature, bags, first_keys + f);
-    bags += feature.bags;
-  }
-}
-
-int64_t group_find_workspace_bytes(const GroupTable* tables, int64_t num_tables,
-                                   int64_t num_features, bool insert) {
-  Arena arena;
-  FindWorkspace(arena, most_entries(tables, num_tables), num_features, insert);
-  return arena.bytes();
-}
-
-void group_find(const GroupTable* tables, int64_t num_tables, const Source* sources,
-                const Feature* features, int64_t num_features, int64_t entries, int32_t* rows,
-                void* workspace, void* stream) {
-  Arena arena(workspace);
-  const FindWorkspace work(arena, most_entries(tables, num_tables), num_features, false);
-  find_entries(sources, features, num_features, entries, work, stream);
-  for (int64_t t = 0; t < num_tables; ++t) {
-    const GroupTable& table = tables[t];
-    if (table.n == 0) continue;
-    const DeviceCount n = collect_keys(table, sources, features, work, stream);
-    if (table.buckets != nullptr) {
-      hash_table_find(table.buckets, table.num_buckets, table.device_hash_seed, work.keys, n,
-                      work.rows, stream);
-    } else {
-      simt::launch("group_find: divide", divide_keys_kernel, simt::grid_for(n.most), stream,
-                   work.keys, n, table.world_size, work.rows, nullptr);
-    }
-    place_numbers(work.rows, n, work.entry + table.first_feature, rows, stream);
-  }
+  const DeviceGroup group = device_group(call, bags, arena);
+  simt::launch("group_find: find", find_kernel, simt::strided_grid_for(call.entries, kThreads),
+               stream, group, rows);
 }
 
 template <class T>
-void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const NewRows* new_rows,
-                          const Source* sources, const Feature* features, int64_t num_features,
-                          int64_t entries, int64_t seed, int32_t* rows, int32_t* inverse,
-                          int64_t* counts, int64_t* status, int64_t* bad_row, void* workspace,
+void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t seed, int32_t* rows,
+                          int32_t* inverse, int64_t* counts, int64_t* status, void* workspace,
                           void* stream) {
+  if (call.num_tables == 0) return;
   Arena arena(workspace);
-  const FindWorkspace work(arena, most_entries(tables, num_tables), num_features, true);
-  find_entries(sources, features, num_features, entries, work, stream);
-  for (int64_t t = 0; t < num_tables; ++t) {
-    const GroupTable& table = tables[t];
-    const DeviceCount n = collect_keys(table, sources, features, work, stream);
-    unique(work.keys, n, seed, work.distinct, work.inverse, work.occurrences, counts + t,
-           work.unique, stream);
-    const DeviceCount distinct{table.n, counts + t};
-    if (table.buckets != nullptr) {
-      hash_table_find_or_insert(table.buckets, table.num_buckets, table.device_hash_seed,
-                                table.size, table.capacity, work.distinct, distinct, work.rows,
-                                status + 2 * t, work.insert, stream);
-      const NewRows& to = new_rows[t];
-      init_rows(static_cast<T*>(to.weight), table.capacity, to.dim, work.distinct, work.rows,
-                table.n, status + 2 * t, to.initializer, to.device_seed, bad_row, stream);
-    } else {
-      simt::launch("group_find: divide", divide_keys_kernel,
-                   simt::grid_for(std::max<int64_t>(table.n, 2)), stream, work.distinct, distinct,
-                   table.world_size, work.rows, status + 2 * t);
-    }
-    if (table.n == 0) continue;
-    const int64_t* begin = work.entry + table.first_feature;
-    place_numbers(work.inverse, n, begin, inverse, stream);
-    place_numbers(work.rows, distinct, begin, rows, stream);
-  }
+  const DeviceGroup group = device_group(call, bags, arena);
+  const InsertWorkspace work(arena, call);
+  // As many threads as entries, and as words of bits have lanes.
+  const simt::Grid grid = simt::strided_grid_for(call.entries + simt::kWarp, kThreads);
+  simt::fill_bytes(work.slots, 0xFF,
+                   InsertWorkspace::num_slots(call) * static_cast<int64_t>(sizeof *work.slots),
+                   stream);
+  // Until there are numbers, `inverse` holds slots.
+  auto* slot_of = reinterpret_cast<uint32_t*>(inverse);
+  simt::launch("group_find: enter", enter_kernel, grid, stream, group, seed, work.slots, slot_of);
+  simt::launch("group_find: mark", mark_kernel, grid, stream, group, work.slots, slot_of,
+               work.first_seen, status);
+  work.first_seen.scan_marks(stream);
+  simt::launch("group_find: number", number_kernel, grid, stream, group, work.slots,
+               work.first_seen, work.missing, inverse, rows, status);
+  work.missing.scan_marks(stream);
+  simt::launch("group_find: admit", admit_kernel, simt::grid_for(call.num_tables, kThreads), stream,
+               group, work.first_seen, work.missing, counts, status);
+  simt::launch("group_find: insert", insert_kernel<T>, grid, stream, group, work.missing, inverse,
+               rows, status);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                   \
-  template void group_find_or_insert<T>(const GroupTable*, int64_t, const NewRows*, const Source*, \
-                                        const Feature*, int64_t, int64_t, int64_t, int32_t*,       \
-                                        int32_t*, int64_t*, int64_t*, int64_t*, void*, void*);
+#define SPARSEKIT_INSTANTIATE(T)                                                               \
+  template void group_find_or_insert<T>(const GroupCall&, const GroupBags&, int64_t, int32_t*, \
+                                        int32_t*, int64_t*, int64_t*, void*, void*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

@@ -1,72 +1,10 @@
 #include "sparsekit/hash_table.h"
 
 #include "cuda/first_seen.cuh"
+#include "cuda/hash_table.cuh"
 
 namespace sparsekit::cuda {
 namespace {
-
-// A quarter of a bucket, what one lane reads of it: quarters 0 and 1 have two keys each, 2 has the
-// fifth key and two rows, 3 has three rows and the count of spilled keys.
-using Quarter = simt::Vec<int64_t, 2>;
-constexpr int kLanesPerKey = 4;
-
-SPARSEKIT_DEVICE int32_t low(int64_t word) {
-  return static_cast<int32_t>(static_cast<uint64_t>(word));
-}
-SPARSEKIT_DEVICE int32_t high(int64_t word) {
-  return static_cast<int32_t>(static_cast<uint64_t>(word) >> 32);
-}
-
-// For a full warp. Four lanes look at a bucket together, so one load instruction covers eight
-// lines, and each lane has four lines in flight. In round j a group works for its lane j. Returns
-// the row of this lane's key, -1 where it is absent or `wanted` is false.
-SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, int64_t seed,
-                                  int64_t key, bool wanted) {
-  const int quarter = simt::lane() % kLanesPerKey;
-  const int group = simt::lane() - quarter;
-  int64_t bucket = wanted ? home_bucket(key, seed, num_buckets) : 0;
-  int32_t row = -1;
-  // Bounded, so that a damaged table cannot make the search endless.
-  for (int64_t step = 0; step < num_buckets; ++step) {
-    const uint32_t pending = simt::warp_ballot(wanted);
-    if (pending == 0) break;
-    Quarter parts[kLanesPerKey];
-#pragma unroll
-    for (int j = 0; j < kLanesPerKey; ++j) {
-      const int64_t line = simt::warp_shuffle(bucket, group + j);
-      if ((pending >> (group + j)) & 1) {
-        parts[j] = reinterpret_cast<const Quarter*>(&buckets[line])[quarter];
-      } else {
-        parts[j] = Quarter{{0, 0}};
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kLanesPerKey; ++j) {
-      const int64_t sought = simt::warp_shuffle(key, group + j);
-      const int64_t a = parts[j].at[0], b = parts[j].at[1];
-      const uint32_t firsts = simt::warp_ballot(quarter <= 2 && a == sought) >> group;
-      const uint32_t seconds = simt::warp_ballot(quarter <= 1 && b == sought) >> group;
-      // Bit s: slot s has this key. Slots fill in order and an empty one has key 0, so the lowest
-      // bit is a used slot whenever the key is here.
-      const uint32_t slots = (firsts & 1) | (seconds & 1) << 1 | (firsts & 2) << 1 |
-                             (seconds & 2) << 2 | (firsts & 4) << 2;
-      const int slot = slots == 0 ? 0 : simt::lowest_bit(slots);
-      const int32_t mine = quarter == 2 ? (slot == 0 ? low(b) : high(b))
-                           : slot == 2  ? low(a)
-                           : slot == 3  ? high(a)
-                                        : low(b);
-      const int32_t found = simt::warp_shuffle(mine, group + (slot <= 1 ? 2 : 3));
-      // Bucket::passed(): of the last quarter, b has the last row and the count.
-      const int32_t passed = simt::warp_shuffle(low(b) < 0 ? 0 : high(b), group + 3);
-      if (quarter == j && wanted && (slots != 0 || passed <= 0)) {
-        row = slots == 0 || found < 0 ? -1 : found;
-        wanted = false;
-      }
-    }
-    bucket = bucket + 1 == num_buckets ? 0 : bucket + 1;
-  }
-  return row;
-}
 
 // rows[i] of keys[i]; *misses, unless null, counts the -1 among them.
 template <class Key>
@@ -118,31 +56,6 @@ SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* si
   if (status[1] == 0) *size = after;
 }
 
-// Stores a key that no bucket has. Only this thread inserts it, and nobody looks for it before the
-// next launch, so the slot's row is claimed first and the key follows. False when no slot is free.
-SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t key,
-                                    int32_t row, const int64_t* status) {
-  int64_t b = home_bucket(key, seed, num_buckets);
-  for (int64_t step = 0; step < num_buckets; ++step) {
-    // The first to have looked at all buckets in vain ends the search of the others.
-    if (step % 64 == 63 && simt::load(&status[1]) != 0) return false;
-    Bucket& bucket = buckets[b];
-    int32_t seen[kSlotsPerBucket];
-#pragma unroll
-    for (int slot = 0; slot < kSlotsPerBucket; ++slot) seen[slot] = simt::load(&bucket.rows[slot]);
-#pragma unroll
-    for (int slot = 0; slot < kSlotsPerBucket; ++slot) {
-      if (seen[slot] < 0 && simt::atomic_cas(&bucket.rows[slot], int32_t{-1}, row) == -1) {
-        bucket.keys[slot] = key;
-        return true;
-      }
-    }
-    simt::atomic_add(&bucket.spilled, int32_t{1});
-    b = b + 1 == num_buckets ? 0 : b + 1;
-  }
-  return false;
-}
-
 template <class Key>
 SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                                const Key* keys, DeviceCount n, const int64_t* misses,
@@ -159,8 +72,8 @@ SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const int64
     const Slot slot = seen.slots[coded(rows[i])];
     const int64_t row = size_before + seen.rank(slot.first);
     rows[i] = row;
-    if (slot.first == i &&
-        !insert_absent(buckets, num_buckets, *seed, keys[i], static_cast<int32_t>(row), status)) {
+    if (slot.first == i && !insert_absent(buckets, num_buckets, *seed, keys[i],
+                                          static_cast<int32_t>(row), &status[1])) {
       simt::store(&status[1], int64_t{-1});
     }
   }

@@ -1,13 +1,11 @@
 #include "sparsekit/init_rows.h"
 
-#include "cuda/row_shape.h"
-#include "sparsekit/initial_values.h"
+#include "cuda/initial_row.cuh"
 
 namespace sparsekit::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kColumns = 4;  // that one draw fills
 
 // Every lane looks up one key, and a tile writes the rows of its lanes in turn: of most batches few
 // keys are new, and those that are not cost no more than the reading of their row number.
@@ -32,21 +30,12 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   const int64_t key = row < 0 ? 0 : keys[i];
   const int lanes = 1 << log2_lanes;
   const int tile = simt::lane() & ~(lanes - 1);
-  const int64_t column = first_element(kColumns, log2_lanes);
+  const int64_t column = first_element(kDrawColumns, log2_lanes);
   for (int turn = 0; turn < lanes; ++turn) {
     const int64_t target = simt::warp_shuffle(row, tile + turn);
     const int64_t target_key = simt::warp_shuffle(key, tile + turn);
     if (target < 0 || column >= dim) continue;
-    float values[kColumns];
-    initial_values(initializer, target_key, column / kColumns, values);
-    T* at = out + target * dim + column;
-#pragma unroll
-    for (int j = 0; j < kColumns; j += kWidth) {
-      if (kWidth == 1 && column + j >= dim) break;
-      simt::Vec<T, kWidth> part;
-      for (int k = 0; k < kWidth; ++k) part.at[k] = store<T>(Acc<T>{values[j + k]});
-      *reinterpret_cast<simt::Vec<T, kWidth>*>(at + j) = part;
-    }
+    write_initial<T, kWidth>(out + target * dim, dim, column, initializer, target_key);
   }
 }
 
@@ -57,15 +46,14 @@ void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const
                int64_t n, const int64_t* first_row, const Initializer& initializer,
                const int64_t* device_seed, int64_t* bad, void* stream) {
   if (n <= 0) return;
-  constexpr int kMost = kWide<T> < kColumns ? kWide<T> : kColumns;
-  const bool wide = dim % kColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
-  // A lane per draw: kColumns floats are as wide as an access may be.
-  const RowShape shape = row_shape<float>((dim + kColumns - 1) / kColumns * kColumns);
+  const bool wide = draws_are_aligned(out, dim);
+  // A lane per draw, which is as many floats as an access may be wide.
+  const RowShape shape = row_shape<float>((dim + kDrawColumns - 1) / kDrawColumns * kDrawColumns);
   simt::Grid grid = simt::grid_for(n, kThreads);
   grid.columns = shape.columns;
-  simt::launch("init_rows", wide ? init_rows_kernel<T, kMost> : init_rows_kernel<T, 1>, grid,
-               stream, out, num_rows, dim, keys, rows, n, first_row, initializer, device_seed, bad,
-               shape.log2_lanes);
+  simt::launch("init_rows", wide ? init_rows_kernel<T, kDrawWidth<T>> : init_rows_kernel<T, 1>,
+               grid, stream, out, num_rows, dim, keys, rows, n, first_row, initializer, device_seed,
+               bad, shape.log2_lanes);
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                         \

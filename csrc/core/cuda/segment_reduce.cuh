@@ -35,6 +35,8 @@ struct alignas(2 * sizeof(A)) ScaledRow {
 // scaled[value] names.
 template <class S>
 struct Rows {
+  using Scalar = S;
+
   const S* rows;
   const ScaledRow<Acc<S>>* scaled;
   int64_t dim;
@@ -65,9 +67,10 @@ enum class Run { kWhole, kHead, kTail };
 // for every run in which any entry is there, with the sum of its rows in the range, added in
 // order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. The numbers are unsigned
 // because they get a little past n < 2^31.
-template <int kWidth, class S, class EntryAt, class Put>
+template <int kWidth, class RowsOf, class EntryAt, class Put>
 SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
-                               const Rows<S>& rows, const EntryAt& entry, const Put& put) {
+                               const RowsOf& rows, const EntryAt& entry, const Put& put) {
+  using S = typename RowsOf::Scalar;
   // Past the end the last entry's key is repeated, which ends no run.
   const auto entry_or_none = [&](uint32_t k) {
     Entry found = entry(k < end ? k : end - 1);

@@ -59,29 +59,4 @@ void write_bags(const Source* sources, const Feature* features, int64_t num_feat
                 int64_t* first_keys, const ParallelFor& parallel_for);
 
 }  // namespace cpu
-
-namespace cuda {
-
-// Smallest positions of what is wrong, each set to INT64_MAX by the caller. The position of an
-// offset or a bag counts from the first offset of the first feature's source, that of a key from
-// the first key of the first source.
-struct GroupErrors {
-  int64_t* bad_offset;
-  int64_t* long_bag;
-  int64_t* bad_key;
-};
-
-// Looks for what cpu::check_bags and cpu::check_keys look for, and for sources whose offsets do not
-// begin at 0 or end at n. first_offset [sources] and first_key [sources] are what the positions in
-// a source are counted from; end_key [features] is what a feature's keys must be below, or -1.
-void check_group(const Source* sources, const Feature* features, int64_t num_features,
-                 const int64_t* first_offset, const int64_t* first_key, const int64_t* end_key,
-                 const GroupErrors& errors, void* stream);
-
-// As on the CPU; what lies beyond `entries`, where offsets are bad, is cut off.
-void write_bags(const Source* sources, const Feature* features, int64_t num_features,
-                int64_t entries, int32_t* bags, int64_t* first_keys, void* workspace, void* stream);
-int64_t write_bags_workspace_bytes(int64_t num_features);
-
-}  // namespace cuda
 }  // namespace sparsekit

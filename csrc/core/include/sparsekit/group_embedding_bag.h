@@ -127,15 +127,15 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
 namespace cuda {
 
 template <class T>
-int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
+int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables, int64_t num_tables,
                                             const FeatureBags<T>* features, int64_t num_features,
                                             int64_t entries);
 
 template <class T>
-void group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
-                         int64_t num_features, int64_t entries, const int32_t* index,
-                         const int32_t* rows, const int64_t* counts, const BagErrors& bag_errors,
-                         int64_t* bad_index, void* workspace, void* stream);
+void group_embedding_bag(const PooledTable<T>* tables, int64_t num_tables,
+                         const FeatureBags<T>* features, int64_t num_features, int64_t entries,
+                         const int32_t* index, const int32_t* rows, const int64_t* counts,
+                         int64_t* bad_row, int64_t* bad_index, void* workspace, void* stream);
 
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,

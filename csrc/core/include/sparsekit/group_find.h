@@ -56,24 +56,56 @@ void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const Ne
 
 }  // namespace cpu
 
-// As on the CPU. Offsets that are bad are taken for what lies within their keys. Of features
-// nothing is read that only offsets say; n of a table is a bound of its entries.
+// On a device, all tables in the same launches. Offsets that are bad are taken for what lies within
+// their keys. Of features nothing is read that only offsets say, nor n of tables.
 namespace cuda {
 
-int64_t group_find_workspace_bytes(const GroupTable* tables, int64_t num_tables,
-                                   int64_t num_features, bool insert);
+// All of it on the host.
+struct GroupCall {
+  const GroupTable* tables;
+  int64_t num_tables;
+  const NewRows* new_rows;  // [num_tables], or null where nothing is inserted
+  const Source* sources;
+  int64_t num_sources;
+  const Feature* features;
+  int64_t num_features;
+  int64_t num_bags;  // of all features
+  int64_t entries;   // a bound
+};
 
-void group_find(const GroupTable* tables, int64_t num_tables, const Source* sources,
-                const Feature* features, int64_t num_features, int64_t entries, int32_t* rows,
-                void* workspace, void* stream);
+// Smallest positions of what is wrong, each set to INT64_MAX by the caller. The position of an
+// offset or a bag counts from the first offset of the first source, that of a key from the first
+// key of the first source.
+struct GroupErrors {
+  int64_t* bad_offset;
+  int64_t* long_bag;
+  int64_t* bad_key;
+};
 
-// status [tables, 2] as hash_table_find_or_insert writes it, zeros for a table without buckets.
-// Rows >= capacity are left out and reported in *bad_row, as in init_rows.
+// Where its results on entries are: what cpu::write_bags writes.
+struct GroupBags {
+  int32_t* bags;        // [num_bags + 1]
+  int64_t* first_keys;  // [num_features]
+};
+
+// Of the workspace that all functions for a call share.
+int64_t group_find_workspace_bytes(const GroupCall& call);
+
+// Comes before the others. Writes `bags`, and looks for what cpu::check_bags and cpu::check_keys
+// look for, and for sources whose offsets do not begin at 0 or end at n. Where offsets are bad,
+// entries beyond `entries` are cut off.
+void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
+                 void* workspace, void* stream);
+
+// rows[e] as on the CPU; -1 for a key that is out of range.
+void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, void* workspace,
+                void* stream);
+
+// As on the CPU. status [tables, 2] as hash_table_find_or_insert writes it, where distinct keys are
+// counted; zeros for a table without buckets.
 template <class T>
-void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const NewRows* new_rows,
-                          const Source* sources, const Feature* features, int64_t num_features,
-                          int64_t entries, int64_t seed, int32_t* rows, int32_t* inverse,
-                          int64_t* counts, int64_t* status, int64_t* bad_row, void* workspace,
+void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t seed, int32_t* rows,
+                          int32_t* inverse, int64_t* counts, int64_t* status, void* workspace,
                           void* stream);
 
 }  // namespace cuda

@@ -1,0 +1,89 @@
+// How a launch for many tables learns about them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "cuda/simt.cuh"
+#include "cuda/workspace.h"
+
+namespace sparsekit::cuda {
+
+// What a launch brings along as its parameter: 4 KB with every driver, 32 KB where there is more.
+template <int kWords>
+struct Brought {
+  static constexpr int kMost = kWords;
+  simt::Vec<uint64_t, 2> words[kWords];
+};
+using Little = Brought<252>;
+using Much = Brought<2044>;
+
+template <class Words>
+SPARSEKIT_KERNEL bring_kernel(SPARSEKIT_GRID_CONSTANT(Words) brought, int count,
+                              simt::Vec<uint64_t, 2>* to) {
+  const int64_t i = simt::global_thread();
+  if (i < count) to[i] = brought.words[i];
+}
+
+// Arrays that go to the device together. They travel as parameters of a launch or, if there are
+// many tables, of a few: unlike a copy that needs no page-locked memory, waits for nothing and may
+// be captured in a graph.
+class Descriptors {
+ public:
+  // Bytes of an array with n elements.
+  template <class D>
+  static int64_t bytes(int64_t n) {
+    return (n * static_cast<int64_t>(sizeof(D)) + 15) / 16 * 16;
+  }
+
+  // Where the first array will be; each further one lies behind the one before.
+  explicit Descriptors(const void* device)
+      : device_(static_cast<char*>(const_cast<void*>(device))) {}
+
+  template <class D>
+  void add(const std::vector<D>& array) {
+    const size_t at = bytes_.size();
+    bytes_.resize(at + static_cast<size_t>(bytes<D>(static_cast<int64_t>(array.size()))));
+    if (!array.empty()) std::memcpy(bytes_.data() + at, array.data(), array.size() * sizeof(D));
+  }
+
+  void send(void* stream) const {
+    if (bytes_.size() <= sizeof(Little)) {
+      send_by<Little>(stream);
+    } else {
+      send_by<Much>(stream);
+    }
+  }
+
+ private:
+  template <class Words>
+  void send_by(void* stream) const {
+    for (size_t at = 0; at < bytes_.size(); at += sizeof(Words)) {
+      Words words;
+      const size_t size = std::min(bytes_.size() - at, sizeof words);
+      std::memcpy(&words, bytes_.data() + at, size);
+      const int count = static_cast<int>(size / 16);
+      simt::launch("group: descriptors", bring_kernel<Words>, simt::grid_for(count), stream, words,
+                   count, reinterpret_cast<simt::Vec<uint64_t, 2>*>(device_ + at));
+    }
+  }
+
+  char* device_;
+  std::vector<char> bytes_;
+};
+
+// The last of `count` rising numbers that is not above `value`; the first if all are.
+template <class At>
+SPARSEKIT_DEVICE int last_up_to(int64_t value, int count, const At& at) {
+  int first = 0;
+  while (count > 1) {
+    const int half = count / 2;
+    if (at(first + half) <= value) first += half;
+    count -= half;
+  }
+  return first;
+}
+
+}  // namespace sparsekit::cuda

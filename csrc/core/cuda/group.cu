@@ -1,0 +1,209 @@
+#include "cuda/group.cuh"
+
+#include <algorithm>
+
+namespace sparsekit::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// One block: the first entry of each feature, by a sum over a run of features for each thread and
+// one over the threads before.
+SPARSEKIT_KERNEL entries_kernel(DeviceGroup group) {
+  auto* sums = simt::shared<int64_t>();
+  const int run = (group.num_features + simt::block_size() - 1) / simt::block_size();
+  const auto within = [&](int f) { return f < group.num_features ? f : group.num_features; };
+  const int begin = within(simt::thread() * run), end = within(begin + run);
+  const auto first_key = [&](int f) {
+    const DeviceFeature& feature = group.features[f];
+    return clamped_offset(group.source(feature.source), feature.first_bag, 0);
+  };
+  const auto count = [&](int f) {
+    const DeviceFeature& feature = group.features[f];
+    const int64_t first = first_key(f), last_bag = feature.first_bag + group.num_bags(f);
+    return clamped_offset(group.source(feature.source), last_bag, first) - first;
+  };
+  int64_t sum = 0;
+  for (int f = begin; f < end; ++f) sum += count(f);
+  sums[simt::thread()] = sum;
+  simt::barrier();
+  int64_t before = 0;
+  for (int i = 0; i < simt::thread(); ++i) before += sums[i];
+  // Where offsets are bad, there might be more entries than results have room for.
+  const auto entry = [&] {
+    return before < group.most ? static_cast<int32_t>(before) : group.most;
+  };
+  for (int f = begin; f < end; ++f) {
+    group.first_keys[f] = first_key(f);
+    group.entry[f] = entry();
+    before += count(f);
+  }
+  if (simt::thread() + 1 == simt::block_size()) group.entry[group.num_features] = entry();
+}
+
+// Where bag i of all features begins; for i = num_bags, where the last one ends.
+SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num_bags,
+                                int32_t* bags, int64_t* long_bag) {
+  if (i == num_bags) {
+    bags[i] = group.entries();
+    return;
+  }
+  const int f = last_up_to(i, group.num_features, [&](int g) { return group.features[g].first; });
+  const DeviceFeature& feature = group.features[f];
+  const Source source = group.source(feature.source);
+  const int64_t bag = feature.first_bag + (i - feature.first);
+  // In the order of the bags whatever offsets are, and no further than the feature's entries.
+  const int64_t at = clamped_offset(source, bag, group.first_keys[f]) - group.first_keys[f];
+  const int64_t count = group.entry[f + 1] - group.entry[f];
+  bags[i] = static_cast<int32_t>(group.entry[f] + (at < count ? at : count));
+  // Of bad offsets the difference may be anything.
+  const int64_t low = source.offset(bag), high = source.offset(bag + 1);
+  const bool good = 0 <= low && low <= high && high <= source.n;
+  if (good && high - low > feature.max_nnz) {
+    simt::atomic_min(long_bag, group.sources[feature.source].first_offset + bag);
+  }
+}
+
+// Element i of the offsets of all sources.
+SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t* bad_offset) {
+  const auto first = [&](int s) { return group.sources[s].first_offset; };
+  const int s = last_up_to(i, group.num_sources, first);
+  if (!group.sources[s].asked) return;
+  const Source source = group.source(s);
+  if (source.offsets == nullptr) return;
+  const int64_t bag = i - first(s);
+  const int64_t at = source.offset(bag), before = bag == 0 ? 0 : source.offset(bag - 1);
+  const bool good =
+      before <= at && at <= (bag == 0 ? 0 : source.n) && (bag < source.bags || at == source.n);
+  if (!good) simt::atomic_min(bad_offset, i);
+}
+
+// The key of entry e, in a table where keys are row numbers.
+SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* bad_key) {
+  const int f = group.feature_of(e);
+  const DeviceTable& table = group.tables[group.features[f].table];
+  if (table.buckets != nullptr) return;
+  const int64_t key = group.key(f, e);
+  if (key >= 0 && key < table.end_key()) return;
+  const DeviceSource& source = group.sources[group.features[f].source];
+  simt::atomic_min(bad_key, source.first_key + group.first_keys[f] + (e - group.entry[f]));
+}
+
+// A thread for each bag, each offset and, where keys may be row numbers, each entry.
+SPARSEKIT_KERNEL bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
+                             bool check_keys, int32_t* bags, GroupErrors errors) {
+  int64_t i = simt::global_thread();
+  if (i <= num_bags) return write_bag(group, i, num_bags, bags, errors.long_bag);
+  i -= num_bags + 1;
+  if (i < num_offsets) return check_offset(group, i, errors.bad_offset);
+  i -= num_offsets;
+  if (check_keys && i < group.entries()) check_key(group, static_cast<int32_t>(i), errors.bad_key);
+}
+
+std::vector<DeviceSource> device_sources(const GroupCall& call) {
+  std::vector<DeviceSource> sources(static_cast<size_t>(call.num_sources + 1));
+  for (int64_t s = 0; s < call.num_sources; ++s) {
+    const Source& of = call.sources[s];
+    DeviceSource& source = sources[static_cast<size_t>(s)];
+    source.keys = of.keys;
+    source.offsets = of.offsets;
+    source.wide_keys = of.wide_keys;
+    source.wide_offsets = of.wide_offsets;
+    DeviceSource& next = sources[static_cast<size_t>(s + 1)];
+    next.first_offset = source.first_offset + of.bags + 1;
+    next.first_key = source.first_key + static_cast<int32_t>(of.n);
+  }
+  for (int64_t f = 0; f < call.num_features; ++f) {
+    sources[static_cast<size_t>(call.features[f].source)].asked = true;
+  }
+  return sources;
+}
+
+std::vector<DeviceFeature> device_features(const GroupCall& call) {
+  std::vector<DeviceFeature> features;
+  features.reserve(static_cast<size_t>(call.num_features + 1));
+  int64_t first = 0;
+  for (int64_t f = 0; f < call.num_features; ++f) {
+    const Feature& of = call.features[f];
+    features.push_back({static_cast<int32_t>(of.table), static_cast<int32_t>(of.source),
+                        of.first_bag, first, of.max_nnz});
+    first += of.bags;
+  }
+  features.push_back({0, 0, 0, first, 0});
+  return features;
+}
+
+std::vector<DeviceTable> device_tables(const GroupCall& call) {
+  std::vector<DeviceTable> tables(static_cast<size_t>(call.num_tables + 1));
+  for (int64_t t = 0; t < call.num_tables; ++t) {
+    const GroupTable& of = call.tables[t];
+    DeviceTable& table = tables[static_cast<size_t>(t)];
+    table.buckets = of.buckets;
+    table.num_buckets = of.num_buckets;
+    table.hash_seed = of.device_hash_seed;
+    table.size = of.size;
+    table.capacity = static_cast<int32_t>(of.capacity);
+    table.world_size = static_cast<int32_t>(of.world_size);
+    table.first_feature = static_cast<int32_t>(of.first_feature);
+    if (call.new_rows == nullptr) continue;
+    const NewRows& rows = call.new_rows[t];
+    table.weight = rows.weight;
+    table.dim = static_cast<int32_t>(rows.dim);
+    table.seed = rows.device_seed;
+    table.distribution = rows.initializer.distribution;
+    table.a = rows.initializer.a;
+    table.b = rows.initializer.b;
+  }
+  tables.back().first_feature = static_cast<int32_t>(call.num_features);
+  return tables;
+}
+
+}  // namespace
+
+DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& arena) {
+  const auto narrow = [](int64_t n) { return static_cast<int32_t>(n); };
+  const int64_t of_sources = Descriptors::bytes<DeviceSource>(call.num_sources + 1);
+  const int64_t of_features = Descriptors::bytes<DeviceFeature>(call.num_features + 1);
+  const int64_t of_tables = Descriptors::bytes<DeviceTable>(call.num_tables + 1);
+  char* descriptors = arena.take<char>(of_sources + of_features + of_tables);
+  DeviceGroup group{};
+  if (descriptors != nullptr) {
+    group.sources = reinterpret_cast<const DeviceSource*>(descriptors);
+    descriptors += of_sources;
+    group.features = reinterpret_cast<const DeviceFeature*>(descriptors);
+    descriptors += of_features;
+    group.tables = reinterpret_cast<const DeviceTable*>(descriptors);
+  }
+  group.num_sources = narrow(call.num_sources);
+  group.num_features = narrow(call.num_features);
+  group.num_tables = narrow(call.num_tables);
+  group.most = narrow(call.entries);
+  group.entry = arena.take<int32_t>(call.num_features + 1);
+  group.first_keys = bags.first_keys;
+  return group;
+}
+
+void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
+                 void* workspace, void* stream) {
+  Arena arena(workspace);
+  const DeviceGroup group = device_group(call, bags, arena);
+  Descriptors descriptors(group.sources);
+  const std::vector<DeviceSource> sources = device_sources(call);
+  descriptors.add(sources);
+  descriptors.add(device_features(call));
+  descriptors.add(device_tables(call));
+  descriptors.send(stream);
+
+  simt::Grid one{1, kThreads};
+  one.shared_bytes = kThreads * static_cast<int64_t>(sizeof(int64_t));
+  simt::launch("group: entries", entries_kernel, one, stream, group);
+  const int64_t num_offsets = sources.back().first_offset;
+  const bool check_keys =
+      std::any_of(call.tables, call.tables + call.num_tables,
+                  [](const GroupTable& table) { return table.buckets == nullptr; });
+  const int64_t threads = call.num_bags + 1 + num_offsets + (check_keys ? call.entries : 0);
+  simt::launch("group: bags", bags_kernel, simt::grid_for(threads, kThreads), stream, group,
+               call.num_bags, num_offsets, check_keys, bags.bags, errors);
+}
+
+}  // namespace sparsekit::cuda
