@@ -234,11 +234,10 @@ class Gradients {
                                  tables.data(), num_tables(), arguments.entries),
                              index);
       cuda::group_embedding_bag_backward(
-          tables.data(), num_tables(), arguments.entries, data<int32_t>(index),
-          arguments.rows ? data<int32_t>(*arguments.rows) : nullptr, int64_data(*arguments.counts),
-          divisor_, deterministic,
-          {engine.bad(Complaint::kBagOffset), engine.bad(Complaint::kBagRow)},
-          engine.bad(Complaint::kGroupIndex), memory.data(), engine.stream());
+          tables.data(), num_tables(), arguments.entries, data<int32_t>(arguments.bags),
+          data<int32_t>(index), arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
+          int64_data(*arguments.counts), divisor_, engine.bad(Complaint::kGroupIndex),
+          memory.data(), engine.stream());
       arguments.check_found(engine);
     } else {
       std::vector<int32_t> order(tables.size());

@@ -11,6 +11,10 @@
 
 namespace sparsekit::cuda {
 
+constexpr int kGroupThreads = 256;
+// On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
+constexpr int kGroupBlocksAtOnce = 2;
+
 // What a launch brings along as its parameter: 4 KB with every driver, 32 KB where there is more.
 template <int kWords>
 struct Brought {

@@ -51,6 +51,7 @@ void read_back(const Piece* pieces, int count, void* stream) {
   }
   used = 0;
   for (int i = 0; i < count; ++i) {
+    if (pieces[i].bytes == 0) continue;
     simt::check(cudaMemcpyAsync(staging + used, pieces[i].device, pieces[i].bytes,
                                 cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)),
                 "copy to the host");
@@ -59,6 +60,7 @@ void read_back(const Piece* pieces, int count, void* stream) {
   simt::check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "synchronise");
   used = 0;
   for (int i = 0; i < count; ++i) {
+    if (pieces[i].bytes == 0) continue;
     std::memcpy(pieces[i].host, staging + used, pieces[i].bytes);
     used += pieces[i].bytes;
   }
@@ -78,6 +80,7 @@ void read_back(const Piece* pieces, int count, void*) {
   ++waits;
   int64_t bytes = 0;
   for (int i = 0; i < count; ++i) {
+    if (pieces[i].bytes == 0) continue;
     std::memcpy(pieces[i].host, pieces[i].device, static_cast<size_t>(pieces[i].bytes));
     bytes += pieces[i].bytes;
   }

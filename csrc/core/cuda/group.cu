@@ -2,18 +2,13 @@
 
 #include <algorithm>
 
+#include "cuda/block_sum.cuh"
+
 namespace sparsekit::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-
-// One block: the first entry of each feature, by a sum over a run of features for each thread and
-// one over the threads before.
+// One block: where the entries and keys of each feature begin.
 SPARSEKIT_KERNEL entries_kernel(DeviceGroup group) {
-  auto* sums = simt::shared<int64_t>();
-  const int run = (group.num_features + simt::block_size() - 1) / simt::block_size();
-  const auto within = [&](int f) { return f < group.num_features ? f : group.num_features; };
-  const int begin = within(simt::thread() * run), end = within(begin + run);
   const auto first_key = [&](int f) {
     const DeviceFeature& feature = group.features[f];
     return clamped_offset(group.source(feature.source), feature.first_bag, 0);
@@ -23,22 +18,11 @@ SPARSEKIT_KERNEL entries_kernel(DeviceGroup group) {
     const int64_t first = first_key(f), last_bag = feature.first_bag + group.num_bags(f);
     return clamped_offset(group.source(feature.source), last_bag, first) - first;
   };
-  int64_t sum = 0;
-  for (int f = begin; f < end; ++f) sum += count(f);
-  sums[simt::thread()] = sum;
-  simt::barrier();
-  int64_t before = 0;
-  for (int i = 0; i < simt::thread(); ++i) before += sums[i];
-  // Where offsets are bad, there might be more entries than results have room for.
-  const auto entry = [&] {
-    return before < group.most ? static_cast<int32_t>(before) : group.most;
-  };
-  for (int f = begin; f < end; ++f) {
-    group.first_keys[f] = first_key(f);
-    group.entry[f] = entry();
-    before += count(f);
-  }
-  if (simt::thread() + 1 == simt::block_size()) group.entry[group.num_features] = entry();
+  sum_up(group.num_features, count, [&](int f, int64_t before) {
+    // Where offsets are bad, there might be more entries than results have room for.
+    group.entry[f] = before < group.most ? static_cast<int32_t>(before) : group.most;
+    if (f < group.num_features) group.first_keys[f] = first_key(f);
+  });
 }
 
 // Where bag i of all features begins; for i = num_bags, where the last one ends.
@@ -194,15 +178,13 @@ void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors
   descriptors.add(device_tables(call));
   descriptors.send(stream);
 
-  simt::Grid one{1, kThreads};
-  one.shared_bytes = kThreads * static_cast<int64_t>(sizeof(int64_t));
-  simt::launch("group: entries", entries_kernel, one, stream, group);
+  simt::launch("group: entries", entries_kernel, one_block(), stream, group);
   const int64_t num_offsets = sources.back().first_offset;
   const bool check_keys =
       std::any_of(call.tables, call.tables + call.num_tables,
                   [](const GroupTable& table) { return table.buckets == nullptr; });
   const int64_t threads = call.num_bags + 1 + num_offsets + (check_keys ? call.entries : 0);
-  simt::launch("group: bags", bags_kernel, simt::grid_for(threads, kThreads), stream, group,
+  simt::launch("group: bags", bags_kernel, simt::grid_for(threads, kGroupThreads), stream, group,
                call.num_bags, num_offsets, check_keys, bags.bags, errors);
 }
 

@@ -12,10 +12,6 @@
 namespace sparsekit::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-// On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
-constexpr int kBlocksAtOnce = 2;
-
 template <class T>
 struct PoolFeature {
   T* out;
@@ -171,7 +167,8 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   const FeaturePooling<T, kInitial> in(group, f);
   const int64_t block = simt::block() - in.feature.first_block;
   const int64_t column = block % in.feature.columns;
-  const int64_t tile = (block / in.feature.columns * kThreads + simt::thread()) >> in.log2_lanes;
+  const int64_t tile =
+      (block / in.feature.columns * kGroupThreads + simt::thread()) >> in.log2_lanes;
   const int lane_in_tile = simt::thread() & ((1 << in.log2_lanes) - 1);
   const int64_t element = ((column << in.log2_lanes) + lane_in_tile) * kWidth;
   const bool long_too = long_bags.capacity > 0 && column == 0;
@@ -183,7 +180,7 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
 }
 
 template <class T, bool kShortBags, bool kInitial>
-SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     pool_features_kernel(PoolGroup<T> group, LongBags<T> long_bags) {
   const int f = group.feature_of_block(simt::block());
   if (group.features[f].wide) {
@@ -195,7 +192,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
 
 // The parts of long bags, a tile for each, which has lanes for the longest rows.
 template <class T, bool kInitial>
-SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     pool_feature_parts_kernel(PoolGroup<T> group, LongBags<T> long_bags, int log2_lanes) {
   const int64_t slot = tile_of_thread(log2_lanes);
   if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
@@ -208,7 +205,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
   }
 }
 template <class T>
-SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     add_feature_parts_kernel(PoolGroup<T> group, LongBags<T> long_bags, Round round,
                              int log2_lanes) {
   const int64_t slot = tile_of_thread(log2_lanes);
@@ -322,10 +319,10 @@ void launch_pooling(const PoolGroup<T>& group, const LongBags<T>& long_bags, boo
   clear_parts(long_bags, stream);
   const auto pool = short_bags ? pool_features_kernel<T, true, kInitial>
                                : pool_features_kernel<T, false, kInitial>;
-  simt::launch("group_embedding_bag: bags", pool, simt::Grid{blocks, kThreads}, stream, group,
+  simt::launch("group_embedding_bag: bags", pool, simt::Grid{blocks, kGroupThreads}, stream, group,
                long_bags);
   if (long_bags.capacity == 0) return;
-  simt::Grid grid = simt::grid_for(long_bags.capacity << longest.log2_lanes, kThreads);
+  simt::Grid grid = simt::grid_for(long_bags.capacity << longest.log2_lanes, kGroupThreads);
   grid.columns = longest.columns;
   simt::launch("group_embedding_bag: parts", pool_feature_parts_kernel<T, kInitial>, grid, stream,
                group, long_bags, longest.log2_lanes);

@@ -1,164 +1,184 @@
-#include "cuda/plain_bags.cuh"
-#include "cuda/primitives.h"
-#include "sparsekit/gather_rows.h"
-#include "sparsekit/group_embedding_bag.h"
+#include <algorithm>
+#include <limits>
+
+#include "cuda/group_numbers.cuh"
 
 namespace sparsekit::cuda {
 namespace {
 
-// Vectors that are neighbours to where those of a feature's bags are, or back.
-template <class T>
-SPARSEKIT_KERNEL pack_kernel(const T* in, int64_t stride, int64_t num_bags, int64_t dim,
-                             T* vectors) {
-  for (int64_t i = simt::global_thread(); i < num_bags * dim; i += simt::global_threads()) {
-    vectors[i] = in == nullptr ? T{} : in[i / dim * stride + i % dim];
-  }
-}
-template <class T>
-SPARSEKIT_KERNEL divide_kernel(T* values, int64_t n, Acc<T> by) {
-  for (int64_t i = simt::global_thread(); i < n; i += simt::global_threads()) {
-    values[i] = store<T>(load(values[i]) / by);
-  }
-}
+// How the features of a call pool.
+struct Ways {
+  bool weighted = false, scaled = false, divided = false;
 
-// ---- gradients ----
+  template <class T>
+  Ways(const FeatureBags<T>* features, int64_t num_features) {
+    for (int64_t f = 0; f < num_features; ++f) {
+      const bool has_weights = features[f].sample_weights != nullptr;
+      const Combiner combiner = features[f].combiner;
+      const bool divides = combiner == Combiner::kMean || combiner == Combiner::kSqrtn;
+      weighted |= has_weights;
+      scaled |= has_weights || divides;
+      divided |= has_weights && divides;
+    }
+  }
+};
+
+// The features of all tables, which lie side by side.
+template <class T>
+struct SumCall {
+  const SummedTable<T>* tables;
+  int64_t num_tables, entries;
+  const FeatureBags<T>* features;
+  int64_t num_features = 0, num_bags = 0, stride = 0;
+
+  SumCall(const SummedTable<T>* tables, int64_t num_tables, int64_t entries)
+      : tables(tables),
+        num_tables(num_tables),
+        entries(entries),
+        features(num_tables == 0 ? nullptr : tables[0].features) {
+    for (int64_t t = 0; t < num_tables; ++t) {
+      num_features += tables[t].num_features;
+      stride = std::max(stride, tables[t].dim);
+    }
+    for (int64_t f = 0; f < num_features; ++f) num_bags += features[f].num_bags;
+    stride = (stride + 7) / 8 * 8;  // so that partial sums are aligned for all tables
+  }
+};
+
+inline int bits_of(int64_t number) {
+  int bits = 1;
+  while (bits < 32 && number >> bits != 0) ++bits;
+  return bits;
+}
 
 template <class T>
 struct SumWorkspace {
-  PlainBags<Acc<T>> plain;
-  T* grads;
-  // To sort the rows:
-  uint32_t *row = nullptr, *sorted_row = nullptr;
-  int32_t *number = nullptr, *sorted_number = nullptr;
-  T* sums = nullptr;
-  int64_t* order = nullptr;
-  char* sort = nullptr;
-  char* summing;
-  int64_t bytes;
+  char* descriptors;
+  int32_t* entry;
+  int64_t *row, *element;
+  ScaledRow<Acc<T>>* scaled;
+  Acc<T>* divisors;
+  uint32_t* keys;
+  int32_t* values;
+  char* sort;
+  SumLevels<T> levels{};
 
-  SumWorkspace(Arena arena, const SummedTable<T>& table, int64_t entries, bool weighted)
-      : plain(take_plain_bags<T>(arena, bags_of(table, entries).most, bags_of(table, 0).num_bags,
-                                 weighted)),
-        grads(arena.take<T>((plain.num_bags + 1) * table.dim)) {
-    if (table.sorted_rows != nullptr) {
-      row = arena.take<uint32_t>(table.num_rows);
-      sorted_row = arena.take<uint32_t>(table.num_rows);
-      number = arena.take<int32_t>(table.num_rows);
-      sorted_number = arena.take<int32_t>(table.num_rows);
-      sums = arena.take<T>(table.num_rows * table.dim);
-      order = arena.take<int64_t>(table.num_rows);
-      sort = arena.take<char>(sort_workspace_bytes(table.num_rows));
+  SumWorkspace(Arena& arena, const SumCall<T>& call)
+      : descriptors(arena.take<char>(Descriptors::bytes<SumFeature<T>>(call.num_features + 1) +
+                                     Descriptors::bytes<SumTable>(call.num_tables + 1))),
+        entry(arena.take<int32_t>(call.num_tables + 1)),
+        row(arena.take<int64_t>(call.num_tables + 1)),
+        element(arena.take<int64_t>(call.num_tables + 1)) {
+    const Ways ways(call.features, call.num_features);
+    scaled = arena.take<ScaledRow<Acc<T>>>(!ways.scaled    ? 0
+                                           : ways.weighted ? call.entries
+                                                           : call.num_bags);
+    divisors = arena.take<Acc<T>>(ways.divided ? call.num_bags : 0);
+    if (!ways.scaled) scaled = nullptr;
+    if (!ways.divided) divisors = nullptr;
+    keys = arena.take<uint32_t>(call.entries);
+    values = arena.take<int32_t>(call.entries);
+    sort = arena.take<char>(sort_workspace_bytes(call.entries));
+    levels.stride = call.stride;
+    add_level(arena, call.entries, 0);
+    // Of one table with all entries.
+    for (int64_t chunks = (call.entries + kChunk - 1) / kChunk;;
+         chunks = (2 * chunks + kChunk - 1) / kChunk) {
+      SumLevel<T>& level = levels.level[levels.count++];
+      level.chunks = arena.take<int32_t>(call.num_tables + 1);
+      level.blocks = arena.take<int64_t>(call.num_tables + 1);
+      add_level(arena, 2 * (level.n / kChunk + call.num_tables), call.stride);
+      if (chunks <= 1) break;
     }
-    summing = arena.take<char>(
-        embedding_bag_backward_workspace_bytes<T>(plain.bags(), table.dim, table.num_rows));
-    bytes = arena.bytes();
   }
 
-  // Those of all features together, which lie side by side.
-  static DeviceBags bags_of(const SummedTable<T>& table, int64_t entries) {
-    DeviceBags all{nullptr, 0, entries, 0};
-    if (table.num_features > 0) all.bags = table.features[0].bags.narrow;
-    for (int64_t f = 0; f < table.num_features; ++f) {
-      all.num_bags += table.features[f].num_bags;
-      all.most += device_bags(table.features[f], entries).most;
-    }
-    all.most = std::min(all.most, entries);
-    return all;
+ private:
+  void add_level(Arena& arena, int64_t n, int64_t stride) {
+    SumLevel<T>& level = levels.level[levels.count];
+    level.keys = arena.take<uint32_t>(n);
+    level.values = arena.take<int32_t>(n);
+    level.rows = arena.take<Acc<T>>(n * stride);
+    level.n = n;
   }
 };
 
-SPARSEKIT_KERNEL rows_to_sort_kernel(const int32_t* rows, DeviceBags table, int64_t n,
-                                     uint32_t* row, int32_t* number) {
-  const int64_t i = simt::global_thread();
-  if (i >= n) return;
-  const int64_t at = table.begin() + i;
-  row[i] = at < table.entries ? static_cast<uint32_t>(rows[at]) : 0;
-  number[i] = static_cast<int32_t>(i);
-}
-SPARSEKIT_KERNEL sorted_rows_kernel(const uint32_t* row, const int32_t* number, int64_t n,
-                                    int64_t* rows, int64_t* order) {
-  const int64_t i = simt::global_thread();
-  if (i >= n) return;
-  rows[i] = row[i];
-  order[i] = number[i];
-}
+// To bring rows in their order.
+struct OrderWorkspace {
+  uint32_t *keys, *sorted_keys;
+  int32_t *numbers, *sorted_numbers, *places;
+  char* sort;
 
-// How the features of a table pool: alike, or each in its own way.
-template <class T>
-struct Ways {
-  Combiner combiner = Combiner::kSum;
-  bool weighted = false, scale = false;
-
-  explicit Ways(const SummedTable<T>& table) {
-    const auto way = [](const FeatureBags<T>& bags) {
-      return bags.combiner == Combiner::kNone ? Combiner::kSum : bags.combiner;
-    };
-    for (int64_t f = 0; f < table.num_features; ++f) {
-      const FeatureBags<T>& bags = table.features[f];
-      const bool has_weights = bags.sample_weights != nullptr;
-      scale |= f > 0 && (way(bags) != combiner || has_weights != weighted);
-      combiner = way(bags);
-      weighted = has_weights;
-    }
-    if (!scale) return;
-    combiner = Combiner::kSum;
-    weighted = true;
-  }
+  OrderWorkspace(Arena& arena, int64_t n)
+      : keys(arena.take<uint32_t>(n)),
+        sorted_keys(arena.take<uint32_t>(n)),
+        numbers(arena.take<int32_t>(n)),
+        sorted_numbers(arena.take<int32_t>(n)),
+        places(arena.take<int32_t>(n)),
+        sort(arena.take<char>(sort_workspace_bytes(n))) {}
 };
 
 template <class T>
-void sum_table(const SummedTable<T>& table, int64_t entries, const int32_t* index,
-               const int32_t* rows, const int64_t* count, int64_t divide_by, bool deterministic,
-               const BagErrors& bag_errors, int64_t* bad_index, const SumWorkspace<T>& work,
-               void* stream) {
-  const Ways<T> ways(table);
-  const PlainBags<Acc<T>>& plain = work.plain;
-  if (table.num_features == 0) {  // nobody asks for any of its rows
-    simt::launch("group: pack", pack_kernel<T>, simt::strided_grid_for(table.num_rows * table.dim),
-                 stream, static_cast<const T*>(nullptr), int64_t{0}, table.num_rows, table.dim,
-                 table.grad);
-    return;
+std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
+  std::vector<SumFeature<T>> features(static_cast<size_t>(call.num_features + 1));
+  for (int64_t f = 0; f < call.num_features; ++f) {
+    const FeatureBags<T>& of = call.features[f];
+    SumFeature<T>& feature = features[static_cast<size_t>(f)];
+    feature.grad = of.grad;
+    feature.stride = of.stride;
+    feature.sample_weights = of.sample_weights;
+    feature.first_key = of.first_key;
+    feature.table = static_cast<int32_t>(of.table);
+    feature.num_keys =
+        static_cast<int32_t>(std::min<int64_t>(of.num_keys, std::numeric_limits<int32_t>::max()));
+    feature.combiner = static_cast<int32_t>(of.combiner);
+    features[static_cast<size_t>(f + 1)].first_bag =
+        feature.first_bag + static_cast<int32_t>(of.num_bags);
   }
-  const DeviceBags all = SumWorkspace<T>::bags_of(table, entries);
-  const Numbers numbers{index, nullptr, count, all};
-  int64_t first_bag = 0;
-  for (int64_t f = 0; f < table.num_features; ++f) {
-    const FeatureBags<T>& bags = table.features[f];
-    const DeviceBags own = device_bags(bags, entries);
-    simt::launch("group: bags", plain_bags_kernel<T>,
-                 simt::grid_for(std::max(own.most, own.num_bags)), stream, bags, own, numbers, all,
-                 ways.scale, first_bag, plain, bad_index);
-    simt::launch("group: pack", pack_kernel<T>, simt::strided_grid_for(own.num_bags * table.dim),
-                 stream, bags.grad, bags.stride, own.num_bags, table.dim,
-                 work.grads + first_bag * table.dim);
-    first_bag += own.num_bags;
+  return features;
+}
+
+template <class T>
+std::vector<SumTable> sum_tables(const SumCall<T>& call) {
+  std::vector<SumTable> tables(static_cast<size_t>(call.num_tables + 1));
+  for (int64_t t = 0; t < call.num_tables; ++t) {
+    const SummedTable<T>& of = call.tables[t];
+    RowShape shape = row_shape<T>(of.dim, of.grad);
+    for (int64_t f = 0; f < of.num_features && shape.width != 1; ++f) {
+      const FeatureBags<T>& bags = of.features[f];
+      // Wide, where every gradient begins at a multiple of 16 bytes.
+      const bool apart = bags.num_bags <= 1 || bags.stride % kWide<T> == 0;
+      shape = row_shape<T>(of.dim, apart ? bags.grad : reinterpret_cast<const T*>(sizeof(T)));
+    }
+    SumTable& table = tables[static_cast<size_t>(t)];
+    table.dim = static_cast<int32_t>(of.dim);
+    table.columns = static_cast<uint16_t>(shape.columns);
+    table.log2_lanes = static_cast<uint8_t>(shape.log2_lanes);
+    table.wide = shape.width != 1;
+    tables[static_cast<size_t>(t + 1)].first_feature =
+        table.first_feature + static_cast<int32_t>(of.num_features);
   }
-  simt::launch("group: rest", rest_of_bags_kernel<Acc<T>>, simt::grid_for(plain.n), stream, all,
-               plain);
-  simt::launch("group: pack", pack_kernel<T>, simt::strided_grid_for(table.dim), stream,
-               static_cast<const T*>(nullptr), int64_t{0}, int64_t{1}, table.dim,
-               work.grads + first_bag * table.dim);
-  const bool sorts = table.sorted_rows != nullptr;
-  T* sums = sorts ? work.sums : table.grad;
-  embedding_bag_backward(static_cast<const T*>(work.grads), table.num_rows, table.dim, plain.bags(),
-                         static_cast<const Acc<T>*>(plain.weights), ways.combiner, deterministic,
-                         sums, bag_errors, work.summing, stream);
-  if (sorts && table.num_rows > 0) {
-    const simt::Grid grid = simt::grid_for(table.num_rows);
-    simt::launch("group: rows to sort", rows_to_sort_kernel, grid, stream, rows, all,
-                 table.num_rows, work.row, work.number);
-    sort_pairs(work.row, work.sorted_row, work.number, work.sorted_number, table.num_rows, 32,
+  return tables;
+}
+
+// The order of the rows of each table, of which there are n: places, and the rows in that order.
+template <class T>
+void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
+                const OrderWorkspace& work, void* stream) {
+  const simt::Grid grid = simt::grid_for(n, kGroupThreads);
+  simt::launch("group: rows to sort", rows_to_sort_kernel<T>, grid, stream, group, n, work.keys,
+               work.numbers);
+  sort_pairs(work.keys, work.sorted_keys, work.numbers, work.sorted_numbers, n, 32, work.sort,
+             stream);
+  const int32_t* numbers = work.sorted_numbers;
+  if (group.num_tables > 1) {  // by table, in the order of rows that there is
+    simt::launch("group: tables to sort", tables_to_sort_kernel<T>, grid, stream, group, n, numbers,
+                 work.keys);
+    sort_pairs(work.keys, work.sorted_keys, numbers, work.numbers, n, bits_of(group.num_tables - 1),
                work.sort, stream);
-    simt::launch("group: sorted rows", sorted_rows_kernel, grid, stream, work.sorted_row,
-                 work.sorted_number, table.num_rows, table.sorted_rows, work.order);
-    gather_rows(sums, table.num_rows, table.dim * static_cast<int64_t>(sizeof(T)), work.order,
-                table.num_rows, table.grad, bag_errors.bad_row, stream);
+    numbers = work.numbers;
   }
-  if (divide_by != 1) {
-    const int64_t elements = table.num_rows * table.dim;
-    simt::launch("group: divide", divide_kernel<T>, simt::strided_grid_for(elements), stream,
-                 table.grad, elements, static_cast<Acc<T>>(divide_by));
-  }
+  simt::launch("group: places of rows", place_rows_kernel<T>, grid, stream, group, n, numbers,
+               sorted_rows);
 }
 
 }  // namespace
@@ -166,33 +186,93 @@ void sum_table(const SummedTable<T>& table, int64_t entries, const int32_t* inde
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int64_t entries) {
-  int64_t most = 0;
+  Arena arena;
+  SumWorkspace<T>(arena, SumCall<T>(tables, num_tables, entries));
+  int64_t num_rows = 0;
+  bool sorts = false;
   for (int64_t t = 0; t < num_tables; ++t) {
-    const bool weighted = Ways<T>(tables[t]).weighted;
-    most = std::max(most, SumWorkspace<T>(Arena(), tables[t], entries, weighted).bytes);
+    num_rows += tables[t].num_rows;
+    sorts |= tables[t].sorted_rows != nullptr;
   }
-  return most;
+  if (sorts) OrderWorkspace(arena, num_rows);
+  return arena.bytes();
 }
 
 template <class T>
 void group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables, int64_t entries,
-                                  const int32_t* index, const int32_t* rows, const int64_t* counts,
-                                  int64_t divisor, bool deterministic, const BagErrors& bag_errors,
-                                  int64_t* bad_index, void* workspace, void* stream) {
-  for (int64_t t = 0; t < num_tables; ++t) {
-    const SummedTable<T>& table = tables[t];
-    const SumWorkspace<T> work(Arena(workspace), table, entries, Ways<T>(table).weighted);
-    sum_table(table, entries, index, rows, counts + t, divisor, deterministic, bag_errors,
-              bad_index, work, stream);
+                                  const int32_t* bags, const int32_t* index, const int32_t* rows,
+                                  const int64_t* counts, int64_t divisor, int64_t* bad_index,
+                                  void* workspace, void* stream) {
+  if (num_tables == 0) return;
+  const SumCall<T> call(tables, num_tables, entries);
+  Arena arena(workspace);
+  const SumWorkspace<T> work(arena, call);
+  Descriptors descriptors(work.descriptors);
+  const std::vector<SumTable> of_tables = sum_tables(call);
+  descriptors.add(sum_features(call));
+  descriptors.add(of_tables);
+  descriptors.send(stream);
+
+  int64_t num_rows = 0;
+  for (int64_t t = 0; t < num_tables; ++t) num_rows += tables[t].num_rows;
+  const Ways ways(call.features, call.num_features);
+  SumGroup<T> group{};
+  group.features = reinterpret_cast<const SumFeature<T>*>(work.descriptors);
+  group.tables = reinterpret_cast<const SumTable*>(
+      work.descriptors + Descriptors::bytes<SumFeature<T>>(call.num_features + 1));
+  group.num_features = static_cast<int32_t>(call.num_features);
+  group.num_tables = static_cast<int32_t>(num_tables);
+  group.num_bags = static_cast<int32_t>(call.num_bags);
+  group.entries = static_cast<int32_t>(entries);
+  group.index = index;
+  group.rows = rows;
+  group.counts = counts;
+  group.bags = bags;
+  group.entry = work.entry;
+  group.row = work.row;
+  group.element = work.element;
+  group.scaled = work.scaled;
+  group.divisors = work.divisors;
+  group.by_entry = ways.weighted;
+  group.divide_by = static_cast<Acc<T>>(divisor);
+  group.out = tables[0].grad;
+  group.bad_index = bad_index;
+
+  simt::launch("group: plan", plan_kernel<T>, one_block(), stream, group, work.levels, false);
+  if (ways.divided) {
+    simt::launch("group: divisors", divisors_kernel<T>,
+                 simt::grid_for(call.num_bags * simt::kWarp, kGroupThreads), stream, group);
+  }
+  simt::launch("group: numbers of entries", number_entries_kernel<T>,
+               simt::grid_for(std::max(entries, call.num_bags), kGroupThreads), stream, group,
+               work.keys, work.values, static_cast<int64_t*>(nullptr));
+  if (tables[0].sorted_rows != nullptr && num_rows > 0) {
+    const OrderWorkspace order(arena, num_rows);
+    group.places = order.places;
+    order_rows(group, num_rows, tables[0].sorted_rows, order, stream);
+  }
+  sort_pairs(work.keys, work.levels.level[0].keys, work.values, work.levels.level[0].values,
+             entries, bits_of(num_rows + num_tables), work.sort, stream);
+  int64_t lanes = 1;
+  for (const SumTable& table : of_tables) {
+    lanes = std::max(lanes, int64_t{table.columns} << table.log2_lanes);
+  }
+  for (int i = 0; i < work.levels.count; ++i) {
+    const SumLevel<T>&from = work.levels.level[i], &to = work.levels.level[i + 1];
+    const Begins begins =
+        i == 0 ? Begins{work.entry, 1} : Begins{work.levels.level[i - 1].chunks, 2};
+    const auto sum = i == 0 ? sum_tables_kernel<T, true> : sum_tables_kernel<T, false>;
+    simt::launch("group: sums", sum, simt::strided_grid_for(to.n / 2 * lanes, kGroupThreads),
+                 stream, group, from, begins, to, work.levels.stride);
   }
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                                \
   template int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>*, int64_t, \
                                                                 int64_t);                       \
-  template void group_embedding_bag_backward(                                                   \
-      const SummedTable<T>*, int64_t, int64_t, const int32_t*, const int32_t*, const int64_t*,  \
-      int64_t, bool, const BagErrors&, int64_t*, void*, void*);
+  template void group_embedding_bag_backward(const SummedTable<T>*, int64_t, int64_t,           \
+                                             const int32_t*, const int32_t*, const int32_t*,    \
+                                             const int64_t*, int64_t, int64_t*, void*, void*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

@@ -13,8 +13,6 @@
 namespace sparsekit::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-
 // Numbers entries that have something in common, in their order: a bit for each, and how many there
 // are before each word of bits.
 struct Ranks {
@@ -166,7 +164,7 @@ SPARSEKIT_KERNEL admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing
 
 // A warp looks at a word of missing keys: each lane stores one, then all write its row.
 template <class T>
-SPARSEKIT_KERNEL __launch_bounds__(kThreads)
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
     insert_kernel(DeviceGroup group, Ranks missing, const int32_t* inverse, int32_t* rows,
                   int64_t* status) {
   for (int64_t word = simt::global_thread() / simt::kWarp; word < missing.words;
@@ -240,7 +238,7 @@ void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, voi
                 void* stream) {
   Arena arena(workspace);
   const DeviceGroup group = device_group(call, bags, arena);
-  simt::launch("group_find: find", find_kernel, simt::strided_grid_for(call.entries, kThreads),
+  simt::launch("group_find: find", find_kernel, simt::strided_grid_for(call.entries, kGroupThreads),
                stream, group, rows);
 }
 
@@ -253,7 +251,7 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
   // As many threads as entries, and as words of bits have lanes.
-  const simt::Grid grid = simt::strided_grid_for(call.entries + simt::kWarp, kThreads);
+  const simt::Grid grid = simt::strided_grid_for(call.entries + simt::kWarp, kGroupThreads);
   simt::fill_bytes(work.slots, 0xFF,
                    InsertWorkspace::num_slots(call) * static_cast<int64_t>(sizeof *work.slots),
                    stream);
@@ -266,8 +264,8 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   simt::launch("group_find: number", number_kernel, grid, stream, group, work.slots,
                work.first_seen, work.missing, inverse, rows, status);
   work.missing.scan_marks(stream);
-  simt::launch("group_find: admit", admit_kernel, simt::grid_for(call.num_tables, kThreads), stream,
-               group, work.first_seen, work.missing, counts, status);
+  simt::launch("group_find: admit", admit_kernel, simt::grid_for(call.num_tables, kGroupThreads),
+               stream, group, work.first_seen, work.missing, counts, status);
   simt::launch("group_find: insert", insert_kernel<T>, grid, stream, group, work.missing, inverse,
                rows, status);
 }

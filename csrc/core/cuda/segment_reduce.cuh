@@ -89,8 +89,10 @@ SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t
     RowPiece<S, kWidth> piece[kInFlight];
     for (int j = 0; j < kInFlight; ++j) now[j] = next[j];
     for (int j = 0; j < kInFlight; ++j) from[j] = rows.find(now[j].value);
+#pragma unroll
     for (int j = 0; j < kInFlight; ++j) rows.read(from[j].row, element, piece[j]);
     for (int j = 0; j < kInFlight; ++j) next[j] = entry_or_none(k + kInFlight + j);
+#pragma unroll
     for (int j = 0; j < kInFlight; ++j) {
       if (now[j].key != key) {
         if (any) put(head ? Run::kHead : Run::kWhole, key, sum);

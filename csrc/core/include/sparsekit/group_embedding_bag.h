@@ -141,12 +141,13 @@ template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int64_t entries);
 
-// Features of one table and the next lie side by side, as their bags do.
+// Features of one table and the next lie side by side, as do their bags, gradients and sorted rows.
+// Sums go in order, whatever the size.
 template <class T>
 void group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables, int64_t entries,
-                                  const int32_t* index, const int32_t* rows, const int64_t* counts,
-                                  int64_t divisor, bool deterministic, const BagErrors& bag_errors,
-                                  int64_t* bad_index, void* workspace, void* stream);
+                                  const int32_t* bags, const int32_t* index, const int32_t* rows,
+                                  const int64_t* counts, int64_t divisor, int64_t* bad_index,
+                                  void* workspace, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

@@ -1,0 +1,169 @@
+// What sums of many tables need first: where each table's entries, rows and chunks are, which row
+// each entry is added to, and the order of the rows.
+#pragma once
+
+#include "cuda/block_sum.cuh"
+#include "cuda/group_sums.cuh"
+
+namespace sparsekit::cuda {
+
+SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
+  return at < 0 ? 0 : at > end ? end : at;
+}
+
+// One block: where tables have their entries, rows and chunks. `few`: tables have no more rows than
+// entries, whatever counts say, and gradients of each are aligned.
+template <class T>
+SPARSEKIT_KERNEL plan_kernel(SumGroup<T> group, SumLevels<T> levels, bool few) {
+  const auto first_bag = [&](int t) {
+    return group.features[group.tables[t].first_feature].first_bag;
+  };
+  const auto entry = [&](int t) { return clamped(group.bags[first_bag(t)], group.entries); };
+  const auto num_entries = [&](int t) {
+    const int64_t n = int64_t{entry(t + 1)} - entry(t);
+    return n < 0 ? 0 : n;
+  };
+  const auto num_rows = [&](int t) {
+    const int64_t count = group.counts[t] < 0 ? 0 : group.counts[t];
+    const int64_t most = num_entries(t);
+    return few && count > most ? most : count;
+  };
+  for (int t = simt::thread(); t <= group.num_tables; t += simt::block_size()) {
+    group.entry[t] = entry(t);
+  }
+  sum_up(group.num_tables, num_rows, [&](int t, int64_t before) { group.row[t] = before; });
+  const auto elements = [&](int t) {
+    const int64_t count = num_rows(t) * group.tables[t].dim;
+    return few ? (count + 7) / 8 * 8 : count;
+  };
+  sum_up(group.num_tables, elements, [&](int t, int64_t before) { group.element[t] = before; });
+  for (int i = 0; i < levels.count; ++i) {
+    const auto chunks = [&](int t) {
+      int64_t n = num_entries(t);
+      // A table that nobody asks has rows to be cleared.
+      int64_t count = n == 0 && num_rows(t) > 0 ? 1 : (n + kChunk - 1) / kChunk;
+      for (int j = 0; j < i; ++j) count = count <= 1 ? 0 : (2 * count + kChunk - 1) / kChunk;
+      return count;
+    };
+    const auto blocks = [&](int t) {
+      const SumTable& table = group.tables[t];
+      const int64_t threads = chunks(t) << table.log2_lanes;
+      return (threads + kGroupThreads - 1) / kGroupThreads * table.columns;
+    };
+    const SumLevel<T>& level = levels.level[i];
+    sum_up(group.num_tables, chunks,
+           [&](int t, int64_t before) { level.chunks[t] = static_cast<int32_t>(before); });
+    sum_up(group.num_tables, blocks, [&](int t, int64_t before) { level.blocks[t] = before; });
+  }
+}
+
+// Divisors of weighted bags, a warp for each.
+template <class T>
+SPARSEKIT_KERNEL divisors_kernel(SumGroup<T> group) {
+  using A = Acc<T>;
+  const int64_t bag = simt::global_thread() / simt::kWarp;
+  if (bag >= group.num_bags) return;
+  const SumFeature<T>& feature = group.features[group.feature_of_bag(bag)];
+  const auto combiner = static_cast<Combiner>(feature.combiner);
+  const Range range = group.range(bag);
+  A total = 0;
+  for (int64_t e = range.begin + simt::lane(); e < range.end; e += simt::kWarp) {
+    total += in_total(group.weight_of(feature, e), combiner);
+  }
+  for (int step = simt::kWarp / 2; step > 0; step /= 2) {
+    total += simt::warp_shuffle(total, simt::lane() ^ step);
+  }
+  if (simt::lane() == 0) group.divisors[bag] = divisor(total, range.end - range.begin, combiner);
+}
+
+// The bag that has entry e, or -1. Where bags are bad, one of those that have it, or -1.
+template <class T>
+SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int64_t e) {
+  if (group.num_bags == 0) return -1;
+  const int bag = last_up_to(e, group.num_bags, [&](int b) { return group.bags[b]; });
+  const Range range = group.range(bag);
+  return range.begin <= e && e < range.end ? bag : -1;
+}
+
+// Sort key and value of each entry; what bags or entries are scaled by; rows by number, if asked
+// for. A thread for each entry and each bag.
+template <class T>
+SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_t* values,
+                                       int64_t* row_of_number) {
+  using A = Acc<T>;
+  const int64_t i = simt::global_thread();
+  if (!group.by_entry && group.scaled != nullptr && i < group.num_bags) {
+    const auto combiner = static_cast<Combiner>(group.features[group.feature_of_bag(i)].combiner);
+    const Range range = group.range(i);
+    const int64_t count = range.end - range.begin;
+    group.scaled[i] = {static_cast<int32_t>(i),
+                       divided(A{1}, divisor(static_cast<A>(count), count, combiner))};
+  }
+  if (i >= group.entries) return;
+  const int t = group.table_of(i);
+  if (i < group.entry[t] || i >= group.entry[t + 1]) {  // behind the last one
+    keys[i] = group.first_key(group.num_tables);
+    values[i] = -1;
+    return;
+  }
+  const int32_t bag = bag_of_entry(group, i);
+  const int64_t number = group.index[i], count = group.row[t + 1] - group.row[t];
+  if (number >= count) simt::atomic_min(group.bad_index, i);
+  const bool has_row = number >= 0 && number < count && bag >= 0;
+  keys[i] = has_row ? group.first_key(t) + static_cast<uint32_t>(number) : group.no_row(t);
+  values[i] = group.by_entry ? static_cast<int32_t>(i) : bag;
+  const int64_t in_table = i - group.entry[t];
+  if (row_of_number != nullptr && in_table < count) {
+    row_of_number[group.row[t] + in_table] = group.rows[i];
+  }
+  if (!group.by_entry || bag < 0) return;
+  const SumFeature<T>& feature = group.features[group.feature_of_bag(bag)];
+  const auto combiner = static_cast<Combiner>(feature.combiner);
+  A by = 1;
+  if (feature.sample_weights == nullptr) {
+    const Range range = group.range(bag);
+    by = divisor(static_cast<A>(range.end - range.begin), range.end - range.begin, combiner);
+  } else if (group.divisors != nullptr) {
+    by = group.divisors[bag];
+  }
+  group.scaled[i] = {bag, divided(group.weight_of(feature, i), by)};
+}
+
+// ---- order of the rows ----
+
+template <class T>
+SPARSEKIT_DEVICE int table_of_number(const SumGroup<T>& group, int64_t number) {
+  return last_up_to(number, group.num_tables, [&](int t) { return group.row[t]; });
+}
+template <class T>
+SPARSEKIT_DEVICE int32_t row_of_number(const SumGroup<T>& group, int64_t number) {
+  const int t = table_of_number(group, number);
+  const int64_t at = group.entry[t] + (number - group.row[t]);
+  return at < group.entries ? group.rows[at] : 0;
+}
+
+template <class T>
+SPARSEKIT_KERNEL rows_to_sort_kernel(SumGroup<T> group, int64_t n, uint32_t* keys,
+                                     int32_t* numbers) {
+  const int64_t i = simt::global_thread();
+  if (i >= n) return;
+  keys[i] = static_cast<uint32_t>(row_of_number(group, i));
+  numbers[i] = static_cast<int32_t>(i);
+}
+template <class T>
+SPARSEKIT_KERNEL tables_to_sort_kernel(SumGroup<T> group, int64_t n, const int32_t* numbers,
+                                       uint32_t* keys) {
+  const int64_t i = simt::global_thread();
+  if (i < n) keys[i] = static_cast<uint32_t>(table_of_number(group, numbers[i]));
+}
+template <class T>
+SPARSEKIT_KERNEL place_rows_kernel(SumGroup<T> group, int64_t n, const int32_t* numbers,
+                                   int64_t* sorted_rows) {
+  const int64_t i = simt::global_thread();
+  if (i >= n) return;
+  const int64_t number = numbers[i];
+  sorted_rows[i] = static_cast<uint32_t>(row_of_number(group, number));
+  group.places[number] = static_cast<int32_t>(i - group.row[table_of_number(group, number)]);
+}
+
+}  // namespace sparsekit::cuda

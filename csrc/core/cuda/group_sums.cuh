@@ -1,0 +1,267 @@
+// Gradients of the rows of all tables in the same launches. A distinct row has a number among those
+// of all tables, so one sort brings the entries of each together; those of a table stay where they
+// are. Then chunks are summed as in segment_reduce.cuh: each table's are counted from its first
+// entry on, so sums have the bits that they have for the table by itself.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/bags.cuh"
+#include "cuda/descriptors.cuh"
+#include "cuda/segment_reduce.cuh"
+#include "sparsekit/group_embedding_bag.h"
+
+namespace sparsekit::cuda {
+
+template <class T>
+struct SumFeature {
+  const T* grad;
+  int64_t stride;
+  const Acc<T>* sample_weights;  // may be null
+  const int64_t* first_key;
+  int32_t table;
+  int32_t first_bag;  // among those of all features
+  int32_t num_keys;
+  int32_t combiner;
+};
+
+struct SumTable {
+  int32_t dim, first_feature;
+  uint16_t columns;
+  uint8_t log2_lanes;
+  bool wide;
+};
+
+// Both arrays of descriptors have one element more, which ends the last one.
+template <class T>
+struct SumGroup {
+  using A = Acc<T>;
+
+  const SumFeature<T>* features;
+  const SumTable* tables;
+  int32_t num_features, num_tables, num_bags, entries;
+  const int32_t* index;
+  const int32_t* rows;  // may be null
+  const int64_t* counts;
+  const int32_t* bags;
+  // [num_tables + 1], what the tables before have, made by plan_kernel.
+  int32_t* entry;
+  int64_t* row;
+  int64_t* element;
+  // The gradient's rows in the order of this [all rows]; null: as they are numbered.
+  int32_t* places;
+  // By bag or, where there are sample weights, by entry; null where nothing is scaled.
+  ScaledRow<A>* scaled;
+  A* divisors;  // [num_bags], of weighted bags that are divided
+  bool by_entry;
+  A divide_by;
+  T* out;
+  int64_t* bad_index;
+
+  SPARSEKIT_DEVICE int table_of(int64_t e) const {
+    return last_up_to(e, num_tables, [this](int t) { return entry[t]; });
+  }
+  SPARSEKIT_DEVICE int feature_of_bag(int64_t bag) const {
+    return last_up_to(bag, num_features, [this](int f) { return features[f].first_bag; });
+  }
+  SPARSEKIT_DEVICE Range range(int64_t bag) const {
+    const Range range{bags[bag], bags[bag + 1]};
+    const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= entries;
+    return good ? range : Range{0, 0};
+  }
+  // Sort keys of a table's numbers, and one more for its entries without a row.
+  SPARSEKIT_DEVICE uint32_t first_key(int t) const { return static_cast<uint32_t>(row[t] + t); }
+  SPARSEKIT_DEVICE uint32_t no_row(int t) const { return first_key(t + 1) - 1; }
+
+  SPARSEKIT_DEVICE A weight_of(const SumFeature<T>& feature, int64_t e) const {
+    if (feature.sample_weights == nullptr) return A{1};
+    const int64_t at = *simt::global(feature.first_key) + e - bags[feature.first_bag];
+    const bool there = at >= 0 && at < feature.num_keys;
+    return there ? simt::global(feature.sample_weights)[at] : A{0};
+  }
+};
+
+// The entries of a level of the reduction, as in segment_reduce.h; its chunks, and the blocks that
+// add them, are counted over all tables.
+template <class T>
+struct SumLevel {
+  uint32_t* keys;
+  int32_t* values;
+  Acc<T>* rows;  // [n, stride]
+  int64_t n;     // has room for
+  int32_t* chunks;
+  int64_t* blocks;
+};
+
+template <class T>
+struct SumLevels {
+  static constexpr int kMost = 8;  // n < 2^31 needs 6, and one for what the last one leaves
+
+  SumLevel<T> level[kMost];
+  int count;  // of launches; there is one level more
+  int64_t stride;
+};
+
+// Gradients of a table's bags, as sum_runs asks for them.
+template <class T>
+struct GradientRows {
+  using Scalar = T;
+  const SumGroup<T>& group;
+  const SumFeature<T>* features;
+  int num_features;
+  int64_t dim;
+  // Of the first feature, mostly the only one.
+  const T* grad;
+  int64_t stride;
+  int32_t first_bag;
+
+  SPARSEKIT_DEVICE GradientRows(const SumGroup<T>& group, int t)
+      : group(group),
+        features(group.features + group.tables[t].first_feature),
+        num_features(group.tables[t + 1].first_feature - group.tables[t].first_feature),
+        dim(group.tables[t].dim),
+        grad(simt::global(features->grad)),
+        stride(features->stride),
+        first_bag(features->first_bag) {}
+
+  SPARSEKIT_DEVICE ScaledRow<Acc<T>> find(int32_t value) const {
+    if (value < 0) return {-1, Acc<T>{0}};
+    return group.scaled == nullptr ? ScaledRow<Acc<T>>{value, Acc<T>{1}} : group.scaled[value];
+  }
+  template <int kWidth>
+  SPARSEKIT_DEVICE void read(int32_t bag, int64_t element, RowPiece<T, kWidth>& piece) const {
+    piece = {};
+    if (bag < 0 || element >= dim) return;
+    if (num_features == 1) return piece.read(grad + (bag - first_bag) * stride + element);
+    const auto first = [this](int f) { return features[f].first_bag; };
+    const SumFeature<T>& own = features[last_up_to(bag, num_features, first)];
+    piece.read(simt::global(own.grad) + (bag - own.first_bag) * own.stride + element);
+  }
+};
+
+// Partial sums.
+template <class A>
+struct PartialRows {
+  using Scalar = A;
+  const A* rows;
+  int64_t stride, dim;
+
+  SPARSEKIT_DEVICE ScaledRow<A> find(int32_t value) const {
+    return {value, value < 0 ? A{0} : A{1}};
+  }
+  template <int kWidth>
+  SPARSEKIT_DEVICE void read(int32_t row, int64_t element, RowPiece<A, kWidth>& piece) const {
+    piece = {};
+    if (row >= 0 && element < dim) piece.read(rows + row * stride + element);
+  }
+};
+
+// Where a level's entries of a table are, and where those of the next begin.
+struct Begins {
+  const int32_t* begins;
+  int32_t scale;
+
+  SPARSEKIT_DEVICE int64_t operator()(int t) const { return int64_t{begins[t]} * scale; }
+};
+
+// A chunk of table t: whole runs to the gradient, others to the next level.
+template <int kWidth, bool kFirst, class T, class RowsOf>
+SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& from, Begins begins,
+                                const SumLevel<T>& to, int64_t stride, int t, uint32_t chunk,
+                                int64_t element, const RowsOf& rows) {
+  using A = Acc<T>;
+  const int64_t first = begins(t);
+  const auto n = static_cast<uint32_t>(begins(t + 1) - first);
+  const uint32_t begin = chunk * kChunk;
+  const uint32_t end = n - begin > kChunk ? begin + kChunk : n;
+  const int64_t slot = 2 * (int64_t{from.chunks[t]} + chunk);
+  if (slot + 2 > to.n) return;  // where bags are bad, tables may seem to have more than there is
+  const uint32_t first_key = group.first_key(t), no_row = group.no_row(t);
+  T* out = group.out + group.element[t] + element;
+  const auto place = [&](uint32_t key) {
+    const int64_t number = key - first_key;
+    return (group.places == nullptr ? number : group.places[group.row[t] + number]) * rows.dim;
+  };
+  // Rows that no entry has are zeros.
+  const auto clear = [&](uint32_t key, uint32_t last) {
+    const A zeros[kWidth] = {};
+    for (; key < last && element < rows.dim; ++key) write_row(out + place(key), zeros);
+  };
+  if (kFirst && n == 0) return clear(first_key, no_row);
+
+  const auto entry = [&](uint32_t k) {
+    Entry found{from.keys[first + k], from.values[first + k]};
+    if (found.key < first_key || found.key >= no_row) found.value = -1;
+    return found;
+  };
+  bool has_head = false, has_tail = false;
+  // The first key that may still have no entry.
+  uint32_t next = begin == 0 ? first_key : from.keys[first + begin - 1] + 1;
+  if (next < first_key) next = first_key;
+  sum_runs<kWidth>(begin, end, n, element, rows, entry,
+                   [&](Run run, uint32_t key, const A(&sum)[kWidth]) {
+                     has_head = has_head || run == Run::kHead;
+                     has_tail = has_tail || run == Run::kTail;
+                     if (kFirst && run != Run::kHead) {
+                       clear(next, key);
+                       next = key + 1;
+                     }
+                     if (element >= rows.dim) return;
+                     if (run != Run::kWhole) {
+                       const int64_t own = slot + (run == Run::kTail ? 1 : 0);
+                       return write_row(to.rows + own * stride + element, sum);
+                     }
+                     if (group.divide_by == A{1}) return write_row(out + place(key), sum);
+                     A quotient[kWidth];
+                     for (int j = 0; j < kWidth; ++j) {
+                       quotient[j] = load(store<T>(sum[j])) / group.divide_by;
+                     }
+                     write_row(out + place(key), quotient);
+                   });
+  if (kFirst && (end == n || from.keys[first + end - 1] >= no_row)) clear(next, no_row);
+  if (element > 0) return;
+  // A slot without a sum keeps its key, so that the entries of the next level are sorted as well.
+  to.keys[slot] = from.keys[first + begin];
+  to.keys[slot + 1] = from.keys[first + end - 1];
+  to.values[slot] = has_head ? static_cast<int32_t>(slot) : -1;
+  to.values[slot + 1] = has_tail ? static_cast<int32_t>(slot + 1) : -1;
+}
+
+template <int kWidth, bool kFirst, class T>
+SPARSEKIT_DEVICE void sum_chunks_of_block(const SumGroup<T>& group, const SumLevel<T>& from,
+                                          Begins begins, const SumLevel<T>& to, int64_t stride,
+                                          int t, int64_t block) {
+  const SumTable& table = group.tables[t];
+  const int log2_lanes = table.log2_lanes;
+  const int lane_in_tile = simt::thread() & ((1 << log2_lanes) - 1);
+  const int64_t column = block % table.columns;
+  const int64_t element = ((column << log2_lanes) + lane_in_tile) * kWidth;
+  const int64_t chunk = (block / table.columns * kGroupThreads + simt::thread()) >> log2_lanes;
+  if (chunk >= from.chunks[t + 1] - from.chunks[t]) return;
+  const auto own = static_cast<uint32_t>(chunk);
+  if constexpr (kFirst) {
+    const GradientRows<T> rows(group, t);
+    sum_chunk<kWidth, true>(group, from, begins, to, stride, t, own, element, rows);
+  } else {
+    const PartialRows<Acc<T>> rows{from.rows, stride, table.dim};
+    sum_chunk<kWidth, false>(group, from, begins, to, stride, t, own, element, rows);
+  }
+}
+
+template <class T, bool kFirst>
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
+    sum_tables_kernel(SumGroup<T> group, SumLevel<T> from, Begins begins, SumLevel<T> to,
+                      int64_t stride) {
+  const int64_t blocks = from.blocks[group.num_tables];
+  for (int64_t b = simt::block(); b < blocks; b += simt::blocks()) {
+    const int t = last_up_to(b, group.num_tables, [&](int i) { return from.blocks[i]; });
+    const int64_t own = b - from.blocks[t];
+    if (group.tables[t].wide) {
+      sum_chunks_of_block<kWide<T>, kFirst>(group, from, begins, to, stride, t, own);
+    } else {
+      sum_chunks_of_block<1, kFirst>(group, from, begins, to, stride, t, own);
+    }
+  }
+}
+
+}  // namespace sparsekit::cuda
