@@ -138,13 +138,13 @@ class Gradients {
   Tensors grads;  // of outputs
   const GroupArguments arguments;
   const Engine engine;
-  std::vector<int64_t> counts;     // of rows, for each table
+  std::vector<int64_t> counts;     // of rows, for each table; or the most that there can be
   int64_t rows = 0, elements = 0;  // of all tables
 
   Gradients(const char* op, const Tensors& grads_in, const std::vector<int64_t>& dims,
             const Tensor& index, const std::optional<Tensor>& rows_in, const Tensor& counts_in,
             const Tensor& bags, const Tensor& features, const Tensors& sample_weights,
-            const std::optional<Tensor>& first_keys, int64_t divisor)
+            const std::optional<Tensor>& first_keys, int64_t divisor, bool knows_counts)
       : grads(grads_in),
         arguments(op, grads, "grads", index, rows_in, counts_in, bags, features, sample_weights,
                   first_keys, {}, static_cast<int64_t>(dims.size())),
@@ -161,16 +161,10 @@ class Gradients {
     arguments.check_placements(grads, "grads", dims);
     grads = arguments.readable(std::move(grads), dims);
     check(divisor >= 1, op, ": divisor must be at least 1, got ", divisor);
-    engine.read(int64_data(*arguments.counts), num_tables(), counts.data());
-    for (size_t t = 0; t < dims.size(); ++t) {
-      check(counts[t] >= 0, op, ": counts[", t, "] is ", counts[t]);
-      check_elements({counts[t], dims[t]}, op, "a gradient");
-      rows += counts[t];
-      elements = (elements + kPartElements - 1) / kPartElements * kPartElements;
-      begins_.push_back(elements);
-      elements += counts[t] * dims[t];
-      check_elements({rows, 1}, op, "all gradients");
-      check_elements({elements, 1}, op, "all gradients");
+    if (knows_counts) {
+      read_counts();
+    } else {
+      bound_counts();
     }
   }
 
@@ -230,14 +224,10 @@ class Gradients {
            [[maybe_unused]] const GradientTaker<T>* taker = nullptr) const {
     const Tensor& index = arguments.index;
     if constexpr (kOnDevice) {
-      const Workspace memory(cuda::group_embedding_bag_backward_workspace_bytes(
-                                 tables.data(), num_tables(), arguments.entries),
-                             index);
-      cuda::group_embedding_bag_backward(
-          tables.data(), num_tables(), arguments.entries, data<int32_t>(arguments.bags),
-          data<int32_t>(index), arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
-          int64_data(*arguments.counts), divisor_, engine.bad(Complaint::kGroupIndex),
-          memory.data(), engine.stream());
+      const cuda::GroupSums<T> sums = on_device(tables);
+      const Workspace memory(cuda::group_embedding_bag_backward_workspace_bytes(sums), index);
+      cuda::group_embedding_bag_backward(sums, engine.bad(Complaint::kGroupIndex), memory.data(),
+                                         engine.stream());
       arguments.check_found(engine);
     } else {
       std::vector<int32_t> order(tables.size());
@@ -255,11 +245,68 @@ class Gradients {
     }
   }
 
+  // On a device: sums them to `out`, without a look at how many there are.
+  template <class T>
+  void sum_on_device(const std::vector<SummedTable<T>>& tables,
+                     const cuda::GradientsOnDevice<T>& out) const {
+    const cuda::GroupSums<T> sums = on_device(tables);
+    const Workspace memory(cuda::group_embedding_bag_backward_workspace_bytes(sums),
+                           arguments.index);
+    cuda::group_embedding_bag_backward_on_device(sums, out, engine.bad(Complaint::kGroupIndex),
+                                                 memory.data(), engine.stream());
+    arguments.check_found(engine);
+  }
+
  private:
   int64_t num_tables() const { return static_cast<int64_t>(dims_.size()); }
 
-  // A table's gradients begin at a multiple of it, for loads of many elements in one.
-  static constexpr int64_t kPartElements = 16;
+  void read_counts() {
+    engine.read(int64_data(*arguments.counts), num_tables(), counts.data());
+    for (size_t t = 0; t < dims_.size(); ++t) {
+      check(counts[t] >= 0, op_, ": counts[", t, "] is ", counts[t]);
+      check_elements({counts[t], dims_[t]}, op_, "a gradient");
+      rows += counts[t];
+      elements = (elements + kPartElements - 1) / kPartElements * kPartElements;
+      begins_.push_back(elements);
+      elements += counts[t] * dims_[t];
+      check_elements({rows, 1}, op_, "all gradients");
+      check_elements({elements, 1}, op_, "all gradients");
+    }
+    check_sort_sizes(arguments.rows ? rows : 0, rows + num_tables(), op_, "number of all rows");
+  }
+
+  // A table has no more rows than entries, and those no more than max_nnz for each bag.
+  void bound_counts() {
+    const int64_t entries = arguments.entries;
+    int64_t longest = 0;
+    for (size_t t = 0; t < dims_.size(); ++t) {
+      const GroupFeatures& group = arguments.group;
+      for (int64_t f = group.table_features[t]; f < group.table_features[t + 1]; ++f) {
+        const Feature& feature = group.features[f];
+        const bool limited = feature.max_nnz <= entries / std::max<int64_t>(feature.bags, 1);
+        const int64_t most = limited ? feature.bags * feature.max_nnz : entries;
+        counts[t] = std::min(counts[t] + most, entries);
+      }
+      check_elements({counts[t], dims_[t]}, op_, "a gradient");
+      elements = std::min(elements + counts[t] * dims_[t] + kPartElements, kMostElements);
+      longest = std::max(longest, dims_[t]);
+    }
+    check_elements({entries, longest}, op_, "all gradients");
+    elements = std::min(elements, entries * longest + kPartElements * num_tables());
+    rows = entries;
+  }
+
+  template <class T>
+  cuda::GroupSums<T> on_device(const std::vector<SummedTable<T>>& tables) const {
+    return {tables.data(),
+            num_tables(),
+            arguments.entries,
+            data<int32_t>(arguments.bags),
+            data<int32_t>(arguments.index),
+            arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
+            int64_data(*arguments.counts),
+            divisor_};
+  }
 
   const char* op_;
   const std::vector<int64_t>& dims_;
@@ -275,7 +322,7 @@ std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dim
   const char* op = "group_embedding_bag_backward";
   check(!grads.empty() || dims.empty(), op, ": grads must not be empty");
   const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
-                            first_keys, divisor);
+                            first_keys, divisor, true);
   Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
   Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
   if (grads.empty()) return {sorted_rows, out};
@@ -310,7 +357,7 @@ void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor
     dims.push_back(weights[t].size(1));
   }
   const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
-                            first_keys, divisor);
+                            first_keys, divisor, !kOnDevice);
   if (!grads.empty()) check_dtype(grads[0], weights[0].scalar_type(), op, "grads");
   const StepNumber number{counted, per_row};
   const Rounding rounding = rounding_of(rounding_seed);
@@ -335,20 +382,26 @@ void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor
     const std::vector<FeatureBags<T>> features_of =
         gradients.arguments.bags_of<T>(gradients.grads, false);
     if constexpr (kOnDevice) {
-      const Tensor sorted_rows = new_output(index, {gradients.rows}, ScalarType::Long);
+      const auto num_tables = static_cast<int64_t>(lists.size());
+      const Tensor of_rows = new_output(index, {gradients.rows}, ScalarType::Long);
       const Tensor sums = new_output(weights[0], {gradients.elements});
-      const std::vector<SummedTable<T>> summed =
-          gradients.tables(features_of, mutable_data<T>(sums), mutable_data<int64_t>(sorted_rows));
-      gradients.sum(summed, deterministic);
-      std::vector<RowGradients<T>> of_rows;
-      for (const SummedTable<T>& table : summed) {
-        of_rows.push_back({table.sorted_rows, table.grad, table.num_rows});
+      const Tensor begins = new_output(index, {2, num_tables + 1}, ScalarType::Long);
+      std::vector<SummedTable<T>> summed = gradients.tables<T>(features_of, nullptr, nullptr);
+      for (SummedTable<T>& table : summed) table.grad = mutable_data<T>(sums);
+      auto* first_row = mutable_data<int64_t>(begins);
+      auto* first_element = first_row + num_tables + 1;
+      gradients.sum_on_device(summed, {mutable_data<T>(sums), mutable_data<int64_t>(of_rows),
+                                       first_row, first_element});
+      std::vector<RowGradients<T>> brought;
+      for (const int64_t most : gradients.counts) {
+        brought.push_back({int64_data(of_rows), data<T>(sums), most});
       }
       const BadRow bad =
-          update_on_device(gradients.engine, tables, of_rows, nullptr, chosen, number, rounding);
+          update_on_device(gradients.engine, tables, brought, {nullptr, first_row, first_element},
+                           chosen, number, rounding);
       if (bad.table >= 0) {
-        const int64_t position = of_rows[bad.table].rows - of_rows[0].rows + bad.position;
-        index_error(op, ": one of rows is ", gradients.engine.value(sorted_rows, position),
+        const int64_t first = gradients.engine.value(begins, bad.table);
+        index_error(op, ": one of rows is ", gradients.engine.value(of_rows, first + bad.position),
                     ", which is no row of table ", bad.table);
       }
     } else {

@@ -103,8 +103,9 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
 // As cpu::update_rows, but with checks off it sees no bad row.
 template <class Rule, class T>
 BadRow update_on_device(const Engine& engine, const std::vector<SteppedTable<T>>& tables,
-                        const std::vector<RowGradients<T>>& gradients, const int64_t* exact,
-                        const Rule& rule, StepNumber number, Rounding rounding) {
+                        const std::vector<RowGradients<T>>& gradients,
+                        const cuda::GradientBounds& bounds, const Rule& rule, StepNumber number,
+                        Rounding rounding) {
   if constexpr (kOnDevice) {
     const auto num_tables = static_cast<int64_t>(tables.size());
     std::optional<Tensor> copy;
@@ -112,7 +113,7 @@ BadRow update_on_device(const Engine& engine, const std::vector<SteppedTable<T>>
       copy = engine.kept(tables.data(), num_tables * static_cast<int64_t>(sizeof(SteppedTable<T>)));
     }
     const auto* on_device = copy ? data<SteppedTable<T>>(*copy) : nullptr;
-    cuda::update_rows(tables.data(), on_device, gradients.data(), num_tables, exact, rule, number,
+    cuda::update_rows(tables.data(), on_device, gradients.data(), num_tables, bounds, rule, number,
                       rounding, engine.bad(Complaint::kUpdateRow), engine.stream());
     const bool by_row = std::any_of(gradients.begin(), gradients.end(),
                                     [](const RowGradients<T>& own) { return own.rows != nullptr; });

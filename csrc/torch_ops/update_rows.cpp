@@ -79,7 +79,7 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
   const int64_t* exact = num_grads.has_value() ? int64_data(*num_grads) : nullptr;
   BadRow bad;
   if constexpr (kOnDevice) {
-    bad = update_on_device(engine, tables, gradients, exact, rule, number, rounding);
+    bad = update_on_device(engine, tables, gradients, {exact}, rule, number, rounding);
   } else {
     for (size_t i = 0; exact != nullptr && i < count; ++i) {
       gradients[i].n = DeviceCount{gradients[i].n, exact + i}.get();

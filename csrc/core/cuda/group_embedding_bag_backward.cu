@@ -137,25 +137,30 @@ std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
   return features;
 }
 
+// Wide, where every gradient begins at a multiple of 16 bytes.
+template <class T>
+RowShape shape_of_table(const SummedTable<T>& table) {
+  RowShape shape = row_shape<T>(table.dim, table.grad);
+  for (int64_t f = 0; f < table.num_features && shape.width != 1; ++f) {
+    const FeatureBags<T>& bags = table.features[f];
+    const bool apart = bags.num_bags <= 1 || bags.stride % kWide<T> == 0;
+    shape = row_shape<T>(table.dim, apart ? bags.grad : reinterpret_cast<const T*>(sizeof(T)));
+  }
+  return shape;
+}
+
 template <class T>
 std::vector<SumTable> sum_tables(const SumCall<T>& call) {
   std::vector<SumTable> tables(static_cast<size_t>(call.num_tables + 1));
   for (int64_t t = 0; t < call.num_tables; ++t) {
-    const SummedTable<T>& of = call.tables[t];
-    RowShape shape = row_shape<T>(of.dim, of.grad);
-    for (int64_t f = 0; f < of.num_features && shape.width != 1; ++f) {
-      const FeatureBags<T>& bags = of.features[f];
-      // Wide, where every gradient begins at a multiple of 16 bytes.
-      const bool apart = bags.num_bags <= 1 || bags.stride % kWide<T> == 0;
-      shape = row_shape<T>(of.dim, apart ? bags.grad : reinterpret_cast<const T*>(sizeof(T)));
-    }
+    const RowShape shape = shape_of_table(call.tables[t]);
     SumTable& table = tables[static_cast<size_t>(t)];
-    table.dim = static_cast<int32_t>(of.dim);
+    table.dim = static_cast<int32_t>(call.tables[t].dim);
     table.columns = static_cast<uint16_t>(shape.columns);
     table.log2_lanes = static_cast<uint8_t>(shape.log2_lanes);
     table.wide = shape.width != 1;
     tables[static_cast<size_t>(t + 1)].first_feature =
-        table.first_feature + static_cast<int32_t>(of.num_features);
+        table.first_feature + static_cast<int32_t>(call.tables[t].num_features);
   }
   return tables;
 }
@@ -181,81 +186,62 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                sorted_rows);
 }
 
-}  // namespace
-
+// All but the sums: where everything is, and a sort key for each entry. With `out`, gradients go
+// there.
 template <class T>
-int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
-                                                     int64_t num_tables, int64_t entries) {
-  Arena arena;
-  SumWorkspace<T>(arena, SumCall<T>(tables, num_tables, entries));
-  int64_t num_rows = 0;
-  bool sorts = false;
-  for (int64_t t = 0; t < num_tables; ++t) {
-    num_rows += tables[t].num_rows;
-    sorts |= tables[t].sorted_rows != nullptr;
-  }
-  if (sorts) OrderWorkspace(arena, num_rows);
-  return arena.bytes();
-}
-
-template <class T>
-void group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables, int64_t entries,
-                                  const int32_t* bags, const int32_t* index, const int32_t* rows,
-                                  const int64_t* counts, int64_t divisor, int64_t* bad_index,
-                                  void* workspace, void* stream) {
-  if (num_tables == 0) return;
-  const SumCall<T> call(tables, num_tables, entries);
-  Arena arena(workspace);
-  const SumWorkspace<T> work(arena, call);
+SumGroup<T> begin_sums(const GroupSums<T>& sums, const SumCall<T>& call,
+                       const SumWorkspace<T>& work, const GradientsOnDevice<T>* out,
+                       int64_t* bad_index, void* stream) {
   Descriptors descriptors(work.descriptors);
-  const std::vector<SumTable> of_tables = sum_tables(call);
   descriptors.add(sum_features(call));
-  descriptors.add(of_tables);
+  descriptors.add(sum_tables(call));
   descriptors.send(stream);
 
-  int64_t num_rows = 0;
-  for (int64_t t = 0; t < num_tables; ++t) num_rows += tables[t].num_rows;
   const Ways ways(call.features, call.num_features);
   SumGroup<T> group{};
   group.features = reinterpret_cast<const SumFeature<T>*>(work.descriptors);
   group.tables = reinterpret_cast<const SumTable*>(
       work.descriptors + Descriptors::bytes<SumFeature<T>>(call.num_features + 1));
   group.num_features = static_cast<int32_t>(call.num_features);
-  group.num_tables = static_cast<int32_t>(num_tables);
+  group.num_tables = static_cast<int32_t>(call.num_tables);
   group.num_bags = static_cast<int32_t>(call.num_bags);
-  group.entries = static_cast<int32_t>(entries);
-  group.index = index;
-  group.rows = rows;
-  group.counts = counts;
-  group.bags = bags;
+  group.entries = static_cast<int32_t>(call.entries);
+  group.index = sums.index;
+  group.rows = sums.rows;
+  group.counts = sums.counts;
+  group.bags = sums.bags;
   group.entry = work.entry;
-  group.row = work.row;
-  group.element = work.element;
+  group.row = out == nullptr ? work.row : out->first_row;
+  group.element = out == nullptr ? work.element : out->first_element;
   group.scaled = work.scaled;
   group.divisors = work.divisors;
   group.by_entry = ways.weighted;
-  group.divide_by = static_cast<Acc<T>>(divisor);
-  group.out = tables[0].grad;
+  group.divide_by = static_cast<Acc<T>>(sums.divisor);
+  group.out = out == nullptr ? call.tables[0].grad : out->grads;
   group.bad_index = bad_index;
 
-  simt::launch("group: plan", plan_kernel<T>, one_block(), stream, group, work.levels, false);
+  simt::launch("group: plan", plan_kernel<T>, one_block(), stream, group, work.levels,
+               out != nullptr);
   if (ways.divided) {
     simt::launch("group: divisors", divisors_kernel<T>,
                  simt::grid_for(call.num_bags * simt::kWarp, kGroupThreads), stream, group);
   }
   simt::launch("group: numbers of entries", number_entries_kernel<T>,
-               simt::grid_for(std::max(entries, call.num_bags), kGroupThreads), stream, group,
-               work.keys, work.values, static_cast<int64_t*>(nullptr));
-  if (tables[0].sorted_rows != nullptr && num_rows > 0) {
-    const OrderWorkspace order(arena, num_rows);
-    group.places = order.places;
-    order_rows(group, num_rows, tables[0].sorted_rows, order, stream);
-  }
+               simt::grid_for(std::max(call.entries, call.num_bags), kGroupThreads), stream, group,
+               work.keys, work.values, out == nullptr ? nullptr : out->rows);
+  return group;
+}
+
+// The sums, of up to num_rows rows.
+template <class T>
+void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_rows,
+                 const SumWorkspace<T>& work, void* stream) {
   sort_pairs(work.keys, work.levels.level[0].keys, work.values, work.levels.level[0].values,
-             entries, bits_of(num_rows + num_tables), work.sort, stream);
+             call.entries, bits_of(num_rows + call.num_tables), work.sort, stream);
   int64_t lanes = 1;
-  for (const SumTable& table : of_tables) {
-    lanes = std::max(lanes, int64_t{table.columns} << table.log2_lanes);
+  for (int64_t t = 0; t < call.num_tables; ++t) {
+    const RowShape shape = shape_of_table(call.tables[t]);
+    lanes = std::max(lanes, int64_t{shape.columns} << shape.log2_lanes);
   }
   for (int i = 0; i < work.levels.count; ++i) {
     const SumLevel<T>&from = work.levels.level[i], &to = work.levels.level[i + 1];
@@ -267,12 +253,62 @@ void group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tabl
   }
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                \
-  template int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>*, int64_t, \
-                                                                int64_t);                       \
-  template void group_embedding_bag_backward(const SummedTable<T>*, int64_t, int64_t,           \
-                                             const int32_t*, const int32_t*, const int32_t*,    \
-                                             const int64_t*, int64_t, int64_t*, void*, void*);
+template <class T>
+int64_t rows_of(const GroupSums<T>& sums) {
+  int64_t num_rows = 0;
+  for (int64_t t = 0; t < sums.num_tables; ++t) num_rows += sums.tables[t].num_rows;
+  return num_rows;
+}
+
+template <class T>
+bool sorts_rows(const GroupSums<T>& sums) {
+  return sums.num_tables > 0 && sums.tables[0].sorted_rows != nullptr && rows_of(sums) > 0;
+}
+
+}  // namespace
+
+template <class T>
+int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums) {
+  Arena arena;
+  SumWorkspace<T>(arena, SumCall<T>(sums.tables, sums.num_tables, sums.entries));
+  if (sorts_rows(sums)) OrderWorkspace(arena, rows_of(sums));
+  return arena.bytes();
+}
+
+template <class T>
+void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
+                                  void* stream) {
+  if (sums.num_tables == 0) return;
+  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
+  Arena arena(workspace);
+  const SumWorkspace<T> work(arena, call);
+  SumGroup<T> group = begin_sums<T>(sums, call, work, nullptr, bad_index, stream);
+  const int64_t num_rows = rows_of(sums);
+  if (sorts_rows(sums)) {
+    const OrderWorkspace order(arena, num_rows);
+    group.places = order.places;
+    order_rows(group, num_rows, sums.tables[0].sorted_rows, order, stream);
+  }
+  finish_sums(group, call, num_rows, work, stream);
+}
+
+template <class T>
+void group_embedding_bag_backward_on_device(const GroupSums<T>& sums,
+                                            const GradientsOnDevice<T>& out, int64_t* bad_index,
+                                            void* workspace, void* stream) {
+  if (sums.num_tables == 0) return;
+  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
+  Arena arena(workspace);
+  const SumWorkspace<T> work(arena, call);
+  const SumGroup<T> group = begin_sums(sums, call, work, &out, bad_index, stream);
+  finish_sums(group, call, sums.entries, work, stream);
+}
+
+#define SPARSEKIT_INSTANTIATE(T)                                                           \
+  template int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>&);      \
+  template void group_embedding_bag_backward(const GroupSums<T>&, int64_t*, void*, void*); \
+  template void group_embedding_bag_backward_on_device(                                    \
+      const GroupSums<T>&, const GradientsOnDevice<T>&, int64_t*, void*, void*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

@@ -12,7 +12,7 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
 }
 
 // One block: where tables have their entries, rows and chunks. `few`: tables have no more rows than
-// entries, whatever counts say, and gradients of each are aligned.
+// entries, whatever counts say.
 template <class T>
 SPARSEKIT_KERNEL plan_kernel(SumGroup<T> group, SumLevels<T> levels, bool few) {
   const auto first_bag = [&](int t) {
@@ -33,8 +33,7 @@ SPARSEKIT_KERNEL plan_kernel(SumGroup<T> group, SumLevels<T> levels, bool few) {
   }
   sum_up(group.num_tables, num_rows, [&](int t, int64_t before) { group.row[t] = before; });
   const auto elements = [&](int t) {
-    const int64_t count = num_rows(t) * group.tables[t].dim;
-    return few ? (count + 7) / 8 * 8 : count;
+    return (num_rows(t) * group.tables[t].dim + kPartElements - 1) / kPartElements * kPartElements;
   };
   sum_up(group.num_tables, elements, [&](int t, int64_t before) { group.element[t] = before; });
   for (int i = 0; i < levels.count; ++i) {

@@ -78,6 +78,18 @@ SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
   return first;
 }
 
+// A table's gradients, as far as the device knows them.
+template <class T>
+SPARSEKIT_DEVICE RowGradients<T> bounded(RowGradients<T> gradients, const GradientBounds& bounds,
+                                         int table) {
+  const int64_t* counts = bounds.counts;
+  gradients.n = DeviceCount{gradients.n, counts == nullptr ? nullptr : counts + table}.get();
+  if (bounds.first_row == nullptr) return gradients;
+  const int64_t first = bounds.first_row[table], count = bounds.first_row[table + 1] - first;
+  return {gradients.rows + first, gradients.grad + bounds.first_element[table],
+          gradients.n < count ? gradients.n : count};
+}
+
 // What the threads of a block share: their table, its part in the call, and the numbers of its
 // step.
 template <class T, class Numbers>
@@ -90,7 +102,7 @@ struct Block {
 
 template <class Rule, class T, int kWidth, class Tables>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
-    update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, const int64_t* exact, Rule rule,
+    update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, GradientBounds bounds, Rule rule,
                        StepNumber number, Rounding rounding, int64_t* bad) {
   using A = Acc<T>;
   using Numbers = typename Rule::template Numbers<A>;
@@ -106,9 +118,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads, kBlocksAtOnce)
     const bool is_last = at_table + 1 == tables.count;
     const int64_t end = is_last ? simt::blocks() : tables.shares[at_table + 1].first_block;
     own.table = tables.table(at_table).table;
-    own.gradients = share.gradients;
-    own.gradients.n =
-        DeviceCount{share.gradients.n, exact == nullptr ? nullptr : exact + share.table}.get();
+    own.gradients = bounded(share.gradients, bounds, share.table);
     own.tiles = (end - share.first_block) / columns * kThreads >> log2_lanes;
     own.numbers = rule.template at<A>(t);
   }
@@ -210,7 +220,7 @@ struct Call {
   const SteppedTable<T>* on_device;
   const RowGradients<T>* gradients;
   int64_t num_tables;
-  const int64_t* exact;
+  const GradientBounds& bounds;
   const Rule& rule;
   StepNumber number;
   Rounding rounding;
@@ -267,7 +277,7 @@ struct Call {
     simt::Grid grid{blocks, kThreads};
     grid.shared_bytes = sizeof(Block<T, typename Rule::template Numbers<Acc<T>>>);
     simt::launch("update_rows", update_rows_kernel<Rule, T, kWidth, Tables>, grid, stream, launch,
-                 exact, rule, number, rounding, bad);
+                 bounds, rule, number, rounding, bad);
     launch.count = 0;
   }
 };
@@ -276,10 +286,10 @@ struct Call {
 
 template <class Rule, class T>
 void update_rows(const SteppedTable<T>* tables, const SteppedTable<T>* on_device,
-                 const RowGradients<T>* gradients, int64_t num_tables, const int64_t* exact,
+                 const RowGradients<T>* gradients, int64_t num_tables, const GradientBounds& bounds,
                  const Rule& rule, StepNumber number, Rounding rounding, int64_t* bad,
                  void* stream) {
-  const Call<Rule, T> call{tables, on_device, gradients, num_tables, exact,
+  const Call<Rule, T> call{tables, on_device, gradients, num_tables, bounds,
                            rule,   number,    rounding,  bad,        stream};
   constexpr int kWidest = kWide<Acc<T>>;
   if (num_tables <= kTablesOfLaunch) {
@@ -300,9 +310,9 @@ void count_steps(int64_t* const* steps, int64_t count, void* stream) {
   }
 }
 
-#define SPARSEKIT_INSTANTIATE(Rule, T)                                                    \
-  template void update_rows(const SteppedTable<T>*, const SteppedTable<T>*,               \
-                            const RowGradients<T>*, int64_t, const int64_t*, const Rule&, \
+#define SPARSEKIT_INSTANTIATE(Rule, T)                                                           \
+  template void update_rows(const SteppedTable<T>*, const SteppedTable<T>*,                      \
+                            const RowGradients<T>*, int64_t, const GradientBounds&, const Rule&, \
                             StepNumber, Rounding, int64_t*, void*);
 SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, float)
 SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, double)

@@ -50,6 +50,9 @@ struct FeatureBags {
   }
 };
 
+// Gradients of a table begin at a multiple of this many elements, for loads of many in one.
+constexpr int64_t kPartElements = 16;
+
 // What the gradient of a table is made of.
 template <class T>
 struct SummedTable {
@@ -137,17 +140,45 @@ void group_embedding_bag(const PooledTable<T>* tables, int64_t num_tables,
                          const int32_t* index, const int32_t* rows, const int64_t* counts,
                          int64_t* bad_row, int64_t* bad_index, void* workspace, void* stream);
 
+// What gradients are sums of. Features of one table and the next lie side by side, as do their
+// bags, gradients and sorted rows.
 template <class T>
-int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
-                                                     int64_t num_tables, int64_t entries);
+struct GroupSums {
+  const SummedTable<T>* tables;
+  int64_t num_tables, entries;
+  const int32_t* bags;    // [bags of all features + 1]
+  const int32_t* index;   // [entries]
+  const int32_t* rows;    // [entries], or null
+  const int64_t* counts;  // [num_tables]
+  int64_t divisor;
+};
 
-// Features of one table and the next lie side by side, as do their bags, gradients and sorted rows.
+// For either of the two below.
+template <class T>
+int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums);
+
 // Sums go in order, whatever the size.
 template <class T>
-void group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables, int64_t entries,
-                                  const int32_t* bags, const int32_t* index, const int32_t* rows,
-                                  const int64_t* counts, int64_t divisor, int64_t* bad_index,
-                                  void* workspace, void* stream);
+void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
+                                  void* stream);
+
+// Gradients for an update, of which only the device knows how many there are: of `rows`, in the
+// order of their numbers.
+template <class T>
+struct GradientsOnDevice {
+  T* grads;       // [all elements, where those of each table are rounded up to a multiple of 8]
+  int64_t* rows;  // [entries]
+  // [num_tables + 1] Where those of each table begin.
+  int64_t* first_row;
+  int64_t* first_element;
+};
+
+// Of tables num_rows is not looked at, nor is where their results go, but grad must be that of
+// `out`. A table has no more rows than entries, whatever counts say.
+template <class T>
+void group_embedding_bag_backward_on_device(const GroupSums<T>& sums,
+                                            const GradientsOnDevice<T>& out, int64_t* bad_index,
+                                            void* workspace, void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit
