@@ -61,6 +61,7 @@ def stems(pattern, *others):
 ACROSS_OPS = (
     "overlap",
     "colliding_keys",
+    "group_launches",
     "two_threads",
     "long_bags",
     "several_tables",

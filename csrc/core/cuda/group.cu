@@ -8,7 +8,7 @@ namespace sparsekit::cuda {
 namespace {
 
 // One block: where the entries and keys of each feature begin.
-SPARSEKIT_KERNEL entries_kernel(DeviceGroup group) {
+SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
   const auto first_key = [&](int f) {
     const DeviceFeature& feature = group.features[f];
     return clamped_offset(group.source(feature.source), feature.first_bag, 0);
@@ -74,8 +74,8 @@ SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* ba
 }
 
 // A thread for each bag, each offset and, where keys may be row numbers, each entry.
-SPARSEKIT_KERNEL bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
-                             bool check_keys, int32_t* bags, GroupErrors errors) {
+SPARSEKIT_KERNEL group_bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
+                                   bool check_keys, int32_t* bags, GroupErrors errors) {
   int64_t i = simt::global_thread();
   if (i <= num_bags) return write_bag(group, i, num_bags, bags, errors.long_bag);
   i -= num_bags + 1;
@@ -178,14 +178,14 @@ void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors
   descriptors.add(device_tables(call));
   descriptors.send(stream);
 
-  simt::launch("group: entries", entries_kernel, one_block(), stream, group);
+  simt::launch("group: entries", group_entries_kernel, one_block(), stream, group);
   const int64_t num_offsets = sources.back().first_offset;
   const bool check_keys =
       std::any_of(call.tables, call.tables + call.num_tables,
                   [](const GroupTable& table) { return table.buckets == nullptr; });
   const int64_t threads = call.num_bags + 1 + num_offsets + (check_keys ? call.entries : 0);
-  simt::launch("group: bags", bags_kernel, simt::grid_for(threads, kGroupThreads), stream, group,
-               call.num_bags, num_offsets, check_keys, bags.bags, errors);
+  simt::launch("group: bags", group_bags_kernel, simt::grid_for(threads, kGroupThreads), stream,
+               group, call.num_bags, num_offsets, check_keys, bags.bags, errors);
 }
 
 }  // namespace sparsekit::cuda

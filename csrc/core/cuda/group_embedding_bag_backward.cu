@@ -30,6 +30,7 @@ struct SumCall {
   int64_t num_tables, entries;
   const FeatureBags<T>* features;
   int64_t num_features = 0, num_bags = 0, stride = 0;
+  int64_t longest = 0;  // no table has more entries
 
   SumCall(const SummedTable<T>* tables, int64_t num_tables, int64_t entries)
       : tables(tables),
@@ -39,6 +40,13 @@ struct SumCall {
     for (int64_t t = 0; t < num_tables; ++t) {
       num_features += tables[t].num_features;
       stride = std::max(stride, tables[t].dim);
+      int64_t n = 0;
+      for (int64_t f = 0; f < tables[t].num_features; ++f) {
+        const FeatureBags<T>& bags = tables[t].features[f];
+        const bool limited = bags.max_nnz <= entries / std::max<int64_t>(bags.num_bags, 1);
+        n += limited ? bags.num_bags * bags.max_nnz : entries;
+      }
+      longest = std::max(longest, std::min(n, entries));
     }
     for (int64_t f = 0; f < num_features; ++f) num_bags += features[f].num_bags;
     stride = (stride + 7) / 8 * 8;  // so that partial sums are aligned for all tables
@@ -81,8 +89,7 @@ struct SumWorkspace {
     sort = arena.take<char>(sort_workspace_bytes(call.entries));
     levels.stride = call.stride;
     add_level(arena, call.entries, 0);
-    // Of one table with all entries.
-    for (int64_t chunks = (call.entries + kChunk - 1) / kChunk;;
+    for (int64_t chunks = (call.longest + kChunk - 1) / kChunk;;
          chunks = (2 * chunks + kChunk - 1) / kChunk) {
       SumLevel<T>& level = levels.level[levels.count++];
       level.chunks = arena.take<int32_t>(call.num_tables + 1);
@@ -220,10 +227,10 @@ SumGroup<T> begin_sums(const GroupSums<T>& sums, const SumCall<T>& call,
   group.out = out == nullptr ? call.tables[0].grad : out->grads;
   group.bad_index = bad_index;
 
-  simt::launch("group: plan", plan_kernel<T>, one_block(), stream, group, work.levels,
+  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels,
                out != nullptr);
   if (ways.divided) {
-    simt::launch("group: divisors", divisors_kernel<T>,
+    simt::launch("group: divisors", group_divisors_kernel<T>,
                  simt::grid_for(call.num_bags * simt::kWarp, kGroupThreads), stream, group);
   }
   simt::launch("group: numbers of entries", number_entries_kernel<T>,

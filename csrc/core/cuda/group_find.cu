@@ -51,7 +51,8 @@ SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table
 }
 
 // slot_of[e] = slot of the key of entry e.
-SPARSEKIT_KERNEL enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots, uint32_t* slot_of) {
+SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots,
+                                    uint32_t* slot_of) {
   const int32_t entries = group.entries();
   for (int64_t i = simt::global_thread(); i < entries; i += simt::global_threads()) {
     const auto e = static_cast<int32_t>(i);
@@ -80,8 +81,8 @@ SPARSEKIT_KERNEL enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots, u
 }
 
 // Which entries have a key that none before them has. Clears `status` besides.
-SPARSEKIT_KERNEL mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
-                             Ranks first_seen, int64_t* status) {
+SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
+                                   Ranks first_seen, int64_t* status) {
   for (int64_t i = simt::global_thread(); i < 2 * group.num_tables; i += simt::global_threads()) {
     status[i] = 0;
   }
@@ -103,7 +104,7 @@ SPARSEKIT_DEVICE int32_t row_of_key(const DeviceTable& table, int64_t key, bool 
   return good ? static_cast<int32_t>(key / table.world_size) : -1;
 }
 
-SPARSEKIT_KERNEL find_kernel(DeviceGroup group, int32_t* rows) {
+SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows) {
   const int32_t entries = group.entries();
   // Whole warps loop together: `first` is where the lanes of this one start.
   for (int64_t first = simt::global_thread() - simt::lane(); first < entries;
@@ -119,8 +120,9 @@ SPARSEKIT_KERNEL find_kernel(DeviceGroup group, int32_t* rows) {
 
 // inverse[e], so far the slot of entry e's key, becomes its number in the table. The first entry
 // with a key finds its row; that of a missing one is -1 for now.
-SPARSEKIT_KERNEL number_kernel(DeviceGroup group, const int32_t* slots, Ranks first_seen,
-                               Ranks missing, int32_t* inverse, int32_t* rows, int64_t* status) {
+SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, const int32_t* slots, Ranks first_seen,
+                                     Ranks missing, int32_t* inverse, int32_t* rows,
+                                     int64_t* status) {
   const int32_t entries = group.entries();
   for (int64_t word = simt::global_thread() / simt::kWarp; word <= missing.words;
        word += simt::global_threads() / simt::kWarp) {
@@ -144,8 +146,8 @@ SPARSEKIT_KERNEL number_kernel(DeviceGroup group, const int32_t* slots, Ranks fi
 }
 
 // A thread decides for a table, so that a refusal changes nothing.
-SPARSEKIT_KERNEL admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing, int64_t* counts,
-                              int64_t* status) {
+SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing,
+                                    int64_t* counts, int64_t* status) {
   const int64_t t = simt::global_thread();
   if (t >= group.num_tables) return;
   const int32_t begin = group.first_entry(t), end = group.first_entry(t + 1);
@@ -165,8 +167,8 @@ SPARSEKIT_KERNEL admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing
 // A warp looks at a word of missing keys: each lane stores one, then all write its row.
 template <class T>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
-    insert_kernel(DeviceGroup group, Ranks missing, const int32_t* inverse, int32_t* rows,
-                  int64_t* status) {
+    group_insert_kernel(DeviceGroup group, Ranks missing, const int32_t* inverse, int32_t* rows,
+                        int64_t* status) {
   for (int64_t word = simt::global_thread() / simt::kWarp; word < missing.words;
        word += simt::global_threads() / simt::kWarp) {
     const uint32_t mask = missing.bits[word];
@@ -238,8 +240,8 @@ void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, voi
                 void* stream) {
   Arena arena(workspace);
   const DeviceGroup group = device_group(call, bags, arena);
-  simt::launch("group_find: find", find_kernel, simt::strided_grid_for(call.entries, kGroupThreads),
-               stream, group, rows);
+  simt::launch("group_find: find", group_find_kernel,
+               simt::strided_grid_for(call.entries, kGroupThreads), stream, group, rows);
 }
 
 template <class T>
@@ -257,17 +259,19 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
                    stream);
   // Until there are numbers, `inverse` holds slots.
   auto* slot_of = reinterpret_cast<uint32_t*>(inverse);
-  simt::launch("group_find: enter", enter_kernel, grid, stream, group, seed, work.slots, slot_of);
-  simt::launch("group_find: mark", mark_kernel, grid, stream, group, work.slots, slot_of,
+  simt::launch("group_find: enter", group_enter_kernel, grid, stream, group, seed, work.slots,
+               slot_of);
+  simt::launch("group_find: mark", group_mark_kernel, grid, stream, group, work.slots, slot_of,
                work.first_seen, status);
   work.first_seen.scan_marks(stream);
-  simt::launch("group_find: number", number_kernel, grid, stream, group, work.slots,
+  simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.slots,
                work.first_seen, work.missing, inverse, rows, status);
   work.missing.scan_marks(stream);
-  simt::launch("group_find: admit", admit_kernel, simt::grid_for(call.num_tables, kGroupThreads),
-               stream, group, work.first_seen, work.missing, counts, status);
-  simt::launch("group_find: insert", insert_kernel<T>, grid, stream, group, work.missing, inverse,
-               rows, status);
+  simt::launch("group_find: admit", group_admit_kernel,
+               simt::grid_for(call.num_tables, kGroupThreads), stream, group, work.first_seen,
+               work.missing, counts, status);
+  simt::launch("group_find: insert", group_insert_kernel<T>, grid, stream, group, work.missing,
+               inverse, rows, status);
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                               \

@@ -14,7 +14,7 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
 // One block: where tables have their entries, rows and chunks. `few`: tables have no more rows than
 // entries, whatever counts say.
 template <class T>
-SPARSEKIT_KERNEL plan_kernel(SumGroup<T> group, SumLevels<T> levels, bool few) {
+SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, bool few) {
   const auto first_bag = [&](int t) {
     return group.features[group.tables[t].first_feature].first_bag;
   };
@@ -58,7 +58,7 @@ SPARSEKIT_KERNEL plan_kernel(SumGroup<T> group, SumLevels<T> levels, bool few) {
 
 // Divisors of weighted bags, a warp for each.
 template <class T>
-SPARSEKIT_KERNEL divisors_kernel(SumGroup<T> group) {
+SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
   using A = Acc<T>;
   const int64_t bag = simt::global_thread() / simt::kWarp;
   if (bag >= group.num_bags) return;

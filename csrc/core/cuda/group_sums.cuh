@@ -44,7 +44,7 @@ struct SumGroup {
   const int32_t* rows;  // may be null
   const int64_t* counts;
   const int32_t* bags;
-  // [num_tables + 1], what the tables before have, made by plan_kernel.
+  // [num_tables + 1], what the tables before have, made by plan_sums_kernel.
   int32_t* entry;
   int64_t* row;
   int64_t* element;

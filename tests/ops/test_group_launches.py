@@ -1,0 +1,131 @@
+"""What the ops on many tables ask of a device: no more launches for 500 tables than for a few."""
+
+import pytest
+import torch
+from conftest import same_bits
+from simt_counts import Counts, Runner, counted
+
+from .groups import NO_LIMIT, Group, Source
+from .test_group_embedding_bag import backward, pool
+from .test_group_update import tables_of, update
+
+needs_bytes = pytest.mark.skipif(
+    not Runner().sees_bytes(), reason="the host runner of a sanitizer does not see plain accesses"
+)
+# CUB takes up to so many launches for a scan or a sort, each of which counts as one.
+OF_LIBRARY = 6
+
+
+def batch_of(tables, bags, nnz, dims=(128,), keys=1000):
+    """A group of tables, each with a source of its own."""
+    dims = [dims[t % len(dims)] for t in range(tables)]
+    group = Group(torch.float32, dims, [keys] * tables, [True] * tables, [1] * tables)
+    random = torch.Generator().manual_seed(0)
+    for t in range(tables):
+        asked = torch.randint(keys, (bags * nnz,), generator=random)
+        offsets = torch.arange(bags + 1) * nnz if nnz > 1 else torch.empty(0).long()
+        group.sources.append(Source(asked, offsets, torch.empty(0)))
+        group.ask(t, t, 0, bags, "mean" if t % 2 else "sum")
+        group.features[t][5] = nnz
+    return group
+
+
+def step_of(group, fused=True) -> Counts:
+    """Counts of a second step, for which there is nothing to insert."""
+    outs, tables = group.outs(), tables_of(group, "lazy adam")
+    for _ in range(2):
+        with counted() as counts:
+            found = group.find_or_insert()
+            pool(group, outs, found)
+            if fused:
+                update(group, outs, found, tables)
+            else:
+                backward(group, outs, found)
+    return counts
+
+
+@pytest.mark.parametrize("dims", [(16,), (16, 1, 128, 20)])
+@pytest.mark.parametrize("tables", [1, 26, 500])
+def test_launches_and_waits_of_a_step(tables, dims):
+    counts = step_of(batch_of(tables, 4, 3, dims)).sum()
+    assert counts.launches + (OF_LIBRARY - 1) * counts.library <= 40
+    assert counts.torch == 0
+    assert counts.waits == 1  # whether tables are full
+
+
+def test_more_tables_only_take_longer_descriptions():
+    few, many = (step_of(batch_of(tables, 4, 3)) for tables in (2, 500))
+    for op in few.ops():
+        more = many.sum(op, "group: descriptors").launches
+        described = few.sum(op, "group: descriptors").launches
+        assert more <= described + 2
+        assert many.sum(op).launches - more == few.sum(op).launches - described
+
+
+def test_larger_tables_take_a_launch_for_64_times_the_entries():
+    sums = [
+        step_of(batch_of(2, bags, 1)).sum("group_embedding_bag_update_", "group: sums").launches
+        for bags in (64, 65, 64 * 32, 64 * 32 + 1)
+    ]
+    assert sums == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("tables", [1, 26, 500])
+def test_launches_without_an_optimizer(tables):
+    counts = step_of(batch_of(tables, 4, 3), fused=False).sum()
+    assert counts.launches + (OF_LIBRARY - 1) * counts.library <= 60
+    assert counts.waits == 2  # and how long the gradient is
+
+
+def test_launches_of_an_evaluation():
+    group = batch_of(26, 4, 3)
+    outs = group.outs()
+    with counted() as counts:
+        pool(group, outs, group.find(), initial=True)
+    assert counts.sum().launches <= 6
+    assert counts.sum().waits == 0
+
+
+def test_long_bags_are_looked_for_only_where_there_may_be_some():
+    group = batch_of(3, 300, 2)
+    short = step_of(group).sum("group_embedding_bag_").launches
+    group.features[1][5] = NO_LIMIT
+    assert step_of(group).sum("group_embedding_bag_").launches == short + 4
+
+
+@needs_bytes
+@pytest.mark.parametrize(("bags", "nnz", "most"), [(512, 1, 1.45), (128, 4, 1.55)])
+def test_bytes_of_a_step(bags, nnz, most):
+    """At least: keys and offsets once, vectors in and out, rows and states read and written."""
+    tables, dim = 26, 128
+    group = batch_of(tables, bags, nnz)
+    moved = step_of(group).sum().moved
+    distinct = sum(len(source.keys.unique()) for source in group.sources)
+    row = dim * 4
+    of_keys = tables * (bags * nnz * 8 + (bags + 1) * 8 * (nnz > 1))
+    floor = of_keys + 2 * tables * bags * row + distinct * 3 * 2 * row
+    assert moved <= most * floor
+
+
+@pytest.mark.parametrize("tables", [60, 700])
+def test_groups_that_come_in_several_pieces(tables):
+    """More descriptions than a launch can bring: 32 KB, of which a table takes 144 bytes."""
+    group = batch_of(tables, 2, 2, (4, 3, 8))
+    grads = [torch.full_like(out, i + 1) for i, out in enumerate(group.outs())]
+    with counted():
+        found = group.find_or_insert()
+        outs = group.outs()
+        pool(group, outs, found)
+        rows, sums = backward(group, grads, found)
+    weights = [weight.clone() for weight in group.weights]
+    other = batch_of(tables, 2, 2, (4, 3, 8))
+    expected = other.find_or_insert()  # on the CPU
+    for one, two in zip(weights, other.weights, strict=True):
+        torch.testing.assert_close(one, two)
+    outs_of_cpu = other.outs()
+    pool(other, outs_of_cpu, expected)
+    for one, two in zip(outs, outs_of_cpu, strict=True):
+        torch.testing.assert_close(one, two)
+    rows_of_cpu, sums_of_cpu = backward(other, grads, expected)
+    assert torch.equal(rows, rows_of_cpu)
+    assert same_bits(sums, sums_of_cpu)
