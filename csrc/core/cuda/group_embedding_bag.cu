@@ -150,12 +150,12 @@ struct FeaturePooling {
       float values[kDrawColumns];
       initial_values(initializer, key, (element + l) / kDrawColumns, values);
       // The columns of a narrow piece may be any of the draw's.
-      const int first = static_cast<int>((element + l) % kDrawColumns);
+      const int first = kWidth < kDrawColumns ? static_cast<int>(element % kDrawColumns) : 0;
 #pragma unroll
       for (int k = 0; k < kWidth && k < kDrawColumns; ++k) {
-        float value = values[0];
-#pragma unroll
-        for (int j = 1; j < kDrawColumns; ++j) value = first + k == j ? values[j] : value;
+        const float low = first + k == 0 ? values[0] : values[1];
+        const float high = first + k == 2 ? values[2] : values[3];
+        const float value = first + k < 2 ? low : high;
         piece.at(l + k) = store<T>(Acc<T>{value});
       }
     }
