@@ -41,7 +41,7 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   const int64_t count = group.entry[f + 1] - group.entry[f];
   bags[i] = static_cast<int32_t>(group.entry[f] + (at < count ? at : count));
   // Of bad offsets the difference may be anything.
-  const int64_t low = source.offset(bag), high = source.offset(bag + 1);
+  const int64_t low = offset_at(source, bag), high = offset_at(source, bag + 1);
   const bool good = 0 <= low && low <= high && high <= source.n;
   if (good && high - low > feature.max_nnz) {
     simt::atomic_min(long_bag, group.sources[feature.source].first_offset + bag);
@@ -56,7 +56,7 @@ SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t*
   const Source source = group.source(s);
   if (source.offsets == nullptr) return;
   const int64_t bag = i - first(s);
-  const int64_t at = source.offset(bag), before = bag == 0 ? 0 : source.offset(bag - 1);
+  const int64_t at = offset_at(source, bag), before = bag == 0 ? 0 : offset_at(source, bag - 1);
   const bool good =
       before <= at && at <= (bag == 0 ? 0 : source.n) && (bag < source.bags || at == source.n);
   if (!good) simt::atomic_min(bad_offset, i);

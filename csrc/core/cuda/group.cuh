@@ -43,6 +43,16 @@ struct DeviceTable {
   SPARSEKIT_DEVICE int64_t end_key() const { return int64_t{capacity} * world_size; }
 };
 
+// Element i of an array of int64 or int32.
+SPARSEKIT_DEVICE int64_t number_at(const void* array, bool wide, int64_t i) {
+  return wide ? simt::global(static_cast<const int64_t*>(array))[i]
+              : simt::global(static_cast<const int32_t*>(array))[i];
+}
+// As Source::offset, which does not know where offsets are.
+SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
+  return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
+}
+
 // Each array has one element more, which ends the last one.
 struct DeviceGroup {
   const DeviceSource* sources;
@@ -55,8 +65,8 @@ struct DeviceGroup {
 
   SPARSEKIT_DEVICE Source source(int s) const {
     const DeviceSource& of = sources[s];
-    return {simt::global(of.keys),
-            of.offsets == nullptr ? nullptr : simt::global(of.offsets),
+    return {of.keys,
+            of.offsets,
             of.wide_keys,
             of.wide_offsets,
             sources[s + 1].first_key - of.first_key,
@@ -71,14 +81,15 @@ struct DeviceGroup {
     return last_up_to(e, num_features, [this](int f) { return entry[f]; });
   }
   SPARSEKIT_DEVICE int64_t key(int f, int32_t e) const {
-    return source(features[f].source).key(first_keys[f] + (e - entry[f]));
+    const DeviceSource& of = sources[features[f].source];
+    return number_at(of.keys, of.wide_keys, first_keys[f] + (e - entry[f]));
   }
   SPARSEKIT_DEVICE int32_t first_entry(int t) const { return entry[tables[t].first_feature]; }
 };
 
 // An offset, kept within [least, n]: they may be anything.
 SPARSEKIT_DEVICE int64_t clamped_offset(const Source& source, int64_t bag, int64_t least) {
-  const int64_t at = source.offset(bag);
+  const int64_t at = offset_at(source, bag);
   return at < least ? least : at > source.n ? source.n : at;
 }
 

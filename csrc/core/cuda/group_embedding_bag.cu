@@ -74,6 +74,7 @@ struct FeaturePooling {
   const PoolFeature<T>& feature;
   const PoolTable<T>& table;
   const T* weight;
+  const Acc<T>* sample_weights;
   const int32_t* bags;
   int64_t num_rows, dim;
   int64_t limit;         // what index must be below
@@ -87,6 +88,7 @@ struct FeaturePooling {
         feature(group.features[f]),
         table(group.tables[feature.table]),
         weight(simt::global(table.weight)),
+        sample_weights(feature.sample_weights),
         bags(group.bags + feature.first_bag),
         num_rows(table.num_rows),
         dim(table.dim),
@@ -131,8 +133,8 @@ struct FeaturePooling {
     return -1;
   }
   SPARSEKIT_DEVICE Acc<T> weight_of(int64_t i) const {
-    if (feature.sample_weights == nullptr) return Acc<T>{1};
-    return has_key(i) ? simt::global(feature.sample_weights)[i + key_of_entry] : Acc<T>{0};
+    if (sample_weights == nullptr) return Acc<T>{1};
+    return has_key(i) ? simt::global(sample_weights)[i + key_of_entry] : Acc<T>{0};
   }
 
   template <int kWidth>

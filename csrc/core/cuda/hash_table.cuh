@@ -34,13 +34,13 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
     wanted = wanted && step < num_buckets;
     const uint32_t pending = simt::warp_ballot(wanted);
     if (pending == 0) break;
-    const auto line = reinterpret_cast<uintptr_t>(buckets + bucket);
+    const uint64_t line = simt::to_number(buckets + bucket);
     Quarter parts[kLanesPerKey];
 #pragma unroll
     for (int j = 0; j < kLanesPerKey; ++j) {
-      const uintptr_t of_lane = simt::warp_shuffle(line, group + j);
+      const uint64_t of_lane = simt::warp_shuffle(line, group + j);
       if ((pending >> (group + j)) & 1) {
-        parts[j] = simt::global(reinterpret_cast<const Quarter*>(of_lane))[quarter];
+        parts[j] = simt::from_number<const Quarter>(of_lane)[quarter];
       } else {
         parts[j] = Quarter{{0, 0}};
       }

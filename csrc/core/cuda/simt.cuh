@@ -97,6 +97,16 @@ SPARSEKIT_DEVICE T* global(T* address) {
   return address;
 }
 
+// The same for a pointer that has come as a number, of a shuffle say.
+template <class T>
+SPARSEKIT_DEVICE uint64_t to_number(T* address) {
+  return __cvta_generic_to_global(address);
+}
+template <class T>
+SPARSEKIT_DEVICE T* from_number(uint64_t number) {
+  return static_cast<T*>(__cvta_global_to_generic(number));
+}
+
 // What has been read from memory is read again after this, in place of being kept in registers.
 SPARSEKIT_DEVICE void free_registers() {
   asm volatile("" ::: "memory");

@@ -90,6 +90,15 @@ T* global(T* address) {
   return address;
 }
 
+template <class T>
+uint64_t to_number(T* address) {
+  return reinterpret_cast<uintptr_t>(address);
+}
+template <class T>
+T* from_number(uint64_t number) {
+  return reinterpret_cast<T*>(number);
+}
+
 inline void free_registers() {}
 
 inline void barrier() {
