@@ -12,6 +12,7 @@ from .nn import (  # noqa: E402
     All2AllDenseEmbedding,
     DistributedEmbedding,
     EmbeddingGroup,
+    Feature,
     group_embedding_lookup_sparse,
 )
 from .optim import split_embedding_variable_from_others  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = [
     "All2AllDenseEmbedding",
     "DistributedEmbedding",
     "EmbeddingGroup",
+    "Feature",
     "HashTable",
     "TableFullError",
     "__version__",

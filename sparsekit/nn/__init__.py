@@ -2,6 +2,7 @@
 
 from . import wrappers  # noqa: F401 (has torch tell it of models with tables)
 from .embedding import All2AllDenseEmbedding, DistributedEmbedding
+from .features import Feature
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
 from .init import Constant, Initializer, Normal, Uniform
 from .weight import EmbeddingWeight
@@ -12,6 +13,7 @@ __all__ = [
     "DistributedEmbedding",
     "EmbeddingGroup",
     "EmbeddingWeight",
+    "Feature",
     "Initializer",
     "Normal",
     "Uniform",

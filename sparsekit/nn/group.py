@@ -2,33 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 
 from ..ops.embedding_bag import COMBINERS
+from .features import (
+    OUTPUTS,
+    Asked,
+    Feature,
+    as_jagged,
+    ask_each,
+    ask_keyed,
+    check_joined,
+    joined,
+    keyed_tensor_class,
+    settled,
+    share_columns,
+)
+from .inputs import is_keyed_jagged
 from .lookup import Route, begin, finish, look_up
-from .request import Request, ask_bags
+from .options import check_choice
+from .request import GROUP, Request, ask_bags
 from .shard import ShardedTable
 
 
 class EmbeddingGroup(torch.nn.Module):
-    """Layers that look up together: the same few collectives however many they are.
+    """Layers that look up together: one call of each op, the same few collectives on all ranks.
 
-    Dims, dtypes, combiners and slots may differ; process group and device are shared. On one
-    process it is the layers one after another.
+    Dims, dtypes, combiners and slots may differ; process group and device are shared.
+
+    Inputs are a dict, or one KeyedJaggedTensor with a key for each feature (others are left alone),
+    whose weights, if it has any, are sample weights. On one process its values are read where they
+    lie.
 
     Args:
-        layers: name -> `DistributedEmbedding` or `All2AllDenseEmbedding`. The order is that in
-            which ranks look them up, so it must be the same on all.
+        layers: name -> `DistributedEmbedding` or `All2AllDenseEmbedding`. Ranks look up in this
+            order, or that of features, so it must be the same on all.
+        features: name -> layer's name, or `Feature` with a combiner and max_nnz of its own, for
+            bags of one slot. Features of one layer share its table. None: each layer by its own
+            name; in a dict, with all its slots.
+        output: ``"dict"``: name -> ``[batch, dim]`` of a feature, or jagged ``[batch, j, dim]``
+            where it does not pool (zeros for a padding key); without features, and for a dict, what
+            the layer returns. ``"concatenated"``: ``[batch, sum of dims]`` in the order of
+            features, all of which pool, in one dtype. ``"keyed"``: that as torchrec's KeyedTensor.
+
+    Raises:
+        TypeError, ValueError: on bad arguments; the message names the feature and the layer.
+        ImportError: output="keyed" without torchrec.
 
     Example:
         >>> group = EmbeddingGroup({"user": users, "item": items})
         >>> out = group({"user": user_keys, "item": item_keys})["user"]
+        >>> seen = Feature("item", combiner="mean", max_nnz=50)
+        >>> features = {"user": "user", "item": "item", "seen": seen}
+        >>> group = EmbeddingGroup({"user": users, "item": items}, features, "concatenated")
+        >>> out = group(keyed_jagged_tensor)  # [batch, 3 * dim]
     """
 
-    def __init__(self, layers: Mapping[str, ShardedTable]) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, ShardedTable],
+        features: Mapping[str, str | Feature] | None = None,
+        output: str = "dict",
+    ) -> None:
         super().__init__()
         if not layers:
             raise ValueError("EmbeddingGroup: layers must not be empty")
@@ -45,30 +83,42 @@ class EmbeddingGroup(torch.nn.Module):
             raise ValueError(
                 f"EmbeddingGroup: a name in layers cannot be that of a module: {error.args[0]}"
             ) from error
+        # A feature for each layer, for a KeyedJaggedTensor, unless the caller has said which.
+        self.has_features = features is not None
+        if features is None:
+            features = {name: name for name in layers}
+        self.features = settled(features, layers)
+        check_choice(GROUP, "output", output, OUTPUTS)
+        self.output = output
+        if output != "dict":
+            check_joined(output, self.features, layers)
+            self._check_slots(f"output={output!r}")
+        if output == "keyed":
+            keyed_tensor_class()
         # What prefetch has begun, and its inputs.
-        self._begun: tuple[Mapping[str, Any], Route] | None = None
+        self._begun: tuple[Any, list[Request], Route] | None = None
 
-    def forward(
-        self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Call every layer.
+    def forward(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> Any:
+        """Look everything up.
 
         Args:
-            inputs: name -> input of that layer, for every layer.
-            sample_weights: name -> weights of that layer's keys, for those that have any.
+            inputs: name -> input, for every feature, or for every layer where there are no
+                features; or a KeyedJaggedTensor.
+            sample_weights: name -> weights of that input's keys, for those that have any. A
+                KeyedJaggedTensor brings its own.
 
         Returns:
-            name -> output of that layer.
+            What `output` says, a dict by default.
 
         Raises:
             ValueError: names that are missing or unknown.
             And what the layers raise.
         """
         if self._begun is None:
-            tables = self._tables()
-            outputs = look_up(tables, lambda: self._requests(inputs, sample_weights or {}))
+            requests: list[Request] = []
+            outputs = look_up(self._tables(), self._ask(requests, inputs, sample_weights))
         else:
-            (expected, route), self._begun = self._begun, None
+            (expected, requests, route), self._begun = self._begun, None
             error = None
             if expected is not inputs:
                 error = ValueError(
@@ -76,11 +126,16 @@ class EmbeddingGroup(torch.nn.Module):
                     "with that batch first"
                 )
             outputs = finish(route, error)
-        return dict(zip(self.layers, outputs, strict=True))
+        if self.output == "dict":
+            each = zip(self.features, outputs, requests, strict=True)
+            return {name: as_jagged(output, request) for name, output, request in each}
+        values = joined(outputs)
+        if self.output == "concatenated":
+            return values
+        dims = [request.table.embedding_vec_size for request in requests]
+        return keyed_tensor_class()(list(self.features), dims, values)
 
-    def prefetch(
-        self, inputs: Mapping[str, Any], sample_weights: Mapping[str, Any] | None = None
-    ) -> None:
+    def prefetch(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> None:
         """Begin to send the keys of the next batch while the rest of this one goes on.
 
         Call it after the backward of a batch, or before; the next call of the group must be with
@@ -93,22 +148,60 @@ class EmbeddingGroup(torch.nn.Module):
         """
         if self._begun is not None:
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
-        route = begin(self._tables(), lambda: self._requests(inputs, sample_weights or {}))
-        self._begun = inputs, route
+        requests: list[Request] = []
+        route = begin(self._tables(), self._ask(requests, inputs, sample_weights))
+        self._begun = inputs, requests, route
 
     def __getstate__(self) -> dict[str, Any]:
         # A prefetched batch stays with this group; a copy of it looks up all by itself.
         return {**self.__dict__, "_begun": None}
 
     def _tables(self) -> list[ShardedTable]:
-        return [cast(ShardedTable, layer) for layer in self.layers.values()]
+        layers = self.layers
+        return [cast(ShardedTable, layers[feature.layer]) for feature in self.features.values()]
 
-    def _requests(self, inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Request]:
-        if set(inputs) != set(self.layers) or not set(weights) <= set(self.layers):
+    def _ask(
+        self, requests: list[Request], inputs: Any, weights: Mapping[str, Any] | None
+    ) -> Callable[[], list[Request]]:
+        """What fills `requests`, one for each feature."""
+
+        def ask() -> list[Request]:
+            if is_keyed_jagged(inputs):
+                self._check_slots("a KeyedJaggedTensor")
+                requests[:] = ask_keyed(self._asked(), inputs, weights)
+            else:
+                requests[:] = self._ask_each(inputs, weights or {})
+            if self.output != "dict":
+                share_columns(requests)
+            return requests
+
+        return ask
+
+    def _check_slots(self, what: str) -> None:
+        """Raise for a layer with several slots, if no features say what is in them."""
+        if self.has_features:
+            return
+        for name, layer in self.layers.items():
+            slots = getattr(layer, "slot_num", 1)
+            if slots != 1:
+                raise ValueError(
+                    f"EmbeddingGroup: {what} needs features, since layer {name!r} has "
+                    f"slot_num={slots}"
+                )
+
+    def _asked(self) -> list[Asked]:
+        features = zip(self.features.items(), self._tables(), strict=True)
+        return [Asked(name, table, feature) for (name, feature), table in features]
+
+    def _ask_each(self, inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Request]:
+        if set(inputs) != set(self.features) or not set(weights) <= set(self.features):
+            what = "features" if self.has_features else "layers"
             raise ValueError(
-                f"EmbeddingGroup: inputs must have the layers {list(self.layers)}, got "
+                f"EmbeddingGroup: inputs must have the {what} {list(self.features)}, got "
                 f"{list(inputs)}, and sample_weights some of them, got {list(weights)}"
             )
+        if self.has_features:
+            return ask_each(self._asked(), inputs, weights)
         calls = (
             (inputs[name], weights[name]) if name in weights else (inputs[name],)
             for name in self.layers

@@ -1,5 +1,7 @@
 """Every form in which a layer takes bags of keys, brought to one: values and offsets."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,11 +29,26 @@ class Bags:
     slot_major: bool = False
     slots: int | None = None  # of a sample, where the form says it
     order: torch.Tensor | None = None  # [n] where each value stood in the input; None: in place
+    start: int = 0  # where the first value stood, without an order
 
     @property
     def count(self) -> int:
         """How many bags there are; -1 if offsets have no element."""
         return self.values.numel() if self.offsets is None else self.offsets.numel() - 1
+
+    def place(self, i: int) -> int:
+        """Where value i stood in the input."""
+        return self.start + i if self.order is None else int(self.order[i])
+
+    def part(self, first: int, count: int, begin: int, end: int) -> Bags:
+        """`count` of the bags, from bag `first` on, with the values from begin to end."""
+        offsets, weights = self.offsets, self.weights
+        return Bags(
+            self.values[begin:end],
+            None if offsets is None else offsets[first : first + count + 1] - begin,
+            None if weights is None else weights[begin:end],
+            start=begin,
+        )
 
 
 def read_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Bags:
@@ -75,10 +92,14 @@ def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
         }
         if inputs.layout in forms:
             return forms[inputs.layout]
-    # A KeyedJaggedTensor is recognised by what it can do; torchrec need not be installed.
-    if all(callable(getattr(inputs, name, None)) for name in ("keys", "values", "offsets")):
+    if is_keyed_jagged(inputs):
         return _from_keyed_jagged
     raise TypeError(f"{layer}: inputs must be {FORMS}; got {_kind(inputs)}")
+
+
+def is_keyed_jagged(inputs: Any) -> bool:
+    """Whether this can do what a KeyedJaggedTensor can; torchrec need not be installed."""
+    return all(callable(getattr(inputs, name, None)) for name in ("keys", "values", "offsets"))
 
 
 def _kind(value: Any) -> str:

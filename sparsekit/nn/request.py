@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .shard import ShardedTable
 
 NO_LIMIT = 2**63 - 1
+# What errors about the input of a whole group begin with.
+GROUP = "EmbeddingGroup"
 
 
 @dataclass(slots=True)
@@ -36,11 +38,23 @@ class Request:
     shape: tuple[int, ...]  # of the output, but for dim: there is a bag for each element
     max_feature_num: int | None = None
     checked: bool = False
+    feature: str | None = None  # of an EmbeddingGroup, which asks
+    # The first of its bags, where `bags` is that of several requests, each of which asks a run.
+    first_bag: int | None = None
+    # The first column and all columns of an output that one rank may write for several requests.
+    columns: tuple[int, int] | None = None
+    # Where the bags begin among the vectors of keys that are not pooled, if the output is jagged.
+    jagged: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """What errors begin with."""
+        return name_of(self.table, self.feature)
 
     @property
     def keys(self) -> torch.Tensor:
         """int64 or int32 ``[n]``; repeats allowed."""
-        return self.bags.values
+        return self.bags.values if self.first_bag is None else self._own_bags(self.bags).values
 
     @property
     def offsets(self) -> torch.Tensor:
@@ -60,16 +74,25 @@ class Request:
         return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
     def check(self) -> None:
-        """Raise for offsets and keys that the table cannot take. Changes nothing."""
+        """Raise for offsets and keys that the table cannot take. Changes nothing.
+
+        From here on the request has bags of its own.
+        """
         if self.checked:
             return
-        table = self.table
+        if self.first_bag is not None:
+            self.bags = self._own_bags(check_bags(self.bags, GROUP, 1, NO_LIMIT, None))
+            self.first_bag = None
         if self.combiner != "none":
-            slots = self.shape[1]
-            most = self.max_nnz, self.max_feature_num
-            self.bags = check_bags(self.bags, table.name, slots, *most)
-        check_keys(table, self.bags.values, self.bags.order)
+            slots = self.shape[1] if len(self.shape) > 1 else 1
+            self.bags = check_bags(self.bags, self.name, slots, self.max_nnz, self.max_feature_num)
+        check_keys(self.table, self.bags.values, self.name, self.bags)
         self.checked = True
+
+    def _own_bags(self, bags: Bags) -> Bags:
+        first, count = cast(int, self.first_bag), math.prod(self.shape)
+        begin, end = (int(cast(torch.Tensor, bags.offsets)[b]) for b in (first, first + count))
+        return bags.part(first, count, begin, end)
 
     def output(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The output by ops that autograd knows, of a checked request.
@@ -99,6 +122,11 @@ class Request:
         return pooled.view(slots, batch, pooled.shape[1]).transpose(0, 1).contiguous()
 
 
+def name_of(table: ShardedTable, feature: str | None) -> str:
+    """How errors call a table, or what a feature of a group asks of it."""
+    return table.name if feature is None else f"{table.name}: feature {feature!r}"
+
+
 def ask_bags(
     table: ShardedTable,
     inputs: Any,
@@ -109,7 +137,7 @@ def ask_bags(
     max_feature_num: int | None = None,
 ) -> Request:
     """Read bags for a table. Changes nothing."""
-    _refuse_trace(table)
+    refuse_trace(table)
     bags = read_bags(inputs, sample_weights, table.name, table.weight.device)
     samples, rest = divmod(bags.count, slot_num)
     request = Request(table, bags, combiner, max_nnz, (samples, slot_num), max_feature_num)
@@ -117,14 +145,19 @@ def ask_bags(
     odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num)
     if odd or max_feature_num is not None or table.padding_key is not None:
         request.check()
-        if table.padding_key is not None:
-            request.bags = without_padding(request.bags, table.padding_key)
+        leave_padding_out(request)
     return request
+
+
+def leave_padding_out(request: Request) -> None:
+    """Take the layer's padding_key out of a checked request."""
+    if request.table.padding_key is not None:
+        request.bags = without_padding(request.bags, request.table.padding_key)
 
 
 def ask_vectors(table: ShardedTable, keys: torch.Tensor, slots: tuple[int, int] | None) -> Request:
     """Read keys for a table: ``[batch, slot_num, nnz_per_slot]``, or 1-D where slots is None."""
-    _refuse_trace(table)
+    refuse_trace(table)
     name = table.name
     if not isinstance(keys, torch.Tensor):
         raise TypeError(f"{name}: keys must be a tensor, got {type(keys).__name__}")
@@ -144,7 +177,7 @@ def ask_vectors(table: ShardedTable, keys: torch.Tensor, slots: tuple[int, int] 
     check_key_dtype(table, keys)
     if table.padding_key is not None:
         request.check()
-        request.bags = without_padding(bags, table.padding_key)
+        leave_padding_out(request)
     return request
 
 
@@ -159,8 +192,17 @@ def check_key_dtype(table: ShardedTable, keys: torch.Tensor) -> None:
         raise TypeError(f"{table.name}: keys must be {table.key_dtype}, got {keys.dtype}")
 
 
-def check_keys(table: ShardedTable, keys: torch.Tensor, order: torch.Tensor | None = None) -> None:
-    """Check that a table can take keys, padding included; order has their places in the input."""
+def check_keys(
+    table: ShardedTable, keys: torch.Tensor, name: str | None = None, bags: Bags | None = None
+) -> None:
+    """Check that a table can take keys, padding included.
+
+    Args:
+        table: whose rows they are to have.
+        keys: int64 or int32.
+        name: what errors begin with; None means the table's.
+        bags: of the keys, which know their places in the input.
+    """
     check_key_dtype(table, keys)
     check_weight(table)
     if table.table is not None or keys.numel() == 0:
@@ -174,9 +216,9 @@ def check_keys(table: ShardedTable, keys: torch.Tensor, order: torch.Tensor | No
         outside &= ~is_padding(keys, table.padding_key)
     if outside.any():
         first = int(outside.nonzero()[0])
-        position = first if order is None else int(order[first])
+        position = first if bags is None else bags.place(first)
         raise IndexError(
-            f"{table.name}: key {int(keys[first])} at position {position} is outside "
+            f"{name or table.name}: key {int(keys[first])} at position {position} is outside "
             f"[0, {end}), the range of keys without the hash table"
         )
 
@@ -196,7 +238,7 @@ def check_weight(table: ShardedTable) -> None:
         )
 
 
-def _refuse_trace(table: ShardedTable) -> None:
+def refuse_trace(table: ShardedTable) -> None:
     """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined]
         raise NotImplementedError(f"{table.name}: torch.jit.trace cannot record a table lookup")

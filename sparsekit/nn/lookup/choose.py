@@ -26,7 +26,10 @@ class Route(Protocol):
     """A lookup that has begun. Nothing has been changed so far."""
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
-        """The rest of the lookup: an output for each request. With an error, all ranks raise it."""
+        """The rest of the lookup: an output for each request. With an error, all ranks raise it.
+
+        Where requests have columns of one output, a route may return that one alone.
+        """
 
 
 # Its shapes depend on the keys, some of it happens in the optimizer, and collectives are nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -16,6 +16,7 @@ from ...ops._checks import accumulate_dtype
 from ...ops._group import GROUP_COMBINERS, split_by_table
 from ..request import Request, check_weight, one_by_one
 from ..weight import Update, deliver_gradients, update_of
+from .numbered import numbered
 
 if TYPE_CHECKING:
     from ..shard import ShardedTable
@@ -61,6 +62,8 @@ class Grouped:
     ) -> list[torch.Tensor]:
         """The output of each request, without gradient; in training, keys that are new go in.
 
+        Where all requests have columns of one output, it is the only one.
+
         Args:
             requests: what is asked, of any table more than once too.
             divisors: of the gradients of each request's table; None means 1.
@@ -80,13 +83,18 @@ class Grouped:
             for request in requests:
                 request.check()
         outputs: dict[int, torch.Tensor] = {}
+        joined: list[torch.Tensor] = []
+        self._join = all(request.columns is not None for request in requests)
         for (_, training, divisor), positions in alike.items():
-            call = _Call([requests[i] for i in positions], training, divisor)
+            call = _Call([requests[i] for i in positions], training, self._join, divisor)
             call.find()
-            outputs.update(zip(positions, call.pool(), strict=True))
+            if self._join:
+                joined = call.pool(joined)
+            else:
+                outputs.update(zip(positions, call.pool(), strict=True))
             self._calls.append((positions, call))
             self.weights += call.weights
-        return [outputs[i] for i in range(len(outputs))]
+        return joined if self._join else [outputs[i] for i in range(len(outputs))]
 
     def saved(self) -> list[torch.Tensor | None]:
         """What `gradients` needs beside the shapes of the call; the rest is let go of."""
@@ -105,23 +113,30 @@ class Grouped:
         each = len(saved) // len(self._calls)
         for k, (positions, call) in enumerate(self._calls):
             own = saved[k * each : (k + 1) * each]
-            gradients += call.gradients([grads[i] for i in positions], own)
+            of_call = grads if self._join else [grads[i] for i in positions]
+            gradients += call.gradients(of_call, own)
         return gradients
 
 
 def insert(table: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     """Rows, int64, of distinct keys of this rank; new ones go in, also in evaluation."""
-    call = _Call([one_by_one(table, keys)], training=True)
+    call = _Call([one_by_one(table, keys)], training=True, join=False)
     call.find()
     rows: torch.Tensor = call.saved()[1]
     return rows.to(torch.int64)
 
 
 class _Call:
-    """Requests of tables of one dtype, all of them in training or none: one call of each op."""
+    """Requests of tables of one dtype, all of them in training or none: one call of each op.
 
-    def __init__(self, requests: Sequence[Request], training: bool, divisor: int = 1) -> None:
+    Requests of the same bags share a source. With join, there is one output for the columns of all.
+    """
+
+    def __init__(
+        self, requests: Sequence[Request], training: bool, join: bool, divisor: int = 1
+    ) -> None:
         self._requests = requests
+        self._join = join
         self._divisor = divisor
         places: dict[ShardedTable, int] = {}
         self._places = [places.setdefault(r.table, len(places)) for r in requests]
@@ -131,24 +146,27 @@ class _Call:
         order: Sequence[int] = range(len(requests))
         if len(places) < len(requests):
             order = sorted(order, key=self._places.__getitem__)
-        self._features = _matrix(
-            tuple(row for i in order for row in _features(requests[i], self._places[i], i)),
-            torch.int64,
-        )
-        self._keys = [request.bags.values for request in requests]
+        self._sources = {id(request.bags): request.bags for request in requests}
+        source_of = {bags: s for s, bags in enumerate(self._sources)}
+        rows = [
+            _features(request, table, source_of[id(request.bags)], None if join else i)
+            for i, (request, table) in enumerate(zip(requests, self._places, strict=True))
+        ]
+        self._features = _matrix(tuple(row for i in order for row in rows[i]), torch.int64)
+        self._keys = [bags.values for bags in self._sources.values()]
         self._sample_weights: list[torch.Tensor] = []
-        if any(request.bags.weights is not None for request in requests):
+        if any(bags.weights is not None for bags in self._sources.values()):
             weight = self.weights[0]
-            none = weight.detach().new_empty(0, dtype=accumulate_dtype(weight.dtype))
-            given = (request.weights for request in requests)
-            self._sample_weights = [none if w is None else w.detach() for w in given]
+            dtype = accumulate_dtype(weight.dtype)
+            none = weight.detach().new_empty(0, dtype=dtype)
+            given = (bags.weights for bags in self._sources.values())
+            self._sample_weights = [none if w is None else w.detach().to(dtype) for w in given]
 
     def find(self) -> None:
         """Find rows; in training, insert keys that are new. See `Grouped.look_up`."""
         none = _no_offsets(self._keys[0].device)
         offsets = [
-            none if request.bags.offsets is None else request.bags.offsets
-            for request in self._requests
+            none if bags.offsets is None else bags.offsets for bags in self._sources.values()
         ]
         states: list[tuple[torch.Tensor, ...]] = []
         hashed = []
@@ -199,13 +217,9 @@ class _Call:
     def _initializers(self) -> torch.Tensor:
         return _matrix(tuple(table.initializer.numbers for table in self.tables), torch.float64)
 
-    def pool(self) -> list[torch.Tensor]:
-        """The output of each request."""
-        like = self.weights[0]
-        outs = [
-            _output(like, *request.shape, request.table.embedding_vec_size)
-            for request in self._requests
-        ]
+    def pool(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """The outputs of requests; with join, `outs` if an earlier call has made it."""
+        outs = outs or self._new_outs()
         found = self._index, self._rows, self._counts, self._bags, self._features
         given = self._sample_weights, self._first_keys
         with torch._C._AutoDispatchBelowAutograd():
@@ -217,9 +231,19 @@ class _Call:
                 _pool(outs, self.weights, *found, *given, *unseen)
         return outs
 
+    def _new_outs(self) -> list[torch.Tensor]:
+        like = self.weights[0]
+        if self._join:
+            (batch, *_), (_, width) = self._requests[0].shape, cast(Any, self._requests[0].columns)
+            return [_output(like, batch, width)]
+        return [
+            _output(like, *request.shape, request.table.embedding_vec_size)
+            for request in self._requests
+        ]
+
     def saved(self) -> tuple[Any, ...]:
         """See `Grouped`."""
-        self._requests, self._keys = (), []
+        self._requests, self._keys, self._sources = (), [], {}
         return self._index, self._rows, self._counts, self._bags, self._first_keys
 
     def gradients(
@@ -228,8 +252,9 @@ class _Call:
         """See `Grouped`."""
         index, rows, counts, bags, first_keys = saved
         if rows is None:
-            index, rows, counts = _numbered(index, self._entries(bags))
-        asked = {t for t, g in zip(self._places, grads, strict=True) if g is not None}
+            index, rows, counts = numbered(index, self._entries(bags))
+        of_requests = list(grads) * len(self._places) if self._join else grads
+        asked = {t for t, g in zip(self._places, of_requests, strict=True) if g is not None}
         taken = [t for t, w in enumerate(self.weights) if w.requires_grad and t in asked]
         if not taken:
             return [None] * len(self.weights)
@@ -348,41 +373,22 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return _new_out(like.detach(), num_elements).view(shape)
 
 
-def _numbered(
-    rows_of_entries: torch.Tensor, entries: Sequence[slice]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """After evaluation: the distinct rows of each table, numbered as training does it.
-
-    Returns:
-        index, rows and counts, as `group_find_or_insert_` returns inverse, rows and counts; an
-        entry without a row keeps its -1.
-    """
-    index, rows = rows_of_entries.clone(), torch.empty_like(rows_of_entries)
-    counts = []
-    for own in entries:
-        of_table = rows_of_entries[own]
-        distinct, inverse, _ = ops.unique(of_table)
-        known = distinct >= 0
-        numbers = known.cumsum(0).to(torch.int32) - 1
-        index[own] = torch.where(of_table < 0, of_table, numbers[inverse])
-        distinct = distinct[known].to(torch.int32)
-        counts.append(len(distinct))
-        rows[own.start : own.start + len(distinct)] = distinct
-    return index, rows, torch.tensor(counts, device=index.device)
-
-
 def _lags(weight: torch.Tensor) -> bool:
     """Whether rows may have missed steps of an optimizer."""
     return getattr(weight, "before_read", None) is not None
 
 
-def _features(request: Request, table: int, source: int) -> list[tuple[int, ...]]:
-    """The rows of features for a request, whose vectors go to the tensor of the source's number."""
+def _features(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
+    """The rows of features for a request: its vectors are tensor `out`, or columns of all."""
     dim = request.table.embedding_vec_size
-    how = GROUP_COMBINERS[request.combiner], request.max_nnz, source
+    how = GROUP_COMBINERS[request.combiner], request.max_nnz, out or 0
+    columns = request.columns if out is None else None
     if not request.bags.slot_major:
-        return [(table, source, 0, math.prod(request.shape), *how, 0, dim)]
+        first = request.first_bag or 0
+        return [(table, source, first, math.prod(request.shape), *how, *(columns or (0, dim)))]
     batch, slots = request.shape
+    begin, stride = columns or (0, slots * dim)
     return [
-        (table, source, slot * batch, batch, *how, slot * dim, slots * dim) for slot in range(slots)
+        (table, source, slot * batch, batch, *how, begin + slot * dim, stride)
+        for slot in range(slots)
     ]

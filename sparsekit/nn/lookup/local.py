@@ -32,6 +32,8 @@ class Local:
         outputs: Sequence[torch.Tensor] = grouped.look_up(asked)
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in grouped.weights):
             outputs = _Outputs.apply(grouped, outputs, *grouped.weights)
+        if all(request is each for request, each in zip(self.requests, asked, strict=True)):
+            return list(outputs)
         return [
             output if request is vectors else _weighted(request, output)
             for request, vectors, output in zip(self.requests, asked, outputs, strict=True)

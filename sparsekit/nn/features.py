@@ -1,0 +1,266 @@
+"""Features of an EmbeddingGroup: whose bags of keys ask which layer, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from ..ops.embedding_bag import COMBINERS
+from .inputs import Bags, check_bags, read_bags
+from .options import check_choice, check_count
+from .request import (
+    GROUP,
+    NO_LIMIT,
+    Request,
+    check_key_dtype,
+    leave_padding_out,
+    name_of,
+    one_by_one,
+    refuse_trace,
+)
+from .shard import ShardedTable
+
+OUTPUTS = ("dict", "concatenated", "keyed")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """How a feature of an `EmbeddingGroup` is looked up.
+
+    Args:
+        layer: name of the layer in the group. Several features may name the same one.
+        combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``; None for the vector of each key, without
+            pooling or weights; ``"default"`` for what the layer does.
+        max_nnz: most keys in a bag; None for the layer's.
+    """
+
+    layer: str
+    combiner: str | None = "default"
+    max_nnz: int | None = None
+
+
+@dataclass(slots=True)
+class Asked:
+    """A feature, all of it settled, and the table that it asks."""
+
+    name: str
+    table: ShardedTable
+    feature: Feature
+
+    @property
+    def max_feature_num(self) -> int | None:
+        """Most keys in a sample, which has one slot."""
+        return getattr(self.table, "max_feature_num", None)
+
+    @property
+    def can_share(self) -> bool:
+        """Whether the ops can take its bags where they lie, beside those of other features."""
+        return (
+            self.feature.combiner is not None
+            and self.max_feature_num is None
+            and self.table.padding_key is None
+        )
+
+
+def settled(
+    features: Mapping[str, str | Feature], layers: Mapping[str, ShardedTable]
+) -> dict[str, Feature]:
+    """Features with the defaults of their layers.
+
+    Raises:
+        TypeError, ValueError: what is no feature; the message names it.
+    """
+    if not isinstance(features, Mapping):
+        raise TypeError(f"{GROUP}: features must be a mapping, got {type(features).__name__}")
+    found = {name: _settled(name, feature, layers) for name, feature in features.items()}
+    unasked = set(layers) - {feature.layer for feature in found.values()}
+    if unasked:
+        raise ValueError(f"{GROUP}: no feature asks the layer(s) {sorted(unasked)}")
+    return found
+
+
+def _settled(name: str, feature: str | Feature, layers: Mapping[str, ShardedTable]) -> Feature:
+    where = f"{GROUP}: features[{name!r}]"
+    if isinstance(feature, str):
+        feature = Feature(feature)
+    if not isinstance(feature, Feature):
+        raise TypeError(
+            f"{where} must be a layer's name or a Feature, got {type(feature).__name__}"
+        )
+    if feature.layer not in layers:
+        raise ValueError(f"{where} asks the layer {feature.layer!r}; there are {list(layers)}")
+    layer = layers[feature.layer]
+    check_choice(where, "combiner", feature.combiner, (*COMBINERS, None, "default"))
+    if feature.combiner == "default":
+        feature = replace(feature, combiner=getattr(layer, "combiner", None))
+    if feature.max_nnz is None:
+        return replace(feature, max_nnz=getattr(layer, "max_nnz", NO_LIMIT))
+    return replace(feature, max_nnz=check_count(where, "max_nnz", feature.max_nnz))
+
+
+def check_joined(
+    output: str, features: Mapping[str, Feature], layers: Mapping[str, ShardedTable]
+) -> None:
+    """Raise unless the vectors of all features can be columns of one output."""
+    dtype = None
+    for name, feature in features.items():
+        layer = layers[feature.layer]
+        what = f"{GROUP}: output={output!r} needs"
+        if feature.combiner is None:
+            raise ValueError(
+                f"{what} a combiner, but feature {name!r} of layer {feature.layer!r} has none"
+            )
+        dtype = dtype or layer.weight.dtype
+        if layer.weight.dtype != dtype:
+            raise ValueError(
+                f"{what} one dtype, but feature {name!r} of layer {feature.layer!r} has "
+                f"{layer.weight.dtype} and those before it {dtype}"
+            )
+
+
+def ask_each(
+    asked: Sequence[Asked], inputs: Mapping[str, Any], weights: Mapping[str, Any]
+) -> list[Request]:
+    """Read the bags of each feature, given by name. Changes nothing."""
+    requests = []
+    for one in asked:
+        refuse_trace(one.table)
+        name = name_of(one.table, one.name)
+        bags = read_bags(inputs[one.name], weights.get(one.name), name, one.table.weight.device)
+        if bags.slots not in (None, 1):
+            raise ValueError(f"{name}: inputs has {bags.slots} slots, but a feature has one")
+        requests.append(_request(one, replace(bags, slot_major=False)))
+    return requests
+
+
+def ask_keyed(asked: Sequence[Asked], inputs: Any, sample_weights: Any) -> list[Request]:
+    """Read a KeyedJaggedTensor, which may have other features besides. Changes nothing.
+
+    On one rank requests share its bags, so that none of it is copied.
+    """
+    first = asked[0].table
+    refuse_trace(first)
+    bags = read_bags(inputs, sample_weights, GROUP, first.weight.device)
+    keys = list(inputs.keys())
+    places = {key: i for i, key in enumerate(keys)}
+    for one in asked:
+        if one.name not in places:
+            raise ValueError(
+                f"{GROUP}: inputs must have the feature {one.name!r}, which asks {one.table.name}; "
+                f"it has {keys}"
+            )
+    if len(places) < len(keys):
+        raise ValueError(f"{GROUP}: inputs must not have a feature twice, got {keys}")
+    batch, rest = divmod(bags.count, len(keys))
+    if batch < 0 or rest != 0:
+        raise ValueError(
+            f"{GROUP}: inputs must have as many bags for each of its {len(keys)} features, got "
+            f"{max(bags.count, 0)} bags"
+        )
+    bags = replace(bags, slot_major=False, slots=None)
+    # Otherwise each request would check all bags and cut its own out.
+    share = _one_call([one.table for one in asked])
+    cut: list[Bags] = []
+    requests = []
+    for one in asked:
+        place = places[one.name]
+        if share and one.can_share:
+            requests.append(_request(one, bags, batch, place * batch))
+            continue
+        cut = cut or _cut(bags, len(keys), batch)
+        requests.append(_request(one, cut[place]))
+    return requests
+
+
+def _one_call(tables: Sequence[ShardedTable]) -> bool:
+    """Whether one call of the ops looks all tables up, here."""
+    if tables[0].process_exchange() is not None:
+        return False
+    return len({(table.weight.dtype, table.training) for table in tables}) == 1
+
+
+def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
+    """The bags of each feature, of so many samples."""
+    bags = check_bags(bags, GROUP, 1, NO_LIMIT, None)
+    firsts = torch.arange(features + 1, device=bags.values.device) * batch
+    ends = cast(torch.Tensor, bags.offsets)[firsts].tolist()
+    return [bags.part(f * batch, batch, ends[f], ends[f + 1]) for f in range(features)]
+
+
+def _request(
+    one: Asked, bags: Bags, count: int | None = None, first_bag: int | None = None
+) -> Request:
+    """What a feature asks: bags, or a run of them."""
+    request = Request(
+        one.table,
+        bags,
+        one.feature.combiner or "sum",
+        cast(int, one.feature.max_nnz),
+        (bags.count if count is None else count,),
+        one.max_feature_num,
+        feature=one.name,
+        first_bag=first_bag,
+    )
+    check_key_dtype(one.table, bags.values)
+    if bags.count >= 0 and one.can_share:
+        return request
+    request.check()
+    if one.feature.combiner is None:
+        bags_of_keys = request.offsets
+        request = one_by_one(one.table, request.keys)
+        request.jagged = bags_of_keys
+    leave_padding_out(request)
+    return request
+
+
+def share_columns(requests: Sequence[Request]) -> None:
+    """Have the outputs be columns of one, where they can be written there.
+
+    Raises:
+        ValueError: features of different numbers of samples.
+    """
+    batch = requests[0].shape[0]
+    for request in requests:
+        if request.shape[0] != batch:
+            raise ValueError(
+                f"{request.name}: inputs has {request.shape[0]} samples, but {requests[0].name} "
+                f"has {batch}, and one output is for both"
+            )
+    width = sum(request.table.embedding_vec_size for request in requests)
+    begin = 0
+    for request in requests:
+        request.columns = begin, width
+        begin += request.table.embedding_vec_size
+
+
+def joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``[batch, sum of dims]``, of one output of all requests or one of each."""
+    if len(outputs) == 1:
+        return outputs[0].flatten(1)
+    return torch.cat([output.flatten(1) for output in outputs], 1)
+
+
+def as_jagged(output: torch.Tensor, request: Request) -> torch.Tensor:
+    """Vectors of keys as ``[batch, j, dim]``, where they are not pooled."""
+    if request.jagged is None:
+        return output
+    return torch.nested.nested_tensor_from_jagged(output, request.jagged)
+
+
+def keyed_tensor_class() -> Any:
+    """The KeyedTensor of torchrec.
+
+    Raises:
+        ImportError: torchrec is not there.
+    """
+    try:
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+    except ImportError as error:
+        raise ImportError(
+            f"{GROUP}: output='keyed' makes a KeyedTensor of torchrec, which cannot be imported "
+            f"({error}); output='concatenated' is the same as a plain tensor"
+        ) from error
+    return KeyedTensor

@@ -1,0 +1,30 @@
+"""Entries of evaluation, brought to the form that a backward needs."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ... import ops
+
+
+def numbered(
+    rows_of_entries: torch.Tensor, entries: Sequence[slice]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """After evaluation: the distinct rows of each table, numbered as training does it.
+
+    Returns:
+        index, rows and counts, as `group_find_or_insert_` returns inverse, rows and counts; an
+        entry without a row keeps its -1.
+    """
+    index, rows = rows_of_entries.clone(), torch.empty_like(rows_of_entries)
+    counts = []
+    for own in entries:
+        of_table = rows_of_entries[own]
+        distinct, inverse, _ = ops.unique(of_table)
+        known = distinct >= 0
+        numbers = known.cumsum(0).to(torch.int32) - 1
+        index[own] = torch.where(of_table < 0, of_table, numbers[inverse])
+        distinct = distinct[known].to(torch.int32)
+        counts.append(len(distinct))
+        rows[own.start : own.start + len(distinct)] = distinct
+    return index, rows, torch.tensor(counts, device=index.device)

@@ -1,0 +1,80 @@
+"""A stand-in for the KeyedJaggedTensor of torchrec, random ones, and layers for their features."""
+
+import random
+
+import torch
+
+from sparsekit import DistributedEmbedding, Feature
+
+# Not in the order of the features, and with some that nobody asks for.
+KEYS = ("unused", "own", "shared_b", "middle", "rows", "shared_a", "last")
+FEATURES = {
+    "shared_a": "shared",
+    "own": "own",
+    "rows": "rows",
+    "shared_b": Feature("shared", combiner="mean", max_nnz=9),
+}
+
+
+class Keyed:
+    """Bags of several features, feature by feature."""
+
+    def __init__(self, keys, values, offsets, weights=None):
+        self._keys, self._values, self._offsets, self._weights = keys, values, offsets, weights
+
+    def keys(self):
+        return self._keys
+
+    def values(self):
+        return self._values
+
+    def offsets(self):
+        return self._offsets
+
+    def weights_or_none(self):
+        return self._weights
+
+    def of(self, feature):
+        """((values, offsets), weights) of one feature alone."""
+        first = self._keys.index(feature) * self.batch
+        offsets = self._offsets[first : first + self.batch + 1]
+        begin, end = offsets[0], offsets[-1]
+        weights = None if self._weights is None else self._weights[begin:end]
+        return (self._values[begin:end], offsets - begin), weights
+
+    @property
+    def batch(self):
+        return (len(self._offsets) - 1) // len(self._keys)
+
+
+def random_keyed(keys, batch, seed, device="cpu", weighted=False, most=4, dtype=torch.int64):
+    """Bags of 0 to `most` keys below 40, some of them empty."""
+    draw = random.Random(seed)
+    lengths = [draw.randrange(most + 1) for _ in range(len(keys) * batch)]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(dtype)
+    n = sum(lengths)
+    values = torch.tensor([draw.randrange(40) for _ in range(n)], dtype=dtype)
+    weights = torch.tensor([draw.random() + 0.5 for _ in range(n)]) if weighted else None
+    return Keyed(
+        list(keys),
+        values.to(device),
+        offsets.to(device),
+        None if weights is None else weights.to(device),
+    )
+
+
+def layers(device, **changes):
+    made = {
+        "rows": DistributedEmbedding(
+            "mean", 50, 3, 1, 5, use_hashtable=False, name="rows", **changes
+        ),
+        "shared": DistributedEmbedding("sum", 90, 8, 1, 5, name="shared", **changes),
+        "own": DistributedEmbedding("sqrtn", 90, 16, 2, 5, name="own", **changes),
+    }
+    return torch.nn.ModuleDict(made).to(device)
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
