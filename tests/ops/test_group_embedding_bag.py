@@ -267,6 +267,21 @@ def test_one_output_for_all(device):
     check_backward(group, found)
 
 
+@pytest.mark.parametrize("kept", [0, 1, 64, 65, 130])
+def test_rows_without_entries_have_zeros(device, kept):
+    """Numbers below 0 get no gradient, though whole chunks of entries have them."""
+    group = Group(torch.float32, [16, 16], [300] * 2, [True] * 2, [1] * 2, device)
+    for t in range(2):
+        group.sources.append(Source(torch.arange(200), torch.empty(0).long(), torch.empty(0)))
+        group.ask(t, t, 0, 200, "sum")
+    found = group.find_or_insert()
+    found[1][kept:200] = -1
+    for value in (1.0, 2.0, 3.0):  # memory that is not zeros already
+        junk = torch.full((2 * 200 * 16,), value, device=device)
+        del junk
+        check_backward(group, found)
+
+
 def small(device, dim=4):
     group = Group(torch.float32, [dim], [10], [True], [1], device)
     group.sources.append(Source(torch.tensor([5, 6, 5]), torch.tensor([0, 1, 3]), torch.empty(0)))

@@ -175,6 +175,14 @@ def test_a_full_table_is_as_it_was_and_the_others_go_on(device):
     torch.testing.assert_close(group.weights[1].cpu(), expected)
 
 
+def test_a_table_may_be_filled_to_its_last_row(device):
+    group = one_table(device, [1, 2, 3], capacity=3)
+    rows, _, counts, *_ = group.find_or_insert()
+    assert (rows.tolist(), counts.tolist()) == ([0, 1, 2], [3])
+    group.sources[0].keys = torch.tensor([3, 4, 1])
+    refused(group, RuntimeError, "table 0 is full: 3 of its 3 rows are in use, and 1 of the keys")
+
+
 FEATURES = {
     "table of features\\[0\\] is 1": {0: 1},
     "source of features\\[0\\] is -1": {1: -1},
