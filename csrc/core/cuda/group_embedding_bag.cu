@@ -181,8 +181,9 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   }
 }
 
+// Drawing initial vectors takes more registers than two blocks have.
 template <class T, bool kShortBags, bool kInitial>
-SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_features_kernel(PoolGroup<T> group, LongBags<T> long_bags) {
   const int f = group.feature_of_block(simt::block());
   if (group.features[f].wide) {
@@ -194,7 +195,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
 
 // The parts of long bags, a tile for each, which has lanes for the longest rows.
 template <class T, bool kInitial>
-SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_feature_parts_kernel(PoolGroup<T> group, LongBags<T> long_bags, int log2_lanes) {
   const int64_t slot = tile_of_thread(log2_lanes);
   if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
