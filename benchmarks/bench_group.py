@@ -39,6 +39,25 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     yield from _small_layer(cpu)
 
 
+class Keyed:
+    """What a group knows a KeyedJaggedTensor by: bags of one feature after those of another."""
+
+    def __init__(self, names: list[str], values: torch.Tensor, offsets: torch.Tensor) -> None:
+        self._parts = names, values, offsets
+
+    def keys(self) -> list[str]:
+        """Names of features."""
+        return self._parts[0]
+
+    def values(self) -> torch.Tensor:
+        """All keys."""
+        return self._parts[1]
+
+    def offsets(self) -> torch.Tensor:
+        """Where bags begin."""
+        return self._parts[2]
+
+
 class Tables:
     """Tables with one slot each, and batches: for each table keys ``[batch * nnz]``."""
 
@@ -57,12 +76,7 @@ class Tables:
 
     def group(self, optimizer: Callable[..., optim.RowOptimizer], fused: bool) -> list[Call]:
         """Steps of an EmbeddingGroup whose tables have all keys from the start."""
-        layers = {
-            name: sparsekit.DistributedEmbedding("sum", ids, self.dim, 1, keys)
-            for name, ids, keys in zip(self.names, self.rows, self.nnz, strict=True)
-        }
-        for layer, ids in zip(layers.values(), self.rows, strict=True):
-            _fill(layer, ids)
+        layers = self._layers()
         group = sparsekit.EmbeddingGroup(layers)
         made = optimizer(group.parameters(), lr=0.01)
         if fused:
@@ -84,6 +98,33 @@ class Tables:
             )
             for batch in self.batches
         ]
+
+    def keyed_group(self) -> list[Call]:
+        """Steps of a group that takes one tensor of all keys and returns one of all vectors."""
+        layers = self._layers()
+        group = sparsekit.EmbeddingGroup(layers, output="concatenated")
+        made = optim.LazyAdam(group.parameters(), lr=0.01)
+        optim.fuse_in_backward(made, group)
+        lengths = torch.tensor(self.nnz).repeat_interleave(self.batch)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        grad = self.grad.repeat(1, len(layers))
+
+        def step(keys: Keyed) -> None:
+            group(keys).backward(grad)
+            made.step()
+            made.zero_grad()
+
+        return [partial(step, Keyed(self.names, torch.cat(keys), offsets)) for keys in self.batches]
+
+    def _layers(self) -> dict[str, sparsekit.DistributedEmbedding]:
+        """A layer for each table, which has all keys."""
+        layers = {
+            name: sparsekit.DistributedEmbedding("sum", ids, self.dim, 1, keys)
+            for name, ids, keys in zip(self.names, self.rows, self.nnz, strict=True)
+        }
+        for layer, ids in zip(layers.values(), self.rows, strict=True):
+            _fill(layer, ids)
+        return layers
 
     def one_layer(self) -> list[Call]:
         """Steps of one layer with a slot for each table; the keys of each are moved apart."""
@@ -172,12 +213,16 @@ def _mlperf(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def _same_keys(cpu: Cpu, dim: int) -> Iterator[Comparison]:
-    """The same number of keys and rows in all, shared out over more and more tables."""
+    """The same number of keys and rows in all, shared out over more and more tables.
+
+    Keys come as one KeyedJaggedTensor, and vectors as one matrix: with hundreds of tables, hundreds
+    of outputs would cost autograd more than the lookup.
+    """
     keys, ids = cpu.size(2048 * TABLES, 1040), cpu.size(100_000 * TABLES, 2080)
 
     def steps(count: int) -> list[Call]:
         tables = Tables(cpu, [ids // count] * count, [1] * count, keys // count, dim)
-        return tables.group(optim.LazyAdam, True)
+        return tables.keyed_group()
 
     one = {ONE_TABLE: steps(1)}
     lines = {

@@ -165,9 +165,22 @@ def test_ops_of_torch(call, expected):
     assert total == expected + Count(accessed=accessed)
 
 
+# CUB takes up to so many launches for a scan or a sort, each of which counts as one.
+OF_LIBRARY = 6
+
+
 @pytest.fixture(scope="module")
 def tables():
     return cuda_counts.tables()
+
+
+@pytest.mark.parametrize("tables", [1, 26, 500])
+def test_a_step_of_layers_takes_few_launches(tables):
+    """Updates in backward, whatever the number of tables; it waits to learn that none is full."""
+    step = cuda_counts.Step(tables, fused=True, batch=4, nnz=2, dim=8, keys=20)
+    total = step.count().sum()
+    assert total.launches + (OF_LIBRARY - 1) * total.library <= 40
+    assert total.waits == 1
 
 
 @needs_bytes

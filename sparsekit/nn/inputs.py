@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
+
+# Bags of which offsets are kept: half a megabyte for each of up to 64 shapes.
+_MOST_KEPT = 65536
 
 FORMS = (
     "(values, offsets), a sparse COO or CSR tensor, a jagged nested tensor, a KeyedJaggedTensor, "
@@ -249,10 +253,29 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
         weights = weights.reshape(-1)
     like = f"have the shape of inputs, {tuple(inputs.shape)}"
     flat = _flat_weights(weights, inputs.numel(), layer, like)
-    offsets = None
-    if nnz != 1:  # it may be 0, where an arange by steps of nnz would not do
-        offsets = torch.arange(batch * slots + 1, device=inputs.device) * nnz
+    offsets = None if nnz == 1 else _equal_offsets(batch * slots, nnz, inputs.device)
     return Bags(inputs.reshape(-1), offsets, flat, slots=slots)
+
+
+def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
+    """Offsets of bags of nnz keys each: mostly those of another layer, or of the batch before."""
+    on_device = device.type == "cuda"
+    # What is made in a capture belongs to its graph.
+    if bags > _MOST_KEPT or (on_device and torch.cuda.is_current_stream_capturing()):
+        return _new_offsets(bags, nnz, device)
+    # Another stream need not wait for this one to make them.
+    stream = torch.cuda.current_stream(device).cuda_stream if on_device else 0
+    return _kept_offsets(bags, nnz, device, stream)
+
+
+def _new_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
+    # nnz may be 0, where an arange by steps of nnz would not do.
+    return torch.arange(bags + 1, device=device) * nnz
+
+
+@lru_cache(maxsize=64)
+def _kept_offsets(bags: int, nnz: int, device: torch.device, stream: int) -> torch.Tensor:
+    return _new_offsets(bags, nnz, device)
 
 
 def _check_types(bags: Bags, layer: str) -> None:

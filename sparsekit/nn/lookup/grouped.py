@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -187,7 +188,7 @@ class _Call:
         self._rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         if self._training:
-            before = [size.item() for size in sizes] if self._keys[0].is_cpu else []
+            before = [_number(size) for size in sizes] if self._keys[0].is_cpu else []
             self._catch_up_free_rows()
         try:
             with torch._C._AutoDispatchBelowAutograd():
@@ -207,7 +208,7 @@ class _Call:
             # A backward that saved a weight would use its new rows in silence. On a device only the
             # device knows whether there are any, and mostly there is none.
             if self._index.is_cpu:
-                grown = [now.item() > then for now, then in zip(sizes, before, strict=True)]
+                grown = [_number(now) > then for now, then in zip(sizes, before, strict=True)]
                 increment_version([w for w, has_new in zip(hashed, grown, strict=True) if has_new])
         self._catch_up()
 
@@ -371,6 +372,11 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
     if num_elements * like.element_size() < _LARGE_BYTES:
         return torch.empty(shape, dtype=like.dtype, device=like.device)
     return _new_out(like.detach(), num_elements).view(shape)
+
+
+def _number(size: torch.Tensor) -> int:
+    """The element of a tensor on the CPU; not by item(), which for a device would be a wait."""
+    return ctypes.c_int64.from_address(size.data_ptr()).value
 
 
 def _lags(weight: torch.Tensor) -> bool:
