@@ -190,7 +190,7 @@ def group_embedding_bag_backward(
         sample_weights: as in `group_embedding_bag_`.
         first_keys: as in `group_embedding_bag_`.
         divisor: divides the sums after they have been rounded to the dtype of grads.
-        deterministic: as in `unsorted_segment_sum`.
+        deterministic: without effect so far; sums always go in the order of entries.
 
     Returns:
         The rows, int64 ``[sum of counts]``, rising within each table, table after table; and their
@@ -265,7 +265,7 @@ def group_embedding_bag_update_(
         per_row: as in `update_rows_`.
         rounding_seed: as in `update_rows_`.
         count_steps: as in `update_rows_`.
-        deterministic: as in `unsorted_segment_sum`.
+        deterministic: without effect so far; sums always go in the order of entries.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_backward` and `update_rows_`.
