@@ -80,6 +80,8 @@ class Exchange:
         self.broken: str | None = None
         # What other ranks may be waiting for: set before a header, None once all of it has begun.
         self._announced: str | None = None
+        # Carries errors.
+        self._teller: TorchTransport | None = None
         # How many collectives there have been, for tests and benchmarks.
         self.collectives = 0
         self.bytes_sent = 0
@@ -216,6 +218,7 @@ class Exchange:
         self.broken = f"{type(error).__name__}: {error}"
         dist.destroy_process_group(self.group)
         # With the last reference connections close, and others need not wait until the timeout.
+        self._teller = None
         del self.group, self.transport
 
     @contextlib.contextmanager
@@ -232,8 +235,10 @@ class Exchange:
             pickle.loads(packed)
         except Exception:  # an error may hold anything
             packed = pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
-        reports: list[tuple[str, bytes, int]] = [("", b"", 0)] * self.world_size
-        dist.all_gather_object(reports, (plan, packed, self.lookups), group=self.group)
+        # On the CPU, whatever carries the rest.
+        self._teller = self._teller or TorchTransport(self.group)
+        report = pickle.dumps((plan, packed, self.lookups))
+        reports = [pickle.loads(other) for other in self._teller.all_gather(report)]
         self._announced = None
         counts = [count for *_, count in reports]
         self.lookups = max(counts)

@@ -35,6 +35,9 @@ class TorchTransport:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        # The latest collectives. A thread of gloo lets go of one a moment after it is done; as the
+        # last to do so, it would need Python, and end a process that is about to exit.
+        self._latest: list[dist.Work] = []
 
     def all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
@@ -55,9 +58,18 @@ class TorchTransport:
             group=self.group,
             async_op=True,
         )
+        self._latest = [*self._latest[-1:], work]
 
         def wait() -> torch.Tensor:
             work.wait()
             return received
 
         return wait
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """What each rank has to say, this one included."""
+        ranks = self.world_size
+        sizes = self.all_to_all(torch.tensor([len(data)] * ranks), [1] * ranks, [1] * ranks)
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat(ranks)
+        received = self.all_to_all(own, [len(data)] * ranks, sizes.tolist())
+        return [bytes(part.tolist()) for part in received.split(sizes.tolist())]

@@ -9,13 +9,14 @@
 namespace sparsekit::cuda {
 namespace {
 
+// For two blocks at a time: left to itself, ptxas aims at more of them and spills a few registers.
 template <class T, int kWidth>
-SPARSEKIT_KERNEL __launch_bounds__(256) pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
+SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
   pool_own_bag<kWidth>(in, long_bags, long_bags.capacity > 0 && simt::column() == 0,
                        tile_of_thread(in.log2_lanes), first_element(kWidth, in.log2_lanes));
 }
 template <class T, int kWidth>
-SPARSEKIT_KERNEL __launch_bounds__(256)
+SPARSEKIT_KERNEL __launch_bounds__(256, 2)
     pool_short_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
   pool_own_short_bags<kWidth>(in, long_bags, long_bags.capacity > 0 && simt::column() == 0,
                               tile_of_thread(in.log2_lanes) * kBags,
@@ -24,14 +25,14 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
 
 // A tile per part.
 template <class T, int kWidth>
-SPARSEKIT_KERNEL __launch_bounds__(256) pool_parts_kernel(Pooling<T> in, LongBags<T> long_bags) {
+SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_parts_kernel(Pooling<T> in, LongBags<T> long_bags) {
   const int64_t slot = tile_of_thread(in.log2_lanes);
   if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
   pool_part<kWidth>(in, long_bags, slot, long_bags.parts[slot].bag,
                     first_element(kWidth, in.log2_lanes));
 }
 template <class T, int kWidth>
-SPARSEKIT_KERNEL __launch_bounds__(256)
+SPARSEKIT_KERNEL __launch_bounds__(256, 2)
     add_parts_kernel(Pooling<T> in, LongBags<T> long_bags, Round round) {
   const int64_t slot = tile_of_thread(in.log2_lanes);
   if (slot >= long_bags.capacity || long_bags.parts[slot].bag < 0) return;
