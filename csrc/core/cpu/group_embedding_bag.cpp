@@ -97,13 +97,14 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
       continue;
     }
     const Acc<T> total = divisor(weights, first, last, combiner);
-    const auto put = [=](int64_t j, auto sum) {
-      put_at(pooled + j, total == 1 ? sum : divided(sum, total));
-    };
+    const auto put = [=](int64_t j, auto sum) { put_at(pooled + j, sum); };
+    const auto put_divided = [=](int64_t j, auto sum) { put_at(pooled + j, divided(sum, total)); };
     if (weights != nullptr) {
-      sum_rows<T>(first, last, dim, row, weight_of, ahead, put);
-    } else {
+      sum_rows<T>(first, last, dim, row, weight_of, ahead, put_divided);
+    } else if (total == 1) {  // a division by it would take longer than the sum
       sum_rows<T>(first, last, dim, row, NoScale{}, ahead, put);
+    } else {
+      sum_rows<T>(first, last, dim, row, NoScale{}, ahead, put_divided);
     }
     first = last;
   }
@@ -263,8 +264,11 @@ template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
                             int64_t num_features, EntryNumbers index, int64_t* units_before,
                             T* scratch, const ParallelFor& parallel_for) {
-  const auto grain = [=](const FeatureBags<T>& bags) {
-    return bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim);
+  const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
+    // Not more units of a feature than share it out evenly: each begins with rows that nobody has
+    // asked for ahead.
+    const int64_t few = bags.num_bags / (4 * parallel_for.num_threads());
+    return std::max(few, bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim));
   };
   units_before[0] = 0;
   for (int64_t f = 0; f < num_features; ++f) {
