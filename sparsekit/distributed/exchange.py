@@ -216,10 +216,18 @@ class Exchange:
     def abandon(self, error: BaseException) -> None:
         """Give up: what this rank has announced will not come."""
         self.broken = f"{type(error).__name__}: {error}"
-        dist.destroy_process_group(self.group)
-        # With the last reference connections close, and others need not wait until the timeout.
+        self.close()
+
+    def close(self) -> None:
+        """End the process group: its threads, and its connections, so that no other rank waits."""
+        group = vars(self).pop("group", None)
+        if group is None:
+            return
+        with contextlib.suppress(ValueError):  # all groups have been destroyed already
+            dist.destroy_process_group(group)
+        # All ends with the last reference.
         self._teller = None
-        del self.group, self.transport
+        del self.transport
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

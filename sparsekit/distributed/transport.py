@@ -35,9 +35,6 @@ class TorchTransport:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        # The latest collectives. A thread of gloo lets go of one a moment after it is done; as the
-        # last to do so, it would need Python, and end a process that is about to exit.
-        self._latest: list[dist.Work] = []
 
     def all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
@@ -58,7 +55,6 @@ class TorchTransport:
             group=self.group,
             async_op=True,
         )
-        self._latest = [*self._latest[-1:], work]
 
         def wait() -> torch.Tensor:
             work.wait()

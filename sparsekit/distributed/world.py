@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import enum
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,8 +15,20 @@ from ..errors import check_int
 from .exchange import Exchange
 from .nccl import check_backend, make_transport
 
-# One for each process group, device, and backend and timeout of `init`.
-_exchanges: dict[tuple[dist.ProcessGroup, torch.device, str, timedelta], Exchange] = {}
+# For each process group one by device, and backend and timeout of `init`. A group that its owner
+# destroys must end, and not live on in here.
+_exchanges: WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[torch.device, str, timedelta], Exchange]
+] = WeakKeyDictionary()
+
+
+@atexit.register
+def _close() -> None:
+    """A thread of gloo lets go of a tensor a moment after a collective is done, and needs Python to
+    do so; without Python, it aborts the process."""
+    for exchanges in _exchanges.values():
+        for exchange in exchanges.values():
+            exchange.close()
 
 
 class _Settings:
@@ -105,8 +119,9 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
         return None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (group, device, settings.backend, settings.timeout)
-    if key not in _exchanges:
+    exchanges = _exchanges.setdefault(group, {})
+    key = (device, settings.backend, settings.timeout)
+    if key not in exchanges:
         own = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=settings.timeout,
@@ -115,5 +130,5 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
             use_local_synchronization=True,
         )
         transport = make_transport(settings.backend, own, device, settings.timeout)
-        _exchanges[key] = Exchange(own, device, transport)
-    return _exchanges[key]
+        exchanges[key] = Exchange(own, device, transport)
+    return exchanges[key]

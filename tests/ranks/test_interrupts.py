@@ -53,11 +53,12 @@ def of_all_ranks(value):
 
 def replace_exchange(layer):
     """A working exchange in place of a broken one, which spares starting the ranks again."""
-    ((key, _),) = [item for item in world._exchanges.items() if item[1] is layer.exchange]
-    _, device, backend, timeout = key
+    exchanges = world._exchanges[dist.group.WORLD]
+    ((key, _),) = [item for item in exchanges.items() if item[1] is layer.exchange]
+    device, backend, timeout = key
     group = dist.new_group(timeout=timeout)
     transport = world.make_transport(backend, group, device, timeout)
-    world._exchanges[key] = Exchange(group, device, transport)
+    exchanges[key] = Exchange(group, device, transport)
 
 
 def trial(rank, way, interruption):

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -272,3 +274,48 @@ def in_a_group_of_its_own(rank):
 
 def test_a_group_of_some_ranks(fresh_ranks):
     assert fresh_ranks(3)(in_a_group_of_its_own) == [(2, 3), (2, 3), (1, 6)]
+
+
+# Runs in a process of its own, which says how many threads it has as it ends.
+ENDING = """
+import atexit, os, sys
+rank, file, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+atexit.register(lambda: print(*before, threads()))  # the last to be called
+import torch, torch.distributed as dist
+import sparsekit
+torch.set_num_threads(1)
+before = [threads()]
+dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+before.append(threads())
+layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="last")
+layer(torch.arange(4).view(4, 1, 1)).sum().backward()
+dist.barrier()
+before.append(threads())
+if ending == "raise":
+    layer(torch.zeros(1, 1, 1))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ending", ["return", "raise"])
+def test_no_thread_of_gloo_is_left_when_python_ends(ending, tmp_path):
+    # One that needs Python after its end aborts the process, once in a while.
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDING, str(rank), str(tmp_path / "ranks"), ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in ranks:
+        output, errors = process.communicate()
+        assert process.returncode == (ending == "raise"), errors
+        alone, of_program, of_layer, at_end = map(int, output.split())
+        assert alone < of_program < of_layer
+        assert at_end == (of_program if ending == "raise" else alone)
