@@ -10,24 +10,28 @@
 
 namespace sparsekit::cpu {
 
+// Of weights begin, ..., end - 1, for kMean or kSqrtn.
+template <class A>
+[[gnu::noinline]] A total_weight(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
+  A total = 0;
+  for (int64_t run = begin; run < end; run += kSumRun) {  // as rows are added
+    const int64_t stop = std::min(end, run + kSumRun);
+    A sum = 0;
+    for (int64_t i = run; i < stop; ++i) {
+      sum += combiner == Combiner::kMean ? weights[i] : weights[i] * weights[i];
+    }
+    total += sum;
+  }
+  return total;
+}
+
 // Of the bag with the entries from begin to end; 0 for a bag that pools to zeros.
 template <class A>
-A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
+inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (begin == end) return 0;
   if (combiner == Combiner::kSum || combiner == Combiner::kNone) return 1;
-  A total = 0;
-  if (weights == nullptr) {
-    total = static_cast<A>(end - begin);
-  } else {
-    for (int64_t run = begin; run < end; run += kSumRun) {  // as rows are added
-      const int64_t stop = std::min(end, run + kSumRun);
-      A sum = 0;
-      for (int64_t i = run; i < stop; ++i) {
-        sum += combiner == Combiner::kMean ? weights[i] : weights[i] * weights[i];
-      }
-      total += sum;
-    }
-  }
+  const A total = weights == nullptr ? static_cast<A>(end - begin)
+                                     : total_weight(weights, begin, end, combiner);
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 

@@ -50,6 +50,15 @@ template <class T>
   return scratch;
 }
 
+template <class Index>
+const Index* numbers_of(const EntryNumbers& numbers) {
+  if constexpr (std::is_same_v<Index, int64_t>) {
+    return numbers.wide;
+  } else {
+    return numbers.narrow;
+  }
+}
+
 // Bags begin, ..., end - 1 of a feature.
 template <class T, class Index>
 void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const Index* index,
@@ -59,16 +68,21 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
                                  index + first_entry, table.rows,     table.num_listed};
   const int64_t dim = table.dim, stride = bags.stride;
   const Combiner combiner = bags.combiner;
-  const bool has_initial = table.seed != nullptr;
-  const auto row = [=, &table, &bags](int64_t i) -> const T* {
+  bool has_absent = false;
+  const auto row = [=, &has_absent](int64_t i) -> const T* {
     const int64_t r = rows.row_number(i);
     if (rows.is_row(r)) return rows.vector(r);
-    if (r >= 0) {
+    if (r < 0) {
+      has_absent = true;
+    } else {
       bad->report(first_entry + i);
-    } else if (has_initial) {
-      return initial_vector(table, bags.key(bags.first() + i), scratch);
     }
     return nullptr;
+  };
+  const auto row_or_initial = [=, &table, &bags](int64_t i) -> const T* {
+    const int64_t r = rows.row_number(i);
+    if (rows.is_row(r)) return rows.vector(r);
+    return r < 0 ? initial_vector(table, bags.key(bags.first() + i), scratch) : nullptr;
   };
   const int64_t distance = rows_ahead<T>(dim);
   const auto ahead = [=](int64_t i) {
@@ -80,32 +94,39 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   const Acc<T>* weights =
       bags.sample_weights == nullptr ? nullptr : bags.sample_weights + bags.first();
   const auto weight_of = [=](int64_t i) { return weights[i]; };
-  T* pooled = bags.out + begin * stride;
-  const EntryNumbers bounds = bags.bags;
-  int64_t first = bounds[begin] - first_entry;
-  for (int64_t b = begin; b < end; ++b, pooled += stride) {
-    const int64_t last = bounds[b + 1] - first_entry;
+  // The bag with these entries.
+  const auto pool = [&](int64_t first, int64_t last, T* pooled, const auto& row_at) {
     if (combiner == Combiner::kNone) {
       if (first < last) ahead(first);
-      const T* vector = first < last ? row(first) : nullptr;
+      const T* vector = first < last ? row_at(first) : nullptr;
       if (vector == nullptr) {
         std::fill_n(pooled, dim, T{});
       } else {
         std::copy_n(vector, dim, pooled);
       }
-      first = last;
-      continue;
+      return;
     }
     const Acc<T> total = divisor(weights, first, last, combiner);
     const auto put = [=](int64_t j, auto sum) { put_at(pooled + j, sum); };
     const auto put_divided = [=](int64_t j, auto sum) { put_at(pooled + j, divided(sum, total)); };
     if (weights != nullptr) {
-      sum_rows<T>(first, last, dim, row, weight_of, ahead, put_divided);
+      sum_rows<T>(first, last, dim, row_at, weight_of, ahead, put_divided);
     } else if (total == 1) {  // a division by it would take longer than the sum
-      sum_rows<T>(first, last, dim, row, NoScale{}, ahead, put);
+      sum_rows<T>(first, last, dim, row_at, NoScale{}, ahead, put);
     } else {
-      sum_rows<T>(first, last, dim, row, NoScale{}, ahead, put_divided);
+      sum_rows<T>(first, last, dim, row_at, NoScale{}, ahead, put_divided);
     }
+  };
+  T* pooled = bags.out + begin * stride;
+  const Index* bounds = numbers_of<Index>(bags.bags);
+  int64_t first = bounds[begin] - first_entry;
+  for (int64_t b = begin; b < end; ++b, pooled += stride) {
+    const int64_t last = bounds[b + 1] - first_entry;
+    pool(first, last, pooled, row);
+    // Once more with initial vectors, if there are any: a loop that can call for one keeps its sums
+    // in memory.
+    if (has_absent && table.seed != nullptr) pool(first, last, pooled, row_or_initial);
+    has_absent = false;
     first = last;
   }
 }
@@ -286,7 +307,7 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
                 const int64_t begin = unit * grain(bags);
                 const int64_t end = std::min(bags.num_bags, begin + grain(bags));
                 T* own = scratch + thread * scratch_of_thread;
-                if (index.wide != nullptr) {
+                if (bags.bags.wide != nullptr) {  // index may be null, if it has no elements
                   pool_bags(table, bags, index.wide, begin, end, own, &bad);
                 } else {
                   pool_bags(table, bags, index.narrow, begin, end, own, &bad);

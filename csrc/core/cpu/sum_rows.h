@@ -153,10 +153,11 @@ template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Pu
 // put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim), added in the order
 // of i, in runs of kSumRun; the sum is one of Acc<T>, or a Vector of those from j on. row(i) is a
 // `const T*`, null for a row to leave out. ahead(i) is called once for each i, and prefetches
-// what it likes.
+// what it likes. Kept out of its callers, in which GCC would leave what it calls for each row out
+// of line.
 template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
-inline void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
-                     const ScaleAt& scale, const Ahead& ahead, const Put& put) {
+[[gnu::noinline]] void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
+                                const ScaleAt& scale, const Ahead& ahead, const Put& put) {
   if (dim == 0) {
     for (int64_t i = begin; i < end; ++i) row(i);  // which may find that there is no such row
   }

@@ -92,9 +92,9 @@ class GradientTaker {
 namespace cpu {
 
 // Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
-// `rows`. units_before [num_features + 1] is workspace; so is scratch, a vector of the largest dim
-// for each thread, which only initial vectors need. Returns -1, or an entry of which there is no
-// such row; the result is then undefined.
+// `rows`; bags are as wide as index. units_before [num_features + 1] is workspace; so is scratch, a
+// vector of the largest dim for each thread, which only initial vectors need. Returns -1, or an
+// entry of which there is no such row; the result is then undefined.
 template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
                             int64_t num_features, EntryNumbers index, int64_t* units_before,
