@@ -6,7 +6,7 @@ import atexit
 import enum
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,16 @@ from .nccl import check_backend, make_transport
 _exchanges: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[torch.device, str, timedelta], Exchange]
 ] = WeakKeyDictionary()
+# All there are, those of groups that have been destroyed too.
+_open: WeakSet[Exchange] = WeakSet()
 
 
 @atexit.register
 def _close() -> None:
-    """A thread of gloo lets go of a tensor a moment after a collective is done, and needs Python to
-    do so; without Python, it aborts the process."""
-    for exchanges in _exchanges.values():
-        for exchange in exchanges.values():
-            exchange.close()
+    # A thread of gloo lets go of a tensor a moment after a collective is done, and needs Python to
+    # do so; once that has ended, it aborts the process.
+    for exchange in _open:
+        exchange.close()
 
 
 class _Settings:
@@ -131,4 +132,5 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
         )
         transport = make_transport(settings.backend, own, device, settings.timeout)
         exchanges[key] = Exchange(own, device, transport)
+        _open.add(exchanges[key])
     return exchanges[key]

@@ -129,7 +129,7 @@ class DistributedEmbedding(ShardedTable):
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
         """
-        return look_up([self], lambda: [self.request(inputs, sample_weights)])[0]
+        return look_up(self.kept, [self], lambda _: [self.request(inputs, sample_weights)])[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
         """See `ShardedTable`."""
@@ -216,7 +216,7 @@ class All2AllDenseEmbedding(ShardedTable):
 
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each key; see Shape above."""
-        return look_up([self], lambda: [self.request(keys)])[0]
+        return look_up(self.kept, [self], lambda _: [self.request(keys)])[0]
 
     def request(self, keys: torch.Tensor) -> Request:
         """See `ShardedTable`."""

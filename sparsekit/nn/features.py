@@ -10,16 +10,17 @@ import torch
 
 from ..ops.embedding_bag import COMBINERS
 from .inputs import Bags, check_bags, read_bags
+from .lookup import Tables
 from .options import check_choice, check_count
 from .request import (
     GROUP,
     NO_LIMIT,
     Request,
+    SharedBags,
     check_key_dtype,
     leave_padding_out,
     name_of,
     one_by_one,
-    refuse_trace,
 )
 from .shard import ShardedTable
 
@@ -127,7 +128,6 @@ def ask_each(
     """Read the bags of each feature, given by name. Changes nothing."""
     requests = []
     for one in asked:
-        refuse_trace(one.table)
         name = name_of(one.table, one.name)
         bags = read_bags(inputs[one.name], weights.get(one.name), name, one.table.weight.device)
         if bags.slots not in (None, 1):
@@ -136,50 +136,80 @@ def ask_each(
     return requests
 
 
-def ask_keyed(asked: Sequence[Asked], inputs: Any, sample_weights: Any) -> list[Request]:
+def asked_of(features: Mapping[str, Feature], tables: Sequence[ShardedTable]) -> list[Asked]:
+    """Features with their tables."""
+    each = zip(features.items(), tables, strict=True)
+    return [Asked(name, table, feature) for (name, feature), table in each]
+
+
+def ask_keyed(
+    tables: Tables, features: Mapping[str, Feature], inputs: Any, sample_weights: Any, join: bool
+) -> Sequence[Request]:
     """Read a KeyedJaggedTensor, which may have other features besides. Changes nothing.
 
     On one rank requests share its bags, so that none of it is copied.
+
+    Args:
+        tables: one for each feature.
+        features: by name.
+        inputs: the tensor.
+        sample_weights: see `read_bags`.
+        join: whether outputs are to be columns of one.
     """
-    first = asked[0].table
-    refuse_trace(first)
+    first = tables.asked[0]
     bags = read_bags(inputs, sample_weights, GROUP, first.weight.device)
-    keys = list(inputs.keys())
-    places = {key: i for i, key in enumerate(keys)}
+    names = tuple(inputs.keys())
+    bags = replace(bags, slot_major=False, slots=None)
+    # All that is looked at below, but for what the ops look at themselves.
+    form = names, bags.count, bags.values.dtype, join
+    if (read := tables.derived.get(form)) is not None:
+        return cast(SharedBags, read(bags))
+    places = {key: i for i, key in enumerate(names)}
+    asked = asked_of(features, tables.asked)
     for one in asked:
         if one.name not in places:
             raise ValueError(
                 f"{GROUP}: inputs must have the feature {one.name!r}, which asks {one.table.name}; "
-                f"it has {keys}"
+                f"it has {list(names)}"
             )
-    if len(places) < len(keys):
-        raise ValueError(f"{GROUP}: inputs must not have a feature twice, got {keys}")
-    batch, rest = divmod(bags.count, len(keys))
+    if len(places) < len(names):
+        raise ValueError(f"{GROUP}: inputs must not have a feature twice, got {list(names)}")
+    batch, rest = divmod(bags.count, len(names))
     if batch < 0 or rest != 0:
         raise ValueError(
-            f"{GROUP}: inputs must have as many bags for each of its {len(keys)} features, got "
+            f"{GROUP}: inputs must have as many bags for each of its {len(names)} features, got "
             f"{max(bags.count, 0)} bags"
         )
-    bags = replace(bags, slot_major=False, slots=None)
     # Otherwise each request would check all bags and cut its own out.
-    share = _one_call([one.table for one in asked])
-    cut: list[Bags] = []
-    requests = []
+    share = first.process_exchange() is None and len(tables.alike) == 1
+
+    def requests(bags: Bags) -> list[Request]:
+        cut: list[Bags] = []
+        made = []
+        for one in asked:
+            place = places[one.name]
+            if share and one.can_share:
+                made.append(_request(one, bags, batch, place * batch))
+                continue
+            cut = cut or _cut(bags, len(names), batch)
+            made.append(_request(one, cut[place]))
+        if join:
+            share_columns(made)
+        return made
+
+    if not (share and all(one.can_share for one in asked)):
+        return requests(bags)
     for one in asked:
-        place = places[one.name]
-        if share and one.can_share:
-            requests.append(_request(one, bags, batch, place * batch))
-            continue
-        cut = cut or _cut(bags, len(keys), batch)
-        requests.append(_request(one, cut[place]))
-    return requests
+        check_key_dtype(one.table, bags.values)
+    shapes = [(batch,)] * len(asked)
+    width = sum(one.table.embedding_vec_size for one in asked) if join else None
+    kept: dict[str, torch.Tensor] = {}
 
+    def shared(bags: Bags) -> SharedBags:
+        return SharedBags(bags, shapes, width, lambda: requests(bags), kept)
 
-def _one_call(tables: Sequence[ShardedTable]) -> bool:
-    """Whether one call of the ops looks all tables up, here."""
-    if tables[0].process_exchange() is not None:
-        return False
-    return len({(table.weight.dtype, table.training) for table in tables}) == 1
+    tables.derive(form, shared)
+    return shared(bags)
 
 
 def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
@@ -243,11 +273,18 @@ def joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([output.flatten(1) for output in outputs], 1)
 
 
-def as_jagged(output: torch.Tensor, request: Request) -> torch.Tensor:
+def as_jagged(
+    outputs: Sequence[torch.Tensor], requests: Sequence[Request]
+) -> Sequence[torch.Tensor]:
     """Vectors of keys as ``[batch, j, dim]``, where they are not pooled."""
-    if request.jagged is None:
-        return output
-    return torch.nested.nested_tensor_from_jagged(output, request.jagged)
+    if isinstance(requests, SharedBags):  # all pool
+        return outputs
+    return [
+        output
+        if request.jagged is None
+        else torch.nested.nested_tensor_from_jagged(output, request.jagged)
+        for output, request in zip(outputs, requests, strict=True)
+    ]
 
 
 def keyed_tensor_class() -> Any:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ..ops.embedding_bag import COMBINERS
 from .features import (
     OUTPUTS,
-    Asked,
     Feature,
     as_jagged,
     ask_each,
     ask_keyed,
+    asked_of,
     check_joined,
     joined,
     keyed_tensor_class,
@@ -22,7 +22,7 @@ from .features import (
     share_columns,
 )
 from .inputs import is_keyed_jagged
-from .lookup import Route, begin, finish, look_up
+from .lookup import Kept, Route, Tables, begin, finish, look_up
 from .options import check_choice
 from .request import GROUP, Request, ask_bags
 from .shard import ShardedTable
@@ -95,8 +95,9 @@ class EmbeddingGroup(torch.nn.Module):
             self._check_slots(f"output={output!r}")
         if output == "keyed":
             keyed_tensor_class()
+        self._kept = Kept()
         # What prefetch has begun, and its inputs.
-        self._begun: tuple[Any, list[Request], Route] | None = None
+        self._begun: tuple[Any, list[Sequence[Request]], Route] | None = None
 
     def forward(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> Any:
         """Look everything up.
@@ -115,10 +116,11 @@ class EmbeddingGroup(torch.nn.Module):
             And what the layers raise.
         """
         if self._begun is None:
-            requests: list[Request] = []
-            outputs = look_up(self._tables(), self._ask(requests, inputs, sample_weights))
+            asked: list[Sequence[Request]] = []
+            ask = self._ask(asked, inputs, sample_weights)
+            outputs = look_up(self._kept, self._tables(), ask)
         else:
-            (expected, requests, route), self._begun = self._begun, None
+            (expected, asked, route), self._begun = self._begun, None
             error = None
             if expected is not inputs:
                 error = ValueError(
@@ -127,12 +129,11 @@ class EmbeddingGroup(torch.nn.Module):
                 )
             outputs = finish(route, error)
         if self.output == "dict":
-            each = zip(self.features, outputs, requests, strict=True)
-            return {name: as_jagged(output, request) for name, output, request in each}
+            return dict(zip(self.features, as_jagged(outputs, asked[0]), strict=True))
         values = joined(outputs)
         if self.output == "concatenated":
             return values
-        dims = [request.table.embedding_vec_size for request in requests]
+        dims = [table.embedding_vec_size for table in self._tables()]
         return keyed_tensor_class()(list(self.features), dims, values)
 
     def prefetch(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> None:
@@ -148,31 +149,33 @@ class EmbeddingGroup(torch.nn.Module):
         """
         if self._begun is not None:
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
-        requests: list[Request] = []
-        route = begin(self._tables(), self._ask(requests, inputs, sample_weights))
-        self._begun = inputs, requests, route
+        asked: list[Sequence[Request]] = []
+        ask = self._ask(asked, inputs, sample_weights)
+        self._begun = inputs, asked, begin(self._kept, self._tables(), ask)
 
     def __getstate__(self) -> dict[str, Any]:
         # A prefetched batch stays with this group; a copy of it looks up all by itself.
         return {**self.__dict__, "_begun": None}
 
     def _tables(self) -> list[ShardedTable]:
-        layers = self.layers
-        return [cast(ShardedTable, layers[feature.layer]) for feature in self.features.values()]
+        layers: dict[str, Any] = self.layers._modules
+        return [layers[feature.layer] for feature in self.features.values()]
 
     def _ask(
-        self, requests: list[Request], inputs: Any, weights: Mapping[str, Any] | None
-    ) -> Callable[[], list[Request]]:
-        """What fills `requests`, one for each feature."""
+        self, asked: list[Sequence[Request]], inputs: Any, weights: Mapping[str, Any] | None
+    ) -> Callable[[Tables], Sequence[Request]]:
+        """What puts the requests, one for each feature, into `asked`."""
 
-        def ask() -> list[Request]:
+        def ask(tables: Tables) -> Sequence[Request]:
+            join = self.output != "dict"
             if is_keyed_jagged(inputs):
                 self._check_slots("a KeyedJaggedTensor")
-                requests[:] = ask_keyed(self._asked(), inputs, weights)
+                requests = ask_keyed(tables, self.features, inputs, weights, join)
             else:
-                requests[:] = self._ask_each(inputs, weights or {})
-            if self.output != "dict":
-                share_columns(requests)
+                requests = self._ask_each(inputs, weights or {})
+                if join:
+                    share_columns(requests)
+            asked.append(requests)
             return requests
 
         return ask
@@ -189,10 +192,6 @@ class EmbeddingGroup(torch.nn.Module):
                     f"slot_num={slots}"
                 )
 
-    def _asked(self) -> list[Asked]:
-        features = zip(self.features.items(), self._tables(), strict=True)
-        return [Asked(name, table, feature) for (name, feature), table in features]
-
     def _ask_each(self, inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Request]:
         if set(inputs) != set(self.features) or not set(weights) <= set(self.features):
             what = "features" if self.has_features else "layers"
@@ -201,7 +200,7 @@ class EmbeddingGroup(torch.nn.Module):
                 f"{list(inputs)}, and sample_weights some of them, got {list(weights)}"
             )
         if self.has_features:
-            return ask_each(self._asked(), inputs, weights)
+            return ask_each(asked_of(self.features, self._tables()), inputs, weights)
         calls = (
             (inputs[name], weights[name]) if name in weights else (inputs[name],)
             for name in self.layers
@@ -245,11 +244,11 @@ def group_embedding_lookup_sparse(
             )
     _check_shared(name, params)
 
-    def ask() -> list[Request]:
+    def ask(_: Tables) -> list[Request]:
         calls = zip(params, sp_ids, weights, combiners, strict=True)
         return [ask_bags(*call, slot_num=1) for call in calls]
 
-    return [output.squeeze(1) for output in look_up(params, ask)]
+    return [output.squeeze(1) for output in look_up(Kept(), params, ask)]
 
 
 def _check_shared(name: str, layers: Sequence[ShardedTable]) -> None:

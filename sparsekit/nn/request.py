@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
@@ -122,6 +123,45 @@ class Request:
         return pooled.view(slots, batch, pooled.shape[1]).transpose(0, 1).contiguous()
 
 
+class SharedBags(Sequence[Request]):
+    """Requests for runs of the same bags, which are only made if somebody looks at one.
+
+    Args:
+        bags: of all of them.
+        shapes: of their outputs, but for dim.
+        width: columns of an output that they share, or None.
+        make: makes them.
+        kept: what follows from requests that differ in values and offsets only; empty at first.
+    """
+
+    def __init__(
+        self,
+        bags: Bags,
+        shapes: Sequence[tuple[int, ...]],
+        width: int | None,
+        make: Callable[[], list[Request]],
+        kept: dict[str, torch.Tensor],
+    ) -> None:
+        self.bags = bags
+        self.shapes = shapes
+        self.width = width
+        self.kept = kept
+        self._make = make
+        self._made: list[Request] | None = None
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    @overload
+    def __getitem__(self, i: int) -> Request: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[Request]: ...
+    def __getitem__(self, i: int | slice) -> Request | list[Request]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made[i]
+
+
 def name_of(table: ShardedTable, feature: str | None) -> str:
     """How errors call a table, or what a feature of a group asks of it."""
     return table.name if feature is None else f"{table.name}: feature {feature!r}"
@@ -137,7 +177,6 @@ def ask_bags(
     max_feature_num: int | None = None,
 ) -> Request:
     """Read bags for a table. Changes nothing."""
-    refuse_trace(table)
     bags = read_bags(inputs, sample_weights, table.name, table.weight.device)
     samples, rest = divmod(bags.count, slot_num)
     request = Request(table, bags, combiner, max_nnz, (samples, slot_num), max_feature_num)
@@ -157,7 +196,6 @@ def leave_padding_out(request: Request) -> None:
 
 def ask_vectors(table: ShardedTable, keys: torch.Tensor, slots: tuple[int, int] | None) -> Request:
     """Read keys for a table: ``[batch, slot_num, nnz_per_slot]``, or 1-D where slots is None."""
-    refuse_trace(table)
     name = table.name
     if not isinstance(keys, torch.Tensor):
         raise TypeError(f"{name}: keys must be a tensor, got {type(keys).__name__}")
@@ -236,9 +274,3 @@ def check_weight(table: ShardedTable) -> None:
             f"{table.name}: weight must be contiguous and of shape {shape}, got shape "
             f"{tuple(weight.shape)} and strides {weight.stride()}"
         )
-
-
-def refuse_trace(table: ShardedTable) -> None:
-    """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(f"{table.name}: torch.jit.trace cannot record a table lookup")

@@ -16,6 +16,7 @@ from ..table import HashTable
 from .init import resolve
 from .load import entries_of, load, own_entries, own_vectors, refuse_lost_values
 from .lookup.grouped import insert
+from .lookup.tables import Kept
 from .options import TableOptions
 from .own_shard import OwnShard
 from .request import Request
@@ -48,11 +49,14 @@ class ShardedTable(torch.nn.Module, Sharded):
     weight: EmbeddingWeight
     seed: torch.Tensor
     shard: torch.Tensor
+    # How often an attribute has been set, for those who keep what follows from some.
+    changes: int = 0
 
     def __init__(self, options: TableOptions) -> None:
         super().__init__()
         name = options.name
         self.name = f"{type(self).__name__}_{next(_names)}" if name is None else name
+        self.kept = Kept()
         # Modes (training or not) in which the weight has been looked at before the first key.
         self.looked_at: set[bool] = set()
         options = options.checked(self.name)
@@ -96,6 +100,7 @@ class ShardedTable(torch.nn.Module, Sharded):
                 f"pass it ignored_params={{the weights of embedding layers}}"
             )
         super().__setattr__(name, value)
+        self.__dict__["changes"] = self.changes + 1
 
     def request(self, *inputs: Any) -> Request:
         """Check the input of a call. Changes nothing."""
@@ -202,7 +207,9 @@ class ShardedTable(torch.nn.Module, Sharded):
     def _apply(self, *args: Any, **kwargs: Any) -> ShardedTable:
         # While the optimizer's state is still where the weight is, and of its dtype.
         self._catch_up()
-        return super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)
+        self.__dict__["changes"] = self.changes + 1  # of dtype or device, in place
+        return self
 
     def prepare(self, training: bool) -> None:
         """What comes before a lookup, which inserts keys in training.

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -42,6 +42,16 @@ def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
     """What updates a weight in backward, as long as its optimizer lives."""
     attached = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
     return None if attached is None else attached()
+
+
+def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None:
+    """What updates all of these weights in backward, if it is one optimizer for all."""
+    attached = getattr(weights[0], "update_in_backward", None)
+    if attached is None:
+        return None
+    if any(getattr(weight, "update_in_backward", None) is not attached for weight in weights):
+        return None
+    return cast(Callable[..., None] | None, attached())
 
 
 # A weight, rows, and their gradients.

@@ -106,9 +106,11 @@ class CatchUpOptimizer(RowOptimizer):
                 return
             if count:
                 state = self.state[parameter]
+                weight = matrix(parameter.detach())
+                states = [state[name] for name in missed.states]
                 ops.catch_up_rows_(
-                    matrix(parameter.detach()),
-                    self._matrices(parameter, state, missed.states),
+                    weight,
+                    [matrix(s) for s in states],
                     state["row_step"],
                     rows,
                     missed.numbers,

@@ -64,7 +64,11 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
     for layer in layers:
         if update_of(layer.weight) is not None:
             raise ValueError(f"fuse_in_backward: {layer.name} has been attached to an optimizer")
+    # One for all, by which a group knows that it can leave its tables to one optimizer.
+    attached = optimizer._attached = optimizer._attached or weakref.WeakMethod(
+        optimizer.update_in_backward
+    )
     for layer in layers:
         optimizer._layers[layer.weight] = layer.name
-        layer.weight.update_in_backward = weakref.WeakMethod(optimizer.update_in_backward)
+        layer.weight.update_in_backward = attached
     return FusedHandle([layer.weight for layer in layers])

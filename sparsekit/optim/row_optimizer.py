@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -12,7 +13,7 @@ from ..errors import check_int
 from ..memory import prefer_huge_pages
 from ..nn.weight import EmbeddingWeight, update_of
 from ..ops._checks import accumulate_dtype
-from .update_call import Update, UpdateCall, as_rows, check_parameter, matrix, row_steps, rows_of
+from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, row_steps, rows_of
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
 
@@ -60,6 +61,7 @@ class RowOptimizer(torch.optim.Optimizer):
         defaults |= {"stochastic_rounding": stochastic_rounding, "seed": seed}
         self._updated: set[torch.Tensor] = set()  # in backward, since the last step
         self._layers: dict[torch.Tensor, str] = {}  # names of those that are updated in backward
+        self._attached: weakref.WeakMethod[Any] | None = None  # to those; see fuse_in_backward
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,7 +126,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for group, of_group in zip(self.param_groups, updates, strict=True):
             for parameter, _, _ in of_group:
                 self._take_over(parameter)
-            self._update(group, of_group)
+            if of_group:
+                self._update(group, of_group)
         self._updated.clear()
         return loss
 
@@ -143,21 +146,22 @@ class RowOptimizer(torch.optim.Optimizer):
             update: takes a step on these rows, given what `group_embedding_bag_update_` is to know
                 of it. None where the gradients must be seen.
         """
-        for weight in weights:
-            if weight in self._updated:
-                raise RuntimeError(
-                    f"{type(self).__name__}: two updates of {self._layers[weight]} without step() "
-                    f"between them. With fuse_in_backward every backward is an update: call step() "
-                    f"after it, and do not look a layer up twice in one backward or accumulate "
-                    f"gradients"
-                )
-            check_parameter(type(self).__name__, weight)
+        wanted = set(weights)
+        if twice := self._updated & wanted:
+            layer = self._layers[next(weight for weight in weights if weight in twice)]
+            raise RuntimeError(
+                f"{type(self).__name__}: two updates of {layer} without step() between them. With "
+                f"fuse_in_backward every backward is an update: call step() after it, and do not "
+                f"look a layer up twice in one backward or accumulate gradients"
+            )
         for weight in weights:
             self._take_over(weight)
-        wanted = set(weights)
-        self._updated |= wanted  # before: none is made twice if it is interrupted
         groups = [g for g in self.param_groups if not wanted.isdisjoint(g["params"])]
         alone = groups[0] if update is not None and len(groups) == 1 else None
+        if alone is None:  # else the op checks them
+            for weight in weights:
+                check_parameter(type(self).__name__, weight)
+        self._updated |= wanted  # before: none is made twice if it is interrupted
         if update is not None and alone and self._update_summing(alone, weights, update):
             return
         listed = updates()
@@ -183,10 +187,9 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, parameter: torch.Tensor) -> None:
         """Have rows finish what is due under another optimizer, which then lets go of them."""
-        if not isinstance(parameter, EmbeddingWeight):
-            return
-        if getattr(parameter.before_read, "__self__", self) is not self:
-            parameter.catch_up()
+        before_read = getattr(parameter, "before_read", None)
+        if before_read is not None and getattr(before_read, "__self__", self) is not self:
+            before_read(parameter, None)
 
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
         """Rows, or None for all, and their gradients."""
@@ -251,23 +254,11 @@ class RowOptimizer(torch.optim.Optimizer):
         """Parameters of a group by what one call can update."""
         names = list(self._initial_states(group))
         needed = {"step", *names, *(["row_step"] if self._has_row_step(group) else [])}
-        calls: dict[Any, UpdateCall] = {}
-        for i, parameter in enumerate(parameters):
-            state = self.state[parameter]
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
             if not needed <= state.keys():
                 self._add_states(parameter, group, state)
-            key = parameter.dtype, parameter.device, dense[i], "row_step" in state
-            if (call := calls.get(key)) is None:
-                call = calls[key] = UpdateCall()
-            call.positions.append(i)
-            flat = parameter.dim() == 2
-            call.weights.append(parameter if flat else matrix(parameter.detach()))
-            own = [state[n] for n in names] if flat else self._matrices(parameter, state, names)
-            call.states += own
-            if "row_step" in state:
-                call.row_steps.append(state["row_step"])
-            call.steps.append(state["step"])
-        return list(calls.values())
+        return by_kind(parameters, dense, states, names, self.row_wise)
 
     def _add_states(
         self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -305,21 +296,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 states[name].fill_(value)
         return states
 
-    def _matrices(
-        self, parameter: torch.Tensor, state: dict[str, Any], names: Iterable[str]
-    ) -> list[torch.Tensor]:
-        """The states as `ops.update_rows_` takes them."""
-        states = [state[name] for name in names]
-        if parameter.dim() == 2:  # they are so already
-            return states
-        return [s.view(-1) if self.row_wise else matrix(s) for s in states]
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # of another version, or of torch's optimizer
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
-        layers = self.__dict__.get("_layers", {})
-        super().__setstate__({"_updated": set(), "_layers": layers, **state})  # all at once
+        own = {"_layers": {}, "_attached": None} | self.__dict__
+        kept = {name: own[name] for name in ("_layers", "_attached")}
+        super().__setstate__({"_updated": set(), **kept, **state})  # all at once
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also one of torch's optimizer of that name or from another device.

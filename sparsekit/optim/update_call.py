@@ -1,12 +1,16 @@
 """What an optimizer hands to `sparsekit.ops.update_rows_`."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .. import ops
 from ..ops._checks import ROW_DTYPES
+
+State = dict[str, torch.Tensor]
 
 # A parameter, the rows that have a gradient, or None for all, and their gradients.
 Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
@@ -16,11 +20,56 @@ Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 class UpdateCall:
     """Parameters that are updated together: of each one tensor, but all its states."""
 
-    positions: list[int] = field(default_factory=list)  # among those there were
-    weights: list[torch.Tensor] = field(default_factory=list)  # as matrices
-    states: list[torch.Tensor] = field(default_factory=list)
-    row_steps: list[torch.Tensor] = field(default_factory=list)
-    steps: list[torch.Tensor] = field(default_factory=list)
+    positions: Sequence[int]  # among those there were
+    weights: Sequence[torch.Tensor]  # as matrices
+    states: list[torch.Tensor]
+    row_steps: list[torch.Tensor]
+    steps: list[torch.Tensor]
+
+
+def by_kind(
+    parameters: Sequence[torch.Tensor],
+    dense: Sequence[bool],
+    states: Sequence[State],
+    names: Sequence[str],
+    row_wise: bool,
+) -> list[UpdateCall]:
+    """Parameters by what one call can update.
+
+    Args:
+        parameters: those to update.
+        dense: for each, whether it has a gradient for all rows.
+        states: of each.
+        names: of the rule's states, in its order.
+        row_wise: whether a state has one number for a row.
+    """
+    each = zip(parameters, dense, states, strict=True)
+    kinds = [(p.dtype, p.device, d, "row_step" in state) for p, d, state in each]
+    if len(set(kinds)) == 1:
+        return [_call(range(len(kinds)), parameters, states, names, row_wise)]
+    alike: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(i)
+    return [
+        _call(own, [parameters[i] for i in own], [states[i] for i in own], names, row_wise)
+        for own in alike.values()
+    ]
+
+
+def _call(
+    positions: Sequence[int],
+    parameters: Sequence[torch.Tensor],
+    states: Sequence[State],
+    names: Sequence[str],
+    row_wise: bool,
+) -> UpdateCall:
+    tensors = [state[name] for state in states for name in names]
+    weights = parameters
+    if any(parameter.dim() != 2 for parameter in parameters):
+        weights = [matrix(parameter.detach()) for parameter in parameters]
+        tensors = [tensor.view(-1) if row_wise else matrix(tensor) for tensor in tensors]
+    row_steps = [state["row_step"] for state in states if "row_step" in state]
+    return UpdateCall(positions, weights, tensors, row_steps, [state["step"] for state in states])
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from conftest import generator
 
 import sparsekit
 from sparsekit import All2AllDenseEmbedding, DistributedEmbedding, EmbeddingGroup, Feature, optim
-from sparsekit.nn.lookup import grouped
+from sparsekit.nn.lookup import Tables, grouped
 from tests.nn.keyed import FEATURES, KEYS, Keyed, assert_same, layers, random_keyed
 
 ASKED = [("shared_a", "shared", "sum"), ("own", "own", "sqrtn"), ("rows", "rows", "mean")]
@@ -125,7 +125,8 @@ def test_nothing_is_copied(device, monkeypatch):
 def test_requests_have_keys_of_their_own(device):
     keyed = random_keyed(KEYS, BATCH, 2, device)
     group = EmbeddingGroup(layers(device), FEATURES)
-    for name, request in zip(FEATURES, group._ask([], keyed, None)(), strict=True):
+    requests = group._ask([], keyed, None)(Tables(group._tables()))
+    for name, request in zip(FEATURES, requests, strict=True):
         assert torch.equal(request.keys, keyed.of(name)[0][0])
 
 

@@ -278,13 +278,19 @@ def test_a_group_of_some_ranks(fresh_ranks):
 
 # Runs in a process of its own, which says how many threads it has as it ends.
 ENDING = """
-import atexit, os, sys
+import atexit, os, sys, time
 rank, file, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 def threads():
     return len(os.listdir("/proc/self/task"))
 
-atexit.register(lambda: print(*before, threads()))  # the last to be called
+@atexit.register  # the last to be called
+def tell():
+    left, given_up = before[ending == "raise"], time.monotonic() + 20
+    while threads() > left and time.monotonic() < given_up:
+        time.sleep(0.01)  # one that has been joined may be listed for a moment longer
+    print(*before, threads())
+
 import torch, torch.distributed as dist
 import sparsekit
 torch.set_num_threads(1)

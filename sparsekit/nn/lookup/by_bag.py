@@ -19,6 +19,7 @@ from ...ops._checks import accumulate_dtype
 from ..inputs import Bags, offsets_of
 from ..request import NO_LIMIT, Request, one_by_one
 from .grouped import Grouped
+from .tables import Tables
 
 if TYPE_CHECKING:
     from ..shard import ShardedTable
@@ -70,8 +71,11 @@ def _sum_dtype(table: ShardedTable) -> torch.dtype:
 class ByBag:
     """One call of several tables that pool, of whose bags every rank adds up a part."""
 
-    def __init__(self, exchange: Exchange, plan: str, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, exchange: Exchange, plan: str, tables: Tables, requests: Sequence[Request]
+    ) -> None:
         self.exchange = exchange
+        self.tables = tables
         self.plan = plan
         self.requests = requests
 
@@ -88,15 +92,14 @@ class ByBag:
         """See `Route`."""
         received = self._received()
         owned: list[_Owned] = []
-        grouped = Grouped()
+        grouped = Grouped(self.tables)
 
         def add_up() -> Parcel:
             if error is not None:
                 raise error
             tables = [request.table for request in self.requests]
             owned[:] = map(_Owned, tables, _bags_of_ranks(tables, received, self._sizes))
-            divisors = [table.gradient_divisor for table in tables]
-            outputs = grouped.look_up([one.request for one in owned], divisors)
+            outputs = grouped.look_up([one.request for one in owned])
             sums = [one.sums(output) for one, output in zip(owned, outputs, strict=True)]
             return Parcel(*pack(sums, [one.bags.counts for one in owned]))
 
@@ -104,7 +107,7 @@ class ByBag:
         own = [len(request.offsets) - 1 for request in self.requests]
         plan = f"gradients: {self.plan}"
         way_back = _WayBack(self.exchange, plan, own, owned, grouped, grouped.saved())
-        sums = _Sums.apply(way_back, self._sums(parts, own), *grouped.weights)
+        sums = _Sums.apply(way_back, self._sums(parts, own), *grouped.takers())
         return [
             request.shaped(_divided(total, request).to(request.table.weight.dtype))
             for request, total in zip(self.requests, sums, strict=True)

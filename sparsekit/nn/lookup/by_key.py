@@ -17,13 +17,17 @@ from ... import ops
 from ...distributed.exchange import Exchange, Parcel, pack, unpack
 from ..request import Request, one_by_one
 from .grouped import Grouped
+from .tables import Tables
 
 
 class ByKey:
     """One call of several tables on this rank, which asks the owners of its keys."""
 
-    def __init__(self, exchange: Exchange, plan: str, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, exchange: Exchange, plan: str, tables: Tables, requests: Sequence[Request]
+    ) -> None:
         self.exchange = exchange
+        self.tables = tables
         self.plan = plan
         self.requests = requests
         self._asked = [_ask(request, exchange.world_size) for request in requests]
@@ -56,20 +60,19 @@ class ByKey:
         """See `Route`."""
         tables = [request.table for request in self.requests]
         keys, counts = self._keys_of_ranks()
-        grouped = Grouped()
+        grouped = Grouped(self.tables)
 
         def answer() -> Parcel:
             if error is not None:
                 raise error
             owned = [one_by_one(table, each) for table, each in zip(tables, keys, strict=True)]
-            divisors = [table.gradient_divisor for table in tables]
-            return Parcel(*pack(grouped.look_up(owned, divisors), counts))
+            return Parcel(*pack(grouped.look_up(owned), counts))
 
         answers = self.exchange.run(f"vectors: {self.plan}", answer)
         plan = f"gradients: {self.plan}"
         way_back = _WayBack(self.exchange, plan, self._per_table, counts, grouped, grouped.saved())
         came = unpack(answers, [table.weight for table in tables], self._per_table)
-        vectors = _Vectors.apply(way_back, came, *grouped.weights)
+        vectors = _Vectors.apply(way_back, came, *grouped.takers())
         each = zip(self.requests, vectors, self._asked, strict=True)
         return [request.output(found, asked.positions) for request, found, asked in each]
 

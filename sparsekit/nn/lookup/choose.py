@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..._compiling import uncompiled
 from ...distributed.exchange import Exchange, Parcel
@@ -14,16 +15,19 @@ from ..request import Request
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
 from .local import Local
+from .tables import Kept, Tables
 
 if TYPE_CHECKING:
     from ..shard import ShardedTable
 
 # Checks the inputs of a call and says what it asks of each table.
-Ask = Callable[[], list[Request]]
+Ask = Callable[[Tables], Sequence[Request]]
 
 
 class Route(Protocol):
     """A lookup that has begun. Nothing has been changed so far."""
+
+    tables: Tables
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """The rest of the lookup: an output for each request. With an error, all ranks raise it.
@@ -35,38 +39,55 @@ class Route(Protocol):
 # Its shapes depend on the keys, some of it happens in the optimizer, and collectives are nothing
 # for a compiler.
 @uncompiled
-def look_up(tables: Sequence[ShardedTable], ask: Ask) -> list[torch.Tensor]:
+def look_up(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> list[torch.Tensor]:
     """Call several layers together.
 
     Args:
-        tables: the layers: the same ones, in the same order, on every rank.
+        kept: what is kept from call to call.
+        asked: the layers: the same ones, in the same order, on every rank.
         ask: returns a request for each; what it raises is raised on every rank.
     """
-    exchange = tables[0].process_exchange()
+    exchange = _exchange(asked)
     if exchange is None:
-        return _begin_here(tables, ask).outputs()
+        return _begin_here(kept, asked, ask).outputs()
     with exchange.lock:
-        return _begin_on_ranks(exchange, tables, ask).outputs()
+        return _begin_on_ranks(exchange, kept, asked, ask).outputs()
 
 
 @uncompiled
-def begin(tables: Sequence[ShardedTable], ask: Ask) -> Route:
+def begin(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> Route:
     """The first part of `look_up`, which does not wait for the keys to arrive."""
-    exchange = tables[0].process_exchange()
+    exchange = _exchange(asked)
     if exchange is None:
-        return _begin_here(tables, ask)
-    return _begin_on_ranks(exchange, tables, ask)
+        return _begin_here(kept, asked, ask)
+    return _begin_on_ranks(exchange, kept, asked, ask)
 
 
 @uncompiled
 def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
     """The rest of a lookup that `begin` has begun; see `Route.outputs`."""
+    # It may have begun long ago.
+    route.tables = route.tables.up_to_date()
     return route.outputs(error)
 
 
-def _begin_here(tables: Sequence[ShardedTable], ask: Ask) -> Local:
-    _check_exchange(tables, None)
-    return Local(ask())
+def _exchange(asked: Sequence[ShardedTable]) -> Exchange | None:
+    # Which most processes have none of; to find that out from a layer takes longer.
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return asked[0].process_exchange()
+
+
+def _begin_here(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> Local:
+    _refuse_trace(asked)
+    tables = kept.of(asked, None)
+    return Local(tables, ask(tables))
+
+
+def _refuse_trace(asked: Sequence[ShardedTable]) -> None:
+    """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(f"{asked[0].name}: torch.jit.trace cannot record a table lookup")
 
 
 @dataclass(kw_only=True)
@@ -76,18 +97,21 @@ class _Offer(Parcel):
     by_key: ByKey
 
 
-def _begin_on_ranks(exchange: Exchange, tables: Sequence[ShardedTable], ask: Ask) -> ByKey | ByBag:
+def _begin_on_ranks(
+    exchange: Exchange, kept: Kept, asked: Sequence[ShardedTable], ask: Ask
+) -> ByKey | ByBag:
     # Counted before anything can fail or be interrupted, so that all ranks count alike.
     exchange.lookups += 1
 
     def offer() -> _Offer:
-        _check_exchange(tables, exchange)
-        described = ", ".join(table.plan() for table in tables)
+        _refuse_trace(asked)
+        tables = kept.of(asked, exchange)
+        described = ", ".join(table.plan() for table in asked)
         plan = f"look up in {described}, lookup number {exchange.lookups}"
-        requests = ask()
+        requests = ask(tables)
         for request in requests:
             request.check()
-        by_key = ByKey(exchange, plan, requests)
+        by_key = ByKey(exchange, plan, tables, requests)
         data, splits = by_key.pack()
         return _Offer(data, splits, _compare(by_key), plan, by_key=by_key)
 
@@ -97,25 +121,11 @@ def _begin_on_ranks(exchange: Exchange, tables: Sequence[ShardedTable], ask: Ask
     # Every rank sees the same numbers, so all take the same way.
     bytes_by_key, bytes_by_bag = (sum(facts[i] for facts in agreed.facts) for i in (0, 1))
     if bytes_by_bag < bytes_by_key:
-        by_bag = ByBag(exchange, by_key.plan, by_key.requests)
+        by_bag = ByBag(exchange, by_key.plan, by_key.tables, by_key.requests)
         by_bag.begin([facts[2] for facts in agreed.facts])
         return by_bag
     by_key.begin(offered, agreed.sizes)
     return by_key
-
-
-def _check_exchange(tables: Sequence[ShardedTable], exchange: Exchange | None) -> None:
-    """Raise unless this is what all tables were made for, and have in common."""
-    group, device = tables[0].process_group, tables[0].weight.device
-    ranks = (exchange.rank, exchange.world_size) if exchange else (0, 1)
-    for table in tables:
-        alike = table.process_group is group and table.weight.device == device
-        own = exchange if alike else table.process_exchange()
-        if own is not exchange or (table.rank, table.world_size) != ranks:
-            table.check_ranks(own)
-            raise ValueError(
-                f"{table.name} and {tables[0].name} have two process groups or devices"
-            )
 
 
 # More bytes than anything could move.

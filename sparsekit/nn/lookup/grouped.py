@@ -5,19 +5,19 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ... import ops
 from ...errors import TableFullError
-from ...ops._checks import accumulate_dtype
-from ...ops._group import GROUP_COMBINERS, split_by_table
-from ..request import Request, check_weight, one_by_one
-from ..weight import Update, deliver_gradients, update_of
+from ...ops._group import split_by_table
+from ..request import Request, one_by_one
+from ..weight import Update, deliver_gradients, update_of_all
 from .numbered import numbered
+from .sources import sources_of
+from .tables import Alike, Tables
 
 if TYPE_CHECKING:
     from ..shard import ShardedTable
@@ -27,47 +27,26 @@ _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
-
-
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 
 # From this size on the CPU's memory is worth keeping; see csrc/torch_ops/large_memory.h.
 _LARGE_BYTES = 2 << 20
 
 
-@lru_cache(maxsize=256)
-def _matrix(rows: tuple[tuple[float, ...], ...], dtype: torch.dtype) -> torch.Tensor:
-    """A descriptor. Those of a call are mostly those of the call before."""
-    return torch.tensor(rows, dtype=dtype)
-
-
-@lru_cache(maxsize=64)
-def _no_offsets(device: torch.device) -> torch.Tensor:
-    """What stands for bags of one key each."""
-    return torch.empty(0, dtype=torch.int64, device=device)
-
-
 class Grouped:
-    """A lookup of tables of this rank, in as few calls of the ops as dtypes and modes allow.
+    """A lookup of tables of this rank, in as few calls of the ops as dtypes and modes allow."""
 
-    Attributes:
-        weights: those of the tables, each once, in the order of `gradients`.
-    """
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._calls: list[_Call] = []
 
-    def __init__(self) -> None:
-        self.weights: list[torch.Tensor] = []
-        self._calls: list[tuple[list[int], _Call]] = []
-
-    def look_up(
-        self, requests: Sequence[Request], divisors: Sequence[int] | None = None
-    ) -> list[torch.Tensor]:
+    def look_up(self, requests: Sequence[Request]) -> list[torch.Tensor]:
         """The output of each request, without gradient; in training, keys that are new go in.
 
         Where all requests have columns of one output, it is the only one.
 
         Args:
-            requests: what is asked, of any table more than once too.
-            divisors: of the gradients of each request's table; None means 1.
+            requests: one for each of the tables.
 
         Raises:
             TypeError, ValueError, IndexError: keys or offsets that a table cannot take; nothing has
@@ -75,53 +54,68 @@ class Grouped:
             TableFullError: a table is full. Tables that had room keep their new keys.
             RuntimeError: another thread is inserting into one of the tables.
         """
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for i, request in enumerate(requests):
-            table, divisor = request.table, 1 if divisors is None else divisors[i]
-            alike.setdefault((table.weight.dtype, table.training, divisor), []).append(i)
-        if len(alike) > 1:
-            # Else the first call would have inserted its keys when the second is refused.
-            for request in requests:
-                request.check()
+        alike = self._tables.alike
+        if len(alike) == 1:
+            call = _Call(alike[0], requests)
+            self._calls = [call]
+            call.find()
+            return call.pool()
+        # Else the first call would have inserted its keys when the second is refused.
+        for request in requests:
+            request.check()
         outputs: dict[int, torch.Tensor] = {}
         joined: list[torch.Tensor] = []
-        self._join = all(request.columns is not None for request in requests)
-        for (_, training, divisor), positions in alike.items():
-            call = _Call([requests[i] for i in positions], training, self._join, divisor)
+        for tables in alike:
+            call = _Call(tables, [requests[i] for i in tables.positions])
+            self._calls.append(call)
             call.find()
-            if self._join:
+            if call.width is not None:
                 joined = call.pool(joined)
             else:
-                outputs.update(zip(positions, call.pool(), strict=True))
-            self._calls.append((positions, call))
-            self.weights += call.weights
-        return joined if self._join else [outputs[i] for i in range(len(outputs))]
+                outputs.update(zip(tables.positions, call.pool(), strict=True))
+        return joined or [outputs[i] for i in range(len(outputs))]
+
+    def takers(self) -> list[torch.Tensor]:
+        """What autograd is to hand gradients to: the weights, each once, or one for all of them.
+
+        Each input of a backward costs time, and those that an optimizer takes do not pass through.
+        """
+        weights = [weight for call in self._calls for weight in call.weights]
+        self._bypass = update_of_all(weights) is not None
+        return weights[:1] if self._bypass else weights
 
     def saved(self) -> list[torch.Tensor | None]:
         """What `gradients` needs beside the shapes of the call; the rest is let go of."""
-        return [tensor for _, call in self._calls for tensor in call.saved()]
+        return [tensor for call in self._calls for tensor in call.saved()]
 
     def gradients(
         self, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The sparse gradient of each of the weights, or None: not wanted, or used up at once.
+        """The sparse gradient of each of the takers, or None: not wanted, or used up at once.
 
         Args:
             grads: of the outputs; None where there is none.
             saved: what `saved` has returned.
         """
         gradients: list[torch.Tensor | None] = []
+        weights: list[torch.Tensor] = []
         each = len(saved) // len(self._calls)
-        for k, (positions, call) in enumerate(self._calls):
+        for k, call in enumerate(self._calls):
             own = saved[k * each : (k + 1) * each]
-            of_call = grads if self._join else [grads[i] for i in positions]
-            gradients += call.gradients(of_call, own)
-        return gradients
+            gradients += call.gradients(grads, own)
+            weights += call.weights
+        if not self._bypass:
+            return gradients
+        # None is left, unless the optimizer has been detached since.
+        left = [(w, g) for w, g in zip(weights, gradients, strict=True) if g is not None]
+        if left:
+            torch.autograd.backward([w for w, _ in left], [g for _, g in left])
+        return [None]
 
 
 def insert(table: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     """Rows, int64, of distinct keys of this rank; new ones go in, also in evaluation."""
-    call = _Call([one_by_one(table, keys)], training=True, join=False)
+    call = _Call(Alike([0], [table], training=True), [one_by_one(table, keys)])
     call.find()
     rows: torch.Tensor = call.saved()[1]
     return rows.to(torch.int64)
@@ -130,121 +124,82 @@ def insert(table: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
 class _Call:
     """Requests of tables of one dtype, all of them in training or none: one call of each op.
 
-    Requests of the same bags share a source. With join, there is one output for the columns of all.
+    With a width, there is one output for the columns of all.
     """
 
-    def __init__(
-        self, requests: Sequence[Request], training: bool, join: bool, divisor: int = 1
-    ) -> None:
+    def __init__(self, tables: Alike, requests: Sequence[Request]) -> None:
+        self._tables = tables
         self._requests = requests
-        self._join = join
-        self._divisor = divisor
-        places: dict[ShardedTable, int] = {}
-        self._places = [places.setdefault(r.table, len(places)) for r in requests]
-        self.tables = list(places)
-        self.weights = [table.weight for table in self.tables]
-        self._training = training
-        order: Sequence[int] = range(len(requests))
-        if len(places) < len(requests):
-            order = sorted(order, key=self._places.__getitem__)
-        self._sources = {id(request.bags): request.bags for request in requests}
-        source_of = {bags: s for s, bags in enumerate(self._sources)}
-        rows = [
-            _features(request, table, source_of[id(request.bags)], None if join else i)
-            for i, (request, table) in enumerate(zip(requests, self._places, strict=True))
-        ]
-        self._features = _matrix(tuple(row for i in order for row in rows[i]), torch.int64)
-        self._keys = [bags.values for bags in self._sources.values()]
-        self._sample_weights: list[torch.Tensor] = []
-        if any(bags.weights is not None for bags in self._sources.values()):
-            weight = self.weights[0]
-            dtype = accumulate_dtype(weight.dtype)
-            none = weight.detach().new_empty(0, dtype=dtype)
-            given = (bags.weights for bags in self._sources.values())
-            self._sample_weights = [none if w is None else w.detach().to(dtype) for w in given]
+        self._tensors = tables.tensors()
+        self.weights = self._tensors.weights
+        sources = sources_of(requests, tables.places, self.weights[0])
+        self._sources: Any = sources
+        self._sample_weights, self._features = sources.sample_weights, sources.features
+        self.width = sources.width
 
     def find(self) -> None:
         """Find rows; in training, insert keys that are new. See `Grouped.look_up`."""
-        none = _no_offsets(self._keys[0].device)
-        offsets = [
-            none if bags.offsets is None else bags.offsets for bags in self._sources.values()
-        ]
-        states: list[tuple[torch.Tensor, ...]] = []
-        hashed = []
-        described = []
-        for table, weight in zip(self.tables, self.weights, strict=True):
-            if weight.shape != (table.capacity, table.embedding_vec_size):
-                check_weight(table)
-            number = -1
-            if (hash_table := table.table) is not None:
-                number = len(states)
-                states.append(hash_table.tensors())
-                hashed.append(weight)
-            described.append((number, table.capacity, table.world_size))
-            table.prepare(self._training)
-        buckets, hash_seeds, sizes = zip(*states, strict=True) if states else ((), (), ())
-        asked = self._keys, offsets, self._features
-        tables = _matrix(tuple(described), torch.int64)
+        tables, sources = self._tables, self._sources
+        _, seeds, *hash_tables = self._tensors
+        asked = sources.keys, sources.offsets, sources.features
+        # Weights whose rows may have missed steps of an optimizer, by table.
+        late = {t: w for t, w in enumerate(self.weights) if getattr(w, "before_read", None)}
         self._rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        if self._training:
-            before = [_number(size) for size in sizes] if self._keys[0].is_cpu else []
-            self._catch_up_free_rows()
+        # On a device only the device knows whether keys are new, and mostly none is.
+        sizes = self._tensors.sizes if tables.training and sources.keys[0].is_cpu else []
+        before = _numbers(sizes)
+        if late and tables.training:
+            self._catch_up_free_rows(late)
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                if self._training:
-                    self._rows, self._index, self._counts, *rest = _find_or_insert(
-                        buckets, hash_seeds, sizes, self.weights, self._seeds(), tables,
-                        self._initializers(), *asked
+                if tables.training:
+                    self._rows, self._index, self._counts, self._bags, self._first_keys = (
+                        _find_or_insert(
+                            *hash_tables, self.weights, seeds, tables.described,
+                            tables.initializers, *asked
+                        )
                     )  # fmt: skip
                 else:
-                    self._index, *rest = _find(buckets, hash_seeds, tables, *asked)
+                    self._index, self._bags, self._first_keys = _find(
+                        *hash_tables[:2], tables.described, *asked
+                    )
         except Exception as refusal:
             self._explain(refusal)
-        self._bags, self._first_keys = rest
-        if self._training:
-            for table in self.tables:
-                table.looked_at.add(True)
-            # A backward that saved a weight would use its new rows in silence. On a device only the
-            # device knows whether there are any, and mostly there is none.
-            if self._index.is_cpu:
-                grown = [_number(now) > then for now, then in zip(sizes, before, strict=True)]
-                increment_version([w for w, has_new in zip(hashed, grown, strict=True) if has_new])
-        self._catch_up()
-
-    def _seeds(self) -> list[torch.Tensor]:
-        return [table.seed for table in self.tables]
-
-    def _initializers(self) -> torch.Tensor:
-        return _matrix(tuple(table.initializer.numbers for table in self.tables), torch.float64)
+        if tables.training and not tables.seen:
+            tables.have_keys()
+        if (now := _numbers(sizes)) != before:
+            # A backward that saved a weight would use its new rows in silence.
+            each = zip(tables.hashed, before, now, strict=True)
+            increment_version([self.weights[t] for t, then, size in each if size > then])
+        if late:
+            self._catch_up(late)
 
     def pool(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """The outputs of requests; with join, `outs` if an earlier call has made it."""
+        """The outputs of requests; with a width, `outs` if an earlier call has made it."""
         outs = outs or self._new_outs()
         found = self._index, self._rows, self._counts, self._bags, self._features
         given = self._sample_weights, self._first_keys
         with torch._C._AutoDispatchBelowAutograd():
-            if self._training:
+            if self._tables.training:
                 _pool(outs, self.weights, *found, *given, [], [], None)
             else:
                 # Keys that are not there read their initial vectors.
-                unseen = self._keys, self._seeds(), self._initializers()
+                keys = self._sources.keys
+                unseen = keys, self._tensors.seeds, self._tables.initializers
                 _pool(outs, self.weights, *found, *given, *unseen)
         return outs
 
     def _new_outs(self) -> list[torch.Tensor]:
-        like = self.weights[0]
-        if self._join:
-            (batch, *_), (_, width) = self._requests[0].shape, cast(Any, self._requests[0].columns)
-            return [_output(like, batch, width)]
-        return [
-            _output(like, *request.shape, request.table.embedding_vec_size)
-            for request in self._requests
-        ]
+        like, shapes = self.weights[0], self._sources.shapes
+        if self.width is not None:
+            return [_output(like, shapes[0][0], self.width)]
+        dims, places = self._tables.dims, self._tables.places
+        return [_output(like, *s, dims[t]) for s, t in zip(shapes, places, strict=True)]
 
     def saved(self) -> tuple[Any, ...]:
         """See `Grouped`."""
-        self._requests, self._keys, self._sources = (), [], {}
+        self._requests, self._sources = (), None
         return self._index, self._rows, self._counts, self._bags, self._first_keys
 
     def gradients(
@@ -252,22 +207,29 @@ class _Call:
     ) -> list[torch.Tensor | None]:
         """See `Grouped`."""
         index, rows, counts, bags, first_keys = saved
+        if self.width is None:
+            grads = [grads[i] for i in self._tables.positions]
         if rows is None:
             index, rows, counts = numbered(index, self._entries(bags))
-        of_requests = list(grads) * len(self._places) if self._join else grads
-        asked = {t for t, g in zip(self._places, of_requests, strict=True) if g is not None}
+        of_requests = list(grads) * len(self._tables.places) if self.width is not None else grads
+        asked = {t for t, g in zip(self._tables.places, of_requests, strict=True) if g is not None}
         taken = [t for t, w in enumerate(self.weights) if w.requires_grad and t in asked]
         if not taken:
             return [None] * len(self.weights)
-        dims = [0] * len(self.weights)  # what is not wanted has vectors without elements
-        for t in taken:
-            dims[t] = self.weights[t].shape[1]
+        dims = self._tables.dims
+        if len(taken) < len(dims):
+            wanted = set(taken)  # what is not has vectors without elements
+            dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
         filled = self._filled(grads, dims)
         asked_of = index, rows, counts, bags, self._features, self._sample_weights, first_keys
 
         def updates() -> list[Update]:
             sorted_rows, sums = _backward(
-                filled, dims, *asked_of, self._divisor, torch.are_deterministic_algorithms_enabled()
+                filled,
+                dims,
+                *asked_of,
+                self._tables.divisor,
+                torch.are_deterministic_algorithms_enabled(),
             )
             # Gradients of sums may be wider than the rows.
             sums = sums.to(self.weights[0].dtype)
@@ -276,16 +238,15 @@ class _Call:
 
         def update(*step: Any, **options: Any) -> None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-            options |= {"divisor": self._divisor, "deterministic": deterministic}
+            options |= {"divisor": self._tables.divisor, "deterministic": deterministic}
             ops.group_embedding_bag_update_(filled, *asked_of, self.weights, *step, **options)
 
-        in_backward = {update_of(self.weights[t]) for t in taken}
-        (optimizer, *others) = in_backward
-        if optimizer is not None and not others:
+        taking = [self.weights[t] for t in taken]
+        if (in_backward := update_of_all(taking)) is not None:
             everything = (
                 len(taken) == len(self.weights) and filled[0].dtype == self.weights[0].dtype
             )
-            optimizer([self.weights[t] for t in taken], updates, update if everything else None)
+            in_backward(taking, updates, update if everything else None)
             return [None] * len(self.weights)
         delivered: list[torch.Tensor | None] = [None] * len(self.weights)
         for t, gradient in zip(taken, deliver_gradients(updates()), strict=True):
@@ -301,7 +262,7 @@ class _Call:
             return given
         bags = self._features.new_zeros(len(grads))
         bags.index_add_(0, self._features[:, 6], self._features[:, 3])
-        each = zip(grads, bags.tolist(), self._places, strict=True)
+        each = zip(grads, bags.tolist(), self._tables.places, strict=True)
         return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
 
     def _entries(self, bags: torch.Tensor) -> list[slice]:
@@ -312,28 +273,28 @@ class _Call:
         ends = bags[last.cumsum(0).to(bags.device)].tolist()
         return list(map(slice, ends, ends[1:]))
 
-    def _catch_up_free_rows(self) -> None:
+    def _catch_up_free_rows(self, late: dict[int, Any]) -> None:
         """Have rows that new keys may get make the steps they have missed.
 
         A row may have moved before it had a key; what it has missed is not its new vector's.
         """
-        for table, weight in zip(self.tables, self.weights, strict=True):
-            if table.table is None or not _lags(weight):
+        for t, weight in late.items():
+            table = self._tables.tables[t]
+            if table.table is None:
                 continue
             size = len(table.table)
             keys = sum(len(r.keys) for r in self._requests if r.table is table)
             end = min(size + keys, table.capacity)
             weight.catch_up(torch.arange(size, end, device=weight.device))
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, late: dict[int, Any]) -> None:
         """Have the rows that are about to be read make the steps they have missed."""
-        if not any(map(_lags, self.weights)):
+        if not late:
             return
         entries = self._entries(self._bags)
         counts = None if self._counts is None else self._counts.tolist()
-        for t, (weight, own) in enumerate(zip(self.weights, entries, strict=True)):
-            if not _lags(weight):
-                continue
+        for t, weight in late.items():
+            own = entries[t]
             if counts is None or self._rows is None:
                 rows = ops.unique(self._index[own])[0]
             else:
@@ -346,9 +307,9 @@ class _Call:
             request.check()
         if isinstance(refusal, RuntimeError):
             if "another thread" in str(refusal):
-                names = ", ".join(table.name for table in self.tables)
+                names = ", ".join(table.name for table in self._tables.tables)
                 raise RuntimeError(f"{names}: {refusal}") from None
-            for table in self.tables:
+            for table in self._tables.tables:
                 self._refuse_if_full(table)
         raise refusal
 
@@ -374,27 +335,7 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return _new_out(like.detach(), num_elements).view(shape)
 
 
-def _number(size: torch.Tensor) -> int:
-    """The element of a tensor on the CPU; not by item(), which for a device would be a wait."""
-    return ctypes.c_int64.from_address(size.data_ptr()).value
-
-
-def _lags(weight: torch.Tensor) -> bool:
-    """Whether rows may have missed steps of an optimizer."""
-    return getattr(weight, "before_read", None) is not None
-
-
-def _features(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
-    """The rows of features for a request: its vectors are tensor `out`, or columns of all."""
-    dim = request.table.embedding_vec_size
-    how = GROUP_COMBINERS[request.combiner], request.max_nnz, out or 0
-    columns = request.columns if out is None else None
-    if not request.bags.slot_major:
-        first = request.first_bag or 0
-        return [(table, source, first, math.prod(request.shape), *how, *(columns or (0, dim)))]
-    batch, slots = request.shape
-    begin, stride = columns or (0, slots * dim)
-    return [
-        (table, source, slot * batch, batch, *how, begin + slot * dim, stride)
-        for slot in range(slots)
-    ]
+def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:
+    """The elements of tensors of one, on the CPU; an op would be a good part of a small lookup."""
+    at = ctypes.c_int64.from_address
+    return [at(size.data_ptr()).value for size in sizes]

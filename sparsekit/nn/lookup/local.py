@@ -8,36 +8,46 @@ from typing import Any
 
 import torch
 
-from ..request import Request, one_by_one
+from ..request import Request, SharedBags, one_by_one
 from .grouped import Grouped
+from .tables import Tables
 
 
 @dataclass
 class Local:
     """One call of several tables on one rank."""
 
+    tables: Tables
     requests: Sequence[Request]
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """See `Route`."""
         if error is not None:
             raise error
-        asked = [
-            request
-            if request.bags.weights is None or not request.weights_need_gradient
-            else _vectors_of(request)
-            for request in self.requests
-        ]
-        grouped = Grouped()
+        asked = self.requests
+        if _weights_need_gradient(asked):
+            asked = [_vectors_of(r) if r.weights_need_gradient else r for r in asked]
+        grouped = Grouped(self.tables)
         outputs: Sequence[torch.Tensor] = grouped.look_up(asked)
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in grouped.weights):
-            outputs = _Outputs.apply(grouped, outputs, *grouped.weights)
-        if all(request is each for request, each in zip(self.requests, asked, strict=True)):
+        if torch.is_grad_enabled():
+            takers = grouped.takers()
+            if any(weight.requires_grad for weight in takers):
+                outputs = _Outputs.apply(grouped, outputs, *takers)
+        if asked is self.requests:
             return list(outputs)
         return [
             output if request is vectors else _weighted(request, output)
             for request, vectors, output in zip(self.requests, asked, outputs, strict=True)
         ]
+
+
+def _weights_need_gradient(requests: Sequence[Request]) -> bool:
+    if isinstance(requests, SharedBags):
+        weights = requests.bags.weights
+        return weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    return any(
+        request.bags.weights is not None and request.weights_need_gradient for request in requests
+    )
 
 
 class _Outputs(torch.autograd.Function):

@@ -1,0 +1,199 @@
+"""What a lookup needs of its tables and what stays the same from call to call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from weakref import ref
+
+import torch
+
+from ...distributed.exchange import Exchange
+from ..request import check_weight
+
+if TYPE_CHECKING:
+    from ..shard import ShardedTable
+
+
+_MOST_FORMS = 64
+
+
+class Tensors(NamedTuple):
+    """What the ops are to know of several tables; the last three of those with a hash table."""
+
+    weights: list[torch.Tensor]
+    seeds: list[torch.Tensor]
+    buckets: list[torch.Tensor]
+    hash_seeds: list[torch.Tensor]
+    sizes: list[torch.Tensor]
+
+
+class Alike:
+    """Tables of one dtype, all of them in training or none: those of one call of the ops.
+
+    Tensors are read at each call, since a state that is loaded may bring new ones. The tables
+    themselves are not kept alive, so that a layer may keep this and is freed all the same as soon
+    as nobody uses it.
+
+    Attributes:
+        positions: of the requests for these tables, among all of a call.
+        places: which of the tables each of those requests asks.
+        dims: of the tables.
+        divisor: of gradients.
+        described: int64 ``[T, 3]``, the ops' ``tables``.
+        initializers: float64 ``[T, 3]``.
+        hashed: which of the tables have a hash table.
+        seen: whether these tables need no look at what is in them any more.
+    """
+
+    def __init__(
+        self, positions: Sequence[int], asked: Sequence[ShardedTable], training: bool
+    ) -> None:
+        self.positions = positions
+        self.training = training
+        places: dict[ShardedTable, int] = {}
+        self.places = [places.setdefault(table, len(places)) for table in asked]
+        tables = list(places)
+        self._tables = [ref(table) for table in tables]
+        self.dims = [table.embedding_vec_size for table in tables]
+        self.divisor = tables[0].gradient_divisor
+        self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
+        numbers = {t: number for number, t in enumerate(self.hashed)}
+        self.described = torch.tensor(
+            [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)]
+        )
+        initial = [table.initializer.numbers for table in tables]
+        self.initializers = torch.tensor(initial, dtype=torch.float64)
+        # A module's way to find its attributes takes longer than a small lookup.
+        self._parameters: list[Any] = [table._parameters for table in tables]
+        self._buffers: list[Any] = [table._buffers for table in tables]
+        self._hash_tables: list[Any] = [
+            table.table._buffers for table in tables if table.table is not None
+        ]
+        self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
+        self.seen = False
+
+    @property
+    def tables(self) -> list[ShardedTable]:
+        """The tables, each once."""
+        return [cast("ShardedTable", table()) for table in self._tables]
+
+    def tensors(self) -> Tensors:
+        """The tensors of a lookup, which comes next.
+
+        Raises:
+            TypeError, ValueError: a weight that a lookup cannot take.
+            RuntimeError: as `ShardedTable.prepare`.
+        """
+        try:
+            weights = [parameters["weight"] for parameters in self._parameters]
+        except KeyError:  # a parametrization, of which the weight is the result
+            weights = [table.weight for table in self.tables]
+        if [weight.shape for weight in weights] != self._shapes:
+            for table in self.tables:
+                check_weight(table)
+        if not self.seen:
+            for table in self.tables:
+                table.prepare(self.training)
+            self.seen = not self.training  # which is so once keys are in
+        return Tensors(
+            weights,
+            [buffers["seed"] for buffers in self._buffers],
+            [buffers["buckets"] for buffers in self._hash_tables],
+            [buffers["hash_seed"] for buffers in self._hash_tables],
+            [buffers["size"] for buffers in self._hash_tables],
+        )
+
+    def have_keys(self) -> None:
+        """Note that keys have been inserted."""
+        for table in self.tables:
+            table.looked_at.add(True)
+        self.seen = True
+
+
+class Tables:
+    """Tables that are asked in one call, in this order; any of them more than once.
+
+    Attributes:
+        alike: the tables by what one call of the ops can take.
+        derived: what a caller has made of the tables for some form of input; see `derive`.
+    """
+
+    def __init__(self, asked: Sequence[ShardedTable]) -> None:
+        self._asked = [ref(table) for table in asked]
+        self._changes = [table.changes for table in asked]
+        positions: dict[tuple[Any, ...], list[int]] = {}
+        for i, table in enumerate(asked):
+            key = table.weight.dtype, table.training, table.gradient_divisor
+            positions.setdefault(key, []).append(i)
+        self.alike = [
+            Alike(own, [asked[i] for i in own], training)
+            for (_, training, _), own in positions.items()
+        ]
+        self.derived: dict[Any, Any] = {}
+        self._fits_alone = False
+        # Not kept alive: it ends with its group.
+        self._fits: ref[Exchange] | None = None
+
+    def are(self, asked: Sequence[ShardedTable]) -> bool:
+        """Whether these are the tables, and nothing has been changed about them."""
+        return self.asked == asked and self._changes == [table.changes for table in asked]
+
+    def up_to_date(self) -> Tables:
+        """These, or those made anew, if something has been changed since."""
+        asked = self.asked
+        return self if self.are(asked) else Tables(asked)
+
+    def derive(self, form: Any, value: Any) -> None:
+        """Keep something that follows from the tables and this form."""
+        if len(self.derived) >= _MOST_FORMS:  # batches of ever other sizes
+            self.derived.clear()
+        self.derived[form] = value
+
+    @property
+    def asked(self) -> list[ShardedTable]:
+        """A table for each request."""
+        return [cast("ShardedTable", table()) for table in self._asked]
+
+    def check_exchange(self, exchange: Exchange | None) -> None:
+        """Raise unless this is what all tables were made for, and have in common."""
+        fits = self._fits_alone if exchange is None else self._fits and self._fits() is exchange
+        if fits:
+            return
+        asked = self.asked
+        first = asked[0]
+        group, device = first.process_group, first.weight.device
+        ranks = (exchange.rank, exchange.world_size) if exchange else (0, 1)
+        for table in asked:
+            alike = table.process_group is group and table.weight.device == device
+            own = exchange if alike else table.process_exchange()
+            if own is not exchange or (table.rank, table.world_size) != ranks:
+                table.check_ranks(own)
+                raise ValueError(
+                    f"{table.name} and {first.name} have two process groups or devices"
+                )
+        if exchange is None:
+            self._fits_alone = True
+        else:
+            self._fits = ref(exchange)
+
+
+class Kept:
+    """The `Tables` of a caller's last call. A copy of the caller begins anew."""
+
+    def __init__(self) -> None:
+        self._tables: Tables | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return Kept()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, ()
+
+    def of(self, asked: Sequence[ShardedTable], exchange: Exchange | None) -> Tables:
+        """Those of this call; see `Tables.check_exchange`."""
+        tables = self._tables
+        if tables is None or not tables.are(asked):
+            tables = self._tables = Tables(asked)
+        tables.check_exchange(exchange)
+        return tables
