@@ -10,7 +10,7 @@ import torch
 
 from ..ops.embedding_bag import COMBINERS
 from .inputs import Bags, check_bags, read_bags
-from .lookup import Tables
+from .lookup import Tables, keep
 from .options import check_choice, check_count
 from .request import (
     GROUP,
@@ -203,12 +203,11 @@ def ask_keyed(
         check_key_dtype(one.table, bags.values)
     shapes = [(batch,)] * len(asked)
     width = sum(one.table.embedding_vec_size for one in asked) if join else None
-    kept: dict[str, torch.Tensor] = {}
 
     def shared(bags: Bags) -> SharedBags:
-        return SharedBags(bags, shapes, width, lambda: requests(bags), kept)
+        return SharedBags(bags, shapes, width, lambda: requests(bags), form)
 
-    tables.derive(form, shared)
+    keep(tables.derived, form, shared)
     return shared(bags)
 
 

@@ -70,9 +70,13 @@ def read_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device
     if sample_weights is not None:
         check_device(layer, "sample_weights", sample_weights, device)
     bags = form(inputs, sample_weights, layer)
-    for name in ("values", "offsets", "weights"):
-        if (part := getattr(bags, name)) is not None and part.device != device:
-            check_device(layer, "sample_weights" if name == "weights" else name, part, device)
+    for name, part in (
+        ("values", bags.values),
+        ("offsets", bags.offsets),
+        ("sample_weights", bags.weights),
+    ):
+        if part is not None and part.device != device:
+            check_device(layer, name, part, device)
     _check_types(bags, layer)
     return bags
 
@@ -89,13 +93,8 @@ def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
     if isinstance(inputs, torch.Tensor):
         if inputs.is_nested:
             return _from_jagged
-        forms = {
-            torch.sparse_coo: _from_coo,
-            torch.sparse_csr: _from_csr,
-            torch.strided: _from_dense,
-        }
-        if inputs.layout in forms:
-            return forms[inputs.layout]
+        if inputs.layout in _OF_LAYOUT:
+            return _OF_LAYOUT[inputs.layout]
     if is_keyed_jagged(inputs):
         return _from_keyed_jagged
     raise TypeError(f"{layer}: inputs must be {FORMS}; got {_kind(inputs)}")
@@ -255,6 +254,13 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
     flat = _flat_weights(weights, inputs.numel(), layer, like)
     offsets = None if nnz == 1 else _equal_offsets(batch * slots, nnz, inputs.device)
     return Bags(inputs.reshape(-1), offsets, flat, slots=slots)
+
+
+_OF_LAYOUT = {
+    torch.sparse_coo: _from_coo,
+    torch.sparse_csr: _from_csr,
+    torch.strided: _from_dense,
+}
 
 
 def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:

@@ -131,7 +131,8 @@ class SharedBags(Sequence[Request]):
         shapes: of their outputs, but for dim.
         width: columns of an output that they share, or None.
         make: makes them.
-        kept: what follows from requests that differ in values and offsets only; empty at first.
+        form: equal to that of other requests for the same tables which differ from these in
+            values, offsets and weights only.
     """
 
     def __init__(
@@ -140,12 +141,12 @@ class SharedBags(Sequence[Request]):
         shapes: Sequence[tuple[int, ...]],
         width: int | None,
         make: Callable[[], list[Request]],
-        kept: dict[str, torch.Tensor],
+        form: Any,
     ) -> None:
         self.bags = bags
         self.shapes = shapes
         self.width = width
-        self.kept = kept
+        self.form = form
         self._make = make
         self._made: list[Request] | None = None
 

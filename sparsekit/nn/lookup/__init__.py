@@ -8,6 +8,6 @@ A route is an object that owns the state of one call: it is begun, then asked fo
 """
 
 from .choose import Route, begin, finish, look_up
-from .tables import Kept, Tables
+from .tables import Kept, Tables, keep
 
-__all__ = ["Kept", "Route", "Tables", "begin", "finish", "look_up"]
+__all__ = ["Kept", "Route", "Tables", "begin", "finish", "keep", "look_up"]

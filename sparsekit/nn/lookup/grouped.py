@@ -132,7 +132,7 @@ class _Call:
         self._requests = requests
         self._tensors = tables.tensors()
         self.weights = self._tensors.weights
-        sources = sources_of(requests, tables.places, self.weights[0])
+        sources = sources_of(requests, tables, self.weights[0])
         self._sources: Any = sources
         self._sample_weights, self._features = sources.sample_weights, sources.features
         self.width = sources.width

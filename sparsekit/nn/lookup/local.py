@@ -42,12 +42,10 @@ class Local:
 
 
 def _weights_need_gradient(requests: Sequence[Request]) -> bool:
-    if isinstance(requests, SharedBags):
-        weights = requests.bags.weights
-        return weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    return any(
-        request.bags.weights is not None and request.weights_need_gradient for request in requests
-    )
+    if not torch.is_grad_enabled():
+        return False
+    all_bags = [requests.bags] if type(requests) is SharedBags else [r.bags for r in requests]
+    return any(bags.weights is not None and bags.weights.requires_grad for bags in all_bags)
 
 
 class _Outputs(torch.autograd.Function):

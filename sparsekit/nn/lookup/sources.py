@@ -13,6 +13,7 @@ import torch
 from ...ops._checks import accumulate_dtype
 from ...ops._group import GROUP_COMBINERS
 from ..request import Request, SharedBags
+from .tables import Alike, keep
 
 
 @dataclass(slots=True)
@@ -27,30 +28,40 @@ class Sources:
     width: int | None  # all columns, if all have columns of one output
 
 
-def sources_of(requests: Sequence[Request], places: Sequence[int], weight: torch.Tensor) -> Sources:
+def sources_of(requests: Sequence[Request], tables: Alike, weight: torch.Tensor) -> Sources:
     """Describe requests. Those of the same bags share a source.
 
     Args:
-        requests: for tables with weights of one dtype and device.
-        places: which table each asks.
+        requests: one for each of the tables.
+        tables: what is asked.
         weight: any of the weights.
     """
     shapes: Sequence[tuple[int, ...]]
-    if isinstance(requests, SharedBags):
+    if type(requests) is SharedBags:
         of_requests, shapes, width = [requests.bags], requests.shapes, requests.width
-        features = requests.kept.get("features")
-        if features is None:
-            features = _matrix(_rows(requests, places, [0] * len(places), width is not None))
-            requests.kept["features"] = features
+        numbers, form = [0] * len(shapes), requests.form
     else:
-        sources = {id(request.bags): request.bags for request in requests}
-        of_requests = list(sources.values())
+        of_requests = [request.bags for request in requests]
+        numbers = list(range(len(of_requests)))
+        if len(requests) > 1:
+            sources = {id(bags): bags for bags in of_requests}
+            number = {bags: s for s, bags in enumerate(sources)}
+            numbers = [number[id(bags)] for bags in of_requests]
+            of_requests = list(sources.values())
         shapes = [request.shape for request in requests]
         columns = [request.columns for request in requests]
         width = None if None in columns else cast(Any, columns[0])[1]
-        number = {bags: s for s, bags in enumerate(sources)}
-        numbers = [number[id(request.bags)] for request in requests]
-        features = _matrix(_rows(requests, places, numbers, width is not None))
+        # All that the descriptor is made from.
+        form = tuple(
+            [
+                (r.shape, r.combiner, r.max_nnz, r.first_bag, r.columns, r.bags.slot_major, s)
+                for r, s in zip(requests, numbers, strict=True)
+            ]
+        )
+    features = tables.features.get(form)
+    if features is None:
+        features = _features(requests, tables.places, numbers, width is not None)
+        keep(tables.features, form, features)
     sample_weights: list[torch.Tensor] = []
     if any(bags.weights is not None for bags in of_requests):
         dtype = accumulate_dtype(weight.dtype)
@@ -68,32 +79,26 @@ def sources_of(requests: Sequence[Request], places: Sequence[int], weight: torch
     )
 
 
-@lru_cache(maxsize=256)
-def _matrix(rows: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """A descriptor. Those of a call are mostly those of the call before."""
-    return torch.tensor(rows)
-
-
 @lru_cache(maxsize=64)
 def _no_offsets(device: torch.device) -> torch.Tensor:
     """What stands for bags of one key each."""
     return torch.empty(0, dtype=torch.int64, device=device)
 
 
-def _rows(
+def _features(
     requests: Sequence[Request], places: Sequence[int], sources: Sequence[int], join: bool
-) -> tuple[tuple[int, ...], ...]:
-    """The rows of ``features``, in order of their tables."""
+) -> torch.Tensor:
+    """``features``, whose rows are in order of their tables."""
     rows = [
-        _features(request, table, source, None if join else i)
+        _rows(request, table, source, None if join else i)
         for i, (request, table, source) in enumerate(zip(requests, places, sources, strict=True))
     ]
     order = sorted(range(len(rows)), key=places.__getitem__)
-    return tuple(row for i in order for row in rows[i])
+    return torch.tensor([row for i in order for row in rows[i]])
 
 
-def _features(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
-    """The rows for a request: its vectors are tensor `out`, or columns of all."""
+def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
+    """Those of a request: its vectors are tensor `out`, or columns of all."""
     dim = request.table.embedding_vec_size
     how = GROUP_COMBINERS[request.combiner], request.max_nnz, out or 0
     columns = request.columns if out is None else None

@@ -43,6 +43,7 @@ class Alike:
         described: int64 ``[T, 3]``, the ops' ``tables``.
         initializers: float64 ``[T, 3]``.
         hashed: which of the tables have a hash table.
+        features: the ops' descriptors of requests, by all that they depend on.
         seen: whether these tables need no look at what is in them any more.
     """
 
@@ -72,6 +73,7 @@ class Alike:
         ]
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
+        self.features: dict[Any, torch.Tensor] = {}
 
     @property
     def tables(self) -> list[ShardedTable]:
@@ -116,7 +118,7 @@ class Tables:
 
     Attributes:
         alike: the tables by what one call of the ops can take.
-        derived: what a caller has made of the tables for some form of input; see `derive`.
+        derived: what a caller has made of the tables for some form of input; see `keep`.
     """
 
     def __init__(self, asked: Sequence[ShardedTable]) -> None:
@@ -144,12 +146,6 @@ class Tables:
         asked = self.asked
         return self if self.are(asked) else Tables(asked)
 
-    def derive(self, form: Any, value: Any) -> None:
-        """Keep something that follows from the tables and this form."""
-        if len(self.derived) >= _MOST_FORMS:  # batches of ever other sizes
-            self.derived.clear()
-        self.derived[form] = value
-
     @property
     def asked(self) -> list[ShardedTable]:
         """A table for each request."""
@@ -176,6 +172,13 @@ class Tables:
             self._fits_alone = True
         else:
             self._fits = ref(exchange)
+
+
+def keep(values: dict[Any, Any], form: Any, value: Any) -> None:
+    """Keep a value that follows from some form of input."""
+    if len(values) >= _MOST_FORMS:  # batches of ever other sizes
+        values.clear()
+    values[form] = value
 
 
 class Kept:
