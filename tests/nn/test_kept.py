@@ -53,12 +53,21 @@ def test_a_layer_in_another_dtype():
     assert other(KEYS).dtype == torch.bfloat16
 
 
-def test_a_weight_of_another_shape_is_refused():
-    made = called(layer())
-    made.weight.data = torch.zeros(19, 4)
-    with pytest.raises(
-        ValueError, match=r"^kept: weight must be contiguous and of shape \(20, 4\)"
-    ):
+def test_one_of_two_layers_in_another_dtype():
+    both = group()
+    both(inputs())
+    both.layers["a"].to(torch.float64)
+    out = both(inputs())
+    assert (out["a"].dtype, out["b"].dtype) == (torch.float64, torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(19, 4), (20, 3), (20, 5)])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_weight_of_another_shape_is_refused(training, shape):
+    made = called(layer()).train(training)
+    made(KEYS)
+    made.weight.data = torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"^kept: weight must be contiguous and of shape \(20, 4"):
         made(KEYS)
 
 
