@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -57,12 +58,32 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
   return text << item.list << '[' << item.position << ']';
 }
 
-// `name` is text, or an Item, which becomes text only in an error.
+// As scalar_type(), which asks torch for the code of one dtype after another.
+inline ScalarType dtype_of(const Tensor& tensor) {
+  static const int32_t codes[] = {aoti_torch_dtype_int64(), aoti_torch_dtype_float32(),
+                                  aoti_torch_dtype_int32(), aoti_torch_dtype_bfloat16(),
+                                  aoti_torch_dtype_float64()};
+  constexpr ScalarType kTypes[] = {ScalarType::Long, ScalarType::Float, ScalarType::Int,
+                                   ScalarType::BFloat16, ScalarType::Double};
+  int32_t code = -1;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  const auto* known = std::find(std::begin(codes), std::end(codes), code);
+  return known == std::end(codes) ? tensor.scalar_type() : kTypes[known - codes];
+}
+
+// Asking whether both are on the CPU is quicker than making two devices.
+inline bool same_device(const Tensor& one, const Tensor& other) {
+  return one.is_cpu() ? other.is_cpu() : one.device() == other.device();
+}
+
+// `name` is text, or an Item, which becomes text only in an error. What an error would say is not
+// asked for before there is one: each question to a tensor is a call of torch.
 template <class Name>
 void check_dtype(const Tensor& tensor, ScalarType dtype, const char* op, const Name& name) {
-  check(tensor.scalar_type() == dtype, op, ": ", name, " must have dtype ",
-        torch::headeronly::toString(dtype), ", got ",
-        torch::headeronly::toString(tensor.scalar_type()));
+  const ScalarType has = dtype_of(tensor);
+  if (has == dtype) return;
+  check(false, op, ": ", name, " must have dtype ", torch::headeronly::toString(dtype), ", got ",
+        torch::headeronly::toString(has));
 }
 
 // More than any memory has. Checked of every argument and result, so that what is computed from
@@ -89,15 +110,16 @@ void check_elements(std::initializer_list<int64_t> sizes, const char* op, const 
 // One dimension or two.
 template <class Name>
 void check_dim(const Tensor& tensor, int64_t dim, const char* op, const Name& name) {
-  check(tensor.dim() == dim, op, ": ", name, " must have ", dim, " dimension(s), got ",
-        tensor.dim());
+  const int64_t has = tensor.dim();
+  check(has == dim, op, ": ", name, " must have ", dim, " dimension(s), got ", has);
   check_elements({tensor.size(0), dim == 2 ? tensor.size(1) : 1}, op, name);
 }
 
 template <class Name>
 void check_size(const Tensor& tensor, int64_t dim, int64_t size, const char* op, const Name& name) {
-  check(tensor.size(dim) == size, op, ": ", name, " must have size ", size, " in dimension ", dim,
-        ", got ", tensor.size(dim));
+  const int64_t has = tensor.size(dim);
+  check(has == size, op, ": ", name, " must have size ", size, " in dimension ", dim, ", got ",
+        has);
 }
 
 // A tensor that the op writes to: its memory is used as it lies.
@@ -124,7 +146,7 @@ inline Tensor packed(const Tensor& tensor) {
 
 // Row numbers, segment ids or offsets, contiguous and in int64; they may come in int32.
 inline Tensor packed_int64(const Tensor& tensor, const char* op, const char* name) {
-  const ScalarType dtype = tensor.scalar_type();
+  const ScalarType dtype = dtype_of(tensor);
   // Packed first: a view of few elements in memory can have more than memory has room for.
   if (dtype == ScalarType::Int) return torch::stable::to(packed(tensor), ScalarType::Long);
   check(dtype == ScalarType::Long, op, ": ", name, " must be int64 or int32, got ",
@@ -137,7 +159,7 @@ inline Tensor packed_int64(const Tensor& tensor, const char* op, const char* nam
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt,
                          [[maybe_unused]] size_t kept_bytes = kLargeBytes) {
-  const ScalarType type = dtype.value_or(like.scalar_type());
+  const ScalarType type = dtype.has_value() ? *dtype : dtype_of(like);
   const auto type_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   size_t bytes = aoti_torch_dtype_element_size(type_code);
   bool possible = true;
@@ -184,7 +206,7 @@ constexpr ScalarType kAccumulateType =
 // Calls body(TypeTag<T>) with core's type of the rows' dtype.
 template <class Body>
 auto dispatch_rows(const Tensor& rows, const char* op, const char* name, Body&& body) {
-  switch (rows.scalar_type()) {
+  switch (dtype_of(rows)) {
     case ScalarType::Float:
       return body(TypeTag<float>{});
     case ScalarType::Double:
@@ -201,7 +223,7 @@ auto dispatch_rows(const Tensor& rows, const char* op, const char* name, Body&& 
 // Calls body(TypeTag<Key>) with int32_t or int64_t.
 template <class Body>
 auto dispatch_keys(const Tensor& keys, const char* op, Body&& body) {
-  switch (keys.scalar_type()) {
+  switch (dtype_of(keys)) {
     case ScalarType::Int:
       return body(TypeTag<int32_t>{});
     case ScalarType::Long:

@@ -145,8 +145,8 @@ struct Named {
 inline void check_same_device(const char* op, std::initializer_list<Named> arguments) {
   const Tensor& first = arguments.begin()->tensor;
   for (const Named& argument : arguments) {
-    check(argument.tensor.device() == first.device(), op, ": ", argument.name,
-          " is not on the device of ", arguments.begin()->name);
+    check(same_device(first, argument.tensor), op, ": ", argument.name, " is not on the device of ",
+          arguments.begin()->name);
   }
 }
 

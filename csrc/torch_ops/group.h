@@ -43,8 +43,8 @@ inline void check_list_device(const Tensor& first, const std::vector<Tensor>& te
                               const char* op, const char* name) {
   const bool on_cpu = first.is_cpu();
   for (size_t i = 0; i < tensors.size(); ++i) {
-    check(on_cpu ? tensors[i].is_cpu() : tensors[i].device() == first.device(), op, ": ",
-          Item{name, i}, " is not on the device of the other tensors");
+    const bool same = on_cpu ? tensors[i].is_cpu() : tensors[i].device() == first.device();
+    if (!same) check(false, op, ": ", Item{name, i}, " is not on the device of the other tensors");
   }
 }
 
@@ -61,7 +61,7 @@ inline std::vector<Initializer> initializers_of(const Tensor& matrix,
   initializers.reserve(num_tables);
   for (size_t t = 0; t < num_tables; ++t, columns += kInitializerColumns) {
     const Tensor& seed = seeds[t];
-    check(seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op, ": seeds[", t,
+    check(dtype_of(seed) == ScalarType::Long && seed.numel() == 1, op, ": seeds[", t,
           "] must have one element, an int64");
     check(columns[0] == 0 || columns[0] == 1 || columns[0] == 2, op,
           ": distribution of initializers[", t,
@@ -229,7 +229,7 @@ class GroupInput : public GroupFeatures {
 
  private:
   void add_source(const Tensor& keys, const Tensor& offsets, size_t s) {
-    const ScalarType key_type = keys.scalar_type(), offset_type = offsets.scalar_type();
+    const ScalarType key_type = dtype_of(keys), offset_type = dtype_of(offsets);
     const auto is_index = [](ScalarType type) {
       return type == ScalarType::Long || type == ScalarType::Int;
     };
@@ -237,16 +237,17 @@ class GroupInput : public GroupFeatures {
           torch::headeronly::toString(key_type));
     check(is_index(offset_type), op_, ": offsets[", s, "] must be int64 or int32, got ",
           torch::headeronly::toString(offset_type));
-    check(keys.dim() == 1, op_, ": keys[", s, "] must have 1 dimension(s), got ", keys.dim());
-    check(offsets.dim() == 1, op_, ": offsets[", s, "] must have 1 dimension(s), got ",
-          offsets.dim());
+    const int64_t dims = keys.dim(), offset_dims = offsets.dim();
+    check(dims == 1, op_, ": keys[", s, "] must have 1 dimension(s), got ", dims);
+    check(offset_dims == 1, op_, ": offsets[", s, "] must have 1 dimension(s), got ", offset_dims);
+    const int64_t n = keys.numel(), num_offsets = offsets.numel();
     keys_.push_back(packed(keys));
     offsets_.push_back(packed(offsets));
-    Source source{keys_.back().const_data_ptr(),   nullptr,      key_type == ScalarType::Long,
-                  offset_type == ScalarType::Long, keys.numel(), keys.numel()};
-    if (offsets.numel() > 0) {
+    Source source{keys_.back().const_data_ptr(),   nullptr, key_type == ScalarType::Long,
+                  offset_type == ScalarType::Long, n,       n};
+    if (num_offsets > 0) {
       source.offsets = offsets_.back().const_data_ptr();
-      source.bags = offsets.numel() - 1;
+      source.bags = num_offsets - 1;
     }
     check_elements({source.n}, op_, "keys");
     check_elements({source.bags}, op_, "offsets");

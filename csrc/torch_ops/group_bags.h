@@ -166,14 +166,11 @@ class GroupArguments {
   }
 
  private:
-  auto index_device(const Tensor& otherwise) const {
-    return index.defined() ? index.device() : otherwise.device();
-  }
   Tensor numbers(const Tensor& tensor, ScalarType dtype, int64_t size, const char* name) const {
     check_dtype(tensor, dtype, op_, name);
     check_dim(tensor, 1, op_, name);
     check_size(tensor, 0, size, op_, name);
-    check(tensor.device() == index_device(tensor), op_, ": ", name,
+    check(!index.defined() || same_device(index, tensor), op_, ": ", name,
           " is not on the device of index");
     return packed(tensor);
   }

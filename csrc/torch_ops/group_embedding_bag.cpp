@@ -11,9 +11,9 @@ using Tensors = std::vector<Tensor>;
 
 void check_same_dtype(const Tensors& tensors, const char* op, const char* name) {
   for (size_t i = 1; i < tensors.size(); ++i) {
-    check(tensors[i].scalar_type() == tensors[0].scalar_type(), op, ": ", name, "[", i,
-          "] must have the dtype of ", name, "[0], got ",
-          torch::headeronly::toString(tensors[i].scalar_type()));
+    const ScalarType type = dtype_of(tensors[i]);
+    check(type == dtype_of(tensors[0]), op, ": ", name, "[", i, "] must have the dtype of ", name,
+          "[0], got ", torch::headeronly::toString(type));
   }
 }
 
@@ -23,19 +23,20 @@ Tensor new_out(Tensor like, int64_t num_elements) {
   return new_output(like, {num_elements});
 }
 
-void pool(Tensors outs, Tensors weights, Tensor index, std::optional<Tensor> rows,
-          std::optional<Tensor> counts, Tensor bags, Tensor features, Tensors sample_weights,
-          std::optional<Tensor> first_keys, Tensors keys, Tensors seeds,
-          std::optional<Tensor> initializers) {
+void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
+          const std::optional<Tensor>& rows, const std::optional<Tensor>& counts,
+          const Tensor& bags, const Tensor& features, const Tensors& sample_weights,
+          const std::optional<Tensor>& first_keys, const Tensors& keys, const Tensors& seeds,
+          const std::optional<Tensor>& initializers) {
   const char* op = "group_embedding_bag_";
+  Tensors weights = weights_in;
   const size_t num_tables = weights.size();
   std::vector<int64_t> dims;
   for (size_t t = 0; t < num_tables; ++t) {
-    if (weights[t].dim() != 2) check_dim(weights[t], 2, op, Item{"weights", t});
+    check_dim(weights[t], 2, op, Item{"weights", t});
     dims.push_back(weights[t].size(1));
-    check_elements({weights[t].size(0), dims[t]}, op, "weights");
     check_row_size(dims[t], op, "weights");
-    weights[t] = packed(weights[t]);
+    if (!weights[t].is_contiguous()) weights[t] = packed(weights[t]);
   }
   check_same_dtype(weights, op, "weights");
   check_list_device(index, weights, op, "weights");
@@ -44,9 +45,9 @@ void pool(Tensors outs, Tensors weights, Tensor index, std::optional<Tensor> row
                                  static_cast<int64_t>(num_tables));
   for (size_t o = 0; o < outs.size(); ++o) {
     if (!outs[o].is_contiguous()) check_mutable(outs[o], op, Item{"outs", o});
-    check(weights.empty() || outs[o].scalar_type() == weights[0].scalar_type(), op, ": outs[", o,
-          "] must have the dtype of weights, got ",
-          torch::headeronly::toString(outs[o].scalar_type()));
+    const ScalarType type = dtype_of(outs[o]);
+    check(weights.empty() || type == dtype_of(weights[0]), op, ": outs[", o,
+          "] must have the dtype of weights, got ", torch::headeronly::toString(type));
   }
   arguments.check_placements(outs, "outs", dims);
   std::vector<Initializer> initial;
@@ -314,10 +315,11 @@ class Gradients {
   std::vector<int64_t> begins_;  // of each table, in elements
 };
 
-std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dims, Tensor index,
-                                         std::optional<Tensor> rows, Tensor counts, Tensor bags,
-                                         Tensor features, Tensors sample_weights,
-                                         std::optional<Tensor> first_keys, int64_t divisor,
+std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector<int64_t>& dims,
+                                         const Tensor& index, const std::optional<Tensor>& rows,
+                                         const Tensor& counts, const Tensor& bags,
+                                         const Tensor& features, const Tensors& sample_weights,
+                                         const std::optional<Tensor>& first_keys, int64_t divisor,
                                          bool deterministic) {
   const char* op = "group_embedding_bag_backward";
   check(!grads.empty() || dims.empty(), op, ": grads must not be empty");
@@ -341,11 +343,12 @@ std::tuple<Tensor, Tensor> pool_backward(Tensors grads, std::vector<int64_t> dim
   return {sorted_rows, out};
 }
 
-void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor bags,
-                 Tensor features, Tensors sample_weights, std::optional<Tensor> first_keys,
-                 Tensors weights, Tensors states, Tensors row_steps, Tensors steps,
-                 std::string rule, std::vector<double> settings, int64_t divisor, bool per_row,
-                 std::optional<int64_t> rounding_seed, bool counted,
+void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
+                 const Tensor& counts, const Tensor& bags, const Tensor& features,
+                 const Tensors& sample_weights, const std::optional<Tensor>& first_keys,
+                 const Tensors& weights, const Tensors& states, const Tensors& row_steps,
+                 const Tensors& steps, const std::string& rule, const std::vector<double>& settings,
+                 int64_t divisor, bool per_row, std::optional<int64_t> rounding_seed, bool counted,
                  [[maybe_unused]] bool deterministic) {
   const char* op = "group_embedding_bag_update_";
   const TableLists lists{op, weights, states, row_steps, steps};
@@ -358,7 +361,7 @@ void pool_update(Tensors grads, Tensor index, Tensor rows, Tensor counts, Tensor
   }
   const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
                             first_keys, divisor, !kOnDevice);
-  if (!grads.empty()) check_dtype(grads[0], weights[0].scalar_type(), op, "grads");
+  if (!grads.empty()) check_dtype(grads[0], dtype_of(weights[0]), op, "grads");
   const StepNumber number{counted, per_row};
   const Rounding rounding = rounding_of(rounding_seed);
   dispatch_step(lists, rule, settings, per_row, [&](auto tag, const auto& chosen) {

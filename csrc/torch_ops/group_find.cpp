@@ -125,10 +125,11 @@ void begin_on_cpu(GroupInput& input, GroupTables& group, const std::pair<Tensor,
                   mutable_data<int64_t>(results.second), torch_parallel_for());
 }
 
-std::tuple<Tensor, Tensor, Tensor> find(Tensors buckets, Tensors hash_seeds, Tensor tables,
-                                        Tensors keys, Tensors offsets, Tensor features) {
+std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& hash_seeds,
+                                        const Tensor& tables_in, const Tensors& keys,
+                                        const Tensors& offsets, const Tensor& features) {
   const char* op = "group_find";
-  tables = host_matrix(tables, ScalarType::Long, kTableColumns, op, "tables");
+  const Tensor tables = host_matrix(tables_in, ScalarType::Long, kTableColumns, op, "tables");
   GroupInput input(op, keys, offsets, features, tables.size(0));
   const Tensor& like = first_of(keys, buckets, features);
   check_list_device(like, keys, op, "keys");
@@ -163,20 +164,22 @@ std::vector<NewRows> new_rows_of(const char* op, const Tensors& weights, const T
   const std::vector<Initializer> initial = initializers_of(initializers, seeds, count, op);
   std::vector<NewRows> new_rows;
   new_rows.reserve(count);
+  const ScalarType dtype = weights.empty() ? ScalarType::Float : dtype_of(weights[0]);
   for (size_t t = 0; t < count; ++t) {
     const Tensor& weight = weights[t];
     if (weight.dim() != 2 || !weight.is_contiguous()) {
       check_dim(weight, 2, op, Item{"weights", t});
       check_mutable(weight, op, Item{"weights", t});
     }
-    check_elements({weight.size(0), weight.size(1)}, op, "weights");
-    check(weight.scalar_type() == weights[0].scalar_type(), op, ": weights[", t,
-          "] must have the dtype of the others, got ",
-          torch::headeronly::toString(weight.scalar_type()));
-    check(weight.size(0) >= group.tables[t].capacity, op, ": weights[", t, "] has ", weight.size(0),
+    const int64_t num_rows = weight.size(0), dim = weight.size(1);
+    check_elements({num_rows, dim}, op, "weights");
+    const ScalarType type = dtype_of(weight);
+    check(type == dtype, op, ": weights[", t, "] must have the dtype of the others, got ",
+          torch::headeronly::toString(type));
+    check(num_rows >= group.tables[t].capacity, op, ": weights[", t, "] has ", num_rows,
           " rows, but capacity of tables[", t, "] is ", group.tables[t].capacity);
-    check_row_size(weight.size(1), op, "weights");
-    NewRows rows{weight.mutable_data_ptr(), weight.size(1), initial[t], int64_data(seeds[t])};
+    check_row_size(dim, op, "weights");
+    NewRows rows{weight.mutable_data_ptr(), dim, initial[t], int64_data(seeds[t])};
     if constexpr (!kOnDevice) {
       rows.initializer.seed = static_cast<uint64_t>(*rows.device_seed);
     }
@@ -186,10 +189,11 @@ std::vector<NewRows> new_rows_of(const char* op, const Tensors& weights, const T
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
-    Tensors buckets, Tensors hash_seeds, Tensors sizes, Tensors weights, Tensors seeds,
-    Tensor tables, Tensor initializers, Tensors keys, Tensors offsets, Tensor features) {
+    const Tensors& buckets, const Tensors& hash_seeds, const Tensors& sizes, const Tensors& weights,
+    const Tensors& seeds, const Tensor& tables_in, const Tensor& initializers, const Tensors& keys,
+    const Tensors& offsets, const Tensor& features) {
   const char* op = "group_find_or_insert_";
-  tables = host_matrix(tables, ScalarType::Long, kTableColumns, op, "tables");
+  const Tensor tables = host_matrix(tables_in, ScalarType::Long, kTableColumns, op, "tables");
   GroupInput input(op, keys, offsets, features, tables.size(0));
   const Tensor& like = first_of(keys, weights, features);
   const std::pair<const char*, const Tensors*> lists[] = {

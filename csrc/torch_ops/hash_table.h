@@ -24,7 +24,8 @@ template <class Name>
 void check_word(const Tensor& word, const char* op, const Name& name) {
   check_dtype(word, ScalarType::Long, op, name);
   check_dim(word, 1, op, name);
-  check(word.numel() == 1, op, ": ", name, " must have one element, got ", word.numel());
+  const int64_t has = word.numel();
+  check(has == 1, op, ": ", name, " must have one element, got ", has);
 }
 
 inline void check_size_value(int64_t size, int64_t num_buckets, const char* op,

@@ -16,7 +16,7 @@ namespace sparsekit::ops {
 struct Span {
   uintptr_t begin = 0, end = 0;
   int64_t row_bytes = 0;
-  int64_t stride_bytes = 0;  // 0 unless it is a matrix of several rows
+  int64_t stride_bytes = 0;  // 0 unless it is a matrix of several rows that lie apart
 
   Span() = default;
 
@@ -25,15 +25,16 @@ struct Span {
     if (count == 0) return;
     const auto element = static_cast<int64_t>(tensor.element_size());
     begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-    int64_t bytes = count * element;
-    if (!tensor.is_contiguous()) {
-      bytes = element;
-      for (int64_t d = 0; d < tensor.dim(); ++d) {
-        bytes += (tensor.size(d) - 1) * tensor.stride(d) * element;
-      }
+    row_bytes = count * element;
+    if (tensor.is_contiguous()) {
+      end = begin + static_cast<uintptr_t>(row_bytes);
+      return;
     }
-    end = begin + static_cast<uintptr_t>(bytes);
-    row_bytes = bytes;
+    row_bytes = element;
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      row_bytes += (tensor.size(d) - 1) * tensor.stride(d) * element;
+    }
+    end = begin + static_cast<uintptr_t>(row_bytes);
     if (tensor.dim() == 2 && tensor.size(0) > 1 && (tensor.size(1) == 1 || tensor.stride(1) == 1)) {
       row_bytes = tensor.size(1) * element;
       stride_bytes = tensor.stride(0) * element;

@@ -59,13 +59,14 @@ struct TableLists {
     const Tensor &weight = weights[i], &step = steps[i];
     check_same_device(op_of,
                       {{"the first weight", weights[0]}, {"weight", weight}, {"step", step}});
-    check_dtype(weight, weights[0].scalar_type(), op_of, "weight");
+    check_dtype(weight, dtype_of(weights[0]), op_of, "weight");
     SteppedTable<T> table{
         row_table<T>(weight, states_of(i), num_states(), row_step(i), row_wise, op_of),
         mutable_data<int64_t>(step)};
     check_dtype(step, ScalarType::Long, op_of, "step");
     const int64_t least = number.counted ? 0 : 1;
-    check(step.numel() == 1, op_of, ": step must be one number >= ", least, ", got ", step.numel(),
+    const int64_t numbers = step.numel();
+    check(numbers == 1, op_of, ": step must be one number >= ", least, ", got ", numbers,
           " numbers");
     if constexpr (!kOnDevice) {
       check(*table.step >= least && *table.step < std::numeric_limits<int64_t>::max(), op_of,
