@@ -151,10 +151,12 @@ int64_t Engine::found(Complaint complaint, int64_t limit) const {
 }
 
 int64_t Engine::value(const Tensor& words, int64_t i) const {
-  int64_t value = 0;
-  const cuda::Piece piece{&value, int64_data(words) + i, sizeof value};
-  cuda::read_back(&piece, 1, stream_);
-  return value;
+  const auto read = [&](auto value) {
+    const cuda::Piece piece{&value, data<decltype(value)>(words) + i, sizeof value};
+    cuda::read_back(&piece, 1, stream_);
+    return int64_t{value};
+  };
+  return words.scalar_type() == ScalarType::Int ? read(int32_t{}) : read(int64_t{});
 }
 
 // Each stream has copies of its own: a copy is made before the first kernel that reads it, and

@@ -84,7 +84,7 @@ class Engine {
   // The position, below `limit`, that this call's kernel has reported, or -1. Always -1 with checks
   // off and while a graph is captured.
   int64_t found(Complaint complaint, int64_t limit) const;
-  // An element of an int64 tensor on the device.
+  // An element of an int64 or int32 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
   // A copy of these bytes on the device, to be held until the kernels that read it are launched.
   // Nobody may write to it. It is there already if this stream has asked for the same bytes lately:

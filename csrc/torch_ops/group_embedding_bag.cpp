@@ -140,7 +140,7 @@ class Gradients {
   const GroupArguments arguments;
   const Engine engine;
   std::vector<int64_t> counts;     // of rows, for each table; or the most that there can be
-  int64_t rows = 0, elements = 0;  // of all tables
+  int64_t rows = 0, elements = 0;  // of all tables, where counts are known
 
   Gradients(const char* op, const Tensors& grads_in, const std::vector<int64_t>& dims,
             const Tensor& index, const std::optional<Tensor>& rows_in, const Tensor& counts_in,
@@ -246,16 +246,29 @@ class Gradients {
     }
   }
 
-  // On a device: sums them to `out`, without a look at how many there are.
-  template <class T>
-  void sum_on_device(const std::vector<SummedTable<T>>& tables,
-                     const cuda::GradientsOnDevice<T>& out) const {
-    const cuda::GroupSums<T> sums = on_device(tables);
-    const Workspace memory(cuda::group_embedding_bag_backward_workspace_bytes(sums),
-                           arguments.index);
-    cuda::group_embedding_bag_backward_on_device(sums, out, engine.bad(Complaint::kGroupIndex),
-                                                 memory.data(), engine.stream());
-    arguments.check_found(engine);
+  // On a device: an optimizer's step with them, without a look at how many there are. With checks
+  // on, raises what was wrong.
+  template <class Rule, class T>
+  void update_on_device(const std::vector<FeatureBags<T>>& features,
+                        const std::vector<SteppedTable<T>>& tables, const Rule& rule,
+                        StepNumber number, Rounding rounding) const {
+    const std::vector<SummedTable<T>> summed = this->tables<T>(features, nullptr, nullptr);
+    const cuda::GroupSums<T> sums = on_device(summed);
+    const Workspace memory(cuda::group_embedding_bag_update_workspace_bytes(sums), arguments.index);
+    cuda::group_embedding_bag_update(
+        sums, tables.data(), rule, number, rounding, engine.bad(Complaint::kGroupIndex),
+        engine.bad(Complaint::kUpdateRow), [this] { arguments.check_found(engine); }, memory.data(),
+        engine.stream());
+    const BadRow bad = found_bad_row(engine, tables.size());
+    if (bad.table < 0) return;
+    int64_t first_bag = 0;
+    for (const Feature& feature : arguments.group.features) {
+      if (feature.table < bad.table) first_bag += feature.bags;
+    }
+    const int64_t first = engine.value(arguments.bags, first_bag);
+    const auto at = std::clamp<int64_t>(first + bad.position, 0, arguments.entries - 1);
+    index_error(op_, ": one of rows is ", engine.value(*arguments.rows, at),
+                ", which is no row of table ", bad.table);
   }
 
  private:
@@ -289,12 +302,9 @@ class Gradients {
         counts[t] = std::min(counts[t] + most, entries);
       }
       check_elements({counts[t], dims_[t]}, op_, "a gradient");
-      elements = std::min(elements + counts[t] * dims_[t] + kPartElements, kMostElements);
       longest = std::max(longest, dims_[t]);
     }
     check_elements({entries, longest}, op_, "all gradients");
-    elements = std::min(elements, entries * longest + kPartElements * num_tables());
-    rows = entries;
   }
 
   template <class T>
@@ -385,28 +395,7 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
     const std::vector<FeatureBags<T>> features_of =
         gradients.arguments.bags_of<T>(gradients.grads, false);
     if constexpr (kOnDevice) {
-      const auto num_tables = static_cast<int64_t>(lists.size());
-      const Tensor of_rows = new_output(index, {gradients.rows}, ScalarType::Long);
-      const Tensor sums = new_output(weights[0], {gradients.elements});
-      const Tensor begins = new_output(index, {2, num_tables + 1}, ScalarType::Long);
-      std::vector<SummedTable<T>> summed = gradients.tables<T>(features_of, nullptr, nullptr);
-      for (SummedTable<T>& table : summed) table.grad = mutable_data<T>(sums);
-      auto* first_row = mutable_data<int64_t>(begins);
-      auto* first_element = first_row + num_tables + 1;
-      gradients.sum_on_device(summed, {mutable_data<T>(sums), mutable_data<int64_t>(of_rows),
-                                       first_row, first_element});
-      std::vector<RowGradients<T>> brought;
-      for (const int64_t most : gradients.counts) {
-        brought.push_back({int64_data(of_rows), data<T>(sums), most});
-      }
-      const BadRow bad =
-          update_on_device(gradients.engine, tables, brought, {nullptr, first_row, first_element},
-                           chosen, number, rounding);
-      if (bad.table >= 0) {
-        const int64_t first = gradients.engine.value(begins, bad.table);
-        index_error(op, ": one of rows is ", gradients.engine.value(of_rows, first + bad.position),
-                    ", which is no row of table ", bad.table);
-      }
+      gradients.update_on_device(features_of, tables, chosen, number, rounding);
     } else {
       const std::vector<SummedTable<T>> summed = gradients.tables<T>(features_of, nullptr, nullptr);
       gradients.check_rows(summed, [&](size_t t) { return tables[t].table.num_rows; });

@@ -101,28 +101,13 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
   });
 }
 
-// As cpu::update_rows, but with checks off it sees no bad row.
-template <class Rule, class T>
-BadRow update_on_device(const Engine& engine, const std::vector<SteppedTable<T>>& tables,
-                        const std::vector<RowGradients<T>>& gradients,
-                        const cuda::GradientBounds& bounds, const Rule& rule, StepNumber number,
-                        Rounding rounding) {
-  if constexpr (kOnDevice) {
-    const auto num_tables = static_cast<int64_t>(tables.size());
-    std::optional<Tensor> copy;
-    if (num_tables > cuda::kTablesOfLaunch) {
-      copy = engine.kept(tables.data(), num_tables * static_cast<int64_t>(sizeof(SteppedTable<T>)));
-    }
-    const auto* on_device = copy ? data<SteppedTable<T>>(*copy) : nullptr;
-    cuda::update_rows(tables.data(), on_device, gradients.data(), num_tables, bounds, rule, number,
-                      rounding, engine.bad(Complaint::kUpdateRow), engine.stream());
-    const bool by_row = std::any_of(gradients.begin(), gradients.end(),
-                                    [](const RowGradients<T>& own) { return own.rows != nullptr; });
-    const int64_t limit = by_row ? cuda::position_of_table(num_tables, 0) : 0;
-    const int64_t found = engine.found(Complaint::kUpdateRow, limit);
-    if (found >= 0) return {cuda::table_of_position(found), cuda::position_in_table(found)};
-  }
-  return {};
+// On a device: the bad row that a call for so many tables has reported. With checks off there is
+// none.
+inline BadRow found_bad_row(const Engine& engine, size_t num_tables) {
+  const int64_t limit = cuda::position_of_table(static_cast<int64_t>(num_tables), 0);
+  const int64_t found = engine.found(Complaint::kUpdateRow, limit);
+  if (found < 0) return {};
+  return {cuda::table_of_position(found), cuda::position_in_table(found)};
 }
 
 template <class T>

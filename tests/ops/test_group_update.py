@@ -1,5 +1,6 @@
 """sparsekit.ops.group_embedding_bag_update_, against the two ops that it is made of."""
 
+import contextlib
 import random
 from dataclasses import dataclass
 
@@ -92,8 +93,8 @@ def update(group, grads, found, tables, divisor=1, op=ops.group_embedding_bag_up
     )  # fmt: skip
 
 
-def check(group, case, divisor=1, own_steps=False, reference=False, **keywords):
-    found, grads = group.find_or_insert(), random_grads(group)
+def check(group, case, divisor=1, own_steps=False, reference=False, found=None, **keywords):
+    found, grads = found or group.find_or_insert(), random_grads(group)
     one, other = (tables_of(group, case, own_steps) for _ in range(2))
     update(group, grads, found, one, divisor, **keywords)
     if grads:
@@ -155,6 +156,41 @@ def test_any_number_of_tables(device, count, dtype):
         assert [int(step) for step in tables.steps] == [
             (2, 3, 8, 1001)[t % 4] for t in range(count)
         ]
+
+
+# How many entries each row of a table has. On a device, 64 of a table are a chunk.
+LENGTHS = (
+    [64],
+    [65],
+    [63, 1, 64],
+    [64, 64, 64],
+    [1, 128, 1],
+    [0, 0, 70, 0, 58, 0],
+    [0] * 70,
+    [1] * 129,
+    [3, 5000, 2, 0, 200],
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", ["lazy adam", "row-wise adagrad"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_rows_of_any_number_of_entries(device, lengths, case, dtype):
+    """Also behind another table, and with vectors that many lanes share."""
+    dims = [8, 16, 7, 1, 520, 301]
+    group = Group(dtype, dims, [200] * len(dims), [True] * len(dims), [1] * len(dims), device)
+    without = []
+    for t in range(len(dims)):
+        own = torch.tensor([2, 0, 3] if t == 0 else lengths)
+        keys = torch.arange(len(own)).repeat_interleave(own.clamp(min=1))
+        keys = keys[torch.randperm(len(keys), generator=torch.Generator().manual_seed(t))]
+        without.append(own[keys] == 0)
+        offsets = random_bags(random.Random(t), len(keys), len(keys) // 2 + 1)
+        group.sources.append(Source(keys, offsets, torch.empty(0)))
+        group.ask(t, t, 0, len(offsets) - 1, COMBINERS[t % 2])
+    rows, inverse, *others = group.find_or_insert()
+    inverse[torch.cat(without).to(device)] = -1
+    check(group, case, 3, found=(rows, inverse, *others))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -262,13 +298,25 @@ def test_rows_that_are_refused(device, backend, bad):
 
 def test_a_negative_number_gets_no_gradient(device):
     group = mixed_group(3, torch.float32, device)
-    found, grads = group.find_or_insert(), random_grads(group)
+    found = group.find_or_insert()
     found[1][45:60] = -1
-    one, other = (tables_of(group, "momentum") for _ in range(2))
-    update(group, grads, found, one)
-    rows_and_sums = split_by_table(group.dims, found[2].tolist(), *backward(group, grads, found))
-    ops.update_rows_(*other.rows_and(*rows_and_sums), other.rule, other.settings)
-    assert all(map(same_bits, one.changed, other.changed))
+    check(group, "momentum", found=found)
+
+
+@pytest.mark.parametrize("bad", [-1, 119, 121, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("bag", [0, 5, 14, 28, 42])
+def test_bags_that_are_refused(device, backend, bag, bad):
+    group = mixed_group(3, torch.float32, device)
+    found, tables = group.find_or_insert(), tables_of(group, "lazy adam")
+    found[3][bag] = bad
+    if backend == "cpu":
+        refused(ValueError, "bags must|bag ", group, found, tables)
+        return
+    # A device takes what is left of them, and then numbers may have no row.
+    with contextlib.suppress(IndexError):
+        update(group, random_grads(group), found, tables)
+    for weight in tables.weights:
+        assert weight.isfinite().all()
 
 
 def of(name, change):

@@ -42,15 +42,17 @@ class Descriptors {
     return (n * static_cast<int64_t>(sizeof(D)) + 15) / 16 * 16;
   }
 
-  // Where the first array will be; each further one lies behind the one before.
+  // Where the first array will be; each further one lies behind the one before. add() returns
+  // where.
   explicit Descriptors(const void* device)
       : device_(static_cast<char*>(const_cast<void*>(device))) {}
 
   template <class D>
-  void add(const std::vector<D>& array) {
+  const D* add(const std::vector<D>& array) {
     const size_t at = bytes_.size();
     bytes_.resize(at + static_cast<size_t>(bytes<D>(static_cast<int64_t>(array.size()))));
     if (!array.empty()) std::memcpy(bytes_.data() + at, array.data(), array.size() * sizeof(D));
+    return reinterpret_cast<const D*>(device_ + at);
   }
 
   void send(void* stream) const {

@@ -61,7 +61,6 @@ inline int bits_of(int64_t number) {
 
 template <class T>
 struct SumWorkspace {
-  char* descriptors;
   int32_t* entry;
   int64_t *row, *element;
   ScaledRow<Acc<T>>* scaled;
@@ -72,9 +71,7 @@ struct SumWorkspace {
   SumLevels<T> levels{};
 
   SumWorkspace(Arena& arena, const SumCall<T>& call)
-      : descriptors(arena.take<char>(Descriptors::bytes<SumFeature<T>>(call.num_features + 1) +
-                                     Descriptors::bytes<SumTable>(call.num_tables + 1))),
-        entry(arena.take<int32_t>(call.num_tables + 1)),
+      : entry(arena.take<int32_t>(call.num_tables + 1)),
         row(arena.take<int64_t>(call.num_tables + 1)),
         element(arena.take<int64_t>(call.num_tables + 1)) {
     const Ways ways(call.features, call.num_features);
@@ -87,7 +84,6 @@ struct SumWorkspace {
     keys = arena.take<uint32_t>(call.entries);
     values = arena.take<int32_t>(call.entries);
     sort = arena.take<char>(sort_workspace_bytes(call.entries));
-    levels.stride = call.stride;
     add_level(arena, call.entries, 0);
     for (int64_t chunks = (call.longest + kChunk - 1) / kChunk;;
          chunks = (2 * chunks + kChunk - 1) / kChunk) {
@@ -107,6 +103,17 @@ struct SumWorkspace {
     level.rows = arena.take<Acc<T>>(n * stride);
     level.n = n;
   }
+};
+
+// Besides, for rows that are updated.
+template <class T>
+struct RunsWorkspace {
+  int32_t* begins;
+  T* sums;
+
+  RunsWorkspace(Arena& arena, const SumCall<T>& call, const SumWorkspace<T>& work)
+      : begins(arena.take<int32_t>(call.entries + call.num_tables)),
+        sums(arena.take<T>(work.levels.level[1].n / 2 * call.stride)) {}
 };
 
 // To bring rows in their order.
@@ -193,22 +200,20 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                sorted_rows);
 }
 
-// All but the sums: where everything is, and a sort key for each entry. With `out`, gradients go
-// there.
 template <class T>
-SumGroup<T> begin_sums(const GroupSums<T>& sums, const SumCall<T>& call,
-                       const SumWorkspace<T>& work, const GradientsOnDevice<T>* out,
-                       int64_t* bad_index, void* stream) {
-  Descriptors descriptors(work.descriptors);
-  descriptors.add(sum_features(call));
-  descriptors.add(sum_tables(call));
-  descriptors.send(stream);
+int64_t descriptor_bytes(const SumCall<T>& call) {
+  return Descriptors::bytes<SumFeature<T>>(call.num_features + 1) +
+         Descriptors::bytes<SumTable>(call.num_tables + 1);
+}
 
-  const Ways ways(call.features, call.num_features);
+// A call's group, but for what differs between gradients and updates; sends `descriptors`.
+template <class T>
+SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const SumWorkspace<T>& work,
+                      Descriptors& descriptors, int64_t* bad_index, void* stream) {
   SumGroup<T> group{};
-  group.features = reinterpret_cast<const SumFeature<T>*>(work.descriptors);
-  group.tables = reinterpret_cast<const SumTable*>(
-      work.descriptors + Descriptors::bytes<SumFeature<T>>(call.num_features + 1));
+  group.features = descriptors.add(sum_features(call));
+  group.tables = descriptors.add(sum_tables(call));
+  descriptors.send(stream);
   group.num_features = static_cast<int32_t>(call.num_features);
   group.num_tables = static_cast<int32_t>(call.num_tables);
   group.num_bags = static_cast<int32_t>(call.num_bags);
@@ -218,29 +223,34 @@ SumGroup<T> begin_sums(const GroupSums<T>& sums, const SumCall<T>& call,
   group.counts = sums.counts;
   group.bags = sums.bags;
   group.entry = work.entry;
-  group.row = out == nullptr ? work.row : out->first_row;
-  group.element = out == nullptr ? work.element : out->first_element;
+  group.row = work.row;
+  group.element = work.element;
   group.scaled = work.scaled;
   group.divisors = work.divisors;
-  group.by_entry = ways.weighted;
+  group.by_entry = Ways(call.features, call.num_features).weighted;
   group.divide_by = static_cast<Acc<T>>(sums.divisor);
-  group.out = out == nullptr ? call.tables[0].grad : out->grads;
+  group.stride = call.stride;
+  group.chunks = work.levels.level[0].chunks;
   group.bad_index = bad_index;
-
-  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels,
-               out != nullptr);
-  if (ways.divided) {
-    simt::launch("group: divisors", group_divisors_kernel<T>,
-                 simt::grid_for(call.num_bags * simt::kWarp, kGroupThreads), stream, group);
-  }
-  simt::launch("group: numbers of entries", number_entries_kernel<T>,
-               simt::grid_for(std::max(call.entries, call.num_bags), kGroupThreads), stream, group,
-               work.keys, work.values, out == nullptr ? nullptr : out->rows);
   return group;
 }
 
-// The sums, of up to num_rows rows.
+// All but the sums: where everything is, and a sort key for each entry.
 template <class T>
+void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, void* stream) {
+  simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels);
+  if (group.divisors != nullptr) {
+    simt::launch("group: divisors", group_divisors_kernel<T>,
+                 simt::grid_for(int64_t{group.num_bags} * simt::kWarp, kGroupThreads), stream,
+                 group);
+  }
+  simt::launch("group: numbers of entries", number_entries_kernel<T>,
+               simt::grid_for(std::max(group.entries, group.num_bags), kGroupThreads), stream,
+               group, work.keys, work.values);
+}
+
+// The sums, of up to num_rows rows.
+template <bool kAllRows, class T>
 void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_rows,
                  const SumWorkspace<T>& work, void* stream) {
   sort_pairs(work.keys, work.levels.level[0].keys, work.values, work.levels.level[0].values,
@@ -254,9 +264,10 @@ void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_r
     const SumLevel<T>&from = work.levels.level[i], &to = work.levels.level[i + 1];
     const Begins begins =
         i == 0 ? Begins{work.entry, 1} : Begins{work.levels.level[i - 1].chunks, 2};
-    const auto sum = i == 0 ? sum_tables_kernel<T, true> : sum_tables_kernel<T, false>;
+    const auto sum =
+        i == 0 ? sum_tables_kernel<T, true, kAllRows> : sum_tables_kernel<T, false, kAllRows>;
     simt::launch("group: sums", sum, simt::strided_grid_for(to.n / 2 * lanes, kGroupThreads),
-                 stream, group, from, begins, to, work.levels.stride);
+                 stream, group, from, begins, to);
   }
 }
 
@@ -276,8 +287,10 @@ bool sorts_rows(const GroupSums<T>& sums) {
 
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums) {
+  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
   Arena arena;
-  SumWorkspace<T>(arena, SumCall<T>(sums.tables, sums.num_tables, sums.entries));
+  arena.take<char>(descriptor_bytes(call));
+  SumWorkspace<T>(arena, call);
   if (sorts_rows(sums)) OrderWorkspace(arena, rows_of(sums));
   return arena.bytes();
 }
@@ -288,34 +301,55 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
   if (sums.num_tables == 0) return;
   const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
   Arena arena(workspace);
+  Descriptors descriptors(arena.take<char>(descriptor_bytes(call)));
   const SumWorkspace<T> work(arena, call);
-  SumGroup<T> group = begin_sums<T>(sums, call, work, nullptr, bad_index, stream);
+  SumGroup<T> group = sum_group(sums, call, work, descriptors, bad_index, stream);
+  group.out = call.tables[0].grad;
+  begin_sums(group, work, stream);
   const int64_t num_rows = rows_of(sums);
   if (sorts_rows(sums)) {
     const OrderWorkspace order(arena, num_rows);
     group.places = order.places;
     order_rows(group, num_rows, sums.tables[0].sorted_rows, order, stream);
   }
-  finish_sums(group, call, num_rows, work, stream);
+  finish_sums<true>(group, call, num_rows, work, stream);
 }
 
 template <class T>
-void group_embedding_bag_backward_on_device(const GroupSums<T>& sums,
-                                            const GradientsOnDevice<T>& out, int64_t* bad_index,
-                                            void* workspace, void* stream) {
-  if (sums.num_tables == 0) return;
+int64_t sum_descriptor_bytes(const GroupSums<T>& sums) {
+  return descriptor_bytes(SumCall<T>(sums.tables, sums.num_tables, sums.entries));
+}
+
+template <class T>
+int64_t row_runs_workspace_bytes(const GroupSums<T>& sums) {
+  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
+  Arena arena;
+  const SumWorkspace<T> work(arena, call);
+  RunsWorkspace<T>(arena, call, work);
+  return arena.bytes();
+}
+
+template <class T>
+RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int64_t* bad_index,
+                         void* workspace, void* stream) {
   const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
   Arena arena(workspace);
   const SumWorkspace<T> work(arena, call);
-  const SumGroup<T> group = begin_sums(sums, call, work, &out, bad_index, stream);
-  finish_sums(group, call, sums.entries, work, stream);
+  const RunsWorkspace<T> runs(arena, call, work);
+  SumGroup<T> group = sum_group(sums, call, work, descriptors, bad_index, stream);
+  group.out = runs.sums;
+  group.begins = runs.begins;
+  begin_sums(group, work, stream);
+  finish_sums<false>(group, call, sums.entries, work, stream);
+  return {group, work.levels.level[0].values};
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                           \
   template int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>&);      \
   template void group_embedding_bag_backward(const GroupSums<T>&, int64_t*, void*, void*); \
-  template void group_embedding_bag_backward_on_device(                                    \
-      const GroupSums<T>&, const GradientsOnDevice<T>&, int64_t*, void*, void*);
+  template int64_t sum_descriptor_bytes(const GroupSums<T>&);                              \
+  template int64_t row_runs_workspace_bytes(const GroupSums<T>&);                          \
+  template RowRuns<T> find_row_runs(const GroupSums<T>&, Descriptors&, int64_t*, void*, void*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)
 SPARSEKIT_INSTANTIATE(BFloat16)

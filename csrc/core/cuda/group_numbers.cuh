@@ -11,26 +11,33 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
   return at < 0 ? 0 : at > end ? end : at;
 }
 
-// One block: where tables have their entries, rows and chunks. `few`: tables have no more rows than
-// entries, whatever counts say.
+// One block: where tables have their entries, rows and chunks. Of rows that are updated, a table
+// has no more than entries, whatever counts say.
 template <class T>
-SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels, bool few) {
+SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   const auto first_bag = [&](int t) {
     return group.features[group.tables[t].first_feature].first_bag;
   };
-  const auto entry = [&](int t) { return clamped(group.bags[first_bag(t)], group.entries); };
-  const auto num_entries = [&](int t) {
-    const int64_t n = int64_t{entry(t + 1)} - entry(t);
-    return n < 0 ? 0 : n;
+  const auto entries_before = [&](int t) {
+    return clamped(group.bags[first_bag(t)], group.entries);
   };
+  // Bags may be bad, but tables get different entries.
+  sum_up(
+      group.num_tables,
+      [&](int t) {
+        const int32_t n = entries_before(t + 1) - entries_before(t);
+        return n < 0 ? 0 : n;
+      },
+      [&](int t, int64_t before) {
+        group.entry[t] = static_cast<int32_t>(before < group.entries ? before : group.entries);
+      });
+  simt::barrier();
+  const auto num_entries = [&](int t) { return int64_t{group.entry[t + 1]} - group.entry[t]; };
   const auto num_rows = [&](int t) {
     const int64_t count = group.counts[t] < 0 ? 0 : group.counts[t];
     const int64_t most = num_entries(t);
-    return few && count > most ? most : count;
+    return group.begins != nullptr && count > most ? most : count;
   };
-  for (int t = simt::thread(); t <= group.num_tables; t += simt::block_size()) {
-    group.entry[t] = entry(t);
-  }
   sum_up(group.num_tables, num_rows, [&](int t, int64_t before) { group.row[t] = before; });
   const auto elements = [&](int t) {
     return (num_rows(t) * group.tables[t].dim + kPartElements - 1) / kPartElements * kPartElements;
@@ -75,20 +82,23 @@ SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
   if (simt::lane() == 0) group.divisors[bag] = divisor(total, range.end - range.begin, combiner);
 }
 
-// The bag that has entry e, or -1. Where bags are bad, one of those that have it, or -1.
+// The bag of table t that has entry e, or -1. Where bags are bad, one of those that have it, or -1.
 template <class T>
-SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int64_t e) {
-  if (group.num_bags == 0) return -1;
-  const int bag = last_up_to(e, group.num_bags, [&](int b) { return group.bags[b]; });
+SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e) {
+  const auto first_bag = [&](int table) {
+    return group.features[group.tables[table].first_feature].first_bag;
+  };
+  const int32_t first = first_bag(t), count = first_bag(t + 1) - first;
+  if (count == 0) return -1;
+  const int bag = first + last_up_to(e, count, [&](int b) { return group.bags[first + b]; });
   const Range range = group.range(bag);
   return range.begin <= e && e < range.end ? bag : -1;
 }
 
-// Sort key and value of each entry; what bags or entries are scaled by; rows by number, if asked
-// for. A thread for each entry and each bag.
+// Sort key and value of each entry; what bags or entries are scaled by. A thread for each entry and
+// each bag.
 template <class T>
-SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_t* values,
-                                       int64_t* row_of_number) {
+SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_t* values) {
   using A = Acc<T>;
   const int64_t i = simt::global_thread();
   if (!group.by_entry && group.scaled != nullptr && i < group.num_bags) {
@@ -105,16 +115,12 @@ SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_
     values[i] = -1;
     return;
   }
-  const int32_t bag = bag_of_entry(group, i);
+  const int32_t bag = bag_of_entry(group, t, i);
   const int64_t number = group.index[i], count = group.row[t + 1] - group.row[t];
   if (number >= count) simt::atomic_min(group.bad_index, i);
   const bool has_row = number >= 0 && number < count && bag >= 0;
   keys[i] = has_row ? group.first_key(t) + static_cast<uint32_t>(number) : group.no_row(t);
   values[i] = group.by_entry ? static_cast<int32_t>(i) : bag;
-  const int64_t in_table = i - group.entry[t];
-  if (row_of_number != nullptr && in_table < count) {
-    row_of_number[group.row[t] + in_table] = group.rows[i];
-  }
   if (!group.by_entry || bag < 0) return;
   const SumFeature<T>& feature = group.features[group.feature_of_bag(bag)];
   const auto combiner = static_cast<Combiner>(feature.combiner);

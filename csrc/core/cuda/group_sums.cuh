@@ -2,6 +2,10 @@
 // of all tables, so one sort brings the entries of each together; those of a table stay where they
 // are. Then chunks are summed as in segment_reduce.cuh: each table's are counted from its first
 // entry on, so sums have the bits that they have for the table by itself.
+//
+// An optimizer's step needs no gradient in memory. There, only rows whose entries lie in several
+// chunks are summed so; for the others it is enough to know where their entries begin, and whoever
+// takes the gradient adds them up (RowRuns).
 #pragma once
 
 #include <cstdint>
@@ -55,7 +59,12 @@ struct SumGroup {
   A* divisors;  // [num_bags], of weighted bags that are divided
   bool by_entry;
   A divide_by;
+  int64_t stride;  // of partial sums
+  // The gradient; with `begins`, [chunks, stride] of sums_over_chunks().
   T* out;
+  // Null, or where the entries with a sort key begin among those of their table.
+  int32_t* begins;
+  const int32_t* chunks;  // [num_tables + 1] before a table's
   int64_t* bad_index;
 
   SPARSEKIT_DEVICE int table_of(int64_t e) const {
@@ -72,6 +81,10 @@ struct SumGroup {
   // Sort keys of a table's numbers, and one more for its entries without a row.
   SPARSEKIT_DEVICE uint32_t first_key(int t) const { return static_cast<uint32_t>(row[t] + t); }
   SPARSEKIT_DEVICE uint32_t no_row(int t) const { return first_key(t + 1) - 1; }
+
+  // Sums of rows of table t that lie in several chunks: by the one in which they begin, which no
+  // other such row does.
+  SPARSEKIT_DEVICE T* sums_over_chunks(int t) const { return out + int64_t{chunks[t]} * stride; }
 
   SPARSEKIT_DEVICE A weight_of(const SumFeature<T>& feature, int64_t e) const {
     if (feature.sample_weights == nullptr) return A{1};
@@ -99,14 +112,13 @@ struct SumLevels {
 
   SumLevel<T> level[kMost];
   int count;  // of launches; there is one level more
-  int64_t stride;
 };
 
 // Gradients of a table's bags, as sum_runs asks for them.
 template <class T>
 struct GradientRows {
   using Scalar = T;
-  const SumGroup<T>& group;
+  const ScaledRow<Acc<T>>* scaled;
   const SumFeature<T>* features;
   int num_features;
   int64_t dim;
@@ -116,26 +128,30 @@ struct GradientRows {
   int32_t first_bag;
 
   SPARSEKIT_DEVICE GradientRows(const SumGroup<T>& group, int t)
-      : group(group),
+      : scaled(group.scaled),
         features(group.features + group.tables[t].first_feature),
         num_features(group.tables[t + 1].first_feature - group.tables[t].first_feature),
         dim(group.tables[t].dim),
-        grad(simt::global(features->grad)),
+        grad(features->grad),
         stride(features->stride),
         first_bag(features->first_bag) {}
 
   SPARSEKIT_DEVICE ScaledRow<Acc<T>> find(int32_t value) const {
     if (value < 0) return {-1, Acc<T>{0}};
-    return group.scaled == nullptr ? ScaledRow<Acc<T>>{value, Acc<T>{1}} : group.scaled[value];
+    return scaled == nullptr ? ScaledRow<Acc<T>>{value, Acc<T>{1}} : simt::global(scaled)[value];
   }
   template <int kWidth>
   SPARSEKIT_DEVICE void read(int32_t bag, int64_t element, RowPiece<T, kWidth>& piece) const {
     piece = {};
     if (bag < 0 || element >= dim) return;
-    if (num_features == 1) return piece.read(grad + (bag - first_bag) * stride + element);
-    const auto first = [this](int f) { return features[f].first_bag; };
-    const SumFeature<T>& own = features[last_up_to(bag, num_features, first)];
-    piece.read(simt::global(own.grad) + (bag - own.first_bag) * own.stride + element);
+    const T* from = grad + (bag - first_bag) * stride;
+    if (num_features > 1) {
+      const SumFeature<T>* all = simt::global(features);
+      const auto first = [all](int f) { return all[f].first_bag; };
+      const SumFeature<T>& own = all[last_up_to(bag, num_features, first)];
+      from = own.grad + (bag - own.first_bag) * own.stride;
+    }
+    piece.read(simt::global(from + element));
   }
 };
 
@@ -156,6 +172,13 @@ struct PartialRows {
   }
 };
 
+// The gradient that belongs to a sum.
+template <class T>
+SPARSEKIT_DEVICE T divided_sum(Acc<T> sum, Acc<T> divide_by) {
+  const T rounded = store<T>(sum);
+  return divide_by == Acc<T>{1} ? rounded : store<T>(load(rounded) / divide_by);
+}
+
 // Where a level's entries of a table are, and where those of the next begin.
 struct Begins {
   const int32_t* begins;
@@ -164,21 +187,47 @@ struct Begins {
   SPARSEKIT_DEVICE int64_t operator()(int t) const { return int64_t{begins[t]} * scale; }
 };
 
-// A chunk of table t: whole runs to the gradient, others to the next level.
-template <int kWidth, bool kFirst, class T, class RowsOf>
+// Notes for each sort key of table t where its entries begin, as far as a chunk can tell: keys
+// without entries have the place of the next ones, and the one behind the last row has the end.
+// Shared out over the lanes of a tile.
+template <class T>
+SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& sorted, int t,
+                                  uint32_t chunk, int lane, int lanes) {
+  const int64_t first = group.entry[t];
+  const auto n = static_cast<uint32_t>(group.entry[t + 1] - first);
+  const uint32_t first_key = group.first_key(t), no_row = group.no_row(t);
+  // The first key that is not among those of the entries before k.
+  const auto next_key = [&](uint32_t k) {
+    const uint32_t key = k == 0 ? first_key : sorted.keys[first + k - 1] + 1;
+    return key < first_key ? first_key : key;
+  };
+  const uint32_t begin = chunk * kChunk;
+  const uint32_t end = n - begin > kChunk ? begin + kChunk : n + 1;
+  for (uint32_t k = begin + lane; k < end; k += lanes) {
+    const uint32_t own = k == n ? no_row : sorted.keys[first + k];
+    const uint32_t last = own < no_row ? own : no_row;
+    for (uint32_t key = next_key(k); key <= last; ++key) {
+      group.begins[key] = static_cast<int32_t>(k);
+    }
+  }
+}
+
+// A chunk of table t: whole runs to `out`, others to the next level. Without kAllRows there are
+// `begins`, and the first level leaves out rows that lie in one chunk.
+template <int kWidth, bool kFirst, bool kAllRows, class T, class RowsOf>
 SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& from, Begins begins,
-                                const SumLevel<T>& to, int64_t stride, int t, uint32_t chunk,
-                                int64_t element, const RowsOf& rows) {
+                                const SumLevel<T>& to, int t, uint32_t chunk, int64_t element,
+                                const RowsOf& rows) {
   using A = Acc<T>;
   const int64_t first = begins(t);
   const auto n = static_cast<uint32_t>(begins(t + 1) - first);
   const uint32_t begin = chunk * kChunk;
   const uint32_t end = n - begin > kChunk ? begin + kChunk : n;
   const int64_t slot = 2 * (int64_t{from.chunks[t]} + chunk);
-  if (slot + 2 > to.n) return;  // where bags are bad, tables may seem to have more than there is
   const uint32_t first_key = group.first_key(t), no_row = group.no_row(t);
-  T* out = group.out + group.element[t] + element;
-  const auto place = [&](uint32_t key) {
+  T* out = (kAllRows ? group.out + group.element[t] : group.sums_over_chunks(t)) + element;
+  const auto place = [&](uint32_t key) -> int64_t {
+    if constexpr (!kAllRows) return group.begins[key] / static_cast<int>(kChunk) * group.stride;
     const int64_t number = key - first_key;
     return (group.places == nullptr ? number : group.places[group.row[t] + number]) * rows.dim;
   };
@@ -189,36 +238,42 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   };
   if (kFirst && n == 0) return clear(first_key, no_row);
 
+  // Keys on the other side of the chunk's bounds, which only rows in several chunks have as well.
+  constexpr uint32_t kNone = ~0u;
+  const uint32_t before = begin == 0 ? kNone : from.keys[first + begin - 1];
+  const uint32_t after = end == n ? kNone : from.keys[first + end];
   const auto entry = [&](uint32_t k) {
     Entry found{from.keys[first + k], from.values[first + k]};
     if (found.key < first_key || found.key >= no_row) found.value = -1;
+    if (kFirst && !kAllRows && found.key != before && found.key != after) found.value = -1;
     return found;
   };
   bool has_head = false, has_tail = false;
   // The first key that may still have no entry.
-  uint32_t next = begin == 0 ? first_key : from.keys[first + begin - 1] + 1;
+  uint32_t next = begin == 0 ? first_key : before + 1;
   if (next < first_key) next = first_key;
   sum_runs<kWidth>(begin, end, n, element, rows, entry,
                    [&](Run run, uint32_t key, const A(&sum)[kWidth]) {
                      has_head = has_head || run == Run::kHead;
                      has_tail = has_tail || run == Run::kTail;
-                     if (kFirst && run != Run::kHead) {
+                     if (kFirst && kAllRows && run != Run::kHead) {
                        clear(next, key);
                        next = key + 1;
                      }
                      if (element >= rows.dim) return;
                      if (run != Run::kWhole) {
                        const int64_t own = slot + (run == Run::kTail ? 1 : 0);
-                       return write_row(to.rows + own * stride + element, sum);
+                       return write_row(to.rows + own * group.stride + element, sum);
                      }
-                     if (group.divide_by == A{1}) return write_row(out + place(key), sum);
-                     A quotient[kWidth];
+                     RowPiece<T, kWidth> piece;
                      for (int j = 0; j < kWidth; ++j) {
-                       quotient[j] = load(store<T>(sum[j])) / group.divide_by;
+                       piece.at(j) = divided_sum<T>(sum[j], group.divide_by);
                      }
-                     write_row(out + place(key), quotient);
+                     piece.write(out + place(key));
                    });
-  if (kFirst && (end == n || from.keys[first + end - 1] >= no_row)) clear(next, no_row);
+  if (kFirst && kAllRows && (end == n || from.keys[first + end - 1] >= no_row)) {
+    clear(next, no_row);
+  }
   if (element > 0) return;
   // A slot without a sum keeps its key, so that the entries of the next level are sorted as well.
   to.keys[slot] = from.keys[first + begin];
@@ -227,10 +282,10 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   to.values[slot + 1] = has_tail ? static_cast<int32_t>(slot + 1) : -1;
 }
 
-template <int kWidth, bool kFirst, class T>
+template <int kWidth, bool kFirst, bool kAllRows, class T>
 SPARSEKIT_DEVICE void sum_chunks_of_block(const SumGroup<T>& group, const SumLevel<T>& from,
-                                          Begins begins, const SumLevel<T>& to, int64_t stride,
-                                          int t, int64_t block) {
+                                          Begins begins, const SumLevel<T>& to, int t,
+                                          int64_t block) {
   const SumTable& table = group.tables[t];
   const int log2_lanes = table.log2_lanes;
   const int lane_in_tile = simt::thread() & ((1 << log2_lanes) - 1);
@@ -240,28 +295,48 @@ SPARSEKIT_DEVICE void sum_chunks_of_block(const SumGroup<T>& group, const SumLev
   if (chunk >= from.chunks[t + 1] - from.chunks[t]) return;
   const auto own = static_cast<uint32_t>(chunk);
   if constexpr (kFirst) {
+    if (!kAllRows && column == 0) {
+      note_begins(group, from, t, own, lane_in_tile, 1 << log2_lanes);
+    }
     const GradientRows<T> rows(group, t);
-    sum_chunk<kWidth, true>(group, from, begins, to, stride, t, own, element, rows);
+    sum_chunk<kWidth, true, kAllRows>(group, from, begins, to, t, own, element, rows);
   } else {
-    const PartialRows<Acc<T>> rows{from.rows, stride, table.dim};
-    sum_chunk<kWidth, false>(group, from, begins, to, stride, t, own, element, rows);
+    const PartialRows<Acc<T>> rows{from.rows, group.stride, table.dim};
+    sum_chunk<kWidth, false, kAllRows>(group, from, begins, to, t, own, element, rows);
   }
 }
 
-template <class T, bool kFirst>
+template <class T, bool kFirst, bool kAllRows>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
-    sum_tables_kernel(SumGroup<T> group, SumLevel<T> from, Begins begins, SumLevel<T> to,
-                      int64_t stride) {
+    sum_tables_kernel(SumGroup<T> group, SumLevel<T> from, Begins begins, SumLevel<T> to) {
   const int64_t blocks = from.blocks[group.num_tables];
   for (int64_t b = simt::block(); b < blocks; b += simt::blocks()) {
     const int t = last_up_to(b, group.num_tables, [&](int i) { return from.blocks[i]; });
     const int64_t own = b - from.blocks[t];
     if (group.tables[t].wide) {
-      sum_chunks_of_block<kWide<T>, kFirst>(group, from, begins, to, stride, t, own);
+      sum_chunks_of_block<kWide<T>, kFirst, kAllRows>(group, from, begins, to, t, own);
     } else {
-      sum_chunks_of_block<1, kFirst>(group, from, begins, to, stride, t, own);
+      sum_chunks_of_block<1, kFirst, kAllRows>(group, from, begins, to, t, own);
     }
   }
 }
+
+// All that is needed to take gradients row by row: where the entries of each row begin, what they
+// are, and the sums of rows that lie in several chunks.
+template <class T>
+struct RowRuns {
+  SumGroup<T> group;
+  const int32_t* values;  // of sorted entries
+};
+
+// Finds them. They stay in `workspace`. Sends `descriptors`, which must have room for
+// sum_descriptor_bytes more.
+template <class T>
+int64_t sum_descriptor_bytes(const GroupSums<T>& sums);
+template <class T>
+int64_t row_runs_workspace_bytes(const GroupSums<T>& sums);
+template <class T>
+RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int64_t* bad_index,
+                         void* workspace, void* stream);
 
 }  // namespace sparsekit::cuda

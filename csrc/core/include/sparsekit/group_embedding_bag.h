@@ -2,11 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "sparsekit/embedding_bag.h"
 #include "sparsekit/entry_numbers.h"
 #include "sparsekit/init_rows.h"
 #include "sparsekit/parallel.h"
+#include "sparsekit/update_rows.h"
 
 namespace sparsekit {
 
@@ -153,7 +155,6 @@ struct GroupSums {
   int64_t divisor;
 };
 
-// For either of the two below.
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums);
 
@@ -162,23 +163,21 @@ template <class T>
 void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
                                   void* stream);
 
-// Gradients for an update, of which only the device knows how many there are: of `rows`, in the
-// order of their numbers.
 template <class T>
-struct GradientsOnDevice {
-  T* grads;       // [all elements, where those of each table are rounded up to a multiple of 8]
-  int64_t* rows;  // [entries]
-  // [num_tables + 1] Where those of each table begin.
-  int64_t* first_row;
-  int64_t* first_element;
-};
+int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);
 
-// Of tables num_rows is not looked at, nor is where their results go, but grad must be that of
-// `out`. A table has no more rows than entries, whatever counts say.
-template <class T>
-void group_embedding_bag_backward_on_device(const GroupSums<T>& sums,
-                                            const GradientsOnDevice<T>& out, int64_t* bad_index,
-                                            void* workspace, void* stream);
+// An optimizer's step with the gradients, as group_embedding_bag_backward sums them and update_rows
+// takes them, without either in memory: only sums of rows with entries far apart get there. Nobody
+// waits for their number. Of sums.tables grad is not looked at, and num_rows is the most rows that
+// there may be; a table has no more than entries, whatever counts say. Positions in *bad_row count
+// the distinct rows of a table. before_changes() is called when the launches that look at `index`
+// have been made and nothing is changed yet; it may throw.
+template <class Rule, class T>
+void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
+                                const Rule& rule, StepNumber number, Rounding rounding,
+                                int64_t* bad_index, int64_t* bad_row,
+                                const std::function<void()>& before_changes, void* workspace,
+                                void* stream);
 
 }  // namespace cuda
 }  // namespace sparsekit

@@ -61,22 +61,14 @@ namespace cuda {
 // and `on_device` is a copy of `tables` there.
 constexpr int64_t kTablesOfLaunch = 30;
 
-// What only the device knows of gradients; null where the host knows it.
-struct GradientBounds {
-  const int64_t* counts = nullptr;  // [tables] of gradients, at most n
-  // [tables + 1] Where a table's rows, and its gradients, begin, counted from where RowGradients
-  // says that they do. Its rows end where the next table's begin, if not after n.
-  const int64_t* first_row = nullptr;
-  const int64_t* first_element = nullptr;  // multiples of 16 bytes
-};
-
 // One launch for up to 768 tables, or two if rows of some are not aligned to 16 bytes and others
 // are. A step is read on the device; nothing happens to a table whose step is below 1. Rows outside
 // [0, num_rows) are left out, and the smallest position_of_table(table, position) of them is
-// reported in *bad.
+// reported in *bad. counts [tables], on the device, or null: how many gradients there are, at most
+// n.
 template <class Rule, class T>
 void update_rows(const SteppedTable<T>* tables, const SteppedTable<T>* on_device,
-                 const RowGradients<T>* gradients, int64_t num_tables, const GradientBounds& bounds,
+                 const RowGradients<T>* gradients, int64_t num_tables, const int64_t* counts,
                  const Rule& rule, StepNumber number, Rounding rounding, int64_t* bad,
                  void* stream);
 

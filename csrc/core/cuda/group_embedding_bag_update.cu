@@ -1,0 +1,170 @@
+#include "cuda/group_sums.cuh"
+#include "cuda/update_rows.cuh"
+
+namespace sparsekit::cuda {
+namespace {
+
+// Gradients of a table's distinct rows, added up as they are taken. The order of additions is that
+// of sum_tables_kernel.
+template <class T>
+struct SummedGradients {
+  struct Found {
+    int64_t row;
+    int32_t begin, end;  // of its entries among those of the table
+  };
+
+  GradientRows<T> bags;
+  const int32_t* rows;
+  const int32_t* begins;
+  const int32_t* values;  // of the table's sorted entries
+  const T* sums;          // of rows over several chunks, by the one in which they begin
+  int64_t stride, n;
+  Acc<T> divide_by;
+
+  SPARSEKIT_DEVICE SummedGradients(const RowRuns<T>& runs, int t)
+      : bags(runs.group, t),
+        rows(runs.group.rows + runs.group.entry[t]),
+        begins(runs.group.begins + runs.group.first_key(t)),
+        values(runs.values + runs.group.entry[t]),
+        sums(runs.group.sums_over_chunks(t)),
+        stride(runs.group.stride),
+        n(runs.group.row[t + 1] - runs.group.row[t]),
+        divide_by(runs.group.divide_by) {}
+
+  SPARSEKIT_DEVICE Found find(int64_t i) const {
+    if (i >= n) return {-1, 0, 0};
+    const int32_t* of_row = simt::global(begins + i);
+    return {*simt::global(rows + i), of_row[0], of_row[1]};
+  }
+
+  template <int kWidth>
+  SPARSEKIT_DEVICE simt::Vec<T, kWidth> read(const Found& found, int64_t, int, int at) const {
+    constexpr auto kEach = static_cast<int32_t>(kChunk);
+    if (found.begin >= found.end) return {};
+    if (found.begin / kEach != (found.end - 1) / kEach) {
+      return cuda::read<T, kWidth>(sums + found.begin / kEach * stride + at);
+    }
+    simt::Vec<T, kWidth> gradient{};
+    const int32_t* own = simt::global(values + found.begin);
+    const auto n = static_cast<uint32_t>(found.end - found.begin);
+    sum_runs<kWidth>(
+        0, n, n, at, bags, [&](uint32_t k) { return Entry{0, own[k]}; },
+        [&](Run, uint32_t, const Acc<T>(&sum)[kWidth]) {
+          for (int j = 0; j < kWidth; ++j) gradient.at[j] = divided_sum<T>(sum[j], divide_by);
+        });
+    return gradient;
+  }
+};
+
+// The tables of a launch, in memory.
+template <class T>
+struct SummedTables {
+  using Gradients = SummedGradients<T>;
+  const Share* shares;
+  const SteppedTable<T>* tables;  // of the call
+  int32_t count;
+  RowRuns<T> runs;
+
+  SPARSEKIT_DEVICE const SteppedTable<T>& table(int i) const { return tables[shares[i].table]; }
+  SPARSEKIT_DEVICE Gradients gradients(int i) const { return Gradients(runs, shares[i].table); }
+};
+
+// How an update walks the rows of a table. Wide accesses only where those of bags may be so, too.
+template <class Rule, class T>
+RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sums, bool per_row) {
+  constexpr int kWidth = kWide<Acc<T>>;
+  bool aligned = true;
+  for (int64_t f = 0; f < sums.num_features; ++f) {
+    const FeatureBags<T>& bags = sums.features[f];
+    const bool apart = bags.num_bags <= 1 || bags.stride % kWidth == 0;
+    const auto address = reinterpret_cast<uintptr_t>(bags.grad);
+    aligned = aligned && apart && address % (kWidth * sizeof(T)) == 0;
+  }
+  const T* grad = aligned ? nullptr : reinterpret_cast<const T*>(sizeof(T));
+  return shape_of_step<Rule>(table.table, grad, per_row);
+}
+
+// Tables of one launch.
+struct LaunchShares {
+  std::vector<Share> shares;
+  simt::Grid grid{};
+  const Share* on_device = nullptr;
+};
+
+template <class T>
+int64_t descriptor_bytes(const GroupSums<T>& sums) {
+  return Descriptors::bytes<SteppedTable<T>>(sums.num_tables) +
+         2 * Descriptors::bytes<Share>(sums.num_tables) + sum_descriptor_bytes(sums);
+}
+
+template <class Rule, class T, int kWidth>
+void launch_update(const LaunchShares& own, const SummedTables<T>& tables, const Rule& rule,
+                   StepNumber number, Rounding rounding, int64_t* bad, void* stream) {
+  if (own.shares.empty()) return;
+  SummedTables<T> launch = tables;
+  launch.shares = own.on_device;
+  launch.count = static_cast<int32_t>(own.shares.size());
+  simt::Grid grid = own.grid;
+  using Numbers = typename Rule::template Numbers<Acc<T>>;
+  grid.shared_bytes = sizeof(Block<T, SummedGradients<T>, Numbers>);
+  simt::launch("update_rows", update_rows_kernel<Rule, T, kWidth, SummedTables<T>>, grid, stream,
+               launch, rule, number, rounding, bad);
+}
+
+}  // namespace
+
+template <class T>
+int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums) {
+  Arena arena;
+  arena.take<char>(descriptor_bytes(sums));
+  arena.take<char>(row_runs_workspace_bytes(sums));
+  return arena.bytes();
+}
+
+template <class Rule, class T>
+void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
+                                const Rule& rule, StepNumber number, Rounding rounding,
+                                int64_t* bad_index, int64_t* bad_row,
+                                const std::function<void()>& before_changes, void* workspace,
+                                void* stream) {
+  constexpr int kWidest = kWide<Acc<T>>;
+  LaunchShares wide, narrow;
+  for (int64_t t = 0; t < sums.num_tables; ++t) {
+    if (sums.tables[t].num_rows <= 0) continue;
+    const RowShape shape = shape_of_update<Rule>(tables[t], sums.tables[t], number.per_row);
+    (shape.width == 1 ? narrow : wide).shares.emplace_back(t, shape);
+  }
+  Arena arena(workspace);
+  Descriptors descriptors(arena.take<char>(descriptor_bytes(sums)));
+  SummedTables<T> all{};
+  all.tables = descriptors.add(std::vector<SteppedTable<T>>(tables, tables + sums.num_tables));
+  for (LaunchShares* launch : {&wide, &narrow}) {
+    std::vector<Share>& shares = launch->shares;
+    launch->grid = share_out_blocks(shares.data(), static_cast<int>(shares.size()), [&](int i) {
+      return sums.tables[shares[static_cast<size_t>(i)].table].num_rows;
+    });
+    launch->on_device = descriptors.add(shares);
+  }
+  all.runs = find_row_runs(sums, descriptors, bad_index,
+                           arena.take<char>(row_runs_workspace_bytes(sums)), stream);
+  before_changes();
+  launch_update<Rule, T, kWidest>(wide, all, rule, number, rounding, bad_row, stream);
+  launch_update<Rule, T, 1>(narrow, all, rule, number, rounding, bad_row, stream);
+}
+
+#define SPARSEKIT_INSTANTIATE(Rule, T)                                                            \
+  template void group_embedding_bag_update(const GroupSums<T>&, const SteppedTable<T>*,           \
+                                           const Rule&, StepNumber, Rounding, int64_t*, int64_t*, \
+                                           const std::function<void()>&, void*, void*);
+SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, float)
+SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, double)
+SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, BFloat16)
+#undef SPARSEKIT_INSTANTIATE
+#define SPARSEKIT_INSTANTIATE(T) \
+  template int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>&);
+SPARSEKIT_INSTANTIATE(float)
+SPARSEKIT_INSTANTIATE(double)
+SPARSEKIT_INSTANTIATE(BFloat16)
+#undef SPARSEKIT_INSTANTIATE
+
+}  // namespace sparsekit::cuda

@@ -1,0 +1,209 @@
+// The loop over rows of an optimizer's step, whatever tables and gradients a launch brings.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/table_access.cuh"
+#include "sparsekit/device_memory.h"
+#include "sparsekit/update_rows.h"
+
+namespace sparsekit::cuda {
+
+constexpr int kUpdateThreads = 256;
+// On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
+constexpr int kUpdateBlocksAtOnce = 2;
+
+// What one table of a launch has to do: its blocks are those from first_block on to that of the
+// next one. They are `columns` times as many as its grid has rows of blocks; see row_shape.h.
+struct Share {
+  int32_t first_block;
+  int32_t table;  // its position in the call
+  uint16_t columns;
+  uint16_t log2_lanes;
+
+  Share() = default;
+  Share(int64_t table, const RowShape& shape)
+      : first_block(0),
+        table(static_cast<int32_t>(table)),
+        columns(static_cast<uint16_t>(shape.columns)),
+        log2_lanes(static_cast<uint16_t>(shape.log2_lanes)) {}
+};
+
+// Which of the tables has a block.
+template <class Tables>
+SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
+  int first = 0, count = tables.count;
+  while (count > 1) {
+    const int half = count / 2;
+    if (tables.shares[first + half].first_block <= block) first += half;
+    count -= half;
+  }
+  return first;
+}
+
+// Mean of squares of a gradient, the same on all lanes of its tile; of 0 where there is none. All
+// lanes of the warp call it.
+template <class T, int kWidth, class Gradient>
+SPARSEKIT_DEVICE Acc<T> mean_square(bool there, const Gradient& gradient, int dim, int log2_lanes) {
+  Acc<T> sum = 0;
+  if (there) {
+    const int lane_in_tile = simt::lane() & ((1 << log2_lanes) - 1);
+    for (int at = lane_in_tile * kWidth; at < dim; at += kWidth << log2_lanes) {
+      const simt::Vec<T, kWidth> g = gradient(at);
+      for (int j = 0; j < kWidth; ++j) sum += load(g.at[j]) * load(g.at[j]);
+    }
+  }
+  for (int apart = 1 << log2_lanes >> 1; apart > 0; apart >>= 1) {
+    sum += simt::warp_shuffle(sum, simt::lane() ^ apart);
+  }
+  return dim == 0 ? sum : sum / static_cast<Acc<T>>(dim);
+}
+
+// What the threads of a block share: their table, its gradients, and the numbers of its step.
+template <class T, class Gradients, class Numbers>
+struct Block {
+  RowTable<T> table;
+  Gradients gradients;
+  int64_t tiles;  // of all blocks of the table
+  Numbers numbers;
+};
+
+// Tables has the shares of a launch and, for each of them, table(i) and gradients(i). The latter
+// have
+//   n                                how many there are;
+//   find(i)                          where gradient i is, and its `row`; -1 from n on;
+//   read<kWidth>(found, i, dim, at)  its elements [at, at + kWidth).
+template <class Rule, class T, int kWidth, class Tables>
+SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
+    update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, Rule rule, StepNumber number,
+                       Rounding rounding, int64_t* bad) {
+  using A = Acc<T>;
+  using Gradients = typename Tables::Gradients;
+  using Numbers = typename Rule::template Numbers<A>;
+  const int at_table = table_of_block(tables, simt::block());
+  const Share& share = tables.shares[at_table];
+  const int64_t t = number.get(simt::global(tables.table(at_table).step));
+  if (t < 1) return;
+  const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
+  const int block = static_cast<int>(simt::block()) - share.first_block;
+  // In shared memory, and read again for each row: it would take too many registers.
+  auto& own = *simt::shared<Block<T, Gradients, Numbers>>();
+  if (simt::thread() == 0) {
+    const bool is_last = at_table + 1 == tables.count;
+    const int64_t end = is_last ? simt::blocks() : tables.shares[at_table + 1].first_block;
+    own.table = tables.table(at_table).table;
+    own.gradients = tables.gradients(at_table);
+    own.tiles = (end - share.first_block) / columns * kUpdateThreads >> log2_lanes;
+    own.numbers = rule.template at<A>(t);
+  }
+  simt::barrier();
+  Numbers numbers = own.numbers;
+
+  const int64_t thread = int64_t{block / columns} * kUpdateThreads + simt::thread();
+  const int lane_in_tile = simt::lane() & ((1 << log2_lanes) - 1);
+  const int leader = simt::lane() - lane_in_tile;
+  const int column = ((block % columns << log2_lanes) + lane_in_tile) * kWidth;
+  const int stride = columns * kWidth << log2_lanes;
+  const int tile_in_warp = simt::lane() >> log2_lanes;
+  const int64_t first = (thread >> log2_lanes) - tile_in_warp;
+  // One ahead, so that no row has to wait for its number first.
+  auto next = own.gradients.find(first + tile_in_warp);
+  // The lanes of a warp stay together, for what they tell each other.
+  for (int64_t of_warp = first; of_warp < own.gradients.n; of_warp += own.tiles) {
+    simt::free_registers();
+    const int64_t i = of_warp + tile_in_warp;
+    const auto found = next;
+    int64_t row = found.row;
+    next = own.gradients.find(i + own.tiles);
+    if (i < own.gradients.n && (row < 0 || row >= own.table.num_rows)) {
+      if (column == 0) simt::atomic_min(bad, position_of_table(table_number, i));
+      row = -1;
+    }
+    if (own.table.row_step != nullptr) {
+      int32_t steps = 1;
+      if (column == 0 && row >= 0) {
+        int32_t* of_row = simt::global(own.table.row_step + row);
+        *of_row = steps = row_step_of(number.per_row ? int64_t{*of_row} + 1 : t);
+      }
+      if constexpr (Rule::kPerRow) {
+        if (number.per_row) numbers = rule.template at<A>(simt::warp_shuffle(steps, leader));
+      }
+    }
+    const int dim = static_cast<int>(own.table.dim);
+    const auto gradient = [&](int at) {
+      return own.gradients.template read<kWidth>(found, i, dim, at);
+    };
+    A of_row = 0;
+    if constexpr (Rule::kRowWise) {
+      const A mean = mean_square<T, kWidth>(row >= 0, gradient, dim, log2_lanes);
+      if (column == 0 && row >= 0) {
+        A* state = simt::global(own.table.states[0] + row * own.table.strides[0]);
+        *state = of_row = Rule::accumulate(*state, mean);
+      }
+      of_row = simt::warp_shuffle(of_row, leader);
+    }
+    if (row < 0) continue;
+    for (int at = column; at < dim; at += stride) {
+      simt::free_registers();
+      T* weight_at = own.table.weight + row * dim + at;
+      auto w = read<T, kWidth>(weight_at);
+      TableSlice<A, kWidth, Rule::kRowWise ? 0 : Rule::kStates> states;
+      states.read(own.table, row, at);
+      // After them, as it may have to wait for what it is the sum of.
+      const simt::Vec<T, kWidth> g = gradient(at);
+      Philox4x32 random{};
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        if (rounding.stochastic) random = rounding_bits(rounding.seed, t, row, at / 8);
+      }
+      for (int j = 0; j < kWidth; ++j) {
+        A weight = load(w.at[j]), s[kMostStates];
+        if constexpr (Rule::kRowWise) s[0] = of_row;
+        states.get(j, s);
+        Rule::step(numbers, load(g.at[j]), weight, s);
+        states.set(j, s);
+        w.at[j] = store<T>(weight);
+        if constexpr (std::is_same_v<T, BFloat16>) {
+          if (rounding.stochastic) {
+            w.at[j] = store_at_random(weight, bits_of_column(random, at + j));
+          }
+        }
+      }
+      states.write(own.table, row, at);
+      write(weight_at, w);
+    }
+  }
+}
+
+// How the rows of a table are spread over lanes. The states fill their accesses; BFloat16 weights
+// beside them have half as many bytes.
+template <class Rule, class T>
+RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
+  RowShape shape = shape_of(table, Rule::kRowWise ? 0 : Rule::kStates, grad);
+  // What is one for a row must be done by one tile.
+  if (Rule::kRowWise || per_row) shape.columns = 1;
+  return shape;
+}
+
+// Gives each share of a launch its blocks and returns the launch's grid. Where there is more to do
+// than kMaxBlocks can do at a time, a table gets as many of them as its rows, rows(i), are of all.
+template <class RowsOf>
+simt::Grid share_out_blocks(Share* shares, int count, const RowsOf& rows) {
+  // More than any device runs at a time; each block then has rows enough to be worth its two
+  // powers.
+  constexpr int64_t kMaxBlocks = 2048;
+  const auto wanted = [&](int i) {
+    return simt::grid_for(rows(i) << shares[i].log2_lanes, kUpdateThreads).blocks;
+  };
+  double all = 0;
+  for (int i = 0; i < count; ++i) all += static_cast<double>(wanted(i)) * shares[i].columns;
+  const double part = std::min(1.0, kMaxBlocks / all);
+  int64_t blocks = 0;
+  for (int i = 0; i < count; ++i) {
+    shares[i].first_block = static_cast<int32_t>(blocks);
+    const auto own = static_cast<int64_t>(static_cast<double>(wanted(i)) * part);
+    blocks += std::max<int64_t>(own, 1) * shares[i].columns;
+  }
+  return {blocks, kUpdateThreads};
+}
+
+}  // namespace sparsekit::cuda
