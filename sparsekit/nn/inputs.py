@@ -248,12 +248,13 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
             f"got {tuple(inputs.shape)}; flat keys go in a tuple with their offsets"
         )
     batch, slots, nnz = inputs.shape
-    if _same_form(inputs, weights) and weights.shape == inputs.shape:
-        weights = weights.reshape(-1)
-    like = f"have the shape of inputs, {tuple(inputs.shape)}"
-    flat = _flat_weights(weights, inputs.numel(), layer, like)
+    if weights is not None:
+        if _same_form(inputs, weights) and weights.shape == inputs.shape:
+            weights = weights.reshape(-1)
+        like = f"have the shape of inputs, {tuple(inputs.shape)}"
+        weights = _flat_weights(weights, inputs.numel(), layer, like)
     offsets = None if nnz == 1 else _equal_offsets(batch * slots, nnz, inputs.device)
-    return Bags(inputs.reshape(-1), offsets, flat, slots=slots)
+    return Bags(inputs.reshape(-1), offsets, weights, slots=slots)
 
 
 _OF_LAYOUT = {

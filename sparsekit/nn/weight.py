@@ -77,7 +77,7 @@ def deliver_gradients(updates: Sequence[Update]) -> list[torch.Tensor | None]:
 def _sparse(weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     _keep_coalesced(weight)
     if isinstance(weight, EmbeddingWeight):
-        weight._on_its_way = rows.data_ptr(), len(rows)
+        weight._on_its_way = rows.data_ptr(), rows.shape[0]
     # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although they
     # are turned off by its argument.
     return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
@@ -108,10 +108,10 @@ def _mark_coalesced(weight: torch.Tensor) -> None:
     if on_its_way is not None:
         weight._on_its_way = None  # type: ignore[attr-defined]
     if grad is not None and grad.is_sparse and not grad.is_coalesced():
-        rows = grad._indices()[0]
+        indices = grad._indices()
         # What is added to is longer, or else nothing was there.
-        taken_over = on_its_way == (rows.data_ptr(), len(rows))
-        if taken_over or bool((rows[1:] > rows[:-1]).all()):
+        taken_over = on_its_way == (indices.data_ptr(), indices.shape[1])
+        if taken_over or bool((indices[0, 1:] > indices[0, :-1]).all()):
             grad._coalesced_(True)
         else:
             weight.grad = grad.coalesce()

@@ -198,3 +198,17 @@ def test_one_of_two_layers_is_detached_before_the_backward():
     assert torch.equal(both.layers["a"].weight.grad.to_dense(), a)
     assert both.layers["b"].weight.grad is None
     assert torch.equal(both.layers["b"].weight, before - b)
+
+
+@pytest.mark.parametrize("frozen", ["a", "b"])
+def test_a_frozen_layer_beside_one_that_is_updated_in_backward(frozen):
+    both = group(output="concatenated")
+    expected = copy.deepcopy(both)
+    optimizer = optim.SGD(both.parameters(), lr=1.0)
+    optim.fuse_in_backward(optimizer, both)
+    both.layers[frozen].weight.requires_grad_(False)
+    both(inputs()).sum().backward()
+    expected(inputs()).sum().backward()
+    for name, layer in expected.layers.items():
+        step = 0 if name == frozen else layer.weight.grad.to_dense()
+        assert torch.equal(both.layers[name].weight, layer.weight - step)

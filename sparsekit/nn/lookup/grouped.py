@@ -82,7 +82,9 @@ class Grouped:
         """
         weights = [weight for call in self._calls for weight in call.weights]
         self._bypass = update_of_all(weights) is not None
-        return weights[:1] if self._bypass else weights
+        if not self._bypass:
+            return weights
+        return [next((weight for weight in weights if weight.requires_grad), weights[0])]
 
     def saved(self) -> list[torch.Tensor | None]:
         """What `gradients` needs beside the shapes of the call; the rest is let go of."""

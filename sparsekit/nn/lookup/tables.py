@@ -1,4 +1,4 @@
-"""What a lookup needs of its tables and what stays the same from call to call."""
+"""What a lookup needs of its tables, and what of that stays the same from call to call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..request import check_weight
 if TYPE_CHECKING:
     from ..shard import ShardedTable
 
-
+# What is kept for inputs of different forms, of different batch sizes for one.
 _MOST_FORMS = 64
 
 
@@ -152,7 +152,12 @@ class Tables:
         return [cast("ShardedTable", table()) for table in self._asked]
 
     def check_exchange(self, exchange: Exchange | None) -> None:
-        """Raise unless this is what all tables were made for, and have in common."""
+        """Check that this is what all tables were made for, and have in common.
+
+        Raises:
+            RuntimeError: a table was made on another rank, or for another number of them.
+            ValueError: the tables have two process groups or devices.
+        """
         fits = self._fits_alone if exchange is None else self._fits and self._fits() is exchange
         if fits:
             return
@@ -176,7 +181,7 @@ class Tables:
 
 def keep(values: dict[Any, Any], form: Any, value: Any) -> None:
     """Keep a value that follows from some form of input."""
-    if len(values) >= _MOST_FORMS:  # batches of ever other sizes
+    if len(values) >= _MOST_FORMS:
         values.clear()
     values[form] = value
 
