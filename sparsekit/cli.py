@@ -196,16 +196,16 @@ def _train(args: argparse.Namespace) -> int:
 def _train_as_rank(args: argparse.Namespace, data: bytes | None = None) -> int:
     start_rank()
     dist.init_process_group("gloo")
+    train, test = _load_once(args.data) if data is None else pickle.loads(data)
     try:
-        train, test = _load_once(args.data) if data is None else pickle.loads(data)
         status = _fit_and_report(train, test, args)
-        # One that leaves early would cut off what the others still read.
-        dist.barrier()
     except BrokenPipeError:
         _discard_output()
         raise
-    finally:
-        dist.destroy_process_group()
+    # One that leaves early would cut off what the others still read.
+    dist.barrier()
+    # Not after an error: the launcher must hear of it before the others do, by a lost connection.
+    dist.destroy_process_group()
     return status
 
 
