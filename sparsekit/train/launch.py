@@ -10,6 +10,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -77,11 +78,25 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
         try:
             elastic_launch(config, function)(*arguments)
         except ChildFailedError as error:
-            raise RankError(*error.get_first_failure()) from None
+            rank, failure = error.get_first_failure()
+            raise RankError(*_first_to_raise(folder, rank, failure)) from None
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
+
+
+def _first_to_raise(folder: str, rank: int, failure: ProcessFailure) -> tuple[int, ProcessFailure]:
+    """The rank whose error came first, given the one that has ended first.
+
+    One that ends closes its connections, of which others may hear, fail, and end before it has.
+    """
+    if not isinstance(failure.message, dict):  # it was ended, and raised nothing
+        return rank, failure
+    files = Path(folder).rglob(Path(failure.error_file).name)
+    first = min(files, key=lambda file: file.stat().st_mtime_ns)
+    of_first = int(first.parent.name)
+    return of_first, ProcessFailure(of_first, failure.pid, failure.exitcode, str(first))
 
 
 def start_rank() -> None:

@@ -1,5 +1,6 @@
 """Ranks started by the launcher, and how their errors come back."""
 
+import atexit
 import logging
 import os
 import signal
@@ -50,6 +51,26 @@ def test_an_error_of_one_rank_ends_all(capfd):
     assert str(error).startswith("rank 1 failed\nTraceback")
     assert "in fail" in str(error)
     assert capfd.readouterr() == ("", "")
+
+
+def fail_first_and_end_last(folder):
+    start_rank()
+    raised = folder / "raised"
+    if os.environ["RANK"] == "1":
+        atexit.register(time.sleep, 600)
+        raised.touch()
+        raise ValueError("the first")
+    while not raised.exists():
+        time.sleep(0.01)
+    time.sleep(1)
+    raise RuntimeError("what came of it")
+
+
+def test_the_error_that_came_first_counts(tmp_path):
+    with pytest.raises(RankError) as caught:
+        run_on_ranks(2, fail_first_and_end_last, tmp_path)
+    error = caught.value
+    assert (error.rank, error.kind, error.reason) == (1, "ValueError", "the first")
 
 
 def test_a_rank_that_is_killed(capfd):
