@@ -144,10 +144,7 @@ class Exchange:
         self.collectives += 1
         self.bytes_sent += send.nbytes
         with self.awaited():
-            if isinstance(self.transport, TorchTransport):
-                return self.transport.begin_all_to_all(send, send_splits, receive_splits)
-            received = self.transport.all_to_all(send, send_splits, receive_splits)
-        return lambda: received
+            return self.transport.begin_all_to_all(send, send_splits, receive_splits)
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:

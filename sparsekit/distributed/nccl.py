@@ -82,7 +82,7 @@ def make_transport(
     return NcclTransport(rank, world_size, offers[0][2], device, timeout)
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Over a communicator of its own. Made on all ranks at the same time.
 
     Args:
@@ -116,10 +116,13 @@ class NcclTransport:
         # At the latest before the interpreter ends, since CUDA may be gone after that.
         self.close = weakref.finalize(self, _close, self.communicator, self._watch)
 
-    def all_to_all(
+    def begin_all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> torch.Tensor:
-        """See `Transport`. The sizes are bytes to NCCL, so any dtype will do."""
+    ) -> Callable[[], torch.Tensor]:
+        """See `Transport`. The sizes are bytes to NCCL, so any dtype will do.
+
+        Nothing waits but the stream.
+        """
         # NCCL gets an address and would read whatever is there.
         if sum(send_splits) != send.numel() or not send.is_contiguous():
             raise ValueError(
@@ -146,7 +149,7 @@ class NcclTransport:
             self._watch.launched()
             if self._event is not None:
                 self._event.record(stream)
-        return received
+        return lambda: received
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         # The tests have a stand-in for libnccl that works in host memory.

@@ -1,22 +1,23 @@
 """How bytes get from rank to rank."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """The one collective that an exchange needs, over all ranks of a group."""
 
     rank: int
     world_size: int
 
-    def all_to_all(
+    @abstractmethod
+    def begin_all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> torch.Tensor:
-        """Send a part of ``send`` to each rank and return what the ranks sent here.
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to send a part of ``send`` to each rank; what is returned waits for the others.
 
         Args:
             send: 1-D, contiguous; the part for rank 0 first.
@@ -24,11 +25,17 @@ class Transport(Protocol):
             receive_splits: elements from each rank.
 
         Returns:
-            ``[sum(receive_splits)]`` in the dtype of send, rank 0's part first.
+            What gives ``[sum(receive_splits)]`` in the dtype of send, rank 0's part first.
         """
 
+    def all_to_all(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> torch.Tensor:
+        """`begin_all_to_all`, and wait for it."""
+        return self.begin_all_to_all(send, send_splits, receive_splits)()
 
-class TorchTransport:
+
+class TorchTransport(Transport):
     """Over torch.distributed: gloo for tensors on the CPU, nccl for CUDA."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -36,16 +43,10 @@ class TorchTransport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
 
-    def all_to_all(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> torch.Tensor:
-        """See `Transport`."""
-        return self.begin_all_to_all(send, send_splits, receive_splits)()
-
     def begin_all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
     ) -> Callable[[], torch.Tensor]:
-        """Begin an `all_to_all`; what is returned waits for it."""
+        """See `Transport`."""
         received = send.new_empty(sum(receive_splits))
         work = dist.all_to_all_single(
             received,
