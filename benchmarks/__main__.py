@@ -19,6 +19,7 @@ from . import (
     bench_hash_table,
     bench_init_rows,
     bench_overhead,
+    bench_rank_tables,
     bench_ranks,
     bench_segment_sum,
     bench_step,
@@ -49,7 +50,7 @@ SUITES: dict[str, Benchmarks] = {
         "xxh64": bench_xxh64.run,
         "overhead": bench_overhead.run,
     },
-    "dist": {"ranks": bench_ranks.run},
+    "dist": {"ranks": bench_ranks.run, "rank_tables": bench_rank_tables.run},
     "curves": {
         "hash_table": curves.hash_table,
         "load": curves.load,

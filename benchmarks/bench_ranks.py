@@ -6,27 +6,22 @@ are ready. Ours looks raw keys up in hash tables and runs LazyAdam. Both see the
 begin with the same vectors. Ranks time all of this in turns, from barrier to barrier.
 """
 
-import json
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 import sparsekit
 
+from . import on_ranks
 from .common import Comparison, assert_same_sums, zipf_keys
 from .cpu import Cpu
-from .peers import fbgemm, optional
+from .on_ranks import Step, time_in_turns, traffic
+from .peers import torchrec
 from .targets import CPU_TARGETS, target_of
 
 WORLD, TABLES, NNZ = 2, 2, 2
-TORCHREC, NO_DEDUPE = "TorchRec DMP", "without dedupe"
-Step = Callable[[int], object]
+NO_DEDUPE = "without dedupe"
 
 
 class Case:
@@ -103,54 +98,16 @@ def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, to
 
 def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, list[Any]]:
     """Its model with these vectors, and its form of the batches."""
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
-    from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-    from torchrec.distributed.types import ShardingEnv, ShardingPlan
-
     names = {t: [f"{t}_f{f}" for f in range(case.features)] for t in vectors}
-    tables = [
-        EmbeddingBagConfig(
-            name=t, embedding_dim=case.dim, num_embeddings=case.ids, feature_names=names[t]
-        )
-        for t in vectors
-    ]
-    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    fused = {
-        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        "learning_rate": 0.01,
-        "bounds_check_mode": BoundsCheckMode.NONE,  # ours checks
-    }
-    sharder: Any = EmbeddingBagCollectionSharder(fused_params=fused)
-    plan = construct_module_sharding_plan(
-        collection,
-        {t: table_wise(rank=i, compute_kernel="fused") for i, t in enumerate(vectors)},
-        sharder=sharder,
-        local_size=WORLD,
-        world_size=WORLD,
-        device_type="cpu",
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    model = DistributedModelParallel(
-        collection,
-        env=ShardingEnv.from_process_group(group),
-        device=torch.device("cpu"),
-        plan=ShardingPlan({"": plan}),
-        sharders=[sharder],
-    )
-    for key, sharded in model.state_dict().items():
-        for shard in sharded.local_shards():
-            shard.tensor.copy_(next(v for t, v in vectors.items() if f".{t}." in key))
+    model = torchrec.model(names, case.ids, case.dim)
+    for name, weight in torchrec.own_weights(model).items():
+        weight.copy_(vectors[name])
     lengths = torch.full((TABLES * case.features * case.batch,), NNZ)
     inputs = [
-        KeyedJaggedTensor(
-            keys=[name for of_table in names.values() for name in of_table],
-            values=torch.cat([keys.transpose(0, 1).reshape(-1) for keys in batch.values()]),
-            lengths=lengths,
+        torchrec.keyed(
+            [name for of_table in names.values() for name in of_table],
+            torch.cat([keys.transpose(0, 1).reshape(-1) for keys in batch.values()]),
+            lengths,
         )
         for batch in case.batches
     ]
@@ -167,20 +124,6 @@ def torchrec_step(case: Case, model: Any, inputs: list[Any]) -> Step:
     return step
 
 
-def _time(sides: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, of all sides in turns."""
-    samples: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(-4, rounds):  # the first four with a batch each, for rows seen the first time
-        for name, step in sides.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step(i + 4)
-            dist.barrier()
-            if i >= 0:
-                samples[name].append(1e3 * (time.perf_counter() - start))
-    return samples
-
-
 def _assert_same_outputs(case: Case, groups: list[Any], model: Any, inputs: list[Any]) -> None:
     with torch.no_grad():
         for i, batch in enumerate(case.batches):
@@ -194,42 +137,24 @@ def _assert_same_outputs(case: Case, groups: list[Any], model: Any, inputs: list
                 assert_same_sums(outputs[0], other)
 
 
-def _bytes_of(step: Step) -> int:
-    exchange = sparsekit.distributed.exchange_of(None, torch.device("cpu"))
-    assert exchange is not None
-    before = exchange.bytes_sent
-    step(0)
-    return exchange.bytes_sent - before
-
-
-def missing() -> str | None:
-    """Why TorchRec cannot be measured; None if it can."""
-    return optional.missing("torchrec") or fbgemm.missing()
-
-
-def _rank(rank: int, folder: str, quick: bool) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, init_method=store)
+def _measure(rank: int, quick: bool) -> dict[str, Any]:
     found = {}
     for what, exponent in ("step", 1.2), ("exchange", 1.05):
         case = Case(rank, quick, exponent)
         groups = {"ours": make_group(case, True), NO_DEDUPE: make_group(case, False)}
         model, inputs = None, list[Any]()
-        if what == "step" and missing() is None:
+        if what == "step" and torchrec.missing() is None:
             model, inputs = make_torchrec(case, initial_vectors(case, groups["ours"]))
         _assert_same_outputs(case, list(groups.values()), model, inputs)
         make = training_step if what == "step" else exchange_step
         sides = {name: make(case, group) for name, group in groups.items()}
-        sent = {name: _bytes_of(step) for name, step in sides.items()}
+        sent = {name: traffic(step).bytes for name, step in sides.items()}
         if model is not None:
-            sides[TORCHREC] = torchrec_step(case, model, inputs)
-        samples = _time(sides, case.rounds)
+            sides[torchrec.NAME] = torchrec_step(case, model, inputs)
+        samples = time_in_turns(sides, case.rounds)
         title = f"zipf {exponent}, {WORLD} ranks, {TABLES * case.keys:,} keys each x {case.dim}"
         found[what] = {"case": f"{what}, {title}", "samples": samples, "bytes": sent["ours"]}
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 LINES = {"step": "step on 2 ranks", "exchange": "exchange with dedupe, 2 ranks, zipf"}
@@ -237,10 +162,8 @@ LINES = {"step": "step on 2 ranks", "exchange": "exchange with dedupe, 2 ranks, 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
     """Start the ranks, which do all the timing; bytes are what one rank sends in a step."""
-    cpu.has(TORCHREC, missing())
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (folder, cpu.quick), nprocs=WORLD)
-        found = json.loads(Path(folder, "found.json").read_text())
+    cpu.has(torchrec.NAME, torchrec.missing())
+    found = on_ranks.run(_measure, WORLD, cpu.quick)
     for what, line in LINES.items():
         case, samples, sent = (found[what][x] for x in ("case", "samples", "bytes"))
         ours = samples.pop("ours")

@@ -49,7 +49,8 @@ class Comparison:
 
     Samples are milliseconds a call, in the order in which they were taken; those of the CPU were
     taken in turns, so sample i of ours and sample i of the peer saw the machine in one state. A
-    roof may have one sample only. `line` names what `targets.py` may have a target for.
+    roof may have one sample only. `line` names what `targets.py` may have a target for. With the
+    clock "collectives" samples are not times: each is how many of those a step began.
     """
 
     case: str

@@ -72,6 +72,36 @@ def test_a_group_is_its_layers_and_has_a_fixed_number_of_collectives(ranks):
     assert collectives[26] == [6] * ranks.world_size
 
 
+def collectives_of_steps(rank, in_backward):
+    """Those of one training step, for each number of tables."""
+    counts = {}
+    for count in (1, 26, 100):
+        tables = {
+            f"t{i}": sparsekit.DistributedEmbedding("sum", 200, 4, 1, 3, name=f"{count}_{i}")
+            for i in range(count)
+        }
+        group = sparsekit.EmbeddingGroup(tables)
+        optimizer = sparsekit.optim.LazyAdam(group.parameters())
+        if in_backward:
+            sparsekit.optim.fuse_in_backward(optimizer, group)
+        exchange = tables["t0"].exchange
+        for seed in range(2):  # the first may tell the others more
+            before = exchange.collectives
+            outputs = group(inputs(tables, rank, seed))
+            torch.stack(list(outputs.values())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts[count] = exchange.collectives - before
+    return counts
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_has_the_collectives_of_one_table_whatever_their_number(two_ranks, in_backward):
+    for counts in two_ranks(collectives_of_steps, in_backward):
+        assert counts[1] > 0
+        assert counts[26] == counts[100] == counts[1]
+
+
 def prefetched(rank):
     """Steps with and without prefetch, and a call with another batch than the one prefetched."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))

@@ -1,0 +1,84 @@
+"""Ranks on this machine, each a process with one thread and gloo, and a clock for their steps."""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+import sparsekit
+
+Step = Callable[[int], object]  # takes the number of the batch
+
+# Steps that are not counted, a batch each, for rows seen the first time.
+WARM_UP = 4
+
+
+def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
+    """What ``function(rank, *arguments)`` returns on rank 0, as JSON keeps it.
+
+    Functions are sent by name, so they must be at the top of a module.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (world, folder, function, arguments), nprocs=world)
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def _rank(
+    rank: int, world: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", rank=rank, world_size=world, init_method=store)
+    found = function(rank, *arguments)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def time_in_turns(
+    sides: Mapping[str, Step | None], rounds: int, together: dist.ProcessGroup | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of each step, from the time when all ranks may begin until all have ended.
+
+    Args:
+        sides: they take turns. A rank without a step sleeps in a barrier of gloo meanwhile, and
+            has no samples.
+        rounds: steps of each side that count.
+        together: the ranks that step when this one does; None for all.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in sides}
+    for i in range(-WARM_UP, rounds):
+        for name, step in sides.items():
+            dist.barrier()
+            if step is None:
+                continue
+            start = time.perf_counter()
+            step(i + WARM_UP)
+            dist.barrier(together)
+            if i >= 0:
+                samples[name].append(1e3 * (time.perf_counter() - start))
+    return samples
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank begins and sends in a step."""
+
+    collectives: int
+    bytes: int
+
+
+def traffic(step: Step) -> Traffic:
+    """Run a step and count."""
+    exchange = sparsekit.distributed.exchange_of(None, torch.device("cpu"))
+    assert exchange is not None
+    before = Traffic(exchange.collectives, exchange.bytes_sent)
+    step(0)
+    return Traffic(exchange.collectives - before.collectives, exchange.bytes_sent - before.bytes)

@@ -1,0 +1,89 @@
+"""TorchRec's DistributedModelParallel over an EmbeddingBagCollection, on gloo ranks.
+
+Each table lies whole on one rank, since its CPU mode refuses row-wise sharding. Row-wise Adagrad is
+fused into backward, and no bounds are checked (ours checks them).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import fbgemm, optional
+
+NAME = "TorchRec DMP"
+
+
+def missing() -> str | None:
+    """Why it cannot be measured; None if it can."""
+    return optional.missing("torchrec") or fbgemm.missing()
+
+
+def model(features: Mapping[str, Sequence[str]], ids: int, dim: int, lr: float = 0.01) -> Any:
+    """A module in mode sum, `keyed` -> KeyedTensor; the first tables lie on rank 0, and so on.
+
+    Args:
+        features: those of each table.
+        ids: rows of a table.
+        dim: of all tables.
+        lr: learning rate.
+    """
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+    tables = [
+        EmbeddingBagConfig(
+            name=name, embedding_dim=dim, num_embeddings=ids, feature_names=list(of_table)
+        )
+        for name, of_table in features.items()
+    ]
+    collection = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    fused = {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "learning_rate": lr,
+        "bounds_check_mode": BoundsCheckMode.NONE,
+    }
+    sharder: Any = EmbeddingBagCollectionSharder(fused_params=fused)
+    world = dist.get_world_size()
+    plan = construct_module_sharding_plan(
+        collection,
+        {
+            name: table_wise(rank=i * world // len(tables), compute_kernel="fused")
+            for i, name in enumerate(features)
+        },
+        sharder=sharder,
+        local_size=world,
+        world_size=world,
+        device_type="cpu",
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    return DistributedModelParallel(
+        collection,
+        env=ShardingEnv.from_process_group(group),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"": plan}),
+        sharders=[sharder],
+    )
+
+
+def own_weights(model: Any) -> dict[str, torch.Tensor]:
+    """Weights ``[ids, dim]`` of the tables that lie on this rank; to be written to."""
+    return {
+        key.split(".")[-2]: shard.tensor
+        for key, sharded in model.state_dict().items()
+        for shard in sharded.local_shards()
+    }
+
+
+def keyed(names: Sequence[str], values: torch.Tensor, lengths: torch.Tensor) -> Any:
+    """A KeyedJaggedTensor: all bags of a feature after those of the one before."""
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(keys=list(names), values=values, lengths=lengths)

@@ -1,0 +1,183 @@
+"""Many tables on ranks, and the steps that use them: of a group, of one layer, of TorchRec.
+
+Ours looks raw keys up in hash tables that have all of them from the start; TorchRec's row numbers
+are ready. Both get one KeyedJaggedTensor, or for ours what a group knows one by. A group gives the
+vectors of each table by name, which spares it a copy; their gradients are ready on all sides.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import sparsekit
+from sparsekit import optim
+
+from .bench_group import Keyed
+from .common import assert_same_sums, zipf_keys
+from .on_ranks import Step
+from .peers import torchrec
+
+BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a case; batch is that of one rank."""
+
+    tables: int
+    ids: int
+    batch: int
+    dim: int
+
+    def text(self) -> str:
+        """As the name of a case has it."""
+        return f"{self.tables} tables of {self.ids:,} x {self.dim}, batch {self.batch:,}"
+
+
+class Tables:
+    """Tables of one slot, each shared out over the ranks of a group, and batches of one key a bag.
+
+    Args:
+        shape: their number and sizes.
+        ranks: those whose batches this process looks up, one after the other.
+        over: the ranks that share the tables; None for all.
+        output: of a group.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        ranks: Sequence[int],
+        over: dist.ProcessGroup | None = None,
+        output: str = "dict",
+    ) -> None:
+        self.shape, self.over, self.output = shape, over, output
+        self.names = [f"t{t}" for t in range(shape.tables)]
+        self.batches = [
+            [
+                torch.cat(
+                    [
+                        zipf_keys(shape.batch, 1.2, shape.ids, 10_000 * rank + 1_000 * i + t)
+                        for rank in ranks
+                    ]
+                )
+                for t in range(shape.tables)
+            ]
+            for i in range(BATCHES)
+        ]
+        self.bags = shape.batch * len(ranks)
+        self.inputs = [self._keyed(batch) for batch in self.batches]
+        of_table = torch.randn(self.bags, shape.dim)
+        self.grad = of_table.repeat(1, shape.tables)  # of all vectors in one tensor
+        self.grads = [of_table] * shape.tables if output == "dict" else [self.grad]
+
+    def _keyed(self, keys: Sequence[torch.Tensor]) -> Keyed:
+        values = torch.cat(list(keys))
+        return Keyed(self.names, values, torch.arange(len(values) + 1))
+
+    def _capacity(self, ids: int) -> int:
+        """Rows on each rank for its share of the ids, which chance may make a little larger."""
+        world = dist.get_world_size(self.over)
+        return ids if world == 1 else ids * 6 // 5 // world + 50
+
+    def group(self) -> sparsekit.EmbeddingGroup:
+        """A group that has all keys."""
+        layers = {
+            name: sparsekit.DistributedEmbedding(
+                "sum",
+                self._capacity(self.shape.ids),
+                self.shape.dim,
+                1,
+                1,
+                name=name,
+                process_group=self.over,
+            )
+            for name in self.names
+        }
+        group = sparsekit.EmbeddingGroup(layers, output=self.output)
+        for _ in self.vectors(group):
+            pass
+        return group
+
+    @torch.no_grad()
+    def vectors(self, group: sparsekit.EmbeddingGroup) -> Iterator[torch.Tensor]:
+        """Vectors ``[n, tables, dim]`` of all ids, n at a time; those not seen are inserted."""
+        for ids in torch.arange(self.shape.ids).split(4096):
+            outputs = self.look_up(group, self._keyed([ids] * self.shape.tables))
+            yield torch.cat(outputs, 1).view(-1, self.shape.tables, self.shape.dim)
+
+    def look_up(self, group: sparsekit.EmbeddingGroup, keys: Keyed) -> list[torch.Tensor]:
+        """Outputs of a group, in the order of `grads`."""
+        outputs = group(keys)
+        return list(outputs.values()) if self.output == "dict" else [outputs]
+
+    def step(
+        self, group: sparsekit.EmbeddingGroup, optimizer: torch.optim.Optimizer | None = None
+    ) -> Step:
+        """A step of a group; without an optimizer gradients are brought back, and dropped."""
+
+        def step(i: int) -> None:
+            torch.autograd.backward(self.look_up(group, self.inputs[i % BATCHES]), self.grads)
+            if optimizer is not None:
+                optimizer.step()
+            group.zero_grad()
+
+        return step
+
+    def training(self, in_backward: bool) -> Step:
+        """A step of a group of its own, with LazyAdam."""
+        group = self.group()
+        optimizer = optim.LazyAdam(group.parameters(), lr=0.01)
+        if in_backward:
+            optim.fuse_in_backward(optimizer, group)
+        return self.step(group, optimizer)
+
+    def one_layer(self) -> Step:
+        """A step of one layer with a slot for each table; the keys of each are moved apart."""
+        tables, ids, dim = self.shape.tables, self.shape.ids, self.shape.dim
+        layer = sparsekit.DistributedEmbedding(
+            "sum", self._capacity(tables * ids), dim, tables, 1, name="one", process_group=self.over
+        )
+        with torch.no_grad():
+            for keys in torch.arange(tables * ids).split(4096 * tables):
+                layer(keys.view(-1, tables, 1))
+        optimizer = optim.LazyAdam(layer.parameters(), lr=0.01)
+        moved = [
+            torch.stack([keys + t * ids for t, keys in enumerate(batch)], 1).unsqueeze(2)
+            for batch in self.batches
+        ]
+        grad = self.grad.view(-1, tables, dim)
+
+        def step(i: int) -> None:
+            layer(moved[i % BATCHES]).backward(grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def torchrec(self) -> Step:
+        """A step of the peer, whose optimizer is a part of backward; it begins as a group does."""
+        group = self.group()
+        model = torchrec.model(
+            {name: [name] for name in self.names}, self.shape.ids, self.shape.dim
+        )
+        own = torchrec.own_weights(model)
+        first = 0
+        for vectors in self.vectors(group):
+            for name, weight in own.items():
+                part = vectors[:, self.names.index(name)]
+                weight[first : first + len(part)].copy_(part)
+            first += len(vectors)
+        lengths = torch.ones(self.shape.tables * self.bags, dtype=torch.int64)
+        inputs = [torchrec.keyed(self.names, torch.cat(batch), lengths) for batch in self.batches]
+        with torch.no_grad():
+            for ours, theirs in zip(self.inputs, inputs, strict=True):
+                outputs = torch.cat(self.look_up(group, ours), 1)
+                assert_same_sums(outputs, model(theirs).values())
+
+        def step(i: int) -> None:
+            model(inputs[i % BATCHES]).values().backward(self.grad)
+
+        return step
