@@ -28,12 +28,26 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     )
 
 
+def virtual_shard(key: int) -> int:
+    """The upper 16 bits of MurmurHash3's finaliser of an int64 key. Saved tables depend on it."""
+    x = key % 2**64
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
+    return x >> 48
+
+
 def bucketize(
-    keys: torch.Tensor, world_size: int
+    keys: torch.Tensor, world_size: int, owners: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys in the order of their owners, unsigned(key) % world_size; group sizes; permutation."""
-    owners = [key % 2**64 % world_size for key in keys.tolist()]
-    owner = torch.tensor(owners, dtype=torch.int64, device=keys.device)
+    """Keys in the order of their owners, group sizes, and the permutation.
+
+    The owner is ``owners[virtual_shard(key)]``, or without a map ``unsigned(key) % world_size``.
+    """
+    if owners is None:
+        ranks = [key % 2**64 % world_size for key in keys.tolist()]
+    else:
+        ranks = [int(owners[virtual_shard(key)]) for key in keys.tolist()]
+    owner = torch.tensor(ranks, dtype=torch.int64, device=keys.device)
     permutation = owner.argsort(stable=True)
     return keys[permutation], torch.bincount(owner, minlength=world_size), permutation
 

@@ -127,6 +127,8 @@ def check_keys(device, mode, keys):
     both(full_table, device, keys, mode=mode)
     for world_size in (1, 8, 1000):
         both(ops.bucketize, device, keys, world_size, mode=mode)
+        owners = torch.arange(65536).remainder(world_size).to(torch.int16)
+        both(ops.bucketize, device, keys, world_size, owners, mode=mode)
 
 
 def check_rows(device, mode, n, dim, dtype):

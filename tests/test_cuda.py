@@ -208,7 +208,7 @@ def test_ops_take_only_as_many_keys_as_a_number_on_the_device_says(device, count
     assert len(table) == len(twin)
     found = torch.ops.sparsekit.hash_table_find(table.buckets, table.hash_seed, keys, number)
     assert torch.equal(found, rows)
-    by_owner, counts, permutation = torch.ops.sparsekit.bucketize(keys, 3, number)
+    by_owner, counts, permutation = torch.ops.sparsekit.bucketize(keys, 3, num_keys=number)
     for result, whole in zip(
         (by_owner[:used], counts, permutation[:used]), ops.bucketize(keys[:used], 3), strict=True
     ):

@@ -61,6 +61,8 @@ def use_everything():
         _, inverse, _, count = torch.ops.sparsekit.unique_padded(keys)
         show(f"unique_padded {key_dtype}", inverse, count)
         show(f"bucketize {key_dtype}", *ops.bucketize(keys, 7))
+        owners = torch.arange(65536).remainder(7).to(torch.int16)
+        show(f"bucketize {key_dtype} by map", *ops.bucketize(keys, 7, owners))
         for load_factor in (0.6, 1.0):
             table = sparsekit.HashTable(4000, load_factor=load_factor)
             table.hash_seed.fill_(-0x123456789ABCDEF)

@@ -44,6 +44,7 @@ constexpr Kind kKinds[] = {
     {"group_find", "max_nnz of bag"},
     {"group_find", "keys"},
     {"group_embedding_bag_", "index"},
+    {"bucketize", "owners"},
 };
 constexpr int64_t kNumKinds = sizeof(kKinds) / sizeof(Kind);
 
@@ -156,7 +157,14 @@ int64_t Engine::value(const Tensor& words, int64_t i) const {
     cuda::read_back(&piece, 1, stream_);
     return int64_t{value};
   };
-  return words.scalar_type() == ScalarType::Int ? read(int32_t{}) : read(int64_t{});
+  switch (words.scalar_type()) {
+    case ScalarType::Short:
+      return read(int16_t{});
+    case ScalarType::Int:
+      return read(int32_t{});
+    default:
+      return read(int64_t{});
+  }
 }
 
 // Each stream has copies of its own: a copy is made before the first kernel that reads it, and

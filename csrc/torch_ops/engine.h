@@ -43,7 +43,8 @@ enum class Complaint {
   kGroupOffset,
   kGroupBag,
   kGroupKey,
-  kGroupIndex
+  kGroupIndex,
+  kOwner
 };
 
 #if defined(SPARSEKIT_ENGINE_CPU)
@@ -56,7 +57,9 @@ class Engine {
   void* stream() const { return nullptr; }
   int64_t* bad(Complaint) const { return nullptr; }
   int64_t found(Complaint, int64_t) const { return -1; }
-  int64_t value(const Tensor& words, int64_t i) const { return int64_data(words)[i]; }
+  int64_t value(const Tensor& words, int64_t i) const {
+    return dtype_of(words) == ScalarType::Short ? data<int16_t>(words)[i] : int64_data(words)[i];
+  }
   Tensor kept(const void*, int64_t) const { return {}; }
   void read(const int64_t* words, int64_t count, int64_t* host) const {
     std::copy(words, words + count, host);
@@ -84,7 +87,7 @@ class Engine {
   // The position, below `limit`, that this call's kernel has reported, or -1. Always -1 with checks
   // off and while a graph is captured.
   int64_t found(Complaint complaint, int64_t limit) const;
-  // An element of an int64 or int32 tensor on the device.
+  // An element of an int64, int32 or int16 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
   // A copy of these bytes on the device, to be held until the kernels that read it are launched.
   // Nobody may write to it. It is there already if this stream has asked for the same bytes lately:

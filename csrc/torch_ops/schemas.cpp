@@ -27,7 +27,7 @@ SPARSEKIT_LIBRARY(m) {
       " bool deterministic=True) -> Tensor");
 
   m.def(
-      "bucketize(Tensor keys, int world_size, Tensor? num_keys=None)"
+      "bucketize(Tensor keys, int world_size, Tensor? owners=None, Tensor? num_keys=None)"
       " -> (Tensor by_owner, Tensor counts, Tensor permutation)");
 
   m.def("gather_rows(Tensor table, Tensor rows) -> Tensor");

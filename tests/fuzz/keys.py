@@ -100,8 +100,11 @@ def unique_padded(case: Case) -> None:
 def bucketize(case: Case) -> None:
     keys = case.placed(case.keys(case.size(case.most(40_000, 6000)), case.key_dtype()))
     world_size = case.any_of(1, 2, 3, 8, 2048, case.random.randint(1, 2048))
-    results = case.call(ops.bucketize, keys, world_size)
-    expected = reference.bucketize(keys, world_size)
+    owners = None
+    if case.maybe(0.5):
+        owners = case.placed(case.integers(0, world_size - 1, 65536).to(torch.int16))
+    results = case.call(ops.bucketize, keys, world_size, owners)
+    expected = reference.bucketize(keys, world_size, owners)
     for name, result, wanted in zip(
         ("by_owner", "counts", "permutation"), results, expected, strict=True
     ):

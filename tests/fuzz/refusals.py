@@ -39,7 +39,11 @@ def _calls(case: Case):
     numbers = torch.rand(4, 2, dtype=torch.float64, generator=case.generator)
     return {
         ops.unique: {"keys": keys},
-        ops.bucketize: {"keys": keys, "world_size": 3},
+        ops.bucketize: {
+            "keys": keys,
+            "world_size": 3,
+            "owners": torch.arange(65536).remainder(3).to(torch.int16),
+        },
         hash_table.find: {"keys": keys},
         hash_table.find_or_insert: {"keys": keys},
         ops.gather_rows: {"table": table, "rows": rows},
@@ -95,7 +99,7 @@ def refused_op(case: Case) -> None:
     kind = case.any_of(*kinds)
     case.note(bad=argument, kind=kind)
     if kind == "dtype":
-        arguments[argument] = tensor.to(case.any_of(torch.float16, torch.complex64, torch.int16))
+        arguments[argument] = tensor.to(case.any_of(torch.float16, torch.complex64, torch.uint8))
         if argument == "sample_weights":
             arguments[argument] = tensor.to(torch.int64)
     elif kind == "dimensions":
@@ -108,7 +112,7 @@ def refused_op(case: Case) -> None:
         # torch's own complaint about a schema is a RuntimeError.
         errors = (*DOCUMENTED, AttributeError)
     elif kind == "device":
-        if name in ("unique", "bucketize"):
+        if name == "unique":
             return  # there is no other tensor
         arguments[argument] = tensor.to("meta")
         errors = DOCUMENTED

@@ -15,14 +15,26 @@ from conftest import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sparsekit
 from sparsekit import ops, reference
 
 WORLD_SIZES = (1, 2, 3, 7, 8, 64, 1000, 2048)
 
 
-def check(keys, world_size, device):
-    results = ops.bucketize(keys.to(device), world_size)
-    for result, expected in zip(results, reference.bucketize(keys, world_size), strict=True):
+def even_map(world_size):
+    return (torch.arange(65536) * world_size >> 16).to(torch.int16)
+
+
+def random_map(world_size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, world_size, (65536,), dtype=torch.int16, generator=generator)
+
+
+def check(keys, world_size, device, owners=None):
+    there = None if owners is None else owners.to(device)
+    results = ops.bucketize(keys.to(device), world_size, there)
+    wanted = reference.bucketize(keys, world_size, owners)
+    for result, expected in zip(results, wanted, strict=True):
         assert result.dtype == expected.dtype
         assert result.tolist() == expected.tolist()
     by_owner, counts, permutation = results
@@ -36,11 +48,13 @@ def check(keys, world_size, device):
 def test_equals_the_reference(device, n, pattern, dtype):
     for world_size in WORLD_SIZES:
         check(key_pattern(pattern, n, dtype), world_size, device)
+        check(key_pattern(pattern, n, dtype), world_size, device, random_map(world_size))
 
 
 @given(keys=st.lists(KEYS, max_size=200), world_size=st.integers(1, 2048))
 def test_any_keys(device, keys, world_size):
     check(torch.tensor(keys, dtype=torch.int64), world_size, device)
+    check(torch.tensor(keys, dtype=torch.int64), world_size, device, random_map(world_size))
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=200), st.integers(1, 2048))
@@ -62,6 +76,8 @@ def test_every_world_size(device):
 @pytest.mark.parametrize("world_size", [1, 5, 8, 2048])
 def test_all_keys_on_one_owner(device, world_size):
     check(torch.arange(40_000) * world_size + world_size - 1, world_size, device)
+    last = torch.full((65536,), world_size - 1, dtype=torch.int16)
+    check(torch.arange(40_000), world_size, device, last)
 
 
 def test_order_is_that_of_the_input(device):
@@ -75,10 +91,11 @@ def test_order_is_that_of_the_input(device):
 def test_an_int32_key_has_the_owner_of_the_same_int64_key(device):
     keys = torch.arange(-500, 500, dtype=torch.int32, device=device)
     for world_size in WORLD_SIZES:
-        narrow = ops.bucketize(keys, world_size)
-        wide = ops.bucketize(keys.long(), world_size)
-        for one, other in zip(narrow, wide, strict=True):
-            assert one.tolist() == other.tolist()
+        for owners in (None, random_map(world_size).to(device)):
+            narrow = ops.bucketize(keys, world_size, owners)
+            wide = ops.bucketize(keys.long(), world_size, owners)
+            for one, other in zip(narrow, wide, strict=True):
+                assert one.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
@@ -90,17 +107,28 @@ def test_non_contiguous_keys(device, dtype):
         assert torch.equal(ops.bucketize(view, 3)[2], ops.bucketize(view.contiguous(), 3)[2])
 
 
+def test_a_map_that_is_not_contiguous(device):
+    keys, owners = key_pattern("few", 600), random_map(7)
+    for view in (owners.repeat_interleave(2)[::2], owners.expand(2, -1).t()[:, 1], owners[:1]):
+        view = view.expand(65536)
+        check(keys, 7, device, view)
+
+
 def test_input_is_not_changed(device):
-    keys = key_pattern("few", 100).to(device)
+    keys, owners = key_pattern("few", 100).to(device), even_map(3).to(device)
     before = keys.clone()
     ops.bucketize(keys, 3)
+    ops.bucketize(keys, 3, owners)
     assert torch.equal(keys, before)
+    assert torch.equal(owners.cpu(), even_map(3))
 
 
 @pytest.mark.parametrize("world_size", [3, 2048])
 def test_bits_do_not_depend_on_threads(device, world_size):
     keys = key_pattern("half on one", 100_000).to(device)
+    owners = random_map(world_size).to(device)
     assert_same_bits_for_any_threads(lambda: ops.bucketize(keys, world_size))
+    assert_same_bits_for_any_threads(lambda: ops.bucketize(keys, world_size, owners))
 
 
 @pytest.mark.parametrize(
@@ -120,3 +148,98 @@ def test_bits_do_not_depend_on_threads(device, world_size):
 def test_what_is_refused(keys, world_size, error, message):
     with pytest.raises(error, match=message):
         ops.bucketize(keys, world_size)
+
+
+# The hash may never change: saved tables are placed by it. The values are those of fmix64 in
+# Appleby's MurmurHash3.cpp, shifted right by 48.
+SHARDS = {
+    0: 0x0000,
+    1: 0xB456,
+    2: 0x3ABF,
+    -1: 0x64B5,
+    2**22: 0xFE3E,
+    10**12: 0xF618,
+    -(10**12): 0x18A2,
+    INT64_MAX: 0xABB9,
+    INT64_MIN: 0x8F78,
+    0x123456789ABCDEF: 0x87CB,
+}
+
+
+def test_the_hash_of_a_key_never_changes(device):
+    # Owners that spell the shard: its upper and its lower byte.
+    shards = torch.arange(65536)
+    keys = torch.tensor(list(SHARDS), device=device)
+    found = torch.zeros(len(keys), dtype=torch.int64, device=device)
+    for digit, factor in ((shards >> 8, 256), (shards & 255, 1)):
+        _, counts, permutation = ops.bucketize(keys, 256, digit.to(device, torch.int16))
+        owner = torch.arange(256, device=device).repeat_interleave(counts)
+        found[permutation] += owner * factor
+    assert found.tolist() == list(SHARDS.values())
+    assert [reference.virtual_shard(key) for key in SHARDS] == list(SHARDS.values())
+
+
+def ids_of(kind, n, world_size):
+    ids = torch.arange(n)
+    if kind == "sequential":
+        return ids
+    if kind == "random":
+        return torch.randint(INT64_MIN, INT64_MAX, (n,), generator=torch.Generator().manual_seed(1))
+    return ids * (2**22 if kind == "snowflake" else world_size)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "random", "snowflake", "multiples"])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 64, 1024])
+def test_ranks_own_equally_many_keys(world_size, kind):
+    keys = ids_of(kind, 10_000 * world_size, world_size)
+    counts = ops.bucketize(keys, world_size, even_map(world_size))[1]
+    assert counts.max() <= 1.1 * 10_000
+    if kind in ("snowflake", "multiples") and world_size in (2, 4, 64, 1024):
+        assert ops.bucketize(keys, world_size)[1].tolist()[0] == len(keys)  # by modulo
+
+
+@pytest.mark.parametrize("kind", ["sequential", "random", "snowflake"])
+@pytest.mark.parametrize("hash_seed", [0, -0x123456789ABCDEF])
+def test_keys_of_one_rank_fill_the_buckets_evenly(hash_seed, kind):
+    keys = ids_of(kind, 160_000, 8)
+    counts = ops.bucketize(keys, 8, even_map(8))[1].tolist()
+    of_ranks = [*ops.bucketize(keys, 8, even_map(8))[0].split(counts)[::3], keys[:20_000]]
+    spilled = []
+    for own in of_ranks:
+        table = sparsekit.HashTable(len(own))
+        table.hash_seed.fill_(hash_seed)
+        table.find_or_insert(own)
+        # How many keys found their bucket full, of all: the last word of each.
+        spilled.append(int(table.buckets.view(torch.int32)[:, 15].sum()) / len(own))
+    assert max(spilled) < 1.2 * spilled[-1]
+
+
+@pytest.mark.parametrize(
+    ("owners", "error", "message"),
+    [
+        ([0] * 65536, TypeError, "bucketize: owners must be a tensor, got list"),
+        (even_map(2).int(), TypeError, "bucketize: owners must be int16, got torch.int32"),
+        (even_map(2)[None], ValueError, r"bucketize: owners must have 1 dimension\(s\), got shape"),
+        (even_map(2)[1:], ValueError, "bucketize: owners must have 65536 elements, got 65535"),
+        (even_map(2).to("meta"), ValueError, "bucketize: all tensors must be on one device"),
+    ],
+)
+def test_maps_that_are_refused(engine, owners, error, message):
+    with pytest.raises(error, match=message):
+        ops.bucketize(torch.tensor([3]), 2, owners)
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 4, 2**15 - 1, -(2**15)])
+def test_an_owner_that_is_no_rank(device, rank):
+    keys = torch.arange(3000, device=device)
+    shards = sorted({reference.virtual_shard(key) for key in range(3000)})
+    owners = random_map(3).to(device)
+    owners[shards[7]] = owners[shards[8]] = rank
+    message = rf"bucketize: owners\[{shards[7]}\] is {rank}, but must be a rank, in \[0, 3\)"
+    with pytest.raises(ValueError, match=message):
+        ops.bucketize(keys, 3, owners)
+    # Where no key asks for it, it is not looked at.
+    unused = (torch.bincount(torch.tensor(shards), minlength=65536) == 0).nonzero()[0]
+    owners = random_map(3)
+    owners[unused] = rank
+    check(keys.cpu(), 3, device, owners)

@@ -157,6 +157,7 @@ CASES = {
     "bucketize": lambda: [
         *((int64(3, -1, 3, 2).to(dtype), 3) for dtype in KEY_DTYPES),
         (int64(), 2),
+        (int64(3, -1, 3, 2), 3, torch.arange(65536).remainder(3).to(torch.int16)),
     ],
     "unsorted_segment_sum": lambda: [
         *((randn(4, 3, dtype=dtype), int64(1, -1, 1, 0), 3) for dtype in ROW_DTYPES),

@@ -80,6 +80,10 @@ CASES = {
     "unique": (OPS.unique, lambda h: (long(h),)),
     "unique_padded": (OPS.unique_padded, lambda h: (long(h), ints(0))),
     "bucketize": (OPS.bucketize, lambda h: (long(h), 2)),
+    "bucketize, owners": (
+        OPS.bucketize,
+        lambda h: (ints(), 2, torch.zeros(1, dtype=torch.int16).expand(h)),
+    ),
     "find": (OPS.hash_table_find, lambda h: (HashTable(5).buckets, ints(3), long(h), ints(0))),
     "insert": (
         OPS.hash_table_find_or_insert_,

@@ -71,8 +71,8 @@ void try_bucketize(int64_t n, int64_t world_size) {
   std::iota(keys.begin(), keys.end(), -n / 2);
   with_workspace("bucketize", n, cpu::bucketize_workspace_bytes(n, world_size),
                  [&](void* workspace) {
-                   cpu::bucketize(keys.data(), n, world_size, by_owner.data(), counts.data(),
-                                  permutation.data(), workspace, threads());
+                   cpu::bucketize(keys.data(), n, Owners(nullptr, world_size), by_owner.data(),
+                                  counts.data(), permutation.data(), workspace, threads());
                  });
 }
 

@@ -2,8 +2,17 @@
 
 #include <algorithm>
 
+#include "cpu/first_bad.h"
+
 namespace sparsekit::cpu {
 namespace {
+
+// owner_of without the question whether there is a map, for loops.
+template <bool kMapped>
+int64_t owner_of(int64_t key, const Owners& owners) {
+  if constexpr (kMapped) return owners.map[virtual_shard_of(key)];
+  return owner_by_modulo(key, owners);
+}
 
 // Keys that one thread counts, and later moves, in one go. Fixed, so that the counts of a chunk do
 // not depend on the number of threads.
@@ -13,29 +22,33 @@ int64_t num_chunks(int64_t n) {
   return (n + kChunk - 1) / kChunk;
 }
 
-}  // namespace
-
-int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size) {
-  return num_chunks(n) * world_size * static_cast<int64_t>(sizeof(int64_t));
-}
-
-// Counting sort in two passes over the keys.
-template <class Key>
-void bucketize(const Key* keys, int64_t n, int64_t world_size, Key* by_owner, int64_t* counts,
-               int64_t* permutation, void* workspace, const ParallelFor& parallel_for) {
-  const OwnerOf owner_of(world_size);
+// Counting sort in two passes over the keys. `next` is [chunks, world_size]: how many keys of each
+// owner a chunk has, then where it puts the next one.
+template <bool kMapped, class Key>
+int64_t sort_by_owner(const Key* keys, int64_t n, const Owners& owners, Key* by_owner,
+                      int64_t* counts, int64_t* permutation, int64_t* next,
+                      const ParallelFor& parallel_for) {
   const int64_t chunks = num_chunks(n);
-  // [chunks, world_size]: how many keys of each owner a chunk has, then where it puts the next one.
-  auto* next = static_cast<int64_t*>(workspace);
-
-  parallel_for(0, chunks, 1, [=](int64_t begin, int64_t end) {
+  const auto world_size = static_cast<int64_t>(owners.world_size);
+  FirstBad bad;
+  parallel_for(0, chunks, 1, [=, owners = owners, &bad](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       int64_t* count = next + chunk * world_size;
       std::fill(count, count + world_size, int64_t{0});
       const int64_t stop = std::min(n, (chunk + 1) * kChunk);
-      for (int64_t i = chunk * kChunk; i < stop; ++i) ++count[owner_of(keys[i])];
+      for (int64_t i = chunk * kChunk; i < stop; ++i) {
+        const int64_t owner = owner_of<kMapped>(keys[i], owners);
+        if constexpr (kMapped) {
+          if (owner < 0 || owner >= world_size) {
+            bad.report(virtual_shard_of(keys[i]));
+            continue;
+          }
+        }
+        ++count[owner];
+      }
     }
   });
+  if (bad.position() >= 0) return bad.position();
 
   int64_t position = 0;
   for (int64_t owner = 0; owner < world_size; ++owner) {
@@ -49,22 +62,37 @@ void bucketize(const Key* keys, int64_t n, int64_t world_size, Key* by_owner, in
     counts[owner] = position - start;
   }
 
-  parallel_for(0, chunks, 1, [=](int64_t begin, int64_t end) {
+  parallel_for(0, chunks, 1, [=, owners = owners](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       int64_t* to = next + chunk * world_size;
       const int64_t stop = std::min(n, (chunk + 1) * kChunk);
       for (int64_t i = chunk * kChunk; i < stop; ++i) {
-        const int64_t target = to[owner_of(keys[i])]++;
+        const int64_t target = to[owner_of<kMapped>(keys[i], owners)]++;
         by_owner[target] = keys[i];
         permutation[target] = i;
       }
     }
   });
+  return -1;
 }
 
-template void bucketize(const int32_t*, int64_t, int64_t, int32_t*, int64_t*, int64_t*, void*,
-                        const ParallelFor&);
-template void bucketize(const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int64_t*, void*,
-                        const ParallelFor&);
+}  // namespace
+
+int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size) {
+  return num_chunks(n) * world_size * static_cast<int64_t>(sizeof(int64_t));
+}
+
+template <class Key>
+int64_t bucketize(const Key* keys, int64_t n, const Owners& owners, Key* by_owner, int64_t* counts,
+                  int64_t* permutation, void* workspace, const ParallelFor& parallel_for) {
+  const auto sort = owners.map == nullptr ? sort_by_owner<false, Key> : sort_by_owner<true, Key>;
+  return sort(keys, n, owners, by_owner, counts, permutation, static_cast<int64_t*>(workspace),
+              parallel_for);
+}
+
+template int64_t bucketize(const int32_t*, int64_t, const Owners&, int32_t*, int64_t*, int64_t*,
+                           void*, const ParallelFor&);
+template int64_t bucketize(const int64_t*, int64_t, const Owners&, int64_t*, int64_t*, int64_t*,
+                           void*, const ParallelFor&);
 
 }  // namespace sparsekit::cpu

@@ -34,10 +34,22 @@ struct Workspace {
   }
 };
 
+struct Ranks {
+  Owners owners;
+  int64_t* bad;  // see bucketize.h
+
+  // The owner of the key, or 0 if what the map says is no rank.
+  SPARSEKIT_DEVICE int checked(int64_t key, int owner) const {
+    if (owner >= 0 && owner < static_cast<int>(owners.world_size)) return owner;
+    simt::atomic_min(bad, virtual_shard_of(key));
+    return 0;
+  }
+};
+
 // Calls visit(i, key, owner, peers) for this warp's keys, in order, with all lanes: owner is -1
 // past the end, and peers are the lanes whose key has the same owner.
 template <class Key, class Visit>
-SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, OwnerOf owner_of,
+SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& ranks,
                                        int keys_per_warp, const Visit& visit) {
   const int64_t begin = simt::global_thread() / simt::kWarp * keys_per_warp;
   const int64_t end = begin + keys_per_warp < n ? begin + keys_per_warp : n;
@@ -49,10 +61,15 @@ SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, OwnerOf owner
       const int64_t i = base + j * simt::kWarp;
       key[j] = i < end ? keys[i] : Key{};
     }
+    int from_map[kBatch];  // all of them before any is looked at: these are loads, too
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      from_map[j] = static_cast<int>(owner_of(key[j], ranks.owners));
+    }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int64_t i = base + j * simt::kWarp;
-      const int owner = i < end ? static_cast<int>(owner_of(key[j])) : -1;
+      const int owner = i < end ? ranks.checked(key[j], from_map[j]) : -1;
       visit(i, key[j], owner, simt::warp_match(owner));
     }
   }
@@ -61,12 +78,12 @@ SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, OwnerOf owner
 // Fills counts [kWarps, world_size], in shared memory, with how many keys of each owner each warp
 // of the block has.
 template <class Key>
-SPARSEKIT_DEVICE void count_owners(const Key* keys, int64_t n, int world_size, OwnerOf owner_of,
+SPARSEKIT_DEVICE void count_owners(const Key* keys, int64_t n, int world_size, const Ranks& ranks,
                                    int keys_per_warp, int32_t* counts) {
   for (int i = simt::thread(); i < kWarps * world_size; i += kThreads) counts[i] = 0;
   simt::barrier();
   int32_t* mine = counts + simt::thread() / simt::kWarp * world_size;
-  for_keys_of_warp(keys, n, owner_of, keys_per_warp, [=](int64_t, Key, int owner, uint32_t peers) {
+  for_keys_of_warp(keys, n, ranks, keys_per_warp, [=](int64_t, Key, int owner, uint32_t peers) {
     if (owner >= 0 && simt::lowest_bit(peers) == simt::lane()) {
       mine[owner] += simt::count_bits(peers);
     }
@@ -77,10 +94,10 @@ SPARSEKIT_DEVICE void count_owners(const Key* keys, int64_t n, int world_size, O
 
 template <class Key>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
-    count_kernel(const Key* keys, DeviceCount n, int world_size, OwnerOf owner_of,
-                 int keys_per_warp, int32_t* starts) {
+    count_kernel(const Key* keys, DeviceCount n, int world_size, Ranks ranks, int keys_per_warp,
+                 int32_t* starts) {
   int32_t* counts = simt::shared<int32_t>();
-  count_owners(keys, n.get(), world_size, owner_of, keys_per_warp, counts);
+  count_owners(keys, n.get(), world_size, ranks, keys_per_warp, counts);
   for (int owner = simt::thread(); owner < world_size; owner += kThreads) {
     int32_t sum = 0;
     for (int warp = 0; warp < kWarps; ++warp) sum += counts[warp * world_size + owner];
@@ -92,11 +109,10 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
 // lanes all follow that of the input.
 template <class Key>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
-    scatter_kernel(const Key* keys, DeviceCount n, int world_size, OwnerOf owner_of,
-                   int keys_per_warp, const int32_t* starts, Key* by_owner, int64_t* counts,
-                   int64_t* permutation) {
+    scatter_kernel(const Key* keys, DeviceCount n, int world_size, Ranks ranks, int keys_per_warp,
+                   const int32_t* starts, Key* by_owner, int64_t* counts, int64_t* permutation) {
   int32_t* next = simt::shared<int32_t>();  // where each warp puts its next key of each owner
-  count_owners(keys, n.get(), world_size, owner_of, keys_per_warp, next);
+  count_owners(keys, n.get(), world_size, ranks, keys_per_warp, next);
   for (int owner = simt::thread(); owner < world_size; owner += kThreads) {
     int32_t start = starts[owner * simt::blocks() + simt::block()];
     for (int warp = 0; warp < kWarps; ++warp) {
@@ -112,7 +128,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   simt::barrier();
 
   int32_t* mine = next + simt::thread() / simt::kWarp * world_size;
-  for_keys_of_warp(keys, n.get(), owner_of, keys_per_warp,
+  for_keys_of_warp(keys, n.get(), ranks, keys_per_warp,
                    [=](int64_t i, Key key, int owner, uint32_t peers) {
                      const uint32_t before = simt::lanes_before(peers, simt::lane());
                      const int32_t start = owner < 0 ? 0 : mine[owner];
@@ -136,25 +152,25 @@ int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size) {
 }
 
 template <class Key>
-void bucketize(const Key* keys, DeviceCount n, int64_t world_size, Key* by_owner, int64_t* counts,
-               int64_t* permutation, void* workspace, void* stream) {
+void bucketize(const Key* keys, DeviceCount n, const Owners& owners, Key* by_owner, int64_t* counts,
+               int64_t* permutation, int64_t* bad, void* workspace, void* stream) {
+  const auto world_size = static_cast<int>(owners.world_size);
   Arena arena(workspace);
   const Workspace work(arena, n.most, world_size);
-  const OwnerOf owner_of(world_size);
+  const Ranks ranks{owners, bad};
   const int per_warp = keys_per_warp(world_size);
-  const auto ranks = static_cast<int>(world_size);
   const simt::Grid grid{work.blocks, kThreads,
                         kWarps * world_size * static_cast<int64_t>(sizeof(int32_t))};
-  simt::launch("bucketize_count", count_kernel<Key>, grid, stream, keys, n, ranks, owner_of,
+  simt::launch("bucketize_count", count_kernel<Key>, grid, stream, keys, n, world_size, ranks,
                per_warp, work.starts);
   exclusive_scan(work.starts, work.starts, world_size * work.blocks, work.scan, stream);
-  simt::launch("bucketize_scatter", scatter_kernel<Key>, grid, stream, keys, n, ranks, owner_of,
+  simt::launch("bucketize_scatter", scatter_kernel<Key>, grid, stream, keys, n, world_size, ranks,
                per_warp, work.starts, by_owner, counts, permutation);
 }
 
-template void bucketize(const int32_t*, DeviceCount, int64_t, int32_t*, int64_t*, int64_t*, void*,
-                        void*);
-template void bucketize(const int64_t*, DeviceCount, int64_t, int64_t*, int64_t*, int64_t*, void*,
-                        void*);
+template void bucketize(const int32_t*, DeviceCount, const Owners&, int32_t*, int64_t*, int64_t*,
+                        int64_t*, void*, void*);
+template void bucketize(const int64_t*, DeviceCount, const Owners&, int64_t*, int64_t*, int64_t*,
+                        int64_t*, void*, void*);
 
 }  // namespace sparsekit::cuda

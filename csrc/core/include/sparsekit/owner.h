@@ -1,0 +1,59 @@
+// Which rank a key lives on.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "sparsekit/host_device.h"
+
+namespace sparsekit {
+
+// Most ranks there may be.
+constexpr int64_t kMaxWorldSize = 2048;
+
+// Keys are hashed to this many virtual shards, of which a map says who owns each.
+constexpr int64_t kVirtualShards = int64_t{1} << 16;
+
+// The virtual shard of a key; a narrower key counts as its value in 64 bits. The same on all ranks
+// and in all versions: saved tables are placed by it, so it must never change. The finaliser of
+// MurmurHash3 (Appleby), and not the hash of the buckets (hash_table.h): keys that share a rank
+// would share the leading bits of that one, and fill some of the rank's buckets only.
+SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
+  uint64_t x = static_cast<uint64_t>(key);
+  x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDu;
+  x = (x ^ (x >> 33)) * 0xC4CEB9FE1A85EC53u;
+  return static_cast<int64_t>(x >> 48);  // the last step, x ^ (x >> 33), leaves these bits alone
+}
+
+// How keys are placed on world_size ranks, in [1, kMaxWorldSize].
+struct Owners {
+  const int16_t* map = nullptr;  // [kVirtualShards], the rank of each; null: unsigned key modulo
+  uint64_t world_size = 1;
+  uint64_t reciprocal = ~uint64_t{0};  // 2^64 / world_size or 1 less
+
+  Owners() = default;
+  Owners(const int16_t* ranks, int64_t num_ranks)
+      : map(ranks),
+        world_size(static_cast<uint64_t>(num_ranks)),
+        reciprocal(~uint64_t{0} / world_size) {}
+};
+static_assert(std::is_trivially_copyable_v<Owners>, "kernels take arrays of them");
+
+// unsigned(key) % world_size, by multiplication in place of division.
+SPARSEKIT_HOST_DEVICE inline int64_t owner_by_modulo(int64_t key, const Owners& owners) {
+  __extension__ using uint128 = unsigned __int128;
+  const auto unsigned_key = static_cast<uint64_t>(key);
+  // This is the quotient or 1 less.
+  const auto quotient =
+      static_cast<uint64_t>((static_cast<uint128>(unsigned_key) * owners.reciprocal) >> 64);
+  const uint64_t rest = unsigned_key - quotient * owners.world_size;
+  return static_cast<int64_t>(rest < owners.world_size ? rest : rest - owners.world_size);
+}
+
+// The rank that owns a key. What the map says is returned as it is: whoever takes a map from
+// outside checks that its values are ranks.
+SPARSEKIT_HOST_DEVICE inline int64_t owner_of(int64_t key, const Owners& owners) {
+  return owners.map == nullptr ? owner_by_modulo(key, owners) : owners.map[virtual_shard_of(key)];
+}
+
+}  // namespace sparsekit
