@@ -1,4 +1,4 @@
-"""Many tables on gloo ranks with one thread each: steps, their collectives, what prefetch hides.
+"""Many tables on ranks with one thread each: steps, their collectives, what prefetch hides.
 
 Ours runs LazyAdam. TorchRec has half of the tables on each rank, and row-wise Adagrad fused into
 backward.

@@ -1,4 +1,4 @@
-"""A whole training step, and the exchange alone, on two gloo ranks with one thread each.
+"""A whole training step, and the exchange alone, on two ranks with one thread each.
 
 The peer is TorchRec's DistributedModelParallel over an EmbeddingBagCollection of two tables, one on
 each rank (its CPU mode refuses row-wise sharding), with fused row-wise Adagrad, on row numbers that

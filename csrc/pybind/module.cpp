@@ -1,12 +1,14 @@
-// What an op schema cannot carry: bulk hashing of Python objects, communicators of NCCL, and facts
-// about the build. Only the glue to Python is here, which is slow to compile; the work is in
-// hash_values.cpp. For the same reason arrays are buffers here, without pybind11/numpy.h.
+// What an op schema cannot carry: bulk hashing of Python objects, communicators of NCCL and through
+// shared memory, and facts about the build. Only the glue to Python is here, which is slow to
+// compile; the work is in hash_values.cpp. For the same reason arrays are buffers here, without
+// pybind11/numpy.h.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <stdexcept>
 
 #include "hash_values.h"
+#include "shared_memory.h"
 #ifdef SPARSEKIT_NCCL
 #include "nccl_communicator.h"
 #endif
@@ -98,6 +100,7 @@ PYBIND11_MODULE(_pybind, m) {
         py::arg("num_threads") = 1,
         "XXH64 of the decimal text of each integer of a contiguous 1-D array, as int64.");
   m.def("build_info", &build_info, "How this module was built, as a dict.");
+  add_shared_memory(m);
 #ifdef SPARSEKIT_NCCL
   add_nccl_communicator(m);
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import sys
 import threading
 import time
@@ -11,12 +12,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from .. import _pybind
-from .transport import TorchTransport, Transport
+from .transport import TorchTransport, Transport, Unavailable
 
-BACKENDS = ("auto", "torch", "nccl")
 # Seconds between two looks at a communicator, and for which one waits for others at its end.
 _INTERVAL, _PATIENCE = 1.0, 10.0
 
@@ -35,51 +34,25 @@ def missing() -> str:
     return ""
 
 
-def check_backend(backend: str) -> None:
-    """Raise unless this process can have the backend that `sparsekit.init` was given."""
-    if backend not in BACKENDS:
-        raise ValueError(
-            f"sparsekit.init: backend must be one of {', '.join(BACKENDS)}; got {backend!r}"
-        )
-    reason = missing() if backend == "nccl" else ""
-    if reason:
-        raise RuntimeError(f"sparsekit.init: backend='nccl': {reason}")
+def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) -> NcclTransport:
+    """The transport of a group for tensors of a device. A collective.
 
-
-def make_transport(
-    backend: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta
-) -> Transport:
-    """The transport of a group for tensors of a device, the same on all ranks.
-
-    For CUDA this is a collective, through which the ranks learn what each has and what the new
-    communicator is called.
+    The ranks learn what each has, and what the new communicator is called.
 
     Raises:
-        RuntimeError: libnccl is wanted but cannot be had on some rank, or ranks want different
-            backends.
+        Unavailable: on all ranks, where libnccl cannot be had on one of them.
     """
-    if device.type != "cuda":
-        if backend == "nccl":
-            raise RuntimeError(f"sparsekit: backend='nccl' needs CUDA tensors, these are {device}")
-        return TorchTransport(group)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     reason, unique_id = missing(), b""
-    if rank == 0 and not reason and backend != "torch":
+    if teller.rank == 0 and not reason:
         try:
             unique_id = _pybind.NcclCommunicator.unique_id()
         except RuntimeError as error:
             reason = str(error)
-    offers: list[tuple[str, str, bytes]] = [("", "", b"")] * world_size
-    dist.all_gather_object(offers, (backend, reason, unique_id), group=group)
-    if any(other != backend for other, _, _ in offers):
-        wanted = ", ".join(f"rank {rank}: {other}" for rank, (other, _, _) in enumerate(offers))
-        raise RuntimeError(f"sparsekit: ranks have different backends. {wanted}")
-    reasons = [f"on rank {rank}: {reason}" for rank, (_, reason, _) in enumerate(offers) if reason]
-    if backend == "torch" or (backend == "auto" and reasons):
-        return TorchTransport(group)
-    if reasons:
-        raise RuntimeError(f"sparsekit: backend='nccl': {reasons[0]}")
-    return NcclTransport(rank, world_size, offers[0][2], device, timeout)
+    offers = [pickle.loads(other) for other in teller.all_gather(pickle.dumps((reason, unique_id)))]
+    for rank, (of_rank, _) in enumerate(offers):
+        if of_rank:
+            raise Unavailable(f"on rank {rank}: {of_rank}")
+    return NcclTransport(teller.rank, teller.world_size, offers[0][1], device, timeout)
 
 
 class NcclTransport(Transport):
@@ -114,7 +87,11 @@ class NcclTransport(Transport):
         self._watch = Watch(self.communicator, seconds, finished)
         self._watch.start()
         # At the latest before the interpreter ends, since CUDA may be gone after that.
-        self.close = weakref.finalize(self, _close, self.communicator, self._watch)
+        self._close = weakref.finalize(self, _close, self.communicator, self._watch)
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self._close()
 
     def begin_all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]

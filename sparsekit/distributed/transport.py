@@ -7,8 +7,19 @@ import torch
 import torch.distributed as dist
 
 
+class Unavailable(Exception):
+    """A transport that cannot be had, for the same reason on all ranks."""
+
+
+class OutOfResources(Unavailable):
+    """Some process has too little memory, or too few files, or may not have them."""
+
+
 class Transport(ABC):
-    """The one collective that an exchange needs, over all ranks of a group."""
+    """The one collective that an exchange needs, over all ranks of a group.
+
+    Ranks begin the same collectives in the same order, and each may wait for them in any order.
+    """
 
     rank: int
     world_size: int
@@ -19,10 +30,14 @@ class Transport(ABC):
     ) -> Callable[[], torch.Tensor]:
         """Begin to send a part of ``send`` to each rank; what is returned waits for the others.
 
+        A rank may send another one, not itself, less than that has room for; the rest is undefined.
+        It must not send more: gloo then ends the process that receives it; shared memory raises.
+        nccl allows neither less nor more.
+
         Args:
-            send: 1-D, contiguous; the part for rank 0 first.
+            send: 1-D, contiguous; the part for rank 0 first. Not to be written to before the wait.
             send_splits: elements for each rank.
-            receive_splits: elements from each rank.
+            receive_splits: elements from each rank, at most.
 
         Returns:
             What gives ``[sum(receive_splits)]`` in the dtype of send, rank 0's part first.
@@ -33,6 +48,9 @@ class Transport(ABC):
     ) -> torch.Tensor:
         """`begin_all_to_all`, and wait for it."""
         return self.begin_all_to_all(send, send_splits, receive_splits)()
+
+    def close(self) -> None:  # noqa: B027
+        """End it, so that other ranks that wait for this one raise."""
 
 
 class TorchTransport(Transport):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import check_int
+from .backend import check_backend, make_transport
 from .exchange import Exchange
-from .nccl import check_backend, make_transport
 
 # For each process group one by device, and backend and timeout of `init`. A group that its owner
 # destroys must end, and not live on in here.
@@ -74,7 +74,8 @@ def init(
         timeout: seconds, or a timedelta, after which a rank that waits for another one raises; 5
             minutes at first.
         backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
-            called directly, for CUDA tensors, and ``"auto"`` is the latter where all ranks have it.
+            called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
+            on one host. ``"auto"`` takes one of these two where all ranks have it.
 
     Raises:
         TypeError, ValueError: a seed that is no 64-bit integer, a timeout that is not positive, or

@@ -2,11 +2,24 @@
 
 import pytest
 
+import sparsekit
+
 from .pool import Ranks
 
+# Of tensors on the CPU.
+BACKENDS = ["torch", "shared_memory"]
 
-def _nothing(rank):
-    pass
+
+def _choose(rank, backend):
+    sparsekit.init(backend=backend)
+
+
+@pytest.fixture(params=BACKENDS)
+def two_ranks_over(two_ranks, request):
+    """Two ranks, whose exchange each backend carries in turn."""
+    two_ranks(_choose, request.param)
+    two_ranks.backend = request.param
+    return two_ranks
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -28,9 +41,9 @@ def fresh_ranks():
     """For a test that leaves ranks dead or in a collective; their timeout is short."""
     pools = []
 
-    def make(world_size, timeout=10):
+    def make(world_size, timeout=10, backend="auto"):
         pools.append(Ranks(world_size, timeout))
-        pools[-1](_nothing)  # returns when all of them are up
+        pools[-1](_choose, backend)  # returns when all of them are up
         return pools[-1]
 
     yield make

@@ -13,7 +13,10 @@ import torch
 import sparsekit
 from sparsekit.distributed.exchange import pack, unpack
 
+from .conftest import BACKENDS
 from .pool import Died, Raised
+
+over_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def layer(name, capacity=100, **keywords):
@@ -45,8 +48,8 @@ def full_on_one(rank, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
-def test_a_table_full_on_one_rank(two_ranks, strategy):
-    assert two_ranks(full_on_one, strategy) == [2, 2]
+def test_a_table_full_on_one_rank(two_ranks_over, strategy):
+    assert two_ranks_over(full_on_one, strategy) == [2, 2]
 
 
 @pytest.mark.parametrize("dtypes", [[torch.float32], [torch.int64, torch.float32]])
@@ -70,8 +73,8 @@ def bad_key_on_one(rank):
         step(module, [3, 4])
 
 
-def test_a_key_out_of_range_on_one_rank(two_ranks):
-    outcomes = two_ranks.outcomes(bad_key_on_one)
+def test_a_key_out_of_range_on_one_rank(two_ranks_over):
+    outcomes = two_ranks_over.outcomes(bad_key_on_one)
     raised(outcomes, "IndexError", "rows: key 11 at position 1", "[0, 10)")
     assert "on rank 1: " in outcomes[0].message
 
@@ -82,8 +85,8 @@ def missing_input(rank):
     group({"a": keys, "b": keys} if rank == 0 else {"a": keys})
 
 
-def test_an_input_of_a_group_is_missing_on_one_rank(two_ranks):
-    outcomes = two_ranks.outcomes(missing_input)
+def test_an_input_of_a_group_is_missing_on_one_rank(two_ranks_over):
+    outcomes = two_ranks_over.outcomes(missing_input)
     raised(outcomes, "ValueError", "EmbeddingGroup: inputs must have the layers ['a', 'b']")
 
 
@@ -93,8 +96,8 @@ def another_number_of_ranks(rank):
     step(module, [1, 2])
 
 
-def test_a_layer_of_another_number_of_ranks(two_ranks):
-    outcomes = two_ranks.outcomes(another_number_of_ranks)
+def test_a_layer_of_another_number_of_ranks(two_ranks_over):
+    outcomes = two_ranks_over.outcomes(another_number_of_ranks)
     raised(outcomes, "RuntimeError", "users: made on rank", "of 3", "of 2")
 
 
@@ -120,8 +123,8 @@ def evaluating_on_one(rank):
         (evaluating_on_one, ("training", "evaluation")),
     ],
 )
-def test_ranks_that_disagree(two_ranks, function, parts):
-    raised(two_ranks.outcomes(function), "RuntimeError", *parts)
+def test_ranks_that_disagree(two_ranks_over, function, parts):
+    raised(two_ranks_over.outcomes(function), "RuntimeError", *parts)
 
 
 def called_on_one_only(rank):
@@ -132,8 +135,8 @@ def called_on_one_only(rank):
     out.sum().backward()
 
 
-def test_a_layer_called_on_some_ranks_only(two_ranks):
-    raised(two_ranks.outcomes(called_on_one_only), "RuntimeError", "second", "gradients: ")
+def test_a_layer_called_on_some_ranks_only(two_ranks_over):
+    raised(two_ranks_over.outcomes(called_on_one_only), "RuntimeError", "second", "gradients: ")
 
 
 def crossed_backwards(rank):
@@ -142,8 +145,10 @@ def crossed_backwards(rank):
     (one if rank == 0 else other).sum().backward()
 
 
-def test_backwards_of_different_calls(two_ranks):
-    raised(two_ranks.outcomes(crossed_backwards), "RuntimeError", "lookup number", "gradients: ")
+def test_backwards_of_different_calls(two_ranks_over):
+    raised(
+        two_ranks_over.outcomes(crossed_backwards), "RuntimeError", "lookup number", "gradients: "
+    )
 
 
 def no_grad_on_one(rank):
@@ -161,8 +166,10 @@ def other_seed_on_one(rank):
 
 
 @pytest.mark.parametrize("function", [no_grad_on_one, other_reduction_on_one, other_seed_on_one])
-def test_settings_that_must_agree(two_ranks, function):
-    raised(two_ranks.outcomes(function), "RuntimeError", "ranks are about to do different things")
+def test_settings_that_must_agree(two_ranks_over, function):
+    raised(
+        two_ranks_over.outcomes(function), "RuntimeError", "ranks are about to do different things"
+    )
 
 
 def no_memory_for_what_was_announced(rank):
@@ -184,8 +191,9 @@ def no_memory_for_what_was_announced(rank):
         step(module, [5, 6])
 
 
-def test_what_was_announced_does_not_come(fresh_ranks):
-    outcomes = fresh_ranks(2).outcomes(no_memory_for_what_was_announced)
+@over_backends
+def test_what_was_announced_does_not_come(fresh_ranks, backend):
+    outcomes = fresh_ranks(2, backend=backend).outcomes(no_memory_for_what_was_announced)
     raised(outcomes[:1], "RuntimeError")
     raised(outcomes[1:], "RuntimeError", "the exchange broke down before: MemoryError: none left")
 
@@ -199,8 +207,9 @@ def killed(rank):
         step(module, [1, 2])
 
 
-def test_a_rank_is_killed(fresh_ranks):
-    ranks = fresh_ranks(3)
+@over_backends
+def test_a_rank_is_killed(fresh_ranks, backend):
+    ranks = fresh_ranks(3, backend=backend)
     outcomes = ranks.outcomes(killed)
     assert isinstance(outcomes[1], Died)
     raised([outcomes[0], outcomes[2]], "RuntimeError")
@@ -212,7 +221,8 @@ def absent(rank):
         step(module, [1, 2])
 
 
-def test_a_rank_that_never_comes(fresh_ranks):
-    outcomes = fresh_ranks(2).outcomes(absent)
+@over_backends
+def test_a_rank_that_never_comes(fresh_ranks, backend):
+    outcomes = fresh_ranks(2, backend=backend).outcomes(absent)
     assert outcomes[1] is None
     raised(outcomes[:1], "RuntimeError")

@@ -154,24 +154,30 @@ COUNTED = [
         for name in ("_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
     ),
 ]
+# What begins a collective of each backend.
+COLLECTIVES = {
+    "torch": "distributed.transport.dist.all_to_all_single",
+    "shared_memory": "distributed.shared_memory._pybind.SharedMemoryCommunicator.begin",
+}
 # Between a header and the end of what it has announced, where the others wait already.
 ANNOUNCED = [
     *(("all_to_all", "distributed.Exchange.begin_all_to_all", number) for number in (1, 2, 3)),
-    *(("all_to_all", "distributed.transport.dist.all_to_all_single", n) for n in (1, 2, 5, 6)),
+    *(("all_to_all", "collective", number) for number in (1, 2, 5, 6)),
     ("reduce_scatter", "nn.lookup.by_bag.payload", 1),
 ]
 
 
 @pytest.mark.parametrize(("way", "name", "number"), COUNTED)
-def test_a_step_is_interrupted_on_one_rank(two_ranks, way, name, number):
-    for rank, (interrupted, told) in enumerate(two_ranks(in_call, way, name, number)):
+def test_a_step_is_interrupted_on_one_rank(two_ranks_over, way, name, number):
+    for rank, (interrupted, told) in enumerate(two_ranks_over(in_call, way, name, number)):
         assert interrupted == (rank == 1)
         assert TOLD[0] in told
 
 
 @pytest.mark.parametrize(("way", "name", "number"), ANNOUNCED)
-def test_what_a_header_announces_is_interrupted(two_ranks, way, name, number):
-    for rank, (interrupted, told) in enumerate(two_ranks(in_call, way, name, number)):
+def test_what_a_header_announces_is_interrupted(two_ranks_over, way, name, number):
+    name = COLLECTIVES[two_ranks_over.backend] if name == "collective" else name
+    for rank, (interrupted, told) in enumerate(two_ranks_over(in_call, way, name, number)):
         assert interrupted == (rank == 1)
         assert any(text in told for text in BROKEN)
         assert "timed out" not in told.lower()  # the others need not wait for it
@@ -191,8 +197,8 @@ def at_lines(rank, way, seed, trials):
 
 
 @pytest.mark.parametrize("way", ["all_to_all", "reduce_scatter"])
-def test_a_step_is_interrupted_at_random_lines(two_ranks, way):
-    outcomes = two_ranks(at_lines, way, 1, 25)[1]
+def test_a_step_is_interrupted_at_random_lines(two_ranks_over, way):
+    outcomes = two_ranks_over(at_lines, way, 1, 25)[1]
     for number, lines, interrupted, told in outcomes:
         assert interrupted
         # In the last lines, a hook of the gradient, nothing is left to be done.

@@ -1,0 +1,115 @@
+#include "shared_memory.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "shared_memory_communicator.h"
+
+namespace py = pybind11;
+
+namespace sparsekit {
+namespace {
+
+using shared_memory::Communicator;
+using shared_memory::Segment;
+
+class SharedMemoryCommunicator {
+ public:
+  SharedMemoryCommunicator(int rank, int world_size, int file, const std::vector<int>& sockets,
+                           double seconds)
+      : communicator_(rank, world_size, std::make_shared<Segment>(file, world_size), sockets,
+                      seconds) {}
+
+  // `keep` has the memory, and lives until the collective is completed, also if nobody waits for
+  // it.
+  uint64_t begin(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
+                 const std::vector<int64_t>& receive_bytes, py::object keep) {
+    let_go();
+    uint64_t number = 0;
+    {
+      const py::gil_scoped_release no_gil;
+      number = communicator_.begin(reinterpret_cast<const char*>(send), send_bytes,
+                                   reinterpret_cast<char*>(receive), receive_bytes);
+    }
+    kept_.emplace_back(number, std::move(keep));
+    return number;
+  }
+
+  void wait(uint64_t number) {
+    const auto deadline = communicator_.deadline();
+    for (;;) {
+      {
+        const py::gil_scoped_release no_gil;
+        if (communicator_.work_on(number, deadline)) break;
+      }
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+    let_go();
+  }
+
+  void close(const std::string& reason) {
+    {
+      const py::gil_scoped_release no_gil;
+      communicator_.close(reason);
+    }
+    kept_.clear();
+  }
+
+ private:
+  void let_go() {
+    const uint64_t completed = communicator_.completed();
+    while (!kept_.empty() && kept_.front().first < completed) {
+      const py::object last = std::move(kept_.front().second);  // may run code as it goes
+      kept_.pop_front();
+    }
+  }
+
+  std::deque<std::pair<uint64_t, py::object>> kept_;  // outlives the communicator
+  Communicator communicator_;
+};
+
+std::unique_ptr<SharedMemoryCommunicator> connect(int rank, int world_size, int file,
+                                                  const std::vector<int>& sockets, double seconds) {
+  if (rank < 0 || rank >= world_size || sockets.size() != static_cast<size_t>(world_size)) {
+    throw std::invalid_argument("rank must be one of world_size, with a socket for each");
+  }
+  try {
+    return std::make_unique<SharedMemoryCommunicator>(rank, world_size, file, sockets, seconds);
+  } catch (const std::system_error& error) {
+    const py::object arguments = py::make_tuple(error.code().value(), error.what());
+    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace
+
+void add_shared_memory(py::module_& module) {
+  using Class = SharedMemoryCommunicator;
+  py::class_<Class>(module, "SharedMemoryCommunicator",
+                    "All-to-all of bytes between the processes of one host.")
+      .def(py::init(&connect), py::arg("rank"), py::arg("world_size"), py::arg("file"),
+           py::arg("sockets"), py::arg("seconds"),
+           "Maps the file, which has total_bytes. There is a connected socket for each rank, of "
+           "which it takes copies.")
+      .def("begin", &Class::begin, py::arg("send"), py::arg("send_bytes"), py::arg("receive"),
+           py::arg("receive_bytes"), py::arg("keep"),
+           "Begin a collective, whose number this returns. `keep` has the memory.")
+      .def("wait", &Class::wait, py::arg("number"),
+           "Wait for a collective, at most for the seconds that this was made with.")
+      .def("close", &Class::close, py::arg("reason"),
+           "Leave; the other ranks' waits raise with the reason.")
+      .def_static("total_bytes", &Segment::total_bytes, py::arg("world_size"),
+                  "Of the file that so many ranks share.");
+}
+
+}  // namespace sparsekit

@@ -1,0 +1,14 @@
+// All-to-all through memory that ranks share, for Python. On pybind11, which takes seconds to
+// compile, is only what is in the .cpp.
+#pragma once
+
+namespace pybind11 {
+class module_;
+}
+
+namespace sparsekit {
+
+// Adds the class SharedMemoryCommunicator.
+void add_shared_memory(pybind11::module_& module);
+
+}  // namespace sparsekit

@@ -1,0 +1,218 @@
+"""Bytes between the processes of one host, through memory that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pickle
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _pybind
+from .transport import OutOfResources, TorchTransport, Transport, Unavailable
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+# So that no process can cut memory off that another one has mapped.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# Errors of a process that is not given what it asks for: too little of it, or not allowed.
+_LACKING = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EFBIG),
+    *(errno.EPERM, errno.EACCES, errno.ENOSYS),
+}
+# Seconds in which the other ranks must have connected, all of which are about to do so.
+_PATIENCE = 20.0
+_TOKEN_BYTES, _RANK_BYTES = 16, 4
+_STRANGERS = 64
+
+_made: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # While a forked process had a socket open, nobody would notice the end of its parent.
+    for transport in _made:
+        transport.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class SharedMemoryTransport(Transport):
+    """Over a `SharedMemoryCommunicator`; made by `connect`."""
+
+    def __init__(
+        self, rank: int, world_size: int, communicator: _pybind.SharedMemoryCommunicator
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.communicator = communicator
+        _made.add(self)
+
+    def begin_all_to_all(
+        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> Callable[[], torch.Tensor]:
+        """See `Transport`. Beginning sends what there is room for, waiting all the rest."""
+        # The communicator gets an address and would read whatever is there.
+        if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
+            raise ValueError(
+                f"sparsekit: send must be contiguous, on the CPU, and hold the {sum(send_splits)} "
+                f"elements of send_splits; it is {list(send.shape)} with strides "
+                f"{list(send.stride())} on {send.device}"
+            )
+        received = send.new_empty(sum(receive_splits))
+        size = send.element_size()
+        number = self.communicator.begin(
+            send.data_ptr(),
+            [size * split for split in send_splits],
+            received.data_ptr(),
+            [size * split for split in receive_splits],
+            (send, received),
+        )
+        # Who keeps what this returns need not keep the transport, whose end other ranks wait for.
+        reference = weakref.ref(self)
+
+        def wait() -> torch.Tensor:
+            transport = reference()
+            if transport is None:
+                raise RuntimeError("sparsekit: the exchange ended while it was waited for")
+            transport.communicator.wait(number)
+            return received
+
+        return wait
+
+    def close(self) -> None:
+        """See `Transport`."""
+        self.communicator.close("it has closed its exchange")
+
+
+def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport:
+    """The transport of a group, for tensors on the CPU. A collective.
+
+    Args:
+        teller: tells all ranks what each needs to know.
+        timeout: after which a rank that waits for another one raises.
+
+    Raises:
+        Unavailable: on all ranks, with the same reason.
+    """
+    rank, world_size = teller.rank, teller.world_size
+    with contextlib.ExitStack() as stack:
+        meeting = _Meeting(rank, world_size, timeout.total_seconds(), stack)
+        offers = _together(teller, meeting.offer)
+        if len({offer.host for offer in offers}) > 1:
+            raise Unavailable("ranks run on several hosts")
+        # By itself, so that no rank waits for one that could not reach it.
+        _together(teller, lambda: meeting.call(offers))
+        _together(teller, meeting.meet)
+        assert meeting.communicator is not None
+        return SharedMemoryTransport(rank, world_size, meeting.communicator)
+
+
+class _Offer(NamedTuple):
+    host: str
+    address: bytes  # where this rank can be reached
+    token: bytes  # what a rank that connects must show, since any process can
+
+
+class _Meeting:
+    """Connects the processes, and hands rank 0's memory round."""
+
+    def __init__(
+        self, rank: int, world_size: int, seconds: float, stack: contextlib.ExitStack
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._seconds = seconds
+        self._patience = min(seconds, _PATIENCE)
+        self._sockets: dict[int, socket.socket] = {}  # by rank
+        self.communicator: _pybind.SharedMemoryCommunicator | None = None
+        self._stack = stack  # closes all that is opened here
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._memory = -1
+
+    def offer(self) -> _Offer:
+        """What the others need to reach this rank."""
+        if self.rank == 0:
+            self._memory = self._file(os.memfd_create("sparsekit", _MEMFD_FLAGS))
+            # All of it now: what cannot be had later kills the process that touches it.
+            size = _pybind.SharedMemoryCommunicator.total_bytes(self.world_size)
+            os.posix_fallocate(self._memory, 0, size)
+            fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
+        self._listener = self._socket(socket.socket(socket.AF_UNIX))
+        # A name from the kernel that is in no folder, and goes with the process.
+        self._listener.bind("")
+        # With places for all ranks before any is accepted, and for strangers.
+        self._listener.listen(self.world_size + _STRANGERS)
+        return _Offer(_BOOT_ID.read_text(), self._listener.getsockname(), self._token)
+
+    def call(self, offers: Sequence[_Offer]) -> None:
+        """Connect to the lower ranks, which need not have accepted for this to return."""
+        for other in range(self.rank):
+            self._sockets[other] = connection = self._socket(socket.socket(socket.AF_UNIX))
+            connection.settimeout(self._patience)
+            connection.connect(offers[other].address)
+            connection.sendall(offers[other].token + self.rank.to_bytes(_RANK_BYTES, "little"))
+
+    def meet(self) -> None:
+        """Accept the higher ranks, and make the communicator."""
+        deadline = time.monotonic() + self._patience
+        sockets = self._sockets
+        while len(sockets) < self.world_size - 1:
+            _limit(self._listener, deadline)
+            connection = self._socket(self._listener.accept()[0])
+            _limit(connection, deadline)
+            hello = connection.recv(_TOKEN_BYTES + _RANK_BYTES)
+            if hello[:_TOKEN_BYTES] == self._token:
+                sockets[int.from_bytes(hello[_TOKEN_BYTES:], "little")] = connection
+        if self.rank == 0:
+            for connection in sockets.values():
+                socket.send_fds(connection, [b"m"], [self._memory])
+        else:
+            _, files, _, _ = socket.recv_fds(sockets[0], 1, 1)
+            if not files:
+                raise ConnectionError("rank 0 has not sent its memory")
+            self._memory = self._file(files[0])
+        handles = [sockets[r].fileno() if r in sockets else -1 for r in range(self.world_size)]
+        self.communicator = _pybind.SharedMemoryCommunicator(
+            self.rank, self.world_size, self._memory, handles, self._seconds
+        )
+
+    def _file(self, file: int) -> int:
+        self._stack.callback(os.close, file)
+        return file
+
+    def _socket(self, connection: socket.socket) -> socket.socket:
+        return self._stack.enter_context(connection)
+
+
+def _limit(connection: socket.socket, deadline: float) -> None:
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+
+
+def _together(teller: TorchTransport, step: Callable[[], Any]) -> list[Any]:
+    """What a step gives on each rank; where it fails on one, it has failed on all."""
+    result, reason, lacking = None, "", False
+    try:
+        result = step()
+    except Exception as error:
+        reason = f"on rank {teller.rank}: {error}"
+        lacking = isinstance(error, OSError) and error.errno in _LACKING
+    said = pickle.dumps((result, reason, lacking))
+    results, reasons, lackings = zip(*map(pickle.loads, teller.all_gather(said)), strict=True)
+    # A rank that lacks something makes others fail, whose reasons say less.
+    for of_rank, rank_lacks in zip(reasons, lackings, strict=True):
+        if rank_lacks:
+            raise OutOfResources(of_rank)
+    if any(reasons):
+        raise Unavailable(next(filter(None, reasons)))
+    return list(results)
