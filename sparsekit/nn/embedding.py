@@ -27,7 +27,8 @@ class DistributedEmbedding(ShardedTable):
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum) or ``"sqrtn"``.
-        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
+        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1]. Each of several
+            ranks has about an equal part of the keys, so leave some room.
         embedding_vec_size: elements of a vector (dim).
         slot_num: bags of a sample.
         max_nnz: most keys in a bag, padding included.
@@ -44,6 +45,12 @@ class DistributedEmbedding(ShardedTable):
         dtype: of the rows: float32, float64 or bfloat16 (added in float32).
         device: of the rows and the table.
         process_group: None means torch.distributed's default group, or one process.
+        placement: which of several ranks has a key. ``"hash"``: each has an equal part of 65,536
+            virtual shards, of which a hash of the key chooses one, so ranks are in balance whatever
+            the keys; the state says which rank has which (``owners``). ``"modulo"``: rank
+            ``unsigned(key) % world_size``, as in SOK, where keys that are all multiples of
+            something may all have one rank. None means hash with the hash table; without it only
+            modulo is possible.
         strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
             each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
             for which all ranks send all their keys to all; for large bags of keys that seldom
@@ -89,6 +96,7 @@ class DistributedEmbedding(ShardedTable):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        placement: str | None = None,
         strategy: str = "auto",
     ) -> None:
         super().__init__(
@@ -106,6 +114,7 @@ class DistributedEmbedding(ShardedTable):
                 dtype=dtype,
                 device=device,
                 process_group=process_group,
+                placement=placement,
             )
         )
         check_choice(self.name, "combiner", combiner, tuple(COMBINERS))
@@ -165,7 +174,7 @@ class All2AllDenseEmbedding(ShardedTable):
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
         key_dtype, embedding_initializer, on_full, gradient_reduction, seed, name, dtype, device,
-            process_group: as in `DistributedEmbedding`.
+            process_group, placement: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
@@ -192,6 +201,7 @@ class All2AllDenseEmbedding(ShardedTable):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
+        placement: str | None = None,
     ) -> None:
         super().__init__(
             TableOptions(
@@ -208,6 +218,7 @@ class All2AllDenseEmbedding(ShardedTable):
                 dtype=dtype,
                 device=device,
                 process_group=process_group,
+                placement=placement,
             )
         )
         self.slot_num = check_count(self.name, "slot_num", slot_num)

@@ -9,6 +9,8 @@ import torch
 from .. import ops
 from .. import saved_state as saved
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from ..ops.bucketize import VIRTUAL_SHARDS
+from .owners import check_map, shared
 from .request import check_keys
 from .weight import EmbeddingWeight
 
@@ -21,7 +23,7 @@ _FLOATING = (*ROW_DTYPES, torch.float16)
 
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     """What a state has of a layer and its table, by the layer's names."""
-    own = ("weight", "seed", "shard")
+    own = ("weight", "seed", "shard", "owners")
     names = (name.removeprefix(prefix) for name in state_dict if name.startswith(prefix))
     return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
 
@@ -29,6 +31,8 @@ def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
 def own_entries(layer: ShardedTable) -> dict[str, torch.Tensor]:
     """The layer's tensors by their names in a state, those of its table too."""
     own = {"weight": layer.weight, "seed": layer.seed, "shard": layer.shard}
+    if layer.owners is not None:
+        own["owners"] = layer.owners
     if layer.table is not None:
         own |= {f"table.{name}": buffer for name, buffer in layer.table.named_buffers()}
     return own
@@ -37,7 +41,8 @@ def own_entries(layer: ShardedTable) -> dict[str, torch.Tensor]:
 def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
     """Take over the entries of a saved state: all of them, or none if one does not fit.
 
-    A hash table's state may have been saved at another capacity, if its rows fit.
+    A hash table's state may have been saved at another capacity, if its rows fit, and with another
+    map of owners.
 
     Args:
         layer: the layer.
@@ -75,17 +80,48 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
             f"{layer.name}: the state is damaged: {int(table['size'])} rows are in use, but weight "
             f"has {len(weight)}"
         )
+    owners = _saved_owners(layer, entries)
     # What the optimizer has left undone belongs to the rows that go.
     layer._catch_up()
     layer.looked_at = set()
     if assign:
-        _replace(layer, weight, seed, table)
+        _replace(layer, weight, seed, owners, table)
     else:
-        _copy(layer, weight, seed, table)
+        _copy(layer, weight, seed, owners, table)
+
+
+def _saved_owners(layer: ShardedTable, entries: dict[str, Any]) -> torch.Tensor | None:
+    """The state's map of owners, checked; None for a layer that has none.
+
+    Raises:
+        TypeError, ValueError: there is one in the state or the layer only, or it is damaged.
+    """
+    if layer.owners is None:
+        if "owners" in entries:
+            raise ValueError(
+                f"{layer.name}: the state has a map of owners, of a table with placement='hash' on "
+                f"several ranks; make the layer with placement='hash', not "
+                f"placement={layer.placement!r} on {layer.world_size} rank(s), to load it"
+            )
+        return None
+    if "owners" not in entries:
+        raise ValueError(
+            f"{layer.name}: the state has no map of owners: its keys were placed by modulo, which "
+            f"before placement='hash' was the only way; make the layer with placement='modulo' to "
+            f"load it"
+        )
+    dtypes, shape = (torch.int16,), (VIRTUAL_SHARDS,)
+    owners = saved.entry(layer.name, entries, "owners", dtypes, shape)
+    check_map(layer.name, owners, layer.world_size)
+    return owners
 
 
 def _copy(
-    layer: ShardedTable, weight: torch.Tensor, seed: torch.Tensor, table: dict[str, torch.Tensor]
+    layer: ShardedTable,
+    weight: torch.Tensor,
+    seed: torch.Tensor,
+    owners: torch.Tensor | None,
+    table: dict[str, torch.Tensor],
 ) -> None:
     rows = min(len(weight), layer.capacity)
     unused = layer.weight[rows:].detach()
@@ -97,11 +133,19 @@ def _copy(
     ]
     if layer.table is not None:
         pairs += [(layer.table.get_buffer(name), new) for name, new in table.items()]
+    own = layer.owners
+    if own is not None and owners is not None and not torch.equal(own, owners.to(own.device)):
+        layer.owners = own.clone()  # other layers may share it
+        pairs.append((layer.owners, owners))
     saved.copy_all(pairs)
 
 
 def _replace(
-    layer: ShardedTable, weight: torch.Tensor, seed: torch.Tensor, table: dict[str, torch.Tensor]
+    layer: ShardedTable,
+    weight: torch.Tensor,
+    seed: torch.Tensor,
+    owners: torch.Tensor | None,
+    table: dict[str, torch.Tensor],
 ) -> None:
     if len(weight) != layer.capacity:
         rows = weight[: layer.capacity]
@@ -109,6 +153,8 @@ def _replace(
         weight[: len(rows)] = rows
     parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
     buffers = {"seed": seed.to(weight.device), "shard": layer.shard.to(weight.device)}
+    if owners is not None:
+        buffers["owners"] = shared(owners.to(weight.device), layer.world_size)
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (layer._parameters, {"weight": parameter}),
         (layer._buffers, buffers),
@@ -150,7 +196,6 @@ def own_vectors(
         raise ValueError(f"{layer.name}: keys must be distinct")
     keys = keys.to(torch.int64)
     if layer.world_size > 1:
-        _, counts, order = ops.bucketize(keys, layer.world_size)
-        mine = order.split(counts.tolist())[layer.rank]
+        mine = layer.owned(keys)
         keys, vectors = keys[mine], vectors[mine]
     return keys, vectors

@@ -33,6 +33,7 @@ class TableOptions:
     dtype: torch.dtype
     device: torch.device | str | None
     process_group: dist.ProcessGroup | None
+    placement: str | None
 
     def checked(self, name: str) -> TableOptions:
         """The same, checked, with defaults filled in; errors begin with name.
@@ -49,6 +50,7 @@ class TableOptions:
         check_choice(name, "dtype", self.dtype, ROW_DTYPES)
         check_choice(name, "on_full", self.on_full, ("error",))
         check_choice(name, "gradient_reduction", self.gradient_reduction, ("mean", "sum"))
+        placement = _checked_placement(name, self.placement, self.use_hashtable)
         device = _checked_device(name, self.device)
         initializer = resolve(name, self.embedding_initializer)
         padding_key = self.padding_key
@@ -64,6 +66,7 @@ class TableOptions:
             seed=_checked_seed(name, self.seed),
             name=name,
             process_group=self.process_group or settings.process_group,
+            placement=placement,
         )
 
 
@@ -89,6 +92,19 @@ def _checked_device(name: str, device: torch.device | str | None) -> torch.devic
             f"it where there is an nvcc"
         )
     return device
+
+
+def _checked_placement(name: str, placement: str | None, use_hashtable: bool) -> str:
+    if placement is None:
+        return "hash" if use_hashtable else "modulo"
+    check_choice(name, "placement", placement, ("hash", "modulo"))
+    if placement == "hash" and not use_hashtable:
+        raise ValueError(
+            f"{name}: placement must be 'modulo' or None with use_hashtable=False, got 'hash': "
+            f"without the hash table a key is its row times the number of ranks plus its rank, so "
+            f"there is no other place for it"
+        )
+    return placement
 
 
 def _checked_seed(name: str, seed: int | None) -> int:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from .. import ops
 from ..distributed import Exchange, exchange_of
 from ..distributed.sharded import Sharded
 from ..memory import prefer_huge_pages
@@ -19,6 +20,7 @@ from .lookup.grouped import insert
 from .lookup.tables import Kept
 from .options import TableOptions
 from .own_shard import OwnShard
+from .owners import Digest, even_map, shared
 from .request import Request
 from .weight import EmbeddingWeight
 
@@ -42,13 +44,16 @@ class ShardedTable(torch.nn.Module, Sharded):
     """One process's share of an embedding table; base class of the layers.
 
     Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
-    ``table`` (a `HashTable`, absent without the hash table), ``seed`` int64 [1] and ``shard`` int64
-    [2], rank and world size.
+    ``table`` (a `HashTable`, absent without the hash table), ``seed`` int64 [1], ``shard`` int64
+    [2], rank and world size, and where several ranks place keys by hash ``owners`` int16 [65536],
+    the rank of each virtual shard. Layers may share the memory of ``owners``: replace it, but do
+    not write to it.
     """
 
     weight: EmbeddingWeight
     seed: torch.Tensor
     shard: torch.Tensor
+    owners: torch.Tensor | None
     # How often an attribute has been set, for those who keep what follows from some.
     changes: int = 0
 
@@ -77,10 +82,14 @@ class ShardedTable(torch.nn.Module, Sharded):
         self.padding_key = options.padding_key
         self.on_full = options.on_full
         self.gradient_reduction = options.gradient_reduction
+        self.placement = options.placement
         self.register_buffer("seed", torch.tensor([options.seed], device=device))
         # Which part of the table this is, so that none is loaded in place of another.
         shard = torch.tensor([self.rank, self.world_size], device=device)
         self.register_buffer("shard", shard)
+        by_map = self.placement == "hash" and self.world_size > 1
+        self.register_buffer("owners", even_map(self.world_size, device) if by_map else None)
+        self._owners_digest = Digest()
         shape = (self.capacity, self.embedding_vec_size)
         weight = torch.empty(shape, dtype=options.dtype, device=device)
         self.weight = EmbeddingWeight(prefer_huge_pages(weight).zero_())
@@ -135,6 +144,15 @@ class ShardedTable(torch.nn.Module, Sharded):
                 f"table it holds, but this is rank {rank} of {world_size}"
             )
 
+    def by_owner(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`ops.bucketize` of keys by the ranks on which this table has them."""
+        return ops.bucketize(keys, self.world_size, self.owners)
+
+    def owned(self, keys: torch.Tensor) -> torch.Tensor:
+        """Positions of the keys that this rank owns, int64, rising."""
+        _, counts, permutation = self.by_owner(keys)
+        return permutation.split(counts.tolist())[self.rank]
+
     @property
     def gradient_divisor(self) -> int:
         """What gradients added over ranks are divided by; means are the scale of DDP."""
@@ -155,10 +173,13 @@ class ShardedTable(torch.nn.Module, Sharded):
                 f"tables included. Wrap models with sparsekit.distributed.wrap_ddp, and load the "
                 f"tables again on all ranks"
             )
+        by = self.placement
+        if self.owners is not None:
+            by = f"hash to {self._owners_digest.of(self.owners)}"
         return (
             f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
-            f"{'hash table' if self.table is not None else 'row numbers'}"
+            f"{'hash table' if self.table is not None else 'row numbers'}, placed by {by}"
             f"{', gradients' if self.weight.requires_grad and torch.is_grad_enabled() else ''}"
             f", {self.strategy}, {self.gradient_reduction}, seed {seed}, "
             f"{self.initializer}, padding_key {self.padding_key}"
@@ -208,6 +229,8 @@ class ShardedTable(torch.nn.Module, Sharded):
         # While the optimizer's state is still where the weight is, and of its dtype.
         self._catch_up()
         super()._apply(*args, **kwargs)
+        if self.owners is not None:
+            self.owners = shared(self.owners, self.world_size)
         self.__dict__["changes"] = self.changes + 1  # of dtype or device, in place
         return self
 

@@ -20,7 +20,10 @@ over_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def layer(name, capacity=100, **keywords):
-    return sparsekit.DistributedEmbedding("sum", capacity, 4, 1, 2, name=name, **keywords)
+    """By modulo, so that it is plain which rank has a key."""
+    return sparsekit.DistributedEmbedding(
+        "sum", capacity, 4, 1, 2, name=name, placement="modulo", **keywords
+    )
 
 
 def step(module, keys):

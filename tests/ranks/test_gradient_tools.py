@@ -14,15 +14,16 @@ from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradient
 
 BATCH, SLOTS, NNZ, DIM = 12, 2, 3, 5
 SHARES = {"even": (6, 6), "uneven": (1, 11), "rank 1 has no samples": (12, 0)}
-# Which keys a table of all ranks is asked for; with even keys, rank 1 has no row to learn.
+# Which keys a table is asked for; even ones are placed by modulo, so rank 1 has no row to learn.
 KEYS = {"all": lambda keys: keys, "even": lambda keys: 2 * keys}
 
 
 def backward(rank, share, keys_of, dtype, use_hashtable=True):
     """A model with gradients of a rank's share of the batch."""
     layer = sparsekit.DistributedEmbedding(
-        "sum", 90, DIM, SLOTS, NNZ, use_hashtable=use_hashtable, dtype=dtype, name="layer"
-    )
+        "sum", 90, DIM, SLOTS, NNZ, use_hashtable=use_hashtable, dtype=dtype, name="layer",
+        placement="modulo" if keys_of == "even" else None,
+    )  # fmt: skip
     torch.manual_seed(0)
     head = torch.nn.Linear(SLOTS * DIM, 1, dtype=dtype)
     model = wrap_ddp(torch.nn.Sequential(layer, torch.nn.Flatten(), head))

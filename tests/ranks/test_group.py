@@ -10,11 +10,12 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def layers(count, prefix):
-    """Mixed dims, dtypes, combiners and slots, some of them not pooled, some without hash table."""
+    """Mixed dims, dtypes, combiners, slots and placements, some not pooled, some without table."""
     made = {}
     for i in range(count):
         dim, dtype, hashed = 1 + i * 3 % 17, DTYPES[i % 3], i % 4 != 3
         settings = {"use_hashtable": hashed, "dtype": dtype, "name": f"{prefix}{i}", "seed": i}
+        settings["placement"] = "hash" if hashed and i % 3 else "modulo"
         if i % 5 == 4:
             made[f"t{i}"] = sparsekit.All2AllDenseEmbedding(200, dim, 2, 3, **settings)
         else:

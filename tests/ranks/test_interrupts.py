@@ -23,8 +23,9 @@ class Run:
 
     def __init__(self, way):
         self.layer = sparsekit.DistributedEmbedding(
-            "sum", 5000, 2, 1, 2, name=way, strategy=way, gradient_reduction="sum"
-        )
+            "sum", 5000, 2, 1, 2, name=way, strategy=way, gradient_reduction="sum",
+            placement="modulo",
+        )  # fmt: skip
         self.batch = 0
 
     def train(self):

@@ -10,6 +10,8 @@ from nn.bags import BAGS, FORMS, MAX_NNZ, PADDING, SLOTS, flat, oracle, random_w
 import sparsekit
 from sparsekit import reference
 
+from .owners import rank_of
+
 COMBINERS = ("sum", "mean", "sqrtn")
 
 
@@ -51,6 +53,7 @@ def check_form(rank, form):
                 layer = sparsekit.DistributedEmbedding(
                     combiner, 300, 5, SLOTS, MAX_NNZ, dtype=torch.float64, name="layer",
                     padding_key=PADDING, strategy=strategy if partial else "all_to_all",
+                    placement="modulo" if weighted else "hash",
                 )  # fmt: skip
                 layer.dedupe = strategy != "without dedupe"
                 bags = bags_of(rank)
@@ -227,13 +230,18 @@ def test_weights_with_a_gradient_are_taken_where_none_is_recorded(two_ranks):
 def check_placement(rank):
     world_size = dist.get_world_size()
     keys = torch.tensor([0, -1, -2, -3, 5, 2**63 - 1, -(2**63), 7, 8])
-    layer = sparsekit.All2AllDenseEmbedding(50, 2, 1, 1, dynamic_input=True, name="p")
-    layer(keys)
-    own = {key for key in keys.tolist() if key % 2**64 % world_size == rank}
-    assert set(layer.table.keys().tolist()) == own
-    pooled = sparsekit.DistributedEmbedding("sum", 50, 2, 1, 1, name="r", strategy="reduce_scatter")
-    pooled(keys.view(-1, 1, 1))
-    assert set(pooled.table.keys().tolist()) == own
+    for placement in ("hash", "modulo"):
+        layer = sparsekit.All2AllDenseEmbedding(
+            50, 2, 1, 1, dynamic_input=True, name="p", placement=placement
+        )
+        layer(keys)
+        own = {key for key in keys.tolist() if rank_of(key, world_size, placement) == rank}
+        assert set(layer.table.keys().tolist()) == own
+        pooled = sparsekit.DistributedEmbedding(
+            "sum", 50, 2, 1, 1, name="r", strategy="reduce_scatter", placement=placement
+        )
+        pooled(keys.view(-1, 1, 1))
+        assert set(pooled.table.keys().tolist()) == own
 
     plain = sparsekit.All2AllDenseEmbedding(
         6, 2, 1, 1, dynamic_input=True, use_hashtable=False, name="q"
@@ -255,7 +263,7 @@ def check_evaluation(rank):
     layer.eval()
     assert torch.equal(layer(keys), seen)
     unseen = layer(keys + 100)
-    assert len(layer.table) == sum(int(k) % 2**64 % dist.get_world_size() == rank for k in keys)
+    assert len(layer.table) == sum(rank_of(int(k), dist.get_world_size()) == rank for k in keys)
     layer.train()
     assert torch.equal(layer(keys + 100), unseen)
 

@@ -7,6 +7,7 @@ import sparsekit
 from sparsekit.distributed import wrap_ddp
 
 from . import on_device
+from .owners import rank_of
 from .pool import Ranks
 
 STEPS, BATCH, SLOTS, NNZ, DIM = 20, 12, 2, 3, 5
@@ -41,6 +42,7 @@ def build(combiner, use_hashtable, dtype, reduction, strategy="auto"):
         combiner, 60, DIM, SLOTS, NNZ, use_hashtable=use_hashtable, dtype=dtype, name="layer",
         gradient_reduction=reduction,
         strategy=strategy,
+        placement="modulo" if combiner == "sqrtn" else None,
     )  # fmt: skip
     torch.manual_seed(0)
     head = torch.nn.Linear(SLOTS * DIM, 1, dtype=dtype)
@@ -76,7 +78,7 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
     else:
         keys = torch.arange(layer.capacity) * world_size + rank
         rows = layer.weight
-    assert all(int(key) % 2**64 % world_size == rank for key in keys)
+    assert all(rank_of(int(key), world_size, layer.placement) == rank for key in keys)
     return keys, rows.detach(), module[2].weight.detach()
 
 

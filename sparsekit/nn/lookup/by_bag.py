@@ -168,8 +168,7 @@ def _unpacked(tables: Sequence[ShardedTable], part: torch.Tensor) -> list[_Part]
 def _owned(table: ShardedTable, parts: Sequence[_Part]) -> _Bags:
     lengths = torch.cat([part[0] for part in parts])
     keys = torch.cat([part[1] for part in parts])
-    mine = _owned_by(keys, table.rank, table.world_size)
-    before = offsets_of(mine.to(torch.int64))
+    mine = table.owned(keys)
     weights = None
     if any(part[2] is not None for part in parts):
         # A rank may have weights where others have none.
@@ -178,12 +177,9 @@ def _owned(table: ShardedTable, parts: Sequence[_Part]) -> _Bags:
         ]
         weights = torch.cat(filled)[mine]
     counts = [len(part[0]) for part in parts]
-    return _Bags(counts, keys[mine], before[offsets_of(lengths)], weights)
-
-
-def _owned_by(keys: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Which keys the rank owns. torch's remainder is of the signed key, 2^64 less if negative."""
-    return (keys % world_size + (keys < 0) * (2**64 % world_size)) % world_size == rank
+    # How many of its own keys come before each bag.
+    offsets = torch.searchsorted(mine, offsets_of(lengths))
+    return _Bags(counts, keys[mine], offsets, weights)
 
 
 def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:

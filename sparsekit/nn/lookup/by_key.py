@@ -1,6 +1,6 @@
 """The route by key: each rank gets the vectors of its distinct keys and pools them itself.
 
-Key k lives on rank ``unsigned(k) % world_size``. A rank sends each owner its distinct keys; the
+`ShardedTable.by_owner` says where a key lives. A rank sends each owner its distinct keys; the
 owner answers with their vectors, in the order in which they came. The backward sends the gradients
 of those vectors the same way back, and the owner adds up what the ranks have sent for one row.
 """
@@ -30,7 +30,7 @@ class ByKey:
         self.tables = tables
         self.plan = plan
         self.requests = requests
-        self._asked = [_ask(request, exchange.world_size) for request in requests]
+        self._asked = [_ask(request) for request in requests]
         # [world_size, tables] keys that this rank asks each rank for
         self._counts = torch.stack([asked.counts for asked in self._asked], 1)
         self._per_table: list[list[int]] = self._counts.T.tolist()
@@ -97,13 +97,13 @@ class _Asked:
     positions: torch.Tensor  # int64 [n], where each entry's vector will be
 
 
-def _ask(request: Request, world_size: int) -> _Asked:
+def _ask(request: Request) -> _Asked:
     keys = request.keys
     if request.table.dedupe:
         unique, inverse, _ = ops.unique(keys)
     else:
         unique, inverse = keys, torch.arange(len(keys), device=keys.device)
-    by_owner, counts, permutation = ops.bucketize(unique.to(torch.int64), world_size)
+    by_owner, counts, permutation = request.table.by_owner(unique.to(torch.int64))
     place = torch.empty_like(permutation)
     place[permutation] = torch.arange(len(permutation), device=keys.device)
     return _Asked(by_owner, counts, place[inverse])
