@@ -120,6 +120,68 @@ def group_find_or_insert_(
     return (rows, inverse, counts, *bags_of(keys, offsets, features))
 
 
+def group_bucketize(
+    owners: Tensors,
+    maps: Sequence[int],
+    ends: Sequence[int],
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+    world_size: int,
+    head: int = 0,
+    distinct: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """Keys of each table and rank; which of them each entry has; where each is; `bags_of`."""
+    listed = list(_features(keys, offsets, features))
+    inverse, places = (torch.zeros(_length(keys), dtype=torch.int32) for _ in range(2))
+    counts = torch.zeros(world_size, len(maps), dtype=torch.int64)
+    pieces: list[tuple[torch.Tensor, ...]] = []
+    for t in range(len(maps)):
+        asked, entries = _of_table(listed, t)
+        if distinct:
+            asked, inverse[entries], _ = reference.unique(asked)
+        else:
+            inverse[entries] = torch.arange(len(asked), dtype=torch.int32)
+        map_of_table = owners[maps[t]] if maps[t] >= 0 else None
+        by_owner, counts[:, t], permutation = reference.bucketize(asked, world_size, map_of_table)
+        own = places[entries.start : entries.start + len(asked)]
+        own[permutation] = torch.arange(len(asked), dtype=torch.int32)
+        pieces.append(by_owner.split(counts[:, t].tolist()))
+    gap = torch.zeros(head, dtype=torch.int64)
+    sent = [part for r in range(world_size) for part in (gap, *(piece[r] for piece in pieces))]
+    return (
+        torch.cat(sent),
+        counts,
+        counts.sum(0),
+        inverse,
+        places,
+        *bags_of(keys, offsets, features),
+    )
+
+
+def group_exchange_rows(
+    places: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    come: torch.Tensor,
+    steps: Sequence[int],
+) -> torch.Tensor:
+    """The row at which the vector of each key begins, zeros where there is none."""
+    rows = torch.zeros_like(places)
+    bags_of_tables = torch.zeros(len(steps) + 1, dtype=torch.int64)
+    bags_of_tables[1:].index_add_(0, features[:, 0], features[:, 3])
+    for t, bag in enumerate(bags_of_tables.cumsum(0)[:-1].tolist()):
+        # The rows of all places, rank by rank.
+        of_places, before = [], 0
+        for begin, end in come[t].tolist():
+            of_places += [begin + j * steps[t] for j in range(end - before)]
+            before = end
+        own = slice(int(bags[bag]), int(bags[bag]) + before)
+        all_rows = torch.tensor(of_places, dtype=torch.int32)
+        rows[own] = all_rows[places[own].to(torch.int64)]
+    return rows
+
+
 def _initializer(seed: torch.Tensor, initializer: torch.Tensor) -> dict[str, Any]:
     code, a, b = initializer.tolist()
     name = next(name for name, number in DISTRIBUTIONS.items() if number == code)
@@ -257,6 +319,33 @@ def group_embedding_bag_backward(
     padded = [torch.nn.functional.pad(sums, (0, -len(sums) % 16)) for sums in all_sums[:-1]]
     parts = [grads[0].new_empty(0), *padded, *all_sums[-1:]]
     return torch.cat([nothing, *all_rows]), torch.cat(parts)
+
+
+def group_embedding_bag_backward_at_(
+    out: torch.Tensor,
+    units: Sequence[int],
+    grads: Tensors,
+    dims: Sequence[int],
+    index: torch.Tensor,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    sample_weights: Tensors = (),
+    first_keys: torch.Tensor | None = None,
+    deterministic: bool = True,
+) -> None:
+    """Write the gradients of the distinct rows to their places."""
+    own_rows, sums = split_by_table(
+        dims,
+        counts.tolist(),
+        *group_embedding_bag_backward(
+            grads, dims, index, rows, counts, bags, features, sample_weights, first_keys
+        ),
+    )
+    for unit, at, gradients in zip(units, own_rows, sums, strict=True):
+        elements = (at * unit)[:, None] + torch.arange(gradients.shape[1])
+        out.view(-1)[elements.view(-1)] = gradients.reshape(-1)
 
 
 def group_embedding_bag_update_(

@@ -140,10 +140,34 @@ def use_layers():
                 show(f"{name} weights", *group.parameters())
 
 
+def use_what_ranks_need():
+    dims, none = [3, 16, 64], torch.empty(0, dtype=torch.int64)
+    owners = torch.from_numpy(random.integers(0, 3, 65536)).to(torch.int16)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        keys = [integers(-2000, 2000, 9000) for _ in dims]
+        features = torch.tensor([[t, t, 0, 9000, 3, 1, t, 0, dim] for t, dim in enumerate(dims)])
+        by_owner, counts, numbers, inverse, places, bags, first_keys = ops.group_bucketize(
+            [owners], [0, -1, 0], [-1] * 3, keys, [none] * 3, features, 3
+        )
+        show(f"bucketize {dtype}", by_owner[: int(numbers.sum())], counts, numbers, inverse)
+        ends = counts.T.cumsum(1)
+        sizes = counts.T * torch.tensor(dims)[:, None]
+        begins = (sizes.flatten().cumsum(0) - sizes.flatten()).view(3, 3)
+        come = torch.stack([begins, ends], 2)
+        rows_of = ops.group_exchange_rows(places, bags, features, come, dims)
+        out = torch.zeros(int(sizes.sum()), dtype=dtype)
+        grads = [rows(9000, dim, dtype) for dim in dims]
+        ops.group_embedding_bag_backward_at_(
+            out, [1] * 3, grads, dims, inverse, rows_of, numbers, bags, features, [], first_keys
+        )
+        show(f"gradients {dtype}", out)
+
+
 torch.set_num_threads(1)
 with Record():
     use_everything()
     use_layers()
+    use_what_ranks_need()
 print("engine", sparsekit.build_info()["cpu_engine"])
 schemas = {s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("sparsekit::")}
 print("missing", sorted(schemas - {name.replace(".", "::", 1).split(".")[0] for name in called}))

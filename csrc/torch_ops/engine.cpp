@@ -45,6 +45,9 @@ constexpr Kind kKinds[] = {
     {"group_find", "keys"},
     {"group_embedding_bag_", "index"},
     {"bucketize", "owners"},
+    {"group_bucketize", "owners of table"},
+    {"group_exchange_rows", "places"},
+    {"group_exchange_rows", "come"},
 };
 constexpr int64_t kNumKinds = sizeof(kKinds) / sizeof(Kind);
 

@@ -44,7 +44,10 @@ enum class Complaint {
   kGroupBag,
   kGroupKey,
   kGroupIndex,
-  kOwner
+  kOwner,
+  kGroupOwners,
+  kExchangePlace,
+  kExchangeTable
 };
 
 #if defined(SPARSEKIT_ENGINE_CPU)

@@ -36,7 +36,10 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
     check_dim(weights[t], 2, op, Item{"weights", t});
     dims.push_back(weights[t].size(1));
     check_row_size(dims[t], op, "weights");
-    if (!weights[t].is_contiguous()) weights[t] = packed(weights[t]);
+    // Rows may lie anywhere, and overlap.
+    if (!weights[t].is_contiguous() && (weights[t].stride(1) != 1 || weights[t].stride(0) < 1)) {
+      weights[t] = packed(weights[t]);
+    }
   }
   check_same_dtype(weights, op, "weights");
   check_list_device(index, weights, op, "weights");
@@ -77,7 +80,9 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
     std::vector<PooledTable<T>> tables;
     tables.reserve(num_tables);
     for (size_t t = 0; t < num_tables; ++t) {
-      PooledTable<T> table{data<T>(weights[t]), weights[t].size(0), dims[t], nullptr, 0, nullptr,
+      const int64_t num_rows = weights[t].size(0);
+      const int64_t stride = num_rows > 1 ? weights[t].stride(0) : dims[t];
+      PooledTable<T> table{data<T>(weights[t]), num_rows, dims[t], stride, nullptr, 0, nullptr,
                            Initializer{}};
       if (arguments.rows.has_value() && !kOnDevice) {
         table.rows = data<int32_t>(*arguments.rows) + arguments.entries_of(t).first;
@@ -246,6 +251,22 @@ class Gradients {
     }
   }
 
+  // On a device: sums them to where there is room. With checks on, raises what was wrong.
+  template <class T>
+  void sum_at(const std::vector<SummedTable<T>>& tables, const SumRoom<T>& room) const {
+    const cuda::GroupSums<T> sums = on_device(tables);
+    const Workspace memory(cuda::group_embedding_bag_backward_at_workspace_bytes(sums),
+                           arguments.index);
+    cuda::group_embedding_bag_backward_at(sums, room, engine.bad(Complaint::kGroupIndex),
+                                          engine.bad(Complaint::kBagRow), memory.data(),
+                                          engine.stream());
+    const int64_t bad_row = engine.found(Complaint::kBagRow, arguments.entries);
+    arguments.check_found(engine);
+    if (bad_row < 0) return;
+    index_error(op_, ": rows[", bad_row, "] is ", engine.value(*arguments.rows, bad_row),
+                ", which is no row of its table");
+  }
+
   // On a device: an optimizer's step with them, without a look at how many there are. With checks
   // on, raises what was wrong.
   template <class Rule, class T>
@@ -353,6 +374,61 @@ std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector
   return {sorted_rows, out};
 }
 
+void pool_backward_at(const Tensor& out, const std::vector<int64_t>& units, const Tensors& grads,
+                      const std::vector<int64_t>& dims, const Tensor& index, const Tensor& rows,
+                      const Tensor& counts, const Tensor& bags, const Tensor& features,
+                      const Tensors& sample_weights, const std::optional<Tensor>& first_keys,
+                      [[maybe_unused]] bool deterministic) {
+  const char* op = "group_embedding_bag_backward_at_";
+  check(!grads.empty() || dims.empty(), op, ": grads must not be empty");
+  // Where sums go does not depend on how many there are, so nobody waits for that on a device.
+  const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
+                            first_keys, 1, !kOnDevice);
+  check_list(units.size(), dims.size(), op, "units");
+  for (size_t t = 0; t < units.size(); ++t) {
+    check(units[t] >= 1 && units[t] <= kMostElements, op, ": units[", t,
+          "] must be in [1, 2^44], got ", units[t]);
+  }
+  if (grads.empty()) return;
+  check_dtype(out, dtype_of(grads[0]), op, "out");
+  check_mutable(out, op, "out");
+  check(same_device(out, index), op, ": out is not on the device of index");
+  Overlaps overlaps(op);
+  overlaps.written("out", out);
+  overlaps.read("grads", gradients.grads);
+  overlaps.read("index", index);
+  overlaps.read("rows", rows);
+  overlaps.read("counts", counts);
+  overlaps.read("bags", bags);
+  overlaps.read("sample_weights", sample_weights);
+  overlaps.read("first_keys", first_keys);
+  overlaps.check();
+  dispatch_rows(grads[0], op, "grads", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const std::vector<FeatureBags<T>> features_of =
+        gradients.arguments.bags_of<T>(gradients.grads, false);
+    const std::vector<SummedTable<T>> tables = gradients.tables<T>(features_of, nullptr, nullptr);
+    const SumRoom<T> room{mutable_data<T>(out), out.numel(), units.data()};
+    if constexpr (kOnDevice) {
+      gradients.sum_at(tables, room);
+    } else {
+      gradients.check_rows(
+          tables, [&](size_t t) { return room.num_rows(static_cast<int64_t>(t), dims[t]); });
+      auto write = [&](int64_t t, const int64_t* own_rows, const T* grad,
+                       const ParallelFor& parallel_for) {
+        const int64_t dim = dims[t], unit = units[t];
+        parallel_for(0, gradients.counts[t], 1024, [=](int64_t begin, int64_t end) {
+          for (int64_t j = begin; j < end; ++j) {
+            std::copy_n(grad + j * dim, dim, room.out + own_rows[j] * unit);
+          }
+        });
+      };
+      const GradientTaker<T> taker(write);
+      gradients.sum(tables, true, &taker);
+    }
+  });
+}
+
 void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
                  const Tensor& counts, const Tensor& bags, const Tensor& features,
                  const Tensors& sample_weights, const std::optional<Tensor>& first_keys,
@@ -418,5 +494,6 @@ SPARSEKIT_LIBRARY_IMPL(m) {
   m.impl("group_embedding_bag_out", TORCH_BOX(&sparsekit::ops::new_out));
   m.impl("group_embedding_bag_", TORCH_BOX(&sparsekit::ops::pool));
   m.impl("group_embedding_bag_backward", TORCH_BOX(&sparsekit::ops::pool_backward));
+  m.impl("group_embedding_bag_backward_at_", TORCH_BOX(&sparsekit::ops::pool_backward_at));
   m.impl("group_embedding_bag_update_", TORCH_BOX(&sparsekit::ops::pool_update));
 }

@@ -1,7 +1,7 @@
 #include "sparsekit/group_find.h"
 
 #include "exclusive.h"
-#include "group.h"
+#include "group_call.h"
 #include "hash_table.h"
 #include "overlap.h"
 #include "process_seed.h"
@@ -10,10 +10,6 @@ namespace sparsekit::ops {
 namespace {
 
 using Tensors = std::vector<Tensor>;
-
-const Tensor& first_of(const Tensors& keys, const Tensors& others, const Tensor& otherwise) {
-  return !keys.empty() ? keys[0] : !others.empty() ? others[0] : otherwise;
-}
 
 // The tables of a call, checked but for what only their values say.
 struct GroupTables {
@@ -50,79 +46,21 @@ struct GroupTables {
       }
       table.capacity = capacity;
       table.world_size = world_size;
+      table.end = h >= 0 ? -1 : capacity * world_size;
       table.first_feature = input.table_features[t];
       table.features = input.table_features[t + 1] - table.first_feature;
       tables.push_back(table);
       hash_tables.push_back(h);
     }
   }
-
-  // On the CPU, where offsets are known: entries of each table, and keys that are row numbers.
-  void check_keys(const GroupInput& input, const Engine& engine) {
-    int64_t entry = 0;
-    for (size_t t = 0; t < tables.size(); ++t) {
-      GroupTable& table = tables[t];
-      table.first_entry = entry;
-      for (int64_t f = 0; f < table.features; ++f) {
-        const Feature& feature = input.features[table.first_feature + f];
-        entry += feature.n;
-        if (table.buckets != nullptr) continue;
-        const Source& source = input.sources[feature.source];
-        const int64_t end = table.capacity * table.world_size;
-        const int64_t bad = cpu::check_keys(
-            source, feature.first_key, feature.first_key + feature.n, end, torch_parallel_for());
-        if (bad >= 0) input.wrong_key(feature.source, bad, engine);
-      }
-      table.n = entry - table.first_entry;
-    }
-  }
 };
 
-// Bags and first_keys of the call's results, not filled yet.
-std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
-  const auto count = static_cast<int64_t>(input.features.size());
-  return {new_output(like, {input.source_bags + 1}, ScalarType::Int),
-          new_output(like, {count}, ScalarType::Long)};
-}
-
-// A call's arguments and memory on a device.
-struct DeviceCall {
-  cuda::GroupCall call;
-  cuda::GroupBags bags;
-  Workspace memory;
-
-  DeviceCall(const GroupInput& input, const GroupTables& group, const NewRows* new_rows,
-             const std::pair<Tensor, Tensor>& results, const Tensor& like)
-      : call{group.tables.data(),
-             static_cast<int64_t>(group.tables.size()),
-             new_rows,
-             input.sources.data(),
-             static_cast<int64_t>(input.sources.size()),
-             input.features.data(),
-             static_cast<int64_t>(input.features.size()),
-             input.num_bags,
-             input.entries},
-        bags{mutable_data<int32_t>(results.first), mutable_data<int64_t>(results.second)},
-        memory(cuda::group_find_workspace_bytes(call), like) {}
-
-  // Fills the bags, and raises what is wrong with the input, with checks on.
-  void begin(const GroupInput& input, const Engine& engine) const {
-    cuda::begin_group(call, bags,
-                      {engine.bad(Complaint::kGroupOffset), engine.bad(Complaint::kGroupBag),
-                       engine.bad(Complaint::kGroupKey)},
-                      memory.data(), engine.stream());
-    input.raise_found(engine);
-  }
-};
-
-// The same on the CPU, where the tables learn how many entries they have.
-void begin_on_cpu(GroupInput& input, GroupTables& group, const std::pair<Tensor, Tensor>& results,
-                  const Engine& engine) {
-  input.check_offsets(engine);
-  group.check_keys(input, engine);
-  cpu::write_bags(input.sources.data(), input.features.data(),
-                  static_cast<int64_t>(input.features.size()), mutable_data<int32_t>(results.first),
-                  mutable_data<int64_t>(results.second), torch_parallel_for());
+cuda::GroupCall device_call(const GroupTables& group, const NewRows* new_rows) {
+  cuda::GroupCall call{};
+  call.tables = group.tables.data();
+  call.num_tables = static_cast<int64_t>(group.tables.size());
+  call.new_rows = new_rows;
+  return call;
 }
 
 std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& hash_seeds,
@@ -141,12 +79,13 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& h
   const auto results = new_bags(input, like);
   Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
   if constexpr (kOnDevice) {
-    const DeviceCall device(input, group, nullptr, results, like);
+    const DeviceCall device(input, device_call(group, nullptr), cuda::group_find_workspace_bytes,
+                            results, like);
     device.begin(input, engine);
     cuda::group_find(device.call, device.bags, mutable_data<int32_t>(rows), device.memory.data(),
                      engine.stream());
   } else {
-    begin_on_cpu(input, group, results, engine);
+    begin_on_cpu(input, group.tables, results, engine);
     const auto count = static_cast<int64_t>(input.features.size());
     const Workspace memory((count + 1) * static_cast<int64_t>(sizeof(int64_t)), like);
     cpu::group_find(group.tables.data(), input.sources.data(), input.features.data(), count,
@@ -235,7 +174,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      const DeviceCall device(input, group, new_rows.data(), results, like);
+      const DeviceCall device(input, device_call(group, new_rows.data()),
+                              cuda::group_find_workspace_bytes, results, like);
       device.begin(input, engine);
       const Tensor status = new_output(like, {2 * count}, ScalarType::Long);
       cuda::group_find_or_insert<T>(device.call, device.bags, process_seed(),
@@ -246,7 +186,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
       engine.read(int64_data(status), 2 * count, host_status.data());
       for (int64_t t = 0; t < count; ++t) refused[t] = host_status[2 * t + 1];
     } else {
-      begin_on_cpu(input, group, results, engine);
+      begin_on_cpu(input, group.tables, results, engine);
       for (const GroupTable& table : group.tables) {
         if (table.buckets != nullptr) {
           check_size_value(*table.size, table.num_buckets, op, "a size");

@@ -55,6 +55,13 @@ SPARSEKIT_LIBRARY(m) {
       " Tensor(c!)[] weights, Tensor[] seeds, Tensor tables, Tensor initializers, Tensor[] keys,"
       " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor inverse, Tensor counts,"
       " Tensor bags, Tensor first_keys)");
+  m.def(
+      "group_bucketize(Tensor[] owners, int[] maps, int[] ends, Tensor[] keys, Tensor[] offsets,"
+      " Tensor features, int world_size, int head=0, bool distinct=True) -> (Tensor keys, Tensor"
+      " counts, Tensor numbers, Tensor inverse, Tensor places, Tensor bags, Tensor first_keys)");
+  m.def(
+      "group_exchange_rows(Tensor places, Tensor bags, Tensor features, Tensor come, int[] steps)"
+      " -> Tensor");
   m.def("group_embedding_bag_out(Tensor like, int num_elements) -> Tensor");
   m.def(
       "group_embedding_bag_(Tensor(a!)[] outs, Tensor[] weights, Tensor index, Tensor? rows,"
@@ -65,6 +72,10 @@ SPARSEKIT_LIBRARY(m) {
       " Tensor counts, Tensor bags, Tensor features, Tensor[] sample_weights,"
       " Tensor? first_keys, int divisor=1, bool deterministic=True) -> (Tensor rows, Tensor "
       "grads)");
+  m.def(
+      "group_embedding_bag_backward_at_(Tensor(a!) out, int[] units, Tensor[] grads, int[] dims,"
+      " Tensor index, Tensor rows, Tensor counts, Tensor bags, Tensor features, Tensor[]"
+      " sample_weights, Tensor? first_keys, bool deterministic=True) -> ()");
   m.def(
       "group_embedding_bag_update_(Tensor[] grads, Tensor index, Tensor rows, Tensor counts,"
       " Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? first_keys,"

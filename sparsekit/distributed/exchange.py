@@ -1,18 +1,18 @@
-"""Collectives that all ranks agree on before they begin.
+"""Collectives that all ranks agree on.
 
-A rank that is about to exchange something first sends every other a header of fixed size: what it
-is about to do, whether something has gone wrong here, and how much follows. So ranks that
-disagree find out at once, with headers that fit one another, and an error on one rank becomes an
-error on all instead of a wait.
+A lookup begins with a handshake: each rank sends every other a block of fixed size, which says what
+it is about to do, whether something has gone wrong here, and how much of each table will follow. So
+ranks that disagree find out at once, and an error on one rank becomes an error on all instead of a
+wait. What follows has sizes that all know; in front of each part is again what it is, and whether
+something has gone wrong, and a rank that gets another part than it waits for has room for it.
 """
 
 import contextlib
-import math
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,12 @@ from .. import hashing
 from ..errors import TableFullError
 from .transport import TorchTransport, Transport
 
-# Words of a header: the hash of what follows, 1 for an error, the size of what follows, and three
-# numbers for whoever exchanges.
-_WORDS = 6
+# Words of the block that begins a lookup, and those of them in front of the counts of tables: the
+# hash of what it is, 1 for an error, and three numbers for whoever exchanges. Counts for which
+# there is no room follow by themselves.
+_BLOCK, _FACTS = 512, 5
+# Bytes in front of each part of what follows: that hash, and 1 for an error.
+HEAD_BYTES = 16
 
 _INTERRUPTED = (
     ". A step was interrupted on one of them, by Ctrl-C for instance, or a layer was called on "
@@ -37,24 +40,36 @@ class RemoteError(RuntimeError):
 
 
 @dataclass
-class Agreed:
-    """What each rank has said before it began."""
+class Offer:
+    """What a rank says of itself before it begins."""
 
-    sizes: list[int]  # how much it will send to this rank
-    facts: list[tuple[int, ...]]
-
-
-@dataclass
-class Parcel:
-    """What a rank is about to send, and what it says of it to all ranks."""
-
-    data: torch.Tensor  # 1-D, the part for rank 0 first
-    splits: Sequence[int]  # elements for each rank
+    counts: torch.Tensor  # int64 [world_size, tables], of each table, what a rank will be sent
     facts: tuple[int, int, int] = (0, 0, 0)
     plan: str | None = None  # in full, if it was not known before
 
 
-Made = TypeVar("Made", bound=Parcel | None)
+@dataclass
+class Agreed:
+    """What each rank has said before it began."""
+
+    facts: list[tuple[int, ...]]
+    counts: list[list[int]]  # [world_size][tables], what this rank will be sent
+    own: list[list[int]]  # and what it will send
+
+
+class Come(NamedTuple):
+    """What has come from the ranks."""
+
+    data: torch.Tensor  # uint8
+    begins: list[int]  # where each rank's part begins, with its head; a multiple of 16
+
+    def part(self, rank: int, size: int) -> torch.Tensor:
+        """The bytes behind a rank's head, of a part of this size with its head."""
+        begin = self.begins[rank]
+        return self.data[begin + HEAD_BYTES : begin + size]
+
+
+Made = TypeVar("Made", bound=Offer | None)
 
 
 class Exchange:
@@ -76,67 +91,143 @@ class Exchange:
         # Lookups so far, counted as they begin and whether or not they succeed: a number that names
         # one on all ranks, and that differs where a rank has left one early.
         self.lookups = 0
+        # How often all ranks have raised an error together.
+        self._raised_together = 0
         # Why this exchange cannot be used any more.
         self.broken: str | None = None
-        # What other ranks may be waiting for: set before a header, None once all of it has begun.
-        self._announced: str | None = None
+        # Most bytes that each rank may send here in one part: that of a handshake at first.
+        self._most = [8 * _BLOCK] * self.world_size
+        # Whether parts must have the size that is waited for, so that one of another size is
+        # noticed by nobody but the clock.
+        self.exact = self.transport.exact or device.type != "cpu"
         # Carries errors.
         self._teller: TorchTransport | None = None
         # How many collectives there have been, for tests and benchmarks.
         self.collectives = 0
         self.bytes_sent = 0
 
-    def run(self, plan: str, make: Callable[[], Parcel]) -> torch.Tensor:
-        """`agree_to_send` parcels, and exchange them.
-
-        Returns:
-            What the ranks have sent here, rank 0's part first.
-
-        Raises:
-            As `agree_to_send`.
-        """
-        with self.lock:
-            parcel, agreed = self.agree_to_send(plan, make)
-            return self.all_to_all(parcel.data, parcel.splits, agreed.sizes)
-
-    def agree_to_send(self, plan: str, make: Callable[[], Made]) -> tuple[Made, Agreed]:
-        """Make a parcel for the other ranks, and `agree` that all exchange theirs next.
+    def meet(self, plan: str, make: Callable[[], Made]) -> tuple[Made, Agreed]:
+        """Make an offer, and agree with the other ranks that all do what theirs say.
 
         Args:
-            plan: what this rank is about to do, unless the parcel has it in full.
-            make: makes the parcel; None means that nothing is exchanged.
+            plan: what this rank is about to do, unless the offer has it in full.
+            make: makes the offer; None if nothing follows.
 
         Raises:
-            What make raises on any rank, on all of them; and what `agree` does.
+            What make raises on any rank, on all of them.
+            RuntimeError: ranks disagree about the plan, or the exchange broke down before.
         """
         try:
-            parcel = make()
+            offer = make()
         except Exception as error:
-            self.agree(plan, None, error)
+            self._agree(plan, None, error)
             raise
-        if parcel is None:
-            return parcel, self.agree(plan, None)
-        return parcel, self.agree(parcel.plan or plan, parcel.splits, facts=parcel.facts)
+        return offer, self._agree(plan if offer is None else offer.plan or plan, offer)
 
-    def all_to_all(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> torch.Tensor:
-        """As `Transport.all_to_all`; sizes must have been agreed on."""
-        return self.begin_all_to_all(send, send_splits, receive_splits)()
+    def _agree(self, plan: str, offer: Offer | None, error: Exception | None = None) -> Agreed:
+        self._check_open(plan)
+        code, ranks = int(hashing.xxh64([plan])), self.world_size
+        counts = torch.zeros(ranks, 0, dtype=torch.int64) if offer is None else offer.counts
+        facts = (0, 0, 0) if offer is None else offer.facts
+        block = torch.zeros(ranks, _BLOCK, dtype=torch.int64, device=self.device)
+        block[:, :_FACTS] = torch.tensor([code, int(error is not None), *facts])
+        here = min(counts.shape[1], _BLOCK - _FACTS)
+        block[:, _FACTS : _FACTS + here] = counts[:, :here]
+        sizes = [block.nbytes // ranks] * ranks
+        room = self._room(sizes)
+        begun = self._begin(block.view(-1).view(torch.uint8), sizes, room)
+        with self._answered(plan):
+            received = begun()
+        parts = [received[begin : begin + sizes[0]] for begin in _begins(room)]
+        # In one piece, since on a device each reading waits for it.
+        words = torch.cat(parts).view(torch.int64).view(ranks, _BLOCK)
+        both = torch.cat([words, block])[:, : _FACTS + here].tolist()
+        came, own = both[:ranks], both[ranks:]
+        if any(words[0] != code or words[1] for words in came):
+            self._raise_together(plan, error)
+        of_ranks, of_own = ([words[_FACTS:] for words in side] for side in (came, own))
+        if here < counts.shape[1]:
+            self._add_rest(plan, counts[:, here:], of_ranks, of_own)
+        return Agreed([tuple(words[2:_FACTS]) for words in came], of_ranks, of_own)
 
-    def begin_all_to_all(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> Callable[[], torch.Tensor]:
-        """Begin an `all_to_all`; what is returned waits for it and gives its result."""
-        plan = self._announced
-        begun = self._begin(send, send_splits, receive_splits)
-        self._announced = None
+    def _add_rest(
+        self, plan: str, counts: torch.Tensor, of_ranks: list[list[int]], own: list[list[int]]
+    ) -> None:
+        """Exchange the counts that the block has no room for, of as many tables on all ranks."""
+        splits = [counts.shape[1]] * self.world_size
+        with self._answered(plan):
+            received = self._begin(counts.reshape(-1), splits, splits)()
+        both = torch.cat([received.view(counts.shape), counts]).tolist()
+        for words, rest in zip([*of_ranks, *own], both, strict=True):
+            words += rest
 
-        def finish() -> torch.Tensor:
-            with self._answered(plan):
-                return begun()
+    def expect(self, sizes: Sequence[int]) -> None:
+        """Note how much each rank may send here from now on, in one part, head and all."""
+        self._most = [max(most, padded(size)) for most, size in zip(self._most, sizes, strict=True)]
+
+    def _room(self, sizes: Sequence[int]) -> list[int]:
+        """Bytes to keep for what comes from each rank, which should be of these sizes."""
+        if self.exact:
+            return list(sizes)
+        room = self._most.copy()
+        room[self.rank] = sizes[self.rank]  # which nobody else has a say in
+        return room
+
+    def send(
+        self,
+        what: str,
+        make: Callable[[], torch.Tensor],
+        splits: Sequence[int],
+        sizes: Sequence[int],
+    ) -> Callable[[], Come]:
+        """Begin to send a part to each rank, of a size that both know.
+
+        Args:
+            what: this is, the same on all ranks.
+            make: returns uint8 ``[sum(splits)]``, the part for rank 0 first, each with
+                `HEAD_BYTES` in front that are filled in here.
+            splits: bytes for each rank, multiples of 16.
+            sizes: bytes from each rank, multiples of 16.
+
+        Returns:
+            What waits for the parts of the others.
+
+        Raises:
+            RuntimeError: the exchange broke down before. What is returned raises what make raises
+            on any rank, and RuntimeError where ranks disagree about what is sent.
+        """
+        self._check_open(what)
+        error: Exception | None = None
+        try:
+            data = make()
+        except Exception as raised:
+            error = raised
+        code = int(hashing.xxh64([what]))
+        with self.awaited():
+            if error is not None:
+                data = torch.zeros(sum(splits), dtype=torch.uint8, device=self.device)
+            words = torch.tensor([code, int(error is not None)] * self.world_size)
+            data.view(torch.int64)[self._heads(_begins(splits))] = words.to(self.device)
+            self.expect(sizes)
+            room = self._room(sizes)
+        begun = self._begin(data, splits, room)
+
+        def finish() -> Come:
+            begins = _begins(room)
+            with self._answered(what):
+                come = begun()
+            heads = come.view(torch.int64)[self._heads(begins)].tolist()
+            if any(word != code for word in heads[::2]) or any(heads[1::2]):
+                self._raise_together(what, error)
+            return Come(come, begins)
 
         return finish
+
+    def _heads(self, begins: list[int]) -> torch.Tensor:
+        """Where the words of heads are, among words."""
+        return torch.tensor(
+            [begin // 8 + word for begin in begins for word in (0, 1)], device=self.device
+        )
 
     def _begin(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
@@ -155,50 +246,15 @@ class Exchange:
             self.abandon(error)
             raise
 
-    def agree(
-        self,
-        plan: str,
-        sizes: Sequence[int] | None,
-        error: Exception | None = None,
-        facts: tuple[int, int, int] = (0, 0, 0),
-    ) -> Agreed:
-        """Begin something together.
-
-        Args:
-            plan: what this rank is about to do; it must be the same on all ranks.
-            sizes: how much this rank will send to each rank, in the all-to-all that must come next;
-                None where none does.
-            error: why this rank cannot go on.
-            facts: three numbers for all ranks to know.
-
-        Raises:
-            The error itself, on the rank that has it and, with that rank's number, on the others.
-            RuntimeError: ranks disagree about the plan, or what was agreed on before did not come.
-        """
-        if self._announced is not None and self.broken is None:
-            self.abandon(InterruptedError(self._announced))
+    def _check_open(self, plan: str) -> None:
         if self.broken is not None:
             raise RuntimeError(
                 f"sparsekit: {plan}: the exchange broke down before: {self.broken}. Start all "
                 f"ranks again, from the last checkpoint"
             )
-        code = int(hashing.xxh64([plan]))
-        failed = int(error is not None)
-        announced = [0] * self.world_size if sizes is None else sizes
-        words = [word for size in announced for word in (code, failed, size, *facts)]
-        header = torch.tensor(words, device=self.device)
-        splits = [_WORDS] * self.world_size
-        self._announced = plan
-        with self._answered(plan):
-            received = self._begin(header, splits, splits)().view(self.world_size, -1).tolist()
-        if any(word[0] != code or word[1] for word in received):
-            self._raise_together(plan, error)
-        if sizes is None:
-            self._announced = None
-        return Agreed([word[2] for word in received], [tuple(word[3:]) for word in received])
 
     @contextlib.contextmanager
-    def _answered(self, plan: str | None) -> Iterator[None]:
+    def _answered(self, plan: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -220,6 +276,7 @@ class Exchange:
         group = vars(self).pop("group", None)
         if group is None:
             return
+        self.transport.close()
         with contextlib.suppress(ValueError):  # all groups have been destroyed already
             dist.destroy_process_group(group)
         # All ends with the last reference.
@@ -228,13 +285,18 @@ class Exchange:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """What fails in here fails on this rank only; the next header tells the others."""
-        self.lookups += 1
-        yield
-        self.lookups -= 1
+        """What fails in here on this rank only, the next handshake tells the others."""
+        raised_together = self._raised_together
+        try:
+            yield
+        except BaseException:
+            if self._raised_together == raised_together:
+                self.lookups += 1
+            raise
 
     def _raise_together(self, plan: str, error: Exception | None) -> None:
         """Tell each other what is wrong, and raise it on every rank."""
+        self._raised_together += 1
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)
@@ -244,7 +306,6 @@ class Exchange:
         self._teller = self._teller or TorchTransport(self.group)
         report = pickle.dumps((plan, packed, self.lookups))
         reports = [pickle.loads(other) for other in self._teller.all_gather(report)]
-        self._announced = None
         counts = [count for *_, count in reports]
         self.lookups = max(counts)
         if error is not None:
@@ -270,71 +331,9 @@ def _of_rank(rank: int, error: Exception) -> Exception:
     return RemoteError(f"on rank {rank}: {type(error).__name__}: {error}")
 
 
-def pack(
-    parts: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, list[int]]:
-    """Bytes to send to each rank, from several arrays of rows.
-
-    Args:
-        parts: ``[n_t, dim_t]`` or ``[n_t]`` of any dtypes, contiguous; the rows for rank 0 first.
-        counts: for each part, its rows for each rank.
-
-    Returns:
-        uint8 ``[total]``, rank by rank and for each rank part by part, and the bytes of each rank.
-    """
-    raw = [part.reshape(-1).view(torch.uint8) for part in parts]
-    sizes = [_part_bytes(part, count) for part, count in zip(parts, counts, strict=True)]
-    splits = [sum(map(padded, of_rank)) for of_rank in zip(*sizes, strict=True)]
-    if len(parts) == 1 and splits == sizes[0]:
-        return raw[0], splits
-    pieces = [part.split(size) for part, size in zip(raw, sizes, strict=True)]
-    flat = []
-    for rank, of_rank in enumerate(zip(*sizes, strict=True)):
-        for part, size in enumerate(of_rank):
-            flat.append(pieces[part][rank])
-            flat.append(raw[part].new_zeros(padded(size) - size))
-    return torch.cat(flat), splits
-
-
-def unpack(
-    received: torch.Tensor,
-    like: Sequence[torch.Tensor],
-    counts: Sequence[Sequence[int]],
-) -> list[torch.Tensor]:
-    """Undo `pack` at the receiver: arrays of rows, rank 0's first.
-
-    Args:
-        received: uint8.
-        like: for each part, a tensor of its dtype and row shape.
-        counts: for each part, its rows from each rank.
-    """
-    if len(like) == 1:
-        shape = (-1, *like[0].shape[1:])
-        whole = sum(_part_bytes(like[0], counts[0]))
-        if whole == received.numel():
-            return [received.view(like[0].dtype).view(shape if whole else (0, *shape[1:]))]
-    sizes = [_part_bytes(part, count) for part, count in zip(like, counts, strict=True)]
-    expected = sum(padded(size) for of_part in sizes for size in of_part)
-    if received.numel() != expected:
-        raise RuntimeError(
-            f"sparsekit: {received.numel()} bytes have come from other ranks, not {expected}: do "
-            f"all ranks run the backward of the same calls, in the same order?"
-        )
-    pieces: list[list[torch.Tensor]] = [[] for _ in like]
-    begin = 0
-    for of_rank in zip(*sizes, strict=True):
-        for part, size in enumerate(of_rank):
-            pieces[part].append(received[begin : begin + size])
-            begin += padded(size)
-    return [
-        torch.cat(piece).view(part.dtype).view(sum(count), *part.shape[1:])
-        for piece, part, count in zip(pieces, like, counts, strict=True)
-    ]
-
-
-def _part_bytes(part: torch.Tensor, counts: Sequence[int]) -> list[int]:
-    row = part.element_size() * math.prod(part.shape[1:])
-    return [count * row for count in counts]
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Where parts of these sizes begin, one behind the other."""
+    return [sum(sizes[:rank]) for rank in range(len(sizes))]
 
 
 def padded(size: int) -> int:

@@ -67,6 +67,8 @@ class NcclTransport(Transport):
             that waits.
     """
 
+    exact = True
+
     def __init__(
         self,
         rank: int,

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -114,8 +114,8 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
         # By itself, so that no rank waits for one that could not reach it.
         _together(teller, lambda: meeting.call(offers))
         _together(teller, meeting.meet)
-        assert meeting.communicator is not None
-        return SharedMemoryTransport(rank, world_size, meeting.communicator)
+        communicator = cast(_pybind.SharedMemoryCommunicator, meeting.communicator)
+        return SharedMemoryTransport(rank, world_size, communicator)
 
 
 class _Offer(NamedTuple):

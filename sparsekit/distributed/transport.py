@@ -23,6 +23,8 @@ class Transport(ABC):
 
     rank: int
     world_size: int
+    # Whether a part must have the size that its receiver has room for; else it may be shorter.
+    exact = False
 
     @abstractmethod
     def begin_all_to_all(
@@ -54,7 +56,7 @@ class Transport(ABC):
 
 
 class TorchTransport(Transport):
-    """Over torch.distributed: gloo for tensors on the CPU, nccl for CUDA."""
+    """Over torch.distributed: gloo for tensors on the CPU, nccl, which is exact, for CUDA."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

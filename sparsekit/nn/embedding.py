@@ -27,8 +27,7 @@ class DistributedEmbedding(ShardedTable):
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum) or ``"sqrtn"``.
-        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1]. Each of several
-            ranks has about an equal part of the keys, so leave some room.
+        max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
         embedding_vec_size: elements of a vector (dim).
         slot_num: bags of a sample.
         max_nnz: most keys in a bag, padding included.
@@ -45,12 +44,10 @@ class DistributedEmbedding(ShardedTable):
         dtype: of the rows: float32, float64 or bfloat16 (added in float32).
         device: of the rows and the table.
         process_group: None means torch.distributed's default group, or one process.
-        placement: which of several ranks has a key. ``"hash"``: each has an equal part of 65,536
-            virtual shards, of which a hash of the key chooses one, so ranks are in balance whatever
-            the keys; the state says which rank has which (``owners``). ``"modulo"``: rank
-            ``unsigned(key) % world_size``, as in SOK, where keys that are all multiples of
-            something may all have one rank. None means hash with the hash table; without it only
-            modulo is possible.
+        placement: which rank has a key. ``"hash"``: as a hash of the key says, which spreads any
+            keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK, where keys
+            with the same low bits crowd on few ranks. None: hash with the hash table, and modulo
+            without, where there is no other way. A saved table keeps its placement.
         strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
             each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
             for which all ranks send all their keys to all; for large bags of keys that seldom
@@ -104,6 +101,7 @@ class DistributedEmbedding(ShardedTable):
                 max_vocabulary_size_per_gpu=max_vocabulary_size_per_gpu,
                 embedding_vec_size=embedding_vec_size,
                 use_hashtable=use_hashtable,
+                placement=placement,
                 key_dtype=key_dtype,
                 embedding_initializer=embedding_initializer,
                 padding_key=padding_key,
@@ -114,7 +112,6 @@ class DistributedEmbedding(ShardedTable):
                 dtype=dtype,
                 device=device,
                 process_group=process_group,
-                placement=placement,
             )
         )
         check_choice(self.name, "combiner", combiner, tuple(COMBINERS))
@@ -208,6 +205,7 @@ class All2AllDenseEmbedding(ShardedTable):
                 max_vocabulary_size_per_gpu=max_vocabulary_size_per_gpu,
                 embedding_vec_size=embedding_vec_size,
                 use_hashtable=use_hashtable,
+                placement=placement,
                 key_dtype=key_dtype,
                 embedding_initializer=embedding_initializer,
                 padding_key=padding_key,
@@ -218,7 +216,6 @@ class All2AllDenseEmbedding(ShardedTable):
                 dtype=dtype,
                 device=device,
                 process_group=process_group,
-                placement=placement,
             )
         )
         self.slot_num = check_count(self.name, "slot_num", slot_num)

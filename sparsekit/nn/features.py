@@ -180,8 +180,8 @@ def ask_keyed(
             f"{GROUP}: inputs must have as many bags for each of its {len(names)} features, got "
             f"{max(bags.count, 0)} bags"
         )
-    # Otherwise each request would check all bags and cut its own out.
-    share = first.process_exchange() is None and len(tables.alike) == 1
+    # Otherwise each call of an op would check all bags.
+    share = len(tables.alike) == 1
 
     def requests(bags: Bags) -> list[Request]:
         cut: list[Bags] = []

@@ -10,7 +10,7 @@ from .. import ops
 from .. import saved_state as saved
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
 from ..ops.bucketize import VIRTUAL_SHARDS
-from .owners import check_map, shared
+from .owners import check_ranks_of, shared
 from .request import check_keys
 from .weight import EmbeddingWeight
 
@@ -41,8 +41,7 @@ def own_entries(layer: ShardedTable) -> dict[str, torch.Tensor]:
 def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
     """Take over the entries of a saved state: all of them, or none if one does not fit.
 
-    A hash table's state may have been saved at another capacity, if its rows fit, and with another
-    map of owners.
+    A hash table's state may have been saved at another capacity, if its rows fit.
 
     Args:
         layer: the layer.
@@ -73,6 +72,7 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
     dtypes = ROW_DTYPES if assign else _FLOATING
     weight = saved.entry(layer.name, entries, "weight", dtypes, (rows, layer.embedding_vec_size))
     seed = saved.entry(layer.name, entries, "seed", _INT64, (1,))
+    owners = _owners(layer, entries)
     device = weight.device if assign else layer.weight.device
     table = {} if layer.table is None else layer.table.restored(of_table, device)
     if table and int(table["size"]) > len(weight):
@@ -80,7 +80,6 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
             f"{layer.name}: the state is damaged: {int(table['size'])} rows are in use, but weight "
             f"has {len(weight)}"
         )
-    owners = _saved_owners(layer, entries)
     # What the optimizer has left undone belongs to the rows that go.
     layer._catch_up()
     layer.looked_at = set()
@@ -90,29 +89,24 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
         _copy(layer, weight, seed, owners, table)
 
 
-def _saved_owners(layer: ShardedTable, entries: dict[str, Any]) -> torch.Tensor | None:
-    """The state's map of owners, checked; None for a layer that has none.
-
-    Raises:
-        TypeError, ValueError: there is one in the state or the layer only, or it is damaged.
-    """
-    if layer.owners is None:
-        if "owners" in entries:
+def _owners(layer: ShardedTable, entries: dict[str, Any]) -> torch.Tensor | None:
+    """Those of a state, where the layer has owners."""
+    if ("owners" in entries) != (layer.owners is not None):
+        if layer.world_size == 1:
             raise ValueError(
-                f"{layer.name}: the state has a map of owners, of a table with placement='hash' on "
-                f"several ranks; make the layer with placement='hash', not "
-                f"placement={layer.placement!r} on {layer.world_size} rank(s), to load it"
+                f"{layer.name}: the state has owners, though it is that of one rank alone"
             )
-        return None
-    if "owners" not in entries:
         raise ValueError(
-            f"{layer.name}: the state has no map of owners: its keys were placed by modulo, which "
-            f"before placement='hash' was the only way; make the layer with placement='modulo' to "
-            f"load it"
+            f"{layer.name}: the state was saved with placement="
+            f"{'hash' if 'owners' in entries else 'modulo'!r}"
+            f"{'' if 'owners' in entries else ', or by a version that had no other'}, and this "
+            f"layer has placement={layer.placement!r}, where keys live on other ranks; make the "
+            f"layer with the placement of the state"
         )
-    dtypes, shape = (torch.int16,), (VIRTUAL_SHARDS,)
-    owners = saved.entry(layer.name, entries, "owners", dtypes, shape)
-    check_map(layer.name, owners, layer.world_size)
+    if layer.owners is None:
+        return None
+    owners = saved.entry(layer.name, entries, "owners", (torch.int16,), (VIRTUAL_SHARDS,))
+    check_ranks_of(f"{layer.name}: in the state", owners, layer.world_size)
     return owners
 
 
@@ -131,12 +125,13 @@ def _copy(
         (unused, unused.new_zeros(()).expand_as(unused)),
         (layer.seed, seed),
     ]
+    own = layer.owners
+    if owners is not None and own is not None and not torch.equal(owners.to(own.device), own):
+        # What others may have as well is not written to.
+        layer.owners = own.clone()
+        pairs.append((layer.owners, owners))
     if layer.table is not None:
         pairs += [(layer.table.get_buffer(name), new) for name, new in table.items()]
-    own = layer.owners
-    if own is not None and owners is not None and not torch.equal(own, owners.to(own.device)):
-        layer.owners = own.clone()  # other layers may share it
-        pairs.append((layer.owners, owners))
     saved.copy_all(pairs)
 
 
@@ -154,7 +149,8 @@ def _replace(
     parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
     buffers = {"seed": seed.to(weight.device), "shard": layer.shard.to(weight.device)}
     if owners is not None:
-        buffers["owners"] = shared(owners.to(weight.device), layer.world_size)
+        owners = owners.to(weight.device).contiguous()
+        buffers["owners"] = shared(owners, layer.world_size)
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (layer._parameters, {"weight": parameter}),
         (layer._buffers, buffers),

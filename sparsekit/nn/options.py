@@ -15,6 +15,8 @@ from ..errors import check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .init import Initializer, resolve
 
+PLACEMENTS = ("hash", "modulo")
+
 
 @dataclass(frozen=True)
 class TableOptions:
@@ -23,6 +25,7 @@ class TableOptions:
     max_vocabulary_size_per_gpu: int
     embedding_vec_size: int
     use_hashtable: bool
+    placement: str | None
     key_dtype: torch.dtype
     embedding_initializer: Initializer | None
     padding_key: int | None
@@ -33,7 +36,6 @@ class TableOptions:
     dtype: torch.dtype
     device: torch.device | str | None
     process_group: dist.ProcessGroup | None
-    placement: str | None
 
     def checked(self, name: str) -> TableOptions:
         """The same, checked, with defaults filled in; errors begin with name.
@@ -50,7 +52,15 @@ class TableOptions:
         check_choice(name, "dtype", self.dtype, ROW_DTYPES)
         check_choice(name, "on_full", self.on_full, ("error",))
         check_choice(name, "gradient_reduction", self.gradient_reduction, ("mean", "sum"))
-        placement = _checked_placement(name, self.placement, self.use_hashtable)
+        placement = self.placement
+        if placement is None:
+            placement = "hash" if self.use_hashtable else "modulo"
+        check_choice(name, "placement", placement, PLACEMENTS)
+        if placement == "hash" and not self.use_hashtable:
+            raise ValueError(
+                f"{name}: placement='hash' needs the hash table: with use_hashtable=False a key is "
+                f"a row number, key // world_size on rank key % world_size"
+            )
         device = _checked_device(name, self.device)
         initializer = resolve(name, self.embedding_initializer)
         padding_key = self.padding_key
@@ -60,13 +70,13 @@ class TableOptions:
             self,
             max_vocabulary_size_per_gpu=capacity,
             embedding_vec_size=dim,
+            placement=placement,
             device=device,
             embedding_initializer=initializer,
             padding_key=padding_key,
             seed=_checked_seed(name, self.seed),
             name=name,
             process_group=self.process_group or settings.process_group,
-            placement=placement,
         )
 
 
@@ -92,19 +102,6 @@ def _checked_device(name: str, device: torch.device | str | None) -> torch.devic
             f"it where there is an nvcc"
         )
     return device
-
-
-def _checked_placement(name: str, placement: str | None, use_hashtable: bool) -> str:
-    if placement is None:
-        return "hash" if use_hashtable else "modulo"
-    check_choice(name, "placement", placement, ("hash", "modulo"))
-    if placement == "hash" and not use_hashtable:
-        raise ValueError(
-            f"{name}: placement must be 'modulo' or None with use_hashtable=False, got 'hash': "
-            f"without the hash table a key is its row times the number of ranks plus its rank, so "
-            f"there is no other place for it"
-        )
-    return placement
 
 
 def _checked_seed(name: str, seed: int | None) -> int:

@@ -1,70 +1,68 @@
-"""Maps from virtual shards of keys to the ranks that own them, for tables placed by hash."""
+"""Which rank owns a key, where a hash decides: maps from virtual shards to ranks."""
 
 from __future__ import annotations
-
-from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 
 from .. import hashing
 from ..ops.bucketize import VIRTUAL_SHARDS
 
-# By world size and device. Layers share them, so that the map which lookups of many tables read is
-# one and stays in the caches.
-_even_maps: WeakValueDictionary[tuple[int, torch.device], torch.Tensor] = WeakValueDictionary()
+# By world size and device. Layers that have the same map share it, so that it stays in the cache.
+_even: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def even_map(world_size: int, device: torch.device) -> torch.Tensor:
-    """int16 ``[65536]``, runs of virtual shards of equal length; nobody may write to it."""
-    device = torch.empty(0, device=device).device  # cuda becomes cuda:0
-    found = _even_maps.get((world_size, device))
-    if found is None:
-        with torch.inference_mode(False):
-            shards = torch.arange(VIRTUAL_SHARDS, device=device)
-            found = (shards * world_size >> 16).to(torch.int16)
-        _even_maps[world_size, device] = found
-    return found
+    """int16 ``[65536]``: to each rank as many virtual shards, in one piece.
+
+    Nobody may write to it.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    known = _even.get((world_size, device))
+    if known is not None:
+        return known
+    with torch.inference_mode(False):  # since it may be made in that mode, and used out of it
+        shards = torch.arange(VIRTUAL_SHARDS, device=device)
+        made = (shards * world_size >> 16).to(torch.int16)
+    if type(made) is torch.Tensor:  # and no fake one
+        _even[world_size, device] = made
+    return made
 
 
 def shared(owners: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The map that layers share if it is the same, else the one given."""
-    if owners.is_meta:
-        return owners
+    """The map, or `even_map` if that is the same."""
     even = even_map(world_size, owners.device)
-    return even if torch.equal(owners, even) else owners
+    return even if torch.equal(even, owners) else owners
 
 
-def check_map(name: str, owners: torch.Tensor, world_size: int) -> None:
-    """Raise ValueError unless all values are ranks; ``name`` begins the message."""
-    wrong = ((owners < 0) | (owners >= world_size)).nonzero()
-    if len(wrong):
-        shard = int(wrong[0])
+def check_ranks_of(name: str, owners: torch.Tensor, world_size: int) -> None:
+    """Raise ValueError for an entry that is no rank; the message begins with name."""
+    bad = (owners < 0) | (owners >= world_size)
+    if bool(bad.any()):
+        shard = int(bad.nonzero()[0])
         raise ValueError(
-            f"{name}: owners[{shard}] in the state is {int(owners[shard])}, but must be a rank, in "
-            f"[0, {world_size})"
+            f"{name}: owners[{shard}] is {int(owners[shard])}, but there are {world_size} rank(s)"
         )
 
 
-class Digest:
-    """A hash of a map, made once for each map and each change of it."""
+class CodeOfMap:
+    """A short hash of the map that a layer has, made when the map is another one or written to."""
 
     def __init__(self) -> None:
-        self._owners: torch.Tensor | None = None
-        self._version = 0
-        self._text = ""
+        self._made: tuple[torch.Tensor, int, str] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Digest:
-        return Digest()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Digest, ()
-
-    def of(self, owners: torch.Tensor) -> str:
-        """16 hexadecimal digits."""
-        version = 0 if owners.is_inference() else owners._version
-        if owners is not self._owners or version != self._version:
+    def of(self, name: str, owners: torch.Tensor, world_size: int) -> str:
+        """The hash, after `check_ranks_of`."""
+        version = -1 if owners.is_inference() else owners._version
+        made = self._made
+        if made is None or made[0] is not owners or made[1] != version:
+            check_ranks_of(name, owners, world_size)
             code = int(hashing.xxh64([owners.cpu().numpy().tobytes()]))
-            self._text = f"{code % 2**64:016x}"
-            self._owners, self._version = owners, version
-        return self._text
+            made = self._made = owners, version, f"{code % 2**64:016x}"
+        return made[2]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CodeOfMap:
+        return CodeOfMap()
+
+    def __reduce__(self) -> tuple[type[CodeOfMap], tuple[()]]:
+        return CodeOfMap, ()

@@ -20,7 +20,7 @@ from .lookup.grouped import insert
 from .lookup.tables import Kept
 from .options import TableOptions
 from .own_shard import OwnShard
-from .owners import Digest, even_map, shared
+from .owners import CodeOfMap, even_map
 from .request import Request
 from .weight import EmbeddingWeight
 
@@ -45,9 +45,10 @@ class ShardedTable(torch.nn.Module, Sharded):
 
     Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
     ``table`` (a `HashTable`, absent without the hash table), ``seed`` int64 [1], ``shard`` int64
-    [2], rank and world size, and where several ranks place keys by hash ``owners`` int16 [65536],
-    the rank of each virtual shard. Layers may share the memory of ``owners``: replace it, but do
-    not write to it.
+    [2], rank and world size, and on several ranks with ``placement="hash"`` ``owners`` int16
+    [65536], the rank of each virtual shard; see `sparsekit.ops.bucketize`. It may be the same
+    tensor in many layers, so give a layer another one rather than write to it, on all ranks alike
+    and before there are any keys.
     """
 
     weight: EmbeddingWeight
@@ -82,14 +83,14 @@ class ShardedTable(torch.nn.Module, Sharded):
         self.padding_key = options.padding_key
         self.on_full = options.on_full
         self.gradient_reduction = options.gradient_reduction
-        self.placement = options.placement
         self.register_buffer("seed", torch.tensor([options.seed], device=device))
         # Which part of the table this is, so that none is loaded in place of another.
         shard = torch.tensor([self.rank, self.world_size], device=device)
         self.register_buffer("shard", shard)
-        by_map = self.placement == "hash" and self.world_size > 1
-        self.register_buffer("owners", even_map(self.world_size, device) if by_map else None)
-        self._owners_digest = Digest()
+        self.placement = options.placement
+        placed = options.placement == "hash" and self.world_size > 1
+        self.register_buffer("owners", even_map(self.world_size, device) if placed else None)
+        self._code_of_map = CodeOfMap()
         shape = (self.capacity, self.embedding_vec_size)
         weight = torch.empty(shape, dtype=options.dtype, device=device)
         self.weight = EmbeddingWeight(prefer_huge_pages(weight).zero_())
@@ -144,25 +145,28 @@ class ShardedTable(torch.nn.Module, Sharded):
                 f"table it holds, but this is rank {rank} of {world_size}"
             )
 
-    def by_owner(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`ops.bucketize` of keys by the ranks on which this table has them."""
-        return ops.bucketize(keys, self.world_size, self.owners)
-
-    def owned(self, keys: torch.Tensor) -> torch.Tensor:
-        """Positions of the keys that this rank owns, int64, rising."""
-        _, counts, permutation = self.by_owner(keys)
-        return permutation.split(counts.tolist())[self.rank]
-
     @property
     def gradient_divisor(self) -> int:
         """What gradients added over ranks are divided by; means are the scale of DDP."""
         return self.world_size if self.gradient_reduction == "mean" else 1
+
+    def owned(self, keys: torch.Tensor) -> torch.Tensor:
+        """Positions of those of the keys that this rank owns, in rising order."""
+        _, counts, order = ops.bucketize(keys, self.world_size, self.owners)
+        return order.split(counts.tolist())[self.rank]
+
+    def _placed(self) -> str:
+        """How keys are placed; the same on two ranks if, and only if, each key is."""
+        if self.owners is None:
+            return "modulo"
+        return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
 
     def plan(self) -> str:
         """What all ranks must agree on before they look something up.
 
         Raises:
             RuntimeError: the table has been overwritten by that of another rank.
+            ValueError: owners has something that is no rank.
         """
         # In one piece, since on a device each reading waits for it.
         seed, *shard = torch.cat((self.seed, self.shard)).tolist()
@@ -173,13 +177,11 @@ class ShardedTable(torch.nn.Module, Sharded):
                 f"tables included. Wrap models with sparsekit.distributed.wrap_ddp, and load the "
                 f"tables again on all ranks"
             )
-        by = self.placement
-        if self.owners is not None:
-            by = f"hash to {self._owners_digest.of(self.owners)}"
         return (
             f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
-            f"{'hash table' if self.table is not None else 'row numbers'}, placed by {by}"
+            f"{'hash table' if self.table is not None else 'row numbers'}, "
+            f"placement {self._placed()}"
             f"{', gradients' if self.weight.requires_grad and torch.is_grad_enabled() else ''}"
             f", {self.strategy}, {self.gradient_reduction}, seed {seed}, "
             f"{self.initializer}, padding_key {self.padding_key}"
@@ -228,9 +230,12 @@ class ShardedTable(torch.nn.Module, Sharded):
     def _apply(self, *args: Any, **kwargs: Any) -> ShardedTable:
         # While the optimizer's state is still where the weight is, and of its dtype.
         self._catch_up()
+        owners = self.owners
         super()._apply(*args, **kwargs)
-        if self.owners is not None:
-            self.owners = shared(self.owners, self.world_size)
+        if owners is not None and owners is even_map(self.world_size, owners.device):
+            device = self.weight.device
+            if device.type != "meta":
+                self._buffers["owners"] = even_map(self.world_size, device)  # shared there as well
         self.__dict__["changes"] = self.changes + 1  # of dtype or device, in place
         return self
 

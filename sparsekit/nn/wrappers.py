@@ -62,6 +62,11 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
         )
     for mine, theirs in zip(of_average, tables_of(model).values(), strict=True):
         theirs._catch_up()
+        if theirs.owners is not None and mine.owners is not None:
+            owners = theirs.owners.to(mine.weight.device)
+            if not torch.equal(owners, mine.owners):
+                # torch copies buffers in place, and this one other layers may have as well.
+                mine.owners = owners.clone()
         if mine.table is None or theirs.table is None:
             continue
         keys, known = theirs.table.keys(), mine.table.keys()

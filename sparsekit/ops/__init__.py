@@ -1,14 +1,16 @@
 """The ops: plain functions on tensors, each with its fake kernel and gradient."""
 
+from ._group_gradients import (
+    group_embedding_bag_backward,
+    group_embedding_bag_backward_at_,
+    group_embedding_bag_update_,
+)
 from .bucketize import bucketize
 from .catch_up_rows import catch_up_rows_
 from .embedding_bag import embedding_bag
 from .gather_rows import gather_rows
-from .group_embedding_bag import (
-    group_embedding_bag_,
-    group_embedding_bag_backward,
-    group_embedding_bag_update_,
-)
+from .group_bucketize import group_bucketize, group_exchange_rows
+from .group_embedding_bag import group_embedding_bag_
 from .group_find import group_find, group_find_or_insert_
 from .hash_table import (
     hash_table_clear_,
@@ -26,9 +28,12 @@ __all__ = [
     "catch_up_rows_",
     "embedding_bag",
     "gather_rows",
+    "group_bucketize",
     "group_embedding_bag_",
     "group_embedding_bag_backward",
+    "group_embedding_bag_backward_at_",
     "group_embedding_bag_update_",
+    "group_exchange_rows",
     "group_find",
     "group_find_or_insert_",
     "hash_table_clear_",

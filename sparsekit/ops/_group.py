@@ -95,9 +95,11 @@ def check_devices(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
         raise ValueError(f"{op}: all tensors must be on one device, got {sorted(devices)}")
 
 
-def check_descriptor(op: str, name: str, matrix: torch.Tensor, dtype: torch.dtype) -> None:
+def check_descriptor(
+    op: str, name: str, matrix: torch.Tensor, dtype: torch.dtype, dim: int = 2
+) -> None:
     """Raise unless the matrix is of that dtype, and on the CPU, where all descriptors lie."""
-    check_tensor(op, name, matrix, (dtype,), 2)
+    check_tensor(op, name, matrix, (dtype,), dim)
     if matrix.device.type != "cpu":
         raise ValueError(
             f"{op}: all tensors must be on one device but {name}, which must be on the CPU; it is "
@@ -149,6 +151,16 @@ def split_by_table(
     parts = sums.split([size for pair in zip(sizes, [*gaps, 0], strict=True) for size in pair])
     shaped = zip(parts[::2], counts, dims, strict=True)
     return rows.split(list(counts)), [part.view(count, dim) for part, count, dim in shaped]
+
+
+def bags_like(
+    like: torch.Tensor, keys: Tensors, offsets: Tensors, features: torch.Tensor
+) -> Tensors:
+    """Bags and first_keys, as a fake returns them."""
+    each = zip(keys, offsets, strict=True)
+    count = sum(o.shape[0] - 1 if o.shape[0] else k.shape[0] for k, o in each)
+    first_keys = like.new_empty([features.shape[0]], dtype=torch.int64)
+    return like.new_empty([count + 1], dtype=torch.int32), first_keys
 
 
 def length_of(keys: Tensors) -> Any:

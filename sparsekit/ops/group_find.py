@@ -6,6 +6,7 @@ from ._checks import ROW_DTYPES
 from ._group import (
     GroupOp,
     Tensors,
+    bags_like,
     check_descriptor,
     check_devices,
     check_lists,
@@ -152,15 +153,6 @@ def group_find_or_insert_(
     )
 
 
-def _bags(keys: Tensors, offsets: Tensors, features: torch.Tensor) -> Tensors:
-    """Bags and first_keys, as a fake returns them."""
-    like = keys[0] if keys else features
-    each = zip(keys, offsets, strict=True)
-    count = sum(o.shape[0] - 1 if o.shape[0] else k.shape[0] for k, o in each)
-    first_keys = like.new_empty([features.shape[0]], dtype=torch.int64)
-    return like.new_empty([count + 1], dtype=torch.int32), first_keys
-
-
 @torch.library.register_fake("sparsekit::group_find")
 def _(
     buckets: Tensors,
@@ -173,7 +165,7 @@ def _(
     _check_find(buckets, hash_seeds, tables, keys, offsets, features)
     like = keys[0] if keys else features
     rows = like.new_empty([length_of(keys)], dtype=torch.int32)
-    return (rows, *_bags(keys, offsets, features))
+    return (rows, *bags_like(like, keys, offsets, features))
 
 
 @torch.library.register_fake("sparsekit::group_find_or_insert_")
@@ -195,4 +187,4 @@ def _(
     like = keys[0] if keys else features
     rows, inverse = (like.new_empty([length_of(keys)], dtype=torch.int32) for _ in range(2))
     counts = like.new_empty([tables.shape[0]], dtype=torch.int64)
-    return (rows, inverse, counts, *_bags(keys, offsets, features))
+    return (rows, inverse, counts, *bags_like(like, keys, offsets, features))

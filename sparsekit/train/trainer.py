@@ -182,7 +182,7 @@ class Trainer:
             f"train on {lengths} samples in batches of {batch_size}, {epochs} epochs after "
             f"{len(self.history)}, seed {seed}"
         )
-        self._exchange.agree_to_send(plan, check)
+        self._exchange.meet(plan, check)
 
     def _epoch(self, data: Batch, batch_size: int, title: str, evaluate: Evaluate | None) -> None:
         count = len(data[0])

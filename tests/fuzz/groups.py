@@ -2,6 +2,7 @@
 
 import torch
 
+from ..ops import test_group_bucketize as routes
 from ..ops import test_group_embedding_bag as bags
 from ..ops import test_group_find as find
 from ..ops import test_group_update as updates
@@ -22,6 +23,16 @@ def group_find(case: Case) -> None:
     group = _group(case)
     with case._threads():
         find.check(group)
+
+
+def group_bucketize(case: Case) -> None:
+    """Keys by owner, and the rows of the vectors that come back."""
+    group, world_size = _group(case), case.any_of(1, 2, 3, 8, 100, 2048)
+    head, distinct = case.any_of(0, 1, 8), case.maybe(0.7)
+    seed = case.random.getrandbits(40)
+    case.note(world_size=world_size, head=head, distinct=distinct, come=seed)
+    with case._threads():
+        routes.check_all(group, world_size, head, distinct, seed)
 
 
 def group_embedding_bag(case: Case) -> None:
@@ -46,6 +57,7 @@ def group_update(case: Case) -> None:
 
 
 OPS = {
+    "group_bucketize": group_bucketize,
     "group_find": group_find,
     "group_embedding_bag": group_embedding_bag,
     "group_update": group_update,

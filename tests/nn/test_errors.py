@@ -135,12 +135,6 @@ CONSTRUCTION = {
         TypeError,
         ["embedding_initializer", "class", "Normal"],
     ),
-    "placement": (lambda: pooled(placement="row"), ValueError, ["placement", "hash", "'row'"]),
-    "placement of rows": (
-        lambda: dense(placement="hash", use_hashtable=False),
-        ValueError,
-        ["placement", "'modulo' or None with use_hashtable=False", "row times the number of ranks"],
-    ),
     "device": (lambda: pooled(device="meta"), NotImplementedError, ["device", "meta"]),
 }
 

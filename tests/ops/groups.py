@@ -127,6 +127,21 @@ class Group:
             *self.asked,
         )
 
+    def bucketize(self, world_size: int, head: int = 0, distinct: bool = True, op=None):
+        """Keys by owner; those of tables without a hash table must be in their range."""
+        ends = [
+            -1 if hashed else capacity * ranks
+            for hashed, capacity, ranks in zip(
+                self.hashed, self.capacities, self.world_sizes, strict=True
+            )
+        ]
+        maps = [-1] * len(ends)
+        keys, offsets, features = self.asked
+        if op is not None:
+            keys, offsets = ([tensor.cpu() for tensor in list_] for list_ in (keys, offsets))
+        call = op or ops.group_bucketize
+        return call([], maps, ends, keys, offsets, features, world_size, head, distinct)
+
 
 def random_bags(
     draw: random.Random, n: int, bags: int, dtype: torch.dtype = torch.int64

@@ -5,10 +5,11 @@ import torch
 from conftest import same_bits
 from simt_counts import Counts, Runner, counted
 
+from sparsekit import ops
 from sparsekit.ops._group import split_by_table
 
 from .groups import NO_LIMIT, Group, Source
-from .test_group_embedding_bag import backward, pool
+from .test_group_embedding_bag import backward, backward_at, places_for, pool
 from .test_group_update import tables_of, update
 
 needs_bytes = pytest.mark.skipif(
@@ -72,6 +73,42 @@ def test_larger_tables_take_a_launch_for_64_times_the_entries():
     assert sums == [1, 2, 2, 3]
 
 
+@pytest.mark.parametrize("distinct", [True, False])
+@pytest.mark.parametrize("tables", [1, 26, 500])
+def test_launches_of_routing(tables, distinct):
+    """Keys to their owners, and the rows of the vectors that come back."""
+    group, world_size = batch_of(tables, 4, 3), 4
+    with counted() as counts:
+        results = group.bucketize(world_size, 2, distinct)
+    come = torch.zeros(tables, world_size, 2, dtype=torch.int64)
+    come[:, :, 1] = results[1].T.cumsum(1)
+    places, bags, features = results[4], results[5], group.asked[2]
+    with counted() as of_rows:
+        ops.group_exchange_rows(places, bags, features, come, [1] * tables)
+    described = counts.sum("group_bucketize", "group: descriptors").launches
+    assert described <= 2
+    assert counts.sum().launches - described == (11 if distinct else 7)
+    assert counts.sum().library == (3 if distinct else 2)
+    assert of_rows.sum().launches == 2
+    for each in (counts, of_rows):
+        assert each.sum().waits == each.sum().torch == 0
+
+
+@pytest.mark.parametrize("tables", [1, 26, 500])
+def test_launches_of_a_backward_to_given_places(tables):
+    group = batch_of(tables, 4, 3)
+    found, grads = group.find_or_insert(), group.outs()
+    places = places_for(group, found, seed=0)
+    with counted() as counts:
+        backward_at(group, grads, found, *places)
+    op = counts.sum("group_embedding_bag_backward_at_")
+    described = counts.sum("group_embedding_bag_backward_at_", "group: descriptors").launches
+    assert described <= 2
+    assert op.launches - described == 5
+    assert op.library == 1
+    assert op.waits == op.torch == 0
+
+
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_without_an_optimizer(tables):
     counts = step_of(batch_of(tables, 4, 3), fused=False).sum()
@@ -111,7 +148,7 @@ def test_bytes_of_a_step(bags, nnz, most):
 
 @pytest.mark.parametrize("tables", [60, 700])
 def test_groups_that_come_in_several_pieces(tables):
-    """More descriptions than a launch can bring: 32 KB, of which a table takes 144 bytes."""
+    """More descriptions than a launch can bring: 32 KB, of which a table takes 140 bytes."""
     group = batch_of(tables, 2, 2, (4, 3, 8))
     grads = [torch.full_like(out, i + 1) for i, out in enumerate(group.outs())]
     with counted():

@@ -98,6 +98,20 @@ def group_find(made, insert):
     return *state, made.tables, made.initializers, *made.asked
 
 
+def group_routes(made, owners=(), distinct=True):
+    """The same, with keys in their order of owners."""
+    made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
+    maps = [len(owners) - 1] * len(made.dims)
+    return list(owners), maps, [-1, 9], *made.asked, 3, 0, distinct
+
+
+def group_rows(made):
+    """Where one vector of each table has come from each of the ranks that own its keys."""
+    places, bags = torch.ops.sparsekit.group_bucketize(*group_routes(made))[4:6]
+    come = torch.tensor([[[0, 1], [0, 1], [9, 2]], [[7, 1], [8, 2], [0, 2]]])
+    return places, bags, made.asked[2], come, [2, 3]
+
+
 def group_bags(made, kind):
     """Arguments of the pooling, or of its backward."""
     rows, inverse, counts, bags, first_keys = made.find_or_insert()
@@ -105,6 +119,10 @@ def group_bags(made, kind):
     asked = bags, features, made.sample_weights, first_keys
     if kind == "backward":
         return made.outs(), made.dims, inverse, rows, counts, *asked
+    if kind == "backward at":
+        out = torch.zeros(40, dtype=made.weights[0].dtype)
+        rows[:] = torch.tensor([2, 1, 0, 9, 8])
+        return out, [5, 3], made.outs(), made.dims, inverse, rows, counts, *asked
     if kind == "unseen":
         initial = made.seeds, made.initializers
         return made.outs(), made.weights, made.find()[0], None, None, *asked, keys, *initial
@@ -185,6 +203,12 @@ CASES = {
         *(bags_backward_sample_weights(dtype, 1) for dtype in ROW_DTYPES),
         *(bags_backward_sample_weights(torch.float32, combiner) for combiner in (0, 2)),
     ],
+    "group_bucketize": lambda: [
+        group_routes(group()),
+        group_routes(group(), distinct=False),
+        group_routes(group(), [torch.zeros(65536, dtype=torch.int16)]),
+    ],
+    "group_exchange_rows": lambda: [group_rows(group())],
     "group_find": lambda: [group_find(group(), False)],
     "group_find_or_insert_": lambda: [group_find(group(dtype), True) for dtype in ROW_DTYPES],
     "group_embedding_bag_": lambda: [
@@ -195,6 +219,10 @@ CASES = {
     "group_embedding_bag_backward": lambda: [
         *(group_bags(group(dtype), "backward") for dtype in ROW_DTYPES),
         group_bags(group(weighted=True), "backward"),
+    ],
+    "group_embedding_bag_backward_at_": lambda: [
+        *(group_bags(group(dtype), "backward at") for dtype in ROW_DTYPES),
+        group_bags(group(weighted=True), "backward at"),
     ],
     # None of its elements has been written.
     "group_embedding_bag_out": lambda: [(torch.ones(2, dtype=dtype), 0) for dtype in ROW_DTYPES],

@@ -146,13 +146,22 @@ def in_call(rank, way, *arguments):
     return trial(rank, way, InCall(*arguments))
 
 
-# Before and after each of the three exchanges of a step.
-COUNTED = [
-    *(("all_to_all", "nn.lookup.by_key.pack", number) for number in (1, 2, 3)),
-    *(("all_to_all", "nn.lookup.by_key.unpack", number) for number in (1, 2, 3)),
+# Around each of the collectives of a step, where the others wait already, or soon will.
+BETWEEN = [
+    *(("all_to_all", "distributed.Exchange.send", number) for number in (1, 2, 3)),
+    *(
+        ("all_to_all", f"nn.lookup.{name}", 1)
+        for name in (
+            "asked.Asked.all_keys",
+            "owned.Owned.answer",
+            "asked.Asked.pool",
+            "asked.Asked.write_gradients",
+            "owned.Owned.gradients",
+        )
+    ),
     *(
         ("reduce_scatter", f"nn.lookup.by_bag.{name}", 1)
-        for name in ("_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
+        for name in ("payload", "_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
     ),
 ]
 # What begins a collective of each backend.
@@ -160,25 +169,21 @@ COLLECTIVES = {
     "torch": "distributed.transport.dist.all_to_all_single",
     "shared_memory": "distributed.shared_memory._pybind.SharedMemoryCommunicator.begin",
 }
-# Between a header and the end of what it has announced, where the others wait already.
-ANNOUNCED = [
-    *(("all_to_all", "distributed.Exchange.begin_all_to_all", number) for number in (1, 2, 3)),
-    *(("all_to_all", "collective", number) for number in (1, 2, 5, 6)),
-    ("reduce_scatter", "nn.lookup.by_bag.payload", 1),
-]
 
 
-@pytest.mark.parametrize(("way", "name", "number"), COUNTED)
+@pytest.mark.parametrize(("way", "name", "number"), BETWEEN)
 def test_a_step_is_interrupted_on_one_rank(two_ranks_over, way, name, number):
     for rank, (interrupted, told) in enumerate(two_ranks_over(in_call, way, name, number)):
         assert interrupted == (rank == 1)
         assert TOLD[0] in told
 
 
-@pytest.mark.parametrize(("way", "name", "number"), ANNOUNCED)
-def test_what_a_header_announces_is_interrupted(two_ranks_over, way, name, number):
-    name = COLLECTIVES[two_ranks_over.backend] if name == "collective" else name
-    for rank, (interrupted, told) in enumerate(two_ranks_over(in_call, way, name, number)):
+# It may or may not have begun.
+@pytest.mark.parametrize("number", [1, 2, 3, 4])
+def test_a_collective_is_interrupted_on_one_rank(two_ranks_over, number):
+    name = COLLECTIVES[two_ranks_over.backend]
+    outcomes = two_ranks_over(in_call, "all_to_all", name, number)
+    for rank, (interrupted, told) in enumerate(outcomes):
         assert interrupted == (rank == 1)
         assert any(text in told for text in BROKEN)
         assert "timed out" not in told.lower()  # the others need not wait for it

@@ -15,8 +15,6 @@ import sparsekit
 from sparsekit.distributed import exchange_of, wrap_ddp
 from sparsekit.distributed.world import settings
 
-from .owners import rank_of
-
 
 @pytest.fixture
 def restore():
@@ -199,7 +197,9 @@ def ignored_by_ddp(rank):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="ddp")
+            self.embed = sparsekit.DistributedEmbedding(
+                "sum", 40, 3, 1, 1, name="ddp", placement="modulo"
+            )
             self.head = torch.nn.Linear(3, 1)
             self.norm = torch.nn.BatchNorm1d(1)
 
@@ -221,10 +221,8 @@ def ignored_by_ddp(rank):
 
 def test_ddp_leaves_the_tables_alone(two_ranks):
     keys = two_ranks(ignored_by_ddp)
-    for rank in range(2):
-        assert sorted(keys[rank]) == [
-            k for k in (*range(4), *range(10, 14)) if rank_of(k, 2) == rank
-        ]
+    assert sorted(keys[0]) == [0, 2, 10, 12]
+    assert sorted(keys[1]) == [1, 3, 11, 13]
 
 
 def state_of_another_rank(rank):
@@ -271,14 +269,16 @@ def in_a_group_of_its_own(rank):
     """Ranks 0 and 1 share one table, rank 2 has one by itself."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = groups[rank // 2]
-    layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 1, name="part", process_group=mine)
+    layer = sparsekit.DistributedEmbedding(
+        "sum", 40, 3, 1, 1, name="part", process_group=mine,
+        placement="modulo",
+    )  # fmt: skip
     layer(torch.arange(6).view(6, 1, 1)).sum().backward()
     return layer.world_size, len(layer.table)
 
 
 def test_a_group_of_some_ranks(fresh_ranks):
-    first = sum(rank_of(key, 2) == 0 for key in range(6))
-    assert fresh_ranks(3)(in_a_group_of_its_own) == [(2, first), (2, 6 - first), (1, 6)]
+    assert fresh_ranks(3)(in_a_group_of_its_own) == [(2, 3), (2, 3), (1, 6)]
 
 
 # Runs in a process of its own, which says how many threads it has as it ends.

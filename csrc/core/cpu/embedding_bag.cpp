@@ -47,7 +47,7 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
                       const ParallelFor& parallel_for) {
   FeatureBags<T> feature = only_feature<T>(bags, sample_weights, combiner, dim);
   feature.out = out;
-  const PooledTable<T> table{weight, num_rows, dim, nullptr, 0, nullptr, {}};
+  const PooledTable<T> table{weight, num_rows, dim, dim, nullptr, 0, nullptr, {}};
   int64_t units_before[2];
   return group_embedding_bag<T>(&table, &feature, 1, {bags.rows, nullptr}, units_before, nullptr,
                                 parallel_for);

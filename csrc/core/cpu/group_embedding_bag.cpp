@@ -22,7 +22,7 @@ namespace {
 template <class T, class Index>
 struct EntryRows {
   const T* weight;
-  int64_t num_rows, dim;
+  int64_t num_rows, stride;
   const Index* index;
   const int32_t* rows;  // only if Index is int32_t
   int64_t num_listed;
@@ -38,7 +38,7 @@ struct EntryRows {
   bool is_row(int64_t row) const {
     return static_cast<uint64_t>(row) < static_cast<uint64_t>(num_rows);
   }
-  const T* vector(int64_t row) const { return weight + row * dim; }
+  const T* vector(int64_t row) const { return weight + row * stride; }
 };
 
 // Writes the initial vector of a key that has no row.
@@ -64,7 +64,7 @@ template <class T, class Index>
 void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const Index* index,
                int64_t begin, int64_t end, T* scratch, FirstBad* bad) {
   const int64_t first_entry = bags.first_entry(), n = bags.num_entries();
-  const EntryRows<T, Index> rows{table.weight,        table.num_rows, table.dim,
+  const EntryRows<T, Index> rows{table.weight,        table.num_rows, table.stride,
                                  index + first_entry, table.rows,     table.num_listed};
   const int64_t dim = table.dim, stride = bags.stride;
   const Combiner combiner = bags.combiner;

@@ -1,7 +1,5 @@
 #include "cuda/group.cuh"
 
-#include <algorithm>
-
 #include "cuda/block_sum.cuh"
 
 namespace sparsekit::cuda {
@@ -62,26 +60,24 @@ SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t*
   if (!good) simt::atomic_min(bad_offset, i);
 }
 
-// The key of entry e, in a table where keys are row numbers.
+// The key of entry e, in a table that does not take any.
 SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* bad_key) {
-  const int f = group.feature_of(e);
-  const DeviceTable& table = group.tables[group.features[f].table];
-  if (table.buckets != nullptr) return;
-  const int64_t key = group.key(f, e);
-  if (key >= 0 && key < table.end_key()) return;
+  const int f = group.feature_of(e), t = group.features[f].table;
+  if (group.ends[t] < 0 || group.takes(t, group.key(f, e))) return;
   const DeviceSource& source = group.sources[group.features[f].source];
   simt::atomic_min(bad_key, source.first_key + group.first_keys[f] + (e - group.entry[f]));
 }
 
-// A thread for each bag, each offset and, where keys may be row numbers, each entry.
+// A thread for each bag, each offset and, where tables do not take any key, each entry.
 SPARSEKIT_KERNEL group_bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
-                                   bool check_keys, int32_t* bags, GroupErrors errors) {
+                                   int32_t* bags, GroupErrors errors) {
   int64_t i = simt::global_thread();
   if (i <= num_bags) return write_bag(group, i, num_bags, bags, errors.long_bag);
   i -= num_bags + 1;
   if (i < num_offsets) return check_offset(group, i, errors.bad_offset);
   i -= num_offsets;
-  if (check_keys && i < group.entries()) check_key(group, static_cast<int32_t>(i), errors.bad_key);
+  if (group.ends == nullptr || i >= group.entries()) return;
+  check_key(group, static_cast<int32_t>(i), errors.bad_key);
 }
 
 std::vector<DeviceSource> device_sources(const GroupCall& call) {
@@ -117,8 +113,46 @@ std::vector<DeviceFeature> device_features(const GroupCall& call) {
   return features;
 }
 
+const AskedTable& asked(const GroupCall& call, int64_t t) {
+  if (call.routed != nullptr) return call.routed[t];
+  return call.tables[t];
+}
+
+// Whether there is a table that does not take any key.
+bool limits_keys(const GroupCall& call) {
+  for (int64_t t = 0; t < call.num_tables; ++t) {
+    if (asked(call, t).end >= 0) return true;
+  }
+  return false;
+}
+
+std::vector<int32_t> first_features(const GroupCall& call) {
+  std::vector<int32_t> first;
+  first.reserve(static_cast<size_t>(call.num_tables + 1));
+  for (int64_t t = 0; t < call.num_tables; ++t) {
+    first.push_back(static_cast<int32_t>(asked(call, t).first_feature));
+  }
+  first.push_back(static_cast<int32_t>(call.num_features));
+  return first;
+}
+
+std::vector<int64_t> key_ends(const GroupCall& call) {
+  std::vector<int64_t> ends;
+  if (!limits_keys(call)) return ends;
+  ends.reserve(static_cast<size_t>(call.num_tables));
+  for (int64_t t = 0; t < call.num_tables; ++t) ends.push_back(asked(call, t).end);
+  return ends;
+}
+
+std::vector<Owners> device_owners(const GroupCall& call) {
+  std::vector<Owners> owners;
+  owners.reserve(static_cast<size_t>(call.num_tables));
+  for (int64_t t = 0; t < call.num_tables; ++t) owners.push_back(call.routed[t].owners);
+  return owners;
+}
+
 std::vector<DeviceTable> device_tables(const GroupCall& call) {
-  std::vector<DeviceTable> tables(static_cast<size_t>(call.num_tables + 1));
+  std::vector<DeviceTable> tables(static_cast<size_t>(call.num_tables));
   for (int64_t t = 0; t < call.num_tables; ++t) {
     const GroupTable& of = call.tables[t];
     DeviceTable& table = tables[static_cast<size_t>(t)];
@@ -128,7 +162,6 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
     table.size = of.size;
     table.capacity = static_cast<int32_t>(of.capacity);
     table.world_size = static_cast<int32_t>(of.world_size);
-    table.first_feature = static_cast<int32_t>(of.first_feature);
     if (call.new_rows == nullptr) continue;
     const NewRows& rows = call.new_rows[t];
     table.weight = rows.weight;
@@ -138,25 +171,45 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
     table.a = rows.initializer.a;
     table.b = rows.initializer.b;
   }
-  tables.back().first_feature = static_cast<int32_t>(call.num_features);
   return tables;
 }
+
+// Where arrays of descriptors lie, one behind the other.
+struct DescriptorSizes {
+  int64_t bytes = 0;
+
+  template <class D>
+  int64_t add(int64_t n) {
+    const int64_t begin = bytes;
+    bytes += Descriptors::bytes<D>(n);
+    return begin;
+  }
+};
 
 }  // namespace
 
 DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& arena) {
   const auto narrow = [](int64_t n) { return static_cast<int32_t>(n); };
-  const int64_t of_sources = Descriptors::bytes<DeviceSource>(call.num_sources + 1);
-  const int64_t of_features = Descriptors::bytes<DeviceFeature>(call.num_features + 1);
-  const int64_t of_tables = Descriptors::bytes<DeviceTable>(call.num_tables + 1);
-  char* descriptors = arena.take<char>(of_sources + of_features + of_tables);
+  const bool routes = call.routed != nullptr;
+  DescriptorSizes sizes;
+  const int64_t sources = sizes.add<DeviceSource>(call.num_sources + 1);
+  const int64_t features = sizes.add<DeviceFeature>(call.num_features + 1);
+  const int64_t first = sizes.add<int32_t>(call.num_tables + 1);
+  const int64_t ends = sizes.add<int64_t>(limits_keys(call) ? call.num_tables : 0);
+  const int64_t of_tables =
+      routes ? sizes.add<Owners>(call.num_tables) : sizes.add<DeviceTable>(call.num_tables);
+  const char* descriptors = arena.take<char>(sizes.bytes);
   DeviceGroup group{};
   if (descriptors != nullptr) {
-    group.sources = reinterpret_cast<const DeviceSource*>(descriptors);
-    descriptors += of_sources;
-    group.features = reinterpret_cast<const DeviceFeature*>(descriptors);
-    descriptors += of_features;
-    group.tables = reinterpret_cast<const DeviceTable*>(descriptors);
+    group.sources = reinterpret_cast<const DeviceSource*>(descriptors + sources);
+    group.features = reinterpret_cast<const DeviceFeature*>(descriptors + features);
+    group.first_features = reinterpret_cast<const int32_t*>(descriptors + first);
+    if (limits_keys(call)) group.ends = reinterpret_cast<const int64_t*>(descriptors + ends);
+    if (routes) {
+      group.owners = reinterpret_cast<const Owners*>(descriptors + of_tables);
+    } else {
+      group.tables = reinterpret_cast<const DeviceTable*>(descriptors + of_tables);
+    }
   }
   group.num_sources = narrow(call.num_sources);
   group.num_features = narrow(call.num_features);
@@ -175,17 +228,21 @@ void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors
   const std::vector<DeviceSource> sources = device_sources(call);
   descriptors.add(sources);
   descriptors.add(device_features(call));
-  descriptors.add(device_tables(call));
+  descriptors.add(first_features(call));
+  descriptors.add(key_ends(call));
+  if (call.routed != nullptr) {
+    descriptors.add(device_owners(call));
+  } else {
+    descriptors.add(device_tables(call));
+  }
   descriptors.send(stream);
 
   simt::launch("group: entries", group_entries_kernel, one_block(), stream, group);
   const int64_t num_offsets = sources.back().first_offset;
-  const bool check_keys =
-      std::any_of(call.tables, call.tables + call.num_tables,
-                  [](const GroupTable& table) { return table.buckets == nullptr; });
-  const int64_t threads = call.num_bags + 1 + num_offsets + (check_keys ? call.entries : 0);
+  const int64_t checked = group.ends == nullptr ? 0 : call.entries;
+  const int64_t threads = call.num_bags + 1 + num_offsets + checked;
   simt::launch("group: bags", group_bags_kernel, simt::grid_for(threads, kGroupThreads), stream,
-               group, call.num_bags, num_offsets, check_keys, bags.bags, errors);
+               group, call.num_bags, num_offsets, bags.bags, errors);
 }
 
 }  // namespace sparsekit::cuda

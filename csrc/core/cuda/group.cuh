@@ -6,6 +6,7 @@
 
 #include "cuda/descriptors.cuh"
 #include "cuda/workspace.h"
+#include "sparsekit/group_bucketize.h"
 #include "sparsekit/group_find.h"
 
 namespace sparsekit::cuda {
@@ -37,10 +38,6 @@ struct DeviceTable {
   Distribution distribution;
   float a, b;
   int32_t dim;
-  int32_t first_feature;
-
-  // What keys are below without buckets.
-  SPARSEKIT_DEVICE int64_t end_key() const { return int64_t{capacity} * world_size; }
 };
 
 // Element i of an array of int64 or int32.
@@ -53,11 +50,14 @@ SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
   return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
 }
 
-// Each array has one element more, which ends the last one.
+// Arrays that say where something begins have one element more, which ends the last one.
 struct DeviceGroup {
   const DeviceSource* sources;
   const DeviceFeature* features;
-  const DeviceTable* tables;
+  const int32_t* first_features;  // [num_tables + 1]
+  const int64_t* ends;            // [num_tables] as in AskedTable; null if any key is fine
+  const DeviceTable* tables;      // [num_tables], or
+  const Owners* owners;           // [num_tables]
   int32_t num_sources, num_features, num_tables;
   int32_t most;         // entries that results have room for
   int32_t* entry;       // [num_features + 1] the first of each feature
@@ -84,7 +84,11 @@ struct DeviceGroup {
     const DeviceSource& of = sources[features[f].source];
     return number_at(of.keys, of.wide_keys, first_keys[f] + (e - entry[f]));
   }
-  SPARSEKIT_DEVICE int32_t first_entry(int t) const { return entry[tables[t].first_feature]; }
+  SPARSEKIT_DEVICE int32_t first_entry(int t) const { return entry[first_features[t]]; }
+  SPARSEKIT_DEVICE bool takes(int t, int64_t key) const {
+    if (ends == nullptr || ends[t] < 0) return true;
+    return key >= 0 && key < ends[t];
+  }
 };
 
 // An offset, kept within [least, n]: they may be anything.

@@ -31,7 +31,7 @@ struct PoolFeature {
 template <class T>
 struct PoolTable {
   const T* weight;
-  int64_t num_rows;
+  int64_t num_rows, stride;
   const int64_t* seed;  // may be null
   int32_t dim;
   int32_t first_bag;
@@ -140,7 +140,7 @@ struct FeaturePooling {
   template <int kWidth>
   SPARSEKIT_DEVICE void read(int64_t i, int64_t row, int64_t element,
                              RowPiece<T, kWidth>& piece) const {
-    if (!kInitial || row >= 0) return piece.read(weight + row * dim + element);
+    if (!kInitial || row >= 0) return piece.read(weight + row * table.stride + element);
     const int64_t at = i + key_of_entry;
     const int64_t key = feature.wide_keys
                             ? static_cast<const int64_t*>(simt::global(feature.keys))[at]
@@ -226,7 +226,8 @@ template <class T>
 RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& feature) {
   const PooledTable<T>& table = tables[feature.table];
   // Wide, where every vector begins at a multiple of 16 bytes.
-  const bool apart = feature.num_bags <= 1 || feature.stride % kWide<T> == 0;
+  const bool apart =
+      (feature.num_bags <= 1 || feature.stride % kWide<T> == 0) && table.stride % kWide<T> == 0;
   return row_shape<T>(table.dim, table.weight,
                       apart ? feature.out : reinterpret_cast<const T*>(sizeof(T)));
 }
@@ -307,6 +308,7 @@ std::vector<PoolTable<T>> pool_tables(const PooledTable<T>* tables, int64_t num_
     PoolTable<T>& table = pooled[static_cast<size_t>(t)];
     table.weight = of.weight;
     table.num_rows = of.num_rows;
+    table.stride = of.stride;
     table.seed = of.seed;
     table.dim = static_cast<int32_t>(of.dim);
     table.distribution = static_cast<int32_t>(of.initializer.distribution);

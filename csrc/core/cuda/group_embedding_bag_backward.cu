@@ -119,7 +119,8 @@ struct RunsWorkspace {
 // To bring rows in their order.
 struct OrderWorkspace {
   uint32_t *keys, *sorted_keys;
-  int32_t *numbers, *sorted_numbers, *places;
+  int32_t *numbers, *sorted_numbers;
+  int64_t* at;
   char* sort;
 
   OrderWorkspace(Arena& arena, int64_t n)
@@ -127,7 +128,7 @@ struct OrderWorkspace {
         sorted_keys(arena.take<uint32_t>(n)),
         numbers(arena.take<int32_t>(n)),
         sorted_numbers(arena.take<int32_t>(n)),
-        places(arena.take<int32_t>(n)),
+        at(arena.take<int64_t>(n)),
         sort(arena.take<char>(sort_workspace_bytes(n))) {}
 };
 
@@ -179,7 +180,8 @@ std::vector<SumTable> sum_tables(const SumCall<T>& call) {
   return tables;
 }
 
-// The order of the rows of each table, of which there are n: places, and the rows in that order.
+// The order of the rows of each table, of which there are n: where their sums go, and the rows in
+// that order.
 template <class T>
 void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                 const OrderWorkspace& work, void* stream) {
@@ -309,10 +311,67 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
   const int64_t num_rows = rows_of(sums);
   if (sorts_rows(sums)) {
     const OrderWorkspace order(arena, num_rows);
-    group.places = order.places;
+    group.at = order.at;
     order_rows(group, num_rows, sums.tables[0].sorted_rows, order, stream);
   }
   finish_sums<true>(group, call, num_rows, work, stream);
+}
+
+namespace {
+
+// The tables with what says whether all accesses to their sums may be wide.
+template <class T>
+std::vector<SummedTable<T>> tables_at(const GroupSums<T>& sums, const SumRoom<T>& room) {
+  std::vector<SummedTable<T>> tables(sums.tables, sums.tables + sums.num_tables);
+  for (size_t t = 0; t < tables.size(); ++t) {
+    const bool apart = room.units[t] % kWide<T> == 0;
+    tables[t].grad = apart ? room.out : reinterpret_cast<T*>(sizeof(T));
+  }
+  return tables;
+}
+
+template <class T>
+std::vector<SumTarget> sum_targets(const GroupSums<T>& sums, const SumRoom<T>& room) {
+  std::vector<SumTarget> targets;
+  targets.reserve(static_cast<size_t>(sums.num_tables));
+  for (int64_t t = 0; t < sums.num_tables; ++t) {
+    targets.push_back({room.units[t], room.num_rows(t, sums.tables[t].dim)});
+  }
+  return targets;
+}
+
+}  // namespace
+
+template <class T>
+int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums) {
+  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
+  Arena arena;
+  arena.take<char>(Descriptors::bytes<SumTarget>(sums.num_tables) + descriptor_bytes(call));
+  SumWorkspace<T>(arena, call);
+  arena.take<int64_t>(sums.entries);
+  return arena.bytes();
+}
+
+template <class T>
+void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
+                                     int64_t* bad_index, int64_t* bad_row, void* workspace,
+                                     void* stream) {
+  if (sums.num_tables == 0) return;
+  const std::vector<SummedTable<T>> tables = tables_at(sums, room);
+  const SumCall<T> call(tables.data(), sums.num_tables, sums.entries);
+  Arena arena(workspace);
+  Descriptors descriptors(
+      arena.take<char>(Descriptors::bytes<SumTarget>(sums.num_tables) + descriptor_bytes(call)));
+  const SumWorkspace<T> work(arena, call);
+  const SumTarget* targets = descriptors.add(sum_targets(sums, room));
+  SumGroup<T> group = sum_group(sums, call, work, descriptors, bad_index, stream);
+  group.out = room.out;
+  group.at = arena.take<int64_t>(sums.entries);
+  group.bounded = true;
+  begin_sums(group, work, stream);
+  simt::launch("group: rows to write", rows_to_write_kernel<T>,
+               simt::grid_for(sums.entries, kGroupThreads), stream, group, targets, bad_row);
+  finish_sums<true>(group, call, sums.entries, work, stream);
 }
 
 template <class T>
@@ -339,16 +398,20 @@ RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int
   SumGroup<T> group = sum_group(sums, call, work, descriptors, bad_index, stream);
   group.out = runs.sums;
   group.begins = runs.begins;
+  group.bounded = true;
   begin_sums(group, work, stream);
   finish_sums<false>(group, call, sums.entries, work, stream);
   return {group, work.levels.level[0].values};
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                           \
-  template int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>&);      \
-  template void group_embedding_bag_backward(const GroupSums<T>&, int64_t*, void*, void*); \
-  template int64_t sum_descriptor_bytes(const GroupSums<T>&);                              \
-  template int64_t row_runs_workspace_bytes(const GroupSums<T>&);                          \
+#define SPARSEKIT_INSTANTIATE(T)                                                                  \
+  template int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>&);             \
+  template void group_embedding_bag_backward(const GroupSums<T>&, int64_t*, void*, void*);        \
+  template int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>&);          \
+  template void group_embedding_bag_backward_at(const GroupSums<T>&, const SumRoom<T>&, int64_t*, \
+                                                int64_t*, void*, void*);                          \
+  template int64_t sum_descriptor_bytes(const GroupSums<T>&);                                     \
+  template int64_t row_runs_workspace_bytes(const GroupSums<T>&);                                 \
   template RowRuns<T> find_row_runs(const GroupSums<T>&, Descriptors&, int64_t*, void*, void*);
 SPARSEKIT_INSTANTIATE(float)
 SPARSEKIT_INSTANTIATE(double)

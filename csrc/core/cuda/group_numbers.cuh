@@ -11,8 +11,7 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
   return at < 0 ? 0 : at > end ? end : at;
 }
 
-// One block: where tables have their entries, rows and chunks. Of rows that are updated, a table
-// has no more than entries, whatever counts say.
+// One block: where tables have their entries, rows and chunks.
 template <class T>
 SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   const auto first_bag = [&](int t) {
@@ -36,7 +35,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   const auto num_rows = [&](int t) {
     const int64_t count = group.counts[t] < 0 ? 0 : group.counts[t];
     const int64_t most = num_entries(t);
-    return group.begins != nullptr && count > most ? most : count;
+    return group.bounded && count > most ? most : count;
   };
   sum_up(group.num_tables, num_rows, [&](int t, int64_t before) { group.row[t] = before; });
   const auto elements = [&](int t) {
@@ -168,7 +167,29 @@ SPARSEKIT_KERNEL place_rows_kernel(SumGroup<T> group, int64_t n, const int32_t* 
   if (i >= n) return;
   const int64_t number = numbers[i];
   sorted_rows[i] = static_cast<uint32_t>(row_of_number(group, number));
-  group.places[number] = static_cast<int32_t>(i - group.row[table_of_number(group, number)]);
+  const int t = table_of_number(group, number);
+  group.at[number] = group.element[t] + (i - group.row[t]) * group.tables[t].dim;
+}
+
+// ---- or where callers have room for them ----
+
+// A table's rows of `unit` elements: how many of them may begin a sum.
+struct SumTarget {
+  int64_t unit, num_rows;
+};
+
+template <class T>
+SPARSEKIT_KERNEL rows_to_write_kernel(SumGroup<T> group, const SumTarget* targets,
+                                      int64_t* bad_row) {
+  const int64_t i = simt::global_thread();
+  if (i >= group.entries) return;
+  const int t = group.table_of(i);
+  const int64_t number = i - group.entry[t];
+  if (number < 0 || number >= group.row[t + 1] - group.row[t]) return;
+  const int64_t row = group.rows[i];
+  const bool good = row >= 0 && row < targets[t].num_rows;
+  if (!good) simt::atomic_min(bad_row, i);
+  group.at[group.row[t] + number] = good ? row * targets[t].unit : -1;
 }
 
 }  // namespace sparsekit::cuda

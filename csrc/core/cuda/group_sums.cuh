@@ -52,8 +52,9 @@ struct SumGroup {
   int32_t* entry;
   int64_t* row;
   int64_t* element;
-  // The gradient's rows in the order of this [all rows]; null: as they are numbered.
-  int32_t* places;
+  // [all rows] the element of `out` at which each sum begins, or -1 where there is no room for it;
+  // null: they lie as rows are numbered.
+  int64_t* at;
   // By bag or, where there are sample weights, by entry; null where nothing is scaled.
   ScaledRow<A>* scaled;
   A* divisors;  // [num_bags], of weighted bags that are divided
@@ -66,6 +67,7 @@ struct SumGroup {
   int32_t* begins;
   const int32_t* chunks;  // [num_tables + 1] before a table's
   int64_t* bad_index;
+  bool bounded;  // a table has no more rows than entries, whatever counts say
 
   SPARSEKIT_DEVICE int table_of(int64_t e) const {
     return last_up_to(e, num_tables, [this](int t) { return entry[t]; });
@@ -225,16 +227,20 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   const uint32_t end = n - begin > kChunk ? begin + kChunk : n;
   const int64_t slot = 2 * (int64_t{from.chunks[t]} + chunk);
   const uint32_t first_key = group.first_key(t), no_row = group.no_row(t);
-  T* out = (kAllRows ? group.out + group.element[t] : group.sums_over_chunks(t)) + element;
+  T* out = (kAllRows ? group.out : group.sums_over_chunks(t)) + element;
   const auto place = [&](uint32_t key) -> int64_t {
     if constexpr (!kAllRows) return group.begins[key] / static_cast<int>(kChunk) * group.stride;
     const int64_t number = key - first_key;
-    return (group.places == nullptr ? number : group.places[group.row[t] + number]) * rows.dim;
+    if (group.at != nullptr) return group.at[group.row[t] + number];
+    return group.element[t] + number * rows.dim;
   };
   // Rows that no entry has are zeros.
   const auto clear = [&](uint32_t key, uint32_t last) {
     const A zeros[kWidth] = {};
-    for (; key < last && element < rows.dim; ++key) write_row(out + place(key), zeros);
+    for (; key < last && element < rows.dim; ++key) {
+      const int64_t to = place(key);
+      if (to >= 0) write_row(out + to, zeros);
+    }
   };
   if (kFirst && n == 0) return clear(first_key, no_row);
 
@@ -265,11 +271,13 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
                        const int64_t own = slot + (run == Run::kTail ? 1 : 0);
                        return write_row(to.rows + own * group.stride + element, sum);
                      }
+                     const int64_t own = place(key);
+                     if (own < 0) return;
                      RowPiece<T, kWidth> piece;
                      for (int j = 0; j < kWidth; ++j) {
                        piece.at(j) = divided_sum<T>(sum[j], group.divide_by);
                      }
-                     piece.write(out + place(key));
+                     piece.write(out + own);
                    });
   if (kFirst && kAllRows && (end == n || from.keys[first + end - 1] >= no_row)) {
     clear(next, no_row);

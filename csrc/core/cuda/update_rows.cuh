@@ -42,15 +42,21 @@ SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
 }
 
 // Mean of squares of a gradient, the same on all lanes of its tile; of 0 where there is none. All
-// lanes of the warp call it.
+// lanes of the warp call it. Its bits do not depend on kWidth, which only the place of a gradient
+// decides: lanes have the elements that they would have if all accesses were wide.
 template <class T, int kWidth, class Gradient>
 SPARSEKIT_DEVICE Acc<T> mean_square(bool there, const Gradient& gradient, int dim, int log2_lanes) {
+  constexpr int kPiece = kWide<Acc<T>>;
+  int log2_used = 0;
+  while (log2_used < log2_lanes && (kPiece << log2_used) < dim) ++log2_used;
   Acc<T> sum = 0;
-  if (there) {
-    const int lane_in_tile = simt::lane() & ((1 << log2_lanes) - 1);
-    for (int at = lane_in_tile * kWidth; at < dim; at += kWidth << log2_lanes) {
-      const simt::Vec<T, kWidth> g = gradient(at);
-      for (int j = 0; j < kWidth; ++j) sum += load(g.at[j]) * load(g.at[j]);
+  const int lane_in_tile = simt::lane() & ((1 << log2_lanes) - 1);
+  if (there && lane_in_tile < 1 << log2_used) {
+    for (int piece = lane_in_tile * kPiece; piece < dim; piece += kPiece << log2_used) {
+      for (int at = piece; at < piece + kPiece && at < dim; at += kWidth) {
+        const simt::Vec<T, kWidth> g = gradient(at);
+        for (int j = 0; j < kWidth; ++j) sum += load(g.at[j]) * load(g.at[j]);
+      }
     }
   }
   for (int apart = 1 << log2_lanes >> 1; apart > 0; apart >>= 1) {

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import ops
-from ...distributed.exchange import Exchange, Parcel, pack, padded, unpack
+from ...distributed.exchange import HEAD_BYTES, Come, Exchange, padded
+from ...distributed.packing import pack, packed_sizes, unpack
 from ...ops._checks import accumulate_dtype
 from ..inputs import Bags, offsets_of
 from ..request import NO_LIMIT, Request, one_by_one
@@ -40,12 +41,12 @@ def payload_bytes(requests: Sequence[Request]) -> int:
         sizes += [8 * (len(request.offsets) - 1), 8 * len(request.keys)]
         if request.weights is not None:
             sizes.append(_sum_dtype(request.table).itemsize * len(request.keys))
-    return sum(map(padded, sizes))
+    return HEAD_BYTES + sum(map(padded, sizes))
 
 
 def bytes_to_move(requests: Sequence[Request]) -> int:
-    """What goes to other ranks and comes from them, the header and the backward left out."""
-    per_rank = payload_bytes(requests)
+    """What goes to other ranks and comes from them, heads and the backward left out."""
+    per_rank = payload_bytes(requests) - HEAD_BYTES
     for request in requests:
         row = request.table.embedding_vec_size * _sum_dtype(request.table).itemsize
         per_rank += (len(request.offsets) - 1) * row
@@ -82,47 +83,55 @@ class ByBag:
     def begin(self, sizes: Sequence[int]) -> None:
         """Send this rank's bags to all ranks; sizes are the bytes from each."""
         ranks = self.exchange.world_size
-        with self.exchange.awaited():
-            whole = payload(self.requests)
-            send = torch.cat([whole] * ranks)
         self._sizes = sizes
-        self._received = self.exchange.begin_all_to_all(send, [len(whole)] * ranks, sizes)
+        self._received = self.exchange.send(
+            f"bags: {self.plan}",
+            lambda: payload(self.requests).repeat(ranks),
+            [sizes[self.exchange.rank]] * ranks,
+            sizes,
+        )
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """See `Route`."""
-        received = self._received()
-        owned: list[_Owned] = []
+        exchange, ranks = self.exchange, self.exchange.world_size
+        tables = [request.table for request in self.requests]
+        owned = [
+            _Owned(table, bags)
+            for table, bags in zip(
+                tables, _bags_of_ranks(tables, self._received(), self._sizes), strict=True
+            )
+        ]
         grouped = Grouped(self.tables)
 
-        def add_up() -> Parcel:
+        def add_up() -> torch.Tensor:
             if error is not None:
                 raise error
-            tables = [request.table for request in self.requests]
-            owned[:] = map(_Owned, tables, _bags_of_ranks(tables, received, self._sizes))
             outputs = grouped.look_up([one.request for one in owned])
             sums = [one.sums(output) for one, output in zip(owned, outputs, strict=True)]
-            return Parcel(*pack(sums, [one.bags.counts for one in owned]))
+            return pack(sums, [one.bags.counts for one in owned])[0]
 
-        parts = self.exchange.run(f"sums: {self.plan}", add_up)
-        own = [len(request.offsets) - 1 for request in self.requests]
+        # A vector for each bag: of all ranks, and of this one.
+        like = [
+            self.requests[0].keys.new_empty(0, table.embedding_vec_size, dtype=_sum_dtype(table))
+            for table in tables
+        ]
+        theirs = [one.bags.counts for one in owned]
+        own = [[len(request.offsets) - 1] * ranks for request in self.requests]
+        sizes = packed_sizes(like, theirs), packed_sizes(like, own)
+        for each in sizes:
+            exchange.expect(each)
+        parts = unpack(exchange.send(f"sums: {self.plan}", add_up, *sizes)(), like, own)
+        totals = [
+            part.view(ranks, count[0], part.shape[1]).sum(0)
+            for part, count in zip(parts, own, strict=True)
+        ]
         plan = f"gradients: {self.plan}"
-        way_back = _WayBack(self.exchange, plan, own, owned, grouped, grouped.saved())
-        sums = _Sums.apply(way_back, self._sums(parts, own), *grouped.takers())
+        way_back = _WayBack(exchange, plan, own, owned, sizes, grouped, grouped.saved())
+        sums = _Sums.apply(way_back, totals, *grouped.takers())
         return [
             request.shaped(_divided(total, request).to(request.table.weight.dtype))
             for request, total in zip(self.requests, sums, strict=True)
         ]
-
-    def _sums(self, received: torch.Tensor, own: list[int]) -> list[torch.Tensor]:
-        """Sums of this rank's bags ``[bags, dim]`` over the keys of all ranks, of each table."""
-        ranks = self.exchange.world_size
-        like = [
-            received.new_empty(0, request.table.embedding_vec_size, dtype=_sum_dtype(request.table))
-            for request in self.requests
-        ]
-        parts = unpack(received, like, [[count] * ranks for count in own])
-        each = zip(parts, own, strict=True)
-        return [part.view(ranks, count, part.shape[1]).sum(0) for part, count in each]
 
 
 @dataclass
@@ -135,11 +144,9 @@ class _Bags:
     weights: torch.Tensor | None  # [m]
 
 
-def _bags_of_ranks(
-    tables: Sequence[ShardedTable], received: torch.Tensor, sizes: Sequence[int]
-) -> list[_Bags]:
+def _bags_of_ranks(tables: Sequence[ShardedTable], come: Come, sizes: Sequence[int]) -> list[_Bags]:
     """For each table, out of the payloads of all ranks."""
-    of_ranks = [_unpacked(tables, part) for part in received.split(list(sizes))]
+    of_ranks = [_unpacked(tables, come.part(r, size)) for r, size in enumerate(sizes)]
     return [_owned(table, of_table) for table, *of_table in zip(tables, *of_ranks, strict=True)]
 
 
@@ -158,7 +165,8 @@ def _unpacked(tables: Sequence[ShardedTable], part: torch.Tensor) -> list[_Part]
         if weighted:
             like.append(words.new_empty(0, dtype=_sum_dtype(table)))
             counts.append([num_keys])
-    arrays = iter(unpack(part, like, counts)[1:])
+    # The head of the part has been cut off.
+    arrays = iter(unpack(Come(part, [-HEAD_BYTES]), like, counts)[1:])
     return [
         (next(arrays), next(arrays), next(arrays) if weighted else None)
         for _, _, weighted in head.tolist()
@@ -177,7 +185,6 @@ def _owned(table: ShardedTable, parts: Sequence[_Part]) -> _Bags:
         ]
         weights = torch.cat(filled)[mine]
     counts = [len(part[0]) for part in parts]
-    # How many of its own keys come before each bag.
     offsets = torch.searchsorted(mine, offsets_of(lengths))
     return _Bags(counts, keys[mine], offsets, weights)
 
@@ -240,8 +247,9 @@ class _WayBack:
 
     exchange: Exchange
     plan: str
-    own: list[int]  # bags of this rank, for each table
+    own: list[list[int]]  # bags of this rank, for each table, as often as there are ranks
     owned: list[_Owned]
+    sizes: tuple[list[int], list[int]]  # of sums, for the ranks and from them
     grouped: Grouped
     saved: list[torch.Tensor | None]
 
@@ -261,17 +269,14 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
         exchange, owned = way_back.exchange, way_back.owned
-        ranks = exchange.world_size
+        theirs, own = way_back.sizes
 
-        def gradients() -> Parcel:
-            counts = [[count] for count in way_back.own]
-            one = pack([grad.contiguous() for grad in grads], counts)[0]
-            return Parcel(torch.cat([one] * ranks), [len(one)] * ranks)
+        def gradients() -> torch.Tensor:
+            one = pack([g.contiguous() for g in grads], [count[:1] for count in way_back.own])[0]
+            return one.repeat(exchange.world_size)
 
-        with exchange.lock:
-            sent, agreed = exchange.agree_to_send(way_back.plan, gradients)
-            with exchange.alone():
-                received = exchange.all_to_all(sent.data, sent.splits, agreed.sizes)
-                parts = unpack(received, grads, [one.bags.counts for one in owned])
-                vectors = [one.gradient(part) for one, part in zip(owned, parts, strict=True)]
-                return None, None, *way_back.grouped.gradients(vectors, way_back.saved)
+        with exchange.lock, exchange.alone():
+            come = exchange.send(way_back.plan, gradients, own, theirs)()
+            parts = unpack(come, grads, [one.bags.counts for one in owned])
+            vectors = [one.gradient(part) for one, part in zip(owned, parts, strict=True)]
+            return None, None, *way_back.grouped.gradients(vectors, way_back.saved)

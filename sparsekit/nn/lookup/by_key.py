@@ -1,7 +1,7 @@
 """The route by key: each rank gets the vectors of its distinct keys and pools them itself.
 
-`ShardedTable.by_owner` says where a key lives. A rank sends each owner its distinct keys; the
-owner answers with their vectors, in the order in which they came. The backward sends the gradients
+A rank sends each owner its distinct keys; the owner answers with their vectors, in the order in
+which they came, and the rank pools them from where they have come. The backward sends the gradients
 of those vectors the same way back, and the owner adds up what the ranks have sent for one row.
 """
 
@@ -13,135 +13,154 @@ from typing import Any
 
 import torch
 
-from ... import ops
-from ...distributed.exchange import Exchange, Parcel, pack, unpack
-from ..request import Request, one_by_one
-from .grouped import Grouped
+from ...distributed.exchange import HEAD_BYTES, Agreed, Come, Exchange
+from ..request import Request
+from .asked import Asked
+from .layout import ALIGNMENT, Layout
+from .owned import Owned
 from .tables import Tables
+from .weighted import without_weights
 
 
 class ByKey:
     """One call of several tables on this rank, which asks the owners of its keys."""
 
-    def __init__(
-        self, exchange: Exchange, plan: str, tables: Tables, requests: Sequence[Request]
-    ) -> None:
+    def __init__(self, exchange: Exchange, tables: Tables, requests: Sequence[Request]) -> None:
         self.exchange = exchange
         self.tables = tables
-        self.plan = plan
-        self.requests = requests
-        self._asked = [_ask(request) for request in requests]
-        # [world_size, tables] keys that this rank asks each rank for
-        self._counts = torch.stack([asked.counts for asked in self._asked], 1)
-        self._per_table: list[list[int]] = self._counts.T.tolist()
+        self.plan = ""
+        asked, self._finished = without_weights(requests)
+        self._asked = []
+        for alike in tables.alike:
+            own = asked
+            if len(tables.alike) > 1:
+                own = [asked[i] for i in alike.positions]
+            self._asked.append(Asked(alike, own, exchange.world_size))
 
-    def pack(self) -> tuple[torch.Tensor, list[int]]:
-        """The keys for each owner. How many there are for each table goes in front of them."""
-        each = [1] * self.exchange.world_size
-        parts = [self._counts, *(asked.keys for asked in self._asked)]
-        return pack(parts, [each, *self._per_table])
+    @property
+    def counts(self) -> torch.Tensor:
+        """int64 ``[world_size, tables]``, keys that this rank asks each rank for."""
+        return torch.cat([asked.counts for asked in self._asked], 1)
 
     def bytes_to_move(self) -> int:
-        """What goes to other ranks and comes from them, the header and the backward left out."""
+        """What goes to other ranks and comes from them, heads and the backward left out."""
         others, world_size = self.exchange.world_size - 1, self.exchange.world_size
-        total = 0
-        for request, asked in zip(self.requests, self._asked, strict=True):
-            table = request.table
-            row = table.embedding_vec_size * table.weight.element_size()
-            total += len(asked.keys) * (8 + row) * others // world_size
-        return total
+        keys = self.counts.sum(0).tolist()
+        rows = [row for alike in self.tables.alike for row in alike.row_bytes]
+        return sum(
+            count * (8 + row) * others // world_size for count, row in zip(keys, rows, strict=True)
+        )
 
-    def begin(self, keys: Parcel, sizes: Sequence[int]) -> None:
-        """Send the keys that `pack` has packed; sizes are the bytes from each rank."""
-        self._sizes = sizes
-        self._received = self.exchange.begin_all_to_all(keys.data, keys.splits, sizes)
+    def bytes_of_bags(self) -> int:
+        """What would move by bag, but for the keys."""
+        others = self.exchange.world_size - 1
+        return sum(asked.bytes_of_bags() * others for asked in self._asked)
+
+    def begin(self, plan: str, agreed: Agreed) -> None:
+        """Send the keys, as many as all ranks have agreed on."""
+        self.plan = plan
+        rows = [row for alike in self.tables.alike for row in alike.row_bytes]
+        words = [8] * len(rows)
+        # Keys of this rank and of the others; vectors, or gradients, for this rank and for them.
+        own_keys, self._keys = Layout(agreed.own, words), Layout(agreed.counts, words)
+        self._own = Layout(agreed.own, rows, ALIGNMENT)
+        self._theirs = Layout(agreed.counts, rows, ALIGNMENT)
+        for layout in (self._keys, self._own, self._theirs):
+            self.exchange.expect(layout.sizes)
+        self._received = self.exchange.send(
+            f"keys: {plan}",
+            lambda: self._packed(own_keys),
+            own_keys.sizes,
+            self._keys.sizes,
+        )
+
+    def _packed(self, layout: Layout) -> torch.Tensor:
+        """The keys of all tables, with room for heads."""
+        if len(self._asked) == 1:
+            return self._asked[0].all_keys(sum(layout.sizes))
+        of_ranks = []
+        for asked, columns in zip(self._asked, self.tables.columns, strict=True):
+            of_ranks.append(asked.keys_for_ranks(layout.counts[:, columns].sum(1)))
+        parts = []
+        for first, *others in zip(*of_ranks, strict=True):
+            parts += [first, *(part[HEAD_BYTES:] for part in others)]
+        return torch.cat(parts)
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """See `Route`."""
-        tables = [request.table for request in self.requests]
-        keys, counts = self._keys_of_ranks()
-        grouped = Grouped(self.tables)
+        exchange = self.exchange
+        owned = Owned(self.tables, self._received(), self._keys, self._theirs)
 
-        def answer() -> Parcel:
+        def answer() -> torch.Tensor:
             if error is not None:
                 raise error
-            owned = [one_by_one(table, each) for table, each in zip(tables, keys, strict=True)]
-            return Parcel(*pack(grouped.look_up(owned), counts))
+            return owned.answer()
 
-        answers = self.exchange.run(f"vectors: {self.plan}", answer)
-        plan = f"gradients: {self.plan}"
-        way_back = _WayBack(self.exchange, plan, self._per_table, counts, grouped, grouped.saved())
-        came = unpack(answers, [table.weight for table in tables], self._per_table)
-        vectors = _Vectors.apply(way_back, came, *grouped.takers())
-        each = zip(self.requests, vectors, self._asked, strict=True)
-        return [request.output(found, asked.positions) for request, found, asked in each]
-
-    def _keys_of_ranks(self) -> tuple[list[torch.Tensor], list[list[int]]]:
-        """The keys that have come, of each table, and how many from each rank."""
-        received, sizes = self._received(), self._sizes
-        begins = [sum(sizes[:rank]) for rank in range(len(sizes))]
-        heads = [received[begin : begin + 8 * len(self._asked)] for begin in begins]
-        of_ranks = torch.cat(heads).view(torch.int64).view(len(sizes), len(self._asked))
-        counts = of_ranks.T.tolist()
-        like = [of_ranks[:1], *(asked.keys for asked in self._asked)]
-        _, *keys = unpack(received, like, [[1] * len(sizes), *counts])
-        return keys, counts
-
-
-@dataclass
-class _Asked:
-    """What this rank asks of one table."""
-
-    keys: torch.Tensor  # int64 [u], the distinct keys by owner
-    counts: torch.Tensor  # int64 [world_size]
-    positions: torch.Tensor  # int64 [n], where each entry's vector will be
-
-
-def _ask(request: Request) -> _Asked:
-    keys = request.keys
-    if request.table.dedupe:
-        unique, inverse, _ = ops.unique(keys)
-    else:
-        unique, inverse = keys, torch.arange(len(keys), device=keys.device)
-    by_owner, counts, permutation = request.table.by_owner(unique.to(torch.int64))
-    place = torch.empty_like(permutation)
-    place[permutation] = torch.arange(len(permutation), device=keys.device)
-    return _Asked(by_owner, counts, place[inverse])
+        sizes = self._theirs.sizes, self._own.sizes
+        come = exchange.send(f"vectors: {self.plan}", answer, *sizes)()
+        way_back = _WayBack(exchange, self.plan, self.tables, self._asked, self._own, owned)
+        outputs = way_back.pooled(come)
+        takers = owned.grouped.takers()
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in takers):
+            outputs = list(_Outputs.apply(way_back, outputs, *takers))
+        return self._finished(outputs)
 
 
 @dataclass
 class _WayBack:
-    """What the gradients of one call need."""
+    """What the outputs of one call are made of, and where their gradients go."""
 
     exchange: Exchange
     plan: str
-    came: list[list[int]]  # for each table, how many vectors have come from each rank
-    asked: list[list[int]]  # and how many each rank has asked for here
-    grouped: Grouped
-    saved: list[torch.Tensor | None]
+    tables: Tables
+    asked: list[Asked]
+    own: Layout
+    owned: Owned
+
+    def pooled(self, come: Come) -> list[torch.Tensor]:
+        """The outputs of all requests, or the one that they are columns of."""
+        outputs: dict[int, torch.Tensor] = {}
+        joined: list[torch.Tensor] = []
+        for asked, columns in zip(self.asked, self.tables.columns, strict=True):
+            outs = asked.pool(come, self.own, columns, joined)
+            if asked.width is not None:
+                joined = outs
+            else:
+                outputs.update(zip(asked.tables.positions, outs, strict=True))
+        return joined or [outputs[i] for i in range(len(outputs))]
+
+    def gradients(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Those of the vectors that have come, to be sent back."""
+        device = self.exchange.device
+        data = torch.empty(sum(self.own.sizes), dtype=torch.uint8, device=device)
+        for asked, columns in zip(self.asked, self.tables.columns, strict=True):
+            asked.write_gradients(data, self.own, columns, grads)
+        return data
 
 
-class _Vectors(torch.autograd.Function):
-    """The vectors that have come, of all tables, which send their gradients to the owners."""
+class _Outputs(torch.autograd.Function):
+    """The outputs of a call, which send their gradients to the owners of the vectors."""
 
     @staticmethod
     def forward(
-        ctx: Any, way_back: _WayBack, vectors: list[torch.Tensor], *weights: torch.Tensor
+        ctx: Any, way_back: _WayBack, outputs: list[torch.Tensor], *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.way_back = way_back
-        return tuple(vectors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*way_back.owned.grouped.saved())
+        return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
-        exchange = way_back.exchange
-        with exchange.lock:
-            sent, agreed = exchange.agree_to_send(
-                way_back.plan,
-                lambda: Parcel(*pack([grad.contiguous() for grad in grads], way_back.came)),
-            )
-            with exchange.alone():
-                received = exchange.all_to_all(sent.data, sent.splits, agreed.sizes)
-                parts = unpack(received, grads, way_back.asked)
-                return None, None, *way_back.grouped.gradients(parts, way_back.saved)
+        exchange, owned = way_back.exchange, way_back.owned
+        saved = ctx.saved_tensors
+        with exchange.lock, exchange.alone():
+            come = exchange.send(
+                f"gradients: {way_back.plan}",
+                lambda: way_back.gradients(grads),
+                way_back.own.sizes,
+                owned.sizes,
+            )()
+            return None, None, *owned.gradients(come, saved)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from ..._compiling import uncompiled
-from ...distributed.exchange import Exchange, Parcel
+from ...distributed.exchange import Exchange, Offer
 from ..request import Request
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
@@ -91,10 +91,11 @@ def _refuse_trace(asked: Sequence[ShardedTable]) -> None:
 
 
 @dataclass(kw_only=True)
-class _Offer(Parcel):
+class _Offer(Offer):
     """What a rank would send by key, which is the way that is taken unless the other is shorter."""
 
     by_key: ByKey
+    requests: Sequence[Request]
 
 
 def _begin_on_ranks(
@@ -109,47 +110,44 @@ def _begin_on_ranks(
         described = ", ".join(table.plan() for table in asked)
         plan = f"look up in {described}, lookup number {exchange.lookups}"
         requests = ask(tables)
-        for request in requests:
-            request.check()
-        by_key = ByKey(exchange, plan, tables, requests)
-        data, splits = by_key.pack()
-        return _Offer(data, splits, _compare(by_key), plan, by_key=by_key)
+        by_key = ByKey(exchange, tables, requests)
+        facts = _compare(by_key, requests)
+        return _Offer(by_key.counts, facts, plan, by_key=by_key, requests=requests)
 
     # A bad input here is an error on all ranks, none of which has changed anything yet.
-    offered, agreed = exchange.agree_to_send("look up", offer)
-    by_key = offered.by_key
-    # Every rank sees the same numbers, so all take the same way.
-    bytes_by_key, bytes_by_bag = (sum(facts[i] for facts in agreed.facts) for i in (0, 1))
-    if bytes_by_bag < bytes_by_key:
-        by_bag = ByBag(exchange, by_key.plan, by_key.tables, by_key.requests)
-        by_bag.begin([facts[2] for facts in agreed.facts])
+    offered, agreed = exchange.meet("look up", offer)
+    by_key, plan = offered.by_key, cast(str, offered.plan)
+    if all(by_bag for by_bag, *_ in agreed.facts):
+        by_bag = ByBag(exchange, plan, by_key.tables, offered.requests)
+        by_bag.begin([size for _, size, _ in agreed.facts])
         return by_bag
-    by_key.begin(offered, agreed.sizes)
+    by_key.begin(plan, agreed)
     return by_key
 
 
-# More bytes than anything could move.
-_NEVER = 1 << 50
-
-
-def _compare(by_key: ByKey) -> tuple[int, int, int]:
-    """Bytes of the two ways, by key and by bag; and what would be sent to each rank by bag.
+def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int, int]:
+    """Whether this rank would rather go by bag, and what it would then send to each rank.
 
     Forward and backward move the same numbers of vectors, so one of them is counted.
     """
-    requests = by_key.requests
-    strategies = {request.table.strategy for request in requests}
-    if strategies == {"all_to_all"}:
-        return 0, 0, 0
+    tables = by_key.tables.asked
+    strategies = {table.strategy for table in tables}
     forced = "reduce_scatter" in strategies
+    if "all_to_all" in strategies and not forced:
+        return 0, 0, 0
+    # Mostly that tells, without a look at the requests.
+    if not forced and by_key.bytes_of_bags() >= by_key.bytes_to_move():
+        return 0, 0, 0
     if "all_to_all" in strategies or not all(map(can_go_by_bag, requests)):
         if forced:
             raise ValueError(
-                f"{requests[0].table.name}: strategy='reduce_scatter' pools on other ranks, which "
+                f"{tables[0].name}: strategy='reduce_scatter' pools on other ranks, which "
                 f"goes neither with sample_weights that need a gradient nor in a group with layers "
                 f"that do not pool or have strategy='all_to_all'"
             )
-        return 0, _NEVER, 0
-    if forced:
-        return 1, 0, payload_bytes(requests)
-    return by_key.bytes_to_move(), bytes_to_move(requests), payload_bytes(requests)
+        return 0, 0, 0
+    for request in requests:
+        request.check()
+    if not forced and bytes_to_move(requests) >= by_key.bytes_to_move():
+        return 0, 0, 0
+    return 1, payload_bytes(requests), 0

@@ -16,7 +16,7 @@ from ...ops._group import split_by_table
 from ..request import Request, one_by_one
 from ..weight import Update, deliver_gradients, update_of_all
 from .numbered import numbered
-from .sources import sources_of
+from .sources import Sources, sources_of
 from .tables import Alike, Tables
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Grouped:
         """
         alike = self._tables.alike
         if len(alike) == 1:
-            call = _Call(alike[0], requests)
+            call = _Call(alike[0], requests, None)
             self._calls = [call]
             call.find()
             return call.pool()
@@ -66,7 +66,7 @@ class Grouped:
         outputs: dict[int, torch.Tensor] = {}
         joined: list[torch.Tensor] = []
         for tables in alike:
-            call = _Call(tables, [requests[i] for i in tables.positions])
+            call = _Call(tables, [requests[i] for i in tables.positions], None)
             self._calls.append(call)
             call.find()
             if call.width is not None:
@@ -74,6 +74,23 @@ class Grouped:
             else:
                 outputs.update(zip(tables.positions, call.pool(), strict=True))
         return joined or [outputs[i] for i in range(len(outputs))]
+
+    def fill(
+        self,
+        asked: Sequence[tuple[Sequence[Request], Sources]],
+        outs: Sequence[torch.Tensor],
+    ) -> None:
+        """As `look_up`, of checked keys, with the outputs where the sources say.
+
+        Args:
+            asked: for each of `Tables.alike` the requests, and what they come to.
+            outs: for each of those what is written to.
+        """
+        for tables, (requests, sources), out in zip(self._tables.alike, asked, outs, strict=True):
+            call = _Call(tables, requests, sources)
+            self._calls.append(call)
+            call.find()
+            call.pool([out])
 
     def takers(self) -> list[torch.Tensor]:
         """What autograd is to hand gradients to: the weights, each once, or one for all of them.
@@ -99,12 +116,36 @@ class Grouped:
             grads: of the outputs; None where there is none.
             saved: what `saved` has returned.
         """
+        calls = len(self._calls)
+        return self._gradients([grads] * calls, saved, [None] * calls)
+
+    def gradients_at(
+        self,
+        grads: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor | None],
+        features: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        """The same, after `fill`.
+
+        Args:
+            grads: of what was written to; as often as that.
+            saved: what `saved` has returned.
+            features: as in the sources, but for where gradients lie.
+        """
+        return self._gradients([[grad] for grad in grads], saved, features)
+
+    def _gradients(
+        self,
+        grads: Sequence[Sequence[torch.Tensor | None]],
+        saved: Sequence[torch.Tensor | None],
+        features: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
         gradients: list[torch.Tensor | None] = []
         weights: list[torch.Tensor] = []
         each = len(saved) // len(self._calls)
         for k, call in enumerate(self._calls):
             own = saved[k * each : (k + 1) * each]
-            gradients += call.gradients(grads, own)
+            gradients += call.gradients(grads[k], own, features[k])
             weights += call.weights
         if not self._bypass:
             return gradients
@@ -117,7 +158,7 @@ class Grouped:
 
 def insert(table: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     """Rows, int64, of distinct keys of this rank; new ones go in, also in evaluation."""
-    call = _Call(Alike([0], [table], training=True), [one_by_one(table, keys)])
+    call = _Call(Alike([0], [table], training=True), [one_by_one(table, keys)], None)
     call.find()
     rows: torch.Tensor = call.saved()[1]
     return rows.to(torch.int64)
@@ -129,12 +170,13 @@ class _Call:
     With a width, there is one output for the columns of all.
     """
 
-    def __init__(self, tables: Alike, requests: Sequence[Request]) -> None:
+    def __init__(self, tables: Alike, requests: Sequence[Request], sources: Sources | None) -> None:
         self._tables = tables
         self._requests = requests
         self._tensors = tables.tensors()
         self.weights = self._tensors.weights
-        sources = sources_of(requests, tables, self.weights[0])
+        if sources is None:
+            sources = sources_of(requests, tables, self.weights[0])
         self._sources: Any = sources
         self._sample_weights, self._features = sources.sample_weights, sources.features
         self.width = sources.width
@@ -179,7 +221,7 @@ class _Call:
 
     def pool(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The outputs of requests; with a width, `outs` if an earlier call has made it."""
-        outs = outs or self._new_outs()
+        outs = outs or new_outs(self._tables, self._sources.shapes, self.width, self.weights[0])
         found = self._index, self._rows, self._counts, self._bags, self._features
         given = self._sample_weights, self._first_keys
         with torch._C._AutoDispatchBelowAutograd():
@@ -192,22 +234,19 @@ class _Call:
                 _pool(outs, self.weights, *found, *given, *unseen)
         return outs
 
-    def _new_outs(self) -> list[torch.Tensor]:
-        like, shapes = self.weights[0], self._sources.shapes
-        if self.width is not None:
-            return [_output(like, shapes[0][0], self.width)]
-        dims, places = self._tables.dims, self._tables.places
-        return [_output(like, *s, dims[t]) for s, t in zip(shapes, places, strict=True)]
-
     def saved(self) -> tuple[Any, ...]:
         """See `Grouped`."""
         self._requests, self._sources = (), None
         return self._index, self._rows, self._counts, self._bags, self._first_keys
 
     def gradients(
-        self, grads: Sequence[torch.Tensor | None], saved: Sequence[Any]
+        self,
+        grads: Sequence[torch.Tensor | None],
+        saved: Sequence[Any],
+        features: torch.Tensor | None,
     ) -> list[torch.Tensor | None]:
         """See `Grouped`."""
+        features = self._features if features is None else features
         index, rows, counts, bags, first_keys = saved
         if self.width is None:
             grads = [grads[i] for i in self._tables.positions]
@@ -222,12 +261,12 @@ class _Call:
         if len(taken) < len(dims):
             wanted = set(taken)  # what is not has vectors without elements
             dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
-        filled = self._filled(grads, dims)
-        asked_of = index, rows, counts, bags, self._features, self._sample_weights, first_keys
+        given = filled(grads, self._tables, dims, features)
+        asked_of = index, rows, counts, bags, features, self._sample_weights, first_keys
 
         def updates() -> list[Update]:
             sorted_rows, sums = _backward(
-                filled,
+                given,
                 dims,
                 *asked_of,
                 self._tables.divisor,
@@ -241,31 +280,17 @@ class _Call:
         def update(*step: Any, **options: Any) -> None:
             deterministic = torch.are_deterministic_algorithms_enabled()
             options |= {"divisor": self._tables.divisor, "deterministic": deterministic}
-            ops.group_embedding_bag_update_(filled, *asked_of, self.weights, *step, **options)
+            ops.group_embedding_bag_update_(given, *asked_of, self.weights, *step, **options)
 
         taking = [self.weights[t] for t in taken]
         if (in_backward := update_of_all(taking)) is not None:
-            everything = (
-                len(taken) == len(self.weights) and filled[0].dtype == self.weights[0].dtype
-            )
+            everything = len(taken) == len(self.weights) and given[0].dtype == self.weights[0].dtype
             in_backward(taking, updates, update if everything else None)
             return [None] * len(self.weights)
         delivered: list[torch.Tensor | None] = [None] * len(self.weights)
         for t, gradient in zip(taken, deliver_gradients(updates()), strict=True):
             delivered[t] = gradient
         return delivered
-
-    def _filled(
-        self, grads: Sequence[torch.Tensor | None], dims: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """The gradients, with zeros for those that there are not."""
-        given = [grad for grad in grads if grad is not None]
-        if len(given) == len(grads):
-            return given
-        bags = self._features.new_zeros(len(grads))
-        bags.index_add_(0, self._features[:, 6], self._features[:, 3])
-        each = zip(grads, bags.tolist(), self._tables.places, strict=True)
-        return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
 
     def _entries(self, bags: torch.Tensor) -> list[slice]:
         """The entries of each table."""
@@ -305,8 +330,7 @@ class _Call:
 
     def _explain(self, refusal: Exception) -> NoReturn:
         """Raise what the op has refused, in the words of a layer."""
-        for request in self._requests:
-            request.check()
+        explain(self._requests)
         if isinstance(refusal, RuntimeError):
             if "another thread" in str(refusal):
                 names = ", ".join(table.name for table in self._tables.tables)
@@ -323,6 +347,38 @@ class _Call:
         size = len(table.table)
         if size + len(new) > table.capacity:
             raise TableFullError(table.name, table.rank, size, table.capacity, len(new)) from None
+
+
+def explain(requests: Sequence[Request]) -> None:
+    """Raise what an op has refused of requests, in the words of a layer, if that is it."""
+    for request in requests:
+        request.check()
+
+
+def new_outs(
+    tables: Alike, shapes: Sequence[tuple[int, ...]], width: int | None, like: torch.Tensor
+) -> list[torch.Tensor]:
+    """Outputs of requests of these shapes, or the one of which they have columns."""
+    if width is not None:
+        return [_output(like, shapes[0][0], width)]
+    each = zip(shapes, tables.places, strict=True)
+    return [_output(like, *shape, tables.dims[t]) for shape, t in each]
+
+
+def filled(
+    grads: Sequence[torch.Tensor | None],
+    tables: Alike,
+    dims: Sequence[int],
+    features: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The gradients of requests, with zeros for those that there are not."""
+    given = [grad for grad in grads if grad is not None]
+    if len(given) == len(grads):
+        return given
+    bags = features.new_zeros(len(grads))
+    bags.index_add_(0, features[:, 6], features[:, 3])
+    each = zip(grads, bags.tolist(), tables.places, strict=True)
+    return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
 
 
 def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:

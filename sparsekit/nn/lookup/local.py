@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from ..request import Request, SharedBags, one_by_one
+from ..request import Request
 from .grouped import Grouped
 from .tables import Tables
+from .weighted import without_weights
 
 
 @dataclass
@@ -24,28 +25,14 @@ class Local:
         """See `Route`."""
         if error is not None:
             raise error
-        asked = self.requests
-        if _weights_need_gradient(asked):
-            asked = [_vectors_of(r) if r.weights_need_gradient else r for r in asked]
+        asked, finished = without_weights(self.requests)
         grouped = Grouped(self.tables)
         outputs: Sequence[torch.Tensor] = grouped.look_up(asked)
         if torch.is_grad_enabled():
             takers = grouped.takers()
             if any(weight.requires_grad for weight in takers):
                 outputs = _Outputs.apply(grouped, outputs, *takers)
-        if asked is self.requests:
-            return list(outputs)
-        return [
-            output if request is vectors else _weighted(request, output)
-            for request, vectors, output in zip(self.requests, asked, outputs, strict=True)
-        ]
-
-
-def _weights_need_gradient(requests: Sequence[Request]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    all_bags = [requests.bags] if type(requests) is SharedBags else [r.bags for r in requests]
-    return any(bags.weights is not None and bags.weights.requires_grad for bags in all_bags)
+        return finished(outputs)
 
 
 class _Outputs(torch.autograd.Function):
@@ -64,13 +51,3 @@ class _Outputs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return None, None, *ctx.grouped.gradients(grads, ctx.saved_tensors)
-
-
-def _vectors_of(request: Request) -> Request:
-    """The same keys without pooling, for sample weights that need a gradient."""
-    request.check()
-    return one_by_one(request.table, request.keys)
-
-
-def _weighted(request: Request, vectors: torch.Tensor) -> torch.Tensor:
-    return request.output(vectors, torch.arange(len(vectors), device=vectors.device))

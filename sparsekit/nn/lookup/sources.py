@@ -68,7 +68,7 @@ def sources_of(requests: Sequence[Request], tables: Alike, weight: torch.Tensor)
         none = weight.detach().new_empty(0, dtype=dtype)
         given = (bags.weights for bags in of_requests)
         sample_weights = [none if w is None else w.detach().to(dtype) for w in given]
-    none = _no_offsets(of_requests[0].values.device)
+    none = no_offsets(of_requests[0].values.device)
     return Sources(
         [bags.values for bags in of_requests],
         [none if bags.offsets is None else bags.offsets for bags in of_requests],
@@ -80,7 +80,7 @@ def sources_of(requests: Sequence[Request], tables: Alike, weight: torch.Tensor)
 
 
 @lru_cache(maxsize=64)
-def _no_offsets(device: torch.device) -> torch.Tensor:
+def no_offsets(device: torch.device) -> torch.Tensor:
     """What stands for bags of one key each."""
     return torch.empty(0, dtype=torch.int64, device=device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
@@ -40,6 +41,10 @@ class Alike:
         places: which of the tables each of those requests asks.
         dims: of the tables.
         divisor: of gradients.
+        dtype: of the weights.
+        row_bytes: of each table.
+        key_ends: of each table, the end of its range of keys; -1 if any key will do.
+        dedupe: whether a rank sends each of its keys once.
         described: int64 ``[T, 3]``, the ops' ``tables``.
         initializers: float64 ``[T, 3]``.
         hashed: which of the tables have a hash table.
@@ -58,6 +63,10 @@ class Alike:
         self._tables = [ref(table) for table in tables]
         self.dims = [table.embedding_vec_size for table in tables]
         self.divisor = tables[0].gradient_divisor
+        self.dtype = tables[0].weight.dtype
+        self.row_bytes = [dim * self.dtype.itemsize for dim in self.dims]
+        self.key_ends = [-1 if x.table is not None else x.capacity * x.world_size for x in tables]
+        self.dedupe = all(table.dedupe for table in tables)
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
         numbers = {t: number for number, t in enumerate(self.hashed)}
         self.described = torch.tensor(
@@ -106,6 +115,23 @@ class Alike:
             [buffers["size"] for buffers in self._hash_tables],
         )
 
+    def owners(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Maps of owners, each once, and which of them each table has; -1 stands for none.
+
+        Without a map the owner is ``unsigned(key) % world_size``.
+        """
+        maps: list[torch.Tensor] = []
+        numbers: dict[int, int] = {id(None): -1}
+        of_tables = []
+        for buffers in self._buffers:
+            owners = buffers["owners"]
+            number = numbers.get(id(owners))
+            if number is None:
+                number = numbers[id(owners)] = len(maps)
+                maps.append(owners)
+            of_tables.append(number)
+        return maps, of_tables
+
     def have_keys(self) -> None:
         """Note that keys have been inserted."""
         for table in self.tables:
@@ -118,6 +144,7 @@ class Tables:
 
     Attributes:
         alike: the tables by what one call of the ops can take.
+        columns: where each of these has its tables, among all of them.
         derived: what a caller has made of the tables for some form of input; see `keep`.
     """
 
@@ -132,6 +159,8 @@ class Tables:
             Alike(own, [asked[i] for i in own], training)
             for (_, training, _), own in positions.items()
         ]
+        ends = list(itertools.accumulate(len(alike.dims) for alike in self.alike))
+        self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         self.derived: dict[Any, Any] = {}
         self._fits_alone = False
         # Not kept alive: it ends with its group.

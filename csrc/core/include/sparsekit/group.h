@@ -35,6 +35,13 @@ struct Feature {
   int64_t first_key, n, first_entry;
 };
 
+// What one of the tables of a call is asked.
+struct AskedTable {
+  int64_t first_feature, features;
+  int64_t first_entry, n;  // on the host, only where offsets are
+  int64_t end;             // keys are in [0, end); -1: any are
+};
+
 namespace cpu {
 
 enum class BadBag { kNone, kOffset, kTooLong };
@@ -59,4 +66,49 @@ void write_bags(const Source* sources, const Feature* features, int64_t num_feat
                 int64_t* first_keys, const ParallelFor& parallel_for);
 
 }  // namespace cpu
+
+struct GroupTable;
+struct NewRows;
+struct RoutedTable;
+
+// On a device, offsets that are bad are taken for what lies within their keys. Of features nothing
+// is read that only offsets say, nor n of tables.
+namespace cuda {
+
+// All of it on the host.
+struct GroupCall {
+  const GroupTable* tables;   // [num_tables], or
+  const RoutedTable* routed;  // [num_tables] where keys go to their owners
+  const NewRows* new_rows;    // [num_tables], or null where nothing is inserted
+  int64_t num_tables;
+  const Source* sources;
+  int64_t num_sources;
+  const Feature* features;
+  int64_t num_features;
+  int64_t num_bags;  // of all features
+  int64_t entries;   // a bound
+};
+
+// Smallest positions of what is wrong, each set to INT64_MAX by the caller. The position of an
+// offset or a bag counts from the first offset of the first source, that of a key from the first
+// key of the first source.
+struct GroupErrors {
+  int64_t* bad_offset;
+  int64_t* long_bag;
+  int64_t* bad_key;
+};
+
+// Where its results on entries are: what cpu::write_bags writes.
+struct GroupBags {
+  int32_t* bags;        // [num_bags + 1]
+  int64_t* first_keys;  // [num_features]
+};
+
+// Comes before all that is done with the entries of a call, in the same workspace. Writes `bags`,
+// and looks for what cpu::check_bags and cpu::check_keys look for, and for sources whose offsets do
+// not begin at 0 or end at n. Where offsets are bad, entries beyond `entries` are cut off.
+void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
+                 void* workspace, void* stream);
+
+}  // namespace cuda
 }  // namespace sparsekit

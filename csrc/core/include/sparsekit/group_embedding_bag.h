@@ -15,8 +15,9 @@ namespace sparsekit {
 // What pooling reads of a table.
 template <class T>
 struct PooledTable {
-  const T* weight;  // [num_rows, dim]
+  const T* weight;
   int64_t num_rows, dim;
+  int64_t stride;  // row r begins at weight + r * stride; rows may overlap
   // [num_listed], or null. With it, what is given for an entry is not its row but the row's
   // position here.
   const int32_t* rows;
@@ -91,6 +92,19 @@ class GradientTaker {
   void* context_;
 };
 
+// Where the sums of all tables go: that of table t's row r begins at out + r * units[t].
+template <class T>
+struct SumRoom {
+  T* out;
+  int64_t elements;      // of out
+  const int64_t* units;  // [tables]
+
+  // How many rows there are that begin a vector of `dim` elements within out.
+  int64_t num_rows(int64_t t, int64_t dim) const {
+    return elements < dim ? 0 : (elements - dim) / units[t] + 1;
+  }
+};
+
 namespace cpu {
 
 // Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
@@ -162,6 +176,18 @@ int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums);
 template <class T>
 void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
                                   void* stream);
+
+template <class T>
+int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums);
+
+// The same sums, of sums.rows, to other places. Of sums.tables grad is not looked at, and num_rows
+// is the most rows that there may be; a table has no more than entries, whatever counts say. Sums
+// of a row that there is not are left out; it is reported in *bad_row, by its position among the
+// rows of all tables. Nobody waits for the number of rows.
+template <class T>
+void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
+                                     int64_t* bad_index, int64_t* bad_row, void* workspace,
+                                     void* stream);
 
 template <class T>
 int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);

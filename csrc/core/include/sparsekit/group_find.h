@@ -9,17 +9,15 @@
 
 namespace sparsekit {
 
-// One of the tables, and its entries. Without buckets a key is its row times world_size, plus
+// Where the rows of one of the tables are. Without buckets a key is its row times world_size, plus
 // something less than world_size.
-struct GroupTable {
+struct GroupTable : AskedTable {
   Bucket* buckets;
   int64_t num_buckets;
   int64_t hash_seed;
   const int64_t* device_hash_seed;  // in its place on a device
   int64_t* size;
   int64_t capacity, world_size;
-  int64_t first_feature, features;
-  int64_t first_entry, n;  // on the host, only where offsets are
 };
 
 // Where the vectors of a table's new rows go.
@@ -56,46 +54,11 @@ void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const Ne
 
 }  // namespace cpu
 
-// On a device, all tables in the same launches. Offsets that are bad are taken for what lies within
-// their keys. Of features nothing is read that only offsets say, nor n of tables.
+// On a device, all tables in the same launches.
 namespace cuda {
 
-// All of it on the host.
-struct GroupCall {
-  const GroupTable* tables;
-  int64_t num_tables;
-  const NewRows* new_rows;  // [num_tables], or null where nothing is inserted
-  const Source* sources;
-  int64_t num_sources;
-  const Feature* features;
-  int64_t num_features;
-  int64_t num_bags;  // of all features
-  int64_t entries;   // a bound
-};
-
-// Smallest positions of what is wrong, each set to INT64_MAX by the caller. The position of an
-// offset or a bag counts from the first offset of the first source, that of a key from the first
-// key of the first source.
-struct GroupErrors {
-  int64_t* bad_offset;
-  int64_t* long_bag;
-  int64_t* bad_key;
-};
-
-// Where its results on entries are: what cpu::write_bags writes.
-struct GroupBags {
-  int32_t* bags;        // [num_bags + 1]
-  int64_t* first_keys;  // [num_features]
-};
-
-// Of the workspace that all functions for a call share.
+// Of the workspace, which begin_group is given first.
 int64_t group_find_workspace_bytes(const GroupCall& call);
-
-// Comes before the others. Writes `bags`, and looks for what cpu::check_bags and cpu::check_keys
-// look for, and for sources whose offsets do not begin at 0 or end at n. Where offsets are bad,
-// entries beyond `entries` are cut off.
-void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
-                 void* workspace, void* stream);
 
 // rows[e] as on the CPU; -1 for a key that is out of range.
 void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, void* workspace,

@@ -1,0 +1,131 @@
+// Distinct keys of all tables of a call, numbered in the same launches. Entries are numbered
+// through, and those of a table lie side by side, so one scan of a bit for each entry ranks the
+// first occurrences in all tables: the rank within a table is that among all entries, less that of
+// the table's first entry.
+#pragma once
+
+#include "cuda/group.cuh"
+#include "cuda/hash_table.cuh"
+#include "cuda/primitives.h"
+
+namespace sparsekit::cuda {
+
+// Numbers entries that have something in common, in their order: a bit for each, and how many there
+// are before each word of bits.
+struct Ranks {
+  uint32_t* bits;   // [words]
+  int32_t* before;  // [words + 1]
+  void* scan;
+  int64_t words;
+
+  Ranks(Arena& arena, int64_t n)
+      : bits(arena.take<uint32_t>((n + 31) / 32)),
+        before(arena.take<int32_t>((n + 31) / 32 + 1)),
+        scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
+        words((n + 31) / 32) {}
+
+  // By all lanes of the warp that has word `word`, each of which says whether its entry counts.
+  SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
+    const uint32_t mask = simt::warp_ballot(counts);
+    if (simt::lane() != 0) return;
+    if (word < words) bits[word] = mask;
+    before[word] = simt::count_bits(mask);
+  }
+  void scan_marks(void* stream) const { exclusive_scan(before, before, words + 1, scan, stream); }
+
+  SPARSEKIT_DEVICE int32_t rank(int32_t e) const {
+    const int in_word = e % 32;
+    const int32_t whole = before[e / 32];
+    return in_word == 0 ? whole
+                        : whole + simt::count_bits(simt::lanes_before(bits[e / 32], in_word));
+  }
+};
+
+// A scratch table with a part for each table of the call, 5 slots for 3 entries. A slot has the
+// first entry, of those that have come so far, with some key; -1 while it is free.
+SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table) {
+  return entries + entries * 2 / 3 + table;
+}
+
+// slot_of[e] = slot of the key of entry e.
+SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots,
+                                    uint32_t* slot_of) {
+  const int32_t entries = group.entries();
+  for (int64_t i = simt::global_thread(); i < entries; i += simt::global_threads()) {
+    const auto e = static_cast<int32_t>(i);
+    const int f = group.feature_of(e), t = group.features[f].table;
+    const int64_t begin = slots_before(group.first_entry(t), t);
+    const int64_t capacity = slots_before(group.first_entry(t + 1), t + 1) - begin;
+    const int64_t key = group.key(f, e);
+    const auto has_key = [&](int32_t other) {
+      const bool same_feature = group.entry[f] <= other && other < group.entry[f + 1];
+      return group.key(same_feature ? f : group.feature_of(other), other) == key;
+    };
+    int64_t s = home_bucket(key, seed, capacity);
+    for (;;) {
+      int32_t* slot = slots + begin + s;
+      int32_t seen = simt::load(slot);
+      if (seen < 0) seen = simt::atomic_cas(slot, int32_t{-1}, e);
+      if (seen < 0) break;
+      if (has_key(seen)) {
+        if (seen > e) simt::atomic_min(slot, e);
+        break;
+      }
+      s = s + 1 == capacity ? 0 : s + 1;
+    }
+    slot_of[e] = static_cast<uint32_t>(begin + s);
+  }
+}
+
+// Which entries have a key that none before them has. Clears `words` besides.
+SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
+                                   Ranks first_seen, int64_t* words, int64_t num_words) {
+  for (int64_t i = simt::global_thread(); i < num_words; i += simt::global_threads()) words[i] = 0;
+  const int32_t entries = group.entries();
+  for (int64_t word = simt::global_thread() / simt::kWarp; word <= first_seen.words;
+       word += simt::global_threads() / simt::kWarp) {
+    const int64_t e = word * simt::kWarp + simt::lane();
+    first_seen.mark(word, e < entries && slots[slot_of[e]] == e);
+  }
+}
+
+// The first entry with each key, once find_first_entries has run.
+struct FirstEntries {
+  int32_t* slots;
+  Ranks ranks;
+
+  FirstEntries(Arena& arena, const GroupCall& call)
+      : slots(arena.take<int32_t>(num_slots(call))), ranks(arena, call.entries) {}
+
+  static int64_t num_slots(const GroupCall& call) {
+    return slots_before(call.entries, call.num_tables);
+  }
+  // Of an entry whose key has that slot.
+  SPARSEKIT_DEVICE int32_t entry(int32_t slot) const { return slots[static_cast<uint32_t>(slot)]; }
+  // Number of a key among those of its table, whose entries start with `begin`.
+  SPARSEKIT_DEVICE int32_t number(int32_t first, int32_t begin) const {
+    return ranks.rank(first) - ranks.rank(begin);
+  }
+};
+
+// A grid for the kernels on entries: as many threads as entries, and as words of bits have lanes.
+inline simt::Grid grid_for_entries(const GroupCall& call) {
+  return simt::strided_grid_for(call.entries + simt::kWarp, kGroupThreads);
+}
+
+// Leaves the slot of each entry's key in slot_of [entries], and clears `words`.
+inline void find_first_entries(const GroupCall& call, const DeviceGroup& group, int64_t seed,
+                               const FirstEntries& first, int32_t* slot_of, int64_t* words,
+                               int64_t num_words, void* stream) {
+  const simt::Grid grid = grid_for_entries(call);
+  simt::fill_bytes(first.slots, 0xFF,
+                   FirstEntries::num_slots(call) * static_cast<int64_t>(sizeof *first.slots),
+                   stream);
+  auto* slots = reinterpret_cast<uint32_t*>(slot_of);
+  simt::launch("group: enter", group_enter_kernel, grid, stream, group, seed, first.slots, slots);
+  simt::launch("group: mark", group_mark_kernel, grid, stream, group, first.slots, slots,
+               first.ranks, words, num_words);
+  first.ranks.scan_marks(stream);
+}
+
+}  // namespace sparsekit::cuda

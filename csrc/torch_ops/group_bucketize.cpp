@@ -1,0 +1,229 @@
+#include "sparsekit/group_bucketize.h"
+
+#include "group_call.h"
+#include "process_seed.h"
+
+namespace sparsekit::ops {
+namespace {
+
+using Tensors = std::vector<Tensor>;
+
+constexpr int64_t kMostWords = int64_t{1} << 20;
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+// Who owns the keys of each table, and which keys it takes.
+std::vector<RoutedTable> routed_tables(const char* op, const Tensors& owners,
+                                       const std::vector<int64_t>& maps,
+                                       const std::vector<int64_t>& ends, int64_t world_size,
+                                       const GroupInput& input) {
+  for (size_t m = 0; m < owners.size(); ++m) {
+    const Item name{"owners", m};
+    check_dtype(owners[m], ScalarType::Short, op, name);
+    check_dim(owners[m], 1, op, name);
+    check_size(owners[m], 0, kVirtualShards, op, name);
+    check_mutable(owners[m], op, name);
+  }
+  std::vector<RoutedTable> tables(maps.size());
+  for (size_t t = 0; t < maps.size(); ++t) {
+    const int64_t map = maps[t];
+    check(map >= -1 && map < static_cast<int64_t>(owners.size()), op, ": maps[", t, "] is ", map,
+          ", but owners has ", owners.size(), " element(s)");
+    check(ends[t] >= -1, op, ": ends[", t, "] is ", ends[t], ", but must be at least -1");
+    RoutedTable& table = tables[t];
+    table.owners = {map < 0 ? nullptr : data<int16_t>(owners[map]), world_size};
+    table.first_feature = input.table_features[t];
+    table.features = input.table_features[t + 1] - table.first_feature;
+    table.end = ends[t];
+  }
+  return tables;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
+    const Tensors& owners, const std::vector<int64_t>& maps, const std::vector<int64_t>& ends,
+    const Tensors& keys, const Tensors& offsets, const Tensor& features, int64_t world_size,
+    int64_t head, bool distinct) {
+  const char* op = "group_bucketize";
+  check(world_size >= 1 && world_size <= kMaxWorldSize, op, ": world_size must be in [1, ",
+        kMaxWorldSize, "], got ", world_size);
+  check(head >= 0 && head <= kMostWords, op, ": head must be in [0, ", kMostWords, "], got ", head);
+  check_list(ends.size(), maps.size(), op, "ends");
+  const auto num_tables = static_cast<int64_t>(maps.size());
+  check(num_tables <= kMost / world_size, op, ": ", num_tables, " tables of ", world_size,
+        " ranks; at most 2^31 - 1 of both together are supported");
+  GroupInput input(op, keys, offsets, features, num_tables);
+  const Tensor& like = first_of(keys, owners, features);
+  check_list_device(like, keys, op, "keys");
+  check_list_device(like, offsets, op, "offsets");
+  check_list_device(like, owners, op, "owners");
+  std::vector<RoutedTable> tables = routed_tables(op, owners, maps, ends, world_size, input);
+  const Engine engine(like);
+  const auto results = new_bags(input, like);
+  Tensor by_owner = new_output(like, {input.entries + head * world_size}, ScalarType::Long);
+  Tensor counts = new_output(like, {world_size, num_tables}, ScalarType::Long);
+  Tensor numbers = new_output(like, {num_tables}, ScalarType::Long);
+  Tensor inverse = new_output(like, {input.entries}, ScalarType::Int);
+  Tensor places = new_output(like, {input.entries}, ScalarType::Int);
+  const RoutedKeys to{mutable_data<int64_t>(by_owner), head,
+                      mutable_data<int64_t>(counts),   mutable_data<int64_t>(numbers),
+                      mutable_data<int32_t>(inverse),  mutable_data<int32_t>(places)};
+  int64_t bad = -1;
+  if constexpr (kOnDevice) {
+    cuda::GroupCall call{};
+    call.routed = tables.data();
+    call.num_tables = num_tables;
+    const auto bytes = [=](const cuda::GroupCall& whole) {
+      return cuda::group_bucketize_workspace_bytes(whole, world_size, distinct);
+    };
+    const DeviceCall device(input, call, bytes, results, like);
+    device.begin(input, engine);
+    cuda::group_bucketize(device.call, device.bags, world_size, distinct, process_seed(), to,
+                          engine.bad(Complaint::kGroupOwners), device.memory.data(),
+                          engine.stream());
+    bad = engine.found(Complaint::kGroupOwners, num_tables);
+  } else {
+    begin_on_cpu(input, tables, results, engine);
+    const ParallelFor parallel_for = torch_parallel_for();
+    std::vector<int32_t> order(tables.size());
+    const Workspace memory(
+        cpu::group_bucketize_workspace_bytes(tables.data(), num_tables, input.entries, order.data(),
+                                             parallel_for),
+        like);
+    bad = cpu::group_bucketize(tables.data(), num_tables, input.sources.data(),
+                               input.features.data(), world_size, distinct, process_seed(), to,
+                               order.data(), memory.data(), parallel_for);
+  }
+  check(bad < 0, op, ": owners[", bad < 0 ? 0 : maps[bad], "], of table ", bad,
+        ", has an element that is not in [0, world_size = ", world_size, ")");
+  return {by_owner, counts, numbers, inverse, places, results.first, results.second};
+}
+
+// What group_exchange_rows is asked, checked but for what only bags and places say.
+struct Exchanged {
+  const char* op;
+  int64_t num_tables, world_size, entries;
+  Tensor places, bags, come;
+  std::vector<int64_t> first_bags;  // of each table, and the end of the last one
+
+  Exchanged(const char* op, const Tensor& places_in, const Tensor& bags_in, const Tensor& features,
+            const Tensor& come_in, const std::vector<int64_t>& steps)
+      : op(op), num_tables(static_cast<int64_t>(steps.size())) {
+    const GroupFeatures group(op, features, num_tables);
+    check_dtype(places_in, ScalarType::Int, op, "places");
+    check_dim(places_in, 1, op, "places");
+    check_dtype(bags_in, ScalarType::Int, op, "bags");
+    check_dim(bags_in, 1, op, "bags");
+    check(group.num_bags <= kMost && bags_in.numel() > group.num_bags, op, ": bags has ",
+          bags_in.numel(), " elements, but features have ", group.num_bags, " bags");
+    check(same_device(places_in, bags_in), op, ": bags is not on the device of places");
+    check(come_in.is_cpu(), op, ": come must be on the CPU");
+    check_dtype(come_in, ScalarType::Long, op, "come");
+    check(come_in.dim() == 3 && come_in.size(0) == num_tables && come_in.size(1) >= 1 &&
+              come_in.size(1) <= kMaxWorldSize && come_in.size(2) == 2,
+          op, ": come must have shape [", num_tables, ", world_size, 2]");
+    places = packed(places_in);
+    bags = packed(bags_in);
+    come = packed(come_in);
+    world_size = come.size(1);
+    entries = places.numel();
+    check(entries <= kMost, op, ": places has ", entries,
+          " elements; at most 2^31 - 1 are supported");
+    for (int64_t t = 0; t < num_tables; ++t) check_parts(t, steps[t]);
+    int64_t bag = 0;
+    for (int64_t t = 0; t < num_tables; ++t) {
+      first_bags.push_back(bag);
+      for (int64_t f = group.table_features[t]; f < group.table_features[t + 1]; ++f) {
+        bag += group.features[f].bags;
+      }
+    }
+    first_bags.push_back(bag);
+  }
+
+  const ComeVectors* parts(int64_t t) const {
+    return reinterpret_cast<const ComeVectors*>(int64_data(come)) + t * world_size;
+  }
+
+  void check_bounds(int64_t t, int64_t begin, int64_t end) const {
+    check(0 <= begin && begin <= end && end <= entries, op,
+          ": bags must rise to at most len(places) = ", entries, ", but those of table ", t,
+          " go from ", begin, " to ", end);
+    const int64_t keys = parts(t)[world_size - 1].end;
+    check(keys <= end - begin, op, ": table ", t, " has ", end - begin, " entries, but ", keys,
+          " keys");
+  }
+  [[noreturn]] void wrong_place(int64_t entry, int64_t place) const {
+    index_error(op, ": places[", entry, "] is ", place, ", which is none of its table");
+  }
+
+ private:
+  void check_parts(int64_t t, int64_t step) const {
+    check(step >= 1 && step <= kMost, op, ": steps[", t, "] must be in [1, 2^31), got ", step);
+    int64_t before = 0;
+    for (int64_t r = 0; r < world_size; ++r) {
+      const ComeVectors& part = parts(t)[r];
+      check(part.end >= before && part.end <= entries && part.begin >= 0 && part.begin <= kMost &&
+                part.end - before <= (kMost - part.begin) / step,
+            op, ": come[", t, "][", r, "] is ", part.begin, " and ", part.end, ", after ", before,
+            "; ends must rise to at most len(places) = ", entries, ", and rows stay below 2^31");
+      before = part.end;
+    }
+  }
+};
+
+Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& features,
+                     const Tensor& come, const std::vector<int64_t>& steps) {
+  const Exchanged asked("group_exchange_rows", places, bags, features, come, steps);
+  const int64_t num_tables = asked.num_tables;
+  Tensor rows = new_output(asked.places, {asked.entries}, ScalarType::Int);
+  const Engine engine(asked.places);
+  if (num_tables == 0) return rows;
+  if constexpr (kOnDevice) {
+    const cuda::ExchangeCall call{num_tables,
+                                  asked.world_size,
+                                  asked.entries,
+                                  asked.first_bags.data(),
+                                  asked.parts(0),
+                                  steps.data(),
+                                  data<int32_t>(asked.bags),
+                                  data<int32_t>(asked.places)};
+    const Workspace memory(cuda::exchange_rows_workspace_bytes(call), rows);
+    cuda::exchange_rows(
+        call, mutable_data<int32_t>(rows),
+        {engine.bad(Complaint::kExchangePlace), engine.bad(Complaint::kExchangeTable)},
+        memory.data(), engine.stream());
+    const int64_t bad_place = engine.found(Complaint::kExchangePlace, asked.entries);
+    const int64_t bad_table = engine.found(Complaint::kExchangeTable, num_tables);
+    if (bad_table >= 0) {
+      asked.check_bounds(bad_table, engine.value(asked.bags, asked.first_bags[bad_table]),
+                         engine.value(asked.bags, asked.first_bags[bad_table + 1]));
+    }
+    if (bad_place >= 0) asked.wrong_place(bad_place, engine.value(asked.places, bad_place));
+  } else {
+    const auto* bounds = data<int32_t>(asked.bags);
+    const auto* given = data<int32_t>(asked.places);
+    std::vector<RoutedTable> tables(steps.size());
+    for (int64_t t = 0; t < num_tables; ++t) {
+      const int64_t begin = bounds[asked.first_bags[t]], end = bounds[asked.first_bags[t + 1]];
+      asked.check_bounds(t, begin, end);
+      tables[t].first_entry = begin;
+      tables[t].n = end - begin;
+    }
+    for (int64_t t = 0; t < num_tables; ++t) {
+      const int64_t begin = tables[t].first_entry;
+      const int64_t keys = asked.parts(t)[asked.world_size - 1].end;
+      for (int64_t e = begin; e < begin + keys; ++e) {
+        if (given[e] < 0 || given[e] >= keys) asked.wrong_place(e, given[e]);
+      }
+    }
+    cpu::exchange_rows(tables.data(), num_tables, asked.world_size, asked.parts(0), steps.data(),
+                       given, mutable_data<int32_t>(rows), torch_parallel_for());
+  }
+  return rows;
+}
+
+}  // namespace
+}  // namespace sparsekit::ops
+
+SPARSEKIT_LIBRARY_IMPL(m) {
+  m.impl("group_bucketize", TORCH_BOX(&sparsekit::ops::bucketize));
+  m.impl("group_exchange_rows", TORCH_BOX(&sparsekit::ops::exchange_rows));
+}

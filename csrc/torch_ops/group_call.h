@@ -1,0 +1,85 @@
+// What the ops that take keys of many tables have in common: how a call begins on each engine.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "group.h"
+
+namespace sparsekit::ops {
+
+// What says where an op runs.
+inline const Tensor& first_of(const std::vector<Tensor>& keys, const std::vector<Tensor>& others,
+                              const Tensor& otherwise) {
+  return !keys.empty() ? keys[0] : !others.empty() ? others[0] : otherwise;
+}
+
+// Bags and first_keys of the call's results, not filled yet.
+inline std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
+  const auto count = static_cast<int64_t>(input.features.size());
+  return {new_output(like, {input.source_bags + 1}, ScalarType::Int),
+          new_output(like, {count}, ScalarType::Long)};
+}
+
+// A call's arguments and memory on a device.
+struct DeviceCall {
+  cuda::GroupCall call;
+  cuda::GroupBags bags;
+  Workspace memory;
+
+  // `tables` says all that the input does not; workspace_bytes(call) is how much memory it takes.
+  template <class WorkspaceBytes>
+  DeviceCall(const GroupInput& input, const cuda::GroupCall& tables,
+             const WorkspaceBytes& workspace_bytes, const std::pair<Tensor, Tensor>& results,
+             const Tensor& like)
+      : call(with_input(tables, input)),
+        bags{mutable_data<int32_t>(results.first), mutable_data<int64_t>(results.second)},
+        memory(workspace_bytes(call), like) {}
+
+  // Fills the bags, and raises what is wrong with the input, with checks on.
+  void begin(const GroupInput& input, const Engine& engine) const {
+    cuda::begin_group(call, bags,
+                      {engine.bad(Complaint::kGroupOffset), engine.bad(Complaint::kGroupBag),
+                       engine.bad(Complaint::kGroupKey)},
+                      memory.data(), engine.stream());
+    input.raise_found(engine);
+  }
+
+ private:
+  static cuda::GroupCall with_input(cuda::GroupCall call, const GroupInput& input) {
+    call.sources = input.sources.data();
+    call.num_sources = static_cast<int64_t>(input.sources.size());
+    call.features = input.features.data();
+    call.num_features = static_cast<int64_t>(input.features.size());
+    call.num_bags = input.num_bags;
+    call.entries = input.entries;
+    return call;
+  }
+};
+
+// The same on the CPU, where the tables, of which each is an AskedTable, learn how many entries
+// they have.
+template <class Table>
+void begin_on_cpu(GroupInput& input, std::vector<Table>& tables,
+                  const std::pair<Tensor, Tensor>& results, const Engine& engine) {
+  input.check_offsets(engine);
+  int64_t entry = 0;
+  for (Table& table : tables) {
+    table.first_entry = entry;
+    for (int64_t f = 0; f < table.features; ++f) {
+      const Feature& feature = input.features[table.first_feature + f];
+      entry += feature.n;
+      if (table.end < 0) continue;
+      const int64_t bad =
+          cpu::check_keys(input.sources[feature.source], feature.first_key,
+                          feature.first_key + feature.n, table.end, torch_parallel_for());
+      if (bad >= 0) input.wrong_key(feature.source, bad, engine);
+    }
+    table.n = entry - table.first_entry;
+  }
+  cpu::write_bags(input.sources.data(), input.features.data(),
+                  static_cast<int64_t>(input.features.size()), mutable_data<int32_t>(results.first),
+                  mutable_data<int64_t>(results.second), torch_parallel_for());
+}
+
+}  // namespace sparsekit::ops

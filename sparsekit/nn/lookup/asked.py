@@ -1,0 +1,144 @@
+"""What a rank does with its own keys, whose vectors come from their owners."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...distributed.exchange import HEAD_BYTES, Come
+from ...ops._checks import accumulate_dtype
+from ..request import Request
+from .grouped import explain, filled, new_outs
+from .layout import ALIGNMENT, Layout
+from .sources import sources_of
+from .tables import Alike
+
+# What is passed to them has been read by a request; what they refuse, it explains.
+_bucketize = torch.ops.sparsekit.group_bucketize.default
+_rows_of = torch.ops.sparsekit.group_exchange_rows.default
+_pool = torch.ops.sparsekit.group_embedding_bag_.default
+_backward_at = torch.ops.sparsekit.group_embedding_bag_backward_at_.default
+
+
+class Asked:
+    """Distinct keys of tables of one dtype, by owner, and the bags that they are pooled in.
+
+    Args:
+        tables: of which.
+        requests: one for each of their positions.
+        world_size: how many ranks there are.
+
+    Attributes:
+        counts: int64 ``[world_size, tables]``, keys of each table for each rank.
+
+    Raises:
+        TypeError, ValueError, IndexError: keys or offsets that a table cannot take.
+    """
+
+    def __init__(self, tables: Alike, requests: Sequence[Request], world_size: int) -> None:
+        self.tables = tables
+        weight = tables.tensors().weights[0]
+        sources = sources_of(requests, tables, weight)
+        owners, maps = tables.owners()
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                self._keys, self.counts, self._numbers, *found = _bucketize(
+                    owners, maps, tables.key_ends, sources.keys, sources.offsets, sources.features,
+                    world_size, HEAD_BYTES // 8, tables.dedupe,
+                )  # fmt: skip
+        except Exception:
+            explain(requests)
+            raise
+        self._inverse, self._places, self._bags, self._first_keys = found
+        self._like = weight.detach()
+        self._sample_weights, self._features = sources.sample_weights, sources.features
+        self._shapes, self.width = sources.shapes, sources.width
+
+    def bytes_of_bags(self) -> int:
+        """A vector for each bag, in the dtype in which vectors are added."""
+        size = accumulate_dtype(self.tables.dtype).itemsize
+        each = zip(self._shapes, self.tables.places, strict=True)
+        return sum(math.prod(shape) * self.tables.dims[t] * size for shape, t in each)
+
+    def keys_for_ranks(self, counts: np.ndarray) -> list[torch.Tensor]:
+        """uint8, for each rank a head and its keys, of which there are counts ``[world_size]``."""
+        sizes = HEAD_BYTES + 8 * counts
+        whole = self._keys.view(torch.uint8)
+        return list(whole[: int(sizes.sum())].split(sizes.tolist()))
+
+    def all_keys(self, num_bytes: int) -> torch.Tensor:
+        """The same in one piece, so many bytes."""
+        return self._keys.view(torch.uint8)[:num_bytes]
+
+    def pool(
+        self, come: Come, vectors: Layout, columns: slice, outs: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The outputs, from vectors that have come; with a width `outs`, if there are any yet.
+
+        Args:
+            come: the vectors.
+            vectors: where they are.
+            columns: which of the layout's tables these are.
+            outs: made for other tables before.
+        """
+        outs = outs or new_outs(self.tables, self._shapes, self.width, self._like)
+        flat = come.data.view(self._like.dtype)
+        found = self._found(vectors, columns, come.begins)
+        with torch._C._AutoDispatchBelowAutograd():
+            weights = [
+                flat.as_strided((max(0, (len(flat) - dim) // unit + 1), dim), (unit, 1))
+                for dim, unit in zip(self.tables.dims, self._units(), strict=True)
+            ]
+            _pool(
+                outs, weights, *found, self._features, self._sample_weights, self._first_keys,
+                [], [], None,
+            )  # fmt: skip
+        return outs
+
+    def write_gradients(
+        self,
+        data: torch.Tensor,
+        vectors: Layout,
+        columns: slice,
+        grads: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Write the gradients of the vectors, given those of the outputs, to what is sent.
+
+        Args:
+            data: uint8, all of it.
+            vectors: where they go.
+            columns: which of the layout's tables these are.
+            grads: of the outputs; None where there is none.
+        """
+        tables = self.tables
+        if self.width is None:
+            grads = [grads[i] for i in tables.positions]
+        given = filled(grads, tables, tables.dims, self._features)
+        index, rows, *rest = self._found(vectors, columns, None)
+        with torch._C._AutoDispatchBelowAutograd():
+            _backward_at(
+                data.view(self._like.dtype), self._units(), given, tables.dims, index, rows, *rest,
+                self._features, self._sample_weights, self._first_keys,
+                torch.are_deterministic_algorithms_enabled(),
+            )  # fmt: skip
+
+    def _units(self) -> list[int]:
+        """Elements of which the begin of each table's vectors is a multiple."""
+        wide = ALIGNMENT // self._like.element_size()
+        return [math.gcd(dim, wide) if dim else 1 for dim in self.tables.dims]
+
+    def _found(
+        self, vectors: Layout, columns: slice, of_parts: Sequence[int] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """index, rows, counts and bags, of vectors that lie in parts that begin there."""
+        units = self._units()
+        begins = vectors.begins(of_parts)[:, columns] // self._like.element_size()
+        come = np.empty((len(units), len(vectors.sizes), 2), dtype=np.int64)
+        come[:, :, 0] = (begins // np.array(units)).T
+        come[:, :, 1] = np.cumsum(vectors.counts[:, columns], axis=0).T
+        steps = [dim // unit or 1 for dim, unit in zip(self.tables.dims, units, strict=True)]
+        rows = _rows_of(self._places, self._bags, self._features, torch.from_numpy(come), steps)
+        return self._inverse, rows, self._numbers, self._bags

@@ -1,0 +1,185 @@
+"""Keys of many tables on their way to the ranks that own them, and the vectors that come back."""
+
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import check_int
+from ._checks import check_tensor
+from ._group import (
+    GroupOp,
+    Tensors,
+    bags_like,
+    check_descriptor,
+    check_devices,
+    check_lists,
+    length_of,
+    sources,
+)
+from .bucketize import MAX_WORLD_SIZE
+
+MAX_HEAD = 2**20
+
+
+def _check_bucketize(
+    owners: Tensors,
+    maps: Sequence[int],
+    ends: Sequence[int],
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+    world_size: int,
+    head: int = 0,
+    distinct: bool = True,
+) -> None:
+    op = "group_bucketize"
+    check_lists(op, {"owners": (owners, (torch.int16,), 1), **sources(keys, offsets)})
+    check_descriptor(op, "features", features, torch.int64)
+    check_int(op, "world_size", world_size, 1, MAX_WORLD_SIZE)
+    check_int(op, "head", head, 0, MAX_HEAD)
+    check_devices(op, [*owners, *keys, *offsets])
+
+
+def _check_exchange_rows(
+    places: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    come: torch.Tensor,
+    steps: Sequence[int],
+) -> None:
+    op = "group_exchange_rows"
+    check_tensor(op, "places", places, (torch.int32,), 1)
+    check_tensor(op, "bags", bags, (torch.int32,), 1)
+    check_descriptor(op, "features", features, torch.int64)
+    check_descriptor(op, "come", come, torch.int64, 3)
+    check_devices(op, [places, bags])
+
+
+_bucketize = GroupOp(torch.ops.sparsekit.group_bucketize.default, _check_bucketize)
+_exchange_rows = GroupOp(torch.ops.sparsekit.group_exchange_rows.default, _check_exchange_rows)
+
+
+def group_bucketize(
+    owners: Tensors,
+    maps: Sequence[int],
+    ends: Sequence[int],
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+    world_size: int,
+    head: int = 0,
+    distinct: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    """Distinct keys of each table, grouped by the rank that owns them.
+
+    ``sparsekit/ops/_group.py`` describes sources, features and entries. On CUDA nothing waits for
+    the device.
+
+    Args:
+        owners: maps of owners, int16 ``[65536]`` each: the rank that owns the keys with some hash.
+        maps: for each of the T tables, which of owners says who owns its keys; -1: rank
+            ``unsigned(key) % world_size``, as in `bucketize`.
+        ends: for each table, the end of the range of its keys, which begins at 0; -1: any keys.
+        keys: int64 or int32 ``[n]`` for each source.
+        offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
+        features: int64 ``[F, 9]`` on the CPU, which table each bag asks. Combiners and what says
+            where vectors lie are not looked at.
+        world_size: number of ranks, 1 to 2048.
+        head: number of words before the keys for each rank, 0 to 2^20.
+        distinct: whether keys that occur more than once in a table go out once. If not, every
+            entry counts as a key of its own.
+
+    Returns:
+        ``by_owner``, int64 with head elements per rank and one per entry: for rank 0, head elements
+        with any content and then its keys, table by table, those of a table in order of first
+        occurrence; the same for rank 1 and so on. The rest is undefined.
+        ``counts``, int64 ``[world_size, T]``: how many keys of each table each rank owns.
+        ``numbers``, int64 ``[T]``: how many keys each table has.
+        ``inverse``, int32 with one element per entry: which of the keys of its table it is, in
+        order of first occurrence.
+        ``places``, int32 with one element per entry. From the first entry of table t on, it has
+        numbers[t] elements: where each of the table's keys, in order of first occurrence, is among
+        its keys for rank 0, then those for rank 1 and so on; the rest of its part is undefined.
+        ``bags`` and ``first_keys`` are those of `group_find`.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape or number, a mix of devices, a bad feature, offsets that do not
+            rise from 0 to the number of keys, a bag with more keys than max_nnz, or a key that
+            owners give to a rank that there is not. On CUDA the last only with checks on, else such
+            a key goes to rank 0.
+        IndexError: a key out of the range of its table.
+    """
+    results: tuple[torch.Tensor, ...] = _bucketize(
+        owners, maps, ends, keys, offsets, features, world_size, head, distinct
+    )
+    return results
+
+
+def group_exchange_rows(
+    places: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    come: torch.Tensor,
+    steps: Sequence[int],
+) -> torch.Tensor:
+    """Where the vectors that owners have sent for keys lie, for `group_embedding_bag_`.
+
+    Args:
+        places: int32, as `group_bucketize` returns them.
+        bags: int32, as `group_bucketize` returns them.
+        features: int64 ``[F, 9]`` on the CPU, as it took them.
+        come: int64 ``[T, world_size, 2]`` on the CPU. The first number is the row at which the
+            vectors of a table begin that a rank has sent, the second one how many vectors there are
+            from this and all ranks before it, at most as many as the table has entries.
+        steps: for each table, how many rows it is from one vector to the next.
+
+    Returns:
+        int32 with one element per entry. From the first entry of a table on, it has the row of the
+        vector of each of its keys, in order of first occurrence; the rest is undefined.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: a wrong shape, a mix of devices, a bad feature; bags that do not rise to at most
+            the length of places, or that give a table fewer entries than there are vectors; a step
+            below 1, or rows that are not in [0, 2^31).
+        IndexError: a place that is not below the number of the table's vectors. On CUDA with checks
+            off, its row is -1.
+    """
+    rows: torch.Tensor = _exchange_rows(places, bags, features, come, steps)
+    return rows
+
+
+@torch.library.register_fake("sparsekit::group_bucketize")
+def _(
+    owners: Tensors,
+    maps: Sequence[int],
+    ends: Sequence[int],
+    keys: Tensors,
+    offsets: Tensors,
+    features: torch.Tensor,
+    world_size: int,
+    head: int = 0,
+    distinct: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    _check_bucketize(owners, maps, ends, keys, offsets, features, world_size, head, distinct)
+    like = keys[0] if keys else owners[0] if owners else features
+    entries, tables = length_of(keys), len(maps)
+    by_owner = like.new_empty([entries + head * world_size], dtype=torch.int64)
+    counts = like.new_empty([world_size, tables], dtype=torch.int64)
+    numbers = like.new_empty([tables], dtype=torch.int64)
+    inverse, places = (like.new_empty([entries], dtype=torch.int32) for _ in range(2))
+    bags = bags_like(like, keys, offsets, features)
+    return (by_owner, counts, numbers, inverse, places, *bags)
+
+
+@torch.library.register_fake("sparsekit::group_exchange_rows")
+def _(
+    places: torch.Tensor,
+    bags: torch.Tensor,
+    features: torch.Tensor,
+    come: torch.Tensor,
+    steps: Sequence[int],
+) -> torch.Tensor:
+    _check_exchange_rows(places, bags, features, come, steps)
+    return torch.empty_like(places, memory_format=torch.contiguous_format)
