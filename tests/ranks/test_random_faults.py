@@ -20,7 +20,7 @@ from sparsekit.distributed import Exchange, world
 
 from .pool import Died, Raised, Ranks
 
-FAULTS = int(os.environ.get("SPARSEKIT_FAULTS", "16"))
+FAULTS = int(os.environ.get("SPARSEKIT_FAULTS", "8"))
 FIRST = int(os.environ.get("SPARSEKIT_FAULTS_SEED", "0"))
 # Seconds that ranks wait for one another, and that a fault may last.
 TIMEOUT, MOST = 6, 30
