@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "sparsekit/owner.h"
 #include "sparsekit/group.h"
+#include "sparsekit/owner.h"
 
 namespace sparsekit {
 
