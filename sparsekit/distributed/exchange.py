@@ -61,7 +61,7 @@ class Come(NamedTuple):
     """What has come from the ranks."""
 
     data: torch.Tensor  # uint8
-    begins: list[int]  # where each rank's part begins, with its head; a multiple of 16
+    begins: list[int]  # where each rank's part begins, with its head
 
     def part(self, rank: int, size: int) -> torch.Tensor:
         """The bytes behind a rank's head, of a part of this size with its head."""
@@ -154,12 +154,18 @@ class Exchange:
         self, plan: str, counts: torch.Tensor, of_ranks: list[list[int]], own: list[list[int]]
     ) -> None:
         """Exchange the counts that the block has no room for, of as many tables on all ranks."""
-        splits = [counts.shape[1]] * self.world_size
-        with self._answered(plan):
-            received = self._begin(counts.reshape(-1), splits, splits)()
-        both = torch.cat([received.view(counts.shape), counts]).tolist()
-        for words, rest in zip([*of_ranks, *own], both, strict=True):
-            words += rest
+        ranks, tables = counts.shape
+        head = HEAD_BYTES // 8
+        words = counts.new_zeros(ranks, head + tables + tables % 2)
+        words[:, head : head + tables] = counts
+        sizes = [words.nbytes // ranks] * ranks
+        send = self.send(f"counts: {plan}", lambda: words.view(-1).view(torch.uint8), sizes, sizes)
+        come = send()
+        parts = [come.part(rank, size) for rank, size in enumerate(sizes)]
+        received = torch.cat(parts).view(torch.int64).view(ranks, -1)[:, :tables]
+        both = torch.cat([received, counts]).tolist()
+        for of_rank, rest in zip([*of_ranks, *own], both, strict=True):
+            of_rank += rest
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Note how much each rank may send here from now on, in one part, head and all."""
@@ -186,8 +192,8 @@ class Exchange:
             what: this is, the same on all ranks.
             make: returns uint8 ``[sum(splits)]``, the part for rank 0 first, each with
                 `HEAD_BYTES` in front that are filled in here.
-            splits: bytes for each rank, multiples of 16.
-            sizes: bytes from each rank, multiples of 16.
+            splits: bytes for each rank, multiples of 8, or of what data is wider than that.
+            sizes: bytes from each rank, the same.
 
         Returns:
             What waits for the parts of the others.
@@ -203,7 +209,7 @@ class Exchange:
         except Exception as raised:
             error = raised
         code = int(hashing.xxh64([what]))
-        with self.awaited():
+        with self._awaited():
             if error is not None:
                 data = torch.zeros(sum(splits), dtype=torch.uint8, device=self.device)
             words = torch.tensor([code, int(error is not None)] * self.world_size)
@@ -234,11 +240,11 @@ class Exchange:
     ) -> Callable[[], torch.Tensor]:
         self.collectives += 1
         self.bytes_sent += send.nbytes
-        with self.awaited():
+        with self._awaited():
             return self.transport.begin_all_to_all(send, send_splits, receive_splits)
 
     @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
+    def _awaited(self) -> Iterator[None]:
         """The others are waiting for what is made or sent in here; if it fails, give up."""
         try:
             yield

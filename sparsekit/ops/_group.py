@@ -53,6 +53,7 @@ FEATURE_COLUMNS = (
 )
 TABLE_COLUMNS = ("hash_table", "capacity", "world_size")
 GROUP_COMBINERS = {**COMBINERS, "none": 3}
+SAMPLE_WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 Tensors = Sequence[torch.Tensor]
 

@@ -8,14 +8,13 @@ from torch.autograd.graph import increment_version
 
 from ._checks import ROW_DTYPES, signed_64
 from ._group import (
+    SAMPLE_WEIGHT_DTYPES,
     GroupOp,
     Tensors,
     check_devices,
     check_lists,
     check_numbers,
 )
-
-_WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
 def _check_backward(
@@ -34,7 +33,7 @@ def _check_backward(
     op = "group_embedding_bag_backward"
     lists = {
         "grads": (grads, ROW_DTYPES, None),
-        "sample_weights": (sample_weights, _WEIGHT_DTYPES, 1),
+        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
     }
     check_lists(op, lists)
     check_numbers(op, index, rows, counts, bags, features, first_keys)
@@ -58,7 +57,7 @@ def _check_backward_at(
     op = "group_embedding_bag_backward_at_"
     lists = {
         "grads": (grads, ROW_DTYPES, None),
-        "sample_weights": (sample_weights, _WEIGHT_DTYPES, 1),
+        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
     }
     check_lists(op, lists)
     check_numbers(op, index, rows, counts, bags, features, first_keys)
@@ -83,7 +82,7 @@ def _check_update(
     op = "group_embedding_bag_update_"
     lists = {
         "grads": (grads, ROW_DTYPES, None),
-        "sample_weights": (sample_weights, _WEIGHT_DTYPES, 1),
+        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
         "weights": (weights, ROW_DTYPES, 2),
     }
     check_lists(op, lists)

@@ -1,10 +1,11 @@
-"""Pooling of many tables in one call, its gradients, and the step that they are for."""
+"""Pooling of many tables in one call; `_group_gradients` has its gradients."""
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ._checks import KEY_DTYPES, ROW_DTYPES
 from ._group import (
+    SAMPLE_WEIGHT_DTYPES,
     GroupOp,
     Tensors,
     check_descriptor,
@@ -12,8 +13,6 @@ from ._group import (
     check_lists,
     check_numbers,
 )
-
-_WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 
 def _check_pool(
@@ -33,7 +32,7 @@ def _check_pool(
     op = "group_embedding_bag_"
     lists = {
         "weights": (weights, ROW_DTYPES, 2),
-        "sample_weights": (sample_weights, _WEIGHT_DTYPES, 1),
+        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
         "keys": (keys, KEY_DTYPES, 1),
         "seeds": (seeds, (torch.int64,), 1),
     }

@@ -104,6 +104,55 @@ def test_a_step_has_the_collectives_of_one_table_whatever_their_number(two_ranks
         assert counts[26] == counts[100] == counts[1]
 
 
+def many_tables(count):
+    layers = {
+        f"t{i}": sparsekit.DistributedEmbedding("sum", 20, 2, 1, 2, name=f"many {i}")
+        for i in range(count)
+    }
+    keys = {f"t{i}": torch.tensor([[[i % 7, 7 + i % 3]]]) for i in range(count)}
+    return sparsekit.EmbeddingGroup(layers), keys
+
+
+def more_counts_than_a_block_has_room_for(rank, count):
+    group, keys = many_tables(count)
+    exchange = group.layers["t0"].exchange
+    before = exchange.collectives
+    outputs = group(keys)
+    sum(out.sum() for out in outputs.values()).backward()
+    assert exchange.collectives - before == 5
+    for i in (0, 506, 507, count - 1):
+        alone = sparsekit.DistributedEmbedding("sum", 20, 2, 1, 2, name=f"many {i}")
+        assert torch.equal(alone(keys[f"t{i}"]), outputs[f"t{i}"])
+    return sum(len(layer.table) for layer in group.layers.values())
+
+
+@pytest.mark.parametrize("count", [508, 511])
+def test_more_tables_than_a_handshake_has_room_for(ranks, count):
+    assert sum(ranks(more_counts_than_a_block_has_room_for, count)) == 2 * count
+
+
+def interrupted_at_the_rest(rank):
+    """Rank 1 never sends the rest of its counts, and goes on with the next lookup."""
+    group, keys = many_tables(508)
+    exchange = group.layers["t0"].exchange
+    if rank == 1:
+
+        def interrupt(*arguments):
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "_add_rest", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                group(keys)
+    with pytest.raises(RuntimeError, match="A step was interrupted on one of them"):
+        group(keys)
+    return len(group(keys))
+
+
+def test_the_rest_of_a_handshake_does_not_come(two_ranks_over):
+    assert two_ranks_over(interrupted_at_the_rest) == [508, 508]
+
+
 def prefetched(rank):
     """Steps with and without prefetch, and a call with another batch than the one prefetched."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
