@@ -1,6 +1,7 @@
-"""Errors of sparsekit that are not one of Python's own, and the check of whole numbers."""
+"""Errors of sparsekit that are not one of Python's own, and checks of numbers and choices."""
 
 import operator
+from collections.abc import Sequence
 
 
 class TableFullError(RuntimeError):
@@ -35,6 +36,13 @@ class TableFullError(RuntimeError):
 
 class DivergedError(ArithmeticError):
     """Training has left the range of floating point numbers; its weights are of no use any more."""
+
+
+def check_choice(name: str, argument: str, value: object, choices: Sequence[object]) -> None:
+    """Raise ValueError unless value is one of the choices; ``name`` begins the message."""
+    if value not in choices:
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{name}: {argument} must be one of {listed}; got {value!r}")
 
 
 def check_int(name: str, argument: str, value: object, least: int, most: int) -> int:

@@ -128,7 +128,6 @@ def group_bucketize(
     offsets: Tensors,
     features: torch.Tensor,
     world_size: int,
-    head: int = 0,
     distinct: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """Keys of each table and rank; which of them each entry has; where each is; `bags_of`."""
@@ -147,10 +146,8 @@ def group_bucketize(
         own = places[entries.start : entries.start + len(asked)]
         own[permutation] = torch.arange(len(asked), dtype=torch.int32)
         pieces.append(by_owner.split(counts[:, t].tolist()))
-    gap = torch.zeros(head, dtype=torch.int64)
-    sent = [part for r in range(world_size) for part in (gap, *(piece[r] for piece in pieces))]
     return (
-        torch.cat(sent),
+        torch.cat([piece[r] for r in range(world_size) for piece in pieces]),
         counts,
         counts.sum(0),
         inverse,

@@ -210,12 +210,12 @@ def exchanges(transport):
     own = rows[exchange.rank]
     offer = Offer(torch.tensor(own, device=exchange.device).view(size, 1), (1, 2, exchange.rank))
     _, agreed = exchange.meet("the same", lambda: offer)
-    assert agreed.own == [[n] for n in own]
-    assert agreed.facts == [(1, 2, rank) for rank in range(size)]
+    assert agreed.own.tolist() == [[n] for n in own]
+    assert agreed.facts == [[1, 2, rank] for rank in range(size)]
     counts = [rows[rank][exchange.rank] for rank in range(size)]
-    assert agreed.counts == [[n] for n in counts]
-    send, splits = pack(parts, [own] * 2)
-    come = exchange.send("rows", lambda: send, splits, packed_sizes(parts, [counts] * 2))()
+    assert agreed.counts.tolist() == [[n] for n in counts]
+    sizes = [packed_sizes(parts, [each] * 2) for each in (own, counts)]
+    come = exchange.send("rows", lambda to: pack(to, parts, [own] * 2), *sizes)()
     keys, weights = unpack(come, parts, [counts] * 2)
     assert keys[:, 2].tolist() == [rank for rank in range(size) for _ in range(counts[rank])]
     assert weights.tolist() == [0.5] * sum(counts)

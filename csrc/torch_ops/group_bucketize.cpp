@@ -8,7 +8,6 @@ namespace {
 
 using Tensors = std::vector<Tensor>;
 
-constexpr int64_t kMostWords = int64_t{1} << 20;
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
 // Who owns the keys of each table, and which keys it takes.
@@ -41,11 +40,10 @@ std::vector<RoutedTable> routed_tables(const char* op, const Tensors& owners,
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
     const Tensors& owners, const std::vector<int64_t>& maps, const std::vector<int64_t>& ends,
     const Tensors& keys, const Tensors& offsets, const Tensor& features, int64_t world_size,
-    int64_t head, bool distinct) {
+    bool distinct) {
   const char* op = "group_bucketize";
   check(world_size >= 1 && world_size <= kMaxWorldSize, op, ": world_size must be in [1, ",
         kMaxWorldSize, "], got ", world_size);
-  check(head >= 0 && head <= kMostWords, op, ": head must be in [0, ", kMostWords, "], got ", head);
   check_list(ends.size(), maps.size(), op, "ends");
   const auto num_tables = static_cast<int64_t>(maps.size());
   check(num_tables <= kMost / world_size, op, ": ", num_tables, " tables of ", world_size,
@@ -58,14 +56,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
   std::vector<RoutedTable> tables = routed_tables(op, owners, maps, ends, world_size, input);
   const Engine engine(like);
   const auto results = new_bags(input, like);
-  Tensor by_owner = new_output(like, {input.entries + head * world_size}, ScalarType::Long);
+  Tensor by_owner = new_output(like, {input.entries}, ScalarType::Long);
   Tensor counts = new_output(like, {world_size, num_tables}, ScalarType::Long);
   Tensor numbers = new_output(like, {num_tables}, ScalarType::Long);
   Tensor inverse = new_output(like, {input.entries}, ScalarType::Int);
   Tensor places = new_output(like, {input.entries}, ScalarType::Int);
-  const RoutedKeys to{mutable_data<int64_t>(by_owner), head,
-                      mutable_data<int64_t>(counts),   mutable_data<int64_t>(numbers),
-                      mutable_data<int32_t>(inverse),  mutable_data<int32_t>(places)};
+  const RoutedKeys to{mutable_data<int64_t>(by_owner), mutable_data<int64_t>(counts),
+                      mutable_data<int64_t>(numbers), mutable_data<int32_t>(inverse),
+                      mutable_data<int32_t>(places)};
   int64_t bad = -1;
   if constexpr (kOnDevice) {
     cuda::GroupCall call{};

@@ -57,8 +57,8 @@ SPARSEKIT_LIBRARY(m) {
       " Tensor bags, Tensor first_keys)");
   m.def(
       "group_bucketize(Tensor[] owners, int[] maps, int[] ends, Tensor[] keys, Tensor[] offsets,"
-      " Tensor features, int world_size, int head=0, bool distinct=True) -> (Tensor keys, Tensor"
-      " counts, Tensor numbers, Tensor inverse, Tensor places, Tensor bags, Tensor first_keys)");
+      " Tensor features, int world_size, bool distinct=True) -> (Tensor keys, Tensor counts, Tensor"
+      " numbers, Tensor inverse, Tensor places, Tensor bags, Tensor first_keys)");
   m.def(
       "group_exchange_rows(Tensor places, Tensor bags, Tensor features, Tensor come, int[] steps)"
       " -> Tensor");

@@ -5,15 +5,18 @@ it is about to do, whether something has gone wrong here, and how much of each t
 ranks that disagree find out at once, and an error on one rank becomes an error on all instead of a
 wait. What follows has sizes that all know; in front of each part is again what it is, and whether
 something has gone wrong, and a rank that gets another part than it waits for has room for it.
+A rank's own part is read where it has been written.
 """
 
 import contextlib
+import itertools
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,6 +30,9 @@ from .transport import TorchTransport, Transport
 _BLOCK, _FACTS = 512, 5
 # Bytes in front of each part of what follows: that hash, and 1 for an error.
 HEAD_BYTES = 16
+
+# Characters of a plan that an error shows.
+_SHOWN = 800
 
 _INTERRUPTED = (
     ". A step was interrupted on one of them, by Ctrl-C for instance, or a layer was called on "
@@ -52,15 +58,15 @@ class Offer:
 class Agreed:
     """What each rank has said before it began."""
 
-    facts: list[tuple[int, ...]]
-    counts: list[list[int]]  # [world_size][tables], what this rank will be sent
-    own: list[list[int]]  # and what it will send
+    facts: list[list[int]]
+    counts: np.ndarray  # int64 [world_size, tables], what this rank will be sent
+    own: np.ndarray  # and what it will send
 
 
-class Come(NamedTuple):
-    """What has come from the ranks."""
+class Parts(NamedTuple):
+    """Those for the ranks, or from them, in the order of the ranks but for this one's own."""
 
-    data: torch.Tensor  # uint8
+    data: torch.Tensor  # uint8, with room for other things
     begins: list[int]  # where each rank's part begins, with its head
 
     def part(self, rank: int, size: int) -> torch.Tensor:
@@ -141,31 +147,28 @@ class Exchange:
         parts = [received[begin : begin + sizes[0]] for begin in _begins(room)]
         # In one piece, since on a device each reading waits for it.
         words = torch.cat(parts).view(torch.int64).view(ranks, _BLOCK)
-        both = torch.cat([words, block])[:, : _FACTS + here].tolist()
-        came, own = both[:ranks], both[ranks:]
-        if any(words[0] != code or words[1] for words in came):
+        both = torch.cat([words, block])[:, : _FACTS + here].cpu().numpy()
+        came = both[:ranks]
+        if (came[:, 0] != code).any() or came[:, 1].any():
             self._raise_together(plan, error)
-        of_ranks, of_own = ([words[_FACTS:] for words in side] for side in (came, own))
+        of_both = both[:, _FACTS:]
         if here < counts.shape[1]:
-            self._add_rest(plan, counts[:, here:], of_ranks, of_own)
-        return Agreed([tuple(words[2:_FACTS]) for words in came], of_ranks, of_own)
+            rest = self._rest(plan, counts[:, here:])
+            of_both = np.concatenate([of_both, rest], axis=1)
+        return Agreed(came[:, 2:_FACTS].tolist(), of_both[:ranks], of_both[ranks:])
 
-    def _add_rest(
-        self, plan: str, counts: torch.Tensor, of_ranks: list[list[int]], own: list[list[int]]
-    ) -> None:
+    def _rest(self, plan: str, counts: torch.Tensor) -> np.ndarray:
         """Exchange the counts that the block has no room for, of as many tables on all ranks."""
         ranks, tables = counts.shape
-        head = HEAD_BYTES // 8
-        words = counts.new_zeros(ranks, head + tables + tables % 2)
-        words[:, head : head + tables] = counts
-        sizes = [words.nbytes // ranks] * ranks
-        send = self.send(f"counts: {plan}", lambda: words.view(-1).view(torch.uint8), sizes, sizes)
-        come = send()
-        parts = [come.part(rank, size) for rank, size in enumerate(sizes)]
-        received = torch.cat(parts).view(torch.int64).view(ranks, -1)[:, :tables]
-        both = torch.cat([received, counts]).tolist()
-        for of_rank, rest in zip([*of_ranks, *own], both, strict=True):
-            of_rank += rest
+        size = HEAD_BYTES + padded(8 * tables)
+
+        def write(parts: Parts) -> None:
+            for rank, words in enumerate(counts):
+                parts.part(rank, size).view(torch.int64)[:tables] = words
+
+        come = self.send(f"counts: {plan}", write, [size] * ranks, [size] * ranks)()
+        received = [come.part(rank, size).view(torch.int64)[:tables] for rank in range(ranks)]
+        return torch.cat([torch.stack(received), counts]).cpu().numpy()
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Note how much each rank may send here from now on, in one part, head and all."""
@@ -182,66 +185,86 @@ class Exchange:
     def send(
         self,
         what: str,
-        make: Callable[[], torch.Tensor],
+        write: Callable[[Parts], None],
         splits: Sequence[int],
         sizes: Sequence[int],
-    ) -> Callable[[], Come]:
+    ) -> Callable[[], Parts]:
         """Begin to send a part to each rank, of a size that both know.
 
         Args:
             what: this is, the same on all ranks.
-            make: returns uint8 ``[sum(splits)]``, the part for rank 0 first, each with
-                `HEAD_BYTES` in front that are filled in here.
+            write: writes the parts for the ranks, behind `HEAD_BYTES` that are filled in here.
             splits: bytes for each rank, multiples of 8, or of what data is wider than that.
             sizes: bytes from each rank, the same.
 
         Returns:
-            What waits for the parts of the others.
+            What waits for the parts of the others, and returns those and this rank's own. They are
+            in the memory that write was given.
 
         Raises:
-            RuntimeError: the exchange broke down before. What is returned raises what make raises
+            RuntimeError: the exchange broke down before. What is returned raises what write raises
             on any rank, and RuntimeError where ranks disagree about what is sent.
         """
         self._check_open(what)
-        error: Exception | None = None
-        try:
-            data = make()
-        except Exception as raised:
-            error = raised
         code = int(hashing.xxh64([what]))
         with self._awaited():
-            if error is not None:
-                data = torch.zeros(sum(splits), dtype=torch.uint8, device=self.device)
-            words = torch.tensor([code, int(error is not None)] * self.world_size)
-            data.view(torch.int64)[self._heads(_begins(splits))] = words.to(self.device)
             self.expect(sizes)
-            room = self._room(sizes)
-        begun = self._begin(data, splits, room)
+            room, to_others = self._room(sizes), list(splits)
+            room[self.rank] = to_others[self.rank] = 0
+            # What comes, what goes, and this rank's own part, which does neither.
+            first, last = sum(room), sum(room) + sum(to_others)
+            size = last + splits[self.rank]
+            data = torch.empty(size, dtype=torch.uint8, device=self.device)
+            incoming, outgoing = _begins(room), _begins(to_others, first)
+            incoming[self.rank] = outgoing[self.rank] = last
+        error: Exception | None = None
+        try:
+            write(Parts(data, outgoing))
+        except Exception as raised:
+            error = raised
+        with self._awaited():
+            self._write_heads(data, outgoing, [code, int(error is not None)])
+        begun = self._begin(data[first:last], to_others, room, data[:first])
 
-        def finish() -> Come:
-            begins = _begins(room)
+        def finish() -> Parts:
             with self._answered(what):
-                come = begun()
-            heads = come.view(torch.int64)[self._heads(begins)].tolist()
-            if any(word != code for word in heads[::2]) or any(heads[1::2]):
+                begun()
+            heads = self._heads(data, incoming)
+            if error is not None or any(head != [code, 0] for head in heads):
                 self._raise_together(what, error)
-            return Come(come, begins)
+            return Parts(data, incoming)
 
         return finish
 
-    def _heads(self, begins: list[int]) -> torch.Tensor:
-        """Where the words of heads are, among words."""
-        return torch.tensor(
-            [begin // 8 + word for begin in begins for word in (0, 1)], device=self.device
-        )
+    def _write_heads(self, data: torch.Tensor, begins: Sequence[int], head: list[int]) -> None:
+        words, at = data.view(torch.int64), self._head_words(begins)
+        if data.is_cpu:  # in a tenth of the time
+            words.numpy()[at] = head
+        else:
+            words[torch.from_numpy(at).to(self.device)] = torch.tensor(head, device=self.device)
+
+    def _heads(self, data: torch.Tensor, begins: Sequence[int]) -> list[list[int]]:
+        words, at = data.view(torch.int64), self._head_words(begins)
+        if data.is_cpu:
+            return words.numpy()[at].tolist()
+        return words[torch.from_numpy(at).to(self.device)].tolist()
+
+    def _head_words(self, begins: Sequence[int]) -> np.ndarray:
+        """int64 ``[world_size - 1, 2]``, where the words of the others' heads are."""
+        others = [begin // 8 for rank, begin in enumerate(begins) if rank != self.rank]
+        return np.array(others, dtype=np.int64)[:, None] + np.arange(HEAD_BYTES // 8)
 
     def _begin(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+        self,
+        send: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         self.collectives += 1
         self.bytes_sent += send.nbytes
         with self._awaited():
-            return self.transport.begin_all_to_all(send, send_splits, receive_splits)
+            return self.transport.begin_all_to_all(send, send_splits, receive_splits, received)
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:
@@ -255,8 +278,8 @@ class Exchange:
     def _check_open(self, plan: str) -> None:
         if self.broken is not None:
             raise RuntimeError(
-                f"sparsekit: {plan}: the exchange broke down before: {self.broken}. Start all "
-                f"ranks again, from the last checkpoint"
+                f"sparsekit: {_brief(plan)}: the exchange broke down before: {self.broken}. Start "
+                f"all ranks again, from the last checkpoint"
             )
 
     @contextlib.contextmanager
@@ -267,9 +290,9 @@ class Exchange:
             # A late answer must not be taken for one to a later question.
             self.broken = self.broken or str(error)
             raise RuntimeError(
-                f"sparsekit: {plan}: no answer from all other ranks. One may have died or been "
-                f"interrupted, or a layer, or its backward, may have been called on some ranks "
-                f"only: {error}"
+                f"sparsekit: {_brief(plan)}: no answer from all other ranks. One may have died or "
+                f"been interrupted, or a layer, or its backward, may have been called on some "
+                f"ranks only: {error}"
             ) from error
 
     def abandon(self, error: BaseException) -> None:
@@ -320,7 +343,8 @@ class Exchange:
             remote = pickle.loads(packed)
             if remote is not None:
                 raise _of_rank(rank, remote)
-        plans = "; ".join(f"rank {rank}: {other}" for rank, (other, *_) in enumerate(reports))
+        shown = _where_they_differ([other for other, *_ in reports])
+        plans = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(shown))
         raise RuntimeError(
             f"sparsekit: ranks are about to do different things. {plans}"
             f"{_INTERRUPTED if len(set(counts)) > 1 else ''}"
@@ -337,9 +361,26 @@ def _of_rank(rank: int, error: Exception) -> Exception:
     return RemoteError(f"on rank {rank}: {type(error).__name__}: {error}")
 
 
-def _begins(sizes: Sequence[int]) -> list[int]:
+def _brief(plan: str) -> str:
+    """Begin and end of a plan, which may name hundreds of tables."""
+    half = _SHOWN // 2
+    return plan if len(plan) <= _SHOWN else f"{plan[:half]} ... {plan[-half:]}"
+
+
+def _where_they_differ(plans: Sequence[str]) -> list[str]:
+    """Begin of each plan, and what is around the first difference."""
+    each = enumerate(zip(*plans, strict=False))
+    at = next((i for i, letters in each if len(set(letters)) > 1), min(map(len, plans)))
+    first = slice(0, _SHOWN // 4)
+    around = slice(max(first.stop, at - _SHOWN // 4), at + _SHOWN // 2)
+    return [
+        plan if len(plan) <= _SHOWN else f"{plan[first]} ... {plan[around]} ..." for plan in plans
+    ]
+
+
+def _begins(sizes: Sequence[int], first: int = 0) -> list[int]:
     """Where parts of these sizes begin, one behind the other."""
-    return [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return list(itertools.accumulate(sizes[:-1], initial=first))
 
 
 def padded(size: int) -> int:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 
 from .. import _pybind
-from .transport import TorchTransport, Transport, Unavailable
+from .transport import TorchTransport, Transport, Unavailable, room_for
 
 # Seconds between two looks at a communicator, and for which one waits for others at its end.
 _INTERVAL, _PATIENCE = 1.0, 10.0
@@ -96,7 +96,11 @@ class NcclTransport(Transport):
         self._close()
 
     def begin_all_to_all(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+        self,
+        send: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """See `Transport`. The sizes are bytes to NCCL, so any dtype will do.
 
@@ -112,7 +116,7 @@ class NcclTransport(Transport):
             raise ValueError(
                 f"sparsekit: send is on {send.device}, the communicator on {self.device}"
             )
-        received = send.new_empty(sum(receive_splits))
+        received = room_for(send, receive_splits, received)
         size = send.element_size()
         with self._on_device():
             # On the tensors' own stream, so that torch may give their memory to something else

@@ -3,67 +3,64 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from .exchange import HEAD_BYTES, Come, padded
+from .exchange import HEAD_BYTES, Parts, padded
 
 
-def pack(
-    parts: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, list[int]]:
-    """Bytes to send to each rank, from several arrays of rows.
+def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> None:
+    """Write several arrays of rows to the parts for the ranks, array by array behind the heads.
 
     Args:
-        parts: ``[n_t, dim_t]`` or ``[n_t]`` of any dtypes, contiguous; the rows for rank 0 first.
-        counts: for each part, its rows for each rank.
-
-    Returns:
-        uint8 ``[total]``, rank by rank and for each rank its head and part by part, and the bytes
-        of each rank.
+        to: what is written to.
+        arrays: ``[n_t, dim_t]`` or ``[n_t]`` of any dtypes; the rows for rank 0 first.
+        counts: of each array, its rows for each rank.
     """
-    raw = [part.reshape(-1).view(torch.uint8) for part in parts]
-    sizes = [_part_bytes(part, count) for part, count in zip(parts, counts, strict=True)]
-    pieces = [part.split(size) for part, size in zip(raw, sizes, strict=True)]
-    flat = []
-    for rank, of_rank in enumerate(zip(*sizes, strict=True)):
-        flat.append(raw[0].new_zeros(HEAD_BYTES))
-        for part, size in enumerate(of_rank):
-            flat.append(pieces[part][rank])
-            flat.append(raw[part].new_zeros(padded(size) - size))
-    return torch.cat(flat), packed_sizes(parts, counts)
+    rest = [array.contiguous().view(-1).view(torch.uint8) for array in arrays]
+    for pieces in _pieces(to, arrays, counts):
+        for t, piece in enumerate(pieces):
+            piece.copy_(rest[t][: len(piece)])
+            rest[t] = rest[t][len(piece) :]
 
 
 def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> list[int]:
-    """The bytes for, or from, each rank of what `pack` makes; see there and `unpack`."""
-    sizes = [_part_bytes(part, count) for part, count in zip(like, counts, strict=True)]
+    """The bytes for, or from, each rank of what `pack` writes; see there and `unpack`."""
+    sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
     return [HEAD_BYTES + sum(map(padded, of_rank)) for of_rank in zip(*sizes, strict=True)]
 
 
 def unpack(
-    come: Come, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
+    come: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
     """Undo `pack` at the receiver: arrays of rows, rank 0's first.
 
     Args:
         come: what the ranks have sent.
-        like: for each part, a tensor of its dtype and row shape.
-        counts: for each part, its rows from each rank.
+        like: for each array, a tensor of its dtype and row shape.
+        counts: for each array, its rows from each rank.
     """
-    sizes = [_part_bytes(part, count) for part, count in zip(like, counts, strict=True)]
-    pieces: list[list[torch.Tensor]] = [[] for _ in like]
-    for begin, of_rank in zip(come.begins, zip(*sizes, strict=True), strict=True):
-        at = begin + HEAD_BYTES
-        for part, size in enumerate(of_rank):
-            pieces[part].append(come.data[at : at + size])
-            at += padded(size)
+    of_arrays = zip(*_pieces(come, like, counts), strict=True)
     return [
-        torch.cat(piece).view(part.dtype).view(sum(count), *part.shape[1:])
-        for piece, part, count in zip(pieces, like, counts, strict=True)
+        torch.cat(pieces).view(array.dtype).view(sum(count), *array.shape[1:])
+        for pieces, array, count in zip(of_arrays, like, counts, strict=True)
     ]
 
 
-def _part_bytes(part: torch.Tensor, counts: Sequence[int]) -> list[int]:
-    row = part.element_size() * math.prod(part.shape[1:])
+def _pieces(
+    parts: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
+) -> Iterator[list[torch.Tensor]]:
+    """For each rank, the bytes of each array."""
+    sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
+    for begin, of_rank in zip(parts.begins, zip(*sizes, strict=True), strict=True):
+        at, pieces = begin + HEAD_BYTES, []
+        for size in of_rank:
+            pieces.append(parts.data[at : at + size])
+            at += padded(size)
+        yield pieces
+
+
+def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
+    row = array.element_size() * math.prod(array.shape[1:])
     return [count * row for count in counts]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from .. import _pybind
-from .transport import OutOfResources, TorchTransport, Transport, Unavailable
+from .transport import OutOfResources, TorchTransport, Transport, Unavailable, room_for
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -59,7 +59,11 @@ class SharedMemoryTransport(Transport):
         _made.add(self)
 
     def begin_all_to_all(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+        self,
+        send: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """See `Transport`. Beginning sends what there is room for, waiting all the rest."""
         # The communicator gets an address and would read whatever is there.
@@ -69,7 +73,7 @@ class SharedMemoryTransport(Transport):
                 f"elements of send_splits; it is {list(send.shape)} with strides "
                 f"{list(send.stride())} on {send.device}"
             )
-        received = send.new_empty(sum(receive_splits))
+        received = room_for(send, receive_splits, received)
         size = send.element_size()
         number = self.communicator.begin(
             send.data_ptr(),

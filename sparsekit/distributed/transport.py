@@ -28,7 +28,11 @@ class Transport(ABC):
 
     @abstractmethod
     def begin_all_to_all(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+        self,
+        send: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """Begin to send a part of ``send`` to each rank; what is returned waits for the others.
 
@@ -40,9 +44,11 @@ class Transport(ABC):
             send: 1-D, contiguous; the part for rank 0 first. Not to be written to before the wait.
             send_splits: elements for each rank.
             receive_splits: elements from each rank, at most.
+            received: ``[sum(receive_splits)]`` in the dtype of send, contiguous, to be written to;
+                new memory by default.
 
         Returns:
-            What gives ``[sum(receive_splits)]`` in the dtype of send, rank 0's part first.
+            What gives that, rank 0's part first.
         """
 
     def all_to_all(
@@ -55,6 +61,27 @@ class Transport(ABC):
         """End it, so that other ranks that wait for this one raise."""
 
 
+def room_for(
+    send: torch.Tensor, receive_splits: Sequence[int], received: torch.Tensor | None
+) -> torch.Tensor:
+    """What `Transport.begin_all_to_all` writes to.
+
+    Raises:
+        ValueError: it is not what it should be.
+    """
+    elements = sum(receive_splits)
+    if received is None:
+        return send.new_empty(elements)
+    alike = received.dtype == send.dtype and received.device == send.device
+    if not (alike and received.shape == (elements,) and received.is_contiguous()):
+        raise ValueError(
+            f"sparsekit: received must be contiguous, with the {elements} elements of "
+            f"receive_splits, {send.dtype} on {send.device}; it is {list(received.shape)} with "
+            f"strides {list(received.stride())}, {received.dtype} on {received.device}"
+        )
+    return received
+
+
 class TorchTransport(Transport):
     """Over torch.distributed: gloo for tensors on the CPU, nccl, which is exact, for CUDA."""
 
@@ -64,10 +91,14 @@ class TorchTransport(Transport):
         self.world_size = dist.get_world_size(group)
 
     def begin_all_to_all(
-        self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+        self,
+        send: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """See `Transport`."""
-        received = send.new_empty(sum(receive_splits))
+        received = room_for(send, receive_splits, received)
         work = dist.all_to_all_single(
             received,
             send,

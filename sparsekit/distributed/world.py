@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from ..errors import check_int
+from ..errors import check_choice, check_int
 from .backend import check_backend, make_transport
 from .exchange import Exchange
 
@@ -39,7 +39,11 @@ class _Settings:
     process_group: dist.ProcessGroup | None = None
     timeout = timedelta(minutes=5)
     backend = "auto"
+    wire_dtype: torch.dtype | None = None
 
+
+# What vectors and gradients may be rounded to between ranks.
+WIRE_DTYPES = (torch.bfloat16,)
 
 settings = _Settings()
 
@@ -60,6 +64,7 @@ def init(
     *,
     timeout: float | timedelta | _Keep = _Keep.KEEP,
     backend: str | _Keep = _Keep.KEEP,
+    wire_dtype: torch.dtype | _Keep | None = _Keep.KEEP,
 ) -> None:
     """Set defaults for the layers that are made from here on. Optional.
 
@@ -76,10 +81,13 @@ def init(
         backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
             on one host. ``"auto"`` takes one of these two where all ranks have it.
+        wire_dtype: ``torch.bfloat16`` rounds vectors and gradients on their way between ranks, for
+            layers that do not say otherwise, and sums are still in float32; None, as at first,
+            leaves them as they are. See `DistributedEmbedding`.
 
     Raises:
         TypeError, ValueError: a seed that is no 64-bit integer, a timeout that is not positive, or
-            an unknown backend.
+            an unknown backend or wire_dtype.
         RuntimeError: ``backend="nccl"``, but NCCL was not there at build time or is not here now.
     """
     if global_batch_size is not None:
@@ -98,6 +106,9 @@ def init(
     if backend is not _Keep.KEEP:
         check_backend(backend)
         new["backend"] = backend
+    if wire_dtype is not _Keep.KEEP:
+        check_choice("sparsekit.init", "wire_dtype", wire_dtype, (None, *WIRE_DTYPES))
+        new["wire_dtype"] = wire_dtype
     vars(settings).update(new)
 
 

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
 from .lookup import look_up
-from .options import TableOptions, check_choice, check_count
+from .options import TableOptions, check_count
 from .request import Request, ask_bags, ask_vectors
 from .shard import ShardedTable
 
@@ -48,6 +49,11 @@ class DistributedEmbedding(ShardedTable):
             keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK, where keys
             with the same low bits crowd on few ranks. None: hash with the hash table, and modulo
             without, where there is no other way. A saved table keeps its placement.
+        wire_dtype: ``torch.bfloat16`` rounds vectors, and their gradients, on their way between
+            ranks, which halves the bytes: each element by at most 2^-8 of its size, so an output
+            of a bag differs by at most 2^-8 of the sum of its absolute summands. They are added up
+            in float32 or float64 all the same. None: as `sparsekit.init` says, which is not at all
+            unless it is told to. The layer's dtype: not at all.
         strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
             each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
             for which all ranks send all their keys to all; for large bags of keys that seldom
@@ -94,6 +100,7 @@ class DistributedEmbedding(ShardedTable):
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,
+        wire_dtype: torch.dtype | None = None,
         strategy: str = "auto",
     ) -> None:
         super().__init__(
@@ -107,6 +114,7 @@ class DistributedEmbedding(ShardedTable):
                 padding_key=padding_key,
                 on_full=on_full,
                 gradient_reduction=gradient_reduction,
+                wire_dtype=wire_dtype,
                 seed=seed,
                 name=name,
                 dtype=dtype,
@@ -171,7 +179,7 @@ class All2AllDenseEmbedding(ShardedTable):
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
         key_dtype, embedding_initializer, on_full, gradient_reduction, seed, name, dtype, device,
-            process_group, placement: as in `DistributedEmbedding`.
+            process_group, placement, wire_dtype: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
@@ -199,6 +207,7 @@ class All2AllDenseEmbedding(ShardedTable):
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             TableOptions(
@@ -211,6 +220,7 @@ class All2AllDenseEmbedding(ShardedTable):
                 padding_key=padding_key,
                 on_full=on_full,
                 gradient_reduction=gradient_reduction,
+                wire_dtype=wire_dtype,
                 seed=seed,
                 name=name,
                 dtype=dtype,

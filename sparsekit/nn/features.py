@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 
+from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
 from .inputs import Bags, check_bags, read_bags
 from .lookup import Tables, keep
-from .options import check_choice, check_count
+from .options import check_count
 from .request import (
     GROUP,
     NO_LIMIT,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
 from .features import (
     OUTPUTS,
@@ -23,7 +24,6 @@ from .features import (
 )
 from .inputs import is_keyed_jagged
 from .lookup import Kept, Route, Tables, begin, finish, look_up
-from .options import check_choice
 from .request import GROUP, Request, ask_bags
 from .shard import ShardedTable
 

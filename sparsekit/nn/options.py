@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .. import _pybind, hashing
-from ..distributed.world import settings
-from ..errors import check_int
+from ..distributed.world import WIRE_DTYPES, settings
+from ..errors import check_choice, check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .init import Initializer, resolve
 
@@ -31,6 +29,7 @@ class TableOptions:
     padding_key: int | None
     on_full: str
     gradient_reduction: str
+    wire_dtype: torch.dtype | None
     seed: int | None
     name: str | None
     dtype: torch.dtype
@@ -52,6 +51,9 @@ class TableOptions:
         check_choice(name, "dtype", self.dtype, ROW_DTYPES)
         check_choice(name, "on_full", self.on_full, ("error",))
         check_choice(name, "gradient_reduction", self.gradient_reduction, ("mean", "sum"))
+        wire_dtype = self.wire_dtype or settings.wire_dtype
+        if self.wire_dtype is not None:
+            check_choice(name, "wire_dtype", wire_dtype, (*WIRE_DTYPES, self.dtype))
         placement = self.placement
         if placement is None:
             placement = "hash" if self.use_hashtable else "modulo"
@@ -71,6 +73,7 @@ class TableOptions:
             max_vocabulary_size_per_gpu=capacity,
             embedding_vec_size=dim,
             placement=placement,
+            wire_dtype=wire_dtype if wire_dtype in WIRE_DTYPES else None,
             device=device,
             embedding_initializer=initializer,
             padding_key=padding_key,
@@ -83,13 +86,6 @@ class TableOptions:
 def check_count(name: str, argument: str, value: int, most: int = 2**63 - 1) -> int:
     """``value`` as an int in [1, most]; see `check_int`."""
     return check_int(name, argument, value, 1, most)
-
-
-def check_choice(name: str, argument: str, value: Any, choices: Sequence[Any]) -> None:
-    """Raise ValueError unless value is one of the choices; ``name`` begins the message."""
-    if value not in choices:
-        listed = ", ".join(map(str, choices))
-        raise ValueError(f"{name}: {argument} must be one of {listed}; got {value!r}")
 
 
 def _checked_device(name: str, device: torch.device | str | None) -> torch.device:

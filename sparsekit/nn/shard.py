@@ -76,6 +76,8 @@ class ShardedTable(torch.nn.Module, Sharded):
         self.dedupe = True
         # How pooled vectors come from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
+        # What vectors and gradients are rounded to between ranks; None is their own dtype.
+        self.wire_dtype = options.wire_dtype
         self.capacity = options.max_vocabulary_size_per_gpu
         self.embedding_vec_size = options.embedding_vec_size
         self.key_dtype = options.key_dtype
@@ -150,26 +152,35 @@ class ShardedTable(torch.nn.Module, Sharded):
         """What gradients added over ranks are divided by; means are the scale of DDP."""
         return self.world_size if self.gradient_reduction == "mean" else 1
 
+    @property
+    def dtype_on_wire(self) -> torch.dtype:
+        """That of vectors and their gradients between ranks."""
+        own = self.weight.dtype
+        return min(own, self.wire_dtype or own, key=lambda dtype: dtype.itemsize)
+
     def owned(self, keys: torch.Tensor) -> torch.Tensor:
         """Positions of those of the keys that this rank owns, in rising order."""
         _, counts, order = ops.bucketize(keys, self.world_size, self.owners)
         return order.split(counts.tolist())[self.rank]
 
-    def _placed(self) -> str:
+    def placed(self) -> str:
         """How keys are placed; the same on two ranks if, and only if, each key is."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
 
-    def plan(self) -> str:
+    def plan(self, seed: int, shard: list[int], placed: str, gradients: bool) -> str:
         """What all ranks must agree on before they look something up.
+
+        Args:
+            seed: what the tensor holds.
+            shard: the same.
+            placed: what that method says.
+            gradients: whether there will be a backward.
 
         Raises:
             RuntimeError: the table has been overwritten by that of another rank.
-            ValueError: owners has something that is no rank.
         """
-        # In one piece, since on a device each reading waits for it.
-        seed, *shard = torch.cat((self.seed, self.shard)).tolist()
         if shard != [self.rank, self.world_size]:
             raise RuntimeError(
                 f"{self.name}: this is rank {self.rank} of {self.world_size}, but holds the table "
@@ -181,9 +192,9 @@ class ShardedTable(torch.nn.Module, Sharded):
             f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
             f"{'hash table' if self.table is not None else 'row numbers'}, "
-            f"placement {self._placed()}"
-            f"{', gradients' if self.weight.requires_grad and torch.is_grad_enabled() else ''}"
-            f", {self.strategy}, {self.gradient_reduction}, seed {seed}, "
+            f"placement {placed}{', gradients' if gradients else ''}"
+            f", {self.strategy}, {self.gradient_reduction}, {self.dtype_on_wire} between ranks, "
+            f"seed {seed}, "
             f"{self.initializer}, padding_key {self.padding_key}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )

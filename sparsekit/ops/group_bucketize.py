@@ -18,8 +18,6 @@ from ._group import (
 )
 from .bucketize import MAX_WORLD_SIZE
 
-MAX_HEAD = 2**20
-
 
 def _check_bucketize(
     owners: Tensors,
@@ -29,14 +27,12 @@ def _check_bucketize(
     offsets: Tensors,
     features: torch.Tensor,
     world_size: int,
-    head: int = 0,
     distinct: bool = True,
 ) -> None:
     op = "group_bucketize"
     check_lists(op, {"owners": (owners, (torch.int16,), 1), **sources(keys, offsets)})
     check_descriptor(op, "features", features, torch.int64)
     check_int(op, "world_size", world_size, 1, MAX_WORLD_SIZE)
-    check_int(op, "head", head, 0, MAX_HEAD)
     check_devices(op, [*owners, *keys, *offsets])
 
 
@@ -67,7 +63,6 @@ def group_bucketize(
     offsets: Tensors,
     features: torch.Tensor,
     world_size: int,
-    head: int = 0,
     distinct: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """Distinct keys of each table, grouped by the rank that owns them.
@@ -85,14 +80,13 @@ def group_bucketize(
         features: int64 ``[F, 9]`` on the CPU, which table each bag asks. Combiners and what says
             where vectors lie are not looked at.
         world_size: number of ranks, 1 to 2048.
-        head: number of words before the keys for each rank, 0 to 2^20.
         distinct: whether keys that occur more than once in a table go out once. If not, every
             entry counts as a key of its own.
 
     Returns:
-        ``by_owner``, int64 with head elements per rank and one per entry: for rank 0, head elements
-        with any content and then its keys, table by table, those of a table in order of first
-        occurrence; the same for rank 1 and so on. The rest is undefined.
+        ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, those
+        of a table in order of first occurrence; then those for rank 1 and so on. The rest is
+        undefined.
         ``counts``, int64 ``[world_size, T]``: how many keys of each table each rank owns.
         ``numbers``, int64 ``[T]``: how many keys each table has.
         ``inverse``, int32 with one element per entry: which of the keys of its table it is, in
@@ -111,7 +105,7 @@ def group_bucketize(
         IndexError: a key out of the range of its table.
     """
     results: tuple[torch.Tensor, ...] = _bucketize(
-        owners, maps, ends, keys, offsets, features, world_size, head, distinct
+        owners, maps, ends, keys, offsets, features, world_size, distinct
     )
     return results
 
@@ -159,13 +153,12 @@ def _(
     offsets: Tensors,
     features: torch.Tensor,
     world_size: int,
-    head: int = 0,
     distinct: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    _check_bucketize(owners, maps, ends, keys, offsets, features, world_size, head, distinct)
+    _check_bucketize(owners, maps, ends, keys, offsets, features, world_size, distinct)
     like = keys[0] if keys else owners[0] if owners else features
     entries, tables = length_of(keys), len(maps)
-    by_owner = like.new_empty([entries + head * world_size], dtype=torch.int64)
+    by_owner = like.new_empty([entries], dtype=torch.int64)
     counts = like.new_empty([world_size, tables], dtype=torch.int64)
     numbers = like.new_empty([tables], dtype=torch.int64)
     inverse, places = (like.new_empty([entries], dtype=torch.int32) for _ in range(2))

@@ -127,7 +127,7 @@ class Group:
             *self.asked,
         )
 
-    def bucketize(self, world_size: int, head: int = 0, distinct: bool = True, op=None):
+    def bucketize(self, world_size: int, distinct: bool = True, op=None):
         """Keys by owner; those of tables without a hash table must be in their range."""
         ends = [
             -1 if hashed else capacity * ranks
@@ -140,7 +140,7 @@ class Group:
         if op is not None:
             keys, offsets = ([tensor.cpu() for tensor in list_] for list_ in (keys, offsets))
         call = op or ops.group_bucketize
-        return call([], maps, ends, keys, offsets, features, world_size, head, distinct)
+        return call([], maps, ends, keys, offsets, features, world_size, distinct)
 
 
 def random_bags(

@@ -35,13 +35,13 @@ def first_entries(group):
     return first
 
 
-def defined(group, results, head):
+def defined(group, results):
     """What is defined of the results, those of the places table by table."""
     by_owner, counts, numbers, inverse, places, bags, first_keys = (r.cpu() for r in results)
     begin, keys = 0, []
     for count in counts.sum(1).tolist():
-        keys.append(by_owner[begin + head : begin + head + count])
-        begin += head + count
+        keys.append(by_owner[begin : begin + count])
+        begin += count
     own = [
         places[first : first + number]
         for first, number in zip(first_entries(group), numbers.tolist(), strict=True)
@@ -51,17 +51,17 @@ def defined(group, results, head):
     return [*keys, counts, numbers, inverse[:n], *own, bags[: num_bags + 1], first_keys]
 
 
-def check(group, world_size, head=0, distinct=True):
-    results = group.bucketize(world_size, head, distinct)
-    expected = group.bucketize(world_size, head, distinct, op=reference_group.group_bucketize)
+def check(group, world_size, distinct=True):
+    results = group.bucketize(world_size, distinct)
+    expected = group.bucketize(world_size, distinct, op=reference_group.group_bucketize)
     by_owner, counts, numbers, inverse, places, bags, _ = results
     n = sum(len(source.keys) for source in group.sources)
-    assert by_owner.shape == (n + head * world_size,)
+    assert by_owner.shape == (n,)
     assert inverse.shape == places.shape == (n,)
     assert bags.shape == (sum(source.bags for source in group.sources) + 1,)
     assert inverse.dtype == places.dtype == bags.dtype == torch.int32
     assert by_owner.dtype == counts.dtype == numbers.dtype == torch.int64
-    each = zip(defined(group, results, head), defined(group, expected, head), strict=True)
+    each = zip(defined(group, results), defined(group, expected), strict=True)
     for one, other in each:
         assert torch.equal(one, other)
     return results
@@ -96,8 +96,8 @@ def check_rows(group, results, seed):
         assert torch.equal(rows[first : first + number].cpu(), expected[first : first + number])
 
 
-def check_all(group, world_size, head, distinct, seed):
-    check_rows(group, check(group, world_size, head, distinct), seed)
+def check_all(group, world_size, distinct, seed):
+    check_rows(group, check(group, world_size, distinct), seed)
 
 
 @pytest.mark.parametrize("distinct", [True, False])
@@ -105,7 +105,7 @@ def check_all(group, world_size, head, distinct, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_equals_the_reference(device, seed, world_size, distinct):
     group = random_group(seed, torch.float32, device)
-    check_all(group, world_size, seed % 3, distinct, seed)
+    check_all(group, world_size, distinct, seed)
 
 
 def one_table(device, keys, offsets=NONE, *, hashed=True, capacity=100, features=1):
@@ -132,7 +132,7 @@ def test_any_keys(device, pattern, dtype):
 
 def test_keys_of_all_bits(device):
     keys = torch.tensor(KEY_EXTREMES).repeat(3)
-    results = check(one_table(device, keys), 3, head=2)
+    results = check(one_table(device, keys), 3)
     assert results[2].tolist() == [4]
 
 
@@ -146,22 +146,22 @@ def test_large_and_small_tables(device):
     keys = key_pattern("few", 20_000, torch.int32)
     group.sources.append(Source(keys, NONE, torch.empty(0)))
     group.ask(3, 4, 0, 20_000, "none")
-    check_all(group, 5, 8, True, 0)
-    check_all(group, 5, 8, False, 0)
+    check_all(group, 5, True, 0)
+    check_all(group, 5, False, 0)
 
 
 def test_same_bits_for_any_threads(device):
     group = random_group(3, torch.float32, device, most_keys=20_000)
-    assert_same_bits_for_any_threads(lambda: defined(group, group.bucketize(4, 1), 1))
+    assert_same_bits_for_any_threads(lambda: defined(group, group.bucketize(4)))
 
 
 def test_no_tables_and_no_keys(device):
     group = Group(torch.float32, [], [], [], [], device)
-    shapes = [tuple(result.shape) for result in group.bucketize(3, 2)]
-    assert shapes == [(6,), (3, 0), (0,), (0,), (0,), (1,), (0,)]
+    shapes = [tuple(result.shape) for result in group.bucketize(3)]
+    assert shapes == [(0,), (3, 0), (0,), (0,), (0,), (1,), (0,)]
     for features in (0, 1):
         group = one_table(device, NONE, features=features)
-        results = check(group, 3, 2)
+        results = check(group, 3)
         assert results[1].tolist() == [[0]] * 3
         assert results[2].tolist() == [0]
         check_rows(group, results, 0)
@@ -231,8 +231,6 @@ def arguments_of(device):
     [
         ({"world_size": 0}, r"world_size must be in \[1, 2048\], got 0"),
         ({"world_size": 2049}, r"world_size must be in \[1, 2048\], got 2049"),
-        ({"head": -1}, r"head must be in \[0, 1048576\], got -1"),
-        ({"head": 2**20 + 1}, "head must be in"),
         ({"maps": [1]}, r"maps\[0\] is 1, but owners has 1 element"),
         ({"maps": [-2]}, r"maps\[0\] is -2"),
         ({"maps": [-1, -1]}, "ends must have 2 element"),
@@ -412,7 +410,7 @@ def test_nothing_but_results_is_written_without_checks(seed):
         offsets = torch.tensor([9, *(draw.choice(edges) for _ in range(3))])
         group.sources[-1].offsets = offsets
         with counted():
-            results = group.bucketize(3, 1, draw.random() < 0.5)
+            results = group.bucketize(3, draw.random() < 0.5)
         assert results[1].sum() == results[2].sum() <= len(results[4])
         reports(r"offsets\[\d+\]")
     narrow = [number for number in edges if abs(number) < 2**31] + [-(2**31), 2**31 - 1]

@@ -79,7 +79,7 @@ def test_launches_of_routing(tables, distinct):
     """Keys to their owners, and the rows of the vectors that come back."""
     group, world_size = batch_of(tables, 4, 3), 4
     with counted() as counts:
-        results = group.bucketize(world_size, 2, distinct)
+        results = group.bucketize(world_size, distinct)
     come = torch.zeros(tables, world_size, 2, dtype=torch.int64)
     come[:, :, 1] = results[1].T.cumsum(1)
     places, bags, features = results[4], results[5], group.asked[2]

@@ -102,7 +102,7 @@ def group_routes(made, owners=(), distinct=True):
     """The same, with keys in their order of owners."""
     made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
     maps = [len(owners) - 1] * len(made.dims)
-    return list(owners), maps, [-1, 9], *made.asked, 3, 0, distinct
+    return list(owners), maps, [-1, 9], *made.asked, 3, distinct
 
 
 def group_rows(made):

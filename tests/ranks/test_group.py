@@ -141,7 +141,7 @@ def interrupted_at_the_rest(rank):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exchange, "_add_rest", interrupt)
+            patch.setattr(exchange, "_rest", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 group(keys)
     with pytest.raises(RuntimeError, match="A step was interrupted on one of them"):

@@ -152,7 +152,7 @@ BETWEEN = [
     *(
         ("all_to_all", f"nn.lookup.{name}", 1)
         for name in (
-            "asked.Asked.all_keys",
+            "asked.Asked.write_keys",
             "owned.Owned.answer",
             "asked.Asked.pool",
             "asked.Asked.write_gradients",
@@ -161,7 +161,7 @@ BETWEEN = [
     ),
     *(
         ("reduce_scatter", f"nn.lookup.by_bag.{name}", 1)
-        for name in ("payload", "_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
+        for name in ("write_payload", "_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
     ),
 ]
 # What begins a collective of each backend.

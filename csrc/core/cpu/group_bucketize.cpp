@@ -79,7 +79,6 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
   for (int64_t t = 0; t < num_tables; ++t) next[t] = tables[t].first_entry;
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {
-    begin += to.head;
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t count = to.counts[r * num_tables + t];
       std::copy_n(sorted + next[t], count, to.keys + begin);

@@ -89,7 +89,7 @@ SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys t
   const auto piece = static_cast<int32_t>(pieces.piece[i]);
   const int32_t owner = piece / pieces.num_tables, t = piece % pieces.num_tables;
   const int32_t e = pieces.entry[i];
-  to.keys[to.head * (owner + 1) + i] = group.key(group.feature_of(e), e);
+  to.keys[i] = group.key(group.feature_of(e), e);
   const int64_t own = int64_t{t} * pieces.world_size;
   const int32_t of_owners_before = pieces.before[own + owner] - pieces.before[own];
   to.places[group.first_entry(t) + to.inverse[e]] =

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...distributed.exchange import HEAD_BYTES, Come
+from ...distributed.exchange import Parts
 from ...ops._checks import accumulate_dtype
 from ..request import Request
 from .grouped import explain, filled, new_outs
@@ -47,7 +47,7 @@ class Asked:
             with torch._C._AutoDispatchBelowAutograd():
                 self._keys, self.counts, self._numbers, *found = _bucketize(
                     owners, maps, tables.key_ends, sources.keys, sources.offsets, sources.features,
-                    world_size, HEAD_BYTES // 8, tables.dedupe,
+                    world_size, tables.dedupe,
                 )  # fmt: skip
         except Exception:
             explain(requests)
@@ -56,6 +56,9 @@ class Asked:
         self._like = weight.detach()
         self._sample_weights, self._features = sources.sample_weights, sources.features
         self._shapes, self.width = sources.shapes, sources.width
+        # Elements of which the begin of each table's vectors is a multiple.
+        wide = ALIGNMENT // tables.wire_dtype.itemsize
+        self._units = [math.gcd(dim, wide) for dim in tables.dims]
 
     def bytes_of_bags(self) -> int:
         """A vector for each bag, in the dtype in which vectors are added."""
@@ -63,34 +66,45 @@ class Asked:
         each = zip(self._shapes, self.tables.places, strict=True)
         return sum(math.prod(shape) * self.tables.dims[t] * size for shape, t in each)
 
-    def keys_for_ranks(self, counts: np.ndarray) -> list[torch.Tensor]:
-        """uint8, for each rank a head and its keys, of which there are counts ``[world_size]``."""
-        sizes = HEAD_BYTES + 8 * counts
-        whole = self._keys.view(torch.uint8)
-        return list(whole[: int(sizes.sum())].split(sizes.tolist()))
+    def write_keys(self, parts: Parts, keys: Layout, columns: slice) -> None:
+        """Write the keys for each rank to what is sent.
 
-    def all_keys(self, num_bytes: int) -> torch.Tensor:
-        """The same in one piece, so many bytes."""
-        return self._keys.view(torch.uint8)[:num_bytes]
+        Args:
+            parts: where to.
+            keys: where in it.
+            columns: which of the layout's tables these are.
+        """
+        words = parts.data.view(torch.int64)
+        first = 0
+        for rank, begin in enumerate(parts.begins):
+            begin_of, end_of = (begin + byte for byte in keys.range_of(rank, columns))
+            last = first + (end_of - begin_of) // 8
+            words[begin_of // 8 : end_of // 8] = self._keys[first:last]
+            first = last
 
     def pool(
-        self, come: Come, vectors: Layout, columns: slice, outs: list[torch.Tensor]
+        self,
+        come: torch.Tensor,
+        begins: Sequence[int],
+        vectors: Layout,
+        columns: slice,
+        outs: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         """The outputs, from vectors that have come; with a width `outs`, if there are any yet.
 
         Args:
-            come: the vectors.
-            vectors: where they are.
+            come: elements of vectors.
+            begins: the byte at which each rank's part begins between ranks.
+            vectors: where they are in it.
             columns: which of the layout's tables these are.
             outs: made for other tables before.
         """
         outs = outs or new_outs(self.tables, self._shapes, self.width, self._like)
-        flat = come.data.view(self._like.dtype)
-        found = self._found(vectors, columns, come.begins)
+        found = self._found(vectors, columns, begins)
         with torch._C._AutoDispatchBelowAutograd():
             weights = [
-                flat.as_strided((max(0, (len(flat) - dim) // unit + 1), dim), (unit, 1))
-                for dim, unit in zip(self.tables.dims, self._units(), strict=True)
+                come.as_strided((max(0, (len(come) - dim) // unit + 1), dim), (unit, 1))
+                for dim, unit in zip(self.tables.dims, self._units, strict=True)
             ]
             _pool(
                 outs, weights, *found, self._features, self._sample_weights, self._first_keys,
@@ -100,7 +114,8 @@ class Asked:
 
     def write_gradients(
         self,
-        data: torch.Tensor,
+        gradients: torch.Tensor,
+        begins: Sequence[int],
         vectors: Layout,
         columns: slice,
         grads: Sequence[torch.Tensor | None],
@@ -108,8 +123,9 @@ class Asked:
         """Write the gradients of the vectors, given those of the outputs, to what is sent.
 
         Args:
-            data: uint8, all of it.
-            vectors: where they go.
+            gradients: elements of those.
+            begins: the byte at which each rank's part begins between ranks.
+            vectors: where they go in it.
             columns: which of the layout's tables these are.
             grads: of the outputs; None where there is none.
         """
@@ -117,28 +133,22 @@ class Asked:
         if self.width is None:
             grads = [grads[i] for i in tables.positions]
         given = filled(grads, tables, tables.dims, self._features)
-        index, rows, *rest = self._found(vectors, columns, None)
+        index, rows, *rest = self._found(vectors, columns, begins)
         with torch._C._AutoDispatchBelowAutograd():
             _backward_at(
-                data.view(self._like.dtype), self._units(), given, tables.dims, index, rows, *rest,
-                self._features, self._sample_weights, self._first_keys,
+                gradients, self._units, given, tables.dims, index, rows, *rest, self._features,
+                self._sample_weights, self._first_keys,
                 torch.are_deterministic_algorithms_enabled(),
             )  # fmt: skip
 
-    def _units(self) -> list[int]:
-        """Elements of which the begin of each table's vectors is a multiple."""
-        wide = ALIGNMENT // self._like.element_size()
-        return [math.gcd(dim, wide) if dim else 1 for dim in self.tables.dims]
-
     def _found(
-        self, vectors: Layout, columns: slice, of_parts: Sequence[int] | None
+        self, vectors: Layout, columns: slice, of_parts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """index, rows, counts and bags, of vectors that lie in parts that begin there."""
-        units = self._units()
-        begins = vectors.begins(of_parts)[:, columns] // self._like.element_size()
-        come = np.empty((len(units), len(vectors.sizes), 2), dtype=np.int64)
-        come[:, :, 0] = (begins // np.array(units)).T
+        unit_bytes = np.array(self._units) * self.tables.wire_dtype.itemsize
+        come = np.empty((len(unit_bytes), len(vectors.sizes), 2), dtype=np.int64)
+        come[:, :, 0] = (vectors.begins(of_parts)[:, columns] // unit_bytes).T
         come[:, :, 1] = np.cumsum(vectors.counts[:, columns], axis=0).T
-        steps = [dim // unit or 1 for dim, unit in zip(self.tables.dims, units, strict=True)]
+        steps = [dim // unit for dim, unit in zip(self.tables.dims, self._units, strict=True)]
         rows = _rows_of(self._places, self._bags, self._features, torch.from_numpy(come), steps)
         return self._inverse, rows, self._numbers, self._bags

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import ops
-from ...distributed.exchange import HEAD_BYTES, Come, Exchange, padded
+from ...distributed.exchange import HEAD_BYTES, Exchange, Parts, padded
 from ...distributed.packing import pack, packed_sizes, unpack
 from ...ops._checks import accumulate_dtype
 from ..inputs import Bags, offsets_of
@@ -35,7 +35,7 @@ def can_go_by_bag(request: Request) -> bool:
 
 
 def payload_bytes(requests: Sequence[Request]) -> int:
-    """Length of `payload`, without making it."""
+    """Length of what `write_payload` writes for a rank."""
     sizes = [_HEAD_BYTES * len(requests)]
     for request in requests:
         sizes += [8 * (len(request.offsets) - 1), 8 * len(request.keys)]
@@ -48,25 +48,37 @@ def bytes_to_move(requests: Sequence[Request]) -> int:
     """What goes to other ranks and comes from them, heads and the backward left out."""
     per_rank = payload_bytes(requests) - HEAD_BYTES
     for request in requests:
-        row = request.table.embedding_vec_size * _sum_dtype(request.table).itemsize
+        row = request.table.embedding_vec_size * _wire_dtype(request.table).itemsize
         per_rank += (len(request.offsets) - 1) * row
     return per_rank * (requests[0].table.world_size - 1)
 
 
-def payload(requests: Sequence[Request]) -> torch.Tensor:
-    """Bytes that tell another rank all keys, bags and weights of this one."""
+def write_payload(to: Parts, requests: Sequence[Request]) -> None:
+    """Tell all ranks the keys, bags and weights of this one."""
     heads = [[len(r.offsets) - 1, len(r.keys), int(r.weights is not None)] for r in requests]
-    parts = [torch.tensor(heads).to(requests[0].keys.device)]
+    arrays = [torch.tensor(heads).to(requests[0].keys.device)]
     for request in requests:
-        parts += [request.offsets.diff(), request.keys.to(torch.int64)]
+        arrays += [request.offsets.diff(), request.keys.to(torch.int64)]
         if request.weights is not None:
-            parts.append(request.weights.detach().to(_sum_dtype(request.table)))
-    return pack(parts, [[len(part)] for part in parts])[0]
+            arrays.append(request.weights.detach().to(_sum_dtype(request.table)))
+    _write_to_all(to, arrays)
+
+
+def _write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
+    """Write the same to the parts for all ranks."""
+    for begin in to.begins:
+        pack(Parts(to.data, [begin]), arrays, [[len(array)] for array in arrays])
 
 
 def _sum_dtype(table: ShardedTable) -> torch.dtype:
-    """Dtype in which a bag's vectors are added, here and on the way."""
+    """Dtype in which a bag's vectors are added."""
     return accumulate_dtype(table.weight.dtype)
+
+
+def _wire_dtype(table: ShardedTable) -> torch.dtype:
+    """Dtype of the sums on their way."""
+    dtypes = _sum_dtype(table), table.wire_dtype or _sum_dtype(table)
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 class ByBag:
@@ -86,7 +98,7 @@ class ByBag:
         self._sizes = sizes
         self._received = self.exchange.send(
             f"bags: {self.plan}",
-            lambda: payload(self.requests).repeat(ranks),
+            lambda parts: write_payload(parts, self.requests),
             [sizes[self.exchange.rank]] * ranks,
             sizes,
         )
@@ -103,18 +115,22 @@ class ByBag:
         ]
         grouped = Grouped(self.tables)
 
-        def add_up() -> torch.Tensor:
+        # A vector for each bag: of all ranks, and of this one.
+        like = [
+            self.requests[0].keys.new_empty(0, table.embedding_vec_size, dtype=_wire_dtype(table))
+            for table in tables
+        ]
+
+        def add_up(to: Parts) -> None:
             if error is not None:
                 raise error
             outputs = grouped.look_up([one.request for one in owned])
-            sums = [one.sums(output) for one, output in zip(owned, outputs, strict=True)]
-            return pack(sums, [one.bags.counts for one in owned])[0]
+            sums = [
+                one.sums(output).to(rows.dtype)
+                for one, output, rows in zip(owned, outputs, like, strict=True)
+            ]
+            pack(to, sums, [one.bags.counts for one in owned])
 
-        # A vector for each bag: of all ranks, and of this one.
-        like = [
-            self.requests[0].keys.new_empty(0, table.embedding_vec_size, dtype=_sum_dtype(table))
-            for table in tables
-        ]
         theirs = [one.bags.counts for one in owned]
         own = [[len(request.offsets) - 1] * ranks for request in self.requests]
         sizes = packed_sizes(like, theirs), packed_sizes(like, own)
@@ -122,11 +138,11 @@ class ByBag:
             exchange.expect(each)
         parts = unpack(exchange.send(f"sums: {self.plan}", add_up, *sizes)(), like, own)
         totals = [
-            part.view(ranks, count[0], part.shape[1]).sum(0)
-            for part, count in zip(parts, own, strict=True)
+            part.to(_sum_dtype(table)).view(ranks, count[0], part.shape[1]).sum(0)
+            for table, part, count in zip(tables, parts, own, strict=True)
         ]
         plan = f"gradients: {self.plan}"
-        way_back = _WayBack(exchange, plan, own, owned, sizes, grouped, grouped.saved())
+        way_back = _WayBack(exchange, plan, like, owned, sizes, grouped, grouped.saved())
         sums = _Sums.apply(way_back, totals, *grouped.takers())
         return [
             request.shaped(_divided(total, request).to(request.table.weight.dtype))
@@ -144,7 +160,9 @@ class _Bags:
     weights: torch.Tensor | None  # [m]
 
 
-def _bags_of_ranks(tables: Sequence[ShardedTable], come: Come, sizes: Sequence[int]) -> list[_Bags]:
+def _bags_of_ranks(
+    tables: Sequence[ShardedTable], come: Parts, sizes: Sequence[int]
+) -> list[_Bags]:
     """For each table, out of the payloads of all ranks."""
     of_ranks = [_unpacked(tables, come.part(r, size)) for r, size in enumerate(sizes)]
     return [_owned(table, of_table) for table, *of_table in zip(tables, *of_ranks, strict=True)]
@@ -166,7 +184,7 @@ def _unpacked(tables: Sequence[ShardedTable], part: torch.Tensor) -> list[_Part]
             like.append(words.new_empty(0, dtype=_sum_dtype(table)))
             counts.append([num_keys])
     # The head of the part has been cut off.
-    arrays = iter(unpack(Come(part, [-HEAD_BYTES]), like, counts)[1:])
+    arrays = iter(unpack(Parts(part, [-HEAD_BYTES]), like, counts)[1:])
     return [
         (next(arrays), next(arrays), next(arrays) if weighted else None)
         for _, _, weighted in head.tolist()
@@ -247,7 +265,7 @@ class _WayBack:
 
     exchange: Exchange
     plan: str
-    own: list[list[int]]  # bags of this rank, for each table, as often as there are ranks
+    like: list[torch.Tensor]  # of each table's vectors on their way
     owned: list[_Owned]
     sizes: tuple[list[int], list[int]]  # of sums, for the ranks and from them
     grouped: Grouped
@@ -271,12 +289,15 @@ class _Sums(torch.autograd.Function):
         exchange, owned = way_back.exchange, way_back.owned
         theirs, own = way_back.sizes
 
-        def gradients() -> torch.Tensor:
-            one = pack([g.contiguous() for g in grads], [count[:1] for count in way_back.own])[0]
-            return one.repeat(exchange.world_size)
+        def write(to: Parts) -> None:
+            each = zip(grads, way_back.like, strict=True)
+            _write_to_all(to, [grad.to(rows.dtype) for grad, rows in each])
 
         with exchange.lock, exchange.alone():
-            come = exchange.send(way_back.plan, gradients, own, theirs)()
-            parts = unpack(come, grads, [one.bags.counts for one in owned])
-            vectors = [one.gradient(part) for one, part in zip(owned, parts, strict=True)]
+            come = exchange.send(way_back.plan, write, own, theirs)()
+            parts = unpack(come, way_back.like, [one.bags.counts for one in owned])
+            vectors = [
+                one.gradient(part.to(grad.dtype))
+                for one, part, grad in zip(owned, parts, grads, strict=True)
+            ]
             return None, None, *way_back.grouped.gradients(vectors, way_back.saved)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from ...distributed.exchange import HEAD_BYTES, Agreed, Come, Exchange
+from ...distributed.exchange import Agreed, Exchange, Parts
 from ..request import Request
 from .asked import Asked
 from .layout import ALIGNMENT, Layout
 from .owned import Owned
+from .rows import exchange_rows
 from .tables import Tables
 from .weighted import without_weights
 
@@ -40,7 +41,8 @@ class ByKey:
     @property
     def counts(self) -> torch.Tensor:
         """int64 ``[world_size, tables]``, keys that this rank asks each rank for."""
-        return torch.cat([asked.counts for asked in self._asked], 1)
+        counts = [asked.counts for asked in self._asked]
+        return counts[0] if len(counts) == 1 else torch.cat(counts, 1)
 
     def bytes_to_move(self) -> int:
         """What goes to other ranks and comes from them, heads and the backward left out."""
@@ -65,41 +67,30 @@ class ByKey:
         own_keys, self._keys = Layout(agreed.own, words), Layout(agreed.counts, words)
         self._own = Layout(agreed.own, rows, ALIGNMENT)
         self._theirs = Layout(agreed.counts, rows, ALIGNMENT)
-        for layout in (self._keys, self._own, self._theirs):
+        for layout in (self._own, self._theirs):
             self.exchange.expect(layout.sizes)
-        self._received = self.exchange.send(
-            f"keys: {plan}",
-            lambda: self._packed(own_keys),
-            own_keys.sizes,
-            self._keys.sizes,
-        )
 
-    def _packed(self, layout: Layout) -> torch.Tensor:
-        """The keys of all tables, with room for heads."""
-        if len(self._asked) == 1:
-            return self._asked[0].all_keys(sum(layout.sizes))
-        of_ranks = []
-        for asked, columns in zip(self._asked, self.tables.columns, strict=True):
-            of_ranks.append(asked.keys_for_ranks(layout.counts[:, columns].sum(1)))
-        parts = []
-        for first, *others in zip(*of_ranks, strict=True):
-            parts += [first, *(part[HEAD_BYTES:] for part in others)]
-        return torch.cat(parts)
+        def write(parts: Parts) -> None:
+            for asked, columns in zip(self._asked, self.tables.columns, strict=True):
+                asked.write_keys(parts, own_keys, columns)
+
+        sizes = own_keys.sizes, self._keys.sizes
+        self._received = self.exchange.send(f"keys: {plan}", write, *sizes)
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """See `Route`."""
         exchange = self.exchange
         owned = Owned(self.tables, self._received(), self._keys, self._theirs)
 
-        def answer() -> torch.Tensor:
+        def answer(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
             if error is not None:
                 raise error
-            return owned.answer()
+            owned.answer(memory, begins)
 
-        sizes = self._theirs.sizes, self._own.sizes
-        come = exchange.send(f"vectors: {self.plan}", answer, *sizes)()
-        way_back = _WayBack(exchange, self.plan, self.tables, self._asked, self._own, owned)
-        outputs = way_back.pooled(come)
+        layouts = self._theirs, self._own
+        come = exchange_rows(exchange, f"vectors: {self.plan}", self.tables, answer, *layouts)
+        way_back = _WayBack(exchange, self.plan, self.tables, self._asked, *layouts, owned)
+        outputs = way_back.pooled(*come)
         takers = owned.grouped.takers()
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in takers):
             outputs = list(_Outputs.apply(way_back, outputs, *takers))
@@ -114,28 +105,33 @@ class _WayBack:
     plan: str
     tables: Tables
     asked: list[Asked]
+    theirs: Layout
     own: Layout
     owned: Owned
 
-    def pooled(self, come: Come) -> list[torch.Tensor]:
+    def pooled(self, come: list[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
         """The outputs of all requests, or the one that they are columns of."""
         outputs: dict[int, torch.Tensor] = {}
         joined: list[torch.Tensor] = []
-        for asked, columns in zip(self.asked, self.tables.columns, strict=True):
-            outs = asked.pool(come, self.own, columns, joined)
+        for asked, columns, rows in zip(self.asked, self.tables.columns, come, strict=True):
+            outs = asked.pool(rows, begins, self.own, columns, joined)
             if asked.width is not None:
                 joined = outs
             else:
                 outputs.update(zip(asked.tables.positions, outs, strict=True))
         return joined or [outputs[i] for i in range(len(outputs))]
 
-    def gradients(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Those of the vectors that have come, to be sent back."""
-        device = self.exchange.device
-        data = torch.empty(sum(self.own.sizes), dtype=torch.uint8, device=device)
-        for asked, columns in zip(self.asked, self.tables.columns, strict=True):
-            asked.write_gradients(data, self.own, columns, grads)
-        return data
+    def gradients(
+        self, grads: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Those of the vectors of this rank's rows, given those of the outputs."""
+
+        def write(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
+            for asked, columns, rows in zip(self.asked, self.tables.columns, memory, strict=True):
+                asked.write_gradients(rows, begins, self.own, columns, grads)
+
+        what = f"gradients: {self.plan}"
+        return exchange_rows(self.exchange, what, self.tables, write, self.own, self.theirs)
 
 
 class _Outputs(torch.autograd.Function):
@@ -154,13 +150,7 @@ class _Outputs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
-        exchange, owned = way_back.exchange, way_back.owned
-        saved = ctx.saved_tensors
+        exchange, saved = way_back.exchange, ctx.saved_tensors
         with exchange.lock, exchange.alone():
-            come = exchange.send(
-                f"gradients: {way_back.plan}",
-                lambda: way_back.gradients(grads),
-                way_back.own.sizes,
-                owned.sizes,
-            )()
-            return None, None, *owned.gradients(come, saved)
+            come = way_back.gradients(grads)
+            return None, None, *way_back.owned.gradients(*come, saved)

@@ -107,8 +107,7 @@ def _begin_on_ranks(
     def offer() -> _Offer:
         _refuse_trace(asked)
         tables = kept.of(asked, exchange)
-        described = ", ".join(table.plan() for table in asked)
-        plan = f"look up in {described}, lookup number {exchange.lookups}"
+        plan = f"look up in {tables.plan()}, lookup number {exchange.lookups}"
         requests = ask(tables)
         by_key = ByKey(exchange, tables, requests)
         facts = _compare(by_key, requests)

@@ -16,31 +16,35 @@ class Layout:
     """The parts for all ranks, or from them: of each, a head and then the rows table by table.
 
     Args:
-        counts: ``[world_size][tables]``, rows.
+        counts: int64 ``[world_size, tables]``, rows.
         row_bytes: of each table.
         alignment: bytes of which the piece of each table has a multiple.
 
     Attributes:
-        counts: int64 ``[world_size, tables]``.
+        counts: those.
         sizes: bytes of each part.
     """
 
-    def __init__(
-        self, counts: Sequence[Sequence[int]], row_bytes: Sequence[int], alignment: int = 1
-    ) -> None:
-        self.counts = np.array(counts, dtype=np.int64).reshape(len(counts), len(row_bytes))
-        sizes = self.counts * np.array(row_bytes, dtype=np.int64)
-        sizes += -sizes % alignment
-        ends = HEAD_BYTES + np.cumsum(sizes, axis=1)
-        self._begins = ends - sizes
-        self.sizes: list[int] = ends[:, -1].tolist()
+    def __init__(self, counts: np.ndarray, row_bytes: Sequence[int], alignment: int = 1) -> None:
+        self.counts = counts
+        sizes = counts * np.array(row_bytes, dtype=np.int64)
+        if alignment > 1:
+            sizes += -sizes % alignment
+        # int64 [world_size, 1 + tables], where pieces begin and end.
+        self._bounds = np.empty((len(counts), 1 + len(row_bytes)), dtype=np.int64)
+        self._bounds[:, 0] = HEAD_BYTES
+        np.cumsum(sizes, axis=1, out=self._bounds[:, 1:])
+        self._bounds[:, 1:] += HEAD_BYTES
+        self.sizes: list[int] = self._bounds[:, -1].tolist()
 
-    def begins(self, of_parts: Sequence[int] | None = None) -> np.ndarray:
+    def begins(self, of_parts: Sequence[int]) -> np.ndarray:
         """int64 ``[world_size, tables]``, the byte at which each piece begins.
 
         Args:
-            of_parts: the byte at which each part begins, one behind the other by default.
+            of_parts: the byte at which each part begins.
         """
-        if of_parts is None:
-            of_parts = [sum(self.sizes[:rank]) for rank in range(len(self.sizes))]
-        return self._begins + np.array(of_parts, dtype=np.int64)[:, None]
+        return self._bounds[:, :-1] + np.array(of_parts, dtype=np.int64)[:, None]
+
+    def range_of(self, rank: int, columns: slice) -> tuple[int, int]:
+        """First byte of the pieces of these tables, within the part, and the end of the last."""
+        return int(self._bounds[rank, columns.start]), int(self._bounds[rank, columns.stop])

@@ -9,7 +9,7 @@ from typing import Any, overload
 import numpy as np
 import torch
 
-from ...distributed.exchange import HEAD_BYTES, Come
+from ...distributed.exchange import HEAD_BYTES, Parts
 from ...ops._group import GROUP_COMBINERS
 from ..request import Request, one_by_one
 from .grouped import Grouped
@@ -34,54 +34,54 @@ class Owned:
 
     Attributes:
         grouped: the lookup of them.
-        sizes: bytes of each rank's vectors, and of their gradients.
     """
 
-    def __init__(self, tables: Tables, come: Come, keys: Layout, vectors: Layout) -> None:
+    def __init__(self, tables: Tables, come: Parts, keys: Layout, vectors: Layout) -> None:
         self.grouped = Grouped(tables)
         self._tables = tables
         self._vectors = vectors
-        self.sizes = vectors.sizes
         self._keys = [
             come.part(rank, size).view(torch.int64) for rank, size in enumerate(keys.sizes)
         ]
         self._first = (keys.begins([0] * len(keys.sizes)) - HEAD_BYTES) // 8
         self._features: list[torch.Tensor] = []
 
-    def answer(self) -> torch.Tensor:
-        """The vectors of all keys, with room for heads; in training, keys that are new go in."""
-        device = self._keys[0].device
-        data = torch.empty(sum(self._vectors.sizes), dtype=torch.uint8, device=device)
-        begins, none = self._vectors.begins(), no_offsets(device)
-        offsets = [none] * len(self._keys)
+    def answer(self, memory: Sequence[torch.Tensor], of_parts: Sequence[int]) -> None:
+        """Write the vectors of all keys; in training, keys that are new go in.
+
+        Args:
+            memory: for each of `Tables.alike`, where to.
+            of_parts: the byte at which each rank's part begins between ranks.
+        """
+        begins = self._vectors.begins(of_parts)
+        offsets = [no_offsets(self._keys[0].device)] * len(self._keys)
         asked = []
         for alike, columns in zip(self._tables.alike, self._tables.columns, strict=True):
             features = _features(
                 self._vectors.counts[:, columns],
                 self._first[:, columns],
-                begins[:, columns] // alike.dtype.itemsize,
+                begins[:, columns] // alike.wire_dtype.itemsize,
                 alike.dims,
             )
             self._features.append(features)
             sources = Sources(self._keys, offsets, [], features, [], 1)
             asked.append((_OnDemand(partial(self._requests, columns)), sources))
-        flat = [data.view(alike.dtype) for alike in self._tables.alike]
-        self.grouped.fill(asked, flat)
-        return data
+        self.grouped.fill(asked, memory)
 
-    def gradients(self, come: Come, saved: Sequence[Any]) -> list[torch.Tensor | None]:
-        """See `Grouped.gradients`; of those that have come for all vectors."""
-        begins = self._vectors.begins(come.begins)
-        flat, features = [], []
+    def gradients(
+        self, memory: Sequence[torch.Tensor], of_parts: Sequence[int], saved: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """See `Grouped.gradients`; of those that have come for all vectors, as in `answer`."""
+        begins = self._vectors.begins(of_parts)
+        features = []
         each = zip(self._tables.alike, self._tables.columns, self._features, strict=True)
         for alike, columns, of_answer in each:
             moved = of_answer.clone()
             moved[:, _BEGIN] = torch.from_numpy(
-                (begins[:, columns] // alike.dtype.itemsize).T.reshape(-1)
+                (begins[:, columns] // alike.wire_dtype.itemsize).T.reshape(-1)
             )
             features.append(moved)
-            flat.append(come.data.view(alike.dtype))
-        return self.grouped.gradients_at(flat, saved, features)
+        return self.grouped.gradients_at(memory, saved, features)
 
     def _requests(self, columns: slice) -> list[Request]:
         tables = [table for alike in self._tables.alike for table in alike.tables]

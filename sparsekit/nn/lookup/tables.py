@@ -42,7 +42,8 @@ class Alike:
         dims: of the tables.
         divisor: of gradients.
         dtype: of the weights.
-        row_bytes: of each table.
+        wire_dtype: of vectors and gradients between ranks.
+        row_bytes: of each table, between ranks.
         key_ends: of each table, the end of its range of keys; -1 if any key will do.
         dedupe: whether a rank sends each of its keys once.
         described: int64 ``[T, 3]``, the ops' ``tables``.
@@ -64,7 +65,8 @@ class Alike:
         self.dims = [table.embedding_vec_size for table in tables]
         self.divisor = tables[0].gradient_divisor
         self.dtype = tables[0].weight.dtype
-        self.row_bytes = [dim * self.dtype.itemsize for dim in self.dims]
+        self.wire_dtype = tables[0].dtype_on_wire
+        self.row_bytes = [dim * self.wire_dtype.itemsize for dim in self.dims]
         self.key_ends = [-1 if x.table is not None else x.capacity * x.world_size for x in tables]
         self.dedupe = all(table.dedupe for table in tables)
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
@@ -153,15 +155,19 @@ class Tables:
         self._changes = [table.changes for table in asked]
         positions: dict[tuple[Any, ...], list[int]] = {}
         for i, table in enumerate(asked):
-            key = table.weight.dtype, table.training, table.gradient_divisor
+            key = (
+                *(table.weight.dtype, table.dtype_on_wire),
+                *(table.training, table.gradient_divisor),
+            )
             positions.setdefault(key, []).append(i)
         self.alike = [
             Alike(own, [asked[i] for i in own], training)
-            for (_, training, _), own in positions.items()
+            for (_, _, training, _), own in positions.items()
         ]
         ends = list(itertools.accumulate(len(alike.dims) for alike in self.alike))
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         self.derived: dict[Any, Any] = {}
+        self._plan: tuple[Any, str] = None, ""
         self._fits_alone = False
         # Not kept alive: it ends with its group.
         self._fits: ref[Exchange] | None = None
@@ -179,6 +185,25 @@ class Tables:
     def asked(self) -> list[ShardedTable]:
         """A table for each request."""
         return [cast("ShardedTable", table()) for table in self._asked]
+
+    def plan(self) -> str:
+        """What all ranks must agree on before they look something up.
+
+        Raises:
+            RuntimeError: a table has been overwritten by that of another rank.
+            ValueError: a table's owners has something that is no rank.
+        """
+        asked, grad = self.asked, torch.is_grad_enabled()
+        # In one piece, since on a device each reading waits for it.
+        numbers = torch.cat([x for table in asked for x in (table.seed, table.shard)]).tolist()
+        rest = [(table.placed(), grad and table.weight.requires_grad) for table in asked]
+        if self._plan[0] != (numbers, rest):
+            plans = [
+                table.plan(numbers[3 * i], numbers[3 * i + 1 : 3 * i + 3], *rest[i])
+                for i, table in enumerate(asked)
+            ]
+            self._plan = (numbers, rest), ", ".join(plans)
+        return self._plan[1]
 
     def check_exchange(self, exchange: Exchange | None) -> None:
         """Check that this is what all tables were made for, and have in common.

@@ -16,10 +16,7 @@ struct RoutedTable : AskedTable {
 
 // Where the results of group_bucketize go.
 struct RoutedKeys {
-  // [head * world_size + entries] `head` words that are left as they are, then the keys for rank 0,
-  // table by table; the same for rank 1, and so on.
-  int64_t* keys;
-  int64_t head;
+  int64_t* keys;     // [entries] the keys for rank 0, table by table; those for rank 1; and so on
   int64_t* counts;   // [world_size, tables] keys
   int64_t* numbers;  // [tables] keys for all ranks
   int32_t* inverse;  // [entries] number of each entry's key in its table
