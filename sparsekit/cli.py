@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from . import build_info
 from .datasets import DatasetUnavailableError, Ratings, RatingsFormatError, movielens_100k
+from .distributed import init
 from .errors import DivergedError, TableFullError
 from .models import RatingModel, fit_bias_baseline, rmse
 from .optim import LazyAdam, split_embedding_variable_from_others
@@ -138,6 +139,12 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.add_argument(
         "--capacity", type=count, default=100_000, help="rows of each table, on each rank"
     )
+    train.add_argument(
+        "--wire-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of embedding vectors and their gradients between ranks",
+    )
 
 
 def _number(kind: type, least: float, most: float) -> Callable[[str], float]:
@@ -226,6 +233,7 @@ def _load_once(data: str | None) -> tuple[Ratings, Ratings]:
 
 def _fit_and_report(train: Ratings, test: Ratings, args: argparse.Namespace) -> int:
     _set_threads(args.threads)
+    init(wire_dtype=torch.bfloat16 if args.wire_dtype == "bfloat16" else None)
     try:
         model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)
     except RuntimeError as error:  # how torch's allocator says it

@@ -13,6 +13,7 @@ import torch
 import sparsekit
 from sparsekit import cli
 from sparsekit.datasets import DatasetUnavailableError, read_ratings
+from sparsekit.distributed.world import settings
 from sparsekit.models import fit_bias_baseline
 from sparsekit.models import rmse as error
 
@@ -90,6 +91,16 @@ def test_number_of_threads(data, monkeypatch, environment, arguments, expected):
     command = ["train", "--data", str(data), "--epochs", "1", *SMALL, *ONE, *arguments]
     assert cli.main(command) == 0
     assert asked == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [([], None), (["--wire-dtype", "bfloat16"], torch.bfloat16)]
+)
+def test_dtype_between_ranks(data, monkeypatch, arguments, expected):
+    monkeypatch.setattr(settings, "wire_dtype", torch.float16)  # is overwritten
+    command = ["train", "--data", str(data), "--epochs", "1", *SMALL, *ONE, *arguments]
+    assert cli.main(command) == 0
+    assert settings.wire_dtype is expected
 
 
 def test_info_prints_what_build_info_says(capsys):
@@ -217,6 +228,7 @@ def test_bench_without_the_repository(monkeypatch, tmp_path, capsys):
         ["train", "--lr", "-1"],
         ["train", "--seed", "9" * 400],
         ["train", "--threads", "0"],
+        ["train", "--wire-dtype", "float16"],
         ["train", "--ranks", "0"],
     ],
 )

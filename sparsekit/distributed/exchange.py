@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import pickle
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -20,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import hashing
 from ..errors import TableFullError
 from .transport import TorchTransport, Transport
 
@@ -132,30 +132,31 @@ class Exchange:
 
     def _agree(self, plan: str, offer: Offer | None, error: Exception | None = None) -> Agreed:
         self._check_open(plan)
-        code, ranks = int(hashing.xxh64([plan])), self.world_size
-        counts = torch.zeros(ranks, 0, dtype=torch.int64) if offer is None else offer.counts
+        code, ranks = _code(plan), self.world_size
         facts = (0, 0, 0) if offer is None else offer.facts
-        block = torch.zeros(ranks, _BLOCK, dtype=torch.int64, device=self.device)
-        block[:, :_FACTS] = torch.tensor([code, int(error is not None), *facts])
-        here = min(counts.shape[1], _BLOCK - _FACTS)
-        block[:, _FACTS : _FACTS + here] = counts[:, :here]
-        sizes = [block.nbytes // ranks] * ranks
+        words = np.zeros((ranks, _BLOCK), dtype=np.int64)
+        words[:, :_FACTS] = code, error is not None, *facts
+        block = torch.from_numpy(words).to(self.device)
+        tables = 0 if offer is None else offer.counts.shape[1]
+        here = slice(_FACTS, min(_FACTS + tables, _BLOCK))
+        if offer is not None:
+            block[:, here] = offer.counts[:, : here.stop - _FACTS]
+        sizes = [words.nbytes // ranks] * ranks
         room = self._room(sizes)
-        begun = self._begin(block.view(-1).view(torch.uint8), sizes, room)
+        begun = self._begin(sent := block.view(-1).view(torch.uint8), sizes, room)
         with self._answered(plan):
             received = begun()
-        parts = [received[begin : begin + sizes[0]] for begin in _begins(room)]
         # In one piece, since on a device each reading waits for it.
-        words = torch.cat(parts).view(torch.int64).view(ranks, _BLOCK)
-        both = torch.cat([words, block])[:, : _FACTS + here].cpu().numpy()
+        parts = [received[begin : begin + sizes[0]] for begin in _begins(room)]
+        both = torch.cat([*parts, sent]).view(torch.int64).cpu().numpy().reshape(2 * ranks, _BLOCK)
         came = both[:ranks]
         if (came[:, 0] != code).any() or came[:, 1].any():
             self._raise_together(plan, error)
-        of_both = both[:, _FACTS:]
-        if here < counts.shape[1]:
-            rest = self._rest(plan, counts[:, here:])
-            of_both = np.concatenate([of_both, rest], axis=1)
-        return Agreed(came[:, 2:_FACTS].tolist(), of_both[:ranks], of_both[ranks:])
+        counts = both[:, here]
+        if offer is not None and tables > counts.shape[1]:
+            rest = self._rest(plan, offer.counts[:, counts.shape[1] :])
+            counts = np.concatenate([counts, rest], axis=1)
+        return Agreed(came[:, 2:_FACTS].tolist(), counts[:ranks], counts[ranks:])
 
     def _rest(self, plan: str, counts: torch.Tensor) -> np.ndarray:
         """Exchange the counts that the block has no room for, of as many tables on all ranks."""
@@ -206,7 +207,7 @@ class Exchange:
             on any rank, and RuntimeError where ranks disagree about what is sent.
         """
         self._check_open(what)
-        code = int(hashing.xxh64([what]))
+        code = _code(what)
         with self._awaited():
             self.expect(sizes)
             room, to_others = self._room(sizes), list(splits)
@@ -230,7 +231,7 @@ class Exchange:
             with self._answered(what):
                 begun()
             heads = self._heads(data, incoming)
-            if error is not None or any(head != [code, 0] for head in heads):
+            if error is not None or heads != [code, 0] * (self.world_size - 1):
                 self._raise_together(what, error)
             return Parts(data, incoming)
 
@@ -239,20 +240,21 @@ class Exchange:
     def _write_heads(self, data: torch.Tensor, begins: Sequence[int], head: list[int]) -> None:
         words, at = data.view(torch.int64), self._head_words(begins)
         if data.is_cpu:  # in a tenth of the time
-            words.numpy()[at] = head
+            words.numpy()[at] = head * (self.world_size - 1)
         else:
-            words[torch.from_numpy(at).to(self.device)] = torch.tensor(head, device=self.device)
+            heads = torch.tensor(head * (self.world_size - 1), device=self.device)
+            words[torch.tensor(at, device=self.device)] = heads
 
-    def _heads(self, data: torch.Tensor, begins: Sequence[int]) -> list[list[int]]:
+    def _heads(self, data: torch.Tensor, begins: Sequence[int]) -> list[int]:
         words, at = data.view(torch.int64), self._head_words(begins)
         if data.is_cpu:
             return words.numpy()[at].tolist()
-        return words[torch.from_numpy(at).to(self.device)].tolist()
+        return words[torch.tensor(at, device=self.device)].tolist()
 
-    def _head_words(self, begins: Sequence[int]) -> np.ndarray:
-        """int64 ``[world_size - 1, 2]``, where the words of the others' heads are."""
+    def _head_words(self, begins: Sequence[int]) -> list[int]:
+        """Where the words of the others' heads are."""
         others = [begin // 8 for rank, begin in enumerate(begins) if rank != self.rank]
-        return np.array(others, dtype=np.int64)[:, None] + np.arange(HEAD_BYTES // 8)
+        return [begin + word for begin in others for word in range(HEAD_BYTES // 8)]
 
     def _begin(
         self,
@@ -359,6 +361,10 @@ def _of_rank(rank: int, error: Exception) -> Exception:
     if type(error) in (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError):
         return type(error)(message)
     return RemoteError(f"on rank {rank}: {type(error).__name__}: {error}")
+
+
+def _code(plan: str) -> int:
+    return zlib.crc32(plan.encode())
 
 
 def _brief(plan: str) -> str:

@@ -163,23 +163,23 @@ class ShardedTable(torch.nn.Module, Sharded):
         _, counts, order = ops.bucketize(keys, self.world_size, self.owners)
         return order.split(counts.tolist())[self.rank]
 
-    def placed(self) -> str:
+    def _placed(self) -> str:
         """How keys are placed; the same on two ranks if, and only if, each key is."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
 
-    def plan(self, seed: int, shard: list[int], placed: str, gradients: bool) -> str:
+    def plan(self, seed: int, shard: list[int], gradients: bool) -> str:
         """What all ranks must agree on before they look something up.
 
         Args:
             seed: what the tensor holds.
             shard: the same.
-            placed: what that method says.
             gradients: whether there will be a backward.
 
         Raises:
             RuntimeError: the table has been overwritten by that of another rank.
+            ValueError: owners has something that is no rank.
         """
         if shard != [self.rank, self.world_size]:
             raise RuntimeError(
@@ -192,7 +192,7 @@ class ShardedTable(torch.nn.Module, Sharded):
             f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
             f"{'hash table' if self.table is not None else 'row numbers'}, "
-            f"placement {placed}{', gradients' if gradients else ''}"
+            f"placement {self._placed()}{', gradients' if gradients else ''}"
             f", {self.strategy}, {self.gradient_reduction}, {self.dtype_on_wire} between ranks, "
             f"seed {seed}, "
             f"{self.initializer}, padding_key {self.padding_key}"

@@ -51,6 +51,7 @@ class Alike:
         hashed: which of the tables have a hash table.
         features: the ops' descriptors of requests, by all that they depend on.
         seen: whether these tables need no look at what is in them any more.
+        buffers: of each table, by name.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Alike:
         self.initializers = torch.tensor(initial, dtype=torch.float64)
         # A module's way to find its attributes takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
-        self._buffers: list[Any] = [table._buffers for table in tables]
+        self.buffers: list[Any] = [table._buffers for table in tables]
         self._hash_tables: list[Any] = [
             table.table._buffers for table in tables if table.table is not None
         ]
@@ -98,10 +99,7 @@ class Alike:
             TypeError, ValueError: a weight that a lookup cannot take.
             RuntimeError: as `ShardedTable.prepare`.
         """
-        try:
-            weights = [parameters["weight"] for parameters in self._parameters]
-        except KeyError:  # a parametrization, of which the weight is the result
-            weights = [table.weight for table in self.tables]
+        weights = self._weights()
         if [weight.shape for weight in weights] != self._shapes:
             for table in self.tables:
                 check_weight(table)
@@ -111,11 +109,23 @@ class Alike:
             self.seen = not self.training  # which is so once keys are in
         return Tensors(
             weights,
-            [buffers["seed"] for buffers in self._buffers],
+            [buffers["seed"] for buffers in self.buffers],
             [buffers["buckets"] for buffers in self._hash_tables],
             [buffers["hash_seed"] for buffers in self._hash_tables],
             [buffers["size"] for buffers in self._hash_tables],
         )
+
+    def take_gradients(self) -> list[bool]:
+        """For each table, whether there will be gradients of a lookup."""
+        if not torch.is_grad_enabled():
+            return [False] * len(self.dims)
+        return [weight.requires_grad for weight in self._weights()]
+
+    def _weights(self) -> list[Any]:
+        try:
+            return [parameters["weight"] for parameters in self._parameters]
+        except KeyError:  # a parametrization, of which the weight is the result
+            return [table.weight for table in self.tables]
 
     def owners(self) -> tuple[list[torch.Tensor], list[int]]:
         """Maps of owners, each once, and which of them each table has; -1 stands for none.
@@ -125,7 +135,7 @@ class Alike:
         maps: list[torch.Tensor] = []
         numbers: dict[int, int] = {id(None): -1}
         of_tables = []
-        for buffers in self._buffers:
+        for buffers in self.buffers:
             owners = buffers["owners"]
             number = numbers.get(id(owners))
             if number is None:
@@ -193,16 +203,21 @@ class Tables:
             RuntimeError: a table has been overwritten by that of another rank.
             ValueError: a table's owners has something that is no rank.
         """
-        asked, grad = self.asked, torch.is_grad_enabled()
+        # All that may have changed, as far as it takes to see that nothing has.
+        buffers = [of_table for alike in self.alike for of_table in alike.buffers]
         # In one piece, since on a device each reading waits for it.
-        numbers = torch.cat([x for table in asked for x in (table.seed, table.shard)]).tolist()
-        rest = [(table.placed(), grad and table.weight.requires_grad) for table in asked]
-        if self._plan[0] != (numbers, rest):
-            plans = [
-                table.plan(numbers[3 * i], numbers[3 * i + 1 : 3 * i + 3], *rest[i])
-                for i, table in enumerate(asked)
-            ]
-            self._plan = (numbers, rest), ", ".join(plans)
+        numbers = torch.cat([b[name] for b in buffers for name in ("seed", "shard")]).tolist()
+        maps = [owners for alike in self.alike for owners in alike.owners()[0]]
+        versions = [-1 if owners.is_inference() else owners._version for owners in maps]
+        taking = [taken for alike in self.alike for taken in alike.take_gradients()]
+        now = numbers, versions, taking
+        if self._plan[0] != now:
+            tables = [table for alike in self.alike for table in alike.tables]
+            of_tables = {
+                table: table.plan(numbers[3 * i], numbers[3 * i + 1 : 3 * i + 3], taking[i])
+                for i, table in enumerate(tables)
+            }
+            self._plan = now, ", ".join([of_tables[table] for table in self.asked])
         return self._plan[1]
 
     def check_exchange(self, exchange: Exchange | None) -> None:
