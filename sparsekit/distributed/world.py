@@ -15,10 +15,10 @@ from ..errors import check_choice, check_int
 from .backend import check_backend, make_transport
 from .exchange import Exchange
 
-# For each process group one by device, and backend and timeout of `init`. A group that its owner
-# destroys must end, and not live on in here.
+# For each process group one by device, backend and timeout of `init`, and purpose. A group that its
+# owner destroys must end, and not live on in here.
 _exchanges: WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[torch.device, str, timedelta], Exchange]
+    dist.ProcessGroup, dict[tuple[torch.device, str, timedelta, str], Exchange]
 ] = WeakKeyDictionary()
 # All there are, those of groups that have been destroyed too.
 _open: WeakSet[Exchange] = WeakSet()
@@ -120,8 +120,10 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
     return group if dist.get_world_size(group) > 1 else None
 
 
-def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchange | None:
-    """The exchange over the ranks of a group, or None where there is one rank only.
+def exchange_of(
+    group: dist.ProcessGroup | None, device: torch.device, purpose: str = "layers"
+) -> Exchange | None:
+    """The exchange over the ranks of a group for a purpose, or None where there is one rank only.
 
     It has a process group of its own, with the timeout of `init`, so that its collectives never
     get between those of others, DistributedDataParallel's for one. The first call for a group is
@@ -133,7 +135,7 @@ def exchange_of(group: dist.ProcessGroup | None, device: torch.device) -> Exchan
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     exchanges = _exchanges.setdefault(group, {})
-    key = (device, settings.backend, settings.timeout)
+    key = (device, settings.backend, settings.timeout, purpose)
     if key not in exchanges:
         own = dist.new_group(
             dist.get_process_group_ranks(group),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import Exchange, exchange_of, wrap_ddp
+from ..distributed.averaging import averaging_of
 from ..errors import DivergedError
 from ..optim import split_embedding_variable_from_others
 from .progress import Progress
@@ -109,6 +110,9 @@ class Trainer:
             # Sending buffers from rank 0 before each batch is for layers that change them in
             # training, and those are refused.
             self._loss.broadcast_buffers = False
+            averaging = averaging_of(self._loss.device)
+            if averaging is not None:
+                self._loss.register_comm_hook(None, averaging.average)
 
     @property
     def _rank(self) -> int:

@@ -56,7 +56,7 @@ def replace_exchange(layer):
     """A working exchange in place of a broken one, which spares starting the ranks again."""
     exchanges = world._exchanges[dist.group.WORLD]
     ((key, _),) = [item for item in exchanges.items() if item[1] is layer.exchange]
-    device, backend, timeout = key
+    device, backend, timeout, _ = key
     group = dist.new_group(timeout=timeout)
     transport = world.make_transport(backend, group, device, timeout)
     exchanges[key] = Exchange(group, device, transport)

@@ -96,11 +96,11 @@ def check(group):
 def renew_exchanges():
     """Working exchanges in place of broken ones, which spares starting the ranks again."""
     exchanges = world._exchanges.get(dist.group.WORLD, {})
-    for (device, backend, timeout), exchange in exchanges.items():
+    for (device, backend, timeout, purpose), exchange in exchanges.items():
         exchange.close()
         group = dist.new_group(timeout=timeout)
         transport = world.make_transport(backend, group, device, timeout)
-        exchanges[device, backend, timeout] = Exchange(group, device, transport)
+        exchanges[device, backend, timeout, purpose] = Exchange(group, device, transport)
 
 
 def trial(rank, way, kind, victim, share):

@@ -1,0 +1,113 @@
+"""Gradients of the dense part, averaged over ranks that share memory.
+
+gloo wakes several threads for each all-reduce, which for a small dense part takes longer than all
+that the ranks compute.
+"""
+
+import torch
+import torch.distributed as dist
+
+from .exchange import HEAD_BYTES, Exchange, Parts, padded
+from .shared_memory import SharedMemoryTransport
+from .world import exchange_of
+
+
+class Averaging:
+    """Averages with a communication hook of DistributedDataParallel, `average`.
+
+    Each rank adds up a piece of a bucket, in the order of the ranks, so all get the same bits.
+    Nothing is waited for before the end of backward. The exchange is one of its own, since ranks
+    need not come to a bucket and to the backward of a layer in the same order.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._begun: list[_Bucket] = []
+
+    def average(
+        self,
+        state: object,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average a bucket; see ``register_comm_hook``."""
+        if not self._begun:
+            # Before what DistributedDataParallel does at that time, which asks for all buckets.
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        begun = _Bucket(self._exchange, bucket.index(), bucket.buffer())
+        self._begun.append(begun)
+        return begun.average
+
+    def _finish(self) -> None:
+        begun, self._begun = self._begun, []
+        try:
+            for bucket in begun:
+                bucket.add_up()
+            for bucket in begun:
+                bucket.finish()
+        except BaseException as error:
+            self._exchange.abandon(error)  # the others would wait for what is left
+            raise
+
+
+def averaging_of(device: torch.device) -> Averaging | None:
+    """For the default group, or None where ranks share no memory. A collective."""
+    exchange = exchange_of(None, device, "dense part")
+    if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
+        return None
+    return Averaging(exchange)
+
+
+class _Bucket:
+    """A flat tensor of gradients, the piece of rank r being the r-th of as many as there are ranks.
+
+    Pieces are equally long but for the last ones, which may be shorter or empty.
+    """
+
+    def __init__(self, exchange: Exchange, index: int, buffer: torch.Tensor) -> None:
+        self.average: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        self._exchange = exchange
+        self._what = f"bucket {index} of dense gradients: {len(buffer)} of {buffer.dtype}"
+        self._buffer = buffer
+        ranks = exchange.world_size
+        longest = -(-len(buffer) // ranks)
+        self._pieces = [buffer[r * longest : (r + 1) * longest] for r in range(ranks)]
+        self._own = self._pieces[exchange.rank]
+        # Whole words, whatever the piece.
+        self._sizes = [HEAD_BYTES + padded(piece.nbytes) for piece in self._pieces]
+        self._received = self._exchange.send(
+            self._what, self._write_pieces, self._sizes, self._sizes_of_own
+        )
+
+    @property
+    def _sizes_of_own(self) -> list[int]:
+        return [self._sizes[self._exchange.rank]] * self._exchange.world_size
+
+    def _write_pieces(self, to: Parts) -> None:
+        for rank, piece in enumerate(self._pieces):
+            _elements(to, rank, piece).copy_(piece)
+
+    def add_up(self) -> None:
+        """Average this rank's piece, and begin to send it to all."""
+        come = self._received()
+        of_ranks = [_elements(come, r, self._own) for r in range(self._exchange.world_size)]
+        average = torch.stack(of_ranks).sum(0).div_(self._exchange.world_size)
+
+        def write(to: Parts) -> None:
+            for rank in range(self._exchange.world_size):
+                _elements(to, rank, average).copy_(average)
+
+        self._received = self._exchange.send(
+            f"average of {self._what}", write, self._sizes_of_own, self._sizes
+        )
+
+    def finish(self) -> None:
+        """Wait for the other pieces."""
+        come = self._received()
+        for rank, piece in enumerate(self._pieces):
+            piece.copy_(_elements(come, rank, piece))
+        self.average.set_result(self._buffer)
+
+
+def _elements(parts: Parts, rank: int, like: torch.Tensor) -> torch.Tensor:
+    """As many as there are in like, of a rank's part."""
+    return parts.part(rank, HEAD_BYTES + like.nbytes).view(like.dtype)
