@@ -255,15 +255,15 @@ step usable 60 "$for_sanitizer" bash -c usable
 if [ "$rehearse" = 1 ]; then
   first=(tests/test_cuda_first.py)
   of_ops=(-k "simt and not opcheck" tests/ops)
-  nccl=(tests/test_nccl.py)
+  nccl=(tests/nccl)
   layers=(-k "simt" tests/nn tests/optim tests/test_table.py tests/test_cuda.py
     tests/test_cuda_layers.py)
 else
   first=(-m cuda tests/test_cuda_first.py)
   of_ops=(-m cuda tests/ops)
-  nccl=(-m cuda tests/test_nccl.py)
+  nccl=(-m cuda tests/nccl)
   layers=(-m cuda tests --ignore=tests/test_hashing.py --ignore=tests/ops --ignore=tests/ranks
-    --ignore=tests/test_nccl.py --ignore=tests/test_cuda_first.py)
+    --ignore=tests/nccl --ignore=tests/test_cuda_first.py)
 fi
 # Worlds of two and of four, and two of three combiners: making so many processes is most of it.
 ranks=(-k "not sqrtn and not 3-" tests/ranks/test_lookup.py tests/ranks/test_group.py

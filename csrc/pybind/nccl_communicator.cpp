@@ -4,10 +4,13 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sparsekit/nccl_exchange.h"
@@ -17,18 +20,21 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// At most one thread at a time is in a call, so that one may abort what another one uses.
+// How long an abort waits for a call of another thread that it has stopped.
+constexpr std::chrono::seconds kPatience{10};
+
+// One thread at a time sends. Meanwhile others may check, and abort what it waits for.
 class NcclCommunicator {
  public:
-  NcclCommunicator(int rank, int world_size, const std::string& unique_id, double seconds)
-      : world_size_(world_size), seconds_(seconds) {
+  NcclCommunicator(int rank, int world_size, const std::string& unique_id)
+      : world_size_(world_size) {
     nccl::UniqueId id{};
     if (unique_id.size() != id.size()) {
       throw std::invalid_argument("unique_id must have " + std::to_string(id.size()) +
                                   " bytes, got " + std::to_string(unique_id.size()));
     }
     std::copy(unique_id.begin(), unique_id.end(), id.begin());
-    communicator_ = nccl::connect(rank, world_size, id, seconds);
+    communicator_ = nccl::connect(rank, world_size, id);
   }
 
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -41,27 +47,65 @@ class NcclCommunicator {
                   const std::vector<int64_t>& receive_bytes, uintptr_t stream) {
     check_sizes("send_bytes", send_bytes);
     check_sizes("receive_bytes", receive_bytes);
-    use([&](ncclComm* communicator) {
+    const std::lock_guard<std::mutex> alone(calls_);
+    std::unique_lock<std::mutex> lock(state_);
+    ncclComm* communicator = present();
+    calling_ = true;
+    lock.unlock();
+    std::string failure;
+    try {
       nccl::all_to_all(communicator, world_size_, reinterpret_cast<const void*>(send),
                        send_bytes.data(), reinterpret_cast<void*>(receive), receive_bytes.data(),
-                       reinterpret_cast<void*>(stream), seconds_);
-    });
+                       reinterpret_cast<void*>(stream));
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    lock.lock();
+    calling_ = false;
+    returned_.notify_all();
+    // Whoever has aborted it meanwhile knows better why the call has failed.
+    present();
+    if (failure.empty()) return;
+    lock.unlock();
+    abort(failure);
+    throw std::runtime_error(failure);
   }
 
-  void check() { use(nccl::check); }
+  void check() {
+    std::string failure;
+    try {
+      const std::lock_guard<std::mutex> lock(state_);
+      nccl::check(present());
+      return;
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    abort(failure);  // nothing, if it is no more
+    throw std::runtime_error(failure);
+  }
 
   void abort(const std::string& reason) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (communicator_ != nullptr) let_go(reason);
+    std::unique_lock<std::mutex> lock(state_);
+    ncclComm* communicator = take(reason);
+    if (communicator == nullptr) return;
+    if (calling_) {
+      // NCCL would free it under the feet of that call, so stop the call first. An old library can
+      // only abort, which is what torch's watchdog does.
+      lock.unlock();
+      const bool stopped = nccl::revoke(communicator);
+      lock.lock();
+      if (stopped) returned_.wait_for(lock, kPatience, [&] { return !calling_; });
+    }
+    lock.unlock();
+    nccl::abort(communicator);
   }
 
-  void destroy(double seconds) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (communicator_ == nullptr) return;
-    ncclComm* communicator = communicator_;
-    communicator_ = nullptr;
-    gone_ = "it has been destroyed";
-    nccl::disconnect(communicator, seconds);
+  void destroy() {
+    const std::lock_guard<std::mutex> alone(calls_);
+    std::unique_lock<std::mutex> lock(state_);
+    ncclComm* communicator = take("it has been destroyed");
+    lock.unlock();
+    if (communicator != nullptr) nccl::disconnect(communicator);
   }
 
  private:
@@ -76,29 +120,24 @@ class NcclCommunicator {
     }
   }
 
-  template <typename Function>
-  void use(const Function& function) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+  // Both with state_ locked.
+  ncclComm* present() const {
     if (communicator_ == nullptr) {
       throw std::runtime_error("sparsekit: the NCCL communicator is no more: " + gone_);
     }
-    try {
-      function(communicator_);
-    } catch (const std::exception& error) {
-      let_go(error.what());
-      throw;
-    }
+    return communicator_;
   }
 
-  void let_go(const std::string& reason) {
-    gone_ = reason;
-    nccl::abort(communicator_);
-    communicator_ = nullptr;
+  ncclComm* take(const std::string& reason) {
+    if (communicator_ != nullptr) gone_ = reason;
+    return std::exchange(communicator_, nullptr);
   }
 
   const int world_size_;
-  const double seconds_;
-  std::mutex mutex_;
+  std::mutex calls_;  // held by the thread that sends, which may wait for other ranks
+  std::mutex state_;  // over what follows, held for moments
+  std::condition_variable returned_;
+  bool calling_ = false;
   ncclComm* communicator_ = nullptr;
   std::string gone_;
 };
@@ -114,17 +153,20 @@ void add_nccl_communicator(py::module_& module) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<NcclCommunicator>(module, "NcclCommunicator",
                                "A communicator of libnccl on the current CUDA device.")
-      .def(py::init<int, int, const std::string&, double>(), py::arg("rank"), py::arg("world_size"),
-           py::arg("unique_id"), py::arg("seconds"), no_gil,
-           "Waits for all ranks, and here and later for at most so many seconds.")
+      .def(py::init<int, int, const std::string&>(), py::arg("rank"), py::arg("world_size"),
+           py::arg("unique_id"), no_gil, "Waits for all ranks, for as long as that takes.")
       .def("all_to_all", &NcclCommunicator::all_to_all, py::arg("send"), py::arg("send_bytes"),
            py::arg("receive"), py::arg("receive_bytes"), py::arg("stream"), no_gil,
-           "Send bytes to each rank and receive from each, in the order of the stream.")
+           "Send bytes to each rank and receive from each, in the order of the stream. The first "
+           "call "
+           "waits for the other ranks.")
       .def("check", &NcclCommunicator::check, no_gil,
-           "Raise if something has gone wrong since the last call.")
+           "Raise, and abort, if something has gone wrong since the last call.")
       .def("abort", &NcclCommunicator::abort, py::arg("reason"), no_gil,
-           "Free it at once, also on the device; later calls raise with the reason.")
-      .def("destroy", &NcclCommunicator::destroy, py::arg("seconds"), no_gil,
+           "Free it at once, also on the device; calls of other threads and later ones raise with "
+           "the "
+           "reason.")
+      .def("destroy", &NcclCommunicator::destroy, no_gil,
            "Wait for what is under way, then free it.")
       .def_static("library_version", &nccl::library_version,
                   "Version of the libnccl that is used, such as 23007.")

@@ -15,6 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import TableFullError
+from .streams import own_stream
 from .transport import TorchTransport, Transport
 
 # Words of the block that begins a lookup, and those of them in front of the counts of tables: the
@@ -92,6 +94,8 @@ class Exchange:
         self.device = device
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
+        # Where collectives run; None where there are no streams.
+        self.stream = own_stream(device)
         # One lookup at a time, whatever the number of threads.
         self.lock = threading.RLock()
         # Lookups so far, counted as they begin and whether or not they succeed: a number that names
@@ -265,8 +269,16 @@ class Exchange:
     ) -> Callable[[], torch.Tensor]:
         self.collectives += 1
         self.bytes_sent += send.nbytes
+        begin = partial(
+            self.transport.begin_all_to_all, send, send_splits, receive_splits, received
+        )
+        used = [send] if received is None else [send, received]
         with self._awaited():
-            return self.transport.begin_all_to_all(send, send_splits, receive_splits, received)
+            return begin() if self.stream is None else self.stream.begin(begin, used)
+
+    def ahead(self) -> contextlib.AbstractContextManager[None]:
+        """What a lookup does in here need not wait for what a device is given after it."""
+        return contextlib.nullcontext() if self.stream is None else self.stream.ahead()
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:

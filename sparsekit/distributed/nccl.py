@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 
 from .. import _pybind
+from .streams import Cuda
 from .transport import TorchTransport, Transport, Unavailable, room_for
-
-# Seconds between two looks at a communicator, and for which one waits for others at its end.
-_INTERVAL, _PATIENCE = 1.0, 10.0
+from .watch import Watch, within
 
 
 def missing() -> str:
@@ -65,6 +63,7 @@ class NcclTransport(Transport):
         device: of the tensors.
         timeout: after which a rank that waits for another one raises, or is freed from a kernel
             that waits.
+        cuda: how streams are used; None where there are none.
     """
 
     exact = True
@@ -76,20 +75,46 @@ class NcclTransport(Transport):
         unique_id: bytes,
         device: torch.device,
         timeout: timedelta,
+        cuda: Any = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         # One with an index, since the current device may change.
         self.device = torch.empty(0, device=device).device
+        # The tests have a stand-in for libnccl that works in host memory.
+        self._cuda = Cuda if cuda is None and device.type == "cuda" else cuda
         seconds = timeout.total_seconds()
-        with self._on_device():
-            self.communicator = _pybind.NcclCommunicator(rank, world_size, unique_id, seconds)
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+        def make() -> _pybind.NcclCommunicator:
+            with self._on_device():
+                return _pybind.NcclCommunicator(rank, world_size, unique_id)
+
+        self.communicator = within(seconds, make, "ncclCommInitRankConfig")
+        self._event = self._cuda.Event() if self._cuda is not None else None
         finished = self._event.query if self._event is not None else lambda: True
         self._watch = Watch(self.communicator, seconds, finished)
         self._watch.start()
         # At the latest before the interpreter ends, since CUDA may be gone after that.
-        self._close = weakref.finalize(self, _close, self.communicator, self._watch)
+        self._close = weakref.finalize(self, _close, self._watch)
+        try:
+            self._warm_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _warm_up(self) -> None:
+        """Exchange a byte with every rank.
+
+        NCCL connects two ranks, and takes the memory for it, at their first message. Here all ranks
+        are known to be there; within a step one of them may be waiting for something else.
+        """
+        count = [1] * self.world_size
+        with self._on_device(), self._beside():
+            sent = torch.zeros(self.world_size, dtype=torch.uint8, device=self.device)
+            self.all_to_all(sent, count, count)
+            if self._event is not None:
+                self._event.synchronize()
+        self.communicator.check()  # aborted, it does not wait either
 
     def close(self) -> None:
         """See `Transport`."""
@@ -104,7 +129,7 @@ class NcclTransport(Transport):
     ) -> Callable[[], torch.Tensor]:
         """See `Transport`. The sizes are bytes to NCCL, so any dtype will do.
 
-        Nothing waits but the stream.
+        It goes to the current stream, and nothing waits but that.
         """
         # NCCL gets an address and would read whatever is there.
         if sum(send_splits) != send.numel() or not send.is_contiguous():
@@ -118,92 +143,29 @@ class NcclTransport(Transport):
             )
         received = room_for(send, receive_splits, received)
         size = send.element_size()
-        with self._on_device():
-            # On the tensors' own stream, so that torch may give their memory to something else
-            # as soon as nobody has them any more: that comes later in the stream.
-            stream = torch.cuda.current_stream() if send.is_cuda else None
+        with self._on_device(), self._watch.launch():
+            stream = None if self._cuda is None else self._cuda.current_stream()
             self.communicator.all_to_all(
                 send.data_ptr(),
                 [size * split for split in send_splits],
                 received.data_ptr(),
                 [size * split for split in receive_splits],
-                stream.cuda_stream if stream is not None else 0,
+                0 if stream is None else stream.cuda_stream,
             )
-            self._watch.launched()
             if self._event is not None:
                 self._event.record(stream)
         return lambda: received
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        # The tests have a stand-in for libnccl that works in host memory.
-        if self.device.type != "cuda":
+        return contextlib.nullcontext() if self._cuda is None else self._cuda.device(self.device)
+
+    def _beside(self) -> contextlib.AbstractContextManager[object]:
+        """A new stream as the current one."""
+        if self._cuda is None:
             return contextlib.nullcontext()
-        return torch.cuda.device(self.device)
+        return self._cuda.stream(self._cuda.Stream(self.device))
 
 
-class Watch(threading.Thread):
-    """Looks after a communicator while a kernel waits on the device.
-
-    The host may be waiting for that kernel, which ends only when somebody aborts the communicator:
-    after an error on the network, or when the last launch is not through in time.
-
-    Args:
-        communicator: what is looked after.
-        seconds: for which a launch may last.
-        finished: whether the last launch is through.
-    """
-
-    def __init__(
-        self,
-        communicator: _pybind.NcclCommunicator,
-        seconds: float,
-        finished: Callable[[], bool],
-    ) -> None:
-        super().__init__(name="sparsekit-nccl", daemon=True)
-        self._communicator = communicator
-        self._seconds = seconds
-        self._finished = finished
-        self._deadline: float | None = None
-        self._over = threading.Event()
-
-    def launched(self) -> None:
-        """Something is about to be waited for."""
-        self._deadline = time.monotonic() + self._seconds
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._over.set()
-        self.join(_PATIENCE)
-
-    def run(self) -> None:
-        """Look, until told to stop or until there is nothing left to look after."""
-        settled = None
-        while not self._over.wait(_INTERVAL):
-            try:
-                self._communicator.check()  # aborts by itself
-            except RuntimeError:
-                return
-            deadline = self._deadline
-            if deadline in (None, settled) or time.monotonic() < deadline:
-                continue
-            # Asked as late as this, because a question would spoil a graph that is being captured.
-            if self._finished():
-                settled = deadline
-            elif deadline == self._deadline:
-                reason = f"an exchange has not ended within {self._seconds} s"
-                reason += "; another rank may be gone"
-                # What the kernel leaves behind is not what it should have received. The next
-                # exchange raises, but there need not be one.
-                print(f"sparsekit: {reason}", file=sys.stderr, flush=True)
-                self._communicator.abort(reason)
-                return
-
-
-def _close(communicator: _pybind.NcclCommunicator, watch: Watch) -> None:
-    watch.stop()
+def _close(watch: Watch) -> None:
     # After an exception that nobody has caught the other ranks may never get here.
-    if hasattr(sys, "last_value"):
-        communicator.abort("the process ends with an exception")
-        return
-    with contextlib.suppress(RuntimeError):  # it has been aborted then, which is as good
-        communicator.destroy(_PATIENCE)
+    watch.close("the process ends with an exception" if hasattr(sys, "last_value") else "")

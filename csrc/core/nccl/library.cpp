@@ -37,6 +37,7 @@ Library open_library() {
   find(found.finalize, "ncclCommFinalize");
   find(found.destroy, "ncclCommDestroy");
   find(found.abort, "ncclCommAbort");
+  find(found.revoke, "ncclCommRevoke", false);
   find(found.group_start, "ncclGroupStart");
   find(found.group_end, "ncclGroupEnd");
   find(found.send, "ncclSend");

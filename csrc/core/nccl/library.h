@@ -18,6 +18,7 @@ struct Library {
   decltype(&ncclCommFinalize) finalize;
   decltype(&ncclCommDestroy) destroy;
   decltype(&ncclCommAbort) abort;
+  ncclResult_t (*revoke)(ncclComm_t, int);  // null before NCCL 2.28.7, as nccl.h may be
   decltype(&ncclGroupStart) group_start;
   decltype(&ncclGroupEnd) group_end;
   decltype(&ncclSend) send;

@@ -1,11 +1,8 @@
 #include "sparsekit/nccl_exchange.h"
 
-#include <chrono>
 #include <cstring>
-#include <sstream>
 #include <stdexcept>
 #include <string>
-#include <thread>
 
 #include "library.h"
 
@@ -17,9 +14,8 @@ static_assert(sizeof(UniqueId) == sizeof(ncclUniqueId));
 #define SPARSEKIT_TEXT_OF(number) #number
 #define SPARSEKIT_TEXT(number) SPARSEKIT_TEXT_OF(number)
 
-// Calls on communicators that do not block may also say that they go on in the background.
 void expect(ncclResult_t result, const char* function) {
-  if (result == ncclSuccess || result == ncclInProgress) return;
+  if (result == ncclSuccess) return;
   std::string message = std::string("sparsekit: ") + function + ": ";
   message += library().error_string(result);
   const char* details = library().last_error == nullptr ? nullptr : library().last_error(nullptr);
@@ -27,34 +23,11 @@ void expect(ncclResult_t result, const char* function) {
   throw std::runtime_error(message);
 }
 
-ncclResult_t state_of(ncclComm_t communicator) {
+// What has gone wrong in the background, on the network for example. Looks at a few words.
+void expect_no_error(ncclComm_t communicator, const char* function) {
   ncclResult_t state = ncclSuccess;
   expect(library().get_async_error(communicator, &state), "ncclCommGetAsyncError");
-  return state;
-}
-
-// Until the communicator has done what the function began. It has no other way to tell.
-void wait(ncclComm_t communicator, const char* function, double seconds) {
-  using Clock = std::chrono::steady_clock;
-  const auto begin = Clock::now();
-  for (;;) {
-    const ncclResult_t state = state_of(communicator);
-    expect(state, function);
-    if (state == ncclSuccess) return;
-    const double waited = std::chrono::duration<double>(Clock::now() - begin).count();
-    if (waited > seconds) {
-      std::ostringstream message;
-      message << "sparsekit: " << function << " has not ended within " << seconds
-              << " s; another rank may be gone";
-      throw std::runtime_error(message.str());
-    }
-    // A launch takes microseconds, a connection up to seconds.
-    if (waited < 0.01) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  }
+  expect(state, function);
 }
 
 }  // namespace
@@ -77,16 +50,16 @@ UniqueId unique_id() {
   return bytes;
 }
 
-ncclComm* connect(int rank, int world_size, const UniqueId& id, double seconds) {
+ncclComm* connect(int rank, int world_size, const UniqueId& id) {
   ncclUniqueId unique;
   std::memcpy(&unique, id.data(), id.size());
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
+  // Else NCCL would start a thread for every group, and have us ask until that has done its work.
+  config.blocking = 1;
   ncclComm_t communicator = nullptr;
   try {
     expect(library().init_rank(&communicator, world_size, unique, rank, &config),
            "ncclCommInitRankConfig");
-    wait(communicator, "ncclCommInitRankConfig", seconds);
   } catch (...) {
     abort(communicator);
     throw;
@@ -95,11 +68,11 @@ ncclComm* connect(int rank, int world_size, const UniqueId& id, double seconds) 
 }
 
 void check(ncclComm* communicator) {
-  expect(state_of(communicator), "ncclCommGetAsyncError");
+  expect_no_error(communicator, "ncclCommGetAsyncError");
 }
 
 void all_to_all(ncclComm* communicator, int world_size, const void* send, const int64_t* send_bytes,
-                void* receive, const int64_t* receive_bytes, void* stream, double seconds) {
+                void* receive, const int64_t* receive_bytes, void* stream) {
   const Library& nccl = library();
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   auto* from = static_cast<const char*>(send);
@@ -107,14 +80,13 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
   const char* failed = "ncclSend";
   expect(nccl.group_start(), "ncclGroupStart");
   ncclResult_t result = ncclSuccess;
-  const auto fine = [&] { return result == ncclSuccess || result == ncclInProgress; };
   // Both sides of an empty part know that it is empty.
-  for (int rank = 0; rank < world_size && fine(); ++rank) {
+  for (int rank = 0; rank < world_size && result == ncclSuccess; ++rank) {
     if (send_bytes[rank] > 0) {
       failed = "ncclSend";
       result = nccl.send(from, send_bytes[rank], ncclUint8, rank, communicator, cuda_stream);
     }
-    if (receive_bytes[rank] > 0 && fine()) {
+    if (receive_bytes[rank] > 0 && result == ncclSuccess) {
       failed = "ncclRecv";
       result = nccl.receive(to, receive_bytes[rank], ncclUint8, rank, communicator, cuda_stream);
     }
@@ -125,18 +97,22 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
   const ncclResult_t end = nccl.group_end();
   expect(result, failed);
   expect(end, "ncclGroupEnd");
-  wait(communicator, "ncclGroupEnd", seconds);
+  expect_no_error(communicator, "ncclGroupEnd");
 }
 
-void disconnect(ncclComm* communicator, double seconds) {
+void disconnect(ncclComm* communicator) {
   try {
     expect(library().finalize(communicator), "ncclCommFinalize");
-    wait(communicator, "ncclCommFinalize", seconds);
   } catch (...) {
     abort(communicator);
     throw;
   }
   expect(library().destroy(communicator), "ncclCommDestroy");
+}
+
+bool revoke(ncclComm* communicator) noexcept {
+  const auto function = library().revoke;
+  return function != nullptr && function(communicator, 0) == ncclSuccess;
 }
 
 void abort(ncclComm* communicator) noexcept {

@@ -56,11 +56,15 @@ def look_up(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> list[torch.T
 
 @uncompiled
 def begin(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> Route:
-    """The first part of `look_up`, which does not wait for the keys to arrive."""
+    """The first part of `look_up`, which does not wait for the keys to arrive.
+
+    On a device it waits for what the current stream has by now, and for nothing that comes later.
+    """
     exchange = _exchange(asked)
     if exchange is None:
         return _begin_here(kept, asked, ask)
-    return _begin_on_ranks(exchange, kept, asked, ask)
+    with exchange.ahead():
+        return _begin_on_ranks(exchange, kept, asked, ask)
 
 
 @uncompiled

@@ -1,6 +1,8 @@
 // A libnccl whose ranks are threads of one process and whose tensors are in host memory, with the
-// few functions that sparsekit calls. It goes on in the background as a communicator that does not
-// block: a group that has ended is worked on each time that somebody asks for the state.
+// few functions that sparsekit calls. Communicators block: making one waits for all ranks, and a
+// group that ends waits for what it receives, as the real one does where it has to connect, until
+// somebody revokes or aborts the communicator.
+#include <condition_variable>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -15,13 +17,7 @@
 
 namespace {
 
-enum Result {
-  kSuccess = 0,
-  kInternalError = 3,
-  kInvalidArgument = 4,
-  kInvalidUsage = 5,
-  kInProgress = 7
-};
+enum Result { kSuccess = 0, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5 };
 constexpr int kUint8 = 1;
 
 struct Config {  // the part of ncclConfig_t that all versions share
@@ -35,6 +31,7 @@ struct Id {
 };
 
 std::mutex mutex;  // over all that follows
+std::condition_variable changed;
 std::string calls;
 std::map<std::string, int> failures;
 int async_error = kSuccess;
@@ -62,13 +59,9 @@ int called(const std::string& name, const std::string& details = "") {
 struct ncclComm {
   std::shared_ptr<World> world;
   int rank, world_size;
-  struct Receive {
-    char* to;
-    size_t bytes;
-    int from;
-  };
-  std::vector<Receive> waiting;
   int state = kSuccess;
+  bool stopped = false;
+  int groups = 0;  // threads that are in ncclGroupEnd
 };
 
 namespace {
@@ -153,14 +146,17 @@ int ncclCommInitRankConfig(ncclComm** communicator, int world_size, Id id, int r
                            Config* config) {
   const int result = called("ncclCommInitRankConfig");
   if (result != kSuccess) return result;
-  if (config->blocking != 0) return kInvalidArgument;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& world = worlds[std::string(id.bytes, sizeof id.bytes)];
-  if (!world) world = std::make_shared<World>();
+  if (config->blocking != 1) return kInvalidArgument;
+  std::unique_lock<std::mutex> lock(mutex);
+  auto& known = worlds[std::string(id.bytes, sizeof id.bytes)];
+  if (!known) known = std::make_shared<World>();
+  const std::shared_ptr<World> world = known;
   ++world->present;
+  changed.notify_all();
+  changed.wait(lock, [&] { return world->present >= world_size; });
   ++alive;
-  *communicator = new ncclComm{world, rank, world_size, {}};
-  return kInProgress;
+  *communicator = new ncclComm{world, rank, world_size};
+  return kSuccess;
 }
 
 int ncclCommGetAsyncError(ncclComm* communicator, int* state) {
@@ -169,25 +165,7 @@ int ncclCommGetAsyncError(ncclComm* communicator, int* state) {
     communicator->state = async_error;
     async_error = kSuccess;
   }
-  World& world = *communicator->world;
   *state = communicator->state;
-  if (*state != kSuccess) return kSuccess;
-  auto& waiting = communicator->waiting;
-  for (size_t i = 0; i < waiting.size();) {
-    auto& mail = world.mail[{waiting[i].from, communicator->rank}];
-    if (mail.empty()) {
-      ++i;
-      continue;
-    }
-    if (mail.front().size() != waiting[i].bytes) {
-      *state = communicator->state = kInvalidArgument;
-      return kSuccess;
-    }
-    std::memcpy(waiting[i].to, mail.front().data(), waiting[i].bytes);
-    mail.pop_front();
-    waiting.erase(waiting.begin() + static_cast<int64_t>(i));
-  }
-  if (world.present < communicator->world_size || !waiting.empty()) *state = kInProgress;
   return kSuccess;
 }
 
@@ -203,9 +181,24 @@ int ncclCommDestroy(ncclComm* communicator) {
   return result;
 }
 
+#ifndef WITHOUT_REVOKE
+int ncclCommRevoke(ncclComm* communicator, int) {
+  const int result = called("ncclCommRevoke");
+  const std::lock_guard<std::mutex> lock(mutex);
+  communicator->stopped = true;
+  changed.notify_all();
+  return result;
+}
+#endif
+
 int ncclCommAbort(ncclComm* communicator) {
   const int result = called("ncclCommAbort");
-  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_lock<std::mutex> lock(mutex);
+  // The real one would free what such a call still uses.
+  if (communicator->groups > 0) calls += "ncclCommAbort during a call\n";
+  communicator->stopped = true;
+  changed.notify_all();
+  changed.wait(lock, [&] { return communicator->groups == 0; });
   delete communicator;
   --alive;
   ++aborted;
@@ -224,17 +217,32 @@ int ncclGroupEnd() {
   std::vector<Part> parts;
   parts.swap(group);
   if (result != kSuccess) return result;
-  const std::lock_guard<std::mutex> lock(mutex);
+  std::unique_lock<std::mutex> lock(mutex);
   for (const Part& part : parts) {
+    if (!part.is_send) continue;
+    part.communicator->world->mail[{part.communicator->rank, part.peer}].emplace_back(
+        part.memory, part.memory + part.bytes);
+    changed.notify_all();
+  }
+  int end = kSuccess;
+  for (const Part& part : parts) {
+    if (part.is_send || end != kSuccess) continue;
     ncclComm& communicator = *part.communicator;
-    if (part.is_send) {
-      communicator.world->mail[{communicator.rank, part.peer}].emplace_back(
-          part.memory, part.memory + part.bytes);
+    auto& mail = communicator.world->mail[{part.peer, communicator.rank}];
+    ++communicator.groups;
+    changed.wait(lock, [&] { return communicator.stopped || !mail.empty(); });
+    --communicator.groups;
+    changed.notify_all();
+    if (communicator.stopped) {
+      end = kInternalError;
+    } else if (mail.front().size() != part.bytes) {
+      end = kInvalidArgument;
     } else {
-      communicator.waiting.push_back({part.memory, part.bytes, part.peer});
+      std::memcpy(part.memory, mail.front().data(), part.bytes);
+      mail.pop_front();
     }
   }
-  return kInProgress;
+  return end;
 }
 
 int ncclSend(const void* from, size_t bytes, int type, int peer, ncclComm* communicator,

@@ -1,0 +1,39 @@
+"""The stand-in for libnccl, compiled once for each file of tests, and a process that has it."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .fake import BUILT, in_process_of_its_own
+
+
+def compiled(folder, *options):
+    """The stand-in as a library."""
+    if not BUILT:
+        pytest.skip("a build without NCCL")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to compile the stand-in for libnccl")
+    library = folder / "libfake_nccl.so"
+    source = Path(__file__).with_name("fake_nccl.cpp")
+    command = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-shared", "-fPIC", *options]
+    subprocess.run([*command, "-o", library, source, "-lpthread"], check=True)
+    return library
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory):
+    """Calls a function in a process whose libnccl is fake_nccl.cpp."""
+    library = compiled(tmp_path_factory.mktemp("nccl"))
+    with in_process_of_its_own(library) as call:
+        call.library = library
+        yield call
+
+
+@pytest.fixture(scope="module")
+def old_fake(tmp_path_factory):
+    """The same for a library from before NCCL 2.28.7."""
+    library = compiled(tmp_path_factory.mktemp("nccl"), "-DWITHOUT_REVOKE")
+    with in_process_of_its_own(library) as call:
+        yield call

@@ -1,0 +1,396 @@
+"""The native exchange over a stand-in for libnccl: calls that fail, ranks that do not come."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from sparsekit import _pybind
+from sparsekit.distributed import nccl
+from sparsekit.distributed.watch import Watch
+
+from .fake import CPU, LONG, SHORT, calls, on_threads, one_rank, the_fake
+
+INTERNAL_ERROR = 3
+
+
+def raises(function, *parts):
+    with pytest.raises(RuntimeError) as caught:
+        function()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def fail_once(rank, function):
+    fake, before = the_fake(), the_fake().fake_aborted()
+    parts = (f"{function}: internal error: as the test has asked",)
+    if function in ("ncclGetUniqueId", "ncclCommInitRankConfig"):
+        fake.fake_fail(function.encode(), INTERNAL_ERROR)
+        raises(one_rank, *parts)
+        return fake.fake_aborted() - before
+    transport = one_rank()
+    fake.fake_fail(function.encode(), INTERNAL_ERROR)
+    if function in ("ncclCommFinalize", "ncclCommDestroy"):
+        raises(transport.communicator.destroy, *parts)
+        return fake.fake_aborted() - before
+    ones = torch.ones(4)
+    raises(lambda: transport.all_to_all(ones, [4], [4]), *parts)
+    # It has been aborted, which stays the reason.
+    raises(lambda: transport.all_to_all(ones, [4], [4]), "is no more", *parts)
+    transport.close()
+    # A group that has failed does not go on in the next one.
+    assert torch.equal(one_rank().all_to_all(ones, [4], [4]), ones)
+    return fake.fake_aborted() - before
+
+
+@pytest.mark.parametrize(
+    ("function", "aborted"),
+    [
+        ("ncclGetUniqueId", 0),
+        ("ncclCommInitRankConfig", 0),
+        ("ncclGroupStart", 1),
+        ("ncclSend", 1),
+        ("ncclRecv", 1),
+        ("ncclGroupEnd", 1),
+        ("ncclCommFinalize", 1),
+        ("ncclCommDestroy", 0),
+    ],
+)
+def test_a_call_that_fails(fake, function, aborted):
+    assert fake(fail_once, function) == aborted
+    assert fake(alive) == 0
+
+
+def alive(rank):
+    gc.collect()
+    return the_fake().fake_alive()
+
+
+def fail_to_connect(rank):
+    for function in ("ncclGroupStart", "ncclSend", "ncclRecv", "ncclGroupEnd"):
+        the_fake().fake_fail(function.encode(), INTERNAL_ERROR)
+        raises(one_rank, f"{function}: internal error")
+
+
+def test_a_first_message_that_fails(fake):
+    fake(fail_to_connect)
+    assert fake(alive) == 0
+
+
+def async_error(rank):
+    transport = one_rank()
+    the_fake().fake_async_error(INTERNAL_ERROR)
+    raises(lambda: transport.all_to_all(torch.ones(1), [1], [1]), "ncclGroupEnd: internal error")
+
+
+def async_error_at_init(rank):
+    the_fake().fake_async_error(INTERNAL_ERROR)
+    raises(one_rank, "ncclGroupEnd: internal error")
+
+
+def async_error_while_waiting(rank):
+    """Only the thread that looks after the communicator can see it."""
+    transport = one_rank()
+    the_fake().fake_async_error(INTERNAL_ERROR)
+    before = the_fake().fake_aborted()
+    end = time.monotonic() + 60
+    while the_fake().fake_aborted() == before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert the_fake().fake_aborted() == before + 1
+    raises(lambda: transport.all_to_all(torch.ones(1), [1], [1]), "is no more", "internal error")
+
+
+def different_sizes(rank):
+    def exchange(transport):
+        return transport.all_to_all(torch.ones(3), [1, 2], [1, transport.rank + 1])
+
+    raises(lambda: on_threads(2, exchange), "ncclGroupEnd: other error")
+
+
+@pytest.mark.parametrize(
+    "function", [async_error, async_error_at_init, async_error_while_waiting, different_sizes]
+)
+def test_an_error_that_comes_later(fake, function):
+    fake(function)
+    assert fake(alive) == 0
+
+
+def absent_at_init(rank):
+    unique_id = _pybind.NcclCommunicator.unique_id()
+    raises(lambda: nccl.NcclTransport(0, 2, unique_id, CPU, SHORT), "within 1 s; another rank")
+
+
+def absent_later(rank):
+    unique_id = _pybind.NcclCommunicator.unique_id()
+    comes = threading.Thread(target=nccl.NcclTransport, args=(1, 2, unique_id, CPU, LONG))
+    comes.start()
+    transport = nccl.NcclTransport(0, 2, unique_id, CPU, SHORT)
+    comes.join()
+    raises(lambda: transport.all_to_all(torch.ones(2), [1, 1], [1, 1]), "within 1 s; another")
+
+
+def new_communicator():
+    return _pybind.NcclCommunicator(0, 1, _pybind.NcclCommunicator.unique_id())
+
+
+def launch(watch):
+    with watch.launch():
+        pass
+
+
+def kernel_that_does_not_end(rank):
+    communicator = new_communicator()
+    asked = []
+    watch = Watch(communicator, 0.1, lambda: asked.append(time.monotonic()) or len(asked) < 3)
+    for _ in range(2):  # twice it is through in time
+        launch(watch)
+        if not watch.is_alive():
+            watch.start()
+        time.sleep(2.5)
+        communicator.check()
+    assert len(asked) == 2
+    launch(watch)
+    watch.join(60)
+    assert not watch.is_alive()
+    raises(communicator.check, "an exchange has not ended within 0.1 s; another rank may be gone")
+
+
+@pytest.mark.parametrize("function", [absent_at_init, absent_later, kernel_that_does_not_end])
+def test_a_rank_that_does_not_come(fake, function):
+    begin = time.monotonic()
+    fake(function)
+    assert fake(alive) == 0
+    assert time.monotonic() - begin < 50
+
+
+# A call that waits in NCCL, which only an abort ends.
+
+
+def abort_during_a_call(rank):
+    """The other rank never calls; a third party ends the wait."""
+    unique_id = _pybind.NcclCommunicator.unique_id()
+    other = threading.Thread(target=nccl.NcclTransport, args=(1, 2, unique_id, CPU, LONG))
+    other.start()
+    transport = nccl.NcclTransport(0, 2, unique_id, CPU, LONG)
+    other.join()
+    gc.collect()  # the other one's communicator
+    said = calls()
+    messages = []
+
+    def call():
+        try:
+            transport.all_to_all(torch.ones(2), [1, 1], [1, 1])
+        except RuntimeError as error:
+            messages.append(str(error))
+
+    blocked = threading.Thread(target=call)
+    blocked.start()
+    begin = time.monotonic()
+    while "ncclGroupEnd" not in (said := calls()) and time.monotonic() < begin + 30:
+        time.sleep(0.01)
+    transport.communicator.check()  # does not wait for the call
+    assert blocked.is_alive()
+    transport.communicator.abort("no longer wanted")
+    blocked.join(30)
+    assert not blocked.is_alive()
+    assert time.monotonic() - begin < 30
+    said = [call for call in calls() if "Abort" in call or "Revoke" in call]
+    return messages, said
+
+
+NO_MORE = "sparsekit: the NCCL communicator is no more: no longer wanted"
+
+
+def test_an_abort_frees_a_thread_that_waits_in_a_group(fake):
+    messages, said = fake(abort_during_a_call)
+    assert messages == [NO_MORE]
+    # NCCL asks that no thread be in a call that is aborted.
+    assert said == ["ncclCommRevoke", "ncclCommAbort"]
+    assert fake(alive) == 0
+
+
+def test_an_abort_by_an_old_library(old_fake):
+    messages, said = old_fake(abort_during_a_call)
+    assert messages == [NO_MORE]
+    assert said == ["ncclCommAbort", "ncclCommAbort during a call"]
+
+
+# What the thread that looks after a communicator comes through.
+
+
+class Recorder:
+    """A communicator that notes what it is told."""
+
+    def __init__(self, *errors):
+        self.errors, self.said = list(errors), []
+
+    def check(self):
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def abort(self, reason):
+        self.said.append(reason)
+
+    def destroy(self):
+        self.said.append("destroyed")
+
+
+def looked_after(monkeypatch, communicator, finished, launched=True):
+    """What the communicator is told, and what on stderr."""
+    monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
+    watch = Watch(communicator, 0.0, finished)
+    if launched:
+        launch(watch)
+    watch.start()
+    watch.join(10)
+    assert not watch.is_alive()
+    return communicator.said
+
+
+def broken(error):
+    def finished():
+        raise error
+
+    return finished
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), ValueError("?"), MemoryError()])
+def test_a_device_that_cannot_tell_is_given_up(monkeypatch, capfd, error):
+    (reason,) = looked_after(monkeypatch, Recorder(), broken(error))
+    assert type(error).__name__ in reason
+    assert str(error) in reason
+    assert reason in capfd.readouterr().err
+
+
+def test_a_check_that_raises_anything_else_is_given_up(monkeypatch, capfd):
+    (reason,) = looked_after(monkeypatch, Recorder(MemoryError("none")), bool, launched=False)
+    assert "MemoryError: none" in reason
+    assert reason in capfd.readouterr().err
+
+
+def test_a_communicator_that_is_no_more_needs_no_look(monkeypatch):
+    assert looked_after(monkeypatch, Recorder(RuntimeError("no more")), bool, False) == []
+
+
+def test_no_stderr_to_write_to(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", broken_stream())
+    (reason,) = looked_after(monkeypatch, Recorder(), lambda: False)
+    assert "has not ended within 0 s" in reason
+
+
+class broken_stream:
+    def write(self, text):
+        raise ValueError("closed")
+
+
+def test_a_call_that_has_not_returned_is_not_through(monkeypatch):
+    """The event is that of the launch before, which tells nothing of this one."""
+    monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
+    communicator = Recorder()
+    watch = Watch(communicator, 0.0, lambda: True)
+    with watch.launch():
+        watch.start()
+        watch.join(10)
+    assert not watch.is_alive()
+    assert "has not ended" in communicator.said[0]
+
+
+@pytest.mark.parametrize(
+    ("finished", "reason", "said"),
+    [
+        (lambda: True, "", "destroyed"),
+        (lambda: True, "an exception", "an exception"),
+        (lambda: False, "", "it was closed while an exchange was under way"),
+        (broken(RuntimeError("CUDA error")), "", "RuntimeError: CUDA error"),
+    ],
+)
+def test_the_end_waits_for_kernels_but_not_for_ever(monkeypatch, finished, reason, said):
+    monkeypatch.setattr("sparsekit.distributed.watch._PATIENCE", 0.1)
+    communicator = Recorder()
+    watch = Watch(communicator, 60.0, finished)
+    watch.start()
+    launch(watch)
+    watch.close(reason)
+    watch.close(reason)
+    assert not watch.is_alive()
+    (told,) = communicator.said
+    assert said in told
+
+
+def wrong_arguments(rank):
+    transport = one_rank()
+    ones = torch.ones(4)
+    for send, splits in ((ones, [3]), (ones.view(2, 2).T, [4])):
+        with pytest.raises(ValueError, match="contiguous and hold the"):
+            transport.all_to_all(send, splits, [4])
+    with pytest.raises(ValueError, match="on meta, the communicator on cpu"):
+        transport.all_to_all(ones.to("meta"), [4], [4])
+    communicator = transport.communicator
+    for sizes, message in (([1, 2], "for each of 1 ranks, got 2"), ([-1], "negative")):
+        with pytest.raises(ValueError, match=message):
+            communicator.all_to_all(0, sizes, 0, [0], 0)
+        with pytest.raises(ValueError, match=message):
+            communicator.all_to_all(0, [0], 0, sizes, 0)
+    with pytest.raises(ValueError, match="unique_id must have 128 bytes, got 2"):
+        _pybind.NcclCommunicator(0, 1, b"ab")
+    # None of which has harmed it.
+    assert torch.equal(transport.all_to_all(ones, [4], [4]), ones)
+
+
+def test_wrong_arguments(fake):
+    fake(wrong_arguments)
+
+
+def ends(rank):
+    calls()
+    transport = one_rank()
+    transport.close()
+    transport.close()
+    raises(transport.communicator.check, "is no more: it has been destroyed")
+    one_rank()  # by the garbage collector
+    # Has no transport that would close it.
+    new_communicator()
+    communicator = one_rank().communicator
+    communicator.abort("no longer wanted")
+    return [call for call in calls() if call.startswith("ncclComm")]
+
+
+def test_the_end_of_a_communicator(fake):
+    begin, destroyed = "ncclCommInitRankConfig", ["ncclCommFinalize", "ncclCommDestroy"]
+    aborted = "ncclCommAbort"
+    # The last transport goes before its communicator is aborted.
+    expected = [begin, *destroyed, begin, *destroyed, begin, aborted, begin, *destroyed]
+    assert fake(ends) == expected
+
+
+PROGRAM = """
+from datetime import timedelta
+import torch
+from sparsekit import _pybind
+from sparsekit.distributed.nccl import NcclTransport
+
+unique_id = _pybind.NcclCommunicator.unique_id()
+kept = NcclTransport(0, 1, unique_id, torch.device("cpu"), timedelta(seconds=9))
+"""
+
+
+@pytest.mark.parametrize(
+    ("last_line", "expected"),
+    [("", ["ncclCommFinalize", "ncclCommDestroy"]), ("raise KeyError", ["ncclCommAbort"])],
+)
+def test_the_end_of_a_process(fake, last_line, expected):
+    environment = {
+        **os.environ,
+        "SPARSEKIT_NCCL_LIBRARY": str(fake.library),
+        "FAKE_NCCL_TALKS": "1",
+    }
+    command = [sys.executable, "-c", PROGRAM + last_line]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == bool(last_line), done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("ncclComm")]
+    assert said == ["ncclCommInitRankConfig", *expected]
