@@ -52,14 +52,20 @@ def one_rank(device=CPU, timeout=LONG):
     return nccl.NcclTransport(0, 1, _pybind.NcclCommunicator.unique_id(), device, timeout)
 
 
-def on_threads(world_size, function):
-    """Result of function(transport) on each rank of a world of threads."""
+def on_threads(world_size, function, cuda=lambda: None):
+    """Result of function(transport) on each rank of a world of threads.
+
+    Args:
+        world_size: how many there are.
+        function: what each calls.
+        cuda: makes what a rank has in place of torch.cuda.
+    """
     unique_id = _pybind.NcclCommunicator.unique_id()
     results = [None] * world_size
 
     def run(rank):
         try:
-            transport = nccl.NcclTransport(rank, world_size, unique_id, CPU, LONG)
+            transport = nccl.NcclTransport(rank, world_size, unique_id, CPU, LONG, cuda())
             results[rank] = function(transport)
             transport.close()
         except BaseException as error:

@@ -1,10 +1,16 @@
 """The native exchange on a GPU, over the real libnccl, with one rank, since two need two GPUs."""
 
+import functools
+
 import pytest
 import torch
+from conftest import generator
 
+import sparsekit
 from sparsekit import _pybind
-from sparsekit.distributed import nccl
+from sparsekit.distributed import Exchange, nccl
+from sparsekit.distributed.streams import own_stream
+from sparsekit.nn import shard
 
 from .fake import BUILT, LONG, one_rank
 from .test_exchange import DTYPES, exchanges, step_of_a_layer
@@ -49,6 +55,76 @@ class TestDevice:
             del sent
             torch.zeros(1000, device="cuda")  # has the memory of sent
             assert received.sum().item() == 1000
+
+    def test_it_runs_on_a_stream_of_its_own(self, on_device):
+        """Behind what the current stream has by then, and the taker behind it."""
+        n, current = 1_000_003, torch.cuda.current_stream()
+        own, ones = own_stream(on_device.device), torch.ones(n, device="cuda")
+        warm, made = torch.zeros(n, device="cuda"), torch.zeros(n, device="cuda")
+        torch.cuda.synchronize()
+        for sent in (warm, made):
+            torch.cuda._sleep(200_000_000)
+            sent.copy_(ones)
+            begin = functools.partial(on_device.begin_all_to_all, sent, [n], [n])
+            finish = own.begin(begin, [sent])
+            assert not current.query()  # nothing has waited
+        del made, sent, begin
+        torch.zeros(n, device="cuda")  # must not have the memory of what is being sent
+        received = finish()
+        received += 1
+        assert received.sum().item() == 2 * n
+
+    def test_what_is_ahead_does_not_wait_for_what_comes_later(self):
+        own, current = own_stream(torch.device("cuda:0")), torch.cuda.current_stream()
+        keys = torch.zeros(1000, device="cuda")
+        with own.ahead():
+            keys + 1  # loads the kernel
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)
+        keys.fill_(2)
+        with own.ahead():
+            torch.cuda.current_stream().synchronize()
+            assert current.query()  # it has waited for what was there
+        with own.ahead():
+            ahead = keys + 1
+        torch.cuda._sleep(200_000_000)
+        own.stream.synchronize()
+        assert not current.query()
+        assert ahead.sum().item() == 3000
+
+    def test_prefetch_beside_a_busy_stream(self, on_device, monkeypatch):
+        """Keys are made late, and the memory of a batch is used again as soon as it is free."""
+        exchange = Exchange(None, on_device.device, on_device)
+        monkeypatch.setattr(shard, "exchange_of", lambda *_: exchange)
+        group, twin = (
+            sparsekit.EmbeddingGroup(
+                {
+                    f"t{i}": sparsekit.DistributedEmbedding(
+                        "sum", 500, 8, 1, 3, name=f"busy {i}", device="cuda"
+                    )
+                    for i in range(3)
+                }
+            )
+            for _ in range(2)
+        )
+
+        def batch(seed):
+            random = generator(seed)
+            keys = [torch.randint(0, 99, (64, 1, 3), generator=random).cuda() for _ in range(3)]
+            torch.cuda._sleep(20_000_000)
+            return {f"t{i}": each + 1 for i, each in enumerate(keys)}
+
+        following = batch(0)
+        for seed in range(10):
+            inputs, following = following, batch(seed + 1)
+            outputs = group(inputs)
+            group.prefetch(following)
+            torch.cuda._sleep(20_000_000)  # the dense part
+            sum(out.square().sum() for out in outputs.values()).backward()
+            expected = twin(inputs)
+            for name, out in outputs.items():
+                assert torch.equal(out, expected[name])
+            del inputs, outputs, expected
 
     def test_an_exchange(self, on_device):
         assert exchanges(on_device) == 2

@@ -1,0 +1,345 @@
+"""On which stream a step's collectives run, behind which events, and how often the host waits.
+
+Two ranks are threads of one process, over the stand-ins for libnccl and for torch.cuda's streams.
+"""
+
+import ctypes
+import threading
+
+import pytest
+import simt
+import torch
+from conftest import generator
+from torch.overrides import TorchFunctionMode
+
+import sparsekit
+from sparsekit.distributed import Exchange
+from sparsekit.distributed.streams import OwnStream, own_stream
+from sparsekit.nn import shard
+
+from .fake import CPU, calls, on_threads
+from .streams import Noted, Stream, Streams, note_collectives
+
+# A collective on the own stream: behind what the current one has, and before what it does next.
+BEGIN = ["current records", "own waits for current"]
+SEND = ["own sends", "own records", "own records"]  # for the watching thread, and for the wait
+WAIT = ["current waits for own"]
+COLLECTIVE = BEGIN + SEND + WAIT
+
+_local = threading.local()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def each_rank_has_its_exchange(fake):
+    fake(find_exchanges_by_thread)
+
+
+def find_exchanges_by_thread(rank):
+    shard.exchange_of = lambda *_: _local.exchange
+
+
+class Rank:
+    """One rank with a group of tables and a dense layer behind it."""
+
+    def __init__(self, transport, tables, strategy):
+        self.streams = transport._cuda
+        self.used = note_collectives(transport, self.streams)
+        self.exchange = _local.exchange = Exchange(None, CPU, transport)
+        self.exchange.stream = OwnStream(CPU, self.streams)
+        layers = {
+            f"t{i}": sparsekit.DistributedEmbedding(
+                "sum", 200, 4, 1, 3, name=f"{tables} {i}", strategy=strategy
+            )
+            for i in range(tables)
+        }
+        self.group = sparsekit.EmbeddingGroup(layers)
+        self.optimizer = sparsekit.optim.LazyAdam(self.group.parameters())
+        self.dense = torch.nn.Linear(4 * tables, 1)
+
+    def batch(self, seed):
+        random = generator(10 * seed + self.exchange.rank)
+        return {
+            name: torch.randint(0, 50, (8, 1, 3), generator=random) for name in self.group.layers
+        }
+
+    def step(self, batch, following=None):
+        outputs = self.group(batch)
+        if following is not None:
+            self.note("prefetch begins")
+            self.group.prefetch(following)
+            self.note("prefetch ends")
+        self.dense(torch.cat([out.flatten(1) for out in outputs.values()], 1)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def note(self, text):
+        self.streams.log.append(text)
+        self.streams.ops.append((text, ""))
+
+
+def on_two_ranks(function, tables=1, strategy="all_to_all"):
+    """Result of function(rank) on both."""
+    return on_threads(2, lambda transport: function(Rank(transport, tables, strategy)), Streams)
+
+
+# The order of a step.
+
+
+def log_of_a_step(rank, tables):
+    def steps(of):
+        with Noted(of.streams):
+            of.step(of.batch(0))
+            before = of.exchange.collectives
+            of.streams.log.clear()
+            of.step(of.batch(1))
+        assert of.exchange.collectives - before == 4
+        return of.streams.log, of.streams.races
+
+    return on_two_ranks(steps, tables)
+
+
+@pytest.mark.parametrize("tables", [1, 26])
+def test_a_step_has_four_collectives_each_between_its_events(fake, tables):
+    for log, races in fake(log_of_a_step, tables):
+        assert log == COLLECTIVE * 4
+        assert races == []
+
+
+def log_by_bag(rank):
+    def steps(of):
+        batches = [of.batch(seed) for seed in range(3)]
+        with Noted(of.streams):
+            of.step(batches[0], batches[1])
+            of.step(batches[1], batches[2])
+            of.streams.log.clear()
+            of.step(batches[2])
+        return of.streams.log, of.streams.races
+
+    return on_two_ranks(steps, 3, "reduce_scatter")
+
+
+def test_a_step_by_bag_has_no_races_either(fake):
+    for log, races in fake(log_by_bag):
+        assert log == [*WAIT, *COLLECTIVE * 2]
+        assert races == []
+
+
+def streams_of_groups(rank):
+    def step(of):
+        of.step(of.batch(0))
+        return of.exchange.stream.stream.cuda_stream, of.streams.current_stream().cuda_stream
+
+    calls()
+    numbers = on_two_ranks(step)
+    return numbers, [line.split() for line in calls() if line.startswith(("ncclSend", "ncclRecv"))]
+
+
+def test_nccl_gets_the_own_stream(fake):
+    (numbers, other), said = fake(streams_of_groups)
+    assert numbers == other
+    own, current = numbers
+    given = {int(stream) for *_, size, stream in said if int(size) > 1}
+    assert given == {own}
+    assert current not in {int(stream) for *_, stream in said}
+
+
+def log_of_prefetch(rank, tables):
+    def steps(of):
+        batches = [of.batch(seed) for seed in range(4)]
+        with Noted(of.streams):
+            of.step(batches[0], batches[1])
+            of.streams.log.clear()
+            of.streams.ops.clear()
+            before = of.exchange.collectives
+            of.step(batches[1], batches[2])
+            found = list(of.streams.log), list(of.streams.ops)
+            of.step(batches[2], batches[3])
+            of.step(batches[3])
+        assert of.exchange.collectives - before == 10  # three steps, of which two of one have been
+        return *found, of.streams.races
+
+    return on_two_ranks(steps, tables)
+
+
+@pytest.mark.parametrize("tables", [1, 26])
+def test_prefetch_works_on_the_own_stream(fake, tables):
+    for log, ops, races in fake(log_of_prefetch, tables):
+        # The keys have come; vectors; two collectives of the next batch; gradients.
+        ahead = ["prefetch begins", *BEGIN, *SEND, *SEND, "prefetch ends"]
+        assert log == [*WAIT, *COLLECTIVE, *ahead, *COLLECTIVE]
+        assert races == []
+        begin, end = ops.index(("prefetch begins", "")), ops.index(("prefetch ends", ""))
+        assert {stream for _, stream in ops[begin + 1 : end]} == {"own"}
+        assert ("sparsekit::group_bucketize", "own") in ops[begin:end]
+        others = {stream for name, stream in ops[:begin] + ops[end + 1 :] if name != "send"}
+        assert others == {"current"}
+
+
+def memory_of_collectives(rank):
+    def steps(of):
+        batches = [of.batch(seed) for seed in range(3)]
+        with Noted(of.streams):
+            of.step(batches[0], batches[1])
+            of.step(batches[1], batches[2])
+        own, streams, not_kept = of.exchange.stream.stream, of.streams, 0
+        used = {tensor.untyped_storage().data_ptr() for tensor in of.used}
+        for address in used - {0}:
+            made_on_own = streams.memory[address].first is own
+            not_kept += not made_on_own and (address, own) not in streams.kept
+        return len(used), not_kept
+
+    return on_two_ranks(steps)
+
+
+def test_memory_of_a_collective_is_kept_for_its_stream(fake):
+    """Torch gives memory away as soon as nobody has it, unless it knows who still uses it."""
+    for used, not_kept in fake(memory_of_collectives):
+        assert used >= 8
+        assert not_kept == 0
+
+
+def unfinished(rank):
+    def steps(of):
+        with Noted(of.streams):
+            of.group.prefetch(of.batch(0))
+            of.exchange._raise_together = raise_it
+            with pytest.raises(ValueError, match="inputs is not what prefetch"):
+                of.group(of.batch(1))
+        return of.streams.races
+
+    return on_two_ranks(steps)
+
+
+def raise_it(plan, error):
+    raise error
+
+
+def test_another_batch_than_the_one_prefetched(fake):
+    assert fake(unfinished) == [[], []]
+
+
+# How often the host waits.
+
+
+class Reads(TorchFunctionMode):
+    """Counts what has the host wait for a device: values that it reads."""
+
+    READS = ("tolist", "cpu", "numpy", "item", "__bool__", "__int__", "__index__", "nonzero")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += getattr(function, "__name__", "") in self.READS
+        return function(*args, **(kwargs or {}))
+
+
+def reads_of_a_step(rank, tables, ahead, streams):
+    def steps(of):
+        if not streams:
+            of.exchange.stream = None
+        batches = [of.batch(seed) for seed in range(3)]
+        following = batches[1:] if ahead else [None, None]
+        of.step(batches[0], following[0])
+        of.streams.log.clear()
+        with Reads() as reads:
+            of.step(batches[1], following[1])
+        return reads.count + of.streams.log.count("host waits")
+
+    return on_two_ranks(steps, tables)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_host_waits_no_more_for_streams_or_for_many_tables(fake, ahead):
+    # Of these, a device would wait for those that are not about memory of the host.
+    before = fake(reads_of_a_step, 1, ahead, False)
+    assert fake(reads_of_a_step, 1, ahead, True) == before
+    assert fake(reads_of_a_step, 26, ahead, True) == before
+    assert max(before) <= 10
+
+
+def waits_of_ops(rank, tables):
+    """Those of both ranks in two steps, by the host runner's count."""
+    simt.load()
+    library = ctypes.CDLL(str(simt.LIBRARY))
+    library.sparsekit_num_waits.restype = ctypes.c_int64
+    before, checked = library.sparsekit_num_waits(), library.sparsekit_set_checked(0)
+
+    def steps(of):
+        with simt.SimtMode():
+            of.step(of.batch(0), following := of.batch(1))
+            of.step(following)
+
+    try:
+        on_two_ranks(steps, tables)
+    finally:
+        library.sparsekit_set_checked(checked)
+    return library.sparsekit_num_waits() - before
+
+
+def test_ops_wait_no_more_for_many_tables(fake):
+    fake(waits_of_ops, 1)  # the very first call waits once more
+    one, many = (fake(waits_of_ops, tables) for tables in (1, 26))
+    # Whether keys have found room, and how long a gradient is; of two steps on two ranks.
+    assert one == many == 8
+
+
+# The stream by itself.
+
+
+def test_a_cpu_has_no_streams():
+    assert own_stream(CPU) is None
+    exchange = Exchange.__new__(Exchange)
+    exchange.stream = None
+    with exchange.ahead():
+        pass
+
+
+def own():
+    streams = Streams()
+    next(streams.names)
+    return streams, OwnStream(CPU, streams)
+
+
+def test_what_is_ahead_waits_for_what_the_current_stream_has_by_then():
+    streams, stream = own()
+    with stream.ahead():
+        assert streams.current_stream() is stream.stream
+        with stream.ahead():  # which it is already
+            pass
+    assert streams.current_stream() is not stream.stream
+    assert streams.log == BEGIN
+
+
+def test_a_result_is_waited_for_by_the_stream_that_takes_it():
+    streams, stream = own()
+    with stream.ahead():
+        finish = stream.begin(lambda: lambda: 7, [])
+    streams.log.clear()
+    other = Stream(streams, "other")
+    with streams.stream(other):
+        assert finish() == 7
+    assert streams.log == ["other waits for own"]
+    # Memory that was made on the own stream comes back to it, and the other may be at it still.
+    streams.log.clear()
+    with stream.ahead():
+        pass
+    waits = {line for line in streams.log if "waits" in line}
+    assert waits == {"own waits for current", "own waits for other"}
+
+
+def test_the_stand_in_sees_races():
+    streams = Streams()
+    one, other = streams.current_stream(), Stream(streams, "other")
+    with Noted(streams):
+        made = torch.ones(3)
+        with streams.stream(other):
+            made + 1
+        assert streams.races == ["aten::add on other is not behind aten::ones on current"]
+        other.wait_event(one.record_event())
+        with streams.stream(other):
+            made + 1
+        assert len(streams.races) == 1
+        made.zero_()
+        assert streams.races[1:] == ["aten::zero_ on current is not behind aten::add on other"]
