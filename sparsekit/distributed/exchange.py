@@ -269,12 +269,13 @@ class Exchange:
     ) -> Callable[[], torch.Tensor]:
         self.collectives += 1
         self.bytes_sent += send.nbytes
-        begin = partial(
-            self.transport.begin_all_to_all, send, send_splits, receive_splits, received
-        )
-        used = [send] if received is None else [send, received]
         with self._awaited():
-            return begin() if self.stream is None else self.stream.begin(begin, used)
+            if self.stream is None:
+                return self.transport.begin_all_to_all(send, send_splits, receive_splits, received)
+            begin = partial(
+                self.transport.begin_all_to_all, send, send_splits, receive_splits, received
+            )
+            return self.stream.begin(begin, [send] if received is None else [send, received])
 
     def ahead(self) -> contextlib.AbstractContextManager[None]:
         """What a lookup does in here need not wait for what a device is given after it."""

@@ -79,12 +79,11 @@ class OwnStream:
             self._cuda.keep(tensor, self.stream)
 
         def finish() -> T:
-            result = wait()
             current = self._cuda.current_stream(self._device)
             if current != self.stream:
                 current.wait_event(done)
                 self._users.add(current)
-            return result
+            return wait()
 
         return finish
 

@@ -143,6 +143,9 @@ class EmbeddingGroup(torch.nn.Module):
         the very same `inputs`, and needs no sample_weights. Nothing is looked up before that call,
         so the result is that of a call without prefetch.
 
+        On a device it is best called between the group and the dense part of a batch: it waits for
+        what the current stream has by then, and runs beside what comes later.
+
         Raises:
             As a call does.
             RuntimeError: a batch has been prefetched already.

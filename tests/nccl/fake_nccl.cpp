@@ -2,6 +2,7 @@
 // few functions that sparsekit calls. Communicators block: making one waits for all ranks, and a
 // group that ends waits for what it receives, as the real one does where it has to connect, until
 // somebody revokes or aborts the communicator.
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdio>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -231,6 +233,11 @@ int ncclGroupEnd() {
     auto& mail = communicator.world->mail[{part.peer, communicator.rank}];
     ++communicator.groups;
     changed.wait(lock, [&] { return communicator.stopped || !mail.empty(); });
+    if (communicator.stopped) {  // the way out takes a moment
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      lock.lock();
+    }
     --communicator.groups;
     changed.notify_all();
     if (communicator.stopped) {

@@ -22,9 +22,16 @@ NAME = os.environ.get("SPARSEKIT_RANKS_DEVICE", "cpu")
 
 
 class _OverHost(transport.TorchTransport):
-    def begin_all_to_all(self, send: torch.Tensor, *splits: Any) -> Any:
-        wait = super().begin_all_to_all(send.cpu(), *splits)
-        return lambda: wait().to(send.device)
+    def begin_all_to_all(
+        self, send: torch.Tensor, send_splits: Any, receive_splits: Any, received: Any = None
+    ) -> Any:
+        wait = super().begin_all_to_all(send.cpu(), send_splits, receive_splits)
+
+        def finish() -> torch.Tensor:
+            came = wait().to(send.device)
+            return came if received is None else received.copy_(came)
+
+        return finish
 
 
 # Random numbers come from the CPU's generators, so that all is as where one rank has computed it.
