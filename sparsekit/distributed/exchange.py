@@ -15,7 +15,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -94,7 +93,7 @@ class Exchange:
         self.device = device
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
-        # Where collectives run; None where there are no streams.
+        # Where collectives run.
         self.stream = own_stream(device)
         # One lookup at a time, whatever the number of threads.
         self.lock = threading.RLock()
@@ -270,16 +269,8 @@ class Exchange:
         self.collectives += 1
         self.bytes_sent += send.nbytes
         with self._awaited():
-            if self.stream is None:
-                return self.transport.begin_all_to_all(send, send_splits, receive_splits, received)
-            begin = partial(
-                self.transport.begin_all_to_all, send, send_splits, receive_splits, received
-            )
-            return self.stream.begin(begin, [send] if received is None else [send, received])
-
-    def ahead(self) -> contextlib.AbstractContextManager[None]:
-        """What a lookup does in here need not wait for what a device is given after it."""
-        return contextlib.nullcontext() if self.stream is None else self.stream.ahead()
+            begin = self.transport.begin_all_to_all
+            return self.stream.begin(begin, send, send_splits, receive_splits, received)
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ current stream wait for it. The host waits for neither.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +31,19 @@ class Cuda:
         tensor.record_stream(stream)
 
 
-class OwnStream:
+class NoStream:
+    """In place of `OwnStream` where all is done in the order of the host anyway."""
+
+    def ahead(self) -> contextlib.AbstractContextManager[None]:
+        """See `OwnStream`."""
+        return contextlib.nullcontext()
+
+    def begin(self, launch: Callable[..., Callable[[], T]], *arguments: Any) -> Callable[[], T]:
+        """See `OwnStream`."""
+        return launch(*arguments)
+
+
+class OwnStream(NoStream):
     """A stream beside the current one.
 
     Args:
@@ -59,24 +71,23 @@ class OwnStream:
         with self._cuda.stream(self.stream):
             yield
 
-    def begin(
-        self, launch: Callable[[], Callable[[], T]], used: Iterable[torch.Tensor]
-    ) -> Callable[[], T]:
+    def begin(self, launch: Callable[..., Callable[[], T]], *arguments: Any) -> Callable[[], T]:
         """Begin a collective on this stream.
 
         Args:
             launch: begins it on the current stream, and returns what waits for the others.
-            used: what it reads and writes.
+            arguments: of launch. It may read and write tensors among them.
 
         Returns:
             What waits for the others, and has the stream that is current then wait for the result.
         """
         with self.ahead():
-            wait = launch()
+            wait = launch(*arguments)
             done = self.stream.record_event()
-        # Nobody may ever wait, and then this stream alone knows when they are free.
-        for tensor in used:
-            self._cuda.keep(tensor, self.stream)
+        for argument in arguments:
+            # Nobody may ever wait, and then this stream alone knows when it is free.
+            if isinstance(argument, torch.Tensor):
+                self._cuda.keep(argument, self.stream)
 
         def finish() -> T:
             current = self._cuda.current_stream(self._device)
@@ -88,6 +99,6 @@ class OwnStream:
         return finish
 
 
-def own_stream(device: torch.device) -> OwnStream | None:
-    """One for tensors of this device, or None where all is done in order anyway."""
-    return OwnStream(device) if device.type == "cuda" else None
+def own_stream(device: torch.device) -> NoStream:
+    """One for tensors of this device."""
+    return OwnStream(device) if device.type == "cuda" else NoStream()

@@ -80,3 +80,9 @@ def on_threads(world_size, function, cuda=lambda: None):
         if isinstance(result, BaseException):
             raise result
     return results
+
+
+def launch(watch):
+    """Have something under way from now on."""
+    with watch.launch():
+        pass

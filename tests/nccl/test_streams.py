@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 import sparsekit
 from sparsekit.distributed import Exchange
-from sparsekit.distributed.streams import OwnStream, own_stream
+from sparsekit.distributed.streams import NoStream, OwnStream, own_stream
 from sparsekit.nn import shard
 
 from .fake import CPU, calls, on_threads
@@ -238,7 +238,7 @@ class Reads(TorchFunctionMode):
 def reads_of_a_step(rank, tables, ahead, streams):
     def steps(of):
         if not streams:
-            of.exchange.stream = None
+            of.exchange.stream = own_stream(CPU)
         batches = [of.batch(seed) for seed in range(3)]
         following = batches[1:] if ahead else [None, None]
         of.step(batches[0], following[0])
@@ -289,11 +289,10 @@ def test_ops_wait_no_more_for_many_tables(fake):
 
 
 def test_a_cpu_has_no_streams():
-    assert own_stream(CPU) is None
-    exchange = Exchange.__new__(Exchange)
-    exchange.stream = None
-    with exchange.ahead():
-        pass
+    stream = own_stream(CPU)
+    assert type(stream) is NoStream
+    with stream.ahead():
+        assert stream.begin(lambda of: lambda: of, 7)() == 7
 
 
 def own():
@@ -315,7 +314,7 @@ def test_what_is_ahead_waits_for_what_the_current_stream_has_by_then():
 def test_a_result_is_waited_for_by_the_stream_that_takes_it():
     streams, stream = own()
     with stream.ahead():
-        finish = stream.begin(lambda: lambda: 7, [])
+        finish = stream.begin(lambda of: lambda: of, 7)
     streams.log.clear()
     other = Stream(streams, "other")
     with streams.stream(other):

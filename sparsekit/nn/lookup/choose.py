@@ -63,7 +63,7 @@ def begin(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> Route:
     exchange = _exchange(asked)
     if exchange is None:
         return _begin_here(kept, asked, ask)
-    with exchange.ahead():
+    with exchange.stream.ahead():
         return _begin_on_ranks(exchange, kept, asked, ask)
 
 

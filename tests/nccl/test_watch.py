@@ -1,0 +1,108 @@
+"""What the thread that looks after a communicator comes through."""
+
+import sys
+
+import pytest
+
+from sparsekit.distributed.watch import Watch
+
+from .fake import launch
+
+
+class Recorder:
+    """A communicator that notes what it is told."""
+
+    def __init__(self, *errors):
+        self.errors, self.said = list(errors), []
+
+    def check(self):
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def abort(self, reason):
+        self.said.append(reason)
+
+    def destroy(self):
+        self.said.append("destroyed")
+
+
+def looked_after(monkeypatch, communicator, finished, launched=True):
+    """What the communicator is told, and what on stderr."""
+    monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
+    watch = Watch(communicator, 0.0, finished)
+    if launched:
+        launch(watch)
+    watch.start()
+    watch.join(10)
+    assert not watch.is_alive()
+    return communicator.said
+
+
+def broken(error):
+    def finished():
+        raise error
+
+    return finished
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), ValueError("?"), MemoryError()])
+def test_a_device_that_cannot_tell_is_given_up(monkeypatch, capfd, error):
+    (reason,) = looked_after(monkeypatch, Recorder(), broken(error))
+    assert type(error).__name__ in reason
+    assert str(error) in reason
+    assert reason in capfd.readouterr().err
+
+
+def test_a_check_that_raises_anything_else_is_given_up(monkeypatch, capfd):
+    (reason,) = looked_after(monkeypatch, Recorder(MemoryError("none")), bool, launched=False)
+    assert "MemoryError: none" in reason
+    assert reason in capfd.readouterr().err
+
+
+def test_a_communicator_that_is_no_more_needs_no_look(monkeypatch):
+    assert looked_after(monkeypatch, Recorder(RuntimeError("no more")), bool, False) == []
+
+
+def test_no_stderr_to_write_to(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", broken_stream())
+    (reason,) = looked_after(monkeypatch, Recorder(), lambda: False)
+    assert "has not ended within 0 s" in reason
+
+
+class broken_stream:
+    def write(self, text):
+        raise ValueError("closed")
+
+
+def test_a_call_that_has_not_returned_is_not_through(monkeypatch):
+    """The event is that of the launch before, which tells nothing of this one."""
+    monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
+    communicator = Recorder()
+    watch = Watch(communicator, 0.0, lambda: True)
+    with watch.launch():
+        watch.start()
+        watch.join(10)
+    assert not watch.is_alive()
+    assert "has not ended" in communicator.said[0]
+
+
+@pytest.mark.parametrize(
+    ("finished", "reason", "said"),
+    [
+        (lambda: True, "", "destroyed"),
+        (lambda: True, "an exception", "an exception"),
+        (lambda: False, "", "it was closed while an exchange was under way"),
+        (broken(RuntimeError("CUDA error")), "", "RuntimeError: CUDA error"),
+    ],
+)
+def test_the_end_waits_for_kernels_but_not_for_ever(monkeypatch, finished, reason, said):
+    monkeypatch.setattr("sparsekit.distributed.watch._PATIENCE", 0.1)
+    communicator = Recorder()
+    watch = Watch(communicator, 60.0, finished)
+    watch.start()
+    launch(watch)
+    watch.close(reason)
+    watch.close(reason)
+    assert not watch.is_alive()
+    (told,) = communicator.said
+    assert said in told
