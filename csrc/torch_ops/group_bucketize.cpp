@@ -208,8 +208,14 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
     for (int64_t t = 0; t < num_tables; ++t) {
       const int64_t begin = tables[t].first_entry;
       const int64_t keys = asked.parts(t)[asked.world_size - 1].end;
+      const auto bad = [=](int32_t place) { return place < 0 || place >= keys; };
+      uint32_t most = 0;  // of numbers of which negative ones are the largest
       for (int64_t e = begin; e < begin + keys; ++e) {
-        if (given[e] < 0 || given[e] >= keys) asked.wrong_place(e, given[e]);
+        most = std::max(most, static_cast<uint32_t>(given[e]));
+      }
+      if (most >= keys && keys > 0) {
+        const int32_t* found = std::find_if(given + begin, given + begin + keys, bad);
+        asked.wrong_place(found - given, *found);
       }
     }
     cpu::exchange_rows(tables.data(), num_tables, asked.world_size, asked.parts(0), steps.data(),

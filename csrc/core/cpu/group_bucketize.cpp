@@ -40,6 +40,45 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
   return good;
 }
 
+// Up to so many ranks a pass over all keys for each, without a branch, is less than to search them.
+constexpr int64_t kFewRanks = 16;
+
+// Rows of the keys of a table, in numbers that wrap around: only results need fit.
+void rows_of_few_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
+                       const int32_t* places, int32_t* rows) {
+  const auto at = [=](int64_t r, int64_t place) {
+    const int64_t before = r == 0 ? 0 : ranks[r - 1].end;
+    return static_cast<uint32_t>(ranks[r].begin) +
+           (static_cast<uint32_t>(place) - static_cast<uint32_t>(before)) *
+               static_cast<uint32_t>(step);
+  };
+  const int64_t total = ranks[world_size - 1].end;
+  const uint32_t first = at(0, 0), factor = static_cast<uint32_t>(step);
+  for (int64_t j = 0; j < total; ++j) {
+    rows[j] = static_cast<int32_t>(first + static_cast<uint32_t>(places[j]) * factor);
+  }
+  for (int64_t r = 1; r < world_size; ++r) {
+    const auto begin = static_cast<int32_t>(ranks[r - 1].end);
+    const auto further = static_cast<int32_t>(at(r, 0) - at(r - 1, 0));
+    for (int64_t j = 0; j < total; ++j) {
+      const int32_t moved = places[j] >= begin ? further : 0;
+      rows[j] = static_cast<int32_t>(static_cast<uint32_t>(rows[j]) + static_cast<uint32_t>(moved));
+    }
+  }
+}
+
+void rows_of_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
+                   const int32_t* places, int32_t* rows) {
+  const ComeVectors* end = ranks + world_size;
+  for (int64_t j = 0; j < end[-1].end; ++j) {
+    const int64_t place = places[j];
+    const ComeVectors* from = std::upper_bound(
+        ranks, end, place, [](int64_t p, const ComeVectors& rank) { return p < rank.end; });
+    const int64_t before = from == ranks ? 0 : from[-1].end;
+    rows[j] = static_cast<int32_t>(from->begin + (place - before) * step);
+  }
+}
+
 }  // namespace
 
 int64_t group_bucketize_workspace_bytes(const RoutedTable* tables, int64_t num_tables,
@@ -92,18 +131,12 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
 void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_size,
                    const ComeVectors* come, const int64_t* steps, const int32_t* places,
                    int32_t* rows, const ParallelFor& parallel_for) {
+  if (world_size == 0) return;
+  const auto rows_of = world_size <= kFewRanks ? rows_of_few_ranks : rows_of_ranks;
   parallel_for(0, num_tables, 4, [=](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
-      const int64_t entry = tables[t].first_entry, step = steps[t];
-      const ComeVectors *ranks = come + t * world_size, *end = ranks + world_size;
-      const int64_t total = world_size == 0 ? 0 : end[-1].end;
-      for (int64_t j = 0; j < total; ++j) {
-        const int64_t place = places[entry + j];
-        const ComeVectors* from = std::upper_bound(
-            ranks, end, place, [](int64_t p, const ComeVectors& rank) { return p < rank.end; });
-        const int64_t before = from == ranks ? 0 : from[-1].end;
-        rows[entry + j] = static_cast<int32_t>(from->begin + (place - before) * step);
-      }
+      const int64_t entry = tables[t].first_entry;
+      rows_of(come + t * world_size, world_size, steps[t], places + entry, rows + entry);
     }
   });
 }
