@@ -153,6 +153,24 @@ def test_the_rest_of_a_handshake_does_not_come(two_ranks_over):
     assert two_ranks_over(interrupted_at_the_rest) == [508, 508]
 
 
+def one_of_many_differs(rank):
+    group, keys = many_tables(300)
+    group.layers["t200"].gradient_reduction = "mean" if rank else "sum"
+    with pytest.raises(RuntimeError, match="ranks are about to do different things") as caught:
+        group(keys)
+    return str(caught.value)
+
+
+def test_an_error_shows_where_many_tables_differ(two_ranks):
+    for text in two_ranks(one_of_many_differs):
+        assert len(text) < 2500
+        rank_0, rank_1 = text.split("; rank 1: ")
+        assert "many 200 (" in rank_0
+        assert "many 200 (" in rank_1
+        assert ", auto, sum, " in rank_0
+        assert ", auto, sum, " not in rank_1
+
+
 def prefetched(rank):
     """Steps with and without prefetch, and a call with another batch than the one prefetched."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
