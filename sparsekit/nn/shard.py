@@ -13,6 +13,7 @@ from .. import ops
 from ..distributed import Exchange, exchange_of
 from ..distributed.sharded import Sharded
 from ..memory import prefer_huge_pages
+from ..ops._checks import accumulate_dtype
 from ..table import HashTable
 from .init import resolve
 from .load import entries_of, load, own_entries, own_vectors, refuse_lost_values
@@ -155,8 +156,15 @@ class ShardedTable(torch.nn.Module, Sharded):
     @property
     def dtype_on_wire(self) -> torch.dtype:
         """That of vectors and their gradients between ranks."""
-        own = self.weight.dtype
-        return min(own, self.wire_dtype or own, key=lambda dtype: dtype.itemsize)
+        return self._on_wire(self.weight.dtype)
+
+    @property
+    def sum_dtype_on_wire(self) -> torch.dtype:
+        """That of sums of vectors between ranks."""
+        return self._on_wire(accumulate_dtype(self.weight.dtype))
+
+    def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
+        return min(dtype, self.wire_dtype or dtype, key=lambda one: one.itemsize)
 
     def owned(self, keys: torch.Tensor) -> torch.Tensor:
         """Positions of those of the keys that this rank owns, in rising order."""

@@ -206,6 +206,35 @@ def test_a_group_of_several_dtypes(ranks):
     ranks(mixed_group)
 
 
+def way_of_auto(rank, wire_dtype, keys_of_a_bag):
+    """The collective behind the handshake is that of keys or that of bags."""
+    layer = sparsekit.DistributedEmbedding(
+        "sum", 4000, 64, 1, keys_of_a_bag, name="auto", wire_dtype=wire_dtype
+    )
+    sent = []
+    with pytest.MonkeyPatch.context() as patch:
+        send = layer.exchange.send
+
+        def note(what, *rest):
+            sent.append(what)
+            return send(what, *rest)
+
+        patch.setattr(layer.exchange, "send", note)
+        # Distinct keys, half of them of the other rank.
+        layer(torch.arange(20 * keys_of_a_bag).view(20, 1, keys_of_a_bag))
+    return sent[0].split(":")[0]
+
+
+def test_auto_counts_the_bytes_of_both_ways_on_the_wire(two_ranks):
+    # By key 8 + 4 * 64 bytes for half of the keys; by bag 8 for all keys and 4 * 64 for each bag;
+    # and with bfloat16 2 * 64 each. They change places in the same bags or nearly so.
+    for wire_dtype in (None, BFLOAT16):
+        assert two_ranks(way_of_auto, wire_dtype, 1) == ["keys"] * 2
+        assert two_ranks(way_of_auto, wire_dtype, 8) == ["bags"] * 2
+    assert two_ranks(way_of_auto, None, 3) == ["bags"] * 2
+    assert two_ranks(way_of_auto, BFLOAT16, 3) == ["bags"] * 2
+
+
 def bytes_of_a_step(rank):
     def step_of(wire_dtype):
         layer = sparsekit.DistributedEmbedding(

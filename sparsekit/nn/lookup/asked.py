@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from ...distributed.exchange import Parts
-from ...ops._checks import accumulate_dtype
 from ..request import Request
 from .grouped import explain, filled, new_outs
 from .layout import ALIGNMENT, Layout
@@ -61,10 +60,9 @@ class Asked:
         self._units = [math.gcd(dim, wide) for dim in tables.dims]
 
     def bytes_of_bags(self) -> int:
-        """A vector for each bag, in the dtype in which vectors are added."""
-        size = accumulate_dtype(self.tables.dtype).itemsize
+        """The sum of a vector for each bag."""
         each = zip(self._shapes, self.tables.places, strict=True)
-        return sum(math.prod(shape) * self.tables.dims[t] * size for shape, t in each)
+        return sum(math.prod(shape) * self.tables.sum_bytes[t] for shape, t in each)
 
     def write_keys(self, parts: Parts, keys: Layout, columns: slice) -> None:
         """Write the keys for each rank to what is sent.

@@ -48,7 +48,7 @@ def bytes_to_move(requests: Sequence[Request]) -> int:
     """What goes to other ranks and comes from them, heads and the backward left out."""
     per_rank = payload_bytes(requests) - HEAD_BYTES
     for request in requests:
-        row = request.table.embedding_vec_size * _wire_dtype(request.table).itemsize
+        row = request.table.embedding_vec_size * request.table.sum_dtype_on_wire.itemsize
         per_rank += (len(request.offsets) - 1) * row
     return per_rank * (requests[0].table.world_size - 1)
 
@@ -73,12 +73,6 @@ def _write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
 def _sum_dtype(table: ShardedTable) -> torch.dtype:
     """Dtype in which a bag's vectors are added."""
     return accumulate_dtype(table.weight.dtype)
-
-
-def _wire_dtype(table: ShardedTable) -> torch.dtype:
-    """Dtype of the sums on their way."""
-    dtypes = _sum_dtype(table), table.wire_dtype or _sum_dtype(table)
-    return min(dtypes, key=lambda dtype: dtype.itemsize)
 
 
 class ByBag:
@@ -117,7 +111,9 @@ class ByBag:
 
         # A vector for each bag: of all ranks, and of this one.
         like = [
-            self.requests[0].keys.new_empty(0, table.embedding_vec_size, dtype=_wire_dtype(table))
+            self.requests[0].keys.new_empty(
+                0, table.embedding_vec_size, dtype=table.sum_dtype_on_wire
+            )
             for table in tables
         ]
 

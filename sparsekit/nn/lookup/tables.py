@@ -44,6 +44,7 @@ class Alike:
         dtype: of the weights.
         wire_dtype: of vectors and gradients between ranks.
         row_bytes: of each table, between ranks.
+        sum_bytes: of a sum of rows of each table, between ranks.
         key_ends: of each table, the end of its range of keys; -1 if any key will do.
         dedupe: whether a rank sends each of its keys once.
         described: int64 ``[T, 3]``, the ops' ``tables``.
@@ -68,6 +69,7 @@ class Alike:
         self.dtype = tables[0].weight.dtype
         self.wire_dtype = tables[0].dtype_on_wire
         self.row_bytes = [dim * self.wire_dtype.itemsize for dim in self.dims]
+        self.sum_bytes = [x.embedding_vec_size * x.sum_dtype_on_wire.itemsize for x in tables]
         self.key_ends = [-1 if x.table is not None else x.capacity * x.world_size for x in tables]
         self.dedupe = all(table.dedupe for table in tables)
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
