@@ -152,7 +152,34 @@ def other_seed_on_one(rank):
     step(layer("users", seed=rank), [1, 2])
 
 
-@pytest.mark.parametrize("function", [no_grad_on_one, other_reduction_on_one, other_seed_on_one])
+def no_grad_on_one_later(rank):
+    module = layer("users")
+    step(module, [1, 2])
+    with torch.set_grad_enabled(rank == 0):
+        module(torch.tensor([[[1, 2]]]))
+
+
+def frozen_on_one_later(rank):
+    module = layer("users")
+    step(module, [1, 2])
+    module.weight.requires_grad_(rank == 0)
+    module(torch.tensor([[[1, 2]]]))
+
+
+def other_seed_on_one_later(rank):
+    module = layer("users")
+    step(module, [1, 2])
+    module.seed.data.fill_(rank)  # which no counter of writes tells
+    step(module, [1, 2])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        *(no_grad_on_one, other_reduction_on_one, other_seed_on_one),
+        *(no_grad_on_one_later, frozen_on_one_later, other_seed_on_one_later),
+    ],
+)
 def test_settings_that_must_agree(two_ranks_over, function):
     raised(
         two_ranks_over.outcomes(function), "RuntimeError", "ranks are about to do different things"
