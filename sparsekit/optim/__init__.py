@@ -2,7 +2,7 @@
 
 from .adagrad import Adagrad, RowWiseAdagrad
 from .adam import Adam
-from .clip import clip_grad_norm_
+from .clip import clip_grad_norm_, clip_grad_value_
 from .finite import NonFiniteGradientError, check_finite_gradients
 from .ftrl import Ftrl
 from .fuse import fuse_in_backward
@@ -24,6 +24,7 @@ __all__ = [
     "RowWiseAdagrad",
     "check_finite_gradients",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "fuse_in_backward",
     "split_embedding_variable_from_others",
 ]

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients, sparse and dense, on all ranks."""
+"""Clipping of gradients, sparse and dense: by the norm of all on all ranks, or each number."""
 
 from __future__ import annotations
 
@@ -50,19 +50,14 @@ def clip_grad_norm_(
             that `fuse_in_backward` has updated already.
         RuntimeError: a norm that is not finite, if error_if_nonfinite; gradients are not scaled.
     """
-    max_norm = _number("max_norm", max_norm)
+    op = "clip_grad_norm_"
+    max_norm = _number(op, "max_norm", max_norm)
     if not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: max_norm must be >= 0, got {max_norm}")
-    norm_type = _number("norm_type", norm_type)
+        raise ValueError(f"{op}: max_norm must be >= 0, got {max_norm}")
+    norm_type = _number(op, "norm_type", norm_type)
     if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: norm_type must be > 0, got {norm_type}")
-    parameters = _tensors(parameters)
-    for parameter in parameters:
-        if update_of(parameter) is not None:
-            raise ValueError(
-                f"clip_grad_norm_: a weight of shape {tuple(parameter.shape)} is updated in "
-                f"backward, which leaves no gradient to clip"
-            )
+        raise ValueError(f"{op}: norm_type must be > 0, got {norm_type}")
+    parameters = _tensors(op, parameters)
 
     # Where parameters are and not gradients, which a rank may lack; and always in float64: so ranks
     # agree on what they send.
@@ -83,8 +78,8 @@ def clip_grad_norm_(
     total = torch.linalg.vector_norm(parts, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"clip_grad_norm_: the norm of order {norm_type} is {total.item()}, so gradients "
-            f"cannot be clipped; error_if_nonfinite=False scales them all the same"
+            f"{op}: the norm of order {norm_type} is {total.item()}, so gradients cannot be "
+            f"clipped; error_if_nonfinite=False scales them all the same"
         )
     # Clamped and not compared, since a comparison would wait for the device.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -94,22 +89,55 @@ def clip_grad_norm_(
     return total if double else total.float()
 
 
-def _number(argument: str, value: Any) -> float:
+@torch.no_grad()
+def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamp each number of the gradients to [-clip_value, clip_value].
+
+    As torch.nn.utils.clip_grad_value_, which raises for sparse gradients. What is clamped is the
+    gradient of a row, the sum over all its lookups, so every rank clamps its own rows and no
+    communication is needed. Gradients are changed in place; a sparse one with repeated rows is
+    replaced by its sum.
+
+    Args:
+        parameters: one parameter or several, such as a module's ``parameters()``.
+        clip_value: the largest absolute value to allow, >= 0.
+
+    Raises:
+        TypeError: clip_value is no number, or parameters has something else than tensors.
+        ValueError: clip_value is negative or NaN, or there is a weight that `fuse_in_backward` has
+            updated already.
+    """
+    op = "clip_grad_value_"
+    clip_value = _number(op, "clip_value", clip_value)
+    if not clip_value >= 0:
+        raise ValueError(f"{op}: clip_value must be >= 0, got {clip_value}")
+    for parameter in _tensors(op, parameters):
+        values = _values(parameter)
+        if values is not None:
+            values.clamp_(-clip_value, clip_value)
+
+
+def _number(op: str, argument: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"clip_grad_norm_: {argument} must be a number, got {value!r}") from None
+        raise TypeError(f"{op}: {argument} must be a number, got {value!r}") from None
 
 
-def _tensors(parameters: Any) -> list[torch.Tensor]:
+def _tensors(op: str, parameters: Any) -> list[torch.Tensor]:
+    """The parameters, all of which are looked at before any gradient is changed."""
     if isinstance(parameters, torch.nn.Module):
-        raise TypeError("clip_grad_norm_: parameters must not be a module; pass its parameters()")
+        raise TypeError(f"{op}: parameters must not be a module; pass its parameters()")
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for position, item in enumerate(tensors):
         if not isinstance(item, torch.Tensor):
             raise TypeError(
-                f"clip_grad_norm_: parameters must be tensors, but item {position} is a "
-                f"{type(item).__name__}"
+                f"{op}: parameters must be tensors, but item {position} is a {type(item).__name__}"
+            )
+        if update_of(item) is not None:
+            raise ValueError(
+                f"{op}: a weight of shape {tuple(item.shape)} is updated in backward, which leaves "
+                f"no gradient to clip"
             )
     return tensors
 

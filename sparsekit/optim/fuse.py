@@ -32,9 +32,10 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
     - a layer is looked up once in each backward, and its weight is used for nothing else.
 
     Otherwise an error is raised, as by what would need to see the gradients on the way:
-    accumulation, `clip_grad_norm_`, `check_finite_gradients`, and torch's GradScaler, which is only
-    noticed at its first step. Learning rates are those at the time of backward. An optimizer that
-    is dropped is detached, and copies of layer and optimizer are not attached.
+    accumulation, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`, and torch's
+    GradScaler, which is only noticed at its first step. Learning rates are those at the time of
+    backward. An optimizer that is dropped is detached, and copies of layer and optimizer are not
+    attached.
 
     Args:
         optimizer: one of `sparsekit.optim`, with the layers' weights among its parameters.

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ against torch's, on dense copies of the gradients."""
+"""clip_grad_norm_ and clip_grad_value_ against torch's, on dense copies of the gradients."""
 
 import copy
 import math
@@ -9,7 +9,7 @@ from conftest import assert_close, randn, same_bits, whole_numbers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsekit
-from sparsekit.optim.clip import clip_grad_norm_
+from sparsekit.optim.clip import clip_grad_norm_, clip_grad_value_
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 ROWS = {"coalesced": [0, 3, 4], "repeated": [4, 0, 4, 4], "no rows": []}
@@ -197,3 +197,41 @@ def test_reads_nothing_unless_errors_are_wanted():
         clip_grad_norm_(parameters, 0.7)
     with NothingRead(), pytest.raises(AssertionError):
         clip_grad_norm_(parameters, 0.7, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("clip_value", [0.0, 0.7, 1e4, math.inf])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_as_torch_clips_dense_ones(dtype, rows, clip_value):
+    parameters = every_kind(dtype, ROWS[rows])
+    copies = dense_copies(parameters)
+    clip_grad_value_(parameters, clip_value)
+    torch.nn.utils.clip_grad_value_(copies, clip_value)
+    for p, q in zip(parameters, copies, strict=True):
+        if p.grad is not None:
+            assert p.grad.dtype == dtype
+            assert torch.equal(p.grad.to_dense(), q.grad.to(dtype))
+    assert parameters[0].grad.is_coalesced()
+
+
+def test_torch_cannot_clip_values_of_sparse_gradients():
+    """If it can one day, ours is no longer needed."""
+    with pytest.raises(NotImplementedError):
+        torch.nn.utils.clip_grad_value_(every_kind(torch.float32), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"clip_value": -1}, ValueError, "clip_value must be >= 0, got -1"),
+        ({"clip_value": math.nan}, ValueError, "clip_value must be >= 0, got nan"),
+        ({"clip_value": None}, TypeError, "clip_value must be a number, got None"),
+        ({"parameters": torch.nn.Linear(1, 1)}, TypeError, r"pass its parameters\(\)"),
+        ({"parameters": [1]}, TypeError, "item 0 is a int"),
+    ],
+)
+def test_values_that_cannot_be_clipped(arguments, error, message):
+    weight = parameter(torch.full((2, 2), 5.0))
+    with pytest.raises(error, match=f"^clip_grad_value_: .*{message}"):
+        clip_grad_value_(**{"parameters": [weight], "clip_value": 1, **arguments})
+    assert (weight.grad == 5).all()

@@ -152,6 +152,8 @@ def test_what_would_need_to_see_gradients():
     scaler.scale(head(layer(torch.tensor([1, 2]))).sum()).backward()
     with pytest.raises(ValueError, match=r"clip_grad_norm_: a weight of shape \(20, 3\)"):
         optim.clip_grad_norm_([layer.weight, *head.parameters()], 1.0)
+    with pytest.raises(ValueError, match=r"clip_grad_value_: a weight of shape \(20, 3\)"):
+        optim.clip_grad_value_([layer.weight, *head.parameters()], 1.0)
     with pytest.raises(ValueError, match="check_finite_gradients: one is updated in backward"):
         optim.check_finite_gradients(torch.nn.Sequential(layer, head))
     with pytest.raises(RuntimeError, match=r"GradScaler cannot unscale .* one has been"):
