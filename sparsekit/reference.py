@@ -236,21 +236,31 @@ def _adam(
     return w * (1 - lr * weight_decay) - step_size * (mean / (states[-1].sqrt() + eps_t)), states
 
 
+def _decayed(
+    g: torch.Tensor, w: torch.Tensor, rate: Any, weight_decay: float, decoupled: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if decoupled:
+        return g, w * (1 - rate * weight_decay)
+    return g + weight_decay * w if weight_decay else g, w
+
+
 def _adagrad(
     v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
 ) -> _Moved:
-    lr, lr_decay, eps = v
+    lr, lr_decay, eps, weight_decay, decoupled = v
+    rate = (lr / (1 + (t - 1) * lr_decay)).to(w.dtype)
+    g, w = _decayed(g, w, rate, weight_decay, decoupled)
     # States with one column have the mean over the row.
     squares = g * g if s[0].shape == g.shape else (g * g).sum(1, keepdim=True) / max(g.shape[1], 1)
     total = s[0] + squares
-    rate = (lr / (1 + (t - 1) * lr_decay)).to(w.dtype)
     return w - rate * (g / (total.sqrt() + eps)), [total]
 
 
 def _rms_prop(
     v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
 ) -> _Moved:
-    lr, alpha, eps, momentum, eps_inside = v
+    lr, alpha, eps, momentum, eps_inside, weight_decay, decoupled = v
+    g, w = _decayed(g, w, lr, weight_decay, decoupled)
     square = alpha * s[0] + (1 - alpha) * g * g
     scaled = g / ((square + eps).sqrt() if eps_inside else square.sqrt() + eps)
     if len(s) == 1:

@@ -161,7 +161,7 @@ def test_with_checks_on_a_call_answers_for_itself_only():
             lambda: ops.gather_rows(weight, torch.tensor([0, 1])),
             lambda: ops.update_rows_(
                 weight, [moments], None, None, weight.clone(), torch.tensor([1]), "adagrad",
-                [0.1, 0, 1e-8],
+                [0.1, 0, 1e-8, 0, 0],
             ),
         ):  # fmt: skip
             set_checked(0)

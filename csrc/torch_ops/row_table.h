@@ -83,12 +83,20 @@ void dispatch_rule(const std::string& name, const std::vector<double>& settings,
     if (states == 2) return body(Adam<false>{v[0], v[1], v[2], v[3], v[4], v[5] != 0});
     return body(Adam<true>{v[0], v[1], v[2], v[3], v[4], v[5] != 0});
   }
-  if (takes("adagrad", 3, states == 1))
-    return body(Adagrad{v[0], v[1], v[2]});  // lr, lr_decay, eps
-  if (takes("row_wise_adagrad", 3, states == 1)) return body(RowWiseAdagrad{{v[0], v[1], v[2]}});
-  if (takes("rms_prop", 5, states == 1 || states == 2)) {  // lr, alpha, eps, momentum, eps_inside
-    if (states == 1) return body(RmsProp<false>{v[0], v[1], v[2], v[3], v[4] != 0});
-    return body(RmsProp<true>{v[0], v[1], v[2], v[3], v[4] != 0});
+  // lr, lr_decay, eps, weight_decay, decoupled
+  if (takes("adagrad", 5, states == 1)) {
+    return body(Adagrad{v[0], v[1], v[2], v[3], v[4] != 0});
+  }
+  if (takes("row_wise_adagrad", 5, states == 1)) {
+    const Adagrad rule{v[0], v[1], v[2], v[3], v[4] != 0};
+    if (rule.weight_decay == 0 || rule.decoupled) return body(RowWiseAdagrad<false>{rule});
+    return body(RowWiseAdagrad<true>{rule});
+  }
+  // lr, alpha, eps, momentum, eps_inside, weight_decay, decoupled
+  if (takes("rms_prop", 7, states == 1 || states == 2)) {
+    if (states == 1)
+      return body(RmsProp<false>{v[0], v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
+    return body(RmsProp<true>{v[0], v[1], v[2], v[3], v[4] != 0, v[5], v[6] != 0});
   }
   // lr, l1, l2, lr_power
   if (takes("ftrl", 4, states == 2)) return body(Ftrl{v[0], v[1], v[2], v[3]});

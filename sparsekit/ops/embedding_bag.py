@@ -40,7 +40,7 @@ def embedding_bag(
     With rows x_i and weights w_i (1 without sample_weights), the bag is
 
     - ``"sum"``: S = sum w_i x_i
-    - ``"mean"``: S / sum w_i
+    - ``"mean"``: S / sum w_i, as in TensorFlow; FBGEMM divides by the number of rows
     - ``"sqrtn"``: S / sqrt(sum w_i^2), as in TensorFlow's ``embedding_lookup_sparse``
 
     and zeros where it is empty or the divisor is zero. Differentiable in weight and

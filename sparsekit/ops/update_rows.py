@@ -33,11 +33,12 @@ def update_rows_(
     ``"sgd"``                 lr, momentum, weight_decay, nesterov      none, or momentum
     ``"adam"``                lr, beta1, beta2, eps, weight_decay,      m, v, and for amsgrad the
                               rescale_eps                               largest v
-    ``"adagrad"``             lr, lr_decay, eps                         sum of squares
-    ``"row_wise_adagrad"``    lr, lr_decay, eps                         sum of mean squares, one
-                                                                        for a row
-    ``"rms_prop"``            lr, alpha, eps, momentum, eps_inside      mean square, then momentum
-                                                                        if there is any
+    ``"adagrad"``             lr, lr_decay, eps, weight_decay,          sum of squares
+                              decoupled
+    ``"row_wise_adagrad"``    lr, lr_decay, eps, weight_decay,          sum of mean squares, one
+                              decoupled                                 for a row
+    ``"rms_prop"``            lr, alpha, eps, momentum, eps_inside,     mean square, then momentum
+                              weight_decay, decoupled                   if there is any
     ``"ftrl"``                lr, l1, l2, lr_power                      n, z
     ========================  ========================================  ==========================
 

@@ -13,7 +13,8 @@ class Adagrad(RowOptimizer):
     At step t, for every row in the gradient g:
 
     .. math::
-        s = s + g^2, \quad w = w - \frac{lr}{1 + (t - 1) \, lr\_decay} \frac{g}{\sqrt{s} + eps}
+        lr_t = \frac{lr}{1 + (t - 1) \, lr\_decay}, \quad
+        s = s + g^2, \quad w = w - lr_t \frac{g}{\sqrt{s} + eps}
 
     Duchi, Hazan and Singer, "Adaptive subgradient methods for online learning and stochastic
     optimization", JMLR 2011; the same as torch.optim.Adagrad.
@@ -24,7 +25,11 @@ class Adagrad(RowOptimizer):
         lr_decay: as in the formula, >= 0.
         initial_accumulator_value: s before the first step, >= 0.
         eps: added to the root, >= 0.
-        stochastic_rounding, seed: as in `LazyAdam`.
+        weight_decay: lambda, >= 0, on touched rows: first :math:`g = g + \lambda w`, as in
+            torch.optim.Adagrad and FBGEMM's L2 mode.
+        decoupled_weight_decay: :math:`w = (1 - lr_t \, \lambda) w` in its place, as in FBGEMM's
+            decoupled mode.
+        stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
@@ -40,27 +45,35 @@ class Adagrad(RowOptimizer):
         lr_decay: float = 0.0,
         initial_accumulator_value: float = 0.0,
         eps: float = 1e-10,
+        weight_decay: float = 0.0,
         *,
+        decoupled_weight_decay: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        maximize: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, stochastic_rounding, seed)
+        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        for argument in ("lr", "lr_decay", "initial_accumulator_value", "eps"):
+        for argument in ("lr", "lr_decay", "initial_accumulator_value", "eps", "weight_decay"):
             check_range(type(self).__name__, argument, group[argument], 0, None)
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"sum": group["initial_accumulator_value"]}
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        return [float(group["lr"]), group["lr_decay"], group["eps"]]
+        return [
+            float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"],
+            group["decoupled_weight_decay"],
+        ]  # fmt: skip
 
 
 class RowWiseAdagrad(Adagrad):
@@ -69,7 +82,8 @@ class RowWiseAdagrad(Adagrad):
     .. math::
         s = s + \frac{1}{dim} \sum_j g_j^2
 
-    and the rest as in `Adagrad`, whose arguments it takes. This is FBGEMM's EXACT_ROWWISE_ADAGRAD,
+    with the g of an L2 penalty if there is one, and the rest as in `Adagrad`, whose arguments it
+    takes. This is FBGEMM's EXACT_ROWWISE_ADAGRAD,
     the usual choice for tables that leave no room for a second one. A parameter of one dimension
     has rows of one element; for one with none the row is all of it.
     """

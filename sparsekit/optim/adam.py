@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .catch_up import CatchUpOptimizer
-from .lazy_adam import check_betas
+from .lazy_adam import EPS_CONVENTIONS, check_betas
 from .settings import check_choice, check_range
 
 
@@ -18,8 +18,18 @@ class Adam(CatchUpOptimizer):
         m = \beta_1 m + (1 - \beta_1) g, \quad v = \beta_2 v + (1 - \beta_2) g^2, \quad
         w = w - lr \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps}
 
-    Kingma and Ba, "Adam", ICLR 2015, algorithm 1. A row goes on moving for some hundred steps after
-    its last gradient, while `LazyAdam` leaves it where it is.
+    Kingma and Ba, "Adam", ICLR 2015, algorithm 1. With ``eps_convention="tensorflow"`` it is the
+    Adam of tf.keras, TensorFlow 1 and SOK, which add eps to a root without bias correction, the
+    paper's epsilon hat at the end of section 2:
+
+    .. math::
+        w = w - lr \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + eps}
+
+    It matters where gradients are not much larger than eps: for g = 1e-6 and eps = 1e-7 the first
+    step is 0.909 lr in the first form and 0.240 lr in the second.
+
+    A row goes on moving for some hundred steps after its last gradient, while `LazyAdam` leaves it
+    where it is.
 
     ``mode="catch_up"`` lets a row wait until it is read: the lookup that wants it, the next
     gradient, a saved or copied state take it through the steps that it has missed, with the
@@ -32,9 +42,12 @@ class Adam(CatchUpOptimizer):
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0.
         betas: decay of the two moments, each in [0, 1).
-        eps: added to the root of the second moment, >= 0.
+        eps: added to the root of the second moment, >= 0. TensorFlow's own default is 1e-7, or 1e-8
+            in tf.compat.v1.
         mode: ``"catch_up"``, for sparse gradients of embedding layers and for dense ones; call
             `catch_up` before reading or writing ``weight`` past its layer. Or ``"sweep"``.
+        eps_convention: ``"torch"``, the default, as in torch.optim.Adam, or ``"tensorflow"``.
+        maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
@@ -51,14 +64,24 @@ class Adam(CatchUpOptimizer):
         eps: float = 1e-8,
         *,
         mode: str = "catch_up",
+        eps_convention: str = "torch",
+        maximize: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "mode": mode})
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "mode": mode,
+            "eps_convention": eps_convention,
+        }
+        super().__init__(params, defaults, maximize=maximize)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         check_range("Adam", "lr", group["lr"], 0, None)
         check_betas("Adam", group["betas"])
         check_range("Adam", "eps", group["eps"], 0, None)
         check_choice("Adam", "mode", group, ("catch_up", "sweep"))
+        check_choice("Adam", "eps_convention", group, EPS_CONVENTIONS)
         if group["stochastic_rounding"]:
             raise ValueError("Adam: there is no stochastic_rounding; LazyAdam has it")
 
@@ -73,9 +96,10 @@ class Adam(CatchUpOptimizer):
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        return [lr, beta1, beta2, group["eps"], 0.0, True]
+        return [lr, beta1, beta2, group["eps"], 0.0, group["eps_convention"] == "torch"]
 
     def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
         beta1, beta2 = group["betas"]
         root = math.sqrt(1 - beta2**step)
-        return float(group["lr"]) * root / (1 - beta1**step), group["eps"] * root
+        eps = group["eps"] * (root if group["eps_convention"] == "torch" else 1)
+        return float(group["lr"]) * root / (1 - beta1**step), eps

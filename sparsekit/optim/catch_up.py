@@ -74,11 +74,12 @@ class CatchUpOptimizer(RowOptimizer):
         defaults: dict[str, Any],
         stochastic_rounding: bool = False,
         seed: int = 0,
+        maximize: bool = False,
     ) -> None:
         self._missed: dict[torch.Tensor, _Missed] = {}
         # Lookups in evaluation may come from several threads, and each may find rows that are late.
         self._lock = threading.RLock()
-        super().__init__(params, defaults, stochastic_rounding, seed)
+        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
         """Whether rows move without a gradient."""

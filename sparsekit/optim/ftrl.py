@@ -8,7 +8,7 @@ from .settings import check_range, number
 
 
 class Ftrl(RowOptimizer):
-    r"""FTRL-Proximal; rows without a gradient keep their bits, as they do under the dense method.
+    r"""FTRL-Proximal; rows without a gradient keep their bits.
 
     For every row in the gradient g, with p = -lr_power:
 
@@ -24,7 +24,11 @@ class Ftrl(RowOptimizer):
     half of it.
 
     The weight is worked out anew from z and n in each step. A weight that does not start at zero is
-    therefore kept only in part by the first one.
+    therefore kept only in part by the first one. The dense method does so for all rows: it sets a
+    row that never had a gradient (z = 0) to zero in the first step, where it keeps its initial
+    vector here, and a new lr reaches all rows at once, here with their next gradient. Otherwise
+    the weights are those of the dense method; with an initializer of zeros and a constant lr, all
+    are.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -33,7 +37,7 @@ class Ftrl(RowOptimizer):
         initial_accumulator_value: n before the first step, >= 0.
         l1: >= 0; the larger, the more weights are exactly zero.
         l2: >= 0; pulls weights towards zero.
-        stochastic_rounding, seed: as in `LazyAdam`.
+        stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
@@ -53,6 +57,7 @@ class Ftrl(RowOptimizer):
         *,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        maximize: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -61,7 +66,7 @@ class Ftrl(RowOptimizer):
             "l1": l1,
             "l2": l2,
         }
-        super().__init__(params, defaults, stochastic_rounding, seed)
+        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         for argument in ("lr", "initial_accumulator_value", "l1", "l2"):

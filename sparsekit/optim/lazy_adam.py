@@ -7,6 +7,9 @@ from typing import Any
 from .row_optimizer import RowOptimizer
 from .settings import check_choice, check_range
 
+# Where eps is added: to the root of v after its bias correction, or before.
+EPS_CONVENTIONS = ("torch", "tensorflow")
+
 
 def check_betas(name: str, betas: Any) -> None:
     """Raise ValueError unless betas are two numbers in [0, 1)."""
@@ -29,7 +32,8 @@ class LazyAdam(RowOptimizer):
     gradient do not decay. So it is not dense Adam (`sparsekit.optim.Adam` is): a row that is rarely
     seen keeps its momentum until it is seen again. This is TensorFlow Addons' LazyAdam and
     torch.optim.SparseAdam; source of the formula: Kingma and Ba, "Adam", ICLR 2015, end of section
-    2. There eps is not rescaled by the bias correction, unlike in torch.optim.Adam.
+    2. With ``eps_convention="torch"`` the last term is that of `Adam`'s formula, as in FBGEMM's
+    Adam.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -42,9 +46,12 @@ class LazyAdam(RowOptimizer):
             Adam and beyond", ICLR 2018).
         bias_correction: ``"global"``: t as above. ``"per_row"``: t counts the steps in which the
             row had a gradient, so that the first step of a new row is as large as any row's.
+        eps_convention: where eps is added; see `Adam`. ``"tensorflow"``, the default, is TensorFlow
+            Addons' LazyAdam and torch.optim.SparseAdam; ``"torch"`` is FBGEMM and dynamicemb.
         stochastic_rounding: round new bfloat16 weights up or down at random, with odds that make
             the mean exact, so that small steps are not lost. Other weights are not concerned.
         seed: of that rounding; it depends on seed, step, row and column only.
+        maximize: step along the gradient and not against it, as in torch.optim: g is -g everywhere.
 
     Raises:
         ValueError: an argument out of range.
@@ -63,8 +70,10 @@ class LazyAdam(RowOptimizer):
         amsgrad: bool = False,
         *,
         bias_correction: str = "global",
+        eps_convention: str = "tensorflow",
         stochastic_rounding: bool = False,
         seed: int = 0,
+        maximize: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -73,14 +82,16 @@ class LazyAdam(RowOptimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "bias_correction": bias_correction,
+            "eps_convention": eps_convention,
         }
-        super().__init__(params, defaults, stochastic_rounding, seed)
+        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         for argument in ("lr", "eps", "weight_decay"):
             check_range("LazyAdam", argument, group[argument], 0, None)
         check_betas("LazyAdam", group["betas"])
         check_choice("LazyAdam", "bias_correction", group, ("global", "per_row"))
+        check_choice("LazyAdam", "eps_convention", group, EPS_CONVENTIONS)
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         states = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
@@ -88,7 +99,8 @@ class LazyAdam(RowOptimizer):
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-        return [lr, beta1, beta2, group["eps"], group["weight_decay"], False]
+        rescale_eps = group["eps_convention"] == "torch"
+        return [lr, beta1, beta2, group["eps"], group["weight_decay"], rescale_eps]
 
     def _per_row(self, group: dict[str, Any]) -> bool:
         return group["bias_correction"] == "per_row"

@@ -42,7 +42,10 @@ class RMSProp(RowOptimizer):
         form: ``"torch"`` or ``"tensorflow"``.
         initial_accumulator_value: v before the first step, >= 0; None is 0, or 1 for TensorFlow's
             form, whose first steps are therefore small.
-        stochastic_rounding, seed: as in `LazyAdam`.
+        weight_decay: lambda, >= 0, on touched rows: first :math:`g = g + \lambda w`, as in
+            torch.optim.RMSprop.
+        decoupled_weight_decay: :math:`w = (1 - lr \, \lambda) w` in its place.
+        stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
@@ -61,8 +64,11 @@ class RMSProp(RowOptimizer):
         *,
         form: str = "torch",
         initial_accumulator_value: float | None = None,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        maximize: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -71,12 +77,14 @@ class RMSProp(RowOptimizer):
             "momentum": momentum,
             "form": form,
             "initial_accumulator_value": initial_accumulator_value,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
         }
-        super().__init__(params, defaults, stochastic_rounding, seed)
+        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         check_choice("RMSProp", "form", group, tuple(_FORMS))
-        for argument in ("lr", "eps", "initial_accumulator_value"):
+        for argument in ("lr", "eps", "initial_accumulator_value", "weight_decay"):
             check_range("RMSProp", argument, _usual(group, argument), 0, None)
         for argument in ("alpha", "momentum"):
             check_range("RMSProp", argument, _usual(group, argument), 0, 1)
@@ -88,7 +96,10 @@ class RMSProp(RowOptimizer):
     def _settings(self, group: dict[str, Any]) -> list[float]:
         inside = group["form"] == "tensorflow"
         alpha, eps = _usual(group, "alpha"), _usual(group, "eps")
-        return [float(group["lr"]), alpha, eps, group["momentum"], inside]
+        return [
+            float(group["lr"]), alpha, eps, group["momentum"], inside, group["weight_decay"],
+            group["decoupled_weight_decay"],
+        ]  # fmt: skip
 
 
 def _usual(group: dict[str, Any], argument: str) -> float:

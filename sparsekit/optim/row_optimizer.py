@@ -51,6 +51,7 @@ class RowOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         stochastic_rounding: bool = False,
         seed: int = 0,
+        maximize: bool = False,
     ) -> None:
         if isinstance(params, torch.nn.Module):
             raise TypeError(
@@ -58,7 +59,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"parameters()"
             )
         seed = check_int(type(self).__name__, "seed", seed, -(2**63), 2**64 - 1)
-        defaults |= {"stochastic_rounding": stochastic_rounding, "seed": seed}
+        defaults |= {
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+            "maximize": maximize,
+        }
         self._updated: set[torch.Tensor] = set()  # in backward, since the last step
         self._layers: dict[torch.Tensor, str] = {}  # names of those that are updated in backward
         self._attached: weakref.WeakMethod[Any] | None = None  # to those; see fuse_in_backward
@@ -212,6 +217,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _update(self, group: dict[str, Any], updates: Sequence[Update]) -> None:
         """Take the step of some parameters of a group."""
+        if group["maximize"]:
+            updates = [(parameter, rows, -grad) for parameter, rows, grad in updates]
         dense = [rows is None for _, rows, _ in updates]
         for call in self._calls(group, [parameter for parameter, _, _ in updates], dense):
             taken = [updates[i] for i in call.positions]
@@ -233,6 +240,8 @@ class RowOptimizer(torch.optim.Optimizer):
         Returns:
             False, with nothing done, if that does not go.
         """
+        if group["maximize"]:
+            return False  # the gradients change sign, so they must be seen
         calls = self._calls(group, weights, [False] * len(weights))
         if len(calls) > 1:
             return False
@@ -324,7 +333,8 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"{type(self).__name__}: the state to load has {name}={saved[name]}, which "
                         f"there is not here"
                     )
-            if saved.get("weight_decay") and saved.get("decoupled_weight_decay") is False:
+            coupled = saved.get("weight_decay") and saved.get("decoupled_weight_decay") is False
+            if coupled and "decoupled_weight_decay" not in self.defaults:
                 raise ValueError(
                     f"{type(self).__name__}: the state to load has a weight_decay of "
                     f"{saved['weight_decay']} that is part of the gradient; here it is decoupled"
@@ -380,4 +390,4 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 # Of torch's optimizers, which would change what a step does.
-_OTHER_SETTINGS = ("maximize", "weight_decay", "amsgrad", "centered", "dampening", "nesterov")
+_OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov")

@@ -31,7 +31,7 @@ class SGD(CatchUpOptimizer):
         weight_decay: lambda, >= 0, on touched rows; 0 in mode "catch_up".
         nesterov: as in the formula; needs momentum.
         mode: ``"touched"`` or ``"catch_up"``.
-        stochastic_rounding, seed: as in `LazyAdam`; not in mode "catch_up".
+        stochastic_rounding, seed, maximize: as in `LazyAdam`; no rounding in mode "catch_up".
 
     Raises:
         ValueError: an argument out of range, or two that do not go together.
@@ -51,6 +51,7 @@ class SGD(CatchUpOptimizer):
         mode: str = "touched",
         stochastic_rounding: bool = False,
         seed: int = 0,
+        maximize: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -59,7 +60,7 @@ class SGD(CatchUpOptimizer):
             "nesterov": nesterov,
             "mode": mode,
         }
-        super().__init__(params, defaults, stochastic_rounding, seed)
+        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         check_range("SGD", "lr", group["lr"], 0, None)

@@ -46,19 +46,19 @@ OPTIMIZERS = {
     "Adagrad": (
         optim.Adagrad,
         {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2, "eps": 1e-3},
-        "adagrad", [0.1, 0.1, 1e-3], [0.2], False,
+        "adagrad", [0.1, 0.1, 1e-3, 0, 0], [0.2], False,
     ),
     "RowWiseAdagrad": (
         optim.RowWiseAdagrad, {"lr": 0.1, "initial_accumulator_value": 0.1, "eps": 1e-3},
-        "row_wise_adagrad", [0.1, 0, 1e-3], [0.1], False,
+        "row_wise_adagrad", [0.1, 0, 1e-3, 0, 0], [0.1], False,
     ),
     "RMSProp": (
         optim.RMSProp, {"lr": 0.1, "eps": 1e-2, "momentum": 0.5},
-        "rms_prop", [0.1, 0.99, 1e-2, 0.5, 0], [0, 0], False,
+        "rms_prop", [0.1, 0.99, 1e-2, 0.5, 0, 0, 0], [0, 0], False,
     ),
     "RMSProp of TensorFlow": (
         optim.RMSProp, {"lr": 0.1, "eps": 1e-2, "form": "tensorflow"},
-        "rms_prop", [0.1, 0.9, 1e-2, 0, 1], [1], False,
+        "rms_prop", [0.1, 0.9, 1e-2, 0, 1, 0, 0], [1], False,
     ),
     "Ftrl": (
         optim.Ftrl, {"lr": 0.5, "l1": 0.1, "l2": 0.01},

@@ -235,7 +235,11 @@ GOOD = {
     [
         ({"weight": ZEROS.half()}, TypeError, "weight must be float32 or float64"),
         ({"states": []}, ValueError, "rows do not move without a gradient under sgd with 0"),
-        ({"rule": "adagrad", "settings": [0.1, 0, 0]}, ValueError, "under adagrad with 1 states"),
+        (
+            {"rule": "adagrad", "settings": [0.1, 0, 0, 0, 0]},
+            ValueError,
+            "under adagrad with 1 states",
+        ),
         ({"rule": "x"}, ValueError, "rule must be sgd, adam"),
         ({"row_step": torch.zeros(4)}, ValueError, "row_step must have dtype Int, got Float"),
         ({"rows": torch.zeros(1)}, ValueError, "rows must have dtype Long, got Float"),

@@ -98,7 +98,7 @@ def test_row_wise_adagrad_by_hand(device):
     total = torch.tensor([[5.0], [12.5]], dtype=torch.float64, device=device)
     grad = torch.tensor([[3.0, 4.0]], dtype=torch.float64, device=device)
     row, step = torch.tensor([1], device=device), torch.tensor([1], device=device)
-    ops.update_rows_(weight, [total], None, row, grad, step, "row_wise_adagrad", [1.0, 0, 0])
+    ops.update_rows_(weight, [total], None, row, grad, step, "row_wise_adagrad", [1.0] + [0] * 4)
     assert total.tolist() == [[5], [25]]  # 12.5 + (9 + 16) / 2
     assert weight.tolist() == [[0, 0], pytest.approx([-0.6, -0.8], rel=1e-12)]
 
@@ -435,7 +435,7 @@ STEPS = torch.zeros(4, dtype=torch.int32)
                 "per_row": True,
                 "row_step": STEPS,
                 "rule": "adagrad",
-                "settings": [1, 0, 0],
+                "settings": [1, 0, 0, 0, 0],
                 "states": [ZEROS],
             },
             ValueError,
@@ -451,7 +451,7 @@ def test_what_is_refused(changes, error, message):
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
 def test_steps_are_counted_by_the_same_call(device, rule):
     weights = [torch.zeros(3, 2, device=device) for _ in range(2)]
-    settings = [0.5, 0.0, 0.0, 0.0] if rule == "sgd" else [0.5, 0.25, 0.0]
+    settings = [0.5, 0.0, 0.0, 0.0] if rule == "sgd" else [0.5, 0.25, 0.0, 0.0, 0.0]
     states = [] if rule == "sgd" else [torch.zeros(3, 2, device=device) for _ in range(2)]
     rows, grad = torch.tensor([1], device=device), torch.ones(1, 2, device=device)
     before, now = (torch.tensor(n, device=device) for n in (4, 5))

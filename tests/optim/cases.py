@@ -18,16 +18,30 @@ TOUCHED = {
     "LazyAdam": (optim.LazyAdam, {"lr": 0.1}),
     "LazyAdam decay": (optim.LazyAdam, {"lr": 0.1, "weight_decay": 0.1, "amsgrad": True}),
     "LazyAdam per row": (optim.LazyAdam, {"lr": 0.1, "bias_correction": "per_row"}),
+    "LazyAdam eps of torch": (
+        optim.LazyAdam,
+        {"lr": 0.1, "eps": 1e-2, "eps_convention": "torch", "maximize": True},
+    ),
     "Adagrad": (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
     "RowWiseAdagrad": (optim.RowWiseAdagrad, {"lr": 0.1}),
+    "RowWiseAdagrad L2": (optim.RowWiseAdagrad, {"lr": 0.1, "weight_decay": 0.1}),
+    "Adagrad decoupled": (
+        optim.Adagrad,
+        {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
+    ),
     "RMSProp": (optim.RMSProp, {"lr": 0.1, "momentum": 0.5}),
     "RMSProp of TensorFlow": (optim.RMSProp, {"lr": 0.1, "form": "tensorflow", "momentum": 0.5}),
+    "RMSProp L2": (optim.RMSProp, {"lr": 0.1, "weight_decay": 0.1}),
     "Ftrl": (optim.Ftrl, {"lr": 0.5, "l1": 0.1, "l2": 0.01}),
 }
 # And those under which it moves.
 ALL_ROWS = {
     "Adam": (optim.Adam, {"lr": 0.1}),
     "Adam sweep": (optim.Adam, {"lr": 0.1, "mode": "sweep"}),
+    "Adam eps of TensorFlow": (
+        optim.Adam,
+        {"lr": 0.1, "eps": 1e-2, "eps_convention": "tensorflow"},
+    ),
     "SGD catch_up": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "mode": "catch_up"}),
     "SGD nesterov catch_up": (
         optim.SGD,
@@ -35,6 +49,25 @@ ALL_ROWS = {
     ),
 }
 OPTIMIZERS = TOUCHED | ALL_ROWS
+
+
+class TensorFlowAdam(torch.optim.Optimizer):
+    """Adam on dense gradients as TensorFlow's documentation has it, with its epsilon hat."""
+
+    def __init__(self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-7):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                t = state["t"] = state.get("t", 0) + 1
+                m = state["m"] = beta1 * state.get("m", 0) + (1 - beta1) * p.grad
+                v = state["v"] = beta2 * state.get("v", 0) + (1 - beta2) * p.grad**2
+                lr_t = group["lr"] * (1 - beta2**t) ** 0.5 / (1 - beta1**t)
+                p -= lr_t * m / (v.sqrt() + group["eps"])
 
 
 def make(name, parameters, **settings):

@@ -16,7 +16,7 @@ import sparsekit
 from sparsekit import optim
 from sparsekit.optim import catch_up
 
-from .cases import ALL_ROWS, TOLERANCE, make, start
+from .cases import ALL_ROWS, TOLERANCE, TensorFlowAdam, make, start
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -24,6 +24,7 @@ KEYS, DIM = 20, 5
 DENSE = {
     "Adam": (torch.optim.Adam, {"lr": 0.1}),
     "Adam sweep": (torch.optim.Adam, {"lr": 0.1}),
+    "Adam eps of TensorFlow": (TensorFlowAdam, {"lr": 0.1, "eps": 1e-2}),
     "SGD catch_up": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD nesterov catch_up": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.8, "nesterov": True}),
 }

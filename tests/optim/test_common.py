@@ -135,7 +135,7 @@ SHAPES = [(), (7,), (3, 4), (2, 3, 4), (0,), (0, 4), (3, 0)]
 # To a row-wise state it matters what a row is; see its own test.
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [(n, s) for n in TOUCHED for s in SHAPES if n != "RowWiseAdagrad" or len(s) == 2],
+    [(n, s) for n in TOUCHED for s in SHAPES if "RowWise" not in n or len(s) == 2],
     ids=str,
 )
 def test_dense_gradients_of_any_shape(name, shape):
@@ -181,7 +181,7 @@ def test_steps_of_rows_that_cannot_be(name, damage):
         make(name, [start()]).load_state_dict(state)
 
 
-@pytest.mark.parametrize("setting", [{"maximize": True}, {"weight_decay": 0.1}])
+@pytest.mark.parametrize("setting", [{"weight_decay": 0.1}, {"amsgrad": True}])
 def test_settings_of_torchs_that_are_not_ours(setting):
     weight = torch.nn.Parameter(start().detach())
     theirs = torch.optim.Adam([weight], **setting)
@@ -220,6 +220,35 @@ def test_weight_decay_of_torchs_adam_is_another():
                 ours.load_state_dict(theirs.state_dict())
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "RMSProp", "LazyAdam decay", "Adam"])
+def test_settings_of_torchs_that_are_ours(name, maximize):
+    """A run of torch's goes on with its weight decay, which is L2, or decoupled in AdamW."""
+    kind, settings = TORCHS[name]
+    weight, other = (torch.nn.Parameter(start().detach()) for _ in range(2))
+    theirs, first = (kind([p], **settings, maximize=maximize) for p in (weight, other))
+    grads = [start(seed=seed).detach() for seed in range(8)]
+    run(theirs, weight, grads)
+    run(first, other, grads[:4])
+    ours = type(make(name, [start()]))([other])
+    ours.load_state_dict(first.state_dict())
+    run(ours, other, grads[4:])
+    torch.testing.assert_close(other, weight, rtol=0, atol=1e-12)
+
+
+# With momentum and amsgrad, which need states, and without eps where AdamW has it elsewhere.
+TORCHS = {
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1}),
+    "RMSProp": (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "weight_decay": 0.1}),
+    "LazyAdam decay": (
+        torch.optim.AdamW,
+        {"lr": 0.1, "eps": 0, "amsgrad": True, "weight_decay": 0.1},
+    ),
+    "Adam": (torch.optim.Adam, {"lr": 0.1}),
+}
+
+
 NO_NUMBERS = [
     ("LazyAdam", {"lr": "x"}, "LazyAdam: lr must be a number, got 'x'"),
     ("Adam", {"lr": None}, "Adam: lr must be a number, got None"),
@@ -253,7 +282,11 @@ GROUPS = [
         {"weight_decay": 0.1},
         "weight_decay does not go with .*, got 0.1",
     ),
+    ("Adam", {"eps_convention": "tf"}, "must be 'torch' or 'tensorflow', got 'tf'"),
+    ("LazyAdam", {"eps_convention": None}, "must be 'torch' or 'tensorflow', got None"),
     ("LazyAdam", {"lr": -1}, "lr must be >= 0, got -1"),
+    ("RowWiseAdagrad", {"weight_decay": -1}, "weight_decay must be >= 0, got -1"),
+    ("RMSProp", {"weight_decay": -1}, "weight_decay must be >= 0, got -1"),
     ("Adagrad", {"eps": -1}, "eps must be >= 0, got -1"),
     ("Ftrl", {"l1": -1}, "l1 must be >= 0, got -1"),
     ("RMSProp", {"alpha": 2}, "alpha must be in"),
@@ -363,7 +396,8 @@ def test_models_learn(name):
     torch.manual_seed(0)
     layer = sparsekit.DistributedEmbedding("mean", 50, 8, 1, 3, name="learns")
     model = torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(8, 1))
-    optimizer = make(name, model.parameters(), lr=0.05 if name != "Ftrl" else 0.5)
+    lr = 0.05 if name != "Ftrl" else 0.5
+    optimizer = make(name, model.parameters(), lr=lr, maximize=False)
     keys = torch.randint(0, 40, (64, 1, 3))
     target = (keys.float().mean((1, 2)) > 20).float()
     losses = []

@@ -71,9 +71,21 @@ class Numpy:
         return torch.from_numpy(self.values)
 
 
-def row_wise_adagrad(w, g, states, t):
+def row_wise_adagrad(w, g, states, t, keep=1):
     total = states[0] + (g * g).sum() / len(g)
-    return w - 0.1 * g / (np.sqrt(total) + 1e-10), [total]
+    return keep * w - 0.1 * g / (np.sqrt(total) + 1e-10), [total]
+
+
+def decoupled_adagrad(w, g, states, t):
+    total, lr = states[0] + g * g, 0.1 / (1 + 0.05 * (t - 1))
+    w = w - lr * 0.1 * w
+    return w - lr * g / (np.sqrt(total) + 1e-10), [total]
+
+
+def decoupled_rms_prop(w, g, states, t):
+    square = 0.99 * states[0] + 0.01 * g * g
+    w = w - 0.1 * 0.1 * w
+    return w - 0.1 * g / (np.sqrt(square) + 1e-8), [square]
 
 
 def tensorflow_rms_prop(momentum):
@@ -108,6 +120,9 @@ def lazy_adam(eps, weight_decay=0.0, amsgrad=False):
 
 
 ADAM = {"lr": 0.1, "betas": (0.9, 0.999)}
+ADAMW = {"eps": 1e-3, "weight_decay": 0.1, "amsgrad": True, "maximize": True}
+L2 = {"lr": 0.1, "weight_decay": 0.1, "maximize": True}
+DECOUPLED = {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}
 RMS = {"lr": 0.1, "form": "tensorflow"}
 # What is compared, with which settings, and with what.
 CASES = {
@@ -116,6 +131,13 @@ CASES = {
         optim.SGD,
         {"lr": 0.1, "weight_decay": 0.1},
         lambda w: RowByRow(w, torch.optim.SGD, lr=0.1, weight_decay=0.1),
+    ),
+    "SGD maximize": (
+        optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "maximize": True},
+        lambda w: RowByRow(
+            w, torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1, maximize=True
+        ),
     ),
     "SGD momentum": (
         optim.SGD,
@@ -128,6 +150,16 @@ CASES = {
         lambda w: RowByRow(w, torch.optim.SGD, lr=0.1, momentum=0.8, nesterov=True),
     ),
     "LazyAdam": (optim.LazyAdam, ADAM, lambda w: Whole(w, torch.optim.SparseAdam, **ADAM)),
+    "LazyAdam maximize": (
+        optim.LazyAdam,
+        {**ADAM, "maximize": True},
+        lambda w: Whole(w, torch.optim.SparseAdam, **ADAM, maximize=True),
+    ),
+    "LazyAdam eps of torch": (
+        optim.LazyAdam,
+        {**ADAM, "eps": 1e-2, "eps_convention": "torch", "bias_correction": "per_row"},
+        lambda w: RowByRow(w, torch.optim.Adam, **ADAM, eps=1e-2),
+    ),
     "LazyAdam weight decay": (
         optim.LazyAdam,
         {**ADAM, "eps": 1e-3, "weight_decay": 0.1},
@@ -143,11 +175,10 @@ CASES = {
         {**ADAM, "bias_correction": "per_row"},
         lambda w: RowByRow(w, torch.optim.SparseAdam, sparse_rows=True, **ADAM),
     ),
-    # Without eps the two places for it are the same.
     "AdamW per row": (
         optim.LazyAdam,
-        {**ADAM, "eps": 0, "weight_decay": 0.1, "amsgrad": True, "bias_correction": "per_row"},
-        lambda w: RowByRow(w, torch.optim.AdamW, **ADAM, eps=0, weight_decay=0.1, amsgrad=True),
+        {**ADAM, **ADAMW, "bias_correction": "per_row", "eps_convention": "torch"},
+        lambda w: RowByRow(w, torch.optim.AdamW, **ADAM, **ADAMW),
     ),
     "Adagrad": (
         optim.Adagrad,
@@ -156,10 +187,40 @@ CASES = {
             w, torch.optim.Adagrad, lr=0.1, lr_decay=0.05, initial_accumulator_value=0.2
         ),
     ),
+    "Adagrad L2": (
+        optim.Adagrad,
+        L2,
+        lambda w: RowByRow(w, torch.optim.Adagrad, **L2),
+    ),
+    "Adagrad decoupled": (
+        optim.Adagrad,
+        {**DECOUPLED, "lr_decay": 0.05},
+        lambda w: Numpy(w, [0], decoupled_adagrad),
+    ),
     "RowWiseAdagrad": (
         optim.RowWiseAdagrad,
         {"lr": 0.1},
         lambda w: Numpy(w, [0], row_wise_adagrad),
+    ),
+    "RowWiseAdagrad L2": (
+        optim.RowWiseAdagrad,
+        {"lr": 0.1, "weight_decay": 0.1},
+        lambda w: Numpy(w, [0], lambda w, g, s, t: row_wise_adagrad(w, g + 0.1 * w, s, t)),
+    ),
+    "RowWiseAdagrad decoupled": (
+        optim.RowWiseAdagrad,
+        DECOUPLED,
+        lambda w: Numpy(w, [0], lambda w, g, s, t: row_wise_adagrad(w, g, s, t, keep=0.99)),
+    ),
+    "RMSProp L2": (
+        optim.RMSProp,
+        {**L2, "momentum": 0.5},
+        lambda w: RowByRow(w, torch.optim.RMSprop, **L2, momentum=0.5),
+    ),
+    "RMSProp decoupled": (
+        optim.RMSProp,
+        DECOUPLED,
+        lambda w: Numpy(w, [0], decoupled_rms_prop),
     ),
     "RMSProp": (
         optim.RMSProp,
@@ -175,6 +236,11 @@ CASES = {
         optim.RMSProp,
         RMS,
         lambda w: Numpy(w, [1, 0], tensorflow_rms_prop(0)),
+    ),
+    "RMSProp of TensorFlow, L2": (
+        optim.RMSProp,
+        {**RMS, "weight_decay": 0.1},
+        lambda w: Numpy(w, [1, 0], lambda w, g, s, t: tensorflow_rms_prop(0)(w, g + 0.1 * w, s, t)),
     ),
     "RMSProp of TensorFlow, momentum": (
         optim.RMSProp,

@@ -7,19 +7,20 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Mean of squares of a row, added in an order that no instruction set changes.
-template <class T>
-Acc<T> mean_square(const T* row, int64_t dim) {
+// Mean of squares of element(0), ..., element(dim - 1), added in an order that no instruction set
+// changes.
+template <class A, class Element>
+A mean_square(int64_t dim, const Element& element) {
   constexpr int64_t kLanes = 16;
-  Acc<T> lanes[kLanes] = {};
+  A lanes[kLanes] = {};
   int64_t j = 0;
   for (; j + kLanes <= dim; j += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) lanes[l] += load(row[j + l]) * load(row[j + l]);
+    for (int64_t l = 0; l < kLanes; ++l) lanes[l] += element(j + l) * element(j + l);
   }
-  for (; j < dim; ++j) lanes[j % kLanes] += load(row[j]) * load(row[j]);
-  Acc<T> total = 0;
-  for (const Acc<T> lane : lanes) total += lane;
-  return dim == 0 ? total : total / static_cast<Acc<T>>(dim);
+  for (; j < dim; ++j) lanes[j % kLanes] += element(j) * element(j);
+  A total = 0;
+  for (const A lane : lanes) total += lane;
+  return dim == 0 ? total : total / static_cast<A>(dim);
 }
 
 // One row. `put(value, column)` makes a weight of a value.
@@ -28,7 +29,12 @@ inline void update_row(const typename Rule::template Numbers<Acc<T>>& numbers, i
                        const T* __restrict__ g, T* __restrict__ w, Acc<T>* __restrict__ s0,
                        Acc<T>* __restrict__ s1, Acc<T>* __restrict__ s2, const Put& put) {
   using A = Acc<T>;
-  if constexpr (Rule::kRowWise) *s0 = Rule::accumulate(*s0, mean_square(g, dim));
+  if constexpr (Rule::kRowWise) {
+    *s0 = Rule::accumulate(*s0, mean_square<A>(dim, [&](int64_t j) {
+      if constexpr (Rule::kL2) return Rule::decayed(numbers, load(g[j]), load(w[j]));
+      return load(g[j]);
+    }));
+  }
   for (int64_t j = 0; j < dim; ++j) {
     A weight = load(w[j]);
     A states[kMostStates];

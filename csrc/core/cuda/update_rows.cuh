@@ -41,11 +41,13 @@ SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
   return first;
 }
 
-// Mean of squares of a gradient, the same on all lanes of its tile; of 0 where there is none. All
-// lanes of the warp call it. Its bits do not depend on kWidth, which only the place of a gradient
-// decides: lanes have the elements that they would have if all accesses were wide.
-template <class T, int kWidth, class Gradient>
-SPARSEKIT_DEVICE Acc<T> mean_square(bool there, const Gradient& gradient, int dim, int log2_lanes) {
+// Mean of squares of a gradient, weight decay included, the same on all lanes of its tile; of 0
+// where there is none. All lanes of the warp call it. Its bits do not depend on kWidth, which only
+// the place of a gradient decides: lanes have the elements that they would have if all accesses
+// were wide.
+template <class Rule, class T, int kWidth, class Numbers, class Gradient>
+SPARSEKIT_DEVICE Acc<T> mean_square(bool there, const Numbers& numbers, const Gradient& gradient,
+                                    const T* weight, int dim, int log2_lanes) {
   constexpr int kPiece = kWide<Acc<T>>;
   int log2_used = 0;
   while (log2_used < log2_lanes && (kPiece << log2_used) < dim) ++log2_used;
@@ -55,7 +57,13 @@ SPARSEKIT_DEVICE Acc<T> mean_square(bool there, const Gradient& gradient, int di
     for (int piece = lane_in_tile * kPiece; piece < dim; piece += kPiece << log2_used) {
       for (int at = piece; at < piece + kPiece && at < dim; at += kWidth) {
         const simt::Vec<T, kWidth> g = gradient(at);
-        for (int j = 0; j < kWidth; ++j) sum += load(g.at[j]) * load(g.at[j]);
+        simt::Vec<T, kWidth> w{};
+        if constexpr (Rule::kL2) w = read<T, kWidth>(weight + at);
+        for (int j = 0; j < kWidth; ++j) {
+          Acc<T> one = load(g.at[j]);
+          if constexpr (Rule::kL2) one = Rule::decayed(numbers, one, load(w.at[j]));
+          sum += one * one;
+        }
       }
     }
   }
@@ -141,7 +149,9 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
     };
     A of_row = 0;
     if constexpr (Rule::kRowWise) {
-      const A mean = mean_square<T, kWidth>(row >= 0, gradient, dim, log2_lanes);
+      const T* of_weight = own.table.weight + (row < 0 ? 0 : row * dim);
+      const A mean =
+          mean_square<Rule, T, kWidth>(row >= 0, numbers, gradient, of_weight, dim, log2_lanes);
       if (column == 0 && row >= 0) {
         A* state = simt::global(own.table.states[0] + row * own.table.strides[0]);
         *state = of_row = Rule::accumulate(*state, mean);

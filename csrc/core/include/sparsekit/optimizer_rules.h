@@ -7,7 +7,8 @@
 //   Numbers<A>    what the elements of one step share;
 //   at<A>(t)      those numbers for step t >= 1;
 //   step(...)     the step of one element: gradient g, weight w, states s[kStates].
-// A row-wise rule has accumulate(...) as well, the row's new state, which step() then sees. A rule
+// A row-wise rule has accumulate(...) as well, the row's new state, which step() then sees, and
+// kL2, whether the gradient that is accumulated is decayed(k, g, w), with an L2 penalty. A rule
 // whose rows move without a gradient too has what catch_up_rows needs:
 //   without_gradient(a, b)  the numbers of such a step, out of two that are kept for it;
 //   most_replayed()         how many of them may matter: those after it, taken together, would move
@@ -149,40 +150,54 @@ struct Adam {
   }
 };
 
-// v += g^2,   w -= lr / (1 + (t - 1) lr_decay) * g / (sqrt(v) + eps).
+// With lr_t = lr / (1 + (t - 1) lr_decay):
+// v += g^2,   w -= lr_t * g / (sqrt(v) + eps).
 // Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011; torch.optim.Adagrad.
+// Weight decay comes before: g += weight_decay w, or decoupled w *= 1 - lr_t weight_decay.
 struct Adagrad {
   static constexpr int kStates = 1;
   static constexpr bool kRowWise = false;
   static constexpr bool kPerRow = false;
-  double lr, lr_decay, eps;
+  double lr, lr_decay, eps, weight_decay;
+  bool decoupled;
 
   template <class A>
   struct Numbers {
-    A lr, eps;
+    A lr, eps, weight_decay, keep;
   };
   template <class A>
   SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t t) const {
-    return {static_cast<A>(lr / (1 + static_cast<double>(t - 1) * lr_decay)), static_cast<A>(eps)};
+    const double rate = lr / (1 + static_cast<double>(t - 1) * lr_decay);
+    return {static_cast<A>(rate), static_cast<A>(eps), static_cast<A>(decoupled ? 0 : weight_decay),
+            static_cast<A>(decoupled ? 1 - rate * weight_decay : 1)};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static A decayed(const Numbers<A>& k, A g, A w) {
+    return k.weight_decay != 0 ? g + k.weight_decay * w : g;
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    g = decayed(k, g, w);
     s[0] += g * g;
-    w -= k.lr * (g / (std::sqrt(s[0]) + k.eps));
+    w = w * k.keep - k.lr * (g / (std::sqrt(s[0]) + k.eps));
   }
 };
 
 // The same with one v for a row, to which the mean of g^2 over the row is added: FBGEMM's
-// EXACT_ROWWISE_ADAGRAD.
+// EXACT_ROWWISE_ADAGRAD. Without kL2 there is no penalty; a runtime flag would cost the CUDA kernel
+// 6 to 20 registers.
+template <bool kPenalty>
 struct RowWiseAdagrad : Adagrad {
   static constexpr bool kRowWise = true;
+  static constexpr bool kL2 = kPenalty;
   template <class A>
   SPARSEKIT_HOST_DEVICE static A accumulate(A v, A mean_square) {
     return v + mean_square;
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
-    w -= k.lr * (g / (std::sqrt(s[0]) + k.eps));
+    if constexpr (kL2) g = decayed(k, g, w);
+    w = w * k.keep - k.lr * (g / (std::sqrt(s[0]) + k.eps));
   }
 };
 
@@ -191,6 +206,7 @@ struct RowWiseAdagrad : Adagrad {
 //   with it            b = momentum b + g / d,      w -= lr b   (torch.optim.RMSprop), or
 //   with eps_inside    b = momentum b + lr g / d,   w -= b      (TensorFlow's RMSProp).
 // Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
+// Weight decay comes before: g += weight_decay w, or decoupled w *= 1 - lr weight_decay.
 template <bool kMomentum>
 struct RmsProp {
   static constexpr int kStates = kMomentum ? 2 : 1;
@@ -198,10 +214,12 @@ struct RmsProp {
   static constexpr bool kPerRow = false;
   double lr, alpha, eps, momentum;
   bool eps_inside;
+  double weight_decay;
+  bool decoupled;
 
   template <class A>
   struct Numbers {
-    A lr, alpha, rest, inside, outside, momentum, before, after;
+    A lr, alpha, rest, inside, outside, momentum, before, after, weight_decay, keep;
   };
   template <class A>
   SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t) const {
@@ -212,17 +230,20 @@ struct RmsProp {
             static_cast<A>(eps_inside ? 0 : eps),
             static_cast<A>(momentum),
             static_cast<A>(eps_inside ? lr : 1),
-            static_cast<A>(eps_inside ? 1 : lr)};
+            static_cast<A>(eps_inside ? 1 : lr),
+            static_cast<A>(decoupled ? 0 : weight_decay),
+            static_cast<A>(decoupled ? 1 - lr * weight_decay : 1)};
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    if (k.weight_decay != 0) g += k.weight_decay * w;
     s[0] = k.alpha * s[0] + k.rest * g * g;
     const A scaled = g / (std::sqrt(s[0] + k.inside) + k.outside);
     if constexpr (kMomentum) {
       s[1] = k.momentum * s[1] + k.before * scaled;
-      w -= k.after * s[1];
+      w = w * k.keep - k.after * s[1];
     } else {
-      w -= k.lr * scaled;
+      w = w * k.keep - k.lr * scaled;
     }
   }
 };
@@ -268,6 +289,7 @@ struct Ftrl {
 // Calls use(RULE, T) for every rule.
 #define SPARSEKIT_FOR_EACH_RULE(use, T)                                                       \
   use(Sgd<false>, T) use(Sgd<true>, T) use(Adam<false>, T) use(Adam<true>, T) use(Adagrad, T) \
-      use(RowWiseAdagrad, T) use(RmsProp<false>, T) use(RmsProp<true>, T) use(Ftrl, T)
+      use(RowWiseAdagrad<false>, T) use(RowWiseAdagrad<true>, T) use(RmsProp<false>, T)       \
+          use(RmsProp<true>, T) use(Ftrl, T)
 
 }  // namespace sparsekit
