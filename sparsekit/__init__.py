@@ -11,6 +11,8 @@ from .memory import empty_cache  # noqa: E402
 from .nn import (  # noqa: E402
     All2AllDenseEmbedding,
     DistributedEmbedding,
+    Embedding,
+    EmbeddingBag,
     EmbeddingGroup,
     Feature,
     group_embedding_lookup_sparse,
@@ -37,6 +39,8 @@ def build_info() -> dict[str, object]:
 __all__ = [
     "All2AllDenseEmbedding",
     "DistributedEmbedding",
+    "Embedding",
+    "EmbeddingBag",
     "EmbeddingGroup",
     "Feature",
     "HashTable",

@@ -22,7 +22,8 @@ class TableFullError(RuntimeError):
         super().__init__(
             f"{layer}: the table on rank {rank} is full: {size} of {capacity} rows are in use and "
             f"the call brought {refused} new keys for {capacity - size} free rows; none was "
-            f"inserted. Give it a larger capacity (a layer's max_vocabulary_size_per_gpu)."
+            f"inserted. Give it a larger capacity (a layer's max_vocabulary_size_per_gpu, "
+            f"or num_embeddings)."
         )
         self.layer = layer
         self.rank = rank

@@ -9,7 +9,9 @@ import torch
 import sparsekit
 
 
-@pytest.mark.parametrize("module", ["table", "hashing", "nn.embedding"])
+@pytest.mark.parametrize(
+    "module", ["table", "hashing", "nn.embedding", "nn.dropin_embedding", "nn.dropin_embedding_bag"]
+)
 def test_examples(module: str) -> None:
     names = {"torch": torch, **vars(sparsekit), "xxh64": sparsekit.hashing.xxh64}
     result = doctest.testmod(importlib.import_module(f"sparsekit.{module}"), extraglobs=names)

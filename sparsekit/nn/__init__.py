@@ -1,6 +1,8 @@
 """Layers and initializers."""
 
 from . import wrappers  # noqa: F401 (has torch tell it of models with tables)
+from .dropin_embedding import Embedding
+from .dropin_embedding_bag import EmbeddingBag
 from .embedding import All2AllDenseEmbedding, DistributedEmbedding
 from .features import Feature
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
@@ -11,6 +13,8 @@ __all__ = [
     "All2AllDenseEmbedding",
     "Constant",
     "DistributedEmbedding",
+    "Embedding",
+    "EmbeddingBag",
     "EmbeddingGroup",
     "EmbeddingWeight",
     "Feature",

@@ -12,12 +12,15 @@ from .lookup import look_up
 from .options import TableOptions, check_count
 from .request import Request, ask_bags, ask_vectors
 from .shard import ShardedTable
+from .torch_words import explain_torch_words
 
 STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 
 
 class DistributedEmbedding(ShardedTable):
-    """Embedding bags over an unbounded vocabulary; in place of ``nn.EmbeddingBag``.
+    """Embedding bags over an unbounded vocabulary, in several slots.
+
+    `EmbeddingBag` is the one that is called like torch's.
 
     Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which
     starts from an initial vector that depends on (seed, key, column) only. In evaluation nothing
@@ -79,6 +82,7 @@ class DistributedEmbedding(ShardedTable):
         torch.Size([1, 2, 8])
     """
 
+    @explain_torch_words("EmbeddingBag")
     def __init__(
         self,
         combiner: str,
@@ -166,7 +170,9 @@ class DistributedEmbedding(ShardedTable):
 
 
 class All2AllDenseEmbedding(ShardedTable):
-    """One vector for each key, not pooled; in place of ``nn.Embedding``.
+    """One vector for each key, not pooled, in several slots.
+
+    `Embedding` is the one that is called like torch's.
 
     The table, its rules and the remaining keywords are those of `DistributedEmbedding`.
 
@@ -187,6 +193,7 @@ class All2AllDenseEmbedding(ShardedTable):
         - With dynamic_input: ``[n]``, 0 included. Output: ``[n, dim]``.
     """
 
+    @explain_torch_words("Embedding", mode="it does not pool, as EmbeddingBag does")
     def __init__(
         self,
         max_vocabulary_size_per_gpu: int,
@@ -238,5 +245,16 @@ class All2AllDenseEmbedding(ShardedTable):
 
     def request(self, keys: torch.Tensor) -> Request:
         """See `ShardedTable`."""
-        slots = None if self.dynamic_input else (self.slot_num, self.nnz_per_slot)
-        return ask_vectors(self, keys, slots)
+        request = ask_vectors(self, keys)
+        slots = self.slot_num, self.nnz_per_slot
+        if self.dynamic_input:
+            fits, expected = len(request.shape) == 1, "be 1-D"
+        else:
+            fits = len(request.shape) == 3 and request.shape[1:] == slots
+            expected = f"have shape [batch, slot_num={slots[0]}, nnz_per_slot={slots[1]}]"
+        if not fits:
+            raise ValueError(
+                f"{self.name}: keys must {expected}, got shape {request.shape}; "
+                f"sparsekit.Embedding takes keys of any shape"
+            )
+        return request

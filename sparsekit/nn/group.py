@@ -9,6 +9,7 @@ import torch
 
 from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
+from .any_names import LayersByName, name_in_state
 from .features import (
     OUTPUTS,
     Feature,
@@ -38,8 +39,9 @@ class EmbeddingGroup(torch.nn.Module):
     lie.
 
     Args:
-        layers: name -> `DistributedEmbedding` or `All2AllDenseEmbedding`. Ranks look up in this
-            order, or that of features, so it must be the same on all.
+        layers: name -> layer of sparsekit. Names are any that are not empty; layers have names of
+            their own, all different. Ranks look up in this order, or that of features, so it must
+            be the same on all.
         features: name -> layer's name, or `Feature` with a combiner and max_nnz of its own, for
             bags of one slot. Features of one layer share its table. None: each layer by its own
             name; in a dict, with all its slots.
@@ -76,18 +78,18 @@ class EmbeddingGroup(torch.nn.Module):
                     f"EmbeddingGroup: layers[{name!r}] must be an embedding layer of sparsekit, "
                     f"got {type(layer).__name__}"
                 )
-        _check_shared("EmbeddingGroup", list(layers.values()))
+        _check_shared(GROUP, list(layers.values()))
+        _check_names(layers)
         try:
-            self.layers = torch.nn.ModuleDict(layers)
+            self.layers = LayersByName(layers)
         except KeyError as error:
-            raise ValueError(
-                f"EmbeddingGroup: a name in layers cannot be that of a module: {error.args[0]}"
-            ) from error
+            raise ValueError(f"{GROUP}: layers has a name that is none: {error.args[0]}") from error
         # A feature for each layer, for a KeyedJaggedTensor, unless the caller has said which.
         self.has_features = features is not None
         if features is None:
             features = {name: name for name in layers}
         self.features = settled(features, layers)
+        self._layers_asked = [name_in_state(feature.layer) for feature in self.features.values()]
         check_choice(GROUP, "output", output, OUTPUTS)
         self.output = output
         if output != "dict":
@@ -162,7 +164,7 @@ class EmbeddingGroup(torch.nn.Module):
 
     def _tables(self) -> list[ShardedTable]:
         layers: dict[str, Any] = self.layers._modules
-        return [layers[feature.layer] for feature in self.features.values()]
+        return [layers[name] for name in self._layers_asked]
 
     def _ask(
         self, asked: list[Sequence[Request]], inputs: Any, weights: Mapping[str, Any] | None
@@ -252,6 +254,19 @@ def group_embedding_lookup_sparse(
         return [ask_bags(*call, slot_num=1) for call in calls]
 
     return [output.squeeze(1) for output in look_up(Kept(), params, ask)]
+
+
+def _check_names(layers: Mapping[str, ShardedTable]) -> None:
+    """Raise for two layers of one name, whose equal keys would start from equal vectors."""
+    by_name: dict[str, str] = {}
+    for name, layer in layers.items():
+        other = by_name.setdefault(layer.name, name)
+        if layers[other] is not layer:
+            raise ValueError(
+                f"{GROUP}: layers[{other!r}] and layers[{name!r}] are two layers with "
+                f"name={layer.name!r}, and equal keys of theirs would start from equal vectors; "
+                f"give each a name of its own"
+            )
 
 
 def _check_shared(name: str, layers: Sequence[ShardedTable]) -> None:

@@ -245,7 +245,8 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
     if inputs.dim() != 3:
         raise ValueError(
             f"{layer}: a dense input must have shape [batch, slot_num, max_nnz], "
-            f"got {tuple(inputs.shape)}; flat keys go in a tuple with their offsets"
+            f"got {tuple(inputs.shape)}; flat keys go in a tuple with their offsets, and "
+            f"sparsekit.EmbeddingBag takes bags as torch's does, [batch, max_nnz] for one"
         )
     batch, slots, nnz = inputs.shape
     if weights is not None:

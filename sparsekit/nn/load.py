@@ -52,6 +52,11 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
         TypeError, ValueError: the state is damaged, incomplete or another layer's; the layer is as
             it was.
     """
+    if entries.keys() == {"weight"}:
+        raise ValueError(
+            f"{layer.name}: the state has no seed, only weight, as that of a torch.nn.Embedding, "
+            f"whose row i is the vector of id i; so call assign_(torch.arange(len(weight)), weight)"
+        )
     shard = [0, 1]  # in states from before there were shards
     if "shard" in entries:
         shard = saved.entry(layer.name, entries, "shard", _INT64, (2,)).tolist()

@@ -173,14 +173,23 @@ def ask_bags(
     inputs: Any,
     sample_weights: Any,
     combiner: str,
-    slot_num: int,
+    slot_num: int | None,
     max_nnz: int = NO_LIMIT,
     max_feature_num: int | None = None,
 ) -> Request:
-    """Read bags for a table. Changes nothing."""
+    """Read bags for a table. Changes nothing.
+
+    With slot_num None there is one slot, which the output has no dimension for.
+    """
     bags = read_bags(inputs, sample_weights, table.name, table.weight.device)
-    samples, rest = divmod(bags.count, slot_num)
-    request = Request(table, bags, combiner, max_nnz, (samples, slot_num), max_feature_num)
+    if slot_num is None:
+        slot_num, samples, rest = 1, bags.count, 0
+        bags.slot_major = False
+        shape: tuple[int, ...] = (samples,)
+    else:
+        samples, rest = divmod(bags.count, slot_num)
+        shape = samples, slot_num
+    request = Request(table, bags, combiner, max_nnz, shape, max_feature_num)
     check_key_dtype(table, bags.values)
     odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num)
     if odd or max_feature_num is not None or table.padding_key is not None:
@@ -195,21 +204,17 @@ def leave_padding_out(request: Request) -> None:
         request.bags = without_padding(request.bags, request.table.padding_key)
 
 
-def ask_vectors(table: ShardedTable, keys: torch.Tensor, slots: tuple[int, int] | None) -> Request:
-    """Read keys for a table: ``[batch, slot_num, nnz_per_slot]``, or 1-D where slots is None."""
+def ask_vectors(table: ShardedTable, keys: torch.Tensor) -> Request:
+    """Read keys of any shape for a table. Changes nothing."""
     name = table.name
     if not isinstance(keys, torch.Tensor):
         raise TypeError(f"{name}: keys must be a tensor, got {type(keys).__name__}")
+    if keys.is_nested or keys.layout != torch.strided:
+        raise TypeError(
+            f"{name}: keys must be a dense tensor, got layout {keys.layout}; look up its values()"
+        )
     if keys.dtype not in KEY_DTYPES:
         raise TypeError(f"{name}: keys must be int64 or int32, got {keys.dtype}")
-    if slots is None:
-        if keys.dim() != 1:
-            raise ValueError(f"{name}: keys must be 1-D, got shape {tuple(keys.shape)}")
-    elif keys.dim() != 3 or keys.shape[1:] != slots:
-        raise ValueError(
-            f"{name}: keys must have shape [batch, slot_num={slots[0]}, nnz_per_slot={slots[1]}], "
-            f"got {tuple(keys.shape)}"
-        )
     check_device(name, "keys", keys, table.weight.device)
     bags = Bags(keys.reshape(-1), None, None)
     request = Request(table, bags, "none", 1, tuple(keys.shape))

@@ -1,0 +1,48 @@
+"""Layers by names that torch's own container refuses."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, KeysView
+from urllib.parse import unquote
+
+import torch
+
+# Whose attributes a module in it cannot be called.
+_EMPTY = torch.nn.ModuleDict()
+
+
+def name_in_state(name: str) -> str:
+    """What `LayersByName` calls a module: without dots, and not as one of its own attributes."""
+    name = name.replace("%", "%25").replace(".", "%2E")
+    return f"%{ord(name[0]):02X}{name[1:]}" if name and hasattr(_EMPTY, name) else name
+
+
+class LayersByName(torch.nn.ModuleDict):
+    """A ModuleDict that also takes names with dots and those of a module's attributes.
+
+    Dots part the names of modules in a state; so there a name is percent-encoded where it must be:
+    ``"user.id"`` is ``user%2Eid``, and ``"type"`` is ``%74ype``. Others stay as they are.
+    """
+
+    def __getitem__(self, key: str) -> torch.nn.Module:
+        return super().__getitem__(name_in_state(key))
+
+    def __setitem__(self, key: str, module: torch.nn.Module) -> None:
+        super().__setitem__(name_in_state(key), module)
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(name_in_state(key))
+
+    def __contains__(self, key: str) -> bool:
+        return super().__contains__(name_in_state(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(unquote, self._modules)
+
+    def keys(self) -> KeysView[str]:
+        """The names as they were given."""
+        return dict.fromkeys(self).keys()
+
+    def items(self) -> ItemsView[str, torch.nn.Module]:
+        """The names as they were given, and the modules."""
+        return dict(zip(self, self.values(), strict=True)).items()

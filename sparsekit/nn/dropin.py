@@ -1,0 +1,107 @@
+"""What torch's embedding layers and their drop-ins have in common: a table by torch's names."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from .init import Initializer, Normal
+from .options import TableOptions, check_count
+from .shard import ShardedTable
+
+_Layer = TypeVar("_Layer", bound="DropIn")
+
+
+class DropIn(ShardedTable):
+    """What both have in common: a table by torch's names.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, padding_key, dtype, embedding_initializer: as
+            the layer is given them.
+        options: of the table, all others.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+        *,
+        padding_key: int | None,
+        dtype: torch.dtype | None,
+        embedding_initializer: Initializer | None,
+        name: str | None,
+        **options: Any,
+    ) -> None:
+        called = name or type(self).__name__
+        rows = check_count(called, "num_embeddings", num_embeddings, 2**31 - 1)
+        padding_idx = _from_the_start(called, rows, padding_idx)
+        if padding_idx is not None and padding_key is not None:
+            raise ValueError(f"{called}: padding_idx and padding_key cannot both be given")
+        super().__init__(
+            TableOptions(
+                max_vocabulary_size_per_gpu=rows,
+                embedding_vec_size=check_count(called, "embedding_dim", embedding_dim),
+                padding_key=padding_key if padding_idx is None else padding_idx,
+                dtype=dtype or torch.get_default_dtype(),
+                embedding_initializer=embedding_initializer or Normal(0.0, 1.0),
+                name=name,
+                **options,
+            )
+        )
+        self.padding_idx = padding_idx
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of this process's table."""
+        return self.capacity
+
+    @property
+    def embedding_dim(self) -> int:
+        """Elements of a vector."""
+        return self.embedding_vec_size
+
+    def extra_repr(self) -> str:
+        """The base's, and the padding."""
+        padding = "" if self.padding_key is None else f", padding_key={self.padding_key}"
+        return f"{super().extra_repr()}{padding}"
+
+
+def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None:
+    """A padding_idx that is not negative, as it counts from the end if it is."""
+    if padding_idx is None:
+        return None
+    if not -rows <= padding_idx < rows:
+        raise ValueError(
+            f"{name}: padding_idx must be within num_embeddings, in [{-rows}, {rows}), got "
+            f"{padding_idx}; padding_key takes any key"
+        )
+    return padding_idx % rows
+
+
+def rows_of(
+    name: str, embeddings: torch.Tensor, padding_idx: int | None, num_embeddings: int | None
+) -> tuple[int, int | None]:
+    """Rows of a table for these vectors, and their padding from the start."""
+    if embeddings.dim() != 2:
+        raise ValueError(
+            f"{name}: embeddings must be [n, dim], got shape {tuple(embeddings.shape)}"
+        )
+    n = len(embeddings)
+    if num_embeddings is not None and num_embeddings < n:
+        raise ValueError(
+            f"{name}: num_embeddings must be at least the {n} rows of embeddings, got "
+            f"{num_embeddings}"
+        )
+    return num_embeddings or n, _from_the_start(name, n, padding_idx)
+
+
+def with_vectors(layer: _Layer, vectors: torch.Tensor, freeze: bool) -> _Layer:
+    """The layer, with these as the vectors of ids from 0 on, but for the padding."""
+    ids = torch.arange(len(vectors), device=vectors.device)
+    if layer.padding_key is not None:
+        ids = ids[ids != layer.padding_key]
+    layer.assign_(ids.to(layer.key_dtype), vectors.detach()[ids])
+    layer.weight.requires_grad_(not freeze)
+    return layer

@@ -1,0 +1,169 @@
+"""The drop-in for torch.nn.Embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .dropin import DropIn, rows_of, with_vectors
+from .init import Initializer
+from .lookup import look_up
+from .request import Request, ask_vectors
+from .torch_words import refuse_absent
+
+
+class Embedding(DropIn):
+    """A vector for each id; called like ``torch.nn.Embedding``, and any int64 is an id.
+
+    In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
+    ids came first; `assign_` writes vectors of ids. In evaluation nothing is inserted, and an
+    unseen id reads the vector that training would have started it from. ``weight.grad`` is a sparse
+    tensor, for the optimizers of `sparsekit.optim` as for torch's SparseAdam, SGD and Adagrad.
+
+    Args:
+        num_embeddings: rows of this process's table, in [1, 2^31 - 1]: how many distinct ids it has
+            room for. With ``use_hashtable=False`` ids are row numbers below it, as torch's are.
+        embedding_dim: elements of a vector.
+        padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 stands for the last one.
+            Its vector is zeros and stays so, has no row, and gets no gradient.
+        max_norm, scale_grad_by_freq: refused unless None and False.
+        norm_type: of max_norm, so it means nothing.
+        sparse: gradients are sparse whatever it is.
+        _weight, _freeze: refused; see `from_pretrained`.
+        device: of the rows and the table.
+        dtype: float32, float64 or bfloat16; None means torch's default dtype.
+        padding_key: in place of padding_idx, any int64, which -1 is as well.
+        embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``; None means
+            ``Normal(0.0, 1.0)``, which is torch's.
+        name: how errors call the layer. Initial vectors depend on it.
+        use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
+            wire_dtype: as in `DistributedEmbedding`.
+
+    Shape:
+        - Input: ``[*]``, int64 or int32, of any shape.
+        - Output: ``[*, embedding_dim]`` in the dtype of weight.
+
+    Raises:
+        TypeError, ValueError: on bad arguments or inputs, a padding_idx out of its range for one.
+        NotImplementedError: max_norm, scale_grad_by_freq, _weight or _freeze.
+        IndexError: (a call without the hash table) an id out of range.
+        TableFullError: (a call in training) more new ids than free rows.
+
+    Example:
+        >>> layer = Embedding(1000, 8, padding_idx=0)
+        >>> layer(torch.tensor([[7, 10**18, 0], [-5, 7, 7]])).shape
+        torch.Size([2, 3, 8])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        _weight: torch.Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        use_hashtable: bool = True,
+        key_dtype: torch.dtype = torch.int64,
+        embedding_initializer: Initializer | None = None,
+        padding_key: int | None = None,
+        on_full: str = "error",
+        gradient_reduction: str = "mean",
+        seed: int | None = None,
+        name: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        placement: str | None = None,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        refuse_absent(
+            name or "Embedding",
+            max_norm=max_norm,
+            scale_grad_by_freq=scale_grad_by_freq,
+            _weight=_weight,
+            _freeze=_freeze,
+        )
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            padding_key=padding_key,
+            dtype=dtype,
+            embedding_initializer=embedding_initializer,
+            name=name,
+            use_hashtable=use_hashtable,
+            key_dtype=key_dtype,
+            on_full=on_full,
+            gradient_reduction=gradient_reduction,
+            seed=seed,
+            device=device,
+            process_group=process_group,
+            placement=placement,
+            wire_dtype=wire_dtype,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: torch.Tensor,
+        freeze: bool = True,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        *,
+        num_embeddings: int | None = None,
+        **options: Any,
+    ) -> Embedding:
+        """A layer whose ids 0..n-1 have these vectors, of which it makes a copy.
+
+        Args:
+            embeddings: float32, float64 or bfloat16 ``[n, dim]``.
+            freeze: whether vectors are left as they are in training.
+            padding_idx: as of the layer; a negative one counts from n.
+            max_norm: as of the layer.
+            norm_type: as of the layer.
+            scale_grad_by_freq: as of the layer.
+            sparse: as of the layer.
+            num_embeddings: rows of the table, at least n; None means n, which leaves no room for
+                other ids.
+            options: further keywords of the layer.
+
+        Raises:
+            ValueError: vectors that are not ``[n, dim]``, or not zeros at padding_idx.
+            And what the layer raises.
+        """
+        called = options.get("name") or cls.__name__
+        rows, padding_idx = rows_of(called, embeddings, padding_idx, num_embeddings)
+        if padding_idx is not None and embeddings[padding_idx].any():
+            raise ValueError(
+                f"{called}: the vector at padding_idx={padding_idx} is not zeros, which that of a "
+                f"padding always is here; write zeros there, or leave padding_idx out"
+            )
+        layer = cls(
+            rows,
+            embeddings.shape[1],
+            padding_idx,
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            sparse,
+            **{"device": embeddings.device, "dtype": embeddings.dtype, **options},
+        )
+        return with_vectors(layer, embeddings, freeze)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up the vector of each id; see Shape above."""
+        return look_up(self.kept, [self], lambda _: [self.request(input)])[0]
+
+    def request(self, keys: torch.Tensor) -> Request:
+        """See `ShardedTable`."""
+        return ask_vectors(self, keys)

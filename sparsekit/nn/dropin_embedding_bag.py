@@ -1,0 +1,276 @@
+"""The drop-in for torch.nn.EmbeddingBag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import check_choice
+from .dropin import DropIn, rows_of, with_vectors
+from .embedding import STRATEGIES
+from .init import Initializer
+from .lookup import look_up
+from .lookup.tables import Tables
+from .request import Request, ask_bags, one_by_one
+from .torch_words import refuse_absent
+
+MODES = ("sum", "mean", "max")
+
+
+class EmbeddingBag(DropIn):
+    """Pooled bags of ids; called like ``torch.nn.EmbeddingBag``, and any int64 is an id.
+
+    What is said of rows, ids and gradients in `Embedding` holds here too.
+
+    Args:
+        num_embeddings, embedding_dim: as in `Embedding`.
+        max_norm, scale_grad_by_freq: refused unless None and False.
+        norm_type: of max_norm, so it means nothing.
+        mode: ``"mean"``, ``"sum"`` or ``"max"``, the last by element, of which the first
+            of equal ones gets the gradient; it takes the vectors of all ids out beforehand.
+        sparse: gradients are sparse whatever it is, with ``"max"`` too.
+        _weight: refused; see `from_pretrained`.
+        include_last_offset: whether offsets have the end of the last bag, too.
+        padding_idx: as in `Embedding`; it does not count in a bag.
+        device, dtype, padding_key, embedding_initializer, name: as in `Embedding`.
+        use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
+            wire_dtype, strategy: as in `DistributedEmbedding`.
+
+    Shape:
+        - Input: int64 or int32 ``[n]``, with offsets, or ``[bags, m]``, each row a bag; or
+          torch.nested jagged ``[bags, j]``.
+        - Offsets: int64 or int32 ``[bags]``, where each bag begins, the first at 0; with
+          include_last_offset ``[bags + 1]``, and the last is n.
+        - per_sample_weights: floating point, in the form of input; only with ``mode="sum"``.
+        - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
+
+    In an `EmbeddingGroup` inputs are ``[bags, m]``, or in any other form of `DistributedEmbedding`
+    with one slot, where offsets always have the last end. ``mode="max"`` has no place there.
+
+    Raises:
+        TypeError, ValueError: on bad arguments or inputs; the message names the layer, the
+            argument, the value and its position.
+        NotImplementedError: max_norm, scale_grad_by_freq or _weight; (a call) per_sample_weights
+            with another mode than ``"sum"``.
+        IndexError: (a call without the hash table) an id out of range.
+        TableFullError: (a call in training) more new ids than free rows.
+
+    Example:
+        >>> layer = EmbeddingBag(1000, 8, mode="sum")
+        >>> ids, offsets = torch.tensor([7, 10**18, -5, 7]), torch.tensor([0, 3])
+        >>> layer(ids, offsets).shape
+        torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = True,
+        _weight: torch.Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        use_hashtable: bool = True,
+        key_dtype: torch.dtype = torch.int64,
+        embedding_initializer: Initializer | None = None,
+        padding_key: int | None = None,
+        on_full: str = "error",
+        gradient_reduction: str = "mean",
+        seed: int | None = None,
+        name: str | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        placement: str | None = None,
+        wire_dtype: torch.dtype | None = None,
+        strategy: str = "auto",
+    ) -> None:
+        called = name or "EmbeddingBag"
+        refuse_absent(
+            called, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, _weight=_weight
+        )
+        check_choice(called, "mode", mode, MODES)
+        check_choice(called, "strategy", strategy, STRATEGIES)
+        if mode == "max" and strategy == "reduce_scatter":
+            raise ValueError(f"{called}: strategy='reduce_scatter' adds up, and mode is 'max'")
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx,
+            padding_key=padding_key,
+            dtype=dtype,
+            embedding_initializer=embedding_initializer,
+            name=name,
+            use_hashtable=use_hashtable,
+            key_dtype=key_dtype,
+            on_full=on_full,
+            gradient_reduction=gradient_reduction,
+            seed=seed,
+            device=device,
+            process_group=process_group,
+            placement=placement,
+            wire_dtype=wire_dtype,
+        )
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+        self.strategy = strategy
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: torch.Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = True,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        *,
+        num_embeddings: int | None = None,
+        **options: Any,
+    ) -> EmbeddingBag:
+        """A layer whose ids 0..n-1 have these vectors; see `Embedding.from_pretrained`."""
+        called = options.get("name") or cls.__name__
+        rows, padding_idx = rows_of(called, embeddings, padding_idx, num_embeddings)
+        layer = cls(
+            rows,
+            embeddings.shape[1],
+            max_norm,
+            norm_type,
+            scale_grad_by_freq,
+            mode,
+            sparse,
+            None,
+            include_last_offset,
+            padding_idx,
+            **{"device": embeddings.device, "dtype": embeddings.dtype, **options},
+        )
+        return with_vectors(layer, embeddings, freeze)
+
+    @property
+    def combiner(self) -> str:
+        """How bags are pooled in an `EmbeddingGroup`.
+
+        Raises:
+            NotImplementedError: mode is ``"max"``, which is done after the lookup.
+        """
+        if self.mode == "max":
+            raise NotImplementedError(
+                f"{self.name}: mode='max' does not go in an EmbeddingGroup; call the layer by "
+                f"itself, or give its feature another combiner"
+            )
+        return self.mode
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pool the vectors of each bag's ids; see Shape above."""
+        if self.mode != "max":
+            return look_up(
+                self.kept, [self], lambda _: [self._asked(input, offsets, per_sample_weights)]
+            )[0]
+        bags: list[torch.Tensor] = []
+
+        def ask(_: Tables) -> list[Request]:
+            request = self._asked(input, offsets, per_sample_weights)
+            request.check()
+            bags.append(request.offsets)
+            return [one_by_one(self, request.keys)]
+
+        return _largest(look_up(self.kept, [self], ask)[0], bags[0])
+
+    def request(self, inputs: Any, sample_weights: Any = None) -> Request:
+        """See `ShardedTable`: bags in any form of one slot, and ``[bags, m]``."""
+        return self._bags(inputs, sample_weights, self.combiner)
+
+    def _asked(self, input: Any, offsets: Any, weights: Any) -> Request:
+        """The bags of torch's call."""
+        if weights is not None:
+            if self.mode != "sum":
+                raise NotImplementedError(
+                    f"{self.name}: per_sample_weights is only there with mode='sum', as in torch, "
+                    f"and mode is {self.mode!r}; a weighted mean is that of DistributedEmbedding"
+                )
+            shapes = [getattr(tensor, "shape", None) for tensor in (input, weights)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"{self.name}: per_sample_weights must have the shape of input, but their "
+                    f"shapes are {shapes[1]} and {shapes[0]}"
+                )
+        # Pooled later, if at all; "sum" stands for bags.
+        combiner = "sum" if self.mode == "max" else self.mode
+        return self._bags(self._inputs(input, offsets), weights, combiner)
+
+    def _inputs(self, input: Any, offsets: Any) -> Any:
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"{self.name}: input must be a tensor, got {type(input).__name__}")
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError(
+                    f"{self.name}: offsets must be None for a 2-D input, each row of which is a bag"
+                )
+            return input
+        if input.dim() != 1:
+            raise ValueError(
+                f"{self.name}: input must be [n] with offsets, or [bags, m], got shape "
+                f"{tuple(input.shape)}; sparsekit.Embedding takes keys of any shape, and "
+                f"sparsekit.DistributedEmbedding bags of several slots"
+            )
+        if not isinstance(offsets, torch.Tensor):
+            raise ValueError(
+                f"{self.name}: a 1-D input needs offsets, a tensor of where each bag begins, got "
+                f"{offsets!r}"
+            )
+        if offsets.dim() != 1:
+            raise ValueError(f"{self.name}: offsets must be 1-D, got shape {tuple(offsets.shape)}")
+        if not self.include_last_offset:
+            offsets = torch.cat([offsets, offsets.new_full((1,), len(input))])
+        return input, offsets
+
+    def _bags(self, inputs: Any, weights: Any, combiner: str) -> Request:
+        if isinstance(inputs, torch.Tensor) and inputs.layout == torch.strided:
+            inputs = inputs.unsqueeze(1) if inputs.dim() == 2 else inputs
+            if isinstance(weights, torch.Tensor) and weights.dim() == 2:
+                weights = weights.unsqueeze(1)
+        return ask_bags(self, inputs, weights, combiner, None)
+
+    def extra_repr(self) -> str:
+        """The base's, and how bags are pooled."""
+        last = ", include_last_offset=True" if self.include_last_offset else ""
+        return f"{super().extra_repr()}, mode={self.mode!r}{last}"
+
+
+def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The largest of each element of each bag's vectors; zeros of an empty bag.
+
+    Args:
+        vectors: ``[n, dim]``; a NaN is larger than all else.
+        offsets: int64 ``[bags + 1]``, rising from 0 to n.
+
+    Returns:
+        ``[bags, dim]``. The first of equal elements gets the gradient, as torch has it.
+    """
+    n, dim = vectors.shape
+    bags = len(offsets) - 1
+    with torch.no_grad():
+        bag = torch.arange(bags, device=offsets.device).repeat_interleave(offsets.diff())
+        bag = bag.unsqueeze(1).expand(n, dim)
+        largest = vectors.new_full((bags, dim), -torch.inf)
+        largest.scatter_reduce_(0, bag, vectors, "amax")
+        won = (vectors == largest.gather(0, bag)) | vectors.isnan()
+        places = torch.arange(n, device=bag.device).unsqueeze(1).where(won, n)
+        first = bag.new_full((bags, dim), n).scatter_reduce_(0, bag, places, "amin")
+    # Where nothing has won, since the bag is empty, place n is asked for.
+    return torch.cat([vectors, vectors.new_zeros(1, dim)]).gather(0, first)
