@@ -16,6 +16,7 @@ from .nn import (  # noqa: E402
     EmbeddingGroup,
     Feature,
     group_embedding_lookup_sparse,
+    replace_embeddings,
 )
 from .optim import split_embedding_variable_from_others  # noqa: E402
 from .table import HashTable  # noqa: E402
@@ -56,5 +57,6 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "replace_embeddings",
     "split_embedding_variable_from_others",
 ]

@@ -7,6 +7,7 @@ from .embedding import All2AllDenseEmbedding, DistributedEmbedding
 from .features import Feature
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
 from .init import Constant, Initializer, Normal, Uniform
+from .replace import Replacement, replace_embeddings
 from .weight import EmbeddingWeight
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Feature",
     "Initializer",
     "Normal",
+    "Replacement",
     "Uniform",
     "group_embedding_lookup_sparse",
+    "replace_embeddings",
 ]

@@ -98,10 +98,12 @@ def rows_of(
 
 
 def with_vectors(layer: _Layer, vectors: torch.Tensor, freeze: bool) -> _Layer:
-    """The layer, with these as the vectors of ids from 0 on, but for the padding."""
-    ids = torch.arange(len(vectors), device=vectors.device)
-    if layer.padding_key is not None:
-        ids = ids[ids != layer.padding_key]
-    layer.assign_(ids.to(layer.key_dtype), vectors.detach()[ids])
+    """The layer, with these as the vectors of ids from 0 on.
+
+    The padding is among them, though nothing looks it up, so that on one process the row of an id
+    is the id: then code that reads the weight itself reads what it did.
+    """
+    ids = torch.arange(len(vectors), dtype=layer.key_dtype, device=vectors.device)
+    layer.assign_(ids, vectors.detach())
     layer.weight.requires_grad_(not freeze)
     return layer

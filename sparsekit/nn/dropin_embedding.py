@@ -125,6 +125,8 @@ class Embedding(DropIn):
     ) -> Embedding:
         """A layer whose ids 0..n-1 have these vectors, of which it makes a copy.
 
+        On one process they are in rows 0..n-1 of ``weight``.
+
         Args:
             embeddings: float32, float64 or bfloat16 ``[n, dim]``.
             freeze: whether vectors are left as they are in training.

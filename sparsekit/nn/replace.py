@@ -1,0 +1,206 @@
+"""Swapping the embedding layers of an existing model for their drop-ins."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import check_int
+from ..ops._checks import ROW_DTYPES
+from .dropin import DropIn
+from .dropin_embedding import Embedding
+from .dropin_embedding_bag import EmbeddingBag
+from .init import Normal
+
+_OF_TORCH = torch.nn.Embedding, torch.nn.EmbeddingBag
+_OF_EACH = "device", "dtype", "name", "num_embeddings", "padding_idx", "padding_key", "seed"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What `replace_embeddings` has done about one layer.
+
+    Attributes:
+        names: its places in the model, of which a shared layer has several.
+        old: the layer of torch.
+        new: the layer in its places now; None if it was left.
+        reason: why it was left; empty if it was not.
+    """
+
+    names: tuple[str, ...]
+    old: torch.nn.Embedding | torch.nn.EmbeddingBag
+    new: DropIn | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        what = f"{' = '.join(self.names)}: {type(self.old).__name__}({_size(self.old)})"
+        if self.new is None:
+            return f"{what} left: {self.reason}"
+        return f"{what} -> sparsekit.{type(self.new).__name__}, {self.new.capacity} rows"
+
+
+def replace_embeddings(
+    model: torch.nn.Module,
+    names: str | Sequence[str] = "*",
+    *,
+    min_rows: int = 0,
+    extra_rows: int = 0,
+    verbose: bool = True,
+    **options: Any,
+) -> list[Replacement]:
+    """Swap ``nn.Embedding`` and ``nn.EmbeddingBag`` anywhere in a model for their drop-ins.
+
+    Ids 0..n-1 keep their vectors, of which the new layer has a copy, on one process in rows
+    0..n-1. A layer that is in several places stays one. The name of a new layer is its place in the
+    model. Weights are new parameters, so make optimizers and wrap the model afterwards. On several
+    ranks call it on all, with the same weights.
+
+    A layer is left, with a reason, if a drop-in would not do the same: where it has max_norm,
+    scale_grad_by_freq, hooks, a class or forward of its own, a weight that is also another
+    module's, or a vector at padding_idx that is not zeros; or where its weight is of another dtype
+    than float32, float64 and bfloat16, or not finite.
+
+    Args:
+        model: changed in place, all layers or, if this raises, none.
+        names: which layers, by their names in `model.named_modules()`: a pattern or several, in
+            which ``*`` stands for anything, as in fnmatch.
+        min_rows: layers with fewer rows are not touched.
+        extra_rows: rows beyond n in each new table, for further ids, which may be any int64. They
+            start from a normal distribution with the mean and deviation of the weight.
+        verbose: whether to print what was done.
+        options: keywords of all new layers, such as placement, or embedding_initializer for how
+            further ids start.
+
+    Returns:
+        One for each layer that was asked for.
+
+    Raises:
+        TypeError: the model is itself such a layer, or options has what each layer has of its own.
+        ValueError: a pattern that no such layer's name fits, or a model wrapped in
+            DistributedDataParallel.
+        And what the layers raise.
+    """
+    where = "replace_embeddings"
+    patterns = [names] if isinstance(names, str) else list(names)
+    extra_rows = check_int(where, "extra_rows", extra_rows, 0, 2**31 - 1)
+    if own := [word for word in _OF_EACH if word in options]:
+        raise TypeError(f"{where}: {own[0]} is not the same of all layers")
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(f"{where}: call it before DistributedDataParallel wraps the model")
+    found = _names_of_layers(model)
+    for pattern in patterns:
+        if pattern != "*" and not any(fnmatch.filter(places, pattern) for places in found.values()):
+            there = sorted(name for places in found.values() for name in places)
+            raise ValueError(f"{where}: no layer fits {pattern!r}; there are {there}")
+    parameters = _names_of_parameters(model)
+    done = []
+    for layer, places in found.items():
+        if layer.num_embeddings < min_rows:
+            continue
+        if not any(fnmatch.filter(places, pattern) for pattern in patterns):
+            continue
+        if reason := _why_not(layer, parameters):
+            done.append(Replacement(tuple(places), layer, reason=reason))
+        else:
+            new = _drop_in(layer, places[0], extra_rows, options)
+            done.append(Replacement(tuple(places), layer, new))
+    _swap(model, {one.old: one.new for one in done if one.new is not None})
+    if verbose:
+        print("\n".join([f"{where}: {_summary(done)}", *(f"  {one}" for one in done)]))
+    return done
+
+
+def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
+    """Each layer, of torch's classes and those derived, with its places in the model."""
+    found: dict[Any, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _OF_TORCH):
+            if module is model:
+                raise TypeError(
+                    f"replace_embeddings: the model is itself an {type(module).__name__}, and it "
+                    f"takes something around it to put another in its place; make a "
+                    f"sparsekit.{type(module).__name__}.from_pretrained(model.weight, freeze=False)"
+                )
+            found.setdefault(module, []).append(name)
+    return found
+
+
+def _names_of_parameters(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Each parameter, with its name in each module that has it."""
+    found: dict[torch.Tensor, list[str]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append(f"{name}.{own}")
+    return found
+
+
+def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
+    """Why a layer cannot be swapped; empty if it can."""
+    if type(layer) not in _OF_TORCH or "forward" in vars(layer):
+        return "its class, or its forward, is its own"
+    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        if getattr(layer, hooks):
+            return "it has hooks"
+    for argument in ("max_norm", "scale_grad_by_freq"):
+        value = getattr(layer, argument)
+        if value is not None and value is not False:
+            return f"sparsekit has no {argument}={value!r}"
+    weight = layer.weight
+    if len(parameters.get(weight, [])) != 1:
+        return f"its weight is that of several modules: {' = '.join(parameters.get(weight, []))}"
+    if weight.dtype not in ROW_DTYPES:
+        return f"its weight is {weight.dtype}, and rows are float32, float64 or bfloat16"
+    if weight.device.type not in ("cpu", "cuda"):
+        return f"its weight is on {weight.device}"
+    if weight.numel() == 0:
+        return "its weight has no elements"
+    if not weight.isfinite().all():
+        return "its weight is not finite"
+    padding = layer.padding_idx
+    if isinstance(layer, torch.nn.Embedding) and padding is not None and weight[padding].any():
+        return (
+            f"its vector at padding_idx={padding} is not zeros, which a padding's is in sparsekit"
+        )
+    return ""
+
+
+def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) -> DropIn:
+    weight = layer.weight.detach()
+    # Rounded, so that ranks that add up in another order agree.
+    std, mean = (float(f"{x:.3g}") for x in torch.std_mean(weight.double(), correction=0))
+    keywords = {
+        "freeze": not layer.weight.requires_grad,
+        "padding_idx": layer.padding_idx,
+        "num_embeddings": len(weight) + extra_rows,
+        "embedding_initializer": Normal(mean, std),
+        "name": name,
+        **options,
+    }
+    if isinstance(layer, torch.nn.Embedding):
+        new: DropIn = Embedding.from_pretrained(weight, **keywords)
+    else:
+        bags = {"mode": layer.mode, "include_last_offset": layer.include_last_offset}
+        new = EmbeddingBag.from_pretrained(weight, **bags, **keywords)
+    return new.train(layer.training)
+
+
+def _swap(model: torch.nn.Module, new: dict[Any, DropIn]) -> None:
+    for parent in list(model.modules()):
+        for attribute, module in list(parent._modules.items()):
+            if module in new:
+                setattr(parent, attribute, new[module])
+
+
+def _size(layer: Any) -> str:
+    return f"{layer.num_embeddings}, {layer.embedding_dim}"
+
+
+def _summary(done: Sequence[Replacement]) -> str:
+    swapped = sum(one.new is not None for one in done)
+    return f"{swapped} of {len(done)} layers swapped"
