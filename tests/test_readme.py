@@ -1,11 +1,14 @@
-"""The README is what newcomers run first: its snippets must run and show what they say."""
+"""The README is what newcomers run first: its snippets, and those of docs, must run as they say."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def test_fits_in_one_reading() -> None:
@@ -13,18 +16,28 @@ def test_fits_in_one_reading() -> None:
     assert "BENCH_TABLE" not in README
 
 
-def test_python_snippets_run_in_order() -> None:
-    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(snippets) == 3
-    names: dict[str, object] = {}
-    for snippet in snippets:
+def snippets(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def run(text: str, names: dict[str, object]) -> None:
+    for snippet in snippets(text):
         exec(snippet, names)
 
-    layer, table = names["layer"], names["table"]
-    assert layer(names["keys"]).shape == (1, 2, 64)
+
+def test_python_snippets_run_in_order() -> None:
+    assert len(snippets(README)) == 4
+    names: dict[str, object] = {}
+    run(README, names)
+
+    layer, slots, table = names["layer"], names["slots"], names["table"]
+    # The model of the first example has been trained.
+    assert names["loss"] < 0.5
+    assert layer(names["ids"]).shape == (2, 64)
     assert layer.weight.grad.is_coalesced()
     assert layer.weight.grad._nnz() == 5
     assert len(layer.table) == 5
+    assert slots(names["keys"]).shape == (1, 2, 64)
     assert names["out"].shape == (1, 1, 16)
     assert table.find(torch.tensor([42, -7])).tolist() == [0, 1]
     assert names["rows"].tolist() == [0, 1, 0]
@@ -32,8 +45,58 @@ def test_python_snippets_run_in_order() -> None:
     assert names["codes"].shape == (3,)
 
 
+def test_the_first_example_is_one_line_away_from_torch() -> None:
+    """With the line that is commented out it trains as well."""
+    first = snippets(README)[0]
+    theirs = re.search(r"^# (layer = torch\.nn\..*)$", first, re.MULTILINE)
+    assert theirs
+    swapped = re.sub(r"^layer = sparsekit.*$", theirs[1], first, flags=re.MULTILINE)
+    swapped = swapped.replace("[10**18, 0, 3]", "[8, 0, 3]").replace("-1", "1")
+    swapped = swapped.replace("1_000_000", "1000")
+    swapped = re.sub(r"^len\(layer.table\).*$", "", swapped, flags=re.MULTILINE)
+    names: dict[str, object] = {}
+    exec(swapped, names)
+    assert isinstance(names["layer"], torch.nn.EmbeddingBag)
+    assert names["loss"] < 0.5
+
+
+# What a page has before its first example.
+GIVEN = {
+    "optimizers.md": """
+import torch, sparsekit
+layer = sparsekit.Embedding(100, 4)
+loss = layer(torch.arange(3)).sum()
+""",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_of_the_docs_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = page.read_text()
+    names: dict[str, object] = {}
+    exec(GIVEN.get(page.name, ""), names)
+    run(text, names)
+    # What they print stands in them as comments.
+    commented = {line.removeprefix("# ") for line in text.splitlines()}
+    assert set(capsys.readouterr().out.splitlines()) <= commented
+
+
+def test_shapes_in_the_docs_are_right() -> None:
+    """Lines that end in the shape they give."""
+    found = 0
+    for page in PAGES:
+        names: dict[str, object] = {}
+        exec(GIVEN.get(page.name, ""), names)
+        for snippet in snippets(page.read_text()):
+            exec(snippet, names)
+            for line, shape in re.findall(r"^(.*\.shape) +# (\[.*\])$", snippet, re.MULTILINE):
+                assert str(list(eval(line, names))) == shape, line
+                found += 1
+    assert found >= 3
+
+
 def test_every_make_target_it_names_exists() -> None:
-    makefile = (Path(__file__).parent.parent / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     named = set(re.findall(r"\bmake ([a-z-]+)", README))
     assert {"demo", "test", "wheel", "bench"} <= named
     assert named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
