@@ -225,6 +225,9 @@ def test_in_a_group():
     inputs["bag"] = values, offsets
     out = group(inputs, {"bag": weights.view(-1)})
     assert torch.equal(out["bag"], layers["bag"](ids, None, weights))
+    # One feature is one slot.
+    out = group({**inputs, "bag": Keyed(["only"], values, offsets, weights.view(-1))})["bag"]
+    assert torch.equal(out, layers["bag"](ids, None, weights))
     features = {"x": "bag", "y": sparsekit.Feature("vectors", "mean")}
     both = {name: layers[name] for name in ("bag", "vectors")}
     group = sparsekit.EmbeddingGroup(both, features, output="concatenated")
@@ -274,7 +277,8 @@ def test_mode_on_the_other_layers():
 
 
 @pytest.mark.parametrize(
-    "keys", [T(1), T([1]), T([[1, 2]]), torch.ones(2, 2, 2, dtype=torch.int64)]
+    "keys",
+    [T(1), T([1]), T([[1]]), T([[1, 2]]), T([[[[1]]]]), torch.ones(2, 2, 2, dtype=torch.int64)],
 )
 def test_another_shape_names_the_class_to_use(keys):
     layer = All2AllDenseEmbedding(9, 4, 1, 1)
@@ -287,3 +291,14 @@ def test_another_shape_names_the_class_to_use(keys):
         with pytest.raises(ValueError, match=r"sparsekit\.EmbeddingBag takes bags as torch's"):
             DistributedEmbedding("sum", 9, 4, 1, 1)(keys)
     assert len(layer.table) == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_in_a_compiled_model(mode):
+    layer = EmbeddingBag(9, 4, mode=mode, name="compiled")
+    compiled = torch.compile(torch.nn.Sequential(layer, torch.nn.Tanh()), backend="eager")
+    ids = T([[1, BIG], [3, 3]])
+    assert torch.equal(compiled(ids), layer(ids).tanh())
+    compiled(ids).sum().backward()
+    assert layer.weight.grad._nnz() == 3
