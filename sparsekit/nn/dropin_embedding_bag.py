@@ -236,8 +236,8 @@ class EmbeddingBag(DropIn):
         if offsets.dim() != 1:
             raise ValueError(f"{self.name}: offsets must be 1-D, got shape {tuple(offsets.shape)}")
         if not self.include_last_offset:
-            # The quickest way to append a number.
-            offsets = torch.constant_pad_nd(offsets, (0, 1), len(input))
+            # Quicker than constant_pad_nd.
+            offsets = torch.cat((offsets, offsets.new_full((1,), len(input))))
         return input, offsets
 
     def _bags(self, inputs: Any, weights: Any, combiner: str) -> Request:
