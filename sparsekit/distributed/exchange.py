@@ -365,6 +365,7 @@ def _of_rank(rank: int, error: Exception) -> Exception:
 
 
 def _code(plan: str) -> int:
+    """The same on all ranks, which `hash` is not, and quick for a plan of many tables."""
     return zlib.crc32(plan.encode())
 
 
