@@ -67,6 +67,8 @@ SPARSEKIT_DEVICE Acc<T> mean_square(bool there, const Numbers& numbers, const Gr
       }
     }
   }
+  // A shuffle orders no memory: before one lane writes its weights all must have read them.
+  if constexpr (Rule::kL2) simt::warp_sync();
   for (int apart = 1 << log2_lanes >> 1; apart > 0; apart >>= 1) {
     sum += simt::warp_shuffle(sum, simt::lane() ^ apart);
   }
