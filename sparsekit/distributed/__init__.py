@@ -1,6 +1,7 @@
 """Tables sharded over the ranks of torch.distributed."""
 
-from .exchange import Exchange, RemoteError
+from .exchange import Exchange
+from .reports import RemoteError
 from .sharded import wrap_ddp
 from .world import exchange_of, init
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..errors import TableFullError
+from .reports import INTERRUPTED, RemoteError, brief, of_rank, where_they_differ
 from .streams import own_stream
 from .transport import TorchTransport, Transport
 
@@ -31,19 +31,6 @@ from .transport import TorchTransport, Transport
 _BLOCK, _FACTS = 512, 5
 # Bytes in front of each part of what follows: that hash, and 1 for an error.
 HEAD_BYTES = 16
-
-# Characters of a plan that an error shows.
-_SHOWN = 800
-
-_INTERRUPTED = (
-    ". A step was interrupted on one of them, by Ctrl-C for instance, or a layer was called on "
-    "some ranks only, so that rank may lack what the others have learned from it. Load the last "
-    "checkpoint on all ranks, or go on with the next batch on all of them: they count alike again"
-)
-
-
-class RemoteError(RuntimeError):
-    """Something went wrong on another rank, which cannot be raised here as it was there."""
 
 
 @dataclass
@@ -69,6 +56,7 @@ class Parts(NamedTuple):
 
     data: torch.Tensor  # uint8, with room for other things
     begins: list[int]  # where each rank's part begins, with its head
+    words: np.ndarray = np.empty((0, 0), np.int64)  # [world_size - 1, n], see `Exchange.send`
 
     def part(self, rank: int, size: int) -> torch.Tensor:
         """The bytes behind a rank's head, of a part of this size with its head."""
@@ -102,6 +90,8 @@ class Exchange:
         self.lookups = 0
         # How often all ranks have raised an error together.
         self._raised_together = 0
+        # Tables, by their plan, whose keys all ranks have agreed to send without a handshake.
+        self.at_once: set[str] = set()
         # Why this exchange cannot be used any more.
         self.broken: str | None = None
         # Most bytes that each rank may send here in one part: that of a handshake at first.
@@ -192,6 +182,7 @@ class Exchange:
         write: Callable[[Parts], None],
         splits: Sequence[int],
         sizes: Sequence[int],
+        words: int = 0,
     ) -> Callable[[], Parts]:
         """Begin to send a part to each rank, of a size that both know.
 
@@ -200,6 +191,8 @@ class Exchange:
             write: writes the parts for the ranks, behind `HEAD_BYTES` that are filled in here.
             splits: bytes for each rank, multiples of 8, or of what data is wider than that.
             sizes: bytes from each rank, the same.
+            words: int64 with which each part begins behind its head, to be read with it; those of
+                the other ranks are the `words` of what comes.
 
         Returns:
             What waits for the parts of the others, and returns those and this rank's own. They are
@@ -233,10 +226,10 @@ class Exchange:
         def finish() -> Parts:
             with self._answered(what):
                 begun()
-            heads = self._heads(data, incoming)
-            if error is not None or heads != [code, 0] * (self.world_size - 1):
+            heads = self._heads(data, incoming, words)
+            if error is not None or (heads[:, :2] != (code, 0)).any():
                 self._raise_together(what, error)
-            return Parts(data, incoming)
+            return Parts(data, incoming, heads[:, 2:])
 
         return finish
 
@@ -248,10 +241,13 @@ class Exchange:
             for word, value in enumerate(head):
                 words[begin // 8 + word] = value  # on a device a kernel: nothing is copied there
 
-    def _heads(self, data: torch.Tensor, begins: Sequence[int]) -> list[int]:
-        words = data.view(torch.int64)
-        heads = [words[begin // 8 : (begin + HEAD_BYTES) // 8] for begin in self._of_others(begins)]
-        return torch.cat(heads).tolist() if heads else []
+    def _heads(self, data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:
+        size = HEAD_BYTES // 8 + words
+        firsts = [begin // 8 for begin in self._of_others(begins)]
+        heads = [data.view(torch.int64)[first : first + size] for first in firsts]
+        # In one piece, since on a device each reading waits for it.
+        read = torch.cat(heads).tolist() if heads else []
+        return np.array(read, dtype=np.int64).reshape(len(heads), size)
 
     def _of_others(self, of_ranks: Sequence[int]) -> list[int]:
         return [value for rank, value in enumerate(of_ranks) if rank != self.rank]
@@ -281,7 +277,7 @@ class Exchange:
     def _check_open(self, plan: str) -> None:
         if self.broken is not None:
             raise RuntimeError(
-                f"sparsekit: {_brief(plan)}: the exchange broke down before: {self.broken}. Start "
+                f"sparsekit: {brief(plan)}: the exchange broke down before: {self.broken}. Start "
                 f"all ranks again, from the last checkpoint"
             )
 
@@ -293,7 +289,7 @@ class Exchange:
             # A late answer must not be taken for one to a later question.
             self.broken = self.broken or str(error)
             raise RuntimeError(
-                f"sparsekit: {_brief(plan)}: no answer from all other ranks. One may have died or "
+                f"sparsekit: {brief(plan)}: no answer from all other ranks. One may have died or "
                 f"been interrupted, or a layer, or its backward, may have been called on some "
                 f"ranks only: {error}"
             ) from error
@@ -329,6 +325,7 @@ class Exchange:
     def _raise_together(self, plan: str, error: Exception | None) -> None:
         """Tell each other what is wrong, and raise it on every rank."""
         self._raised_together += 1
+        self.at_once.clear()  # one of them may have missed what the others have agreed on
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)
@@ -345,45 +342,18 @@ class Exchange:
         for rank, (_, packed, _) in enumerate(reports):
             remote = pickle.loads(packed)
             if remote is not None:
-                raise _of_rank(rank, remote)
-        shown = _where_they_differ([other for other, *_ in reports])
+                raise of_rank(rank, remote)
+        shown = where_they_differ([other for other, *_ in reports])
         plans = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(shown))
         raise RuntimeError(
             f"sparsekit: ranks are about to do different things. {plans}"
-            f"{_INTERRUPTED if len(set(counts)) > 1 else ''}"
+            f"{INTERRUPTED if len(set(counts)) > 1 else ''}"
         )
-
-
-def _of_rank(rank: int, error: Exception) -> Exception:
-    """The error of another rank, which says where it comes from."""
-    if isinstance(error, TableFullError):
-        return error  # names the rank of the full table by itself
-    message = f"on rank {rank}: {error}"
-    if type(error) in (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError):
-        return type(error)(message)
-    return RemoteError(f"on rank {rank}: {type(error).__name__}: {error}")
 
 
 def _code(plan: str) -> int:
     """The same on all ranks, which `hash` is not, and quick for a plan of many tables."""
     return zlib.crc32(plan.encode())
-
-
-def _brief(plan: str) -> str:
-    """Begin and end of a plan, which may name hundreds of tables."""
-    half = _SHOWN // 2
-    return plan if len(plan) <= _SHOWN else f"{plan[:half]} ... {plan[-half:]}"
-
-
-def _where_they_differ(plans: Sequence[str]) -> list[str]:
-    """Begin of each plan, and what is around the first difference."""
-    each = enumerate(zip(*plans, strict=False))
-    at = next((i for i, letters in each if len(set(letters)) > 1), min(map(len, plans)))
-    first = slice(0, _SHOWN // 4)
-    around = slice(max(first.stop, at - _SHOWN // 4), at + _SHOWN // 2)
-    return [
-        plan if len(plan) <= _SHOWN else f"{plan[first]} ... {plan[around]} ..." for plan in plans
-    ]
 
 
 def _begins(sizes: Sequence[int], first: int = 0) -> list[int]:

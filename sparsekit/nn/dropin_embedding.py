@@ -39,7 +39,7 @@ class Embedding(DropIn):
             ``Normal(0.0, 1.0)``, which is torch's.
         name: how errors call the layer. Initial vectors depend on it.
         use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
-            wire_dtype: as in `DistributedEmbedding`.
+            wire_dtype, max_keys_per_rank: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[*]``, int64 or int32, of any shape.
@@ -82,6 +82,7 @@ class Embedding(DropIn):
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
+        max_keys_per_rank: int | None = None,
     ) -> None:
         refuse_absent(
             name or "Embedding",
@@ -107,6 +108,7 @@ class Embedding(DropIn):
             process_group=process_group,
             placement=placement,
             wire_dtype=wire_dtype,
+            max_keys_per_rank=max_keys_per_rank,
         )
 
     @classmethod

@@ -36,7 +36,7 @@ class EmbeddingBag(DropIn):
         padding_idx: as in `Embedding`; it does not count in a bag.
         device, dtype, padding_key, embedding_initializer, name: as in `Embedding`.
         use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
-            wire_dtype, strategy: as in `DistributedEmbedding`.
+            wire_dtype, max_keys_per_rank, strategy: as in `DistributedEmbedding`.
 
     Shape:
         - Input: int64 or int32 ``[n]``, with offsets, or ``[bags, m]``, each row a bag; or
@@ -90,6 +90,7 @@ class EmbeddingBag(DropIn):
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
+        max_keys_per_rank: int | None = None,
         strategy: str = "auto",
     ) -> None:
         called = name or "EmbeddingBag"
@@ -117,6 +118,7 @@ class EmbeddingBag(DropIn):
             process_group=process_group,
             placement=placement,
             wire_dtype=wire_dtype,
+            max_keys_per_rank=max_keys_per_rank,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset

@@ -57,6 +57,12 @@ class DistributedEmbedding(ShardedTable):
             of a bag differs by at most 2^-8 of the sum of its absolute summands. They are added up
             in float32 or float64 all the same. None: as `sparsekit.init` says, which is not at all
             unless it is told to. The layer's dtype: not at all.
+        max_keys_per_rank: most distinct keys of a call that this rank may ask any one rank for.
+            With it the counts of keys travel with the keys, in messages of ``8 *
+            max_keys_per_rank`` bytes, so no rank waits for counts before it sends (nor does
+            `EmbeddingGroup.prefetch`), and a step has a collective less; more keys are an error
+            on all ranks. The way is by key, whatever strategy="auto" would choose, and all layers
+            of a group must have it. None: any number.
         strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
             each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
             for which all ranks send all their keys to all; for large bags of keys that seldom
@@ -105,6 +111,7 @@ class DistributedEmbedding(ShardedTable):
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
+        max_keys_per_rank: int | None = None,
         strategy: str = "auto",
     ) -> None:
         super().__init__(
@@ -119,6 +126,7 @@ class DistributedEmbedding(ShardedTable):
                 on_full=on_full,
                 gradient_reduction=gradient_reduction,
                 wire_dtype=wire_dtype,
+                max_keys_per_rank=max_keys_per_rank,
                 seed=seed,
                 name=name,
                 dtype=dtype,
@@ -185,7 +193,7 @@ class All2AllDenseEmbedding(ShardedTable):
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
         key_dtype, embedding_initializer, on_full, gradient_reduction, seed, name, dtype, device,
-            process_group, placement, wire_dtype: as in `DistributedEmbedding`.
+            process_group, placement, wire_dtype, max_keys_per_rank: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
@@ -215,6 +223,7 @@ class All2AllDenseEmbedding(ShardedTable):
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
+        max_keys_per_rank: int | None = None,
     ) -> None:
         super().__init__(
             TableOptions(
@@ -228,6 +237,7 @@ class All2AllDenseEmbedding(ShardedTable):
                 on_full=on_full,
                 gradient_reduction=gradient_reduction,
                 wire_dtype=wire_dtype,
+                max_keys_per_rank=max_keys_per_rank,
                 seed=seed,
                 name=name,
                 dtype=dtype,

@@ -30,6 +30,7 @@ class TableOptions:
     on_full: str
     gradient_reduction: str
     wire_dtype: torch.dtype | None
+    max_keys_per_rank: int | None
     seed: int | None
     name: str | None
     dtype: torch.dtype
@@ -63,6 +64,8 @@ class TableOptions:
                 f"{name}: placement='hash' needs the hash table: with use_hashtable=False a key is "
                 f"a row number, key // world_size on rank key % world_size"
             )
+        if self.max_keys_per_rank is not None:
+            check_count(name, "max_keys_per_rank", self.max_keys_per_rank)
         device = _checked_device(name, self.device)
         initializer = resolve(name, self.embedding_initializer)
         padding_key = self.padding_key

@@ -79,6 +79,8 @@ class ShardedTable(torch.nn.Module, Sharded):
         self.strategy = "all_to_all"
         # What vectors and gradients are rounded to between ranks; None is their own dtype.
         self.wire_dtype = options.wire_dtype
+        # Most distinct keys of a call that another rank is asked for; see DistributedEmbedding.
+        self.max_keys_per_rank = options.max_keys_per_rank
         self.capacity = options.max_vocabulary_size_per_gpu
         self.embedding_vec_size = options.embedding_vec_size
         self.key_dtype = options.key_dtype
@@ -202,7 +204,7 @@ class ShardedTable(torch.nn.Module, Sharded):
             f"{'hash table' if self.table is not None else 'row numbers'}, "
             f"placement {self._placed()}{', gradients' if gradients else ''}"
             f", {self.strategy}, {self.gradient_reduction}, {self.dtype_on_wire} between ranks, "
-            f"seed {seed}, "
+            f"seed {seed}, max_keys_per_rank {self.max_keys_per_rank}, "
             f"{self.initializer}, padding_key {self.padding_key}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )

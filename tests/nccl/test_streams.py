@@ -41,14 +41,21 @@ def find_exchanges_by_thread(rank):
 class Rank:
     """One rank with a group of tables and a dense layer behind it."""
 
-    def __init__(self, transport, tables, strategy):
+    def __init__(self, transport, tables, strategy, max_keys=None):
         self.streams = transport._cuda
         self.used = note_collectives(transport, self.streams)
         self.exchange = _local.exchange = Exchange(None, CPU, transport)
         self.exchange.stream = OwnStream(CPU, self.streams)
         layers = {
             f"t{i}": sparsekit.DistributedEmbedding(
-                "sum", 200, 4, 1, 3, name=f"{tables} {i}", strategy=strategy
+                "sum",
+                200,
+                4,
+                1,
+                3,
+                name=f"{tables} {i}",
+                strategy=strategy,
+                max_keys_per_rank=max_keys,
             )
             for i in range(tables)
         }
@@ -77,9 +84,13 @@ class Rank:
         self.streams.ops.append((text, ""))
 
 
-def on_two_ranks(function, tables=1, strategy="all_to_all"):
+def on_two_ranks(function, tables=1, strategy="all_to_all", max_keys=None):
     """Result of function(rank) on both."""
-    return on_threads(2, lambda transport: function(Rank(transport, tables, strategy)), Streams)
+
+    def of_rank(transport):
+        return function(Rank(transport, tables, strategy, max_keys))
+
+    return on_threads(2, of_rank, Streams)
 
 
 # The order of a step.
@@ -173,6 +184,36 @@ def test_prefetch_works_on_the_own_stream(fake, tables):
         assert ("sparsekit::group_bucketize", "own") in ops[begin:end]
         others = {stream for name, stream in ops[:begin] + ops[end + 1 :] if name != "send"}
         assert others == {"current"}
+
+
+def log_without_a_handshake(rank, tables):
+    def steps(of):
+        batches = [of.batch(seed) for seed in range(4)]
+        with Noted(of.streams):
+            of.step(batches[0])
+            of.step(batches[1], batches[2])
+            of.streams.log.clear()
+            with Reads() as reads:
+                of.step(batches[2], batches[3])
+            log = list(of.streams.log)
+            of.streams.log.clear()
+            of.step(batches[3])
+        return log, reads.count, of.streams.log, of.streams.races
+
+    return on_two_ranks(steps, tables, max_keys=24)
+
+
+@pytest.mark.parametrize("tables", [1, 26])
+def test_without_a_handshake_prefetch_waits_for_no_other_rank(fake, tables):
+    handshakes = fake(reads_of_a_step, tables, True, True)
+    for (log, reads, last, races), most in zip(
+        fake(log_without_a_handshake, tables), handshakes, strict=True
+    ):
+        ahead = ["prefetch begins", *BEGIN, *SEND, "prefetch ends"]
+        assert log == [*WAIT, *COLLECTIVE, *ahead, *COLLECTIVE]
+        assert last == [*WAIT, *COLLECTIVE * 2]
+        assert reads <= most
+        assert races == []
 
 
 def memory_of_collectives(rank):

@@ -7,13 +7,14 @@ of those vectors the same way back, and the owner adds up what the ranks have se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 
-from ...distributed.exchange import Agreed, Exchange, Parts
+from ...distributed.exchange import HEAD_BYTES, Agreed, Exchange, Parts, padded
 from ..request import Request
 from .asked import Asked
 from .layout import ALIGNMENT, Layout
@@ -24,19 +25,39 @@ from .weighted import without_weights
 
 
 class ByKey:
-    """One call of several tables on this rank, which asks the owners of its keys."""
+    """One call of several tables on this rank, which asks the owners of its keys.
 
-    def __init__(self, exchange: Exchange, tables: Tables, requests: Sequence[Request]) -> None:
+    Args:
+        exchange: the way to them.
+        tables: which.
+        plan: what the call is, the same on all ranks.
+    """
+
+    def __init__(self, exchange: Exchange, tables: Tables, plan: str) -> None:
         self.exchange = exchange
         self.tables = tables
-        self.plan = ""
+        self.plan = plan
+        self._asked: list[Asked] = []
+        self._row_bytes = [row for alike in tables.alike for row in alike.row_bytes]
+        # Where the keys of all ranks lie; with max_keys_per_rank that comes with them.
+        self._keys: Layout | None = None
+
+    def ask(self, requests: Sequence[Request]) -> None:
+        """Take the requests of the call.
+
+        Raises:
+            TypeError, ValueError, IndexError: keys or offsets that a table cannot take, or more
+                distinct keys for a rank than its max_keys_per_rank.
+        """
         asked, self._finished = without_weights(requests)
-        self._asked = []
-        for alike in tables.alike:
+        for alike in self.tables.alike:
             own = asked
-            if len(tables.alike) > 1:
+            if len(self.tables.alike) > 1:
                 own = [asked[i] for i in alike.positions]
-            self._asked.append(Asked(alike, own, exchange.world_size))
+            self._asked.append(Asked(alike, own, self.exchange.world_size))
+        if self.tables.most_keys is not None:
+            self._own_counts = np.array(self.counts.tolist())
+            self._refuse_more_than(self.tables.most_keys)
 
     @property
     def counts(self) -> torch.Tensor:
@@ -48,9 +69,9 @@ class ByKey:
         """What goes to other ranks and comes from them, heads and the backward left out."""
         others, world_size = self.exchange.world_size - 1, self.exchange.world_size
         keys = self.counts.sum(0).tolist()
-        rows = [row for alike in self.tables.alike for row in alike.row_bytes]
         return sum(
-            count * (8 + row) * others // world_size for count, row in zip(keys, rows, strict=True)
+            count * (8 + row) * others // world_size
+            for count, row in zip(keys, self._row_bytes, strict=True)
         )
 
     def bytes_of_bags(self) -> int:
@@ -58,29 +79,78 @@ class ByKey:
         others = self.exchange.world_size - 1
         return sum(asked.bytes_of_bags() * others for asked in self._asked)
 
-    def begin(self, plan: str, agreed: Agreed) -> None:
+    def begin(self, agreed: Agreed) -> None:
         """Send the keys, as many as all ranks have agreed on."""
-        self.plan = plan
-        rows = [row for alike in self.tables.alike for row in alike.row_bytes]
-        words = [8] * len(rows)
-        # Keys of this rank and of the others; vectors, or gradients, for this rank and for them.
+        exchange, most = self.exchange, self.tables.most_keys
+        if most is not None:
+            # What may come from now on without a handshake.
+            exchange.expect([self._size_at_once(most)] * exchange.world_size)
+            exchange.at_once.add(self.tables.plan())
+        words = [8] * len(self._row_bytes)
         own_keys, self._keys = Layout(agreed.own, words), Layout(agreed.counts, words)
-        self._own = Layout(agreed.own, rows, ALIGNMENT)
-        self._theirs = Layout(agreed.counts, rows, ALIGNMENT)
-        for layout in (self._own, self._theirs):
-            self.exchange.expect(layout.sizes)
 
         def write(parts: Parts) -> None:
-            for asked, columns in zip(self._asked, self.tables.columns, strict=True):
-                asked.write_keys(parts, own_keys, columns)
+            self._write_keys(parts, own_keys)
 
         sizes = own_keys.sizes, self._keys.sizes
-        self._received = self.exchange.send(f"keys: {plan}", write, *sizes)
+        self._received = exchange.send(f"keys: {self.plan}", write, *sizes)
+        self._own, self._theirs = self._expected(agreed.own), self._expected(agreed.counts)
+
+    def begin_at_once(self, ask: Callable[[Tables], Sequence[Request]]) -> None:
+        """Send the keys, and with them how many they are, in parts of a size that all know."""
+        most, exchange = cast("list[int]", self.tables.most_keys), self.exchange
+        size = self._size_at_once(most)
+
+        def write(parts: Parts) -> None:
+            self.ask(ask(self.tables))
+            for rank, counts in enumerate(self.counts):
+                parts.part(rank, size).view(torch.int64)[: len(most)] = counts
+            self._own = self._expected(self._own_counts)
+            self._write_keys(parts, self._behind_counts(self._own_counts))
+
+        sizes = [size] * exchange.world_size
+        what = f"keys at once: {self.plan}"
+        self._received = exchange.send(what, write, sizes, sizes, words=len(most))
+
+    def _size_at_once(self, most: Sequence[int]) -> int:
+        """Bytes of a part with counts and, at most, that many keys."""
+        return HEAD_BYTES + padded(8 * len(most)) + 8 * sum(most)
+
+    def _behind_counts(self, counts: np.ndarray) -> Layout:
+        """Where so many keys lie in parts that have counts as well."""
+        words = [8] * len(self._row_bytes)
+        return Layout(counts, words, head_bytes=HEAD_BYTES + padded(8 * len(words)))
+
+    def _write_keys(self, parts: Parts, keys: Layout) -> None:
+        for asked, columns in zip(self._asked, self.tables.columns, strict=True):
+            asked.write_keys(parts, keys, columns)
+
+    def _expected(self, counts: np.ndarray) -> Layout:
+        """Where vectors, or gradients, of so many keys lie, which will come."""
+        layout = Layout(counts, self._row_bytes, ALIGNMENT)
+        self.exchange.expect(layout.sizes)
+        return layout
+
+    def _refuse_more_than(self, most: Sequence[int]) -> None:
+        counts = self._own_counts
+        if (counts <= most).all():
+            return
+        rank, t = np.argwhere(counts > most)[0]
+        table = [table for alike in self.tables.alike for table in alike.tables][t]
+        raise ValueError(
+            f"{table.name}: {counts[rank, t]} distinct keys for rank {rank}, but "
+            f"max_keys_per_rank is {most[t]}; set a larger one on all ranks, or None for no limit"
+        )
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
         """See `Route`."""
         exchange = self.exchange
-        owned = Owned(self.tables, self._received(), self._keys, self._theirs)
+        come = self._received()
+        if self._keys is None:
+            own = self._own_counts[exchange.rank]
+            counts = np.insert(come.words, exchange.rank, own, axis=0)
+            self._keys, self._theirs = self._behind_counts(counts), self._expected(counts)
+        owned = Owned(self.tables, come, self._keys, self._theirs)
 
         def answer(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
             if error is not None:
@@ -88,9 +158,9 @@ class ByKey:
             owned.answer(memory, begins)
 
         layouts = self._theirs, self._own
-        come = exchange_rows(exchange, f"vectors: {self.plan}", self.tables, answer, *layouts)
+        rows = exchange_rows(exchange, f"vectors: {self.plan}", self.tables, answer, *layouts)
         way_back = _WayBack(exchange, self.plan, self.tables, self._asked, *layouts, owned)
-        outputs = way_back.pooled(*come)
+        outputs = way_back.pooled(*rows)
         takers = owned.grouped.takers()
         if torch.is_grad_enabled() and any(weight.requires_grad for weight in takers):
             outputs = list(_Outputs.apply(way_back, outputs, *takers))

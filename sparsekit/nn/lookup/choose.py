@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -108,24 +108,48 @@ def _begin_on_ranks(
     # Counted before anything can fail or be interrupted, so that all ranks count alike.
     exchange.lookups += 1
 
-    def offer() -> _Offer:
+    def by_key_of(tables: Tables) -> ByKey:
+        return ByKey(
+            exchange, tables, f"look up in {tables.plan()}, lookup number {exchange.lookups}"
+        )
+
+    def ask_for(tables: Tables) -> Sequence[Request]:
         _refuse_trace(asked)
+        return ask(tables)
+
+    if (tables := _agreed_before(exchange, kept, asked)) is not None:
+        by_key = by_key_of(tables)
+        by_key.begin_at_once(ask_for)
+        return by_key
+
+    def offer() -> _Offer:
         tables = kept.of(asked, exchange)
-        plan = f"look up in {tables.plan()}, lookup number {exchange.lookups}"
-        requests = ask(tables)
-        by_key = ByKey(exchange, tables, requests)
+        by_key = by_key_of(tables)
+        requests = ask_for(tables)
+        by_key.ask(requests)
         facts = _compare(by_key, requests)
-        return _Offer(by_key.counts, facts, plan, by_key=by_key, requests=requests)
+        return _Offer(by_key.counts, facts, by_key.plan, by_key=by_key, requests=requests)
 
     # A bad input here is an error on all ranks, none of which has changed anything yet.
     offered, agreed = exchange.meet("look up", offer)
-    by_key, plan = offered.by_key, cast(str, offered.plan)
+    by_key = offered.by_key
     if all(by_bag for by_bag, *_ in agreed.facts):
-        by_bag = ByBag(exchange, plan, by_key.tables, offered.requests)
+        by_bag = ByBag(exchange, by_key.plan, by_key.tables, offered.requests)
         by_bag.begin([size for _, size, _ in agreed.facts])
         return by_bag
-    by_key.begin(plan, agreed)
+    by_key.begin(agreed)
     return by_key
+
+
+def _agreed_before(exchange: Exchange, kept: Kept, asked: Sequence[ShardedTable]) -> Tables | None:
+    """The tables of a call, if all ranks have agreed to send their keys without a handshake."""
+    if not exchange.at_once:
+        return None
+    try:
+        tables = kept.of(asked, exchange)
+        return tables if tables.plan() in exchange.at_once else None
+    except Exception:  # which the handshake is to tell the others
+        return None
 
 
 def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int, int]:
@@ -133,6 +157,8 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int, int]
 
     Forward and backward move the same numbers of vectors, so one of them is counted.
     """
+    if by_key.tables.most_keys is not None:
+        return 0, 0, 0
     tables = by_key.tables.asked
     strategies = {table.strategy for table in tables}
     forced = "reduce_scatter" in strategies

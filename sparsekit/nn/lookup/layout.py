@@ -19,22 +19,29 @@ class Layout:
         counts: int64 ``[world_size, tables]``, rows.
         row_bytes: of each table.
         alignment: bytes of which the piece of each table has a multiple.
+        head_bytes: in front of the pieces of a part.
 
     Attributes:
         counts: those.
         sizes: bytes of each part.
     """
 
-    def __init__(self, counts: np.ndarray, row_bytes: Sequence[int], alignment: int = 1) -> None:
+    def __init__(
+        self,
+        counts: np.ndarray,
+        row_bytes: Sequence[int],
+        alignment: int = 1,
+        head_bytes: int = HEAD_BYTES,
+    ) -> None:
         self.counts = counts
         sizes = counts * np.array(row_bytes, dtype=np.int64)
         if alignment > 1:
             sizes += -sizes % alignment
         # int64 [world_size, 1 + tables], where pieces begin and end.
         self._bounds = np.empty((len(counts), 1 + len(row_bytes)), dtype=np.int64)
-        self._bounds[:, 0] = HEAD_BYTES
+        self._bounds[:, 0] = head_bytes
         np.cumsum(sizes, axis=1, out=self._bounds[:, 1:])
-        self._bounds[:, 1:] += HEAD_BYTES
+        self._bounds[:, 1:] += head_bytes
         self.sizes: list[int] = self._bounds[:, -1].tolist()
 
     def begins(self, of_parts: Sequence[int]) -> np.ndarray:

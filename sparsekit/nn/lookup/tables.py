@@ -160,6 +160,7 @@ class Tables:
         alike: the tables by what one call of the ops can take.
         columns: where each of these has its tables, among all of them.
         derived: what a caller has made of the tables for some form of input; see `keep`.
+        most_keys: of each table that a rank may ask another one for, if all of them have a limit.
     """
 
     def __init__(self, asked: Sequence[ShardedTable]) -> None:
@@ -179,6 +180,10 @@ class Tables:
         ends = list(itertools.accumulate(len(alike.dims) for alike in self.alike))
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         self.derived: dict[Any, Any] = {}
+        tables = [table for alike in self.alike for table in alike.tables]
+        most = [table.max_keys_per_rank for table in tables if table.strategy != "reduce_scatter"]
+        limits = [limit for limit in most if limit is not None]
+        self.most_keys = limits if len(limits) == len(tables) else None
         self._plan: tuple[Any, str] = None, ""
         self._fits_alone = False
         # Not kept alive: it ends with its group.

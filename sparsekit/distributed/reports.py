@@ -1,0 +1,47 @@
+"""What an error of ranks says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import TableFullError
+
+# Characters of a plan that an error shows.
+_SHOWN = 800
+
+INTERRUPTED = (
+    ". A step was interrupted on one of them, by Ctrl-C for instance, or a layer was called on "
+    "some ranks only, so that rank may lack what the others have learned from it. Load the last "
+    "checkpoint on all ranks, or go on with the next batch on all of them: they count alike again"
+)
+
+
+class RemoteError(RuntimeError):
+    """Something went wrong on another rank, which cannot be raised here as it was there."""
+
+
+def of_rank(rank: int, error: Exception) -> Exception:
+    """The error of another rank, which says where it comes from."""
+    if isinstance(error, TableFullError):
+        return error  # names the rank of the full table by itself
+    message = f"on rank {rank}: {error}"
+    if type(error) in (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError):
+        return type(error)(message)
+    return RemoteError(f"on rank {rank}: {type(error).__name__}: {error}")
+
+
+def brief(plan: str) -> str:
+    """Begin and end of a plan, which may name hundreds of tables."""
+    half = _SHOWN // 2
+    return plan if len(plan) <= _SHOWN else f"{plan[:half]} ... {plan[-half:]}"
+
+
+def where_they_differ(plans: Sequence[str]) -> list[str]:
+    """Begin of each plan, and what is around the first difference."""
+    each = enumerate(zip(*plans, strict=False))
+    at = next((i for i, letters in each if len(set(letters)) > 1), min(map(len, plans)))
+    first = slice(0, _SHOWN // 4)
+    around = slice(max(first.stop, at - _SHOWN // 4), at + _SHOWN // 2)
+    return [
+        plan if len(plan) <= _SHOWN else f"{plan[first]} ... {plan[around]} ..." for plan in plans
+    ]
