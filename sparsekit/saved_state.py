@@ -56,6 +56,15 @@ def entry(
     return value.detach()
 
 
+def refuse_meta(module: str, device: torch.device | None) -> None:
+    """Raise ValueError if a module that a state is to be copied to has no memory."""
+    if device is not None and device.type == "meta":
+        raise ValueError(
+            f"{module}: the module is on meta, where a state cannot be copied to; load it with "
+            f"assign=True, or call to_empty(device=...) before"
+        )
+
+
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair to the first: all of them, in one call."""
     with torch.no_grad():

@@ -1,5 +1,7 @@
 """A hash table from int64 keys to rows 0, 1, 2, ..., whose state is plain tensors."""
 
+from __future__ import annotations
+
 import math
 import secrets
 from typing import Any, cast
@@ -73,11 +75,23 @@ class HashTable(torch.nn.Module):
         num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
         buckets = torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
         self.register_buffer("buckets", prefer_huge_pages(buckets))
-        # Not from torch's generators, whose streams are the user's.
-        hash_seed = torch.tensor([secrets.randbits(64) - 2**63], device=device)
-        self.register_buffer("hash_seed", hash_seed)
-        self.register_buffer("size", torch.zeros(1, dtype=torch.int64, device=device))
+        for word in ("hash_seed", "size"):
+            self.register_buffer(word, torch.empty(1, dtype=torch.int64, device=device))
+        self.clear_()
+
+    def clear_(self) -> None:
+        """Drop all keys."""
         ops.hash_table_clear_(self.buckets)
+        # Not from torch's generators, whose streams are the user's.
+        self.hash_seed.fill_(secrets.randbits(64) - 2**63)
+        self.size.zero_()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> HashTable:
+        was_meta = self.buckets.is_meta
+        super()._apply(*args, **kwargs)
+        if was_meta and not self.buckets.is_meta:
+            self.clear_()  # there was nothing in it, and is anything now
+        return self
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
         """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
@@ -159,6 +173,7 @@ class HashTable(torch.nn.Module):
         Raises:
             TypeError, ValueError: the state is damaged or does not fit.
         """
+        saved.refuse_meta(self.name, device)
         buckets = saved.entry(self.name, entries, "buckets", (torch.int64,), (None, 8))
         hash_seed = saved.entry(self.name, entries, "hash_seed", (torch.int64,), (1,))
         size = int(saved.entry(self.name, entries, "size", (torch.int64,), (1,)))
@@ -238,4 +253,5 @@ class HashTable(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Size, capacity and load factor."""
-        return f"size={len(self)}, capacity={self.capacity}, load_factor={self.load_factor}"
+        size = "?" if self.size.is_meta else len(self)
+        return f"size={size}, capacity={self.capacity}, load_factor={self.load_factor}"

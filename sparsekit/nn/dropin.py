@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from .init import Initializer, Normal
 from .options import TableOptions, check_count
 from .shard import ShardedTable
+from .vectors import assign_own
 
 _Layer = TypeVar("_Layer", bound="DropIn")
 
@@ -30,7 +32,7 @@ class DropIn(ShardedTable):
         *,
         padding_key: int | None,
         dtype: torch.dtype | None,
-        embedding_initializer: Initializer | None,
+        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None,
         name: str | None,
         **options: Any,
     ) -> None:
@@ -44,7 +46,7 @@ class DropIn(ShardedTable):
                 max_vocabulary_size_per_gpu=rows,
                 embedding_vec_size=check_count(called, "embedding_dim", embedding_dim),
                 padding_key=padding_key if padding_idx is None else padding_idx,
-                dtype=dtype or torch.get_default_dtype(),
+                dtype=dtype,
                 embedding_initializer=embedding_initializer or Normal(0.0, 1.0),
                 name=name,
                 **options,
@@ -104,6 +106,6 @@ def with_vectors(layer: _Layer, vectors: torch.Tensor, freeze: bool) -> _Layer:
     is the id: then code that reads the weight itself reads what it did.
     """
     ids = torch.arange(len(vectors), dtype=layer.key_dtype, device=vectors.device)
-    layer.assign_(ids, vectors.detach())
+    assign_own(layer, ids, vectors)
     layer.weight.requires_grad_(not freeze)
     return layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ class Embedding(DropIn):
     """A vector for each id; called like ``torch.nn.Embedding``, and any int64 is an id.
 
     In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
-    ids came first; `assign_` writes vectors of ids. In evaluation nothing is inserted, and an
+    ids came first; `assign` writes vectors of ids. In evaluation nothing is inserted, and an
     unseen id reads the vector that training would have started it from. ``weight.grad`` is a sparse
     tensor, for the optimizers of `sparsekit.optim` as for torch's SparseAdam, SGD and Adagrad.
 
@@ -73,7 +74,7 @@ class Embedding(DropIn):
         *,
         use_hashtable: bool = True,
         key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | None = None,
+        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
         padding_key: int | None = None,
         on_full: str = "error",
         gradient_reduction: str = "mean",

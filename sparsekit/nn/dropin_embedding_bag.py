@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class EmbeddingBag(DropIn):
         *,
         use_hashtable: bool = True,
         key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | None = None,
+        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
         padding_key: int | None = None,
         on_full: str = "error",
         gradient_reduction: str = "mean",

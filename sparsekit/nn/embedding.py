@@ -1,5 +1,6 @@
 """The two layers: pooled bags of keys, and one vector for each key."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,13 +101,13 @@ class DistributedEmbedding(ShardedTable):
         use_hashtable: bool = True,
         *,
         key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | None = None,
+        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
         padding_key: int | None = None,
         on_full: str = "error",
         gradient_reduction: str = "mean",
         seed: int | None = None,
         name: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,
@@ -212,13 +213,13 @@ class All2AllDenseEmbedding(ShardedTable):
         use_hashtable: bool = True,
         *,
         key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | None = None,
+        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
         padding_key: int | None = None,
         on_full: str = "error",
         gradient_reduction: str = "mean",
         seed: int | None = None,
         name: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         process_group: dist.ProcessGroup | None = None,
         placement: str | None = None,

@@ -50,6 +50,11 @@ class Initializer:
         """
         _init_rows(out, keys, rows, status, seed, *self.numbers)
 
+    def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:
+        """Write the initial vectors of a rank's rows, where key k is row ``k // world_size``."""
+        keys = torch.arange(len(weight), device=weight.device) * world_size + rank
+        self.write_(weight.data, keys, seed=seed)
+
 
 @dataclass(frozen=True)
 class Uniform(Initializer):
@@ -87,15 +92,3 @@ class Constant(Initializer):
     @property
     def _distribution(self) -> tuple[str, float, float]:
         return "constant", self.value, 0.0
-
-
-def resolve(layer: str, initializer: Initializer | None) -> Initializer:
-    """The default for None; TypeError naming the layer for what is no initializer."""
-    if initializer is None:
-        return Uniform()
-    if not isinstance(initializer, Initializer):
-        raise TypeError(
-            f"{layer}: embedding_initializer must be a sparsekit.nn.Uniform, Normal or Constant, "
-            f"got {initializer!r}"
-        )
-    return initializer

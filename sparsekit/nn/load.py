@@ -1,4 +1,4 @@
-"""Where a layer's vectors come from if not from training: saved states, and values given."""
+"""Loading of the states of layers, and what is refused of weights that were written to."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import ops
 from .. import saved_state as saved
-from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from ..ops._checks import ROW_DTYPES
 from ..ops.bucketize import VIRTUAL_SHARDS
 from .owners import check_ranks_of, shared
-from .request import check_keys
+from .vectors import FLOATING
 from .weight import EmbeddingWeight
 
 if TYPE_CHECKING:
     from .shard import ShardedTable
 
 _INT64 = (torch.int64,)
-_FLOATING = (*ROW_DTYPES, torch.float16)
 
 
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -52,10 +50,11 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
         TypeError, ValueError: the state is damaged, incomplete or another layer's; the layer is as
             it was.
     """
+    saved.refuse_meta(layer.name, None if assign else layer.weight.device)
     if entries.keys() == {"weight"}:
         raise ValueError(
             f"{layer.name}: the state has no seed, only weight, as that of a torch.nn.Embedding, "
-            f"whose row i is the vector of id i; so call assign_(torch.arange(len(weight)), weight)"
+            f"whose row i is the vector of id i; so call assign(torch.arange(len(weight)), weight)"
         )
     shard = [0, 1]  # in states from before there were shards
     if "shard" in entries:
@@ -74,7 +73,7 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
     if layer.table is None and of_table:
         raise ValueError(f"{layer.name}: the state has a hash table, which there is not here")
     rows = layer.capacity if layer.table is None else None
-    dtypes = ROW_DTYPES if assign else _FLOATING
+    dtypes = ROW_DTYPES if assign else FLOATING
     weight = saved.entry(layer.name, entries, "weight", dtypes, (rows, layer.embedding_vec_size))
     seed = saved.entry(layer.name, entries, "seed", _INT64, (1,))
     owners = _owners(layer, entries)
@@ -152,7 +151,8 @@ def _replace(
         weight = weight.new_zeros(layer.capacity, layer.embedding_vec_size)
         weight[: len(rows)] = rows
     parameter = EmbeddingWeight(weight.contiguous(), layer.weight.requires_grad)
-    buffers = {"seed": seed.to(weight.device), "shard": layer.shard.to(weight.device)}
+    shard = torch.tensor([layer.rank, layer.world_size], device=weight.device)
+    buffers = {"seed": seed.to(weight.device), "shard": shard}
     if owners is not None:
         owners = owners.to(weight.device).contiguous()
         buffers["owners"] = shared(owners, layer.world_size)
@@ -175,28 +175,6 @@ def refuse_lost_values(layer: ShardedTable) -> None:
             f"{layer.name}: weight was written to before any of its rows had a key, and a new key "
             f"starts from the layer's initializer. For other initial values give the layer an "
             f"embedding_initializer, such as sparsekit.nn.Constant(7.0); for pretrained vectors of "
-            f"known keys call assign_(keys, vectors). To drop what was written: "
+            f"known keys call assign(keys, vectors). To drop what was written: "
             f"torch.nn.init.zeros_(layer.weight)"
         )
-
-
-def own_vectors(
-    layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check the arguments of `ShardedTable.assign_`; those of this rank's keys, as int64."""
-    check_tensor(layer.name, "keys", keys, KEY_DTYPES, 1)
-    check_tensor(layer.name, "vectors", vectors, _FLOATING, 2)
-    shape = len(keys), layer.embedding_vec_size
-    if vectors.shape != shape:
-        raise ValueError(
-            f"{layer.name}: vectors must have shape {shape}, got {tuple(vectors.shape)}"
-        )
-    check_same_device(layer.name, weight=layer.weight, keys=keys, vectors=vectors)
-    check_keys(layer, keys)
-    if len(ops.unique(keys)[0]) < len(keys):
-        raise ValueError(f"{layer.name}: keys must be distinct")
-    keys = keys.to(torch.int64)
-    if layer.world_size > 1:
-        mine = layer.owned(keys)
-        keys, vectors = keys[mine], vectors[mine]
-    return keys, vectors

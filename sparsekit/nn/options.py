@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _pybind, hashing
 from ..distributed.world import WIRE_DTYPES, settings
 from ..errors import check_choice, check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
-from .init import Initializer, resolve
+from .init import Initializer
 
 PLACEMENTS = ("hash", "modulo")
 
@@ -25,7 +28,7 @@ class TableOptions:
     use_hashtable: bool
     placement: str | None
     key_dtype: torch.dtype
-    embedding_initializer: Initializer | None
+    embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None
     padding_key: int | None
     on_full: str
     gradient_reduction: str
@@ -33,12 +36,14 @@ class TableOptions:
     max_keys_per_rank: int | None
     seed: int | None
     name: str | None
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     device: torch.device | str | None
     process_group: dist.ProcessGroup | None
 
     def checked(self, name: str) -> TableOptions:
         """The same, checked, with defaults filled in; errors begin with name.
+
+        Initializer and name stay as they are, and seed None if it is to be drawn.
 
         Raises:
             TypeError, ValueError: an option of a wrong type or out of range.
@@ -49,12 +54,13 @@ class TableOptions:
         )
         dim = check_count(name, "embedding_vec_size", self.embedding_vec_size)
         check_choice(name, "key_dtype", self.key_dtype, KEY_DTYPES)
-        check_choice(name, "dtype", self.dtype, ROW_DTYPES)
+        dtype = self.dtype or torch.get_default_dtype()
+        check_choice(name, "dtype", dtype, ROW_DTYPES)
         check_choice(name, "on_full", self.on_full, ("error",))
         check_choice(name, "gradient_reduction", self.gradient_reduction, ("mean", "sum"))
         wire_dtype = self.wire_dtype or settings.wire_dtype
         if self.wire_dtype is not None:
-            check_choice(name, "wire_dtype", wire_dtype, (*WIRE_DTYPES, self.dtype))
+            check_choice(name, "wire_dtype", wire_dtype, (*WIRE_DTYPES, dtype))
         placement = self.placement
         if placement is None:
             placement = "hash" if self.use_hashtable else "modulo"
@@ -67,7 +73,6 @@ class TableOptions:
         if self.max_keys_per_rank is not None:
             check_count(name, "max_keys_per_rank", self.max_keys_per_rank)
         device = _checked_device(name, self.device)
-        initializer = resolve(name, self.embedding_initializer)
         padding_key = self.padding_key
         if padding_key is not None:
             padding_key = check_int(name, "padding_key", padding_key, -(2**63), 2**63 - 1)
@@ -78,10 +83,9 @@ class TableOptions:
             placement=placement,
             wire_dtype=wire_dtype if wire_dtype in WIRE_DTYPES else None,
             device=device,
-            embedding_initializer=initializer,
             padding_key=padding_key,
-            seed=_checked_seed(name, self.seed),
-            name=name,
+            dtype=dtype,
+            seed=_checked_seed(name, self.name, self.seed),
             process_group=self.process_group or settings.process_group,
         )
 
@@ -93,8 +97,8 @@ def check_count(name: str, argument: str, value: int, most: int = 2**63 - 1) -> 
 
 def _checked_device(name: str, device: torch.device | str | None) -> torch.device:
     device = torch.device(device or torch.get_default_device())
-    if device.type not in ("cpu", "cuda"):
-        raise NotImplementedError(f"{name}: device must be cpu or cuda, got {device}")
+    if device.type not in ("cpu", "cuda", "meta"):
+        raise NotImplementedError(f"{name}: device must be cpu, cuda or meta, got {device}")
     if device.type == "cuda" and not _pybind.build_info()["cuda"]:
         raise NotImplementedError(
             f"{name}: device is {device}, but this build of sparsekit has no CUDA kernels; install "
@@ -103,11 +107,19 @@ def _checked_device(name: str, device: torch.device | str | None) -> torch.devic
     return device
 
 
-def _checked_seed(name: str, seed: int | None) -> int:
+def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None:
     """The seed as a signed integer: a given one may be unsigned, the 64 bits are what counts."""
+    # Layers must not start from equal vectors for equal keys (user 5 and item 5). The seed is
+    # state: a loaded layer goes on as it began.
+    if seed is None and name is None:
+        return None
     if seed is None:
-        # Layers must not start from equal vectors for equal keys (user 5 and item 5), so the
-        # default depends on the name. It is state: a loaded layer goes on as it began.
-        seed = int(hashing.xxh64([name], seed=settings.seed))
-    seed = check_int(name, "seed", seed, -(2**63), 2**64 - 1)
+        return int(hashing.xxh64([name], seed=settings.seed))
+    seed = check_int(called, "seed", seed, -(2**63), 2**64 - 1)
     return (seed + 2**63) % 2**64 - 2**63
+
+
+def drawn_seed() -> int:
+    """A seed from torch's default generator, which torch.manual_seed seeds."""
+    with _disable_current_modes():  # FakeTensorMode for one, whose tensors have no values
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_())

@@ -8,21 +8,23 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from .. import ops
 from ..distributed import Exchange, exchange_of
 from ..distributed.sharded import Sharded
+from ..distributed.world import group_of
 from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
 from ..table import HashTable
-from .init import resolve
-from .load import entries_of, load, own_entries, own_vectors, refuse_lost_values
-from .lookup.grouped import insert
+from .init_function import resolve
+from .load import entries_of, load, own_entries, refuse_lost_values
 from .lookup.tables import Kept
-from .options import TableOptions
+from .options import TableOptions, drawn_seed
 from .own_shard import OwnShard
 from .owners import CodeOfMap, even_map
 from .request import Request
+from .vectors import VectorsByKey
 from .weight import EmbeddingWeight
 
 _names = itertools.count()
@@ -41,7 +43,7 @@ class _OfThisProcess:
         return _OfThisProcess, (None,)
 
 
-class ShardedTable(torch.nn.Module, Sharded):
+class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
     """One process's share of an embedding table; base class of the layers.
 
     Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
@@ -69,9 +71,11 @@ class ShardedTable(torch.nn.Module, Sharded):
         options = options.checked(self.name)
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
-        exchange = exchange_of(self.process_group, device)
-        self.rank = exchange.rank if exchange else 0
-        self.world_size = exchange.world_size if exchange else 1
+        if device.type != "meta":
+            exchange_of(self.process_group, device)  # begins here, where all ranks are
+        group = group_of(self.process_group)
+        self.rank = group.rank() if group else 0
+        self.world_size = group.size() if group else 1
         # Whether a rank sends each of its keys once. Off, it sends them as they come, which is for
         # measurements.
         self.dedupe = True
@@ -84,28 +88,57 @@ class ShardedTable(torch.nn.Module, Sharded):
         self.capacity = options.max_vocabulary_size_per_gpu
         self.embedding_vec_size = options.embedding_vec_size
         self.key_dtype = options.key_dtype
-        self.initializer = resolve(self.name, options.embedding_initializer)
+        use_hashtable = options.use_hashtable
+        self.initializer = resolve(
+            self.name,
+            options.embedding_initializer,
+            (self.capacity * self.world_size, self.embedding_vec_size),
+            use_hashtable,
+        )
         self.padding_key = options.padding_key
         self.on_full = options.on_full
         self.gradient_reduction = options.gradient_reduction
-        self.register_buffer("seed", torch.tensor([options.seed], device=device))
+        # None: drawn whenever vectors are to start anew.
+        self._given_seed = options.seed
+        self.register_buffer("seed", torch.empty(1, dtype=torch.int64, device=device))
         # Which part of the table this is, so that none is loaded in place of another.
-        shard = torch.tensor([self.rank, self.world_size], device=device)
-        self.register_buffer("shard", shard)
+        self.register_buffer("shard", torch.empty(2, dtype=torch.int64, device=device))
         self.placement = options.placement
         placed = options.placement == "hash" and self.world_size > 1
         self.register_buffer("owners", even_map(self.world_size, device) if placed else None)
         self._code_of_map = CodeOfMap()
         shape = (self.capacity, self.embedding_vec_size)
         weight = torch.empty(shape, dtype=options.dtype, device=device)
-        self.weight = EmbeddingWeight(prefer_huge_pages(weight).zero_())
-        if options.use_hashtable:
-            self.table: HashTable | None = HashTable(self.capacity, device=device, name=self.name)
+        self.weight = EmbeddingWeight(prefer_huge_pages(weight))
+        self.table: HashTable | None = None
+        if use_hashtable:
+            self.table = HashTable(self.capacity, device=device, name=self.name)
             self.table.rank = self.rank
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Start anew: without keys, or with initial vectors where there is no hash table.
+
+        A layer without name and seed draws another seed. Owners and states of optimizers stay as
+        they are. Nothing is sent, so call it on all ranks alike.
+        """
+        self._catch_up()
+        weight = self.weight
+        if isinstance(weight, EmbeddingWeight):
+            weight.moved = False
+        self.looked_at = set()
+        if weight.is_meta:
+            return
+        self.seed.fill_(drawn_seed() if self._given_seed is None else self._given_seed)
+        for place, value in enumerate((self.rank, self.world_size)):
+            self.shard[place] = value
+        if self.table is not None:
+            weight.zero_()
+            self.table.clear_()
         else:
-            self.table = None
-            keys = torch.arange(self.capacity, device=device) * self.world_size + self.rank
-            self.initializer.write_(self.weight.data, keys, seed=int(self.seed))
+            seed = int(self.seed)
+            self.initializer.fill_(weight, self.rank, self.world_size, seed=seed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch's fully_shard, which does not go on if this raises.
@@ -132,6 +165,7 @@ class ShardedTable(torch.nn.Module, Sharded):
 
     def process_exchange(self) -> Exchange | None:
         """`exchange`, whether the layer fits it or not."""
+        self.refuse_meta()
         return exchange_of(self.process_group, self.weight.device)
 
     @property
@@ -140,6 +174,14 @@ class ShardedTable(torch.nn.Module, Sharded):
         exchange = self.process_exchange()
         self.check_ranks(exchange)
         return exchange
+
+    def refuse_meta(self) -> None:
+        """Raise RuntimeError if the layer has no memory."""
+        if self.weight.is_meta:
+            raise RuntimeError(
+                f"{self.name}: the layer is on meta, and has no vectors to look up; call "
+                f"to_empty(device=...), or load a state with assign=True"
+            )
 
     def check_ranks(self, exchange: Exchange | None) -> None:
         """Raise RuntimeError if the layer was made for other ranks than those of its exchange."""
@@ -204,10 +246,16 @@ class ShardedTable(torch.nn.Module, Sharded):
             f"{'hash table' if self.table is not None else 'row numbers'}, "
             f"placement {self._placed()}{', gradients' if gradients else ''}"
             f", {self.strategy}, {self.gradient_reduction}, {self.dtype_on_wire} between ranks, "
-            f"seed {seed}, max_keys_per_rank {self.max_keys_per_rank}, "
+            f"seed {seed}{self._hint_at_seed()}, max_keys_per_rank {self.max_keys_per_rank}, "
             f"{self.initializer}, padding_key {self.padding_key}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )
+
+    def _hint_at_seed(self) -> str:
+        """What helps where ranks have drawn different seeds."""
+        if self._given_seed is not None:
+            return ""
+        return " drawn by torch, for want of a name; name the layer to have one on all ranks"
 
     def _load_from_state_dict(
         self,
@@ -251,12 +299,18 @@ class ShardedTable(torch.nn.Module, Sharded):
     def _apply(self, *args: Any, **kwargs: Any) -> ShardedTable:
         # While the optimizer's state is still where the weight is, and of its dtype.
         self._catch_up()
-        owners = self.owners
+        owners, was_meta = self.owners, self.weight.is_meta
         super()._apply(*args, **kwargs)
-        if owners is not None and owners is even_map(self.world_size, owners.device):
-            device = self.weight.device
-            if device.type != "meta":
-                self._buffers["owners"] = even_map(self.world_size, device)  # shared there as well
+        device = self.weight.device
+        if not isinstance(self.weight, EmbeddingWeight) and type(self.weight) is Parameter:
+            # torch makes it a plain one on the way to meta and back.
+            self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
+        # Shared there as well; and what has been on meta holds nothing.
+        own = owners is not None and owners is not even_map(self.world_size, owners.device)
+        if owners is not None and device.type != "meta" and (was_meta or not own):
+            self._buffers["owners"] = even_map(self.world_size, device)
+        if was_meta:
+            self.reset_parameters()
         self.__dict__["changes"] = self.changes + 1  # of dtype or device, in place
         return self
 
@@ -271,29 +325,11 @@ class ShardedTable(torch.nn.Module, Sharded):
             if not training:
                 self.looked_at.add(False)
 
-    @torch.no_grad()
-    def assign_(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Give keys these vectors, for instance pretrained ones; absent keys are inserted.
-
-        With several ranks, call it with the same keys on all: each keeps those that it owns. States
-        of optimizers stay as they are.
-
-        Args:
-            keys: int64 or int32 ``[n]``, distinct.
-            vectors: floating point ``[n, dim]``.
-
-        Raises:
-            TypeError, ValueError: a wrong dtype or shape, repeated keys, or another device.
-            IndexError: a key out of range, without the hash table.
-            TableFullError: more new keys than free rows; nothing has been changed.
-        """
-        keys, vectors = own_vectors(self, keys, vectors)
-        rows = insert(self, keys)
-        self.weight.index_copy_(0, rows, vectors.to(self.weight.dtype))
-
     def extra_repr(self) -> str:
         """Name, shape and the settings that matter."""
-        rows = f", rows={len(self.table)}" if self.table is not None else ", use_hashtable=False"
+        rows = ", use_hashtable=False"
+        if self.table is not None:
+            rows = "" if self.weight.is_meta else f", rows={len(self.table)}"
         return (
             f"name={self.name!r}, capacity={self.capacity}, dim={self.embedding_vec_size}, "
             f"dtype={self.weight.dtype}{rows}"

@@ -52,7 +52,7 @@ _ABSENT = {
         "layer.weight.data.renorm_(p=norm_type, dim=0, maxnorm=max_norm), or keep torch's layer"
     ),
     "scale_grad_by_freq": "leave it out, or keep torch's layer",
-    "_weight": "use from_pretrained, or assign_(keys, vectors) of the layer",
+    "_weight": "use from_pretrained, or assign(keys, vectors) of the layer",
     "_freeze": "use from_pretrained, or requires_grad_(False) of the layer",
 }
 

@@ -126,16 +126,16 @@ CONSTRUCTION = {
     "seed": (lambda: pooled(seed=1.5), TypeError, ["seed", "1.5"]),
     "seed 2^64": (lambda: pooled(seed=2**64), ValueError, ["seed", str(2**64)]),
     "initializer": (
-        lambda: pooled(embedding_initializer=torch.nn.init.uniform_),
+        lambda: pooled(embedding_initializer="normal"),
         TypeError,
-        ["embedding_initializer", "function uniform_"],
+        ["embedding_initializer", "torch.nn.init", "got 'normal'"],
     ),
     "initializer class": (
         lambda: dense(embedding_initializer=sparsekit.nn.Normal),
         TypeError,
         ["embedding_initializer", "class", "Normal"],
     ),
-    "device": (lambda: pooled(device="meta"), NotImplementedError, ["device", "meta"]),
+    "device": (lambda: pooled(device="mps"), NotImplementedError, ["device", "mps"]),
 }
 
 # name: (a layer, its inputs and perhaps weights, the error, what its message contains)

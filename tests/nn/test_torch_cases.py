@@ -151,7 +151,7 @@ def like(theirs, storage):
         return drop_in.from_pretrained(weight, freeze=False, **keywords)
     ours = drop_in(*weight.shape, use_hashtable=storage != "row numbers", **keywords)
     ids = torch.randperm(len(weight))
-    ours.assign_(ids, weight[ids])
+    ours.assign(ids, weight[ids])
     return ours
 
 

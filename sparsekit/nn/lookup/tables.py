@@ -63,6 +63,8 @@ class Alike:
         places: dict[ShardedTable, int] = {}
         self.places = [places.setdefault(table, len(places)) for table in asked]
         tables = list(places)
+        for table in tables:
+            table.refuse_meta()
         self._tables = [ref(table) for table in tables]
         self.dims = [table.embedding_vec_size for table in tables]
         self.divisor = tables[0].gradient_divisor

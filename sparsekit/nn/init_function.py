@@ -1,0 +1,168 @@
+"""Functions as initializers, such as those of torch.nn.init.
+
+A vector of a hash table starts from a function of (seed, key, column), whenever and wherever its
+key comes. A function that fills a tensor knows no keys, so it is called on a tensor without memory,
+of the shape of the whole table, to see what it draws: that is what vectors are drawn from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .init import Constant, Initializer, Normal, Uniform
+
+_aten = torch.ops.aten
+# Standard deviations that no normal draw goes beyond: u is at least 2^-32 in sqrt(-2 log(u)).
+_FARTHEST = math.sqrt(64 * math.log(2))
+
+
+@dataclass(frozen=True)
+class Filled(Initializer):
+    """A table without hash table that a function fills, called on the rows of all ranks."""
+
+    function: Callable[[torch.Tensor], Any]
+
+    @property
+    def _distribution(self) -> tuple[str, float, float]:
+        return "constant", 0.0, 0.0  # of absent keys, which there are none of
+
+    def __repr__(self) -> str:
+        # Without the address, since ranks compare it.
+        return f"Filled({_name_of(self.function)})"
+
+    def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:
+        """See `Initializer`."""
+        shape = len(weight) * world_size, weight.shape[1]
+        rows = torch.empty(shape, dtype=weight.dtype, device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            _call(self.function, rows)
+        weight.copy_(rows[rank::world_size])
+
+
+class _Record(TorchDispatchMode):
+    """Notes the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Sequence[Any], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if op is not _aten.detach.default:  # of `t.data`
+            self.calls.append((op, args, kwargs or {}))
+        return op(*args, **(kwargs or {}))
+
+
+def resolve(
+    layer: str,
+    initializer: Initializer | Callable[[torch.Tensor], Any] | None,
+    shape: tuple[int, int],
+    use_hashtable: bool,
+) -> Initializer:
+    """The initializer of a layer.
+
+    Args:
+        layer: what errors begin with.
+        initializer: as given; None means the default.
+        shape: of the table, over all ranks.
+        use_hashtable: whether any function will do that fills a tensor.
+
+    Raises:
+        TypeError: neither an initializer nor a function, or a function that does not fill a tensor
+            with a distribution that there is, for a hash table.
+        ValueError: a distribution with bad parameters.
+    """
+    if initializer is None:
+        return Uniform()
+    if isinstance(initializer, Initializer):
+        return initializer
+    if not callable(initializer) or isinstance(initializer, type):
+        raise TypeError(
+            f"{layer}: embedding_initializer must be a sparsekit.nn.Uniform, Normal or Constant, "
+            f"or a function that fills a tensor, such as torch.nn.init.normal_, got {initializer!r}"
+        )
+    try:
+        drawn = _drawn(initializer, shape)
+    except Exception as error:
+        if not use_hashtable:
+            return Filled(initializer)
+        raise TypeError(
+            f"{layer}: embedding_initializer {_name_of(initializer)} does not tell what the "
+            f"vectors of a hash table start from: {error}. There a function is to do just one of "
+            f"uniform_, normal_, fill_ and zero_ to the whole tensor, as torch.nn.init's uniform_, "
+            f"normal_, constant_, ones_, zeros_, xavier_* and kaiming_* do; with "
+            f"use_hashtable=False any function will do"
+        ) from error
+    return drawn
+
+
+def _drawn(function: Callable[[torch.Tensor], Any], shape: tuple[int, int]) -> Initializer:
+    """What a function draws. It raises anything if that is not one distribution."""
+    if getattr(function, "func", function) is torch.nn.init.trunc_normal_:
+        return _truncated(function)
+    tensor = torch.empty(shape, device="meta")
+    with _Record() as record:
+        _call(function, tensor)
+    names = [op.overloadpacket.__name__ for op, *_ in record.calls]
+    if len(record.calls) != 1:
+        raise ValueError(f"it calls {', '.join(names) or 'no op that can be seen'}")
+    ((op, args, keywords),) = record.calls
+    made = _MADE_BY.get(op)
+    if made is None or args[0].shape != shape or not _shares_memory(args[0], tensor):
+        raise ValueError(f"it calls {names[0]}")
+    if keywords.get("generator") is not None:
+        raise ValueError("it has a generator, and vectors depend on the layer's seed alone")
+    return made(*args[1:])
+
+
+_MADE_BY: dict[Any, Callable[..., Initializer]] = {
+    _aten.uniform_.default: lambda low=0.0, high=1.0: Uniform(low, high),
+    _aten.normal_.default: lambda mean=0.0, std=1.0: Normal(mean, std),
+    _aten.fill_.Scalar: Constant,
+    _aten.zero_.default: Constant,
+}
+
+
+def _truncated(function: Callable[[torch.Tensor], Any]) -> Initializer:
+    """The truncated normal distribution, whose function does nothing to a tensor without memory."""
+    signature = inspect.signature(torch.nn.init.trunc_normal_)
+    # As of functools.partial, and none of the function itself.
+    arguments, keywords = getattr(function, "args", ()), getattr(function, "keywords", {})
+    given = signature.bind(None, *arguments, **keywords)
+    given.apply_defaults()
+    mean, std, a, b = (given.arguments[word] for word in ("mean", "std", "a", "b"))
+    if given.arguments["generator"] is not None:
+        raise ValueError("it has a generator, and vectors depend on the layer's seed alone")
+    if not a <= mean - _FARTHEST * std <= mean + _FARTHEST * std <= b:
+        raise ValueError(
+            f"normal draws with mean={mean} and std={std} are not cut off at {a} and {b}, and do "
+            f"go beyond"
+        )
+    return Normal(mean, std)
+
+
+@torch.no_grad()
+def _call(function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> None:
+    returned = function(tensor)
+    if isinstance(returned, torch.Tensor) and not _shares_memory(returned, tensor):
+        raise TypeError(
+            f"{_name_of(function)} returns another tensor than the one that it is to fill in place"
+        )
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _name_of(function: Any) -> str:
+    function = getattr(function, "func", function)
+    return getattr(function, "__qualname__", type(function).__qualname__)

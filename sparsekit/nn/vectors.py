@@ -1,0 +1,341 @@
+"""A layer's vectors by key: read, written and listed, wherever keys live.
+
+On several ranks each rank names the keys it likes, which go to the ranks that own them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from .. import ops
+from .._compiling import uncompiled
+from ..distributed.exchange import HEAD_BYTES, Exchange, Offer, Parts, padded
+from ..errors import check_int
+from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from .inputs import is_padding
+from .lookup.grouped import insert
+from .request import check_keys
+
+if TYPE_CHECKING:
+    from .shard import ShardedTable
+
+FLOATING = (*ROW_DTYPES, torch.float16)
+
+
+class Items(NamedTuple):
+    """Keys of a layer's rows, and their vectors.
+
+    Attributes:
+        keys: int64 ``[n]``.
+        vectors: ``[n, dim]``, a copy.
+    """
+
+    keys: torch.Tensor
+    vectors: torch.Tensor
+
+
+class VectorsByKey:
+    """What a `ShardedTable` says of its vectors by key."""
+
+    def vectors(self, keys: torch.Tensor) -> torch.Tensor:
+        """The vectors of keys: a copy, without gradient. Inserts nothing, in training neither.
+
+        They are what a lookup in evaluation reads: an absent key's vector is the one that it would
+        start from, that of a padding key is zeros. With several ranks it is a collective, to which
+        each brings keys of its own, or none; vectors come as they are, whatever wire_dtype.
+
+        Args:
+            keys: int64 or int32 of any shape; repeats allowed.
+
+        Returns:
+            ``[*keys.shape, dim]`` in the dtype of weight.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype or device.
+            IndexError: a key out of range, without the hash table.
+            RuntimeError: on meta; or ranks disagree.
+        """
+        return _vectors(cast("ShardedTable", self), keys)
+
+    def assign(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Give keys these vectors, for instance pretrained ones; absent keys are inserted.
+
+        Where a key is given more than once, the last vector counts. With several ranks it is a
+        collective, to which each brings keys of its own, the same ones or none: they go to the
+        ranks that own them, and the vector of the highest rank counts. States of optimizers stay as
+        they are: a row that has a key keeps its own, and a new row has what the optimizer begins
+        with. What is assigned to a padding key is never looked up.
+
+        Args:
+            keys: int64 or int32 ``[n]``.
+            vectors: floating point ``[n, dim]``, rounded to the dtype of weight.
+
+        Raises:
+            TypeError, ValueError: a wrong dtype, shape or device; nothing has been changed.
+            IndexError: a key out of range, without the hash table; nothing has been changed.
+            TableFullError: more new keys than free rows; this rank's part is as it was, those of
+                ranks that had room are not.
+            RuntimeError: on meta; or ranks disagree.
+        """
+        _assign(cast("ShardedTable", self), keys, vectors)
+
+    def items(self, chunk: int = 65536) -> Iterator[Items]:
+        """The keys of this rank's rows and their vectors, piece by piece.
+
+        No collective: each rank has keys of its own, which together are all there are. Keys come in
+        the order of rows, from row 0 on, so the i-th one is that of row i, of optimizer states too.
+        They are read at the first step, vectors step by step; insert nothing meanwhile. Without the
+        hash table all rows have keys.
+
+        Args:
+            chunk: most rows in a piece.
+
+        Yields:
+            ``keys`` int64 ``[n]`` and ``vectors`` ``[n, dim]``, a copy in the dtype of weight.
+
+        Raises:
+            TypeError, ValueError: chunk is no int in [1, 2^31 - 1].
+            RuntimeError: on meta.
+        """
+        layer = cast("ShardedTable", self)
+        chunk = check_int(layer.name, "chunk", chunk, 1, 2**31 - 1)
+        layer.refuse_meta()
+        return _items(layer, chunk)
+
+
+@uncompiled
+@torch.no_grad()
+def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
+
+    def checked() -> torch.Tensor:
+        return _checked_keys(layer, keys).reshape(-1)
+
+    exchange = layer.process_exchange()
+    if exchange is None:
+        layer.check_ranks(None)
+        return _own_vectors(layer, checked()).view(*keys.shape, -1)
+    with exchange.lock:
+        way = _ToOwners(exchange, layer, "vectors of keys", checked)
+        exchange.expect(_sizes(way.own, layer.weight))
+        asked = way.send("keys", way.keys)
+        vectors = _exchanged(
+            exchange,
+            f"vectors: {way.plan}",
+            lambda: _own_vectors(layer, asked).split(way.theirs),
+            way.theirs,
+            way.own,
+            layer.weight,
+        )
+    out = torch.empty_like(vectors)
+    out[way.order] = vectors
+    return out.view(*keys.shape, -1)
+
+
+@uncompiled
+@torch.no_grad()
+def _assign(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+
+    def checked() -> torch.Tensor:
+        return _checked_pairs(layer, keys, vectors)[0]
+
+    exchange = layer.process_exchange()
+    if exchange is None:
+        layer.check_ranks(None)
+        _write(layer, checked(), vectors)
+        return
+    with exchange.lock:
+        way = _ToOwners(exchange, layer, "assign vectors", checked)
+        exchange.expect(_sizes(way.theirs, layer.weight))
+        come = way.send("keys", way.keys)
+        values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
+        # Where a table is full, all ranks raise.
+        exchange.meet(f"assigned: {way.plan}", lambda: _write(layer, come, values))
+
+
+@torch.no_grad()
+def assign_own(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+    """`VectorsByKey.assign`, called with the same on all ranks, which need not talk then."""
+    keys, vectors = _checked_pairs(layer, keys, vectors)
+    if layer.world_size > 1:
+        mine = layer.owned(keys)
+        keys, vectors = keys[mine], vectors[mine]
+    _write(layer, keys, vectors)
+
+
+def _items(layer: ShardedTable, chunk: int) -> Iterator[Items]:
+    if layer.table is not None:
+        keys = layer.table.keys()
+    else:
+        rows = torch.arange(layer.capacity, device=layer.weight.device)
+        keys = rows * layer.world_size + layer.rank
+    for begin in range(0, len(keys), chunk):
+        of_chunk = keys[begin : begin + chunk]
+        rows = torch.arange(begin, begin + len(of_chunk), device=keys.device)
+        yield Items(of_chunk, _read(layer, rows))
+
+
+def _checked_keys(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
+    """Keys of any shape as int64, which the table can take.
+
+    Raises:
+        TypeError, ValueError, IndexError: it cannot.
+    """
+    layer.refuse_meta()
+    if not isinstance(keys, torch.Tensor):
+        raise TypeError(f"{layer.name}: keys must be a tensor, got {type(keys).__name__}")
+    check_tensor(layer.name, "keys", keys, KEY_DTYPES, keys.dim())
+    check_same_device(layer.name, weight=layer.weight, keys=keys)
+    check_keys(layer, keys)
+    return keys.to(torch.int64)
+
+
+def _checked_pairs(
+    layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    checked = _checked_keys(layer, keys)
+    check_tensor(layer.name, "keys", keys, KEY_DTYPES, 1)
+    check_tensor(layer.name, "vectors", vectors, FLOATING, 2)
+    check_same_device(layer.name, weight=layer.weight, keys=keys, vectors=vectors)
+    shape = len(keys), layer.embedding_vec_size
+    if vectors.shape != shape:
+        raise ValueError(
+            f"{layer.name}: vectors must have shape {shape}, got {tuple(vectors.shape)}"
+        )
+    padding = layer.padding_key
+    if layer.table is None and padding is not None and len(keys):
+        rows = layer.capacity * layer.world_size
+        if not 0 <= padding < rows and bool((found := is_padding(keys, padding)).any()):
+            raise IndexError(
+                f"{layer.name}: key {padding} at position {int(found.nonzero()[0])} is padding_key "
+                f"and has no row; rows are those of keys in [0, {rows})"
+            )
+    return checked, vectors
+
+
+def _own_vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
+    """What a lookup in evaluation reads for int64 keys ``[n]`` of this rank: ``[n, dim]``."""
+    layer.prepare(training=False)
+    rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
+    absent = rows < 0
+    if layer.padding_key is not None:
+        padding = is_padding(keys, layer.padding_key)
+        rows[padding] = -1
+        absent &= ~padding
+    vectors = _read(layer, rows)
+    places = absent.nonzero().squeeze(1)
+    layer.initializer.write_(vectors, keys[places], places, seed=int(layer.seed))
+    return vectors
+
+
+def _read(layer: ShardedTable, rows: torch.Tensor) -> torch.Tensor:
+    """Vectors of rows; zeros for negative ones."""
+    if getattr(layer.weight, "before_read", None) is not None:
+        layer._catch_up(ops.unique(rows[rows >= 0])[0])
+    return ops.gather_rows(layer.weight.detach(), rows)
+
+
+def _write(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+    """Give this rank's int64 keys these vectors; of equal keys the last one counts."""
+    distinct, numbers, _ = ops.unique(keys)
+    if len(distinct) < len(keys):
+        last = torch.zeros_like(distinct)
+        places = torch.arange(len(keys), device=keys.device)
+        vectors = vectors[last.scatter_reduce_(0, numbers, places, "amax")]
+    rows = insert(layer, distinct)
+    layer.weight.index_copy_(0, rows, vectors.to(layer.weight.dtype))
+
+
+class _ToOwners:
+    """Keys of this rank on their way to the ranks that own them: agreed on, not sent yet.
+
+    Args:
+        exchange: the way.
+        layer: whose keys.
+        what: is about to happen, the same on all ranks.
+        keys: makes them, int64 ``[n]``; what it raises is raised on every rank.
+
+    Attributes:
+        keys: by owner.
+        order: where each of them has been.
+        own: keys for each rank.
+        theirs: keys from each rank.
+        plan: names this call on all ranks.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        layer: ShardedTable,
+        what: str,
+        keys: Callable[[], torch.Tensor],
+    ) -> None:
+        self._exchange = exchange
+        # As of a lookup: counted before anything can fail.
+        exchange.lookups += 1
+
+        def offer() -> Offer:
+            layer.check_ranks(exchange)
+            seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
+            plan = layer.plan(seed, shard, False)
+            self.plan = f"{what} of {plan}, lookup number {exchange.lookups}"
+            self.keys, counts, self.order = ops.bucketize(keys(), exchange.world_size, layer.owners)
+            return Offer(counts.unsqueeze(1), plan=self.plan)
+
+        _, agreed = exchange.meet(what, offer)
+        self.own: list[int] = agreed.own[:, 0].tolist()
+        self.theirs: list[int] = agreed.counts[:, 0].tolist()
+
+    def send(self, what: str, values: torch.Tensor) -> torch.Tensor:
+        """Send values, one for each key in the order of keys; those of the keys that come."""
+        parts = values.split(self.own)
+        return _exchanged(
+            self._exchange, f"{what}: {self.plan}", lambda: parts, self.own, self.theirs, values
+        )
+
+
+def _exchanged(
+    exchange: Exchange,
+    what: str,
+    make: Callable[[], Sequence[torch.Tensor]],
+    sent: Sequence[int],
+    come: Sequence[int],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Send each rank rows of its own, and wait for those of all.
+
+    Args:
+        exchange: the way.
+        what: this is, the same on all ranks.
+        make: makes the rows for each rank; what it raises is raised on every rank.
+        sent: how many for each rank.
+        come: how many from each rank.
+        like: rows of that dtype and shape.
+
+    Returns:
+        The rows of rank 0, then those of rank 1 and so on.
+    """
+    sizes, sizes_come = _sizes(sent, like), _sizes(come, like)
+    shape = like.shape[1:]
+
+    def write(parts: Parts) -> None:
+        for rank, rows in enumerate(make()):
+            part = parts.part(rank, sizes[rank]).view(like.dtype)
+            part[: rows.numel()] = rows.reshape(-1)
+
+    parts = exchange.send(what, write, sizes, sizes_come)()
+    return torch.cat(
+        [
+            parts.part(rank, size).view(like.dtype)[: n * math.prod(shape)].view(n, *shape)
+            for rank, (n, size) in enumerate(zip(come, sizes_come, strict=True))
+        ]
+    )
+
+
+def _sizes(counts: Sequence[int], like: torch.Tensor) -> list[int]:
+    """Bytes of parts of so many rows."""
+    row = math.prod(like.shape[1:]) * like.element_size()
+    return [HEAD_BYTES + padded(n * row) for n in counts]
