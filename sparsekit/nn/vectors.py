@@ -117,7 +117,7 @@ def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     exchange = layer.process_exchange()
     if exchange is None:
         layer.check_ranks(None)
-        return _own_vectors(layer, checked()).view(*keys.shape, -1)
+        return _own_vectors(layer, checked()).view(*keys.shape, layer.embedding_vec_size)
     with exchange.lock:
         way = _ToOwners(exchange, layer, "vectors of keys", checked)
         exchange.expect(_sizes(way.own, layer.weight))
@@ -132,7 +132,7 @@ def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
         )
     out = torch.empty_like(vectors)
     out[way.order] = vectors
-    return out.view(*keys.shape, -1)
+    return out.view(*keys.shape, layer.embedding_vec_size)
 
 
 @uncompiled

@@ -1,0 +1,174 @@
+"""Vectors by key on one process: `vectors`, `assign` and `items` of every layer."""
+
+import pytest
+import torch
+from conftest import INT64_MAX, INT64_MIN, same_bits
+
+import sparsekit
+from sparsekit import TableFullError, optim
+
+DIM = 3
+KEYS = [7, INT64_MIN, 0, INT64_MAX, -1]
+
+
+def bags(**settings):
+    return sparsekit.DistributedEmbedding("mean", 9, DIM, 1, 4, name="n", **settings)
+
+
+def dense(**settings):
+    return sparsekit.All2AllDenseEmbedding(9, DIM, 1, 1, True, name="n", **settings)
+
+
+def like_embedding(**settings):
+    return sparsekit.Embedding(9, DIM, name="n", **settings)
+
+
+def like_bags(**settings):
+    return sparsekit.EmbeddingBag(9, DIM, name="n", mode="max", **settings)
+
+
+LAYERS = [bags, dense, like_embedding, like_bags]
+
+
+def numbers(n):
+    return torch.arange(1.0, n * DIM + 1).view(n, DIM)
+
+
+def held(layer, **settings):
+    """Keys and vectors of all rows."""
+    pieces = list(layer.items(**settings))
+    return torch.cat([p.keys for p in pieces]), torch.cat([p.vectors for p in pieces])
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_of_every_layer(make):
+    layer = make()
+    keys = torch.tensor(KEYS)
+    fresh = layer.vectors(keys)
+    assert len(layer.table) == 0
+    layer.assign(keys[:3], numbers(3))
+    assert same_bits(layer.vectors(keys), torch.cat([numbers(3), fresh[3:]]))
+    own, vectors = held(layer)
+    assert own.tolist() == KEYS[:3]
+    assert same_bits(vectors, numbers(3))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_vectors_are_what_evaluation_reads(dtype, training):
+    layer = dense(dtype=dtype, padding_key=5)
+    layer(torch.tensor([1, 2, 3]))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    keys = torch.tensor([[3, 5, -9], [1, 3, 10**12]])
+    expected = layer.eval()(keys.flatten()).view(2, 3, DIM)
+    layer.train(training)
+    found = layer.vectors(keys.int() if training and dtype == torch.float32 else keys)
+    assert same_bits(layer.vectors(keys), expected)
+    assert found.dtype == dtype
+    assert not found.requires_grad
+    assert layer.vectors(torch.tensor(5)).tolist() == [0] * DIM
+    assert layer.vectors(keys[:0]).shape == (0, 3, DIM)
+    assert len(layer.table) == 3
+    found.zero_()
+    assert same_bits(layer.vectors(keys), expected)
+
+
+def test_the_last_of_equal_keys_counts():
+    layer = dense()
+    layer.assign(torch.tensor([4, 6, 4, 8, 4, 6]), numbers(6))
+    keys, vectors = held(layer)
+    assert keys.tolist() == [4, 6, 8]
+    assert same_bits(vectors, numbers(6)[[4, 5, 3]])
+
+
+def test_items_come_in_the_order_of_rows():
+    layer = dense()
+    layer.assign(torch.tensor(KEYS), numbers(5))
+    pieces = list(layer.items(chunk=2))
+    assert [len(piece.keys) for piece in pieces] == [2, 2, 1]
+    keys, vectors = held(layer, chunk=2)
+    assert keys.tolist() == KEYS
+    assert same_bits(vectors, layer.weight[:5].detach())
+    assert not vectors.requires_grad
+    pieces[0].vectors.zero_()
+    assert same_bits(held(layer)[1], vectors)
+    assert list(dense().items()) == []
+    for chunk in (0, 1.5):
+        with pytest.raises((TypeError, ValueError), match="n: chunk must be"):
+            layer.items(chunk=chunk)
+
+
+def test_without_a_hash_table():
+    layer = like_embedding(use_hashtable=False, padding_key=-1)
+    keys, vectors = held(layer, chunk=4)
+    assert keys.tolist() == list(range(9))
+    assert same_bits(vectors, layer.weight.detach())
+    layer.assign(torch.tensor([8, 2, 8]), numbers(3))
+    expected = vectors.clone()
+    expected[[2, 8]] = numbers(3)[[1, 2]]
+    assert same_bits(held(layer)[1], expected)
+    assert layer.vectors(torch.tensor([8, -1])).tolist() == [[7, 8, 9], [0, 0, 0]]
+    for keys, message in [([9], "n: key 9 at position 0"), ([3, -1], "n: key -1 at position 1")]:
+        with pytest.raises(IndexError, match=message):
+            layer.assign(torch.tensor(keys), numbers(len(keys)))
+    with pytest.raises(IndexError, match="n: key 9 at position 1"):
+        layer.vectors(torch.tensor([1, 9]))
+    assert same_bits(held(layer)[1], expected)
+
+
+def test_of_a_layer_in_a_group():
+    group = sparsekit.EmbeddingGroup({"user.id": dense()})
+    layer = group.layers["user.id"]
+    layer.assign(torch.tensor([5]), numbers(1))
+    assert same_bits(layer.vectors(torch.tensor([5])), numbers(1))
+
+
+def test_rows_catch_up_with_the_optimizer_first():
+    """Exact Adam moves rows without a gradient, later."""
+
+    def trained(mode):
+        layer = dense(dtype=torch.float64)
+        optimizer = optim.Adam(layer.parameters(), lr=0.1, mode=mode)
+        for keys in ([1, 2, 3, 4], [1], [1]):
+            layer(torch.tensor(keys)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return layer, optimizer
+
+    keys = torch.tensor([4, 2, 4])
+    swept, (late, optimizer) = trained("sweep")[0], trained("catch_up")
+    assert same_bits(late.vectors(keys), swept.vectors(keys))
+    late = trained("catch_up")[0]
+    assert same_bits(held(late, chunk=3)[1], held(swept)[1])
+    late, optimizer = trained("catch_up")
+    state = {name: value.clone() for name, value in optimizer.state[late.weight].items()}
+    late.assign(torch.tensor([3]), numbers(1))
+    assert same_bits(late.vectors(torch.tensor([3])), numbers(1).double())
+    moments = optimizer.state[late.weight]
+    assert (moments["exp_avg"][2] != 0).all()
+    assert same_bits(moments["exp_avg"][0], state["exp_avg"][0])
+
+
+def test_what_is_refused():
+    layer = dense(key_dtype=torch.int32)
+    layer.assign(torch.arange(8).int(), numbers(8))
+    before = held(layer)
+    ones, two = torch.ones(2, DIM), torch.tensor([20, 21], dtype=torch.int32)
+    for keys, vectors, error, message in [
+        ([1, 2], ones, TypeError, "n: keys must be a tensor, got list"),
+        (two.float(), ones, TypeError, "n: keys must be int64 or int32, got torch.float32"),
+        (two.long(), ones, TypeError, "n: keys must be torch.int32"),
+        (two.view(1, 2), ones, ValueError, r"n: keys must have 1 dimension\(s\), got shape \(1, 2"),
+        (two, ones[:1], ValueError, r"n: vectors must have shape \(2, 3\), got \(1, 3\)"),
+        (two, ones.int(), TypeError, "n: vectors must be"),
+        (two, ones.to("meta"), ValueError, "vectors on meta"),
+        (two, ones, TableFullError, "n: the table .* 8 of 9 .* 2 new keys"),
+    ]:
+        with pytest.raises(error, match=message):
+            layer.assign(keys, vectors)
+        for now, then in zip(held(layer), before, strict=True):
+            assert same_bits(now, then)
+    for keys in (two.float(), two.long(), "12", two.to("meta")):
+        with pytest.raises((TypeError, ValueError), match="keys"):
+            layer.vectors(keys)
