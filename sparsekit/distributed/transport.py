@@ -117,7 +117,9 @@ class TorchTransport(Transport):
     def all_gather(self, data: bytes) -> list[bytes]:
         """What each rank has to say, this one included."""
         ranks = self.world_size
-        sizes = self.all_to_all(torch.tensor([len(data)] * ranks), [1] * ranks, [1] * ranks)
+        sizes = self.all_to_all(
+            torch.tensor([len(data)] * ranks, device="cpu"), [1] * ranks, [1] * ranks
+        )
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8).repeat(ranks)
         received = self.all_to_all(own, [len(data)] * ranks, sizes.tolist())
         return [bytes(part.tolist()) for part in received.split(sizes.tolist())]

@@ -359,7 +359,9 @@ class RowOptimizer(torch.optim.Optimizer):
         # torch's SGD does not count, and any number will do for what has no bias correction.
         if "step" not in values and self.rule != "sgd":
             raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
-        step = torch.as_tensor(values.get("step", 1)).to(parameter.device, torch.int64, copy=True)
+        step = torch.as_tensor(values.get("step", 1), device="cpu").to(
+            parameter.device, torch.int64, copy=True
+        )
         state: dict[str, Any] = {"step": step}
         if self._has_row_step(group):
             state["row_step"] = row_steps(parameter)

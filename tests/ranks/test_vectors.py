@@ -169,6 +169,25 @@ def test_layers_begun_on_meta(three_ranks):
     three_ranks(on_meta)
 
 
+def on_cpu_by_name(rank):
+    """As where the default device is another one than the layers'."""
+    keys = torch.arange(8)
+    with torch.device("meta"):
+        for strategy in ("all_to_all", "reduce_scatter"):
+            layer = sparsekit.EmbeddingBag(9, DIM, device="cpu", name="n", strategy=strategy)
+            layer(keys.view(4, 2)).sum().backward()
+            assert torch.equal(layer.vectors(keys), layer.eval()(keys.view(8, 1)))
+        layer.assign(keys[: rank + 1], torch.ones(rank + 1, DIM, device="cpu"))
+        assert sorted(key for piece in layer.items() for key in piece.keys.tolist()) == sorted(
+            keys[layer.owned(keys)].tolist()
+        )
+        layer.vectors(keys.double() if rank else keys)
+
+
+def test_another_default_device(three_ranks):
+    raised(three_ranks.outcomes(on_cpu_by_name), "TypeError", "n: keys must be int64 or int32")
+
+
 def xavier(rank):
     """As one table with the rows of all ranks."""
     init = torch.nn.init

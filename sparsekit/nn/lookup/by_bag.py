@@ -56,7 +56,7 @@ def bytes_to_move(requests: Sequence[Request]) -> int:
 def write_payload(to: Parts, requests: Sequence[Request]) -> None:
     """Tell all ranks the keys, bags and weights of this one."""
     heads = [[len(r.offsets) - 1, len(r.keys), int(r.weights is not None)] for r in requests]
-    arrays = [torch.tensor(heads).to(requests[0].keys.device)]
+    arrays = [torch.tensor(heads, device="cpu").to(requests[0].keys.device)]
     for request in requests:
         arrays += [request.offsets.diff(), request.keys.to(torch.int64)]
         if request.weights is not None:
@@ -242,8 +242,8 @@ class _Owned:
         """``[all bags, dim]``, of the output of `request`."""
         if not self._adds:
             return output
-        vectors, places = output.to(_sum_dtype(self.request.table)), torch.arange(len(output))
-        places = places.to(output.device)
+        vectors = output.to(_sum_dtype(self.request.table))
+        places = torch.arange(len(output), device=output.device)
         return ops.embedding_bag(vectors, places, self.bags.offsets, "sum", self.bags.weights)
 
     def gradient(self, sums: torch.Tensor) -> torch.Tensor:

@@ -94,7 +94,7 @@ def _features(
         for i, (request, table, source) in enumerate(zip(requests, places, sources, strict=True))
     ]
     order = sorted(range(len(rows)), key=places.__getitem__)
-    return torch.tensor([row for i in order for row in rows[i]])
+    return torch.tensor([row for i in order for row in rows[i]], device="cpu")
 
 
 def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:

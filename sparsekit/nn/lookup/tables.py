@@ -77,10 +77,11 @@ class Alike:
         self.hashed = [t for t, table in enumerate(tables) if table.table is not None]
         numbers = {t: number for number, t in enumerate(self.hashed)}
         self.described = torch.tensor(
-            [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)]
+            [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)],
+            device="cpu",
         )
         initial = [table.initializer.numbers for table in tables]
-        self.initializers = torch.tensor(initial, dtype=torch.float64)
+        self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
         # A module's way to find its attributes takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
