@@ -25,7 +25,7 @@ _FARTHEST = math.sqrt(64 * math.log(2))
 
 @dataclass(frozen=True)
 class Filled(Initializer):
-    """A table without hash table that a function fills, called on the rows of all ranks."""
+    """A table without hash table, from a function that is called on zeros for all ranks' rows."""
 
     function: Callable[[torch.Tensor], Any]
 
@@ -40,7 +40,7 @@ class Filled(Initializer):
     def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:
         """See `Initializer`."""
         shape = len(weight) * world_size, weight.shape[1]
-        rows = torch.empty(shape, dtype=weight.dtype, device="cpu")
+        rows = torch.zeros(shape, dtype=weight.dtype, device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             _call(self.function, rows)

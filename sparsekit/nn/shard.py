@@ -130,14 +130,14 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         self.looked_at = set()
         if weight.is_meta:
             return
-        self.seed.fill_(drawn_seed() if self._given_seed is None else self._given_seed)
+        seed = drawn_seed() if self._given_seed is None else self._given_seed
+        self.seed.fill_(seed)
         for place, value in enumerate((self.rank, self.world_size)):
             self.shard[place] = value
         if self.table is not None:
             weight.zero_()
             self.table.clear_()
         else:
-            seed = int(self.seed)
             self.initializer.fill_(weight, self.rank, self.world_size, seed=seed)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,5 +1,6 @@
-"""Uniform, Normal and Constant as the initializers of a layer."""
+"""Uniform, Normal and Constant as the initializers of a layer, and functions that fill."""
 
+import functools
 import math
 
 import pytest
@@ -127,3 +128,98 @@ def test_equality_and_repr():
     assert Normal() != Normal(std=0.1)
     assert repr(Constant(2)) == "Constant(value=2)"
     assert isinstance(Normal(), Initializer)
+
+
+init = torch.nn.init
+
+# What a function of torch draws for a table of 40 rows of 10.
+TRANSLATED = {
+    "uniform_": (init.uniform_, Uniform(0.0, 1.0)),
+    "normal_": (init.normal_, Normal(0.0, 1.0)),
+    "partial": (functools.partial(init.normal_, mean=2.0, std=0.5), Normal(2.0, 0.5)),
+    "constant_": (lambda t: init.constant_(t, 3.5), Constant(3.5)),
+    "zeros_": (init.zeros_, Constant(0.0)),
+    "ones_": (init.ones_, Constant(1.0)),
+    "xavier_uniform_": (init.xavier_uniform_, Uniform(-math.sqrt(6 / 50), math.sqrt(6 / 50))),
+    "xavier_normal_": (lambda t: init.xavier_normal_(t, 3), Normal(0.0, 3 * math.sqrt(2 / 50))),
+    "kaiming_uniform_": (init.kaiming_uniform_, Uniform(-math.sqrt(6 / 10), math.sqrt(6 / 10))),
+    "kaiming_normal_": (
+        functools.partial(init.kaiming_normal_, mode="fan_out", nonlinearity="linear"),
+        Normal(0.0, math.sqrt(1 / 40)),
+    ),
+    "method": (lambda t: t.data.uniform_(-2, 2), Uniform(-2, 2)),
+    "without a result": (lambda t: [t.normal_(), None][1], Normal(0.0, 1.0)),
+    "trunc_normal_": (functools.partial(init.trunc_normal_, std=0.02), Normal(0.0, 0.02)),
+}
+
+
+@pytest.mark.parametrize("use_hashtable", [True, False])
+@pytest.mark.parametrize(("function", "same"), TRANSLATED.values(), ids=TRANSLATED.keys())
+def test_functions_by_what_they_draw(function, same, use_hashtable):
+    def made(initializer):
+        return sparsekit.Embedding(
+            40, 10, embedding_initializer=initializer, seed=3, use_hashtable=use_hashtable
+        )
+
+    layer = made(function)
+    assert type(layer.initializer) is type(same)
+    assert layer.initializer.numbers == pytest.approx(same.numbers)
+    # As any initializer: a function of seed, key and column.
+    keys = torch.arange(40)
+    assert torch.equal(layer(keys.flip(0)).flip(0), made(layer.initializer)(keys))
+
+
+# And what tells no distribution, with a part of the error.
+UNTRANSLATED = {
+    "orthogonal_": (init.orthogonal_, "orthogonal_ does not tell .* no op that can be seen"),
+    "eye_": (init.eye_, "it calls eye"),
+    "trunc_normal_": (init.trunc_normal_, r"std=1.0 are not cut off at -2.0 and 2.0"),
+    "cut off above": (functools.partial(init.trunc_normal_, a=-9, b=2), "at -9 and 2"),
+    "trunc_normal_ in a function": (lambda t: init.trunc_normal_(t, std=0.02), "no op"),
+    "two ops": (lambda t: t.normal_().mul_(2), "it calls normal_, mul_"),
+    "a row of its own": (lambda t: t[0].zero_(), "it calls select, zero_"),
+    "all but a column": (lambda t: t.narrow(1, 0, 9).normal_(), "it calls narrow|it calls slice"),
+    "values": (lambda t: t.copy_(torch.arange(10.0)), "it calls arange, copy_"),
+    "another op": (lambda t: t.exponential_(), "it calls exponential_"),
+    "a generator": (lambda t: t.normal_(generator=torch.Generator()), "a generator"),
+    "a look at values": (lambda t: t.fill_(float(t.sum())), "meta|Scalar"),
+}
+
+
+@pytest.mark.parametrize(("function", "message"), UNTRANSLATED.values(), ids=UNTRANSLATED.keys())
+def test_other_functions_are_for_tables_without_hash_table(function, message):
+    with pytest.raises(TypeError, match=f"^n: embedding_initializer .*{message}"):
+        sparsekit.Embedding(40, 10, name="n", embedding_initializer=function)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    layers = [
+        sparsekit.Embedding(40, 10, seed=seed, use_hashtable=False, embedding_initializer=function)
+        for seed in (3, 3, 4)
+    ]
+    assert torch.equal(torch.rand(1), expected)  # The stream of torch is left alone.
+    one, again, other = (layer.weight.detach().clone() for layer in layers)
+    assert torch.equal(one, again)
+    if function in (init.orthogonal_, init.trunc_normal_):
+        assert not torch.equal(one, other)
+    # What it does not write to is zeros.
+    assert one.any() == (message not in ("it calls select, zero_", "meta|Scalar"))
+    layers[0].reset_parameters()
+    assert torch.equal(layers[0].weight, one)
+
+
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_functions_that_make_another_tensor(use_hashtable):
+    with pytest.raises(TypeError, match=r"<lambda> returns another tensor than the one .* to fill"):
+        sparsekit.Embedding(
+            4, 2, use_hashtable=use_hashtable, embedding_initializer=lambda t: torch.randn_like(t)
+        )
+
+
+def test_a_function_that_cannot_fill_the_table():
+    with pytest.raises(ValueError, match="division"):
+        sparsekit.Embedding(4, 2, use_hashtable=False, embedding_initializer=_refuses)
+
+
+def _refuses(tensor):
+    raise ValueError("division")
