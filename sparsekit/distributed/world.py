@@ -73,7 +73,7 @@ def init(
 
     Args:
         global_batch_size: taken for the sake of SOK's users; nothing here needs it.
-        seed: changes the initial vectors of all layers that have no seed of their own; 0 at first.
+        seed: changes the initial vectors of all layers that have a name and no seed; 0 at first.
         process_group: the ranks over which tables are sharded; None, as at first, means
             torch.distributed's default group, or one process where that has not been initialised.
         timeout: seconds, or a timedelta, after which a rank that waits for another one raises; 5

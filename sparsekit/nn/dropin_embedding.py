@@ -19,9 +19,10 @@ class Embedding(DropIn):
     """A vector for each id; called like ``torch.nn.Embedding``, and any int64 is an id.
 
     In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
-    ids came first; `assign` writes vectors of ids. In evaluation nothing is inserted, and an
-    unseen id reads the vector that training would have started it from. ``weight.grad`` is a sparse
-    tensor, for the optimizers of `sparsekit.optim` as for torch's SparseAdam, SGD and Adagrad.
+    ids came first; `vectors`, `assign` and `items` are by id. In evaluation nothing is inserted,
+    and an unseen id reads the vector that training would have started it from. ``weight.grad`` is a
+    sparse tensor, for the optimizers of `sparsekit.optim` as for torch's SparseAdam, SGD and
+    Adagrad.
 
     Args:
         num_embeddings: rows of this process's table, in [1, 2^31 - 1]: how many distinct ids it has
@@ -33,12 +34,13 @@ class Embedding(DropIn):
         norm_type: of max_norm, so it means nothing.
         sparse: gradients are sparse whatever it is.
         _weight, _freeze: refused; see `from_pretrained`.
-        device: of the rows and the table.
+        device: as in `DistributedEmbedding`.
         dtype: float32, float64 or bfloat16; None means torch's default dtype.
         padding_key: in place of padding_idx, any int64, which -1 is as well.
-        embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``; None means
-            ``Normal(0.0, 1.0)``, which is torch's.
-        name: how errors call the layer. Initial vectors depend on it.
+        embedding_initializer: as in `DistributedEmbedding`, but None means ``Normal(0.0, 1.0)``,
+            which is torch's.
+        name: how errors call the layer. Initial vectors depend on it, and without one on
+            `torch.manual_seed`.
         use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
             wire_dtype, max_keys_per_rank: as in `DistributedEmbedding`.
 

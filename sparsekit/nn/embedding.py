@@ -28,7 +28,8 @@ class DistributedEmbedding(ShardedTable):
     is inserted, and an unseen key reads that same initial vector. Any number of threads may look up
     in evaluation, in turns where there are several ranks; one at a time may train.
     ``weight.grad`` is a coalesced sparse tensor, for `sparsekit.optim.LazyAdam` as for torch's
-    SparseAdam, SGD and Adagrad.
+    SparseAdam, SGD and Adagrad. `vectors`, `assign` and `items` read, write and list vectors by
+    key.
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum) or ``"sqrtn"``.
@@ -39,15 +40,23 @@ class DistributedEmbedding(ShardedTable):
         max_feature_num: most keys in a sample; None means slot_num * max_nnz.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         key_dtype: torch.int64 (int32 keys are taken as well) or torch.int32.
-        embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``;
+        embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``, or a function
+            that fills a tensor in place, such as ``torch.nn.init.xavier_uniform_``. That is called
+            on a tensor without memory, of the shape of the table over all ranks, and if all it does
+            is one uniform_, normal_, fill_ or zero_, vectors start from that distribution. Any
+            other function needs ``use_hashtable=False``: it is called on zeros for the whole table
+            on the CPU, with torch's generator seeded by seed, and each rank keeps its own rows.
             None = ``Uniform(-0.05, 0.05)``.
         padding_key: entries with this key are left out, neither counted nor inserted.
         on_full: ``"error"``: `TableFullError`, with the table left as it was.
         gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; the same on one rank.
-        seed: of the initial vectors; None derives it from the name.
+        seed: of the initial vectors; None derives it from the name. Without a name it is drawn from
+            torch's default generator, which `torch.manual_seed` seeds; ranks that draw different
+            ones raise at the first lookup.
         name: how errors call the layer; give one when layers may be built in another order.
-        dtype: of the rows: float32, float64 or bfloat16 (added in float32).
-        device: of the rows and the table.
+        dtype: of the rows: float32, float64 or bfloat16 (added in float32). None: torch's default.
+        device: of the rows and the table; None: torch's default. On meta there is no memory before
+            ``to_empty``, from which the layer comes as if it had been made there.
         process_group: None means torch.distributed's default group, or one process.
         placement: which rank has a key. ``"hash"``: as a hash of the key says, which spreads any
             keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK, where keys
