@@ -43,6 +43,15 @@ class _OfThisProcess:
         return _OfThisProcess, (None,)
 
 
+def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, int]:
+    """Rank and number of ranks; it begins their exchange, if the device can have one."""
+    if device.type == "meta":
+        ranks = group_of(group)
+        return (ranks.rank(), ranks.size()) if ranks else (0, 1)
+    exchange = exchange_of(group, device)
+    return (exchange.rank, exchange.world_size) if exchange else (0, 1)
+
+
 class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
     """One process's share of an embedding table; base class of the layers.
 
@@ -71,11 +80,7 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         options = options.checked(self.name)
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
-        if device.type != "meta":
-            exchange_of(self.process_group, device)  # begins here, where all ranks are
-        group = group_of(self.process_group)
-        self.rank = group.rank() if group else 0
-        self.world_size = group.size() if group else 1
+        self.rank, self.world_size = _place(self.process_group, device)
         # Whether a rank sends each of its keys once. Off, it sends them as they come, which is for
         # measurements.
         self.dedupe = True

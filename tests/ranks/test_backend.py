@@ -210,7 +210,7 @@ def test_ranks_of_one_host_share_memory(two_ranks, backend):
 def layer_over(rank, backend):
     sparsekit.init(backend=backend)
     try:
-        layer = sparsekit.DistributedEmbedding("sum", 10, 4, 1, 2)
+        layer = sparsekit.DistributedEmbedding("sum", 10, 4, 1, 2, name="over")
         layer(torch.tensor([[[1, 2]]])).sum().backward()
         return type(layer.exchange.transport).__name__
     finally:
