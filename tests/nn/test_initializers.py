@@ -169,6 +169,8 @@ def test_functions_by_what_they_draw(function, same, use_hashtable):
     assert torch.equal(layer(keys.flip(0)).flip(0), made(layer.initializer)(keys))
 
 
+OTHER = torch.ones(40, 10)
+
 # And what tells no distribution, with a part of the error.
 UNTRANSLATED = {
     "orthogonal_": (init.orthogonal_, "orthogonal_ does not tell .* no op that can be seen"),
@@ -182,6 +184,7 @@ UNTRANSLATED = {
     "values": (lambda t: t.copy_(torch.arange(10.0)), "it calls arange, copy_"),
     "another op": (lambda t: t.exponential_(), "it calls exponential_"),
     "a generator": (lambda t: t.normal_(generator=torch.Generator()), "a generator"),
+    "another tensor": (lambda t: [torch.zero_(OTHER), t][1], "it calls zero_"),
     "a look at values": (lambda t: t.fill_(float(t.sum())), "meta|Scalar"),
 }
 
@@ -203,7 +206,7 @@ def test_other_functions_are_for_tables_without_hash_table(function, message):
     if function in (init.orthogonal_, init.trunc_normal_):
         assert not torch.equal(one, other)
     # What it does not write to is zeros.
-    assert one.any() == (message not in ("it calls select, zero_", "meta|Scalar"))
+    assert one.any() == (message not in ("it calls select, zero_", "it calls zero_", "meta|Scalar"))
     layers[0].reset_parameters()
     assert torch.equal(layers[0].weight, one)
 

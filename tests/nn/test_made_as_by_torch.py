@@ -100,6 +100,7 @@ def train(layer, keys):
     layer(keys).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    return optimizer
 
 
 def test_default_device():
@@ -110,7 +111,7 @@ def test_default_device():
     with there:
         assert {tensor.device for tensor in embedding().state_dict().values()} == {there}
         layer = embedding(name="n", device="cpu")
-        train(layer, KEYS)
+        optimizer = train(layer, KEYS)
         assert same(layer, kept)
         model = torch.nn.Sequential(torch.nn.Embedding(5, 2, device="cpu"))
         sparsekit.replace_embeddings(model, verbose=False)
@@ -119,7 +120,7 @@ def test_default_device():
         group = sparsekit.EmbeddingGroup({"a": layer, "b": bags(device="cpu")})
         pooled(KEYS.view(1, 3)).sum().backward()
         group({"a": KEYS, "b": KEYS.view(3, 1, 1)})["b"].sum().backward()
-        optim.Adam(layer.parameters()).load_state_dict(optim.Adam(layer.parameters()).state_dict())
+        optim.LazyAdam(layer.parameters()).load_state_dict(optimizer.state_dict())
         layer.reset_parameters()
         layer.assign(KEYS, torch.ones(3, 4, device="cpu"))
         copy.deepcopy(layer).load_state_dict(layer.state_dict(), assign=True)

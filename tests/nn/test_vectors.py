@@ -82,6 +82,14 @@ def test_the_last_of_equal_keys_counts():
     assert same_bits(vectors, numbers(6)[[4, 5, 3]])
 
 
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_what_is_assigned_to_padding_is_never_read(use_hashtable):
+    layer = like_embedding(padding_idx=2, use_hashtable=use_hashtable)
+    layer.assign(torch.tensor([3, 2]), numbers(2))
+    assert layer.vectors(torch.tensor([2, 3])).tolist() == [[0, 0, 0], [1, 2, 3]]
+    assert same_bits(layer(torch.tensor([2, 3])).detach(), layer.vectors(torch.tensor([2, 3])))
+
+
 def test_items_come_in_the_order_of_rows():
     layer = dense()
     layer.assign(torch.tensor(KEYS), numbers(5))
