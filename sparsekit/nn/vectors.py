@@ -120,7 +120,6 @@ def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
         return _own_vectors(layer, checked()).view(*keys.shape, layer.embedding_vec_size)
     with exchange.lock:
         way = _ToOwners(exchange, layer, "vectors of keys", checked)
-        exchange.expect(_sizes(way.own, layer.weight))
         asked = way.send("keys", way.keys)
         vectors = _exchanged(
             exchange,
@@ -149,7 +148,6 @@ def _assign(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> N
         return
     with exchange.lock:
         way = _ToOwners(exchange, layer, "assign vectors", checked)
-        exchange.expect(_sizes(way.theirs, layer.weight))
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
         # Where a table is full, all ranks raise.
@@ -288,6 +286,10 @@ class _ToOwners:
         _, agreed = exchange.meet(what, offer)
         self.own: list[int] = agreed.own[:, 0].tolist()
         self.theirs: list[int] = agreed.counts[:, 0].tolist()
+        # All that may follow, before any of it can go wrong.
+        for counts, like in ((self.theirs, self.keys), (self.theirs, layer.weight)):
+            exchange.expect(_sizes(counts, like))
+        exchange.expect(_sizes(self.own, layer.weight))
 
     def send(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """Send values, one for each key in the order of keys; those of the keys that come."""

@@ -163,6 +163,9 @@ def on_meta(rank):
         twin = make(use_hashtable=one.table is not None)
         assert torch.equal(one(keys), twin(keys))
     assert layer.owners is kept.owners
+    # A map of its own is gone with all the rest.
+    kept.owners = kept.owners.flip(0)
+    assert kept.to("meta").to_empty(device="cpu").owners is layer.owners
 
 
 def test_layers_begun_on_meta(three_ranks):
