@@ -100,7 +100,7 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "fifth of each user's ratings is the test part, the others are trained on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    train.set_defaults(run=_train, data=None, threads=None)
+    train.set_defaults(run=_train, data=None, threads=None, save=None)
     count = _number(int, 1, 2**31 - 1)
     train.add_argument(
         "--data",
@@ -109,6 +109,12 @@ def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="ratings of your own (default: MovieLens-100K): user, item, rating and timestamp, "
         "separated by commas (CSV), tabs or '::', in this order or with a header that names them; "
         "ids are integers or any text",
+    )
+    train.add_argument(
+        "--save",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where to write the trained model, for sparsekit.models.RatingModel.load",
     )
     train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
     train.add_argument("--batch-size", type=count, default=1024, help="ratings in a step")
@@ -181,6 +187,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    _check_folder(args.save)
     if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
         return _train_as_rank(args)
     train, test = _load(args.data)
@@ -251,11 +258,30 @@ def _fit_and_report(train: Ratings, test: Ratings, args: argparse.Namespace) -> 
         raise UsageError(f"{error}; try a smaller --lr than {args.lr:g}") from error
     if trainer.interrupted:
         return 130
+    if args.save is not None:
+        _save(model, args.save)
     of_rank = model.table_sizes()
     sizes = dict(zip(of_rank, map(int, _sum_over_ranks(of_rank.values())), strict=True))
     if _rank() == 0:
         _report(trainer, train, test, sizes)
     return 0
+
+
+def _check_folder(file: str | None) -> None:
+    """Raise before the training what could only come after it."""
+    if file is None:
+        return
+    folder = Path(file).resolve().parent
+    if not os.access(folder, os.W_OK) or Path(file).is_dir():
+        what = "is a folder" if Path(file).is_dir() else f"cannot write into {folder}"
+        raise UsageError(f"--save {file}: {what}")
+
+
+def _save(model: RatingModel, file: str) -> None:
+    try:
+        model.save(file)
+    except OSError as error:
+        raise UsageError(f"--save {file}: {error.strerror or error}") from error
 
 
 def _set_threads(threads: int | None) -> None:

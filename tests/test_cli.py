@@ -14,7 +14,7 @@ import sparsekit
 from sparsekit import cli
 from sparsekit.datasets import DatasetUnavailableError, read_ratings
 from sparsekit.distributed.world import settings
-from sparsekit.models import fit_bias_baseline
+from sparsekit.models import RatingModel, fit_bias_baseline
 from sparsekit.models import rmse as error
 
 
@@ -101,6 +101,32 @@ def test_dtype_between_ranks(data, monkeypatch, arguments, expected):
     command = ["train", "--data", str(data), "--epochs", "1", *SMALL, *ONE, *arguments]
     assert cli.main(command) == 0
     assert settings.wire_dtype is expected
+
+
+def test_a_model_is_saved(data, tmp_path, capsys):
+    saved = tmp_path / "model.pt"
+    command = ["train", "--data", str(data), "--epochs", "2", *SMALL, "--save", str(saved)]
+    assert cli.main([*command, *ONE]) == 0
+    rmse = results(capsys.readouterr().out)["model"]
+    _, test = read_ratings(data).split_by_time()
+    with torch.no_grad():
+        predicted = RatingModel.load(saved).eval()(test.users, test.items)
+    assert error(predicted, test.ratings) == pytest.approx(rmse, abs=1e-4)
+    assert [path.name for path in tmp_path.iterdir() if "model" in path.name] == ["model.pt"]
+
+
+def test_where_no_model_can_be_saved(data, tmp_path, capsys):
+    command = ["train", "--data", "missing", "--save"]  # found before the data is looked for
+    expect_error(capsys, [*command, str(tmp_path / "no" / "model.pt")], "--save .*cannot write")
+    expect_error(capsys, [*command, str(tmp_path)], "--save .*is a folder")
+    other = tmp_path / "model.pt"
+    for content in (b"", b"something else"):
+        other.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.pt: no model that"):
+            RatingModel.load(other)
+    torch.save({"weight": torch.zeros(3)}, other)
+    with pytest.raises(ValueError, match=r"model\.pt: no model that"):
+        RatingModel.load(other)
 
 
 def test_version(capsys):

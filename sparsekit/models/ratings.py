@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any, cast
+
 import torch
+import torch.distributed as dist
 
 from ..datasets import Ratings
 from ..nn import DistributedEmbedding, EmbeddingGroup, Uniform
@@ -14,6 +18,8 @@ INITIAL = Uniform(-0.05, 0.05)
 L2_VECTORS = 0.15
 L2_RATED = 0.4
 L2_BIASES = 0.01
+# What a saved model begins with.
+FORMAT = "sparsekit ratings 1"
 
 
 class UserHistory(torch.nn.Module):
@@ -89,6 +95,12 @@ class RatingModel(torch.nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        self._settings = {
+            "dim": dim,
+            "capacity": capacity,
+            "history_size": history_size,
+            "seed": seed,
+        }
         # On the CPU, where the generator is, whatever torch's default device.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
@@ -140,6 +152,70 @@ class RatingModel(torch.nn.Module):
         tables = {name: layer.table for name, layer in self.embeddings.layers.items()}
         return {name: len(table) for name, table in tables.items() if isinstance(table, HashTable)}
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to one file, for any number of ranks.
+
+        On several ranks all call it, as on each only a part of the tables is; rank 0, which needs
+        memory for all of them, writes.
+
+        Raises:
+            OSError: on rank 0, the file cannot be written. One that was there stays as it was.
+        """
+        tables = {name: _all_items(self._layer(name)) for name in self.embeddings.layers}
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
+        saved = {
+            "format": FORMAT,
+            "settings": self._settings,
+            "range": (self.low, self.high),
+            "tables": tables,
+            "project": self.project.state_dict(),
+            "mean": self.mean.detach(),
+            "history": self.history.state_dict(),
+        }
+        part = f"{os.fspath(path)}.part"
+        try:
+            with open(part, "wb") as file:
+                torch.save(saved, file)
+            os.replace(part, path)
+        except BaseException:
+            if os.path.exists(part):
+                os.unlink(part)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, capacity: int | None = None) -> RatingModel:
+        """Read what `save` has written, on the CPU; on several ranks all call it.
+
+        Args:
+            path: the file.
+            capacity: rows of each table, on each rank; None means as many as the saved model had,
+                or more if its rows were on several ranks.
+
+        Raises:
+            ValueError: the file is something else.
+            OSError: it cannot be read.
+            TableFullError: the rows do not fit.
+        """
+        saved = _read(path)
+        most = max(len(keys) for keys, _ in saved["tables"].values())
+        settings = saved["settings"]
+        settings["capacity"] = capacity or max(settings["capacity"], most)
+        anything = torch.zeros(1)
+        model = cls(Ratings(anything.long(), anything.long(), anything, anything), **settings)
+        model.low, model.high = saved["range"]
+        with torch.no_grad():
+            model.mean.copy_(saved["mean"])
+        model.project.load_state_dict(saved["project"])
+        for name, buffer in saved["history"].items():
+            setattr(model.history, name, buffer)
+        for name, (keys, vectors) in saved["tables"].items():
+            model._layer(name).assign(keys, vectors)
+        return model
+
+    def _layer(self, name: str) -> DistributedEmbedding:
+        return cast("DistributedEmbedding", self.embeddings.layers[name])
+
     def _score(self, users: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         one_each = torch.arange(len(users) + 1, device=users.device)
         bags = {
@@ -156,3 +232,29 @@ class RatingModel(torch.nn.Module):
         biases = user[:, 0].square() + item[:, 0].square()
         penalty = L2_VECTORS * vectors + L2_RATED * rated.square().sum(1) + L2_BIASES * biases
         return scores, penalty
+
+
+def _all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and vectors of all ranks, on rank 0."""
+    own = [(items.keys.cpu(), items.vectors.cpu()) for items in layer.items()]
+    parts: list[Any] = [own]
+    if dist.is_initialized():
+        into = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, into)
+        parts = into or []
+    pieces = [piece for part in parts for piece in part]
+    none = torch.empty(0, dtype=torch.int64), torch.empty(0, layer.embedding_vec_size)
+    keys, vectors = zip(none, *pieces, strict=True)
+    return torch.cat(keys), torch.cat(vectors)
+
+
+def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # whatever an unpickler says of other bytes
+        saved = None
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise ValueError(f"{os.fspath(path)}: no model that sparsekit train --save has written")
+    return saved

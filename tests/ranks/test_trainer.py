@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import sparsekit
 from sparsekit.datasets import Ratings
@@ -98,6 +99,34 @@ def train_ratings(rank):
         rows.append(torch.nn.functional.pad(row, (0, 5 - row.shape[1])))
     dense = torch.cat([model.project.weight.detach().reshape(-1), model.mean.detach().view(1)])
     return torch.cat(keys), torch.cat(rows), dense, [epoch.loss for epoch in history]
+
+
+def saved_and_loaded(rank, path):
+    """Predictions of a model, of its copy from a file, and what that has of other users."""
+    generator = torch.Generator().manual_seed(1)
+    users, items = (torch.randint(0, n, (136,), generator=generator) for n in (12, 9))
+    ratings = torch.rand(136, generator=generator) * 4 + 1
+    train = Ratings(users, items, ratings, torch.arange(136.0).double())
+    if path.exists():
+        return RatingModel.load(path)(users, items).detach()
+    model = RatingModel(train, dim=4, capacity=8, history_size=5, seed=7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model.losses(users, items, train.ratings)[0].sum().backward()
+        optimizer.step()
+    model.save(path)
+    dist.barrier()
+    predicted = model(users, items).detach()
+    assert torch.equal(RatingModel.load(path)(users, items), predicted)
+    return predicted
+
+
+def test_a_model_is_saved_by_ranks_for_any_number_of_them(ranks, tmp_path):
+    path = tmp_path / "model.pt"
+    expected = ranks(saved_and_loaded, path)[0]
+    for predicted in (saved_and_loaded(0, path), *ranks(saved_and_loaded, path)):
+        torch.testing.assert_close(predicted, expected, atol=1e-6, rtol=0)
 
 
 def test_the_model_of_ratings(ranks):
