@@ -1,5 +1,6 @@
-"""What `torch.compile` must not look into."""
+"""What compilers and exporters of torch must not look into, and what to do in place of them."""
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -10,11 +11,14 @@ import torch
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+_WHY = "sparsekit: a lookup in a table cannot be compiled, so a graph ends before it"
+
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`torch.compiler.disable`, put off until there is a compiler in the process.
 
-    That would import the compiler, which takes as long as importing torch.
+    That would import the compiler, which takes as long as importing torch. A compiler that comes to
+    a function with the marks below ends its graph before the call and looks at nothing inside.
     """
     disabled: Callable[_P, _R] | None = None
 
@@ -31,9 +35,49 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
             disabled = torch.compiler.disable(function)
         return disabled(*args, **kwargs)
 
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
+    _skip_frames_of(call)
     return call
+
+
+def _skip_frames_of(function: Callable[..., object]) -> None:
+    """Have a compiler leave the function's own code alone: `torch._dynamo.eval_frame.skip_code`.
+
+    All that `uncompiled` returns share one code, which would be compiled anew for each of them.
+    """
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):  # under a torch without these, it only takes longer
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, skip)
 
 
 def _compiles_calls() -> bool:
     """Whether a compiler looks at what is called in this thread."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+_skip_frames_of(_compiles_calls)
+
+
+def refuse_recording(name: str) -> None:
+    """Raise NotImplementedError for a call of the layer of this name that is being recorded.
+
+    A record would keep the rows that keys have today, or what a batch of no values looks like.
+    """
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    raise _not_supported(name, "torch.jit.trace" if tracing else "torch.export")
+
+
+def refuse_script(name: str) -> None:
+    """Raise NotImplementedError for torch.jit.script of the layer of this name."""
+    raise _not_supported(name, "torch.jit.script")
+
+
+def _not_supported(name: str, tool: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name}: {tool} is not supported, since a lookup depends on the keys that a table has; "
+        f"call the embedding layers outside of it, and give the part of the model that takes "
+        f"their outputs to {tool}. To make a model faster, torch.compile works with embedding "
+        f"layers in it"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,30 @@ def sharded_tensors(module: torch.nn.Module) -> set[str]:
         if isinstance(part, Sharded)
         for tensor in part.sharded_state()
     }
+
+
+def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What tools that replicate or shard a model are to leave alone: the tables, sharded already.
+
+    Args:
+        module: with sparsekit layers anywhere in it, or without.
+
+    Returns:
+        Their parameters and buffers by the names they have in the module: the tensors are for
+        torch's ``fully_shard``, the names for DistributedDataParallel, which leaves tables alone
+        by itself as well.
+
+    Example:
+        >>> ignored = ignored_parameters(model)
+        >>> fully_shard(model, ignored_params=set(ignored.values()))
+        >>> DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    """
+    names = sharded_tensors(module)
+    tensors = itertools.chain(
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    )
+    return {name: tensor for name, tensor in tensors if name in names}
 
 
 def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._compiling import uncompiled
 from .dropin import DropIn, rows_of, with_vectors
 from .init import Initializer
 from .lookup import look_up
@@ -167,6 +168,7 @@ class Embedding(DropIn):
         )
         return with_vectors(layer, embeddings, freeze)
 
+    @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each id; see Shape above."""
         return look_up(self.kept, [self], lambda _: [self.request(input)])[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._compiling import uncompiled
 from ..errors import check_choice
 from .dropin import DropIn, rows_of, with_vectors
 from .embedding import STRATEGIES
@@ -173,6 +174,7 @@ class EmbeddingBag(DropIn):
             )
         return self.mode
 
+    @uncompiled
     def forward(
         self,
         input: torch.Tensor,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._compiling import uncompiled
 from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
@@ -154,6 +155,7 @@ class DistributedEmbedding(ShardedTable):
             max_feature_num = check_count(self.name, "max_feature_num", max_feature_num)
         self.max_feature_num = max_feature_num
 
+    @uncompiled
     def forward(self, inputs: Any, sample_weights: Any = None) -> torch.Tensor:
         """Pool the vectors of each bag's keys.
 
@@ -259,6 +261,7 @@ class All2AllDenseEmbedding(ShardedTable):
         self.nnz_per_slot = check_count(self.name, "nnz_per_slot", nnz_per_slot)
         self.dynamic_input = dynamic_input
 
+    @uncompiled
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each key; see Shape above."""
         return look_up(self.kept, [self], lambda _: [self.request(keys)])[0]

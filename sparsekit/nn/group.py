@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._compiling import uncompiled
 from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
 from .any_names import LayersByName, name_in_state
@@ -101,6 +102,7 @@ class EmbeddingGroup(torch.nn.Module):
         # What prefetch has begun, and its inputs.
         self._begun: tuple[Any, list[Sequence[Request]], Route] | None = None
 
+    @uncompiled
     def forward(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> Any:
         """Look everything up.
 
@@ -138,6 +140,7 @@ class EmbeddingGroup(torch.nn.Module):
         dims = [table.embedding_vec_size for table in self._tables()]
         return keyed_tensor_class()(list(self.features), dims, values)
 
+    @uncompiled
     def prefetch(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> None:
         """Begin to send the keys of the next batch while the rest of this one goes on.
 
@@ -213,6 +216,7 @@ class EmbeddingGroup(torch.nn.Module):
         return [layer.request(*call) for layer, call in zip(self._tables(), calls, strict=True)]
 
 
+@uncompiled
 def group_embedding_lookup_sparse(
     params: Sequence[ShardedTable],
     sp_ids: Sequence[Any],

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from .. import ops
+from .._compiling import refuse_script
 from ..distributed import Exchange, exchange_of
 from ..distributed.sharded import Sharded
 from ..distributed.world import group_of
@@ -150,10 +151,15 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         if name == "weight" and hasattr(value, "device_mesh"):
             raise RuntimeError(
                 f"{self.name}: fully_shard would take the table apart, which is sharded already; "
-                f"pass it ignored_params={{the weights of embedding layers}}"
+                f"pass it ignored_params="
+                f"set(sparsekit.distributed.ignored_parameters(model).values())"
             )
         super().__setattr__(name, value)
         self.__dict__["changes"] = self.changes + 1
+
+    def __prepare_scriptable__(self) -> None:
+        # torch.jit.script asks every module of a model for what is to be scripted in its place.
+        refuse_script(self.name)
 
     def request(self, *inputs: Any) -> Request:
         """Check the input of a call. Changes nothing."""
@@ -194,7 +200,8 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         if (rank, world_size) != (self.rank, self.world_size):
             raise RuntimeError(
                 f"{self.name}: made on rank {self.rank} of {self.world_size}, whose part of the "
-                f"table it holds, but this is rank {rank} of {world_size}"
+                f"table it holds, but this is rank {rank} of {world_size}; make layers after "
+                f"torch.distributed has been initialised"
             )
 
     @property

@@ -104,7 +104,44 @@ def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module
         _refuse_fsdp(parent, module)
 
 
+# Optimizers of torch that refuse a sparse gradient with advice that leads from one to another, and
+# what to use in their place. SGD only does with weight_decay.
+_REFUSING = {
+    getattr(torch.optim, name): instead
+    for name, instead in {
+        "Adam": "Adam, which takes the same steps, or LazyAdam, which moves touched rows only",
+        "AdamW": "LazyAdam, which has weight_decay",
+        "RMSprop": "RMSProp",
+        "SGD": "SGD, which has weight_decay",
+        **dict.fromkeys(["Adadelta", "Adafactor", "Adamax", "ASGD", "Muon"], "LazyAdam"),
+        **dict.fromkeys(["NAdam", "RAdam", "Rprop"], "LazyAdam"),
+    }.items()
+    if hasattr(torch.optim, name)
+}
+_KINDS = tuple(_REFUSING)
+
+
+def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
+    """Raise for a table's sparse gradient before an optimizer that cannot take it starts."""
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
+            continue
+        for weight in group["params"]:
+            if isinstance(weight, EmbeddingWeight) and getattr(weight.grad, "is_sparse", False):
+                kind = next(kind for kind in type(optimizer).__mro__ if kind in _REFUSING)
+                raise TypeError(
+                    f"torch.optim.{kind.__name__} does not take the sparse gradient of an "
+                    f"embedding layer's weight, of shape {tuple(weight.shape)}; use "
+                    f"sparsekit.optim.{_REFUSING[kind]}. It takes the dense parameters as well: "
+                    f"see docs/optimizers.md, and sparsekit.split_embedding_variable_from_others "
+                    f"to keep torch's optimizer for those"
+                )
+
+
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if isinstance(optimizer, _KINDS):
+        _refuse_sparse(optimizer)
+        return
     # Not imported here: it takes long, and few have it.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..distributed.dtensor import local
 from ..nn.weight import EmbeddingWeight
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
@@ -107,7 +108,7 @@ class CatchUpOptimizer(RowOptimizer):
                 return
             if count:
                 state = self.state[parameter]
-                weight = matrix(parameter.detach())
+                weight = matrix(local(parameter.detach()))
                 states = [state[name] for name in missed.states]
                 ops.catch_up_rows_(
                     weight,

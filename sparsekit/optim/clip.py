@@ -8,10 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._compiling import uncompiled
+from ..distributed.dtensor import groups_of, local
 from ..distributed.world import group_of
 from ..nn.weight import EmbeddingWeight, update_of
 
 
+@uncompiled
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -25,7 +28,8 @@ def clip_grad_norm_(
 
     As torch.nn.utils.clip_grad_norm_, but gradients may be sparse, and weights of embedding layers
     are taken as the shards they are: the norm is over all ranks' rows. Other parameters are taken
-    as equal on all ranks, as DistributedDataParallel keeps them. With several ranks this is a
+    as equal on all ranks, as DistributedDataParallel keeps them; of DTensors, as ``fully_shard``
+    makes them, the norm is that of the whole tensor. With several ranks this is a
     collective: all of them call it, with gradients or without.
 
     Gradients are changed in place; a sparse one with repeated rows is replaced by its sum.
@@ -64,16 +68,28 @@ def clip_grad_norm_(
     device = parameters[0].device if parameters else torch.get_default_device()
     none = torch.zeros((), dtype=torch.float64, device=device)
     sharded, dense, gradients = [none], [none], []
+    of_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         values = _values(parameter)
+        norms = sharded if isinstance(parameter, EmbeddingWeight) else dense
+        groups = groups_of(parameter)
+        if groups:
+            # With a gradient or without, so that all ranks come to the same collectives.
+            norms = of_groups.setdefault(groups, [none])
         if values is None or values.numel() == 0:  # which has no largest value
             continue
         accumulate = torch.promote_types(values.dtype, torch.float32)
         norm = torch.linalg.vector_norm(values, norm_type, dtype=accumulate).to(none)
-        (sharded if isinstance(parameter, EmbeddingWeight) else dense).append(norm)
+        norms.append(norm)
         gradients.append(values)
     # Norms of norms, since p-th powers may overflow where their root does not.
     shard = torch.linalg.vector_norm(torch.stack(sharded), norm_type)
+    for groups, norms in of_groups.items():
+        part = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        for group in groups:
+            of_ranks = torch.stack(_of_all_ranks(part, group))
+            part = torch.linalg.vector_norm(of_ranks, norm_type)
+        dense.append(part)
     parts = torch.stack([*_of_all_ranks(shard, process_group), *dense])
     total = torch.linalg.vector_norm(parts, norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -89,6 +105,7 @@ def clip_grad_norm_(
     return total if double else total.float()
 
 
+@uncompiled
 @torch.no_grad()
 def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamp each number of the gradients to [-clip_value, clip_value].
@@ -147,7 +164,7 @@ def _values(parameter: torch.Tensor) -> torch.Tensor | None:
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.coalesce()
         return parameter.grad._values()
-    return parameter.grad
+    return None if parameter.grad is None else local(parameter.grad)
 
 
 def _of_all_ranks(norm: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

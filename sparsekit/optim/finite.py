@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..distributed.dtensor import local
 from ..distributed.world import group_of
 from ..nn.shard import ShardedTable
 from ..nn.weight import update_of
@@ -45,7 +46,8 @@ def check_finite_gradients(
     raise. Gradients stay as they are; repeated rows of a sparse one count as their sum.
 
     Args:
-        module: with sparsekit layers anywhere in it, or without.
+        module: with sparsekit layers anywhere in it, or without. Of a DTensor each rank looks at
+            its own shard, within which the message counts.
         process_group: over which tables are sharded; None means that of `sparsekit.init`, or
             torch.distributed's default group.
 
@@ -68,7 +70,7 @@ def check_finite_gradients(
     tables: dict[torch.nn.Parameter, ShardedTable] = {layer.weight: layer for layer in layers}
     found = []
     for name, parameter in module.named_parameters():
-        bad = None if parameter.grad is None else _first_bad(parameter.grad)
+        bad = None if parameter.grad is None else _first_bad(local(parameter.grad))
         if bad is not None:
             table = tables.get(parameter)
             found.append(_of_dense(name, bad) if table is None else _of_table(table, bad))

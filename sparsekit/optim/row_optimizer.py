@@ -9,6 +9,8 @@ from typing import Any, ClassVar, cast
 import torch
 
 from .. import ops
+from .._compiling import uncompiled
+from ..distributed.dtensor import local
 from ..errors import check_int
 from ..memory import prefer_huge_pages
 from ..nn.weight import EmbeddingWeight, update_of
@@ -24,7 +26,8 @@ class RowOptimizer(torch.optim.Optimizer):
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 ones are
     float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
     rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
-    shape of the parameter.
+    shape of the parameter. Of a DTensor, as ``fully_shard`` makes it, a rank updates its shard,
+    in whose shape the states are.
 
     Parameters of a group with one dtype and device, and all with sparse gradients or all with dense
     ones, are updated by one call, which checks them all before it changes any.
@@ -112,6 +115,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """Whether there is a step for each row."""
         return self._per_row(group)
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; returns the closure's loss, if any."""
@@ -198,8 +202,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
         """Rows, or None for all, and their gradients."""
-        check_parameter(type(self).__name__, parameter)
-        grad = cast(torch.Tensor, parameter.grad)
+        check_parameter(type(self).__name__, local(parameter))
+        grad = local(cast(torch.Tensor, parameter.grad))
         if update_of(parameter) is not None:
             layer = self._layers.get(parameter, f"a weight of shape {tuple(parameter.shape)}")
             raise ValueError(
@@ -267,7 +271,8 @@ class RowOptimizer(torch.optim.Optimizer):
         for parameter, state in zip(parameters, states, strict=True):
             if not needed <= state.keys():
                 self._add_states(parameter, group, state)
-        return by_kind(parameters, dense, states, names, self.row_wise)
+        shards = [local(parameter) for parameter in parameters]
+        return by_kind(shards, dense, states, names, self.row_wise)
 
     def _add_states(
         self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -277,7 +282,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if "step" not in state:
             new["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
         if self._has_row_step(group) and "row_step" not in state:
-            new["row_step"] = row_steps(parameter)
+            new["row_step"] = row_steps(local(parameter))
         if any(name not in state for name in self._initial_states(group)):
             # At the first step, or when a setting has been changed to one with more states.
             new = self._new_states(parameter, group) | new
@@ -286,6 +291,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _new_states(
         self, parameter: torch.Tensor, group: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
+        parameter = local(parameter)
         dtype = accumulate_dtype(parameter.dtype)
         initial = self._initial_states(group)
         if self.row_wise:
@@ -364,7 +370,7 @@ class RowOptimizer(torch.optim.Optimizer):
         )
         state: dict[str, Any] = {"step": step}
         if self._has_row_step(group):
-            state["row_step"] = row_steps(parameter)
+            state["row_step"] = row_steps(local(parameter))
             # Without one all rows have made all steps, as far as anybody knows.
             steps = values.get("row_step", step.to(torch.int32).expand_as(state["row_step"]))
             self._check_shape("row_step", steps, state["row_step"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from ..._compiling import uncompiled
+from ..._compiling import refuse_recording
 from ...distributed.exchange import Exchange, Offer
 from ..request import Request
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
@@ -36,9 +36,6 @@ class Route(Protocol):
         """
 
 
-# Its shapes depend on the keys, some of it happens in the optimizer, and collectives are nothing
-# for a compiler.
-@uncompiled
 def look_up(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> list[torch.Tensor]:
     """Call several layers together.
 
@@ -47,6 +44,9 @@ def look_up(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> list[torch.T
         asked: the layers: the same ones, in the same order, on every rank.
         ask: returns a request for each; what it raises is raised on every rank.
     """
+    # Before other ranks are asked for anything: often a single rank exports a model.
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        refuse_recording(asked[0].name)
     exchange = _exchange(asked)
     if exchange is None:
         return _begin_here(kept, asked, ask).outputs()
@@ -54,7 +54,6 @@ def look_up(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> list[torch.T
         return _begin_on_ranks(exchange, kept, asked, ask).outputs()
 
 
-@uncompiled
 def begin(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> Route:
     """The first part of `look_up`, which does not wait for the keys to arrive.
 
@@ -67,7 +66,6 @@ def begin(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> Route:
         return _begin_on_ranks(exchange, kept, asked, ask)
 
 
-@uncompiled
 def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
     """The rest of a lookup that `begin` has begun; see `Route.outputs`."""
     # It may have begun long ago.
@@ -83,15 +81,8 @@ def _exchange(asked: Sequence[ShardedTable]) -> Exchange | None:
 
 
 def _begin_here(kept: Kept, asked: Sequence[ShardedTable], ask: Ask) -> Local:
-    _refuse_trace(asked)
     tables = kept.of(asked, None)
     return Local(tables, ask(tables))
-
-
-def _refuse_trace(asked: Sequence[ShardedTable]) -> None:
-    """Raise under torch.jit.trace, which would keep today's branches (was the table full)."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined]
-        raise NotImplementedError(f"{asked[0].name}: torch.jit.trace cannot record a table lookup")
 
 
 @dataclass(kw_only=True)
@@ -113,19 +104,15 @@ def _begin_on_ranks(
             exchange, tables, f"look up in {tables.plan()}, lookup number {exchange.lookups}"
         )
 
-    def ask_for(tables: Tables) -> Sequence[Request]:
-        _refuse_trace(asked)
-        return ask(tables)
-
     if (tables := _agreed_before(exchange, kept, asked)) is not None:
         by_key = by_key_of(tables)
-        by_key.begin_at_once(ask_for)
+        by_key.begin_at_once(ask)
         return by_key
 
     def offer() -> _Offer:
         tables = kept.of(asked, exchange)
         by_key = by_key_of(tables)
-        requests = ask_for(tables)
+        requests = ask(tables)
         by_key.ask(requests)
         facts = _compare(by_key, requests)
         return _Offer(by_key.counts, facts, by_key.plan, by_key=by_key, requests=requests)

@@ -1,0 +1,51 @@
+"""Optimizers of torch that take no sparse gradients name one of ours that does, in time."""
+
+import re
+
+import pytest
+import torch
+
+import sparsekit
+
+REFUSING = ["Adadelta", "Adafactor", "Adam", "Adamax", "AdamW", "ASGD", "Muon", "NAdam", "RAdam"]
+
+
+def with_gradient():
+    layer = sparsekit.Embedding(9, 2, name="t")
+    layer(torch.arange(3)).sum().backward()
+    return layer, torch.nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", [*REFUSING, "RMSprop", "Rprop", "SGD"])
+def test_which_of_ours_to_use(name):
+    layer, dense = with_gradient()
+    dense.grad = torch.ones(2, 2)
+    keywords = {"lr": 0.1, "weight_decay": 0.1} if name == "SGD" else {}
+    optimizer = getattr(torch.optim, name)([dense, layer.weight], **keywords)
+    with pytest.raises(TypeError, match=rf"^torch\.optim\.{name} does not take") as caught:
+        optimizer.step()
+    (ours,) = re.findall(r"use sparsekit\.optim\.(\w+)", str(caught.value))
+    getattr(sparsekit.optim, ours)([dense, layer.weight])
+    assert torch.equal(dense, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "Adagrad", "SGD", "momentum"])
+def test_those_that_take_them_do(name):
+    layer, _ = with_gradient()
+    before = layer.weight.detach().clone()
+    if name == "momentum":
+        optimizer = torch.optim.SGD([layer.weight], lr=0.1, momentum=0.9)
+    else:
+        optimizer = getattr(torch.optim, name)([layer.weight], lr=0.1)
+    optimizer.step()
+    assert (layer.weight != before).any(1).sum() == 3
+
+
+def test_dense_gradients_are_left_to_torch():
+    layer, _ = with_gradient()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    torch.optim.Adam([layer.weight]).step()
+    other = torch.nn.Embedding(9, 2, sparse=True)
+    other(torch.arange(3)).sum().backward()
+    with pytest.raises(RuntimeError, match="consider SparseAdam"):  # no table of ours
+        torch.optim.Adam([other.weight]).step()

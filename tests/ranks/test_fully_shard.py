@@ -1,0 +1,117 @@
+"""torch's fully_shard of the dense part beside tables: as on one rank."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import sparsekit
+from sparsekit.distributed import ignored_parameters
+from sparsekit.optim import clip_grad_norm_, clip_grad_value_
+
+# All take one path; these have states of each form.
+RULES = ["LazyAdam", "Adam", "RowWiseAdagrad"]
+
+
+def model(group):
+    torch.manual_seed(0)
+    layer = sparsekit.EmbeddingBag(99, 5, name="t", mode="sum", process_group=group)
+    # The last layer has one row, so rank 1 has none of its weight and bias.
+    return torch.nn.Sequential(layer, torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
+
+
+def train(rank, rules, clip):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    mesh = init_device_mesh("cpu", (2,))
+    for rule in rules:
+        sharded, whole = model(None), model(alone)
+        for layer in sharded[1:]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh, ignored_params=set(ignored_parameters(sharded).values()))
+        kind = getattr(sparsekit.optim, rule)
+        optimizers = [kind(m.parameters(), lr=0.05) for m in (sharded, whole)]
+        for step in range(2):
+            keys = torch.randint(0, 30, (8, 3), generator=torch.Generator().manual_seed(step))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            sharded(keys[4 * rank : 4 * rank + 4]).square().mean().backward()
+            whole(keys).square().mean().backward()
+            if clip == "value":
+                for one in (sharded, whole):
+                    clip_grad_value_(one.parameters(), 1e-3)
+            elif clip:
+                norm = clip_grad_norm_(sharded.parameters(), 0.01, clip)
+                expected = clip_grad_norm_(whole.parameters(), 0.01, clip, process_group=alone)
+                torch.testing.assert_close(norm, expected)
+            sparsekit.optim.check_finite_gradients(sharded)
+            for optimizer in optimizers:
+                optimizer.step()
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        keys = torch.arange(30).view(10, 3)
+        torch.testing.assert_close(sharded.eval()(keys), whole.eval()(keys))
+        for mine, theirs in zip(sharded[1:].parameters(), whole[1:].parameters(), strict=True):
+            torch.testing.assert_close(mine.full_tensor(), theirs)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fully_shard_beside_tables(two_ranks):
+    two_ranks(train, RULES, None)
+    for clip in (2, math.inf, "value"):
+        two_ranks(train, ["SGD"], clip)
+
+
+def ignored(rank):
+    made = torch.nn.Sequential(model(None), torch.nn.BatchNorm1d(1))
+    found = ignored_parameters(made)
+    assert found["0.0.weight"] is made[0][0].weight
+    assert {"0.0.shard", "0.0.owners", "0.0.table.buckets"} <= found.keys()
+    assert all(name.startswith("0.0.") for name in found)
+    assert ignored_parameters(made[1]) == {}
+    # A tool that broadcasts what it is not told to leave alone, as Lightning does in validation.
+    made[0][0](torch.tensor([[1, 2, 3, 4]]))
+    before = {name: tensor.clone() for name, tensor in found.items()}
+    ddp = torch.nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(made, found)
+    torch.distributed.utils._sync_module_states(
+        made, dist.group.WORLD, 2**20, src=0,
+        params_and_buffers_to_ignore=set(made._ddp_params_and_buffers_to_ignore),
+    )  # fmt: skip
+    assert all(torch.equal(tensor, before[name]) for name, tensor in found.items())
+
+
+def test_ignored_parameters(two_ranks):
+    two_ranks(ignored)
+
+
+def accumulate(rank, group=None):
+    """Two halves of a batch without a step between, under no_sync: gradients of one step."""
+    made = model(group)
+    keys = torch.randint(0, 30, (8, 3), generator=torch.Generator().manual_seed(0))
+    if group is not None:
+        made(keys).square().mean().backward()
+        return made[1].weight.grad, made
+    wrapped = torch.nn.parallel.DistributedDataParallel(made)
+    halves = keys[4 * rank : 4 * rank + 4].split(2)
+    with wrapped.no_sync():
+        (wrapped(halves[0]).square().mean() / 2).backward()
+    (wrapped(halves[1]).square().mean() / 2).backward()
+    return made[1].weight.grad, made
+
+
+def accumulated(rank):
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    (dense, sharded), (expected, whole) = accumulate(rank), accumulate(rank, alone)
+    torch.testing.assert_close(dense, expected)
+    for one in (sharded, whole):
+        sparsekit.optim.SGD(one.parameters(), lr=0.1).step()
+    keys = torch.arange(30).view(10, 3)
+    torch.testing.assert_close(sharded.eval()(keys), whole.eval()(keys))
+
+
+def test_gradients_accumulate_under_ddp(two_ranks):
+    two_ranks(accumulated)

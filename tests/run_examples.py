@@ -1,0 +1,41 @@
+"""Runs scripts of examples/ on one rank, each in a fork, and writes what rank 0 has printed.
+
+Importing torch and the trainers takes longer than the scripts do, so it is done once for all.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import sys
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, port: str, printed: Path) -> None:
+    """Run an example, whose ranks meet at a port."""
+    os.environ["MASTER_PORT"] = port
+    with printed.open("w") as file, redirect_stdout(file if os.environ["RANK"] == "0" else None):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def main(folder: Path, calls: dict[str, tuple[str, list[str]]]) -> None:
+    """Run examples: name -> port, and packages to import before."""
+    sys.path.insert(0, str(EXAMPLES))
+    for package in ["sparsekit", *{p for _, packages in calls.values() for p in packages}]:
+        with suppress(ImportError):
+            importlib.import_module(package)
+    for name, (port, _) in calls.items():
+        child = os.fork()
+        if child == 0:
+            run(name, port, folder / f"{name}-{os.environ['RANK']}")
+            sys.stdout.flush()
+            sys.exit()
+        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(f"{name} failed")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,85 @@
+"""The examples run on two ranks, and learn; those of one model take the same steps."""
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Each with the packages that it needs.
+NEEDS = {
+    "ddp": [],
+    "fsdp2": [],
+    "lightning_auto": ["lightning"],
+    "lightning_manual": ["lightning"],
+    "accelerate_loop": ["accelerate"],
+    "huggingface": ["transformers", "accelerate"],
+}
+
+
+def absent(name: str) -> list[str]:
+    return [package for package in NEEDS[name] if importlib.util.find_spec(package) is None]
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each example has printed, of those that can run here."""
+    folder = tmp_path_factory.mktemp("examples")
+    names = [name for name in NEEDS if not absent(name)]
+    ports = free_ports(len(names))
+    calls = json.dumps({n: (port, NEEDS[n]) for n, port in zip(names, ports, strict=True)})
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
+            **{"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
+            # What torchrun sets, by which Lightning knows it; the agent's store is left out.
+            **{"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "examples", "MASTER_PORT": ports[0]},
+        }
+        command = [sys.executable, "-W", "ignore", "tests/run_examples.py", str(folder), calls]
+        with (folder / f"errors-{rank}").open("w") as errors:
+            ranks.append(
+                subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stderr=errors, stdout=subprocess.DEVNULL
+                )
+            )
+    try:
+        codes = [rank.wait(150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0, 0], "".join((folder / f"errors-{r}").read_text() for r in range(2))
+    return {name: (folder / f"{name}-0").read_text() for name in names}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_example(name: str, request: pytest.FixtureRequest) -> None:
+    if absent(name):
+        pytest.skip(f"needs {', '.join(absent(name))}, which is not installed")
+    printed = request.getfixturevalue("printed")
+    (loss,) = re.findall(r"^loss (\d\.\d+)$", printed[name], re.MULTILINE)
+    assert float(loss) < 0.3
+    if name in ("fsdp2", "lightning_auto"):
+        assert loss == re.findall(r"^loss (.*)$", printed["ddp"], re.MULTILINE)[0]
+
+
+def test_examples_are_short() -> None:
+    lengths = {path.stem: len(path.read_text().splitlines()) for path in ROOT.glob("examples/*.py")}
+    assert lengths.keys() == {*NEEDS, "model"}
+    assert max(lengths.values()) <= 40, lengths
