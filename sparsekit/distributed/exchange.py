@@ -92,6 +92,8 @@ class Exchange:
         self._raised_together = 0
         # Tables, by their plan, whose keys all ranks have agreed to send without a handshake.
         self.at_once: set[str] = set()
+        # Parts of tables that this rank has saved since the last lookup.
+        self.parts_saved = 0
         # Why this exchange cannot be used any more.
         self.broken: str | None = None
         # Most bytes that each rank may send here in one part: that of a handshake at first.

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from ..distributed import Exchange
 
 
 class OwnShard(torch.Tensor):
@@ -15,12 +20,13 @@ class OwnShard(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     layer: str
+    exchange: Callable[[], Exchange | None]  # a weak reference
 
     @staticmethod
-    def of(shard: torch.Tensor, layer: str) -> OwnShard:
+    def of(shard: torch.Tensor, layer: str, exchange: Callable[[], Exchange | None]) -> OwnShard:
         """The marked entry of a layer."""
         marked = shard.as_subclass(OwnShard)
-        marked.layer = layer
+        marked.layer, marked.exchange = layer, exchange
         return marked
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
@@ -33,8 +39,42 @@ class OwnShard(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnShard:
-        return memo.setdefault(id(self), OwnShard.of(self.clone(), self.layer))
+        return memo.setdefault(id(self), OwnShard.of(self.clone(), self.layer, self.exchange))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        exchange = self.exchange()
+        if exchange is not None:
+            exchange.parts_saved += 1
         # Saved as what it is, so that torch.load needs to know nothing of it.
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def nothing() -> None:
+    """In place of a weak reference, where there is no exchange."""
+
+
+def exchange_ref(exchange: Exchange | None) -> Callable[[], Exchange | None]:
+    """One that an `OwnShard` can have."""
+    return nothing if exchange is None else weakref.ref(exchange)
+
+
+def warn_of_parts_not_saved(saved: Sequence[int]) -> None:
+    """Warn where some ranks have saved states since the last lookup and others have not.
+
+    Trainers and many scripts save on rank 0 alone, and nobody would miss the other ranks' rows
+    before they are to be loaded.
+
+    Args:
+        saved: parts of tables that each rank has saved.
+    """
+    if len(set(saved)) == 1:
+        return
+    most = max(saved)
+    own = [rank for rank, count in enumerate(saved) if count == most]
+    lost = [rank for rank, count in enumerate(saved) if count < most]
+    warnings.warn(
+        f"sparsekit: a state with tables has been saved on ranks {own} and not on ranks {lost}, "
+        f"whose rows are then in no file: each rank has a part of every table, so have each save "
+        f"its own, torch.save(model.state_dict(), f'model-{{rank}}.pt'). See docs/trainers.md",
+        stacklevel=2,
+    )

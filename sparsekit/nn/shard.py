@@ -22,7 +22,7 @@ from .init_function import resolve
 from .load import entries_of, load, own_entries, refuse_lost_values
 from .lookup.tables import Kept
 from .options import TableOptions, drawn_seed
-from .own_shard import OwnShard
+from .own_shard import OwnShard, exchange_ref
 from .owners import CodeOfMap, even_map
 from .request import Request
 from .vectors import VectorsByKey
@@ -306,7 +306,8 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.world_size > 1:
             name = f"{prefix}shard"
-            destination[name] = OwnShard.of(destination[name], self.name)
+            exchange = exchange_ref(self.process_exchange())
+            destination[name] = OwnShard.of(destination[name], self.name, exchange)
 
     def _apply(self, *args: Any, **kwargs: Any) -> ShardedTable:
         # While the optimizer's state is still where the weight is, and of its dtype.

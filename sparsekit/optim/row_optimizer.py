@@ -296,10 +296,7 @@ class RowOptimizer(torch.optim.Optimizer):
         initial = self._initial_states(group)
         if self.row_wise:
             shape = parameter.shape[:1]
-            return {
-                name: parameter.new_full(shape, value, dtype=dtype)
-                for name, value in initial.items()
-            }
+            return {n: parameter.new_full(shape, v, dtype=dtype) for n, v in initial.items()}
         # One allocation, in which the states of a row are neighbours: a row that is touched is one
         # place in memory and not several.
         rows, rest = parameter.shape[:1], parameter.shape[1:]

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -141,6 +142,35 @@ def checkpoint(rank, folder):
     if rank == 1:
         with pytest.raises(RuntimeError, match=r"rank 0 of 2.*each rank saves its own"):
             made.load_state_dict(state)
+
+
+def warned_of(rank, savers, copies):
+    """What a lookup warns of after some ranks have saved; then what later ones do."""
+    table = sparsekit.Embedding(10, 4, name="saved")
+    keys = torch.tensor([1, 2])
+    table(keys)
+    if rank in savers:
+        torch.save(copy.deepcopy(table.state_dict()), io.BytesIO())
+    for _ in range(copies):
+        copy.deepcopy(table.state_dict())
+    said = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            table(keys)
+        said.append([str(warning.message) for warning in caught])
+    return said
+
+
+def test_a_state_that_is_saved_on_one_rank_only(two_ranks):
+    for first, second in two_ranks(warned_of, [0], 0):
+        assert len(first) == 1
+        assert "saved on ranks [0] and not on ranks [1]" in first[0]
+        assert second == []
+
+
+def test_states_that_are_saved_on_all_ranks_or_none(two_ranks):
+    assert two_ranks(warned_of, [0, 1], 1) == two_ranks(warned_of, [], 1) == [[[], []]] * 2
 
 
 def test_a_checkpoint_of_one_rank_is_refused(two_ranks, tmp_path):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..._compiling import refuse_recording
 from ...distributed.exchange import Exchange, Offer
+from ..own_shard import warn_of_parts_not_saved
 from ..request import Request
 from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
 from .by_key import ByKey
@@ -114,12 +115,14 @@ def _begin_on_ranks(
         by_key = by_key_of(tables)
         requests = ask(tables)
         by_key.ask(requests)
-        facts = _compare(by_key, requests)
+        facts = *_compare(by_key, requests), exchange.parts_saved
         return _Offer(by_key.counts, facts, by_key.plan, by_key=by_key, requests=requests)
 
     # A bad input here is an error on all ranks, none of which has changed anything yet.
     offered, agreed = exchange.meet("look up", offer)
     by_key = offered.by_key
+    exchange.parts_saved = 0
+    warn_of_parts_not_saved([saved for *_, saved in agreed.facts])
     if all(by_bag for by_bag, *_ in agreed.facts):
         by_bag = ByBag(exchange, by_key.plan, by_key.tables, offered.requests)
         by_bag.begin([size for _, size, _ in agreed.facts])
@@ -139,21 +142,21 @@ def _agreed_before(exchange: Exchange, kept: Kept, asked: Sequence[ShardedTable]
         return None
 
 
-def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int, int]:
+def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
     """Whether this rank would rather go by bag, and what it would then send to each rank.
 
     Forward and backward move the same numbers of vectors, so one of them is counted.
     """
     if by_key.tables.most_keys is not None:
-        return 0, 0, 0
+        return 0, 0
     tables = by_key.tables.asked
     strategies = {table.strategy for table in tables}
     forced = "reduce_scatter" in strategies
     if "all_to_all" in strategies and not forced:
-        return 0, 0, 0
+        return 0, 0
     # Mostly that tells, without a look at the requests.
     if not forced and by_key.bytes_of_bags() >= by_key.bytes_to_move():
-        return 0, 0, 0
+        return 0, 0
     if "all_to_all" in strategies or not all(map(can_go_by_bag, requests)):
         if forced:
             raise ValueError(
@@ -161,9 +164,9 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int, int]
                 f"goes neither with sample_weights that need a gradient nor in a group with layers "
                 f"that do not pool or have strategy='all_to_all'"
             )
-        return 0, 0, 0
+        return 0, 0
     for request in requests:
         request.check()
     if not forced and bytes_to_move(requests) >= by_key.bytes_to_move():
-        return 0, 0, 0
-    return 1, payload_bytes(requests), 0
+        return 0, 0
+    return 1, payload_bytes(requests)
