@@ -1,7 +1,7 @@
 """Ranks for tests: processes with a gloo group, which run a function together.
 
-A pool lives for a whole module, since starting processes that import torch takes seconds. After a
-call that left a rank dead or in a collective the next one gets new processes.
+Processes are forks of one that has imported torch, which takes seconds. A pool lives for a whole
+module; after a call that left a rank dead or in a collective the next one gets new processes.
 """
 
 import multiprocessing
@@ -43,7 +43,8 @@ class Ranks:
         self._start()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "sparsekit"])
         self.usable = True
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
