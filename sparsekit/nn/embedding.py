@@ -1,6 +1,6 @@
 """The two layers: pooled bags of keys, and one vector for each key."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .lookup import look_up
 from .options import TableOptions, check_count
 from .request import Request, ask_bags, ask_vectors
 from .shard import ShardedTable
+from .slots import check_max_nnz
 from .torch_words import explain_torch_words
 
 STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
@@ -37,8 +38,9 @@ class DistributedEmbedding(ShardedTable):
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
         embedding_vec_size: elements of a vector (dim).
         slot_num: bags of a sample.
-        max_nnz: most keys in a bag, padding included.
-        max_feature_num: most keys in a sample; None means slot_num * max_nnz.
+        max_nnz: most keys in a bag, padding included; None for any number. Or a list of slot_num
+            of these, one for each slot, in which padding does not count.
+        max_feature_num: most keys in a sample, before bags are truncated; None for any number.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         key_dtype: torch.int64 (int32 keys are taken as well) or torch.int32.
         embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``, or a function
@@ -59,6 +61,8 @@ class DistributedEmbedding(ShardedTable):
         device: of the rows and the table; None: torch's default. On meta there is no memory before
             ``to_empty``, from which the layer comes as if it had been made there.
         process_group: None means torch.distributed's default group, or one process.
+        truncate: True leaves out the keys of a bag beyond its first max_nnz, padding not counted;
+            they get no row, and they and their weights no gradient. False: more are an error.
         placement: which rank has a key. ``"hash"``: as a hash of the key says, which spreads any
             keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK, where keys
             with the same low bits crowd on few ranks. None: hash with the hash table, and modulo
@@ -106,7 +110,7 @@ class DistributedEmbedding(ShardedTable):
         max_vocabulary_size_per_gpu: int,
         embedding_vec_size: int,
         slot_num: int,
-        max_nnz: int,
+        max_nnz: int | Sequence[int | None] | None = None,
         max_feature_num: int | None = None,
         use_hashtable: bool = True,
         *,
@@ -124,6 +128,7 @@ class DistributedEmbedding(ShardedTable):
         wire_dtype: torch.dtype | None = None,
         max_keys_per_rank: int | None = None,
         strategy: str = "auto",
+        truncate: bool = False,
     ) -> None:
         super().__init__(
             TableOptions(
@@ -150,7 +155,8 @@ class DistributedEmbedding(ShardedTable):
         self.strategy = strategy
         self.combiner = combiner
         self.slot_num = check_count(self.name, "slot_num", slot_num)
-        self.max_nnz = check_count(self.name, "max_nnz", max_nnz)
+        self.max_nnz = check_max_nnz(self.name, max_nnz, truncate, self.slot_num)
+        self.truncate = truncate
         if max_feature_num is not None:
             max_feature_num = check_count(self.name, "max_feature_num", max_feature_num)
         self.max_feature_num = max_feature_num
@@ -179,13 +185,14 @@ class DistributedEmbedding(ShardedTable):
             self.slot_num,
             self.max_nnz,
             self.max_feature_num,
+            self.truncate,
         )
 
     def extra_repr(self) -> str:
         """The base's, and how bags are pooled."""
         return (
             f"{super().extra_repr()}, combiner={self.combiner!r}, slot_num={self.slot_num}, "
-            f"max_nnz={self.max_nnz}"
+            f"max_nnz={self.max_nnz}{', truncate=True' if self.truncate else ''}"
         )
 
 

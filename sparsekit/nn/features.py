@@ -12,10 +12,8 @@ from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
 from .inputs import Bags, check_bags, read_bags
 from .lookup import Tables, keep
-from .options import check_count
 from .request import (
     GROUP,
-    NO_LIMIT,
     Request,
     SharedBags,
     check_key_dtype,
@@ -24,6 +22,7 @@ from .request import (
     one_by_one,
 )
 from .shard import ShardedTable
+from .slots import NO_LIMIT, check_max_nnz, within
 
 OUTPUTS = ("dict", "concatenated", "keyed")
 
@@ -37,11 +36,14 @@ class Feature:
         combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``; None for the vector of each key, without
             pooling or weights; ``"default"`` for what the layer does.
         max_nnz: most keys in a bag; None for the layer's.
+        truncate: whether keys beyond max_nnz are left out, as in `DistributedEmbedding`; None for
+            what the layer does. Where vectors are not pooled, padding counts.
     """
 
     layer: str
     combiner: str | None = "default"
     max_nnz: int | None = None
+    truncate: bool | None = None
 
 
 @dataclass(slots=True)
@@ -62,9 +64,17 @@ class Asked:
         """Whether the ops can take its bags where they lie, beside those of other features."""
         return (
             self.feature.combiner is not None
+            and not self.feature.truncate
             and self.max_feature_num is None
             and self.table.padding_key is None
         )
+
+
+def whole(name: str, layer: ShardedTable) -> str | Feature:
+    """The feature that a layer is by itself. What it does in several slots is not asked of that."""
+    if getattr(layer, "slot_num", 1) == 1:
+        return name
+    return Feature(name, "sum", NO_LIMIT, truncate=False)
 
 
 def settled(
@@ -98,9 +108,19 @@ def _settled(name: str, feature: str | Feature, layers: Mapping[str, ShardedTabl
     check_choice(where, "combiner", feature.combiner, (*COMBINERS, None, "default"))
     if feature.combiner == "default":
         feature = replace(feature, combiner=getattr(layer, "combiner", None))
-    if feature.max_nnz is None:
-        return replace(feature, max_nnz=getattr(layer, "max_nnz", NO_LIMIT))
-    return replace(feature, max_nnz=check_count(where, "max_nnz", feature.max_nnz))
+    max_nnz = feature.max_nnz
+    if max_nnz is None:
+        max_nnz = getattr(layer, "max_nnz", None)
+        if isinstance(max_nnz, tuple):
+            raise ValueError(
+                f"{where} needs a max_nnz, since layer {feature.layer!r} has one for each of its "
+                f"slots, {list(max_nnz)}"
+            )
+    truncate = feature.truncate
+    if truncate is None:
+        truncate = getattr(layer, "truncate", False)
+    most = cast("int | None", check_max_nnz(where, max_nnz, truncate, 1))
+    return replace(feature, max_nnz=NO_LIMIT if most is None else most, truncate=truncate)
 
 
 def check_joined(
@@ -224,11 +244,12 @@ def _request(
     one: Asked, bags: Bags, count: int | None = None, first_bag: int | None = None
 ) -> Request:
     """What a feature asks: bags, or a run of them."""
+    most, truncate = cast(int, one.feature.max_nnz), bool(one.feature.truncate)
     request = Request(
         one.table,
         bags,
         one.feature.combiner or "sum",
-        cast(int, one.feature.max_nnz),
+        NO_LIMIT if truncate else most,
         (bags.count if count is None else count,),
         one.max_feature_num,
         feature=one.name,
@@ -238,11 +259,15 @@ def _request(
     if bags.count >= 0 and one.can_share:
         return request
     request.check()
+    if one.feature.combiner is not None:
+        leave_padding_out(request)
+    if truncate:
+        request.bags = within(request.bags, request.name, [most], truncate)
     if one.feature.combiner is None:
         bags_of_keys = request.offsets
         request = one_by_one(one.table, request.keys)
         request.jagged = bags_of_keys
-    leave_padding_out(request)
+        leave_padding_out(request)
     return request
 
 

@@ -23,6 +23,7 @@ from .features import (
     keyed_tensor_class,
     settled,
     share_columns,
+    whole,
 )
 from .inputs import is_keyed_jagged
 from .lookup import Kept, Route, Tables, begin, finish, look_up
@@ -88,7 +89,7 @@ class EmbeddingGroup(torch.nn.Module):
         # A feature for each layer, for a KeyedJaggedTensor, unless the caller has said which.
         self.has_features = features is not None
         if features is None:
-            features = {name: name for name in layers}
+            features = {name: whole(name, layer) for name, layer in layers.items()}
         self.features = settled(features, layers)
         self._layers_asked = [name_in_state(feature.layer) for feature in self.features.values()]
         check_choice(GROUP, "output", output, OUTPUTS)

@@ -14,11 +14,11 @@ from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
 from ..ops.embedding_bag import COMBINERS
 from ..ops.embedding_bag import _checked as _embedding_bag
 from .inputs import Bags, check_bags, check_device, is_padding, read_bags, without_padding
+from .slots import NO_LIMIT, within
 
 if TYPE_CHECKING:
     from .shard import ShardedTable
 
-NO_LIMIT = 2**63 - 1
 # What errors about the input of a whole group begin with.
 GROUP = "EmbeddingGroup"
 
@@ -174,8 +174,9 @@ def ask_bags(
     sample_weights: Any,
     combiner: str,
     slot_num: int | None,
-    max_nnz: int = NO_LIMIT,
+    max_nnz: int | tuple[int | None, ...] | None = None,
     max_feature_num: int | None = None,
+    truncate: bool = False,
 ) -> Request:
     """Read bags for a table. Changes nothing.
 
@@ -189,12 +190,18 @@ def ask_bags(
     else:
         samples, rest = divmod(bags.count, slot_num)
         shape = samples, slot_num
-    request = Request(table, bags, combiner, max_nnz, shape, max_feature_num)
+    by_slot = isinstance(max_nnz, tuple)
+    # The ops know one limit, and refuse what is beyond it.
+    limit = max_nnz if isinstance(max_nnz, int) and not truncate else NO_LIMIT
+    request = Request(table, bags, combiner, limit, shape, max_feature_num)
     check_key_dtype(table, bags.values)
-    odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num)
+    odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num) or truncate or by_slot
     if odd or max_feature_num is not None or table.padding_key is not None:
         request.check()
         leave_padding_out(request)
+    if truncate or by_slot:
+        limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
+        request.bags = within(request.bags, request.name, limits, truncate)
     return request
 
 

@@ -36,7 +36,7 @@ def test_arguments_are_those_of_torch_and_then_ours(drop_in):
         for name, parameter in parameters(DistributedEmbedding).items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     } | {"use_hashtable"}
-    others -= set() if drop_in is EmbeddingBag else {"strategy"}
+    others -= {"truncate"} if drop_in is EmbeddingBag else {"truncate", "strategy"}
     assert others <= set(parameters(drop_in))
 
 

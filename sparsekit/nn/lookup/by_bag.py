@@ -18,7 +18,8 @@ from ...distributed.exchange import HEAD_BYTES, Exchange, Parts, padded
 from ...distributed.packing import pack, packed_sizes, unpack
 from ...ops._checks import accumulate_dtype
 from ..inputs import Bags, offsets_of
-from ..request import NO_LIMIT, Request, one_by_one
+from ..request import Request, one_by_one
+from ..slots import NO_LIMIT
 from .grouped import Grouped
 from .tables import Tables
 

@@ -1,0 +1,98 @@
+"""What each slot may have for itself, and what that does to the bags of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from .inputs import Bags, offsets_of
+from .options import check_count
+
+# Stands for bags of any length.
+NO_LIMIT = 2**63 - 1
+
+
+def each_slot(layer: str, argument: str, value: Any, slot_num: int) -> list[Any] | None:
+    """The values of an argument that is given by slot; None if one value is for all of them.
+
+    Raises:
+        ValueError: as many as there are no slots.
+    """
+    if not isinstance(value, (list, tuple)):
+        return None
+    if len(value) != slot_num:
+        raise ValueError(
+            f"{layer}: {argument} must be one for all slots or a list of slot_num={slot_num}, "
+            f"got {list(value)!r}"
+        )
+    return list(value)
+
+
+def check_max_nnz(
+    layer: str, max_nnz: Any, truncate: Any, slot_num: int
+) -> int | tuple[int | None, ...] | None:
+    """``max_nnz`` as a layer keeps it; that of a single slot is no tuple.
+
+    Raises:
+        TypeError, ValueError: no int of at least 1, or as many as there are no slots; or no
+            max_nnz to truncate to.
+    """
+    if not isinstance(truncate, bool):
+        raise TypeError(f"{layer}: truncate must be True or False, got {truncate!r}")
+    if truncate and max_nnz is None:
+        raise ValueError(f"{layer}: truncate=True needs a max_nnz, got None")
+    if (each := each_slot(layer, "max_nnz", max_nnz, slot_num)) is None:
+        return None if max_nnz is None else check_count(layer, "max_nnz", max_nnz)
+    most = [
+        None if one is None else check_count(layer, f"max_nnz[{slot}]", one)
+        for slot, one in enumerate(each)
+    ]
+    return tuple(most) if slot_num > 1 else most[0]
+
+
+def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool) -> Bags:
+    """Bags that have been checked, each with at most the keys that its slot may have.
+
+    Args:
+        bags: of samples of as many slots as there are in max_nnz.
+        layer: what errors begin with.
+        max_nnz: of each slot.
+        truncate: whether a bag keeps its first keys where it has more.
+
+    Raises:
+        ValueError: a bag with more keys, unless it is truncated.
+    """
+    begins = cast(torch.Tensor, bags.offsets)
+    counts = begins.diff()
+    limits = torch.tensor([NO_LIMIT if one is None else one for one in max_nnz])
+    samples = len(counts) // len(max_nnz)
+    most = limits.repeat_interleave(samples) if bags.slot_major else limits.repeat(samples)
+    most = most.to(counts.device)
+    beyond = counts > most
+    if not beyond.any():
+        return bags
+    if truncate:
+        return taken(bags, begins[:-1], counts.minimum(most))
+    b = int(beyond.nonzero()[0])
+    slot = b // samples if bags.slot_major else b % len(max_nnz)
+    raise ValueError(
+        f"{layer}: bag {b} has {int(counts[b])} keys, more than max_nnz[{slot}]={int(most[b])}"
+    )
+
+
+def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor) -> Bags:
+    """Bags whose values are runs of those of others.
+
+    Args:
+        bags: the others.
+        begins: int64 ``[bags]``, where in them each run begins.
+        counts: int64 ``[bags]``, how long it is.
+    """
+    offsets = offsets_of(counts)
+    places = torch.arange(int(offsets[-1]), device=counts.device)
+    places += (begins - offsets[:-1]).repeat_interleave(counts)
+    weights = None if bags.weights is None else bags.weights[places]
+    return replace(bags, values=bags.values[places], offsets=offsets, weights=weights)

@@ -1,0 +1,131 @@
+"""What each slot of a DistributedEmbedding may have for itself: how many keys, which combiner."""
+
+import pytest
+import torch
+
+from sparsekit import DistributedEmbedding, EmbeddingGroup, Feature
+from tests.nn.keyed import Keyed
+
+from .bags import (
+    BAGS,
+    FORMS,
+    PADDING,
+    SLOTS,
+    check_coalesced,
+    make_layer,
+    oracle,
+    random_weights,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+
+T = torch.tensor
+
+
+def truncated(bags, most):
+    """The bags, cut by hand, and where what is left stood."""
+    cut = [bag[: most[b % SLOTS]] for b, bag in enumerate(bags)]
+    begins = [sum(map(len, bags[:b])) for b in range(len(bags))]
+    places = [begins[b] + i for b, bag in enumerate(cut) for i in range(len(bag))]
+    return cut, T(places)
+
+
+# Uncoalesced bags have their keys in another order.
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"uncoalesced_coo"}))
+def test_what_is_truncated_was_never_there(form):
+    most = [2, 1, None]
+    layer = make_layer("mean", max_nnz=most, truncate=True, padding_key=PADDING)
+    bags = [[key % 1000 for key in bag] for bag in BAGS[::-1]]
+    weights = random_weights(sum(map(len, bags)))
+    cut, places = truncated(bags, most)
+    assert cut != bags
+    out = layer(*FORMS[form](bags, weights))
+    expected, weight, expected_weights = oracle(layer, cut, weights[places])
+    torch.testing.assert_close(out, expected)
+    upstream = torch.randn(out.shape, dtype=out.dtype)
+    out.backward(upstream)
+    expected.backward(upstream)
+    check_coalesced(layer.weight.grad)
+    torch.testing.assert_close(layer.weight.grad.to_dense(), weight.grad)
+    torch.testing.assert_close(weights.grad[places], expected_weights.grad)
+    assert weights.grad.abs().sum() == weights.grad[places].abs().sum()
+    assert set(layer.table.keys().tolist()) == {key for bag in cut for key in bag}
+
+
+def test_bags_of_any_length():
+    keys = torch.arange(90)
+    for most in (None, [None], 90, [90]):
+        layer = DistributedEmbedding("sum", 100, 4, 1, most, name="any")
+        out = layer((keys, T([0, 90])))
+        assert torch.equal(
+            out, DistributedEmbedding("sum", 100, 4, 1, name="any")((keys, T([0, 90])))
+        )
+        assert layer.max_nnz == (90 if most in (90, [90]) else None)
+
+
+def test_padding_is_not_counted_by_slot():
+    layer = make_layer(slot_num=2, max_nnz=[1, 2], padding_key=PADDING)
+    keys = T([[[PADDING, 5, PADDING], [PADDING, 3, 4]]])
+    assert torch.equal(layer(keys)[0, 0], layer((T([5]), T([0, 1, 1])))[0, 0])
+    with pytest.raises(ValueError, match=r"^layer: bag 3 has 3 keys, more than max_nnz\[1\]=2"):
+        layer((torch.arange(5), T([0, 0, 1, 2, 5])))
+    slotwise = Keyed(["x", "y"], torch.arange(4), T([0, 0, 2, 3, 4]))
+    with pytest.raises(ValueError, match=r"^layer: bag 1 has 2 keys, more than max_nnz\[0\]=1"):
+        layer(slotwise)
+    assert sorted(layer.table.keys().tolist()) == [3, 4, 5]
+
+
+REFUSED = {
+    r"max_nnz must be one for all slots or a list of slot_num=3, got \[4\]": {"max_nnz": [4]},
+    r"max_nnz\[2\] must be in \[1, .*\], got 0": {"max_nnz": [4, None, 0]},
+    r"max_nnz\[0\] must be an int, got 'a'": {"max_nnz": ["a", 1, 1]},
+    r"max_nnz must be an int, got 2.5": {"max_nnz": 2.5},
+    r"truncate=True needs a max_nnz, got None": {"max_nnz": None, "truncate": True},
+    r"truncate must be True or False, got 3": {"truncate": 3},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message):
+    with pytest.raises((TypeError, ValueError), match=f"^layer: {message}"):
+        make_layer(**REFUSED[message])
+
+
+@pytest.mark.parametrize("combiner", ["sum", None])
+def test_features_are_truncated(combiner):
+    layer = DistributedEmbedding("sum", 100, 4, 1, 2, truncate=True, name="shared")
+    features = {
+        "a": Feature("t", combiner),
+        "b": Feature("t", combiner, max_nnz=1),
+        "c": Feature("t", combiner, max_nnz=9, truncate=False),
+    }
+    group = EmbeddingGroup({"t": layer}, features)
+    values, offsets = torch.arange(10), T([0, 3, 4, 7, 7, 10, 10])
+    out = group(Keyed(["a", "b", "c"], values, offsets))
+    assert sorted(layer.table.keys().tolist()) == [0, 1, 3, 4, 7, 8, 9]
+    for name, keys, ends in [
+        ("a", [0, 1, 3], [0, 2, 3]),
+        ("b", [4], [0, 1, 1]),
+        ("c", [7, 8, 9], [0, 3, 3]),
+    ]:
+        bags = T(keys), T(ends)
+        if combiner is None:
+            vectors = layer((bags[0], torch.arange(len(keys) + 1))).squeeze(1)
+            assert torch.equal(out[name].values(), vectors)
+            assert out[name].offsets().tolist() == ends
+        else:
+            plain = EmbeddingGroup({"t": layer}, {"x": Feature("t", combiner, 9, False)})
+            assert torch.equal(out[name], plain({"x": bags})["x"])
+    with pytest.raises(ValueError, match=r"^shared: feature 'c': bag 0 has 10 keys, .* max_nnz=9"):
+        group(Keyed(["c", "a", "b"], values, T([0, 10, 10, 10])))
+
+
+def test_features_of_a_layer_with_several_limits():
+    slots = DistributedEmbedding("sum", 9, 4, 2, [1, 2], name="slots")
+    with pytest.raises(ValueError, match=r"features\['a'\] needs a max_nnz, .* 'x' .* \[1, 2\]"):
+        EmbeddingGroup({"x": slots}, {"a": "x"})
+    any_length = DistributedEmbedding("sum", 9, 4, 1, name="any_length")
+    with pytest.raises(ValueError, match=r"features\['a'\]: truncate=True needs a max_nnz"):
+        EmbeddingGroup({"x": any_length}, {"a": Feature("x", truncate=True)})
+    out = EmbeddingGroup({"x": slots})({"x": (T([1, 2, 3]), T([0, 1, 3]))})["x"]
+    assert out.shape == (1, 2, 4)
