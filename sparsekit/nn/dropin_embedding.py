@@ -43,7 +43,7 @@ class Embedding(DropIn):
         name: how errors call the layer. Initial vectors depend on it, and without one on
             `torch.manual_seed`.
         use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
-            wire_dtype, max_keys_per_rank: as in `DistributedEmbedding`.
+            wire_dtype, max_keys_per_rank, insert: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[*]``, int64 or int32, of any shape.
@@ -87,6 +87,7 @@ class Embedding(DropIn):
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
         max_keys_per_rank: int | None = None,
+        insert: bool = True,
     ) -> None:
         refuse_absent(
             name or "Embedding",
@@ -113,6 +114,7 @@ class Embedding(DropIn):
             placement=placement,
             wire_dtype=wire_dtype,
             max_keys_per_rank=max_keys_per_rank,
+            insert=insert,
         )
 
     @classmethod

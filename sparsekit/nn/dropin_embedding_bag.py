@@ -38,7 +38,7 @@ class EmbeddingBag(DropIn):
         padding_idx: as in `Embedding`; it does not count in a bag.
         device, dtype, padding_key, embedding_initializer, name: as in `Embedding`.
         use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
-            wire_dtype, max_keys_per_rank, strategy: as in `DistributedEmbedding`.
+            wire_dtype, max_keys_per_rank, insert, strategy: as in `DistributedEmbedding`.
 
     Shape:
         - Input: int64 or int32 ``[n]``, with offsets, or ``[bags, m]``, each row a bag; or
@@ -93,6 +93,7 @@ class EmbeddingBag(DropIn):
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
         max_keys_per_rank: int | None = None,
+        insert: bool = True,
         strategy: str = "auto",
     ) -> None:
         called = name or "EmbeddingBag"
@@ -121,6 +122,7 @@ class EmbeddingBag(DropIn):
             placement=placement,
             wire_dtype=wire_dtype,
             max_keys_per_rank=max_keys_per_rank,
+            insert=insert,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset

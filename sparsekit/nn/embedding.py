@@ -78,6 +78,9 @@ class DistributedEmbedding(ShardedTable):
             `EmbeddingGroup.prefetch`), and a step has a collective less; more keys are an error
             on all ranks. The way is by key, whatever strategy="auto" would choose, and all layers
             of a group must have it. None: any number.
+        insert: False keeps the vocabulary as it is in training, too: a key without a row reads what
+            it would in evaluation, gets no row and no gradient, while keys with a row are trained.
+            It is also an attribute, to be set on all ranks alike. `assign_` inserts all the same.
         strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
             each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
             for which all ranks send all their keys to all; for large bags of keys that seldom
@@ -127,6 +130,7 @@ class DistributedEmbedding(ShardedTable):
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
         max_keys_per_rank: int | None = None,
+        insert: bool = True,
         strategy: str = "auto",
         truncate: bool = False,
     ) -> None:
@@ -143,6 +147,7 @@ class DistributedEmbedding(ShardedTable):
                 gradient_reduction=gradient_reduction,
                 wire_dtype=wire_dtype,
                 max_keys_per_rank=max_keys_per_rank,
+                insert=insert,
                 seed=seed,
                 name=name,
                 dtype=dtype,
@@ -212,7 +217,8 @@ class All2AllDenseEmbedding(ShardedTable):
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
         key_dtype, embedding_initializer, on_full, gradient_reduction, seed, name, dtype, device,
-            process_group, placement, wire_dtype, max_keys_per_rank: as in `DistributedEmbedding`.
+            process_group, placement, wire_dtype, max_keys_per_rank, insert: as in
+            `DistributedEmbedding`.
 
     Shape:
         - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
@@ -243,6 +249,7 @@ class All2AllDenseEmbedding(ShardedTable):
         placement: str | None = None,
         wire_dtype: torch.dtype | None = None,
         max_keys_per_rank: int | None = None,
+        insert: bool = True,
     ) -> None:
         super().__init__(
             TableOptions(
@@ -257,6 +264,7 @@ class All2AllDenseEmbedding(ShardedTable):
                 gradient_reduction=gradient_reduction,
                 wire_dtype=wire_dtype,
                 max_keys_per_rank=max_keys_per_rank,
+                insert=insert,
                 seed=seed,
                 name=name,
                 dtype=dtype,

@@ -34,6 +34,7 @@ class TableOptions:
     gradient_reduction: str
     wire_dtype: torch.dtype | None
     max_keys_per_rank: int | None
+    insert: bool
     seed: int | None
     name: str | None
     dtype: torch.dtype | None
@@ -72,6 +73,8 @@ class TableOptions:
             )
         if self.max_keys_per_rank is not None:
             check_count(name, "max_keys_per_rank", self.max_keys_per_rank)
+        if not isinstance(self.insert, bool):
+            raise TypeError(f"{name}: insert must be True or False, got {self.insert!r}")
         device = _checked_device(name, self.device)
         padding_key = self.padding_key
         if padding_key is not None:

@@ -76,7 +76,7 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         name = options.name
         self.name = f"{type(self).__name__}_{next(_names)}" if name is None else name
         self.kept = Kept()
-        # Modes (training or not) in which the weight has been looked at before the first key.
+        # Modes (inserting or not) in which the weight has been looked at before the first key.
         self.looked_at: set[bool] = set()
         options = options.checked(self.name)
         device = cast(torch.device, options.device)
@@ -91,6 +91,8 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         self.wire_dtype = options.wire_dtype
         # Most distinct keys of a call that another rank is asked for; see DistributedEmbedding.
         self.max_keys_per_rank = options.max_keys_per_rank
+        # Whether keys that are new in training get rows; see DistributedEmbedding.
+        self.insert = options.insert
         self.capacity = options.max_vocabulary_size_per_gpu
         self.embedding_vec_size = options.embedding_vec_size
         self.key_dtype = options.key_dtype
@@ -222,6 +224,11 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
         return min(dtype, self.wire_dtype or dtype, key=lambda one: one.itemsize)
 
+    @property
+    def inserts(self) -> bool:
+        """Whether a lookup gives rows to keys that are new."""
+        return self.training and self.insert
+
     def owned(self, keys: torch.Tensor) -> torch.Tensor:
         """Positions of those of the keys that this rank owns, in rising order."""
         _, counts, order = ops.bucketize(keys, self.world_size, self.owners)
@@ -259,6 +266,7 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             f"placement {self._placed()}{', gradients' if gradients else ''}"
             f", {self.strategy}, {self.gradient_reduction}, {self.dtype_on_wire} between ranks, "
             f"seed {seed}{self._hint_at_seed()}, max_keys_per_rank {self.max_keys_per_rank}, "
+            f"{'inserting' if self.insert else 'insert=False'}, "
             f"{self.initializer}, padding_key {self.padding_key}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )
@@ -327,15 +335,15 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         self.__dict__["changes"] = self.changes + 1  # of dtype or device, in place
         return self
 
-    def prepare(self, training: bool) -> None:
-        """What comes before a lookup, which inserts keys in training.
+    def prepare(self, inserts: bool) -> None:
+        """What comes before a lookup.
 
         Raises:
             RuntimeError: something has written to the weight that the first keys would undo.
         """
-        if self.table is not None and training not in self.looked_at:
+        if self.table is not None and inserts not in self.looked_at:
             refuse_lost_values(self)
-            if not training:
+            if not inserts:
                 self.looked_at.add(False)
 
     def extra_repr(self) -> str:

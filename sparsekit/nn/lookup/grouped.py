@@ -158,14 +158,14 @@ class Grouped:
 
 def insert(table: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     """Rows, int64, of distinct keys of this rank; new ones go in, also in evaluation."""
-    call = _Call(Alike([0], [table], training=True), [one_by_one(table, keys)], None)
+    call = _Call(Alike([0], [table], inserts=True), [one_by_one(table, keys)], None)
     call.find()
     rows: torch.Tensor = call.saved()[1]
     return rows.to(torch.int64)
 
 
 class _Call:
-    """Requests of tables of one dtype, all of them in training or none: one call of each op.
+    """Requests of tables of one dtype, all of which insert keys or none: one call of each op.
 
     With a width, there is one output for the columns of all.
     """
@@ -182,7 +182,7 @@ class _Call:
         self.width = sources.width
 
     def find(self) -> None:
-        """Find rows; in training, insert keys that are new. See `Grouped.look_up`."""
+        """Find rows; insert keys that are new where tables do that. See `Grouped.look_up`."""
         tables, sources = self._tables, self._sources
         _, seeds, *hash_tables = self._tensors
         asked = sources.keys, sources.offsets, sources.features
@@ -191,13 +191,13 @@ class _Call:
         self._rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
         # On a device only the device knows whether keys are new, and mostly none is.
-        sizes = self._tensors.sizes if tables.training and sources.keys[0].is_cpu else []
+        sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []
         before = _numbers(sizes)
-        if late and tables.training:
+        if late and tables.inserts:
             self._catch_up_free_rows(late)
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                if tables.training:
+                if tables.inserts:
                     self._rows, self._index, self._counts, self._bags, self._first_keys = (
                         _find_or_insert(
                             *hash_tables, self.weights, seeds, tables.described,
@@ -210,7 +210,7 @@ class _Call:
                     )
         except Exception as refusal:
             self._explain(refusal)
-        if tables.training and not tables.seen:
+        if tables.inserts and not tables.seen:
             tables.have_keys()
         if (now := _numbers(sizes)) != before:
             # A backward that saved a weight would use its new rows in silence.
@@ -225,7 +225,7 @@ class _Call:
         found = self._index, self._rows, self._counts, self._bags, self._features
         given = self._sample_weights, self._first_keys
         with torch._C._AutoDispatchBelowAutograd():
-            if self._tables.training:
+            if self._tables.inserts:
                 _pool(outs, self.weights, *found, *given, [], [], None)
             else:
                 # Keys that are not there read their initial vectors.

@@ -30,7 +30,7 @@ class Tensors(NamedTuple):
 
 
 class Alike:
-    """Tables of one dtype, all of them in training or none: those of one call of the ops.
+    """Tables of one dtype, all of which insert keys or none: those of one call of the ops.
 
     Tensors are read at each call, since a state that is loaded may bring new ones. The tables
     themselves are not kept alive, so that a layer may keep this and is freed all the same as soon
@@ -56,10 +56,10 @@ class Alike:
     """
 
     def __init__(
-        self, positions: Sequence[int], asked: Sequence[ShardedTable], training: bool
+        self, positions: Sequence[int], asked: Sequence[ShardedTable], inserts: bool
     ) -> None:
         self.positions = positions
-        self.training = training
+        self.inserts = inserts
         places: dict[ShardedTable, int] = {}
         self.places = [places.setdefault(table, len(places)) for table in asked]
         tables = list(places)
@@ -110,8 +110,8 @@ class Alike:
                 check_weight(table)
         if not self.seen:
             for table in self.tables:
-                table.prepare(self.training)
-            self.seen = not self.training  # which is so once keys are in
+                table.prepare(self.inserts)
+            self.seen = not self.inserts  # which is so once keys are in
         return Tensors(
             weights,
             [buffers["seed"] for buffers in self.buffers],
@@ -173,12 +173,12 @@ class Tables:
         for i, table in enumerate(asked):
             key = (
                 *(table.weight.dtype, table.dtype_on_wire),
-                *(table.training, table.gradient_divisor),
+                *(table.inserts, table.gradient_divisor),
             )
             positions.setdefault(key, []).append(i)
         self.alike = [
-            Alike(own, [asked[i] for i in own], training)
-            for (_, _, training, _), own in positions.items()
+            Alike(own, [asked[i] for i in own], inserts)
+            for (_, _, inserts, _), own in positions.items()
         ]
         ends = list(itertools.accumulate(len(alike.dims) for alike in self.alike))
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
