@@ -14,8 +14,7 @@ from .dropin import DropIn, rows_of, with_vectors
 from .embedding import STRATEGIES
 from .init import Initializer
 from .lookup import look_up
-from .lookup.tables import Tables
-from .request import Request, ask_bags, one_by_one
+from .request import Request, ask_bags
 from .torch_words import refuse_absent
 
 MODES = ("sum", "mean", "max")
@@ -49,7 +48,7 @@ class EmbeddingBag(DropIn):
         - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
 
     In an `EmbeddingGroup` inputs are ``[bags, m]``, or in any other form of `DistributedEmbedding`
-    with one slot, where offsets always have the last end. ``mode="max"`` has no place there.
+    with one slot, where offsets always have the last end.
 
     Raises:
         TypeError, ValueError: on bad arguments or inputs; the message names the layer, the
@@ -164,16 +163,7 @@ class EmbeddingBag(DropIn):
 
     @property
     def combiner(self) -> str:
-        """How bags are pooled in an `EmbeddingGroup`.
-
-        Raises:
-            NotImplementedError: mode is ``"max"``, which is done after the lookup.
-        """
-        if self.mode == "max":
-            raise NotImplementedError(
-                f"{self.name}: mode='max' does not go in an EmbeddingGroup; call the layer by "
-                f"itself, or give its feature another combiner"
-            )
+        """The mode, as other layers call it."""
         return self.mode
 
     @uncompiled
@@ -184,23 +174,13 @@ class EmbeddingBag(DropIn):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Pool the vectors of each bag's ids; see Shape above."""
-        if self.mode != "max":
-            return look_up(
-                self.kept, [self], lambda _: [self._asked(input, offsets, per_sample_weights)]
-            )[0]
-        bags: list[torch.Tensor] = []
-
-        def ask(_: Tables) -> list[Request]:
-            request = self._asked(input, offsets, per_sample_weights)
-            request.check()
-            bags.append(request.offsets)
-            return [one_by_one(self, request.keys)]
-
-        return _largest(look_up(self.kept, [self], ask)[0], bags[0])
+        return look_up(
+            self.kept, [self], lambda _: [self._asked(input, offsets, per_sample_weights)]
+        )[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
         """See `ShardedTable`: bags in any form of one slot, and ``[bags, m]``."""
-        return self._bags(inputs, sample_weights, self.combiner)
+        return self._bags(inputs, sample_weights)
 
     def _asked(self, input: Any, offsets: Any, weights: Any) -> Request:
         """The bags of torch's call."""
@@ -216,9 +196,7 @@ class EmbeddingBag(DropIn):
                     f"{self.name}: per_sample_weights must have the shape of input, but their "
                     f"shapes are {shapes[1]} and {shapes[0]}"
                 )
-        # Pooled later, if at all; "sum" stands for bags.
-        combiner = "sum" if self.mode == "max" else self.mode
-        return self._bags(self._inputs(input, offsets), weights, combiner)
+        return self._bags(self._inputs(input, offsets), weights)
 
     def _inputs(self, input: Any, offsets: Any) -> Any:
         if not isinstance(input, torch.Tensor):
@@ -247,38 +225,14 @@ class EmbeddingBag(DropIn):
             offsets = torch.cat((offsets, offsets.new_full((1,), len(input))))
         return input, offsets
 
-    def _bags(self, inputs: Any, weights: Any, combiner: str) -> Request:
+    def _bags(self, inputs: Any, weights: Any) -> Request:
         if isinstance(inputs, torch.Tensor) and inputs.layout == torch.strided:
             inputs = inputs.unsqueeze(1) if inputs.dim() == 2 else inputs
             if isinstance(weights, torch.Tensor) and weights.dim() == 2:
                 weights = weights.unsqueeze(1)
-        return ask_bags(self, inputs, weights, combiner, None)
+        return ask_bags(self, inputs, weights, self.mode, None)
 
     def extra_repr(self) -> str:
         """The base's, and how bags are pooled."""
         last = ", include_last_offset=True" if self.include_last_offset else ""
         return f"{super().extra_repr()}, mode={self.mode!r}{last}"
-
-
-def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The largest of each element of each bag's vectors; zeros of an empty bag.
-
-    Args:
-        vectors: ``[n, dim]``; a NaN is larger than all else.
-        offsets: int64 ``[bags + 1]``, rising from 0 to n.
-
-    Returns:
-        ``[bags, dim]``. The first of equal elements gets the gradient, as torch has it.
-    """
-    n, dim = vectors.shape
-    bags = len(offsets) - 1
-    with torch.no_grad():
-        bag = torch.arange(bags, device=offsets.device).repeat_interleave(offsets.diff())
-        bag = bag.unsqueeze(1).expand(n, dim)
-        largest = vectors.new_full((bags, dim), -torch.inf)
-        largest.scatter_reduce_(0, bag, vectors, "amax")
-        won = (vectors == largest.gather(0, bag)) | vectors.isnan()
-        places = torch.arange(n, device=bag.device).unsqueeze(1).where(won, n)
-        first = bag.new_full((bags, dim), n).scatter_reduce_(0, bag, places, "amin")
-    # Where nothing has won, since the bag is empty, place n is asked for.
-    return torch.cat([vectors, vectors.new_zeros(1, dim)]).gather(0, first)

@@ -8,13 +8,12 @@ import torch.distributed as dist
 
 from .._compiling import uncompiled
 from ..errors import check_choice
-from ..ops.embedding_bag import COMBINERS
 from .init import Initializer
 from .lookup import look_up
 from .options import TableOptions, check_count
 from .request import Request, ask_bags, ask_vectors
 from .shard import ShardedTable
-from .slots import check_max_nnz
+from .slots import check_combiner, check_max_nnz
 from .torch_words import explain_torch_words
 
 STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
@@ -34,7 +33,10 @@ class DistributedEmbedding(ShardedTable):
     key.
 
     Args:
-        combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum) or ``"sqrtn"``.
+        combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum), ``"sqrtn"`` or
+            ``"max"`` (by element, without weights; it takes the vectors of all keys out beforehand,
+            and of equal ones the first gets the gradient). Or a list of slot_num of these, one for
+            each slot; keys then lie slot by slot, as in a KeyedJaggedTensor, or are brought there.
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
         embedding_vec_size: elements of a vector (dim).
         slot_num: bags of a sample.
@@ -109,7 +111,7 @@ class DistributedEmbedding(ShardedTable):
     @explain_torch_words("EmbeddingBag")
     def __init__(
         self,
-        combiner: str,
+        combiner: str | Sequence[str],
         max_vocabulary_size_per_gpu: int,
         embedding_vec_size: int,
         slot_num: int,
@@ -155,11 +157,14 @@ class DistributedEmbedding(ShardedTable):
                 process_group=process_group,
             )
         )
-        check_choice(self.name, "combiner", combiner, tuple(COMBINERS))
-        check_choice(self.name, "strategy", strategy, STRATEGIES)
-        self.strategy = strategy
-        self.combiner = combiner
         self.slot_num = check_count(self.name, "slot_num", slot_num)
+        self.combiner = check_combiner(self.name, combiner, self.slot_num)
+        check_choice(self.name, "strategy", strategy, STRATEGIES)
+        if strategy == "reduce_scatter" and "max" in self.combiner:
+            raise ValueError(
+                f"{self.name}: strategy='reduce_scatter' adds up, and combiner is {combiner!r}"
+            )
+        self.strategy = strategy
         self.max_nnz = check_max_nnz(self.name, max_nnz, truncate, self.slot_num)
         self.truncate = truncate
         if max_feature_num is not None:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 
 from ..errors import check_choice
-from ..ops.embedding_bag import COMBINERS
 from .inputs import Bags, check_bags, read_bags
 from .lookup import Tables, keep
 from .request import (
@@ -22,7 +21,7 @@ from .request import (
     one_by_one,
 )
 from .shard import ShardedTable
-from .slots import NO_LIMIT, check_max_nnz, within
+from .slots import NO_LIMIT, POOLINGS, check_max_nnz, within
 
 OUTPUTS = ("dict", "concatenated", "keyed")
 
@@ -33,8 +32,8 @@ class Feature:
 
     Args:
         layer: name of the layer in the group. Several features may name the same one.
-        combiner: ``"sum"``, ``"mean"`` or ``"sqrtn"``; None for the vector of each key, without
-            pooling or weights; ``"default"`` for what the layer does.
+        combiner: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"``; None for the vector of each key,
+            without pooling or weights; ``"default"`` for what the layer does.
         max_nnz: most keys in a bag; None for the layer's.
         truncate: whether keys beyond max_nnz are left out, as in `DistributedEmbedding`; None for
             what the layer does. Where vectors are not pooled, padding counts.
@@ -63,7 +62,7 @@ class Asked:
     def can_share(self) -> bool:
         """Whether the ops can take its bags where they lie, beside those of other features."""
         return (
-            self.feature.combiner is not None
+            self.feature.combiner not in (None, "max")
             and not self.feature.truncate
             and self.max_feature_num is None
             and self.table.padding_key is None
@@ -105,22 +104,28 @@ def _settled(name: str, feature: str | Feature, layers: Mapping[str, ShardedTabl
     if feature.layer not in layers:
         raise ValueError(f"{where} asks the layer {feature.layer!r}; there are {list(layers)}")
     layer = layers[feature.layer]
-    check_choice(where, "combiner", feature.combiner, (*COMBINERS, None, "default"))
+    check_choice(where, "combiner", feature.combiner, (*POOLINGS, None, "default"))
     if feature.combiner == "default":
-        feature = replace(feature, combiner=getattr(layer, "combiner", None))
+        feature = replace(feature, combiner=_of_layer(where, feature.layer, layer, "combiner"))
     max_nnz = feature.max_nnz
     if max_nnz is None:
-        max_nnz = getattr(layer, "max_nnz", None)
-        if isinstance(max_nnz, tuple):
-            raise ValueError(
-                f"{where} needs a max_nnz, since layer {feature.layer!r} has one for each of its "
-                f"slots, {list(max_nnz)}"
-            )
+        max_nnz = _of_layer(where, feature.layer, layer, "max_nnz")
     truncate = feature.truncate
     if truncate is None:
         truncate = getattr(layer, "truncate", False)
     most = cast("int | None", check_max_nnz(where, max_nnz, truncate, 1))
     return replace(feature, max_nnz=NO_LIMIT if most is None else most, truncate=truncate)
+
+
+def _of_layer(where: str, name: str, layer: ShardedTable, setting: str) -> Any:
+    """A setting of the layer, None if it has none."""
+    value = getattr(layer, setting, None)
+    if isinstance(value, tuple):
+        raise ValueError(
+            f"{where} needs a {setting}, since layer {name!r} has one for each of its slots, "
+            f"{list(value)}"
+        )
+    return value
 
 
 def check_joined(

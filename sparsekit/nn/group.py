@@ -9,7 +9,6 @@ import torch
 
 from .._compiling import uncompiled
 from ..errors import check_choice
-from ..ops.embedding_bag import COMBINERS
 from .any_names import LayersByName, name_in_state
 from .features import (
     OUTPUTS,
@@ -29,6 +28,7 @@ from .inputs import is_keyed_jagged
 from .lookup import Kept, Route, Tables, begin, finish, look_up
 from .request import GROUP, Request, ask_bags
 from .shard import ShardedTable
+from .slots import POOLINGS
 
 
 class EmbeddingGroup(torch.nn.Module):
@@ -229,7 +229,7 @@ def group_embedding_lookup_sparse(
     Args:
         params: the tables: embedding layers, of which only the table is used.
         sp_ids: the bags of each: any form that `DistributedEmbedding` takes, with one slot.
-        combiners: ``"sum"``, ``"mean"`` or ``"sqrtn"`` for each.
+        combiners: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"`` for each.
         sp_weights: for each table weights or None; None for no weights at all.
 
     Returns:
@@ -248,9 +248,9 @@ def group_embedding_lookup_sparse(
             f"got {lengths}"
         )
     for combiner in combiners:
-        if combiner not in COMBINERS:
+        if combiner not in POOLINGS:
             raise ValueError(
-                f"{name}: combiners must be some of {list(COMBINERS)}; got {combiner!r}"
+                f"{name}: combiners must be some of {list(POOLINGS)}; got {combiner!r}"
             )
     _check_shared(name, params)
 

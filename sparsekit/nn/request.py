@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 
-from .. import ops
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
-from ..ops.embedding_bag import COMBINERS
-from ..ops.embedding_bag import _checked as _embedding_bag
 from .inputs import Bags, check_bags, check_device, is_padding, read_bags, without_padding
-from .slots import NO_LIMIT, within
+from .slots import NO_LIMIT, slot_by_slot, within
 
 if TYPE_CHECKING:
     from .shard import ShardedTable
@@ -34,7 +31,9 @@ class Request:
 
     table: ShardedTable
     bags: Bags  # without padding
-    combiner: str  # "none": a bag has at most one key, and its vector; without one zeros
+    # "none": a bag has at most one key, and its vector; without one zeros. A tuple: one for each
+    # slot, and bags lie slot by slot.
+    combiner: str | tuple[str, ...]
     max_nnz: int  # most keys in a bag
     shape: tuple[int, ...]  # of the output, but for dim: there is a bag for each element
     max_feature_num: int | None = None
@@ -74,6 +73,16 @@ class Request:
         weights = self.bags.weights
         return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
+    @property
+    def pooled_here(self) -> bool:
+        """Whether this rank pools the vectors of keys, by ops that autograd knows."""
+        return "max" in self.combiners or self.weights_need_gradient
+
+    @property
+    def combiners(self) -> tuple[str, ...]:
+        """The combiner, or those of all slots."""
+        return self.combiner if isinstance(self.combiner, tuple) else (self.combiner,)
+
     def check(self) -> None:
         """Raise for offsets and keys that the table cannot take. Changes nothing.
 
@@ -87,6 +96,11 @@ class Request:
         if self.combiner != "none":
             slots = self.shape[1] if len(self.shape) > 1 else 1
             self.bags = check_bags(self.bags, self.name, slots, self.max_nnz, self.max_feature_num)
+        if self.bags.weights is not None and "max" in self.combiners:
+            raise ValueError(
+                f"{self.name}: sample_weights must be None, as combiner is {self.combiner!r}: a "
+                f"maximum has no weights"
+            )
         check_keys(self.table, self.bags.values, self.name, self.bags)
         self.checked = True
 
@@ -95,25 +109,20 @@ class Request:
         begin, end = (int(cast(torch.Tensor, bags.offsets)[b]) for b in (first, first + count))
         return bags.part(first, count, begin, end)
 
-    def output(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The output by ops that autograd knows, of a checked request.
-
-        Args:
-            vectors: ``[u, dim]``.
-            positions: int64 ``[n]``, which of them each key has.
-        """
-        if self.combiner == "none":
-            if self.bags.offsets is not None:
-                # A negative position reads zeros and sends no gradient.
-                of_keys = positions
-                positions = positions.new_full((math.prod(self.shape),), -1)
-                positions[self.bags.offsets.diff() > 0] = of_keys
-            return ops.gather_rows(vectors, positions).view(*self.shape, vectors.shape[1])
-        # Past the checks of the public form: bags and weights have been checked.
-        pooled = _embedding_bag(
-            vectors, positions, self.offsets, COMBINERS[self.combiner], self.weights
-        )
-        return self.shaped(pooled)
+    def of_slots(self) -> list[Request]:
+        """One for each slot, of a checked request whose bags lie slot by slot."""
+        samples, slots = self.shape
+        firsts = torch.arange(slots + 1, device=self.offsets.device) * samples
+        ends = self.offsets[firsts].tolist()
+        return [
+            replace(
+                self,
+                bags=self.bags.part(slot * samples, samples, *ends[slot : slot + 2]),
+                combiner=self.combiners[slot],
+                shape=(samples,),
+            )
+            for slot in range(slots)
+        ]
 
     def shaped(self, pooled: torch.Tensor) -> torch.Tensor:
         """The output, from the vectors ``[bags, dim]`` of bags."""
@@ -172,7 +181,7 @@ def ask_bags(
     table: ShardedTable,
     inputs: Any,
     sample_weights: Any,
-    combiner: str,
+    combiner: str | tuple[str, ...],
     slot_num: int | None,
     max_nnz: int | tuple[int | None, ...] | None = None,
     max_feature_num: int | None = None,
@@ -195,13 +204,17 @@ def ask_bags(
     limit = max_nnz if isinstance(max_nnz, int) and not truncate else NO_LIMIT
     request = Request(table, bags, combiner, limit, shape, max_feature_num)
     check_key_dtype(table, bags.values)
-    odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num) or truncate or by_slot
-    if odd or max_feature_num is not None or table.padding_key is not None:
+    odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num)
+    # Bags are looked at before they are changed.
+    changes = truncate or by_slot or isinstance(combiner, tuple)
+    if odd or changes or max_feature_num is not None or table.padding_key is not None:
         request.check()
         leave_padding_out(request)
     if truncate or by_slot:
         limits = max_nnz if isinstance(max_nnz, tuple) else (max_nnz,) * slot_num
         request.bags = within(request.bags, request.name, limits, truncate)
+    if isinstance(combiner, tuple) and not bags.slot_major:
+        request.bags = slot_by_slot(request.bags, slot_num)
     return request
 
 

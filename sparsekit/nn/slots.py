@@ -8,11 +8,15 @@ from typing import Any, cast
 
 import torch
 
+from ..errors import check_choice
+from ..ops.embedding_bag import COMBINERS
 from .inputs import Bags, offsets_of
 from .options import check_count
 
 # Stands for bags of any length.
 NO_LIMIT = 2**63 - 1
+# How a bag can be pooled; the ops do all but the last.
+POOLINGS = (*COMBINERS, "max")
 
 
 def each_slot(layer: str, argument: str, value: Any, slot_num: int) -> list[Any] | None:
@@ -53,6 +57,20 @@ def check_max_nnz(
     return tuple(most) if slot_num > 1 else most[0]
 
 
+def check_combiner(layer: str, combiner: Any, slot_num: int) -> str | tuple[str, ...]:
+    """``combiner`` as a layer keeps it; where it is the same for all slots it is no tuple.
+
+    Raises:
+        ValueError: an unknown one, or as many as there are no slots.
+    """
+    if (each := each_slot(layer, "combiner", combiner, slot_num)) is None:
+        check_choice(layer, "combiner", combiner, POOLINGS)
+        return cast(str, combiner)
+    for slot, one in enumerate(each):
+        check_choice(layer, f"combiner[{slot}]", one, POOLINGS)
+    return tuple(each) if len(set(each)) > 1 else cast(str, each[0])
+
+
 def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool) -> Bags:
     """Bags that have been checked, each with at most the keys that its slot may have.
 
@@ -81,6 +99,15 @@ def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool
     raise ValueError(
         f"{layer}: bag {b} has {int(counts[b])} keys, more than max_nnz[{slot}]={int(most[b])}"
     )
+
+
+def slot_by_slot(bags: Bags, slots: int) -> Bags:
+    """Bags that have been checked, which lie sample by sample, in the other order."""
+    offsets = cast(torch.Tensor, bags.offsets)
+    begins, counts = (
+        of_bags.view(-1, slots).T.reshape(-1) for of_bags in (offsets[:-1], offsets.diff())
+    )
+    return replace(taken(bags, begins, counts), slot_major=True)
 
 
 def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor) -> Bags:

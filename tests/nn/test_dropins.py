@@ -237,14 +237,15 @@ def test_in_a_group():
     assert torch.equal(out[:, :4], layers["bag"](ids[2:4]))
 
 
-def test_a_maximum_has_no_place_in_a_group():
+def test_a_maximum_in_a_group():
     layer = EmbeddingBag(50, 4, mode="max", name="largest")
-    with pytest.raises(NotImplementedError, match="mode='max' does not go in an EmbeddingGroup"):
-        sparsekit.EmbeddingGroup({"a": layer})
-    feature = {"a": sparsekit.Feature("a", "sum")}
-    keyed = Keyed(["a"], T([1, 2]), T([0, 2]), None)
-    out = sparsekit.EmbeddingGroup({"a": layer}, feature)(keyed)["a"]
-    torch.testing.assert_close(out, layer(T([[1], [2]])).sum(0, keepdim=True))
+    group = sparsekit.EmbeddingGroup({"a": layer})
+    ids = T([[1, 2], [3, 3]])
+    assert torch.equal(group({"a": ids})["a"], layer(ids))
+    with pytest.raises(
+        ValueError, match="largest: sample_weights must be None, as combiner is 'ma"
+    ):
+        group({"a": ids}, {"a": torch.ones(2, 2)})
 
 
 TORCH_WORDS = [

@@ -90,7 +90,7 @@ ONES = torch.ones(4)
 
 # name: (what is done, the error, what its message contains besides the layer's name)
 CONSTRUCTION = {
-    "combiner": (lambda: pooled("max"), ValueError, ["combiner", "'max'", "sqrtn"]),
+    "combiner": (lambda: pooled("min"), ValueError, ["combiner", "'min'", "sqrtn"]),
     "combiner no str": (lambda: pooled(["sum"]), ValueError, ["combiner", "['sum']"]),
     "on_full": (lambda: pooled(on_full="evict"), ValueError, ["on_full", "'evict'"]),
     "gradient_reduction": (

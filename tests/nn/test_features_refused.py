@@ -95,8 +95,8 @@ def refused():
         r"features\['a'\] asks the layer 'x'; there are \['rows', 'sh": lambda: make(
             made, {"a": "x"}
         ),
-        r"features\['a'\]: combiner must be one of .* got 'max'": lambda: make(
-            made, {"a": Feature("own", "max")}
+        r"features\['a'\]: combiner must be one of .* got 'min'": lambda: make(
+            made, {"a": Feature("own", "min")}
         ),
         r"features\['a'\]: max_nnz must be .* got 0": lambda: make(
             made, {"a": Feature("own", max_nnz=0)}

@@ -129,3 +129,79 @@ def test_features_of_a_layer_with_several_limits():
         EmbeddingGroup({"x": any_length}, {"a": Feature("x", truncate=True)})
     out = EmbeddingGroup({"x": slots})({"x": (T([1, 2, 3]), T([0, 1, 3]))})["x"]
     assert out.shape == (1, 2, 4)
+
+
+MIXED = ["mean", "max", "sqrtn"]
+
+
+def by_itself(layer, combiner, inputs):
+    """The output with one combiner for all slots."""
+    twin = make_layer(combiner, padding_key=PADDING)
+    twin.load_state_dict(layer.state_dict())
+    twin(*inputs)
+    return twin, twin(*inputs)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("form", ["values_offsets", "csr", "keyed_jagged", "dense"])
+def test_each_slot_has_a_combiner(form, weighted):
+    combiners = ["mean", "sum", "sqrtn"] if weighted else MIXED
+    layer = make_layer(combiners, padding_key=PADDING)
+    weights = random_weights(sum(map(len, BAGS))) if weighted else None
+    out = layer(*FORMS[form](BAGS, weights))
+    upstream = torch.randn(out.shape, dtype=out.dtype)
+    out.backward(upstream)
+    of_weights, gradient = None, torch.zeros_like(layer.weight)
+    if weighted:
+        of_weights, weights.grad = weights.grad, None
+    for slot, combiner in enumerate(combiners):
+        twin, expected = by_itself(layer, combiner, FORMS[form](BAGS, weights))
+        torch.testing.assert_close(out[:, slot], expected[:, slot])
+        expected[:, slot].backward(upstream[:, slot])
+        gradient += twin.weight.grad.to_dense()
+    torch.testing.assert_close(layer.weight.grad.to_dense(), gradient)
+    if weighted:
+        torch.testing.assert_close(of_weights, weights.grad)
+        with torch.no_grad():  # the ops pool these
+            torch.testing.assert_close(layer(*FORMS[form](BAGS, weights)), out)
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_no_keys_and_no_samples(samples):
+    layer = make_layer(MIXED)
+    bags = T([], dtype=torch.int64), torch.zeros(3 * samples + 1, dtype=torch.int64)
+    assert torch.equal(layer(bags), torch.zeros(samples, 3, 5, dtype=torch.float64))
+
+
+def test_combiners_in_a_group():
+    layers = {"x": make_layer(MIXED, name="x"), "y": make_layer("max", slot_num=1, name="y")}
+    group = EmbeddingGroup(layers)
+    inputs = {"x": FORMS["values_offsets"](BAGS, None)[0], "y": (torch.arange(5), T([0, 5]))}
+    out = group(inputs)
+    for name, layer in layers.items():
+        assert torch.equal(out[name], layer(inputs[name]))
+    with pytest.raises(
+        ValueError, match=r"features\['a'\] needs a combiner, since layer 'x' .*'max'"
+    ):
+        EmbeddingGroup(layers, {"a": "x", "y": "y"})
+    features = {"a": Feature("x", "max"), "b": "y", "c": Feature("y", "mean")}
+    group = EmbeddingGroup(layers, features, "concatenated")
+    out = group(Keyed(["c", "b", "a"], torch.arange(6), T([0, 2, 3, 6])))
+    vectors = layers["x"].eval()((torch.arange(3, 6), T([0, 1, 2, 3])))[0]
+    assert torch.equal(out[0, :5], vectors.amax(0))
+    assert out.shape == (1, 15)
+
+
+def test_combiners_are_kept_short():
+    assert make_layer(["sum"] * 3).combiner == "sum"
+    assert make_layer(MIXED).combiner == tuple(MIXED)
+    with pytest.raises(
+        ValueError, match=r"layer: sample_weights must be None, as combiner is .'mean"
+    ):
+        make_layer(MIXED)((torch.arange(3), torch.arange(4)), torch.ones(3))
+    with pytest.raises(ValueError, match=r"^layer: combiner\[1\] must be one of .*; got 'min'"):
+        make_layer(["sum", "min", "sum"])
+    with pytest.raises(ValueError, match=r"^layer: combiner must be .* slot_num=3, got \['sum'\]"):
+        make_layer(["sum"])
+    with pytest.raises(ValueError, match="layer: strategy='reduce_scatter' adds up"):
+        make_layer(MIXED, strategy="reduce_scatter")

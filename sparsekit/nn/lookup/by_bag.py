@@ -31,8 +31,8 @@ _HEAD_BYTES = 24
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Whether a request pools, with weights that need no gradient if it has any."""
-    return request.combiner != "none" and not request.weights_need_gradient
+    """Whether a request pools, by sums, with weights that need no gradient if it has any."""
+    return request.combiner != "none" and not request.pooled_here
 
 
 def payload_bytes(requests: Sequence[Request]) -> int:
@@ -206,6 +206,10 @@ def _owned(table: ShardedTable, parts: Sequence[_Part]) -> _Bags:
 
 def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:
     """Sums to the combiner's result; a divisor of zero gives zeros."""
+    if isinstance(request.combiner, tuple):
+        slots = request.of_slots()
+        totals = total.view(len(slots), request.shape[0], total.shape[1])
+        return torch.cat([_divided(*each) for each in zip(totals, slots, strict=True)])
     if request.combiner == "sum":
         return total
     counts = request.offsets.diff()

@@ -19,9 +19,9 @@ from ..request import Request
 from .asked import Asked
 from .layout import ALIGNMENT, Layout
 from .owned import Owned
+from .pooled_here import as_vectors
 from .rows import exchange_rows
 from .tables import Tables
-from .weighted import without_weights
 
 
 class ByKey:
@@ -49,7 +49,7 @@ class ByKey:
             TypeError, ValueError, IndexError: keys or offsets that a table cannot take, or more
                 distinct keys for a rank than its max_keys_per_rank.
         """
-        asked, self._finished = without_weights(requests)
+        asked, self._finished = as_vectors(requests)
         for alike in self.tables.alike:
             own = asked
             if len(self.tables.alike) > 1:

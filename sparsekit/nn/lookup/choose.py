@@ -162,7 +162,7 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
             raise ValueError(
                 f"{tables[0].name}: strategy='reduce_scatter' pools on other ranks, which "
                 f"goes neither with sample_weights that need a gradient nor in a group with layers "
-                f"that do not pool or have strategy='all_to_all'"
+                f"that do not add up or have strategy='all_to_all'"
             )
         return 0, 0
     for request in requests:

@@ -10,8 +10,8 @@ import torch
 
 from ..request import Request
 from .grouped import Grouped
+from .pooled_here import as_vectors
 from .tables import Tables
-from .weighted import without_weights
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Local:
         """See `Route`."""
         if error is not None:
             raise error
-        asked, finished = without_weights(self.requests)
+        asked, finished = as_vectors(self.requests)
         grouped = Grouped(self.tables)
         outputs: Sequence[torch.Tensor] = grouped.look_up(asked)
         if torch.is_grad_enabled():

@@ -100,14 +100,16 @@ def _features(
 def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
     """Those of a request: its vectors are tensor `out`, or columns of all."""
     dim = request.table.embedding_vec_size
-    how = GROUP_COMBINERS[request.combiner], request.max_nnz, out or 0
+    combiners = [GROUP_COMBINERS[combiner] for combiner in request.combiners]
+    how = request.max_nnz, out or 0
     columns = request.columns if out is None else None
     if not request.bags.slot_major:
         first = request.first_bag or 0
-        return [(table, source, first, math.prod(request.shape), *how, *(columns or (0, dim)))]
+        bags = math.prod(request.shape)
+        return [(table, source, first, bags, combiners[0], *how, *(columns or (0, dim)))]
     batch, slots = request.shape
     begin, stride = columns or (0, slots * dim)
     return [
-        (table, source, slot * batch, batch, *how, begin + slot * dim, stride)
-        for slot in range(slots)
+        (table, source, slot * batch, batch, combiner, *how, begin + slot * dim, stride)
+        for slot, combiner in enumerate(combiners * (slots // len(combiners)))
     ]
