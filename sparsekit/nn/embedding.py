@@ -82,7 +82,7 @@ class DistributedEmbedding(ShardedTable):
             of a group must have it. None: any number.
         insert: False keeps the vocabulary as it is in training, too: a key without a row reads what
             it would in evaluation, gets no row and no gradient, while keys with a row are trained.
-            It is also an attribute, to be set on all ranks alike. `assign_` inserts all the same.
+            It is also an attribute, to be set on all ranks alike. `assign` inserts all the same.
         strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
             each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
             for which all ranks send all their keys to all; for large bags of keys that seldom

@@ -216,7 +216,7 @@ def _checked_pairs(
 
 def _own_vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     """What a lookup in evaluation reads for int64 keys ``[n]`` of this rank: ``[n, dim]``."""
-    layer.prepare(training=False)
+    layer.prepare(inserts=False)
     rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
     absent = rows < 0
     if layer.padding_key is not None:

@@ -35,7 +35,7 @@ def keys_for(kind, keys):
 def test_new_keys_are_what_they_are_in_evaluation(kind, device):
     layer = MAKE[kind](name="frozen").to(device)
     assert layer.insert
-    layer.assign_(KNOWN[0].to(device), torch.ones(2, 4, device=device))
+    layer.assign(KNOWN[0].to(device), torch.ones(2, 4, device=device))
     twin = MAKE[kind](name="frozen", insert=False).to(device)
     twin.load_state_dict(layer.state_dict())
     keys = keys_for(kind, NEW.to(device))
@@ -83,7 +83,7 @@ def test_in_a_group(output):
         "growing": DistributedEmbedding("sum", 9, 4, 1, 4, name="growing"),
     }
     group = EmbeddingGroup(layers, output=output)
-    layers["frozen"].assign_(T([4]), torch.ones(1, 4))
+    layers["frozen"].assign(T([4]), torch.ones(1, 4))
     out = group(Keyed(["growing", "frozen"], torch.arange(8), T([0, 4, 8])))
     parts = list(out.values()) if output == "dict" else [out[:, :4], out[:, 4:]]
     assert (len(layers["frozen"].table), len(layers["growing"].table)) == (1, 4)

@@ -11,7 +11,7 @@ KNOWN = torch.arange(20)
 
 def layer_with(**options):
     layer = DistributedEmbedding("mean", 50, 4, 1, name="frozen", insert=False, **options)
-    layer.assign_(KNOWN, torch.arange(80.0).view(20, 4))
+    layer.assign(KNOWN, torch.arange(80.0).view(20, 4))
     return layer
 
 
