@@ -48,6 +48,8 @@ class Embedding(DropIn):
     Shape:
         - Input: ``[*]``, int64 or int32, of any shape.
         - Output: ``[*, embedding_dim]`` in the dtype of weight.
+        - Or torch.nested jagged ``[bags, j]``, or a JaggedTensor, whose weights mean nothing here.
+          Output: torch.nested jagged ``[bags, j, embedding_dim]``.
 
     Raises:
         TypeError, ValueError: on bad arguments or inputs, a padding_idx out of its range for one.

@@ -92,8 +92,9 @@ class DistributedEmbedding(ShardedTable):
     Shape:
         - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
           or CSR ``[bags, max_nnz]``, whose values are the keys; torch.nested jagged
-          ``[bags, j]``; a KeyedJaggedTensor with slot_num features; or dense
-          ``[batch, slot_num, max_nnz]``. Keys are int64 or int32.
+          ``[bags, j]``; a JaggedTensor; a KeyedJaggedTensor with slot_num features, of which the
+          first is slot 0, whatever it is called; or dense ``[batch, slot_num, max_nnz]``. Keys are
+          int64 or int32.
         - Output: ``[batch, slot_num, dim]``; an empty bag is zeros.
 
     Raises:
@@ -228,7 +229,8 @@ class All2AllDenseEmbedding(ShardedTable):
     Shape:
         - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
           ``[batch, slot_num, nnz_per_slot, dim]``.
-        - With dynamic_input: ``[n]``, 0 included. Output: ``[n, dim]``.
+        - With dynamic_input: ``[n]``, 0 included. Output: ``[n, dim]``. Or jagged, as for
+          `Embedding`.
     """
 
     @explain_torch_words("Embedding", mode="it does not pool, as EmbeddingBag does")

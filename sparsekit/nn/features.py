@@ -18,7 +18,7 @@ from .request import (
     check_key_dtype,
     leave_padding_out,
     name_of,
-    one_by_one,
+    vectors_of_bags,
 )
 from .shard import ShardedTable
 from .slots import NO_LIMIT, POOLINGS, check_max_nnz, within
@@ -192,14 +192,7 @@ def ask_keyed(
         return cast(SharedBags, read(bags))
     places = {key: i for i, key in enumerate(names)}
     asked = asked_of(features, tables.asked)
-    for one in asked:
-        if one.name not in places:
-            raise ValueError(
-                f"{GROUP}: inputs must have the feature {one.name!r}, which asks {one.table.name}; "
-                f"it has {list(names)}"
-            )
-    if len(places) < len(names):
-        raise ValueError(f"{GROUP}: inputs must not have a feature twice, got {list(names)}")
+    _check_names(names, asked)
     batch, rest = divmod(bags.count, len(names))
     if batch < 0 or rest != 0:
         raise ValueError(
@@ -237,6 +230,21 @@ def ask_keyed(
     return shared(bags)
 
 
+def _check_names(names: Sequence[str], asked: Sequence[Asked]) -> None:
+    """Raise unless each feature is a key of the input, once. The order may be another one."""
+    if missing := [one for one in asked if one.name not in names]:
+        others = [name for name in names if name not in {one.name for one in asked}]
+        listed = " and ".join(f"{one.name!r}, which asks {one.table.name}" for one in missing)
+        raise ValueError(
+            f"{GROUP}: inputs must have the feature {listed}; it has {list(names)}, of which no "
+            f"feature asks for {others}"
+        )
+    if twice := [name for i, name in enumerate(names) if name in names[:i]]:
+        raise ValueError(
+            f"{GROUP}: inputs must not have a feature twice, got {twice} again in {list(names)}"
+        )
+
+
 def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
     """The bags of each feature, of so many samples."""
     bags = check_bags(bags, GROUP, 1, NO_LIMIT, None)
@@ -269,10 +277,7 @@ def _request(
     if truncate:
         request.bags = within(request.bags, request.name, [most], truncate)
     if one.feature.combiner is None:
-        bags_of_keys = request.offsets
-        request = one_by_one(one.table, request.keys)
-        request.jagged = bags_of_keys
-        leave_padding_out(request)
+        return vectors_of_bags(request)
     return request
 
 
@@ -301,20 +306,6 @@ def joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(outputs) == 1:
         return outputs[0].flatten(1)
     return torch.cat([output.flatten(1) for output in outputs], 1)
-
-
-def as_jagged(
-    outputs: Sequence[torch.Tensor], requests: Sequence[Request]
-) -> Sequence[torch.Tensor]:
-    """Vectors of keys as ``[batch, j, dim]``, where they are not pooled."""
-    if isinstance(requests, SharedBags):  # all pool
-        return outputs
-    return [
-        output
-        if request.jagged is None
-        else torch.nested.nested_tensor_from_jagged(output, request.jagged)
-        for output, request in zip(outputs, requests, strict=True)
-    ]
 
 
 def keyed_tensor_class() -> Any:

@@ -13,7 +13,6 @@ from .any_names import LayersByName, name_in_state
 from .features import (
     OUTPUTS,
     Feature,
-    as_jagged,
     ask_each,
     ask_keyed,
     asked_of,
@@ -36,9 +35,9 @@ class EmbeddingGroup(torch.nn.Module):
 
     Dims, dtypes, combiners and slots may differ; process group and device are shared.
 
-    Inputs are a dict, or one KeyedJaggedTensor with a key for each feature (others are left alone),
-    whose weights, if it has any, are sample weights. On one process its values are read where they
-    lie.
+    Inputs are a dict, of JaggedTensors for one, or one KeyedJaggedTensor with a key for each
+    feature in any order (others are left alone), whose weights, if it has any, are sample weights.
+    On one process its values are read where they lie.
 
     Args:
         layers: name -> layer of sparsekit. Names are any that are not empty; layers have names of
@@ -134,7 +133,7 @@ class EmbeddingGroup(torch.nn.Module):
                 )
             outputs = finish(route, error)
         if self.output == "dict":
-            return dict(zip(self.features, as_jagged(outputs, asked[0]), strict=True))
+            return dict(zip(self.features, outputs, strict=True))
         values = joined(outputs)
         if self.output == "concatenated":
             return values

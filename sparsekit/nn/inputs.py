@@ -15,8 +15,8 @@ from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 _MOST_KEPT = 65536
 
 FORMS = (
-    "(values, offsets), a sparse COO or CSR tensor, a jagged nested tensor, a KeyedJaggedTensor, "
-    "or a dense [batch, slot_num, max_nnz] tensor"
+    "(values, offsets), a sparse COO or CSR tensor, a jagged nested tensor, a JaggedTensor, "
+    "a KeyedJaggedTensor, or a dense [batch, slot_num, max_nnz] tensor"
 )
 
 
@@ -97,12 +97,21 @@ def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
             return _OF_LAYOUT[inputs.layout]
     if is_keyed_jagged(inputs):
         return _from_keyed_jagged
+    if is_jagged(inputs):
+        return _from_jagged_tensor
     raise TypeError(f"{layer}: inputs must be {FORMS}; got {_kind(inputs)}")
 
 
 def is_keyed_jagged(inputs: Any) -> bool:
     """Whether this can do what a KeyedJaggedTensor can; torchrec need not be installed."""
     return all(callable(getattr(inputs, name, None)) for name in ("keys", "values", "offsets"))
+
+
+def is_jagged(inputs: Any) -> bool:
+    """Whether this has bags as a nested tensor has, or as the JaggedTensor of torchrec does."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.is_nested
+    return all(callable(getattr(inputs, name, None)) for name in ("values", "offsets"))
 
 
 def _kind(value: Any) -> str:
@@ -232,13 +241,17 @@ def _from_keyed_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
                 f"{layer}: inputs has a stride of its own for each key, {strides} samples; expand "
                 f"it by its inverse_indices, so that every key has the bags of every sample"
             )
+    bags = _from_jagged_tensor(inputs, weights, layer)
+    return replace(bags, slot_major=True, slots=len(inputs.keys()))
+
+
+def _from_jagged_tensor(inputs: Any, weights: Any, layer: str) -> Bags:
     own = getattr(inputs, "weights_or_none", lambda: None)()
     if weights is None:
         weights = own
     elif own is not None:
         raise ValueError(f"{layer}: inputs has weights of its own; pass no sample_weights")
-    bags = _from_values_offsets((inputs.values(), inputs.offsets()), weights, layer)
-    return replace(bags, slot_major=True, slots=len(inputs.keys()))
+    return _from_values_offsets((inputs.values(), inputs.offsets()), weights, layer)
 
 
 def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch
 
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
-from .inputs import Bags, check_bags, check_device, is_padding, read_bags, without_padding
+from .inputs import (
+    Bags,
+    check_bags,
+    check_device,
+    is_jagged,
+    is_padding,
+    read_bags,
+    without_padding,
+)
 from .slots import NO_LIMIT, slot_by_slot, within
 
 if TYPE_CHECKING:
@@ -225,11 +233,16 @@ def leave_padding_out(request: Request) -> None:
 
 
 def ask_vectors(table: ShardedTable, keys: torch.Tensor) -> Request:
-    """Read keys of any shape for a table. Changes nothing."""
+    """Read keys of any shape for a table, or jagged ones. Changes nothing."""
     name = table.name
+    if is_jagged(keys):
+        bags = read_bags(keys, None, name, table.weight.device)
+        request = Request(table, replace(bags, slot_major=False), "sum", NO_LIMIT, (bags.count,))
+        request.check()
+        return vectors_of_bags(request)
     if not isinstance(keys, torch.Tensor):
         raise TypeError(f"{name}: keys must be a tensor, got {type(keys).__name__}")
-    if keys.is_nested or keys.layout != torch.strided:
+    if keys.layout != torch.strided:
         raise TypeError(
             f"{name}: keys must be a dense tensor, got layout {keys.layout}; look up its values()"
         )
@@ -243,6 +256,14 @@ def ask_vectors(table: ShardedTable, keys: torch.Tensor) -> Request:
         request.check()
         leave_padding_out(request)
     return request
+
+
+def vectors_of_bags(request: Request) -> Request:
+    """The vectors of the keys of a checked request, jagged: zeros for a padding key."""
+    made = one_by_one(request.table, request.keys)
+    made.jagged = request.offsets
+    leave_padding_out(made)
+    return made
 
 
 def one_by_one(table: ShardedTable, keys: torch.Tensor) -> Request:

@@ -73,7 +73,7 @@ def refused():
     made = layers("cpu")
     keyed = random_keyed(KEYS, 3, 0)
     group = EmbeddingGroup(made, FEATURES)
-    some = random_keyed(KEYS[:3], 3, 0)
+    some = random_keyed(KEYS[:4], 3, 0)
     twice = Keyed(["own", *KEYS], *random_keyed(("x", *KEYS), 3, 0).of("x")[0])
     uneven = Keyed(list(KEYS), keyed.values(), keyed.offsets()[:-1])
     strided = Strided(["own", "rows"], keyed.values(), keyed.offsets())
@@ -116,10 +116,11 @@ def refused():
         r"a KeyedJaggedTensor needs features, since layer 'own' has slot_num=2": lambda: make(made)(
             keyed
         ),
-        r"must have the feature 'shared_a', which asks shared; it has \['unused'": lambda: group(
-            some
+        r"must have the feature 'shared_a', which asks shared and 'rows', which asks rows; it has "
+        r"\['unused', .*no feature asks for \['unused', 'middle'\]": lambda: group(some),
+        r"must not have a feature twice, got \['own'\] again in \['own', 'unused'": lambda: group(
+            twice
         ),
-        r"must not have a feature twice, got \['own', 'unused', 'own'": lambda: group(twice),
         r"as many bags for each of its 7 features, got 20 bags": lambda: group(uneven),
         r"EmbeddingGroup: inputs has a stride of its own for each key": lambda: group(strided),
         r"EmbeddingGroup: sample_weights must be a 1-D tensor or None; got dict": lambda: group(

@@ -1,6 +1,6 @@
-"""Requests that the ops on many tables do not pool: maxima, and weights that need a gradient.
+"""What becomes of vectors that come one by one: the ops on many tables do not pool them.
 
-Their vectors come one by one, for ops that autograd knows.
+They are jagged, or pooled by ops that autograd knows: maxima, and weights that need a gradient.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ def as_vectors(
     requests: Sequence[Request],
 ) -> tuple[Sequence[Request], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
     """Requests of which such ones ask for vectors, and what makes the outputs from theirs."""
-    if not _any_pooled_here(requests):
+    if not _any_such(requests):
         return requests, list
     asked = [_vectors_of(r) if r.pooled_here else r for r in requests]
 
     def finished(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            output if request is vectors else request.shaped(_pooled(request, output))
-            for request, vectors, output in zip(requests, asked, outputs, strict=True)
-        ]
+        return [_finished(*each) for each in zip(requests, asked, outputs, strict=True)]
 
     return asked, finished
 
 
-def _any_pooled_here(requests: Sequence[Request]) -> bool:
-    if type(requests) is SharedBags:  # none of them a maximum
+def _finished(request: Request, asked: Request, output: torch.Tensor) -> torch.Tensor:
+    if request.jagged is not None:
+        return torch.nested.nested_tensor_from_jagged(output, request.jagged)
+    return output if asked is request else request.shaped(_pooled(request, output))
+
+
+def _any_such(requests: Sequence[Request]) -> bool:
+    if type(requests) is SharedBags:  # all of them sums
         all_bags = [requests.bags]
     else:
         # A combiner or several: "max" is part of no other.
-        if any("max" in request.combiner for request in requests):
+        if any("max" in r.combiner or r.jagged is not None for r in requests):
             return True
         all_bags = [request.bags for request in requests]
     if not torch.is_grad_enabled():
