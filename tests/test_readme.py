@@ -70,6 +70,7 @@ loss = layer(torch.arange(3)).sum()
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_snippets_of_the_docs_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = page.read_text()
@@ -81,6 +82,7 @@ def test_snippets_of_the_docs_run(page: Path, capsys: pytest.CaptureFixture[str]
     assert set(capsys.readouterr().out.splitlines()) <= commented
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_shapes_in_the_docs_are_right() -> None:
     """Lines that end in the shape they give."""
     found = 0

@@ -15,6 +15,8 @@ _OURS = {
     "padding_idx": "here padding_key, any key",
     "include_last_offset": "offsets always have their end",
     "sparse": "gradients always are",
+    "max_norm": "renormalise layer.weight.data after each step",
+    "scale_grad_by_freq": "leave it out",
 }
 
 

@@ -250,6 +250,7 @@ TORCH_WORDS = [
     ({"num_embeddings": 9}, "num_embeddings \\(here max_vocabulary_size_per_gpu\\)"),
     ({"embedding_dim": 9}, "embedding_dim \\(here embedding_vec_size\\)"),
     ({"padding_idx": 0}, "padding_idx \\(here padding_key, any key\\)"),
+    ({"max_norm": 1.0}, "max_norm \\(renormalise layer.weight.data after each step\\)"),
     ({"sparse": True}, "sparse \\(gradients always are\\)"),
     ({"include_last_offset": True}, "include_last_offset \\(offsets always have their end\\)"),
 ]
