@@ -77,6 +77,7 @@ def test_padding_is_not_counted_by_slot():
 
 REFUSED = {
     r"max_nnz must be one for all slots or a list of slot_num=3, got \[4\]": {"max_nnz": [4]},
+    r"max_nnz must be .* slot_num=3, got \[4, 4, 4, 4\]": {"max_nnz": [4] * 4},
     r"max_nnz\[2\] must be in \[1, .*\], got 0": {"max_nnz": [4, None, 0]},
     r"max_nnz\[0\] must be an int, got 'a'": {"max_nnz": ["a", 1, 1]},
     r"max_nnz must be an int, got 2.5": {"max_nnz": 2.5},
