@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import __version__, build_info
+from ._arguments import Parser
 from .datasets import DatasetUnavailableError, Ratings, RatingsFormatError, movielens_100k
 from .distributed import init
 from .errors import DivergedError, TableFullError
@@ -78,7 +79,7 @@ def _discard_output() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
+    parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
     train = commands.add_parser(
         "train",
         help="train a rating model and compare it with two baselines",

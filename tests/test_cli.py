@@ -261,7 +261,7 @@ def test_bench_without_the_repository(monkeypatch, tmp_path, capsys):
         ["train", "--lr", "-1"],
         ["train", "--seed", "9" * 400],
         ["train", "--threads", "0"],
-        ["train", "--wire-dtype", "float16"],
+        ["train", "--wire-dtype", "qqq"],
         ["train", "--ranks", "0"],
     ],
 )
@@ -269,7 +269,28 @@ def test_wrong_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
-    assert "usage: sparsekit" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("sparsekit")
+    assert error.count("\n") == 1
+    assert "did you mean" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        (["trian"], "train"),
+        (["train", "--bach-size", "3"], "--batch-size"),
+        (["train", "--wire-dtpye=float32-or-bfloat16"], "--wire-dtype"),
+        (["train", "--wire-dtype", "bflaot16"], "bfloat16"),
+    ],
+)
+def test_wrong_names(arguments, right, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert f"; did you mean {right}? (see sparsekit" in error
+    assert error.count("\n") == 1
 
 
 def test_ctrl_c_before_training(monkeypatch, capsys):
