@@ -85,10 +85,9 @@ def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool
     """
     begins = cast(torch.Tensor, bags.offsets)
     counts = begins.diff()
-    limits = torch.tensor([NO_LIMIT if one is None else one for one in max_nnz])
+    most = torch.tensor([NO_LIMIT if one is None else one for one in max_nnz], device=counts.device)
     samples = len(counts) // len(max_nnz)
-    most = limits.repeat_interleave(samples) if bags.slot_major else limits.repeat(samples)
-    most = most.to(counts.device)
+    most = most.repeat_interleave(samples) if bags.slot_major else most.repeat(samples)
     beyond = counts > most
     if not beyond.any():
         return bags

@@ -119,6 +119,10 @@ def test_default_device():
         pooled = embedding_bag(device="cpu", mode="max")
         group = sparsekit.EmbeddingGroup({"a": layer, "b": bags(device="cpu")})
         pooled(KEYS.view(1, 3)).sum().backward()
+        slots = sparsekit.DistributedEmbedding(
+            ["sum", "max"], 9, 4, slot_num=2, max_nnz=[1, None], truncate=True, device="cpu"
+        )
+        slots(KEYS.repeat(4).view(2, 2, 3)).sum().backward()
         group({"a": KEYS, "b": KEYS.view(3, 1, 1)})["b"].sum().backward()
         optim.LazyAdam(layer.parameters()).load_state_dict(optimizer.state_dict())
         layer.reset_parameters()
