@@ -50,7 +50,8 @@ class Ranks:
         self.connections, self.processes = [], []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self.world_size, self.folder.name, self.timeout, theirs, sys.path)
+            of_rank = (rank, self.world_size, self.folder.name, self.timeout, theirs)
+            arguments = (*of_rank, sys.path, dict(os.environ))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -99,9 +100,18 @@ class Ranks:
 
 
 def _serve(
-    rank: int, world_size: int, folder: str, timeout: float, connection: Any, path: list[str]
+    rank: int,
+    world_size: int,
+    folder: str,
+    timeout: float,
+    connection: Any,
+    path: list[str],
+    environment: dict[str, str],
 ) -> None:
     sys.path[:] = path
+    # Those of now, where a fork has those of the first pool.
+    os.environ.clear()
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
