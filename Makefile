@@ -35,7 +35,7 @@ demo: $(or $(wildcard $(BUILT)),$(BUILT_DEMO)) ## train on MovieLens-100K, next 
 	$(BIN)/python -m sparsekit train
 
 test: build ## run the test suite
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 	PYTHON=$(BIN)/python tests/other_engines.sh
 
 sanitize: build ## run the CUDA kernels on the host under AddressSanitizer and ThreadSanitizer
