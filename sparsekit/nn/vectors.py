@@ -5,7 +5,6 @@ On several ranks each rank names the keys it likes, which go to the ranks that o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -13,7 +12,8 @@ import torch
 
 from .. import ops
 from .._compiling import uncompiled
-from ..distributed.exchange import HEAD_BYTES, Exchange, Offer, Parts, padded
+from ..distributed.exchange import Exchange, Offer
+from ..distributed.packing import pack, packed_sizes, unpack
 from ..errors import check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
 from .inputs import is_padding
@@ -124,7 +124,7 @@ def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
         vectors = _exchanged(
             exchange,
             f"vectors: {way.plan}",
-            lambda: _own_vectors(layer, asked).split(way.theirs),
+            lambda: _own_vectors(layer, asked),
             way.theirs,
             way.own,
             layer.weight,
@@ -288,21 +288,20 @@ class _ToOwners:
         self.theirs: list[int] = agreed.counts[:, 0].tolist()
         # All that may follow, before any of it can go wrong.
         for counts, like in ((self.theirs, self.keys), (self.theirs, layer.weight)):
-            exchange.expect(_sizes(counts, like))
-        exchange.expect(_sizes(self.own, layer.weight))
+            exchange.expect(packed_sizes([like], [counts]))
+        exchange.expect(packed_sizes([layer.weight], [self.own]))
 
     def send(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """Send values, one for each key in the order of keys; those of the keys that come."""
-        parts = values.split(self.own)
         return _exchanged(
-            self._exchange, f"{what}: {self.plan}", lambda: parts, self.own, self.theirs, values
+            self._exchange, f"{what}: {self.plan}", lambda: values, self.own, self.theirs, values
         )
 
 
 def _exchanged(
     exchange: Exchange,
     what: str,
-    make: Callable[[], Sequence[torch.Tensor]],
+    make: Callable[[], torch.Tensor],
     sent: Sequence[int],
     come: Sequence[int],
     like: torch.Tensor,
@@ -312,7 +311,7 @@ def _exchanged(
     Args:
         exchange: the way.
         what: this is, the same on all ranks.
-        make: makes the rows for each rank; what it raises is raised on every rank.
+        make: makes the rows, those for rank 0 first; what it raises is raised on every rank.
         sent: how many for each rank.
         come: how many from each rank.
         like: rows of that dtype and shape.
@@ -320,24 +319,6 @@ def _exchanged(
     Returns:
         The rows of rank 0, then those of rank 1 and so on.
     """
-    sizes, sizes_come = _sizes(sent, like), _sizes(come, like)
-    shape = like.shape[1:]
-
-    def write(parts: Parts) -> None:
-        for rank, rows in enumerate(make()):
-            part = parts.part(rank, sizes[rank]).view(like.dtype)
-            part[: rows.numel()] = rows.reshape(-1)
-
-    parts = exchange.send(what, write, sizes, sizes_come)()
-    return torch.cat(
-        [
-            parts.part(rank, size).view(like.dtype)[: n * math.prod(shape)].view(n, *shape)
-            for rank, (n, size) in enumerate(zip(come, sizes_come, strict=True))
-        ]
-    )
-
-
-def _sizes(counts: Sequence[int], like: torch.Tensor) -> list[int]:
-    """Bytes of parts of so many rows."""
-    row = math.prod(like.shape[1:]) * like.element_size()
-    return [HEAD_BYTES + padded(n * row) for n in counts]
+    sizes = packed_sizes([like], [sent]), packed_sizes([like], [come])
+    parts = exchange.send(what, lambda to: pack(to, [make()], [sent]), *sizes)()
+    return unpack(parts, [like], [come])[0]

@@ -114,7 +114,7 @@ class ByKey:
 
     def _size_at_once(self, most: Sequence[int]) -> int:
         """Bytes of a part with counts and, at most, that many keys."""
-        return HEAD_BYTES + padded(8 * len(most)) + 8 * sum(most)
+        return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
         """Where so many keys lie in parts that have counts as well."""
