@@ -5,12 +5,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 import sparsekit
 
@@ -25,8 +26,11 @@ def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
 
     Functions are sent by name, so they must be at the top of a module.
     """
+    # Forks of one process that has imported torch, which takes seconds, and has computed nothing.
+    get_context("forkserver").set_forkserver_preload(["torch.distributed", "sparsekit"])
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (world, folder, function, arguments), nprocs=world)
+        arguments_of_rank = (world, folder, function, arguments)
+        start_processes(_rank, arguments_of_rank, nprocs=world, start_method="forkserver")
         return json.loads(Path(folder, "found.json").read_text())
 
 
