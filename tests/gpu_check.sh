@@ -262,7 +262,7 @@ else
   first=(-m cuda tests/test_cuda_first.py)
   of_ops=(-m cuda tests/ops)
   nccl=(-m cuda tests/nccl)
-  layers=(-m cuda tests --ignore=tests/test_hashing.py --ignore=tests/ops --ignore=tests/ranks
+  layers=(-m cuda tests --ignore-glob='tests/test_hashing*' --ignore=tests/ops --ignore=tests/ranks
     --ignore=tests/nccl --ignore=tests/test_cuda_first.py)
 fi
 # Worlds of two and of four, and two of three combiners: making so many processes is most of it.

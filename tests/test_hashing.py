@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparsekit
-import sparsekit.hashing
+import sparsekit.hashing.values
 from sparsekit import _pybind
 from sparsekit.hashing import xxh64
 
@@ -98,7 +98,7 @@ def test_output_is_a_signed_int64_vector():
 
 
 def test_the_example_in_the_docstring():
-    result = doctest.testmod(sparsekit.hashing, optionflags=doctest.NORMALIZE_WHITESPACE)
+    result = doctest.testmod(sparsekit.hashing.values, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0
     assert result.attempted > 0
 

@@ -1,93 +1,18 @@
-// The rules of hashing are stated for users in sparsekit/hashing.py.
+// The rules of hashing are stated for users in sparsekit/hashing/values.py.
 #include "hash_values.h"
 
-#include <algorithm>
 #include <atomic>
-#include <charconv>
-#include <exception>
 #include <memory>
 #include <string_view>
-#include <thread>
-#include <vector>
 
-#include "sparsekit/xxh64.h"
+#include "hash_parts.h"
 
 namespace sparsekit {
 namespace {
 
-// Below this many values for each, threads cost more than they save.
-constexpr Py_ssize_t kGrain = 32768;
-
 // How many items ahead an object is asked for: objects lie scattered over the heap, and the loop
 // would otherwise wait for each.
 constexpr Py_ssize_t kPrefetchDistance = 16;
-
-struct DropReference {
-  void operator()(PyObject* object) const { Py_DECREF(object); }
-};
-using Reference = std::unique_ptr<PyObject, DropReference>;
-
-bool check_num_threads(int num_threads) {
-  if (num_threads >= 1) return true;
-  PyErr_SetString(PyExc_ValueError, "num_threads must be positive");
-  return false;
-}
-
-// Calls body(begin, end) for up to num_threads parts of [0, n), the last in this thread. `body`
-// must not throw.
-template <class Body>
-void split(Py_ssize_t n, int num_threads, const Body& body) {
-  const Py_ssize_t parts = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
-  std::vector<std::thread> others;
-  Py_ssize_t begin = 0;
-  try {
-    others.reserve(static_cast<size_t>(parts - 1));
-    for (Py_ssize_t part = 1; part < parts; ++part) {
-      const Py_ssize_t end = n * part / parts;
-      others.emplace_back(body, begin, end);
-      begin = end;
-    }
-  } catch (const std::exception&) {
-    // No memory or no thread to be had: what is left is done here.
-  }
-  body(begin, n);
-  for (auto& other : others) other.join();
-}
-
-int64_t code_of(std::string_view text, uint64_t seed) {
-  return static_cast<int64_t>(xxh64(text.data(), text.size(), seed));
-}
-
-// Hashes the decimal text of integers, a batch at a time: read back at once, digits that were
-// written in small pieces would stall the loads of the hash.
-class DecimalHasher {
- public:
-  explicit DecimalHasher(uint64_t seed) : seed_(seed) {}
-
-  // *code is written at the latest by flush().
-  template <class Integer>
-  void add(Integer value, int64_t* code) {
-    if (count_ == kBatch) flush();
-    char* digits = digits_[count_];
-    length_[count_] =
-        static_cast<size_t>(std::to_chars(digits, digits + sizeof digits_[0], value).ptr - digits);
-    code_[count_++] = code;
-  }
-
-  void flush() {
-    for (int i = 0; i < count_; ++i) *code_[i] = code_of({digits_[i], length_[i]}, seed_);
-    count_ = 0;
-  }
-
- private:
-  static constexpr int kBatch = 32;
-
-  uint64_t seed_;
-  int count_ = 0;
-  char digits_[kBatch][24];  // INT64_MIN and UINT64_MAX take 20 characters
-  size_t length_[kBatch];
-  int64_t* code_[kBatch];
-};
 
 // The functions below that set an error return false or null, so that callers can pass it on.
 
@@ -265,13 +190,13 @@ template <class Integer>
 bool hash_integers_of(const Integer* values, Py_ssize_t n, uint64_t seed, int num_threads,
                       int64_t* codes) {
   if (!check_num_threads(num_threads)) return false;
-  PyThreadState* const state = PyEval_SaveThread();
-  split(n, num_threads, [=](Py_ssize_t begin, Py_ssize_t end) {
-    DecimalHasher decimals(seed);
-    for (Py_ssize_t i = begin; i < end; ++i) decimals.add(values[i], &codes[i]);
-    decimals.flush();
+  without_gil([=] {
+    split(n, num_threads, [=](Py_ssize_t begin, Py_ssize_t end) {
+      DecimalHasher decimals(seed);
+      for (Py_ssize_t i = begin; i < end; ++i) decimals.add(values[i], &codes[i]);
+      decimals.flush();
+    });
   });
-  PyEval_RestoreThread(state);
   return true;
 }
 

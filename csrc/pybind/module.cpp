@@ -1,4 +1,4 @@
-// What an op schema cannot carry: bulk hashing of Python objects, communicators of NCCL and through
+// What an op schema cannot carry: bulk hashing of values, communicators of NCCL and through
 // shared memory, and facts about the build. Only the glue to Python is here, which is slow to
 // compile; the work is in hash_values.cpp. For the same reason arrays are buffers here, without
 // pybind11/numpy.h.
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "hash_columns.h"
 #include "hash_values.h"
 #include "shared_memory.h"
 #ifdef SPARSEKIT_NCCL
@@ -72,6 +73,54 @@ py::buffer xxh64_integers(const py::buffer& values, uint64_t seed, int num_threa
   return codes;
 }
 
+int64_t* numbers_of(const py::buffer& codes) {
+  return static_cast<int64_t*>(codes.request(true).ptr);
+}
+
+py::buffer xxh64_of_column(const ArrowColumn& column, uint64_t seed, int num_threads) {
+  py::buffer codes = int64_array(column.length());
+  if (!column.hash(seed, num_threads, numbers_of(codes))) throw py::error_already_set();
+  return codes;
+}
+
+py::buffer xxh64_arrow(const py::capsule& schema, const py::capsule& array, uint64_t seed,
+                       int num_threads) {
+  ArrowColumn column;
+  if (!column.open_array(schema.ptr(), array.ptr())) throw py::error_already_set();
+  return xxh64_of_column(column, seed, num_threads);
+}
+
+py::buffer xxh64_arrow_stream(const py::capsule& stream, uint64_t seed, int num_threads) {
+  ArrowColumn column;
+  if (!column.open_stream(stream.ptr())) throw py::error_already_set();
+  return xxh64_of_column(column, seed, num_threads);
+}
+
+// The arrays of these are given by their address, since numpy exports no buffers of some; whoever
+// calls keeps them.
+py::buffer xxh64_fixed_width(uintptr_t texts, Py_ssize_t size, bool unicode, Py_ssize_t n,
+                             uint64_t seed, int num_threads) {
+  py::buffer codes = int64_array(n);
+  int64_t* out = numbers_of(codes);
+  const bool done = unicode ? hash_fixed_unicode(reinterpret_cast<const uint32_t*>(texts), size, n,
+                                                 seed, num_threads, out)
+                            : hash_fixed_bytes(reinterpret_cast<const char*>(texts), size, n, seed,
+                                               num_threads, out);
+  if (!done) throw py::error_already_set();
+  return codes;
+}
+
+py::buffer xxh64_numpy_strings(const py::object& dtype, uintptr_t texts, Py_ssize_t stride,
+                               Py_ssize_t n, const py::bytes& missing, uint64_t seed,
+                               int num_threads) {
+  py::buffer codes = int64_array(n);
+  if (!hash_numpy_strings(dtype.ptr(), reinterpret_cast<const char*>(texts), stride, n,
+                          std::string_view(missing), seed, num_threads, numbers_of(codes))) {
+    throw py::error_already_set();
+  }
+  return codes;
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = SPARSEKIT_VERSION;
@@ -93,12 +142,25 @@ py::dict build_info() {
 
 PYBIND11_MODULE(_pybind, m) {
   numpy_empty = py::object(py::module_::import("numpy").attr("empty")).release();
-  m.doc() = "Bulk hashing of Python objects, and facts about this build.";
+  m.doc() = "Bulk hashing of values, and facts about this build.";
   m.def("xxh64_many", &xxh64_many, py::arg("values"), py::arg("seed"), py::arg("num_threads") = 1,
         "XXH64 of each item of a sequence of str, bytes, int and None, as int64.");
   m.def("xxh64_integers", &xxh64_integers, py::arg("values"), py::arg("seed"),
         py::arg("num_threads") = 1,
         "XXH64 of the decimal text of each integer of a contiguous 1-D array, as int64.");
+  m.def("xxh64_arrow", &xxh64_arrow, py::arg("schema"), py::arg("array"), py::arg("seed"),
+        py::arg("num_threads") = 1,
+        "XXH64 of each item of what __arrow_c_array__ returns, as int64.");
+  m.def("xxh64_arrow_stream", &xxh64_arrow_stream, py::arg("stream"), py::arg("seed"),
+        py::arg("num_threads") = 1,
+        "XXH64 of each item of what __arrow_c_stream__ returns, as int64.");
+  m.def("xxh64_fixed_width", &xxh64_fixed_width, py::arg("texts"), py::arg("size"),
+        py::arg("unicode"), py::arg("n"), py::arg("seed"), py::arg("num_threads") = 1,
+        "XXH64 of n texts of `size` bytes or code points each, without the zeros at their end.");
+  m.def("xxh64_numpy_strings", &xxh64_numpy_strings, py::arg("dtype"), py::arg("texts"),
+        py::arg("stride"), py::arg("n"), py::arg("missing"), py::arg("seed"),
+        py::arg("num_threads") = 1,
+        "XXH64 of n packed strings of numpy's StringDType; `missing` stands for those that lack.");
   m.def("build_info", &build_info, "How this module was built, as a dict.");
   add_shared_memory(m);
 #ifdef SPARSEKIT_NCCL

@@ -1,9 +1,4 @@
-"""Stable integer codes for feature values.
-
-A code depends on the value and the seed alone: not on the other values, the process, the machine
-or ``PYTHONHASHSEED``. So a raw user name or product id can be a key of a hash table without a
-dictionary that is built first and carried along.
-"""
+"""XXH64 of values: what is hashed for which type, and the ways of columns, arrays and sequences."""
 
 from __future__ import annotations
 
@@ -21,12 +16,12 @@ __all__ = ["xxh64"]
 _INTEGER_DTYPES = frozenset(
     getattr(torch, sign + "int" + bits) for sign in ("", "u") for bits in ("8", "16", "32", "64")
 )
+# Any: an Arrow column, whose package need not be installed.
+Values = Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor | Any
 _SINGLE_VALUES = (str, bytes, bytearray, memoryview, int, np.generic, type(None))
 
 
-def xxh64(
-    values: Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor, seed: int = 0
-) -> torch.Tensor:
+def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
     """Hash each value to 64 bits with XXH64.
 
     =============  ==================================================================
@@ -43,12 +38,22 @@ def xxh64(
     (put ``None`` for a NaN that means missing), and bools.
 
     Args:
-        values: n values in a list, a tuple or another sequence, which may mix the types above; or
-            a 1-D numpy array of an integer, ``str``, ``bytes`` or object dtype; or a 1-D integer
-            tensor on the CPU. Lists, tuples and integer arrays are the fast ones; large ones are
-            hashed by up to ``torch.get_num_threads()`` threads. A fixed-width numpy array (dtype
-            ``S`` or ``U``) drops the NUL characters at the end of an item when the item is read,
-            so those are not hashed. Masked items count as None.
+        values: n values as one of
+
+            - a list, a tuple or another sequence, which may mix the types above;
+            - a 1-D numpy array of an integer, ``str`` (``U`` or ``StringDType``), ``bytes`` or
+              object dtype. A fixed-width one (``S`` or ``U``) does not know of NUL characters at
+              the end of an item, so those are not hashed. Masked items and missing strings count
+              as None;
+            - a 1-D integer tensor on the CPU;
+            - an Arrow column, of pyarrow or of another package that knows the Arrow PyCapsule
+              interface, in one array or in chunks: strings and binary of every layout, integers,
+              or a dictionary of these. Nulls count as None.
+
+            Columns and arrays other than of objects are hashed where they lie, without a Python
+            object or a copy of their text. Large inputs are hashed by up to
+            ``torch.get_num_threads()`` threads; other threads of Python run meanwhile, unless it
+            is a sequence or a ``StringDType``.
         seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
 
     Returns:
@@ -57,11 +62,13 @@ def xxh64(
         ``code % 2**64`` on a Python int gives h back.
 
     Raises:
-        TypeError: A value of another type, named with its position; an array of another dtype; a
-            single value, a set, a dict or an iterator instead of a sequence.
+        TypeError: A value of another type, named with its position; an array or a column of another
+            type, such as floats, timestamps or a whole table; a single value, a set, a dict or an
+            iterator instead of a sequence.
         ValueError: A str with a lone surrogate or an int too long for Python to print, named with
-            its position; more or fewer than one dimension; a tensor on another device; a seed out
-            of range.
+            its position; an index without an entry in a column's dictionary; more or fewer than one
+            dimension; a tensor on another device; a seed out of range.
+        OSError: The chunks of a column could not be read.
 
     Example:
         >>> xxh64(["3", 3, "item_42", None])
@@ -87,19 +94,41 @@ def _hash(values: Any, seed: int) -> np.ndarray:
     if isinstance(values, Mapping):
         raise TypeError(f"values must be a sequence, such as a list; got {type(values).__name__}")
     _check_dimensions(values)
-    return _pybind.xxh64_many(values, seed, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    # A Series of pandas over an array of numpy's; not all of those can be had through Arrow.
+    if isinstance(getattr(values, "dtype", None), np.dtype) and hasattr(values, "__array__"):
+        return _hash_array(np.asarray(values), seed)
+    if hasattr(values, "__arrow_c_array__"):
+        schema, array = values.__arrow_c_array__()
+        return _pybind.xxh64_arrow(schema, array, seed, threads)
+    if hasattr(values, "__arrow_c_stream__"):
+        return _pybind.xxh64_arrow_stream(values.__arrow_c_stream__(), seed, threads)
+    return _pybind.xxh64_many(values, seed, threads)
 
 
 def _hash_array(values: np.ndarray, seed: int) -> np.ndarray:
     _check_dimensions(values)
-    kind = values.dtype.kind
+    kind, threads = values.dtype.kind, torch.get_num_threads()
     # A masked array goes the general way: its tolist() has None where an item is masked.
-    if kind in "iu" and not isinstance(values, np.ma.MaskedArray):
+    if kind in "OiuSUT" and isinstance(values, np.ma.MaskedArray):
+        return _pybind.xxh64_many(values.tolist(), seed, threads)
+    if kind in "iu":
         wide = np.int64 if kind == "i" else np.uint64
-        integers = np.ascontiguousarray(values, dtype=wide)
-        return _pybind.xxh64_integers(integers, seed, torch.get_num_threads())
-    if kind in "iuOUST":
-        return _pybind.xxh64_many(values.tolist(), seed, torch.get_num_threads())
+        return _pybind.xxh64_integers(np.ascontiguousarray(values, dtype=wide), seed, threads)
+    if kind == "O":
+        return _pybind.xxh64_many(values.tolist(), seed, threads)
+    if kind in "SU":
+        texts = np.require(values, values.dtype.newbyteorder("="), ["C", "A"])
+        size = texts.itemsize // (4 if kind == "U" else 1)
+        return _pybind.xxh64_fixed_width(
+            texts.ctypes.data, size, kind == "U", len(texts), seed, threads
+        )
+    if kind == "T":
+        # A str that stands for missing strings is what counts for them; else they count as None.
+        stand_in = getattr(values.dtype, "na_object", None)
+        missing = stand_in.encode() if isinstance(stand_in, str) else b""
+        place = values.ctypes.data, values.strides[0], len(values)
+        return _pybind.xxh64_numpy_strings(values.dtype, *place, missing, seed, threads)
     raise TypeError(
         f"values is an array of dtype {values.dtype}; expected integers, str, bytes or objects"
     )

@@ -1,0 +1,159 @@
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <string_view>
+
+#include "hash_columns.h"
+#include "hash_parts.h"
+
+namespace sparsekit {
+namespace {
+
+// Of `size` characters, those before the zeros at the end, which numpy takes for padding.
+template <class Character>
+Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
+  constexpr Py_ssize_t kStep = 8 / sizeof(Character);
+  for (uint64_t word = 0; size >= kStep; size -= kStep) {
+    std::memcpy(&word, text + size - kStep, sizeof word);
+    if (word != 0) break;
+  }
+  while (size > 0 && text[size - 1] == 0) --size;
+  return size;
+}
+
+// Writes up to 4 bytes; null if the code point is no character.
+char* put_utf8(uint32_t point, char* out) {
+  const auto put = [&](uint32_t byte) { *out++ = static_cast<char>(byte); };
+  const auto put_rest = [&](int shift) { put(0x80 | (point >> shift & 0x3F)); };
+  if (point < 0x80) {
+    put(point);
+  } else if (point < 0x800) {
+    put(0xC0 | point >> 6);
+    put_rest(0);
+  } else if (point < 0x10000) {
+    if (point >= 0xD800 && point < 0xE000) return nullptr;
+    put(0xE0 | point >> 12);
+    put_rest(6);
+    put_rest(0);
+  } else {
+    if (point > 0x10FFFF) return nullptr;
+    put(0xF0 | point >> 18);
+    put_rest(12);
+    put_rest(6);
+    put_rest(0);
+  }
+  return out;
+}
+
+// False if a code point is no character.
+bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_t seed,
+                  int64_t* code) {
+  // Most texts are ASCII, and compilers make this loop one of vectors.
+  uint32_t bits = 0;
+  for (Py_ssize_t k = 0; k < length; ++k) {
+    bits |= text[k];
+    buffer[k] = static_cast<char>(text[k]);
+  }
+  char* end = buffer + length;
+  if (bits >= 0x80) {
+    end = buffer;
+    for (Py_ssize_t k = 0; k < length; ++k) {
+      end = put_utf8(text[k], end);
+      if (end == nullptr) return false;
+    }
+  }
+  *code = code_of({buffer, static_cast<size_t>(end - buffer)}, seed);
+  return true;
+}
+
+// numpy's C API as a table of functions, whose numbers do not change. Its headers are not needed to
+// build this, for only these three are used; numpy has them from 2.0 on, as it has StringDType.
+struct NumpyStrings {
+  struct Text {
+    size_t size;
+    const char* data;
+  };
+  // 1 where the string is missing, -1 on failure.
+  int (*load)(void* allocator, const void* packed, Text* text);
+  void* (*acquire)(PyObject* dtype);
+  void (*release)(void* allocator);
+
+  bool open() {
+    const Reference module(PyImport_ImportModule("numpy._core._multiarray_umath"));
+    const Reference api(module ? PyObject_GetAttrString(module.get(), "_ARRAY_API") : nullptr);
+    void** table = api ? static_cast<void**>(PyCapsule_GetPointer(api.get(), nullptr)) : nullptr;
+    if (table == nullptr) return false;
+    load = reinterpret_cast<decltype(load)>(table[313]);
+    acquire = reinterpret_cast<decltype(acquire)>(table[316]);
+    release = reinterpret_cast<decltype(release)>(table[318]);
+    return true;
+  }
+};
+
+}  // namespace
+
+bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
+                      int num_threads, int64_t* codes) {
+  if (!check_num_threads(num_threads)) return false;
+  without_gil([=] {
+    split(n, num_threads, [=](Py_ssize_t begin, Py_ssize_t end) {
+      for (Py_ssize_t i = begin; i < end; ++i) {
+        const char* text = texts + i * size;
+        codes[i] = code_of({text, static_cast<size_t>(length_of(text, size))}, seed);
+      }
+    });
+  });
+  return true;
+}
+
+bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
+                        int num_threads, int64_t* codes) {
+  if (!check_num_threads(num_threads)) return false;
+  std::atomic<int64_t> first_bad{n};
+  std::atomic<bool> no_memory{false};
+  without_gil([=, &first_bad, &no_memory] {
+    split(n, num_threads, [=, &first_bad, &no_memory](Py_ssize_t begin, Py_ssize_t end) {
+      const std::unique_ptr<char[]> buffer(new (std::nothrow) char[4 * size]);
+      if (!buffer) no_memory = true;
+      for (Py_ssize_t i = begin; i < end && buffer; ++i) {
+        const uint32_t* text = texts + i * size;
+        if (!hash_unicode(text, length_of(text, size), buffer.get(), seed, &codes[i])) {
+          keep_first(first_bad, i);
+          return;
+        }
+      }
+    });
+  });
+  if (no_memory) {
+    PyErr_NoMemory();
+    return false;
+  }
+  if (first_bad == n) return true;
+  PyErr_Format(PyExc_ValueError,
+               "values[%zd] is a str with a lone surrogate, which has no UTF-8 form",
+               static_cast<Py_ssize_t>(first_bad));
+  return false;
+}
+
+bool hash_numpy_strings(PyObject* dtype, const char* texts, Py_ssize_t stride, Py_ssize_t n,
+                        std::string_view missing, uint64_t seed, int num_threads, int64_t* codes) {
+  NumpyStrings numpy{};
+  if (!check_num_threads(num_threads) || !numpy.open()) return false;
+  const int64_t missing_code = code_of(missing, seed);
+  std::atomic<bool> failed{false};
+  void* allocator = numpy.acquire(dtype);
+  split(n, num_threads, [=, &failed](Py_ssize_t begin, Py_ssize_t end) {
+    for (Py_ssize_t i = begin; i < end; ++i) {
+      NumpyStrings::Text text{};
+      const int result = numpy.load(allocator, texts + i * stride, &text);
+      if (result < 0) failed = true;
+      codes[i] = result == 0 ? code_of({text.data, text.size}, seed) : missing_code;
+    }
+  });
+  numpy.release(allocator);
+  if (failed) PyErr_SetString(PyExc_RuntimeError, "numpy could not read a string of values");
+  return !failed;
+}
+
+}  // namespace sparsekit

@@ -1,0 +1,10 @@
+"""Stable integer codes for feature values.
+
+A code depends on the value and the seed alone: not on the other values, the process, the machine
+or ``PYTHONHASHSEED``. So a raw user name or product id can be a key of a hash table without a
+dictionary that is built first and carried along.
+"""
+
+from .values import xxh64
+
+__all__ = ["xxh64"]
