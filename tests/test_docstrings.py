@@ -11,7 +11,14 @@ import sparsekit
 
 @pytest.mark.parametrize(
     "module",
-    ["table", "hashing.values", "nn.embedding", "nn.dropin_embedding", "nn.dropin_embedding_bag"],
+    [
+        "table",
+        "hashing.values",
+        "hashing.split_hash",
+        "nn.embedding",
+        "nn.dropin_embedding",
+        "nn.dropin_embedding_bag",
+    ],
 )
 def test_examples(module: str) -> None:
     names = {"torch": torch, **vars(sparsekit), "xxh64": sparsekit.hashing.xxh64}

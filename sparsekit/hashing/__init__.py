@@ -5,6 +5,7 @@ or ``PYTHONHASHSEED``. So a raw user name or product id can be a key of a hash t
 dictionary that is built first and carried along.
 """
 
+from .split_hash import Collisions, SplitHashEncoder
 from .values import xxh64
 
-__all__ = ["xxh64"]
+__all__ = ["Collisions", "SplitHashEncoder", "xxh64"]

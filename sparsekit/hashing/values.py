@@ -78,7 +78,7 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
         '0xdc6235da484f3050'
 
     """
-    seed = _checked_seed(seed)
+    seed = checked_seed(seed)
     if isinstance(values, torch.Tensor):
         values = _array_of_tensor(values)
     codes = _hash_array(values, seed) if isinstance(values, np.ndarray) else _hash(values, seed)
@@ -149,7 +149,8 @@ def _check_dimensions(values: Any) -> None:
         raise ValueError(f"values must have one dimension, got {dimensions}")
 
 
-def _checked_seed(seed: int) -> int:
+def checked_seed(seed: int) -> int:
+    """The seed as an int; TypeError or ValueError if it is none of 64 bits."""
     try:
         seed = operator.index(seed)
     except TypeError:

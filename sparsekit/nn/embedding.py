@@ -91,10 +91,11 @@ class DistributedEmbedding(ShardedTable):
 
     Shape:
         - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
-          or CSR ``[bags, max_nnz]``, whose values are the keys; torch.nested jagged
-          ``[bags, j]``; a JaggedTensor; a KeyedJaggedTensor with slot_num features, of which the
-          first is slot 0, whatever it is called; or dense ``[batch, slot_num, max_nnz]``. Keys are
-          int64 or int32.
+          or CSR ``[bags, max_nnz]`` of integers, which are the keys; CSR of floats, or of scipy,
+          ``[bags, columns]``, whose columns are the keys and whose values are the weights;
+          torch.nested jagged ``[bags, j]``; a JaggedTensor; a KeyedJaggedTensor with slot_num
+          features, of which the first is slot 0, whatever it is called; or dense ``[batch,
+          slot_num, max_nnz]``. Keys are int64 or int32.
         - Output: ``[batch, slot_num, dim]``; an empty bag is zeros.
 
     Raises:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
+from .feature_matrix import is_scipy_csr, read_scipy_csr, read_torch_csr
 
 # Bags of which offsets are kept: half a megabyte for each of up to 64 shapes.
 _MOST_KEPT = 65536
 
 FORMS = (
-    "(values, offsets), a sparse COO or CSR tensor, a jagged nested tensor, a JaggedTensor, "
-    "a KeyedJaggedTensor, or a dense [batch, slot_num, max_nnz] tensor"
+    "(values, offsets), a sparse COO or CSR tensor, a CSR matrix of scipy, a jagged nested tensor, "
+    "a JaggedTensor, a KeyedJaggedTensor, or a dense [batch, slot_num, max_nnz] tensor"
 )
 
 
@@ -64,7 +65,7 @@ def read_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device
         TypeError: none of the forms, or a wrong dtype.
         ValueError: a wrong shape or device, or sample_weights that do not fit.
     """
-    form = _form(inputs, layer)
+    form = _form(inputs, layer, device)
     # Before any value is read, which the meta device has none of and others would wait for.
     check_device(layer, "inputs", inputs, device)
     if sample_weights is not None:
@@ -87,7 +88,7 @@ def check_device(layer: str, argument: str, tensor: Any, device: torch.device) -
         raise ValueError(f"{layer}: {argument} is on {tensor.device}, the weight on {device}")
 
 
-def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
+def _form(inputs: Any, layer: str, device: torch.device) -> Callable[[Any, Any, str], Bags]:
     if isinstance(inputs, (tuple, list)) and len(inputs) == 2:
         return _from_values_offsets
     if isinstance(inputs, torch.Tensor):
@@ -99,6 +100,8 @@ def _form(inputs: Any, layer: str) -> Callable[[Any, Any, str], Bags]:
         return _from_keyed_jagged
     if is_jagged(inputs):
         return _from_jagged_tensor
+    if is_scipy_csr(inputs):
+        return lambda matrix, weights, name: Bags(*read_scipy_csr(matrix, weights, name, device))
     raise TypeError(f"{layer}: inputs must be {FORMS}; got {_kind(inputs)}")
 
 
@@ -206,6 +209,8 @@ def _from_coo(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
 
 def _from_csr(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
     _check_2d(inputs, layer)
+    if inputs.is_floating_point():
+        return Bags(*read_torch_csr(inputs, weights, layer))
     if _same_form(inputs, weights):
         _check_structure(
             layer,

@@ -1,0 +1,316 @@
+"""Feature hashing: values of categorical features become a few columns of a wide, sparse matrix."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from .values import checked_seed, xxh64
+
+__all__ = ["Collisions", "SplitHashEncoder"]
+
+_NAME = "SplitHashEncoder"
+_SHIFTS = (48, 32, 16, 0)
+# What a chunk of 16 bits can tell apart is at most 2**16 columns, a quarter of 4 * sqrt(2**32).
+_MOST_VALUES = 2**32
+# An odd number whose bits have no pattern, 2**64 / golden ratio, read as signed.
+_MIX = 0x9E3779B97F4A7C15 - 2**64
+
+
+@dataclass(frozen=True)
+class Collisions:
+    """How many distinct values of a feature share their columns with an earlier one."""
+
+    feature: str
+    values: int  # distinct ones, told apart by their 64-bit hash
+    codes: int  # distinct sets of columns
+    expected: float  # collisions, if every set of columns were equally likely
+
+    @property
+    def observed(self) -> int:
+        """Collisions in the data."""
+        return self.values - self.codes
+
+
+class SplitHashEncoder:
+    """Encode rows of categorical features as rows of a sparse matrix, by hash; nothing is fitted.
+
+    The rule, for a value of a feature that has up to L values: ``h = xxh64(value, salt)``
+    (`sparsekit.hashing.xxh64`: 3 and "3" are one value, so are None and ""). The feature has
+    ``bucket = max(32, 4 * ceil(sqrt(L)))`` columns, and features lie side by side in the order of
+    `feature_lengths`.
+
+    - ``splits=4``: the bucket is four blocks of ``w = bucket / 4`` columns. Block k has its one at
+      ``((h >> (48 - 16 * k)) & 0xFFFF) % w``, so two values share a code only if all four agree.
+    - ``splits=1``, one-hot: a single one at ``h % bucket``.
+
+    So each row has exactly ``splits * len(feature_lengths)`` entries, and the columns of a value
+    depend on the value, the feature's length, place and salt, and on nothing else.
+
+    Args:
+        feature_lengths: Name of each feature -> how many values it has at most, in ``[1, 2**32]``.
+            More values than that only collide more often.
+        splits: 4 or 1.
+        salts: Name -> seed of the hash in ``[0, 2**64)``; 0 for features not named.
+        signed: Entries are 1.0 or -1.0 in place of 1.0, so that collisions cancel on average, as in
+            scikit-learn's ``FeatureHasher``. Entry k of a value is negative where bit ``63 - k`` of
+            ``(h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64`` is set.
+
+    Raises:
+        TypeError, ValueError: a setting out of its range; the message names it.
+
+    Example:
+        >>> encoder = SplitHashEncoder({"day": 7, "item": 100_000})
+        >>> encoder.width
+        1300
+        >>> keys, offsets = encoder.encode({"day": [3], "item": ["item_42"]}, to="bags")
+        >>> keys
+        tensor([  6,  10,  22,  28, 341, 504, 791, 988])
+
+    """
+
+    def __init__(
+        self,
+        feature_lengths: Mapping[str, int],
+        splits: int = 4,
+        *,
+        salts: Mapping[str, int] | None = None,
+        signed: bool = False,
+    ) -> None:
+        if not isinstance(feature_lengths, Mapping) or not feature_lengths:
+            raise ValueError(
+                f"{_NAME}: feature_lengths must map the name of each feature to its number of "
+                f"values, got {feature_lengths!r}"
+            )
+        if splits not in (4, 1):
+            raise ValueError(f"{_NAME}: splits must be 4, or 1 for one-hot; got {splits!r}")
+        salts = salts or {}
+        if strangers := [name for name in salts if name not in feature_lengths]:
+            raise ValueError(f"{_NAME}: salts names {strangers}, which feature_lengths lacks")
+        self.feature_lengths = {name: _length(name, n) for name, n in feature_lengths.items()}
+        self.splits = splits
+        self.salts = {name: _salt(name, salts.get(name, 0)) for name in feature_lengths}
+        self.signed = bool(signed)
+        # Columns of each feature, and where the first of them is.
+        self.buckets = {name: _bucket(n) for name, n in self.feature_lengths.items()}
+        self.starts: dict[str, int] = {}
+        self.width = 0
+        for name, bucket in self.buckets.items():
+            self.starts[name] = self.width
+            self.width += bucket
+
+    @property
+    def row_nnz(self) -> int:
+        """Entries of each row."""
+        return self.splits * len(self.feature_lengths)
+
+    def encode(self, columns: Any, to: Literal["torch", "scipy", "bags"] = "torch") -> Any:
+        """The rows of a table as a sparse matrix.
+
+        Args:
+            columns: Name -> n values in any form that `xxh64` takes: a dict, a pyarrow Table, a
+                DataFrame. Columns that are no features are left alone.
+            to: What is returned.
+
+                - ``"torch"``: a torch CSR tensor, float32 ``[n, width]``;
+                - ``"scipy"``: a ``scipy.sparse.csr_array`` of the same;
+                - ``"bags"``: keys int64 ``[n * row_nnz]`` and offsets int64 ``[n + 1]``, one bag of
+                  columns for each row. Has no place for signs.
+
+        Returns:
+            Rows whose columns rise. A layer of sparsekit takes any of the three.
+
+        Raises:
+            TypeError, ValueError: a column that `xxh64` refuses, is not there or has another length
+                than the first; signs in bags; another `to`.
+            ImportError: scipy is missing.
+        """
+        if to not in ("torch", "scipy", "bags"):
+            raise ValueError(f"{_NAME}: to must be 'torch', 'scipy' or 'bags', got {to!r}")
+        if to == "bags" and self.signed:
+            raise ValueError(f"{_NAME}: bags have no place for signs; use to='torch' or 'scipy'")
+        hashes = self._hashes(columns)
+        n = len(next(iter(hashes.values())))
+        keys = torch.cat([self._columns(name, h) for name, h in hashes.items()], 1).view(-1)
+        offsets = torch.arange(n + 1, device=keys.device) * self.row_nnz
+        if to == "bags":
+            return keys, offsets
+        if self.signed:
+            entries = torch.cat([self._signs(h) for h in hashes.values()], 1).view(-1)
+        else:
+            entries = torch.ones(len(keys), device=keys.device)
+        shape = n, self.width
+        if to == "scipy":
+            return _scipy_csr(entries, keys, offsets, shape)
+        return torch.sparse_csr_tensor(offsets, keys, entries, shape, check_invariants=False)
+
+    def collisions(self, columns: Any) -> list[Collisions]:
+        """Count the distinct values of each feature that share their columns.
+
+        Args:
+            columns: see `encode`.
+        """
+        report = []
+        for name, hashes in self._hashes(columns).items():
+            distinct = hashes.unique()
+            block = self.buckets[name] // self.splits
+            # The columns of a value as one number; where they need all 64 bits it wraps around.
+            places = [block**k for k in reversed(range(self.splits))]
+            codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
+            expected = _expected_collisions(len(distinct), block**self.splits)
+            report.append(Collisions(name, len(distinct), len(codes), expected))
+        return report
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the settings, which are all there is, as JSON."""
+        features = [
+            {"name": name, "length": length, "salt": self.salts[name]}
+            for name, length in self.feature_lengths.items()
+        ]
+        settings = {"format": _NAME, "version": 1, "splits": self.splits, "signed": self.signed}
+        text = json.dumps({**settings, "features": features}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
+    ) -> SplitHashEncoder:
+        """The encoder that `save` has written.
+
+        Args:
+            path: the file.
+            feature_lengths: What the caller expects, if anything: other lengths are other columns,
+                for which trained weights mean nothing.
+
+        Raises:
+            ValueError: not such a file, or other features than expected, in another order or of
+                other lengths.
+        """
+        try:
+            saved = json.loads(Path(path).read_bytes())
+            if (saved["format"], saved["version"]) != (_NAME, 1):
+                raise ValueError("another format or version")
+            lengths = {one["name"]: one["length"] for one in saved["features"]}
+            salts = {one["name"]: one["salt"] for one in saved["features"]}
+            encoder = cls(lengths, saved["splits"], salts=salts, signed=saved["signed"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not what {_NAME}.save has written ({error})") from error
+        if feature_lengths is not None:
+            _check_same(str(path), encoder.feature_lengths, dict(feature_lengths))
+        return encoder
+
+    def __repr__(self) -> str:
+        return f"{_NAME}({self.feature_lengths}, splits={self.splits}, signed={self.signed})"
+
+    def _hashes(self, columns: Any) -> dict[str, torch.Tensor]:
+        """Name -> int64 [n] for each feature."""
+        hashes: dict[str, torch.Tensor] = {}
+        for name, salt in self.salts.items():
+            try:
+                column = columns[name]
+            except KeyError:
+                raise ValueError(f"{_NAME}: columns has no column {name!r}") from None
+            try:
+                hashes[name] = xxh64(column, salt)
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"{_NAME}: feature {name!r}: {error}") from error
+            first = next(iter(hashes))
+            if len(hashes[name]) != len(hashes[first]):
+                raise ValueError(
+                    f"{_NAME}: feature {name!r} has {len(hashes[name])} values, but {first!r} has "
+                    f"{len(hashes[first])}"
+                )
+        return hashes
+
+    def _columns(self, name: str, hashes: torch.Tensor) -> torch.Tensor:
+        """Int64 [n, splits], rising."""
+        block = self.buckets[name] // self.splits
+        blocks = torch.arange(self.splits, device=hashes.device) * block + self.starts[name]
+        return self._in_blocks(name, hashes).add_(blocks)
+
+    def _in_blocks(self, name: str, hashes: torch.Tensor) -> torch.Tensor:
+        """Int64 [n, splits]: the column of each entry within its block."""
+        block = self.buckets[name] // self.splits
+        if self.splits == 1:
+            # The hash is unsigned: where it is read as negative, 2**64 is missing.
+            columns = hashes.remainder(block) + (hashes < 0) * (2**64 % block)
+            return columns.remainder_(block).view(-1, 1)
+        chunks = hashes.view(-1, 1) >> hashes.new_tensor(_SHIFTS)
+        return chunks.bitwise_and_(0xFFFF).remainder_(block)
+
+    def _signs(self, hashes: torch.Tensor) -> torch.Tensor:
+        """1.0 or -1.0, float32 [n, splits]."""
+        mixed = (hashes ^ (hashes >> 32 & 0xFFFFFFFF)) * _MIX
+        bits = mixed.view(-1, 1) >> torch.arange(63, 63 - self.splits, -1, device=hashes.device)
+        return 1.0 - 2.0 * (bits & 1)
+
+
+def _length(name: str, length: int) -> int:
+    try:
+        length = operator.index(length)
+    except TypeError:
+        raise TypeError(
+            f"{_NAME}: feature_lengths[{name!r}] must be an int, got {type(length).__name__}"
+        ) from None
+    if not 1 <= length <= _MOST_VALUES:
+        raise ValueError(
+            f"{_NAME}: feature_lengths[{name!r}] must be in [1, {_MOST_VALUES}], got {length}"
+        )
+    return length
+
+
+def _salt(name: str, salt: int) -> int:
+    try:
+        return checked_seed(salt)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_NAME}: salts[{name!r}]: {error}") from None
+
+
+def _bucket(length: int) -> int:
+    return max(32, 4 * (math.isqrt(length - 1) + 1))  # the root, rounded up, without a float
+
+
+def _expected_collisions(values: int, codes: int) -> float:
+    # values - codes * (1 - (1 - 1 / codes) ** values), to all digits
+    return values + codes * math.expm1(values * math.log1p(-1 / codes))
+
+
+def _check_same(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:
+    if list(saved) != list(asked):
+        raise ValueError(
+            f"{path}: {_NAME} was saved with the features {list(saved)}, in this order, but "
+            f"feature_lengths has {list(asked)}"
+        )
+    for name, length in saved.items():
+        if length != asked[name]:
+            raise ValueError(
+                f"{path}: feature {name!r} was saved with length {length}, but feature_lengths "
+                f"has {asked[name]}"
+            )
+
+
+def _scipy_csr(
+    entries: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]
+) -> Any:
+    try:
+        from scipy.sparse import csr_array
+    except ImportError as error:
+        raise ImportError(
+            f"{_NAME}: to='scipy' needs scipy: pip install sparsekit[data]"
+        ) from error
+    # As scipy itself would have them: 32 bits where that is enough.
+    small = max(*shape, len(keys)) < 2**31
+    index = torch.int32 if small else torch.int64
+    parts = (part.cpu().numpy() for part in (entries, keys.to(index), offsets.to(index)))
+    matrix = csr_array(tuple(parts), shape)
+    matrix.has_canonical_format = True  # and so its indices are sorted; it need not look
+    return matrix

@@ -1,0 +1,56 @@
+"""CSR feature matrices as bags: the columns of a row are its keys, their values its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+# Keys, offsets and weights.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def read_torch_csr(inputs: torch.Tensor, sample_weights: Any, layer: str) -> Parts:
+    """The parts of a CSR tensor ``[bags, columns]`` of floats, not copied."""
+    _check_no_weights(sample_weights, layer)
+    return inputs.col_indices(), inputs.crow_indices(), inputs.values()
+
+
+def is_scipy_csr(inputs: Any) -> bool:
+    """Whether this is a CSR matrix or array of scipy, which need not be installed."""
+    return getattr(inputs, "format", None) == "csr" and hasattr(inputs, "indptr")
+
+
+def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Parts:
+    """The parts of a CSR matrix ``[bags, columns]``, on the device; on the CPU floats are shared.
+
+    Raises:
+        TypeError: complex numbers, or wider ones than 64 bits.
+        ValueError: one dimension, or sample_weights besides.
+    """
+    _check_no_weights(sample_weights, layer)
+    if len(inputs.shape) != 2:
+        raise ValueError(
+            f"{layer}: a feature matrix must have shape [batch * slot_num, columns], got "
+            f"{tuple(inputs.shape)}"
+        )
+    weights = inputs.data
+    if weights.dtype.kind in "biu":
+        weights = weights.astype(np.float32)
+    elif weights.dtype.kind != "f" or weights.itemsize > 8:
+        raise TypeError(
+            f"{layer}: a feature matrix must have real numbers of at most 64 bits, got "
+            f"{weights.dtype}"
+        )
+    # torch warns of memory that is not to be written to.
+    parts = (
+        np.require(part, requirements="W") for part in (inputs.indices, inputs.indptr, weights)
+    )
+    keys, offsets, flat = (torch.from_numpy(part).to(device) for part in parts)
+    return keys, offsets, flat
+
+
+def _check_no_weights(sample_weights: Any, layer: str) -> None:
+    if sample_weights is not None:
+        raise ValueError(f"{layer}: inputs has weights of its own; pass no sample_weights")
