@@ -1,28 +1,60 @@
 """hashing.xxh64 against a Python loop over the package xxhash."""
 
+import random
 from collections.abc import Iterator
 from functools import partial
 
-import sparsekit
+from sparsekit.hashing import xxh64
 
 from .common import Comparison
 from .cpu import Call, Cpu
 
+_LOOP = "loop over xxhash"
+
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """A million different strings of 12 to 18 characters."""
+    """A million different strings: of 12 to 18 characters, and of lengths from 1 to 60."""
     n = cpu.size(1_000_000, 500)
-    inputs = [[f"user_id_{i}_{turn + 100}" for i in range(n)] for turn in range(2)]
-    peers: dict[str, list[Call]] = {}
-    if cpu.has_module("loop over xxhash", "xxhash"):
+    similar = [[f"user_id_{i}_{turn + 100}" for i in range(n)] for turn in range(2)]
+    mixed = [_mixed(n, turn) for turn in range(2)]
+    loops = {}
+    if cpu.has_module(_LOOP, "xxhash"):
         from xxhash import xxh64_intdigest
 
         def loop(strings: list[str]) -> list[int]:
             return [xxh64_intdigest(string.encode()) for string in strings]
 
-        for strings in inputs:
-            unsigned = [code % 2**64 for code in sparsekit.hashing.xxh64(strings).tolist()]
-            assert unsigned == loop(strings)
-        peers["loop over xxhash"] = [partial(loop, strings) for strings in inputs]
-    ours: list[Call] = [partial(sparsekit.hashing.xxh64, strings) for strings in inputs]
-    yield from cpu.compare(f"xxh64 of {n:,} str", ours, peers, "xxh64 of 1M strings")
+        for name, inputs in (("str", similar), ("mixed str", mixed)):
+            for strings in inputs:
+                assert [code % 2**64 for code in xxh64(strings).tolist()] == loop(strings)
+            loops[name] = {_LOOP: [partial(loop, strings) for strings in inputs]}
+    for name, inputs in (("str", similar), ("mixed str", mixed)):
+        ours: list[Call] = [partial(xxh64, strings) for strings in inputs]
+        line = f"xxh64 of 1M {name.replace('str', 'strings')}"
+        yield from cpu.compare(f"xxh64 of {n:,} {name}", ours, loops.get(name, {}), line)
+    if not cpu.has_module("Arrow", "pyarrow"):
+        return
+    import pyarrow
+
+    columns = [pyarrow.array(strings) for strings in mixed]
+    for column, strings in zip(columns, mixed, strict=True):
+        assert xxh64(column).equal(xxh64(strings))
+    ours = [partial(xxh64, column) for column in columns]
+    line = "xxh64 of 1M mixed strings, Arrow"
+    yield from cpu.compare(
+        f"xxh64 of an Arrow column of {n:,} mixed str", ours, loops.get("mixed str", {}), line
+    )
+
+
+def _mixed(n: int, seed: int) -> list[str]:
+    """Numbers, names and addresses, all in turns that cannot be predicted."""
+    draw = random.Random(seed)
+    kinds = (
+        lambda i: str(draw.randrange(10 ** draw.randrange(1, 19))),
+        lambda i: f"user_id_{i}",
+        lambda i: f"name {i} of Zürich",
+        lambda i: f"https://example.org/{draw.randrange(10**9)}/page?id={i}"[
+            : draw.randrange(30, 60)
+        ],
+    )
+    return [draw.choice(kinds)(i) for i in range(n)]

@@ -37,6 +37,8 @@ CPU_TARGETS = {
     ("step with prefetch, 2 ranks", "the two in a row"): 1 / 0.7,
     ("exchange with dedupe, 2 ranks, zipf", "without dedupe"): 1.5,
     ("xxh64 of 1M strings", "loop over xxhash"): 20.0,
+    ("xxh64 of 1M mixed strings", "loop over xxhash"): 20.0,
+    ("xxh64 of 1M mixed strings, Arrow", "loop over xxhash"): 60.0,
     ("op call, 8 keys", "clone"): 1 / 4,
 }
 

@@ -93,7 +93,11 @@ def test_what_is_missing_is_said_once(
     lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("skipped")]
     assert lines == [
         f"skipped: {peer}: {package} is not installed (pip install {package}, or make bench)"
-        for peer, package in (("pandas.factorize", "pandas"), ("loop over xxhash", "xxhash"))
+        for peer, package in (
+            ("pandas.factorize", "pandas"),
+            ("loop over xxhash", "xxhash"),
+            ("Arrow", "pyarrow"),
+        )
     ]
 
 
