@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .ops._checks import accumulate_dtype
+from .reference_rules import RULES
 
 _MASK = 0xFFFFFFFF
 
@@ -204,93 +205,6 @@ def init_rows_(
     out[rows[written]] = vectors.to(out.dtype)
 
 
-# What each rule makes of gradient g, weight w and states s of the rows, in step t. The formulas are
-# in the docstrings of `sparsekit.optim`.
-_State = list[torch.Tensor]
-_Moved = tuple[torch.Tensor, _State]
-
-
-def _sgd(
-    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
-) -> _Moved:
-    lr, momentum, weight_decay, nesterov = v
-    g = g + weight_decay * w if weight_decay else g
-    if not s:
-        return w - lr * g, []
-    b = momentum * s[0] + g
-    return w - lr * (g + momentum * b if nesterov else b), [b]
-
-
-def _adam(
-    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
-) -> _Moved:
-    lr, beta1, beta2, eps, weight_decay, rescale_eps = v
-    mean = beta1 * s[0] + (1 - beta1) * g
-    square = beta2 * s[1] + (1 - beta2) * g * g
-    states = [mean, square]
-    if len(s) == 3:
-        states.append(torch.maximum(s[2], square))
-    root = (1 - beta2**t).sqrt()
-    eps_t = eps * root if rescale_eps else torch.full_like(root, eps)
-    step_size, eps_t = (x.to(w.dtype) for x in (lr * root / (1 - beta1**t), eps_t))
-    return w * (1 - lr * weight_decay) - step_size * (mean / (states[-1].sqrt() + eps_t)), states
-
-
-def _decayed(
-    g: torch.Tensor, w: torch.Tensor, rate: Any, weight_decay: float, decoupled: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if decoupled:
-        return g, w * (1 - rate * weight_decay)
-    return g + weight_decay * w if weight_decay else g, w
-
-
-def _adagrad(
-    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
-) -> _Moved:
-    lr, lr_decay, eps, weight_decay, decoupled = v
-    rate = (lr / (1 + (t - 1) * lr_decay)).to(w.dtype)
-    g, w = _decayed(g, w, rate, weight_decay, decoupled)
-    # States with one column have the mean over the row.
-    squares = g * g if s[0].shape == g.shape else (g * g).sum(1, keepdim=True) / max(g.shape[1], 1)
-    total = s[0] + squares
-    return w - rate * (g / (total.sqrt() + eps)), [total]
-
-
-def _rms_prop(
-    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
-) -> _Moved:
-    lr, alpha, eps, momentum, eps_inside, weight_decay, decoupled = v
-    g, w = _decayed(g, w, lr, weight_decay, decoupled)
-    square = alpha * s[0] + (1 - alpha) * g * g
-    scaled = g / ((square + eps).sqrt() if eps_inside else square.sqrt() + eps)
-    if len(s) == 1:
-        return w - lr * scaled, [square]
-    b = momentum * s[1] + (lr * scaled if eps_inside else scaled)
-    return w - (b if eps_inside else lr * b), [square, b]
-
-
-def _ftrl(
-    v: Sequence[float], t: torch.Tensor, g: torch.Tensor, w: torch.Tensor, s: _State
-) -> _Moved:
-    lr, l1, l2, lr_power = v
-    if lr == 0:
-        return w, s
-    n = s[0] + g * g
-    z = s[1] + g - (n**-lr_power - s[0] ** -lr_power) / lr * w
-    w = (z.sign() * l1 - z) / (n**-lr_power / lr + 2 * l2)
-    return w.masked_fill(z.abs() <= l1, 0), [n, z]
-
-
-_RULES = {
-    "sgd": _sgd,
-    "adam": _adam,
-    "adagrad": _adagrad,
-    "row_wise_adagrad": _adagrad,
-    "rms_prop": _rms_prop,
-    "ftrl": _ftrl,
-}
-
-
 def update_rows_(
     weight: Any,
     states: Sequence[torch.Tensor],
@@ -325,7 +239,7 @@ def update_rows_(
     counts = row_step[rows] if row_step is not None and per_row else step.expand(len(rows))
     t = counts.to(torch.float64).unsqueeze(1)
     s = [state[rows] if state.dim() == 2 else state[rows].unsqueeze(1) for state in states]
-    w, s = _RULES[rule](settings, t, grad.to(dtype), weight[rows].to(dtype), s)
+    w, s = RULES[rule](settings, t, grad.to(dtype), weight[rows].to(dtype), s)
     if rounding_seed is not None and weight.dtype == torch.bfloat16:
         weight[rows] = _rounded_at_random(w, rows, int(step), rounding_seed)
     else:
@@ -375,12 +289,13 @@ def catch_up_rows_(
             if first_step + i <= row_step[row]:
                 continue
             w, zero = weight[row].to(dtype), torch.zeros_like(weight[row], dtype=dtype)
+            once = torch.ones(1)
             if rule == "adam":
-                _, s = _adam(settings, torch.ones(1), zero, w, [state[row] for state in states])
+                _, s = RULES[rule](settings, once, zero, w, [state[row] for state in states])
                 w = w - first * (s[0] / (s[1].sqrt() + second))
             else:
                 own = [first, settings[1], 0, settings[3]]
-                w, s = _sgd(own, torch.ones(1), zero, w, [state[row] for state in states])
+                w, s = RULES[rule](own, once, zero, w, [state[row] for state in states])
             weight[row] = w.to(weight.dtype)
             for state, new in zip(states, s, strict=True):
                 state[row] = new

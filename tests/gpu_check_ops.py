@@ -13,7 +13,7 @@ import time
 
 import simt
 import torch
-from ops.optimizer_rules import CASES
+from ops.optimizer_rules import CASES, PER_ROW, widths
 
 import sparsekit
 from sparsekit import ops
@@ -103,9 +103,9 @@ def updated(weight, rows, grad, case, per_row, seed):
     """Two steps of a rule, some rows late for the second; then they catch up where they can."""
     rule, settings, count = CASES[case]
     wide = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
-    dim = 1 if rule == "row_wise_adagrad" else weight.shape[1]
-    space = torch.zeros(len(weight), count, dim, dtype=wide, device=weight.device)
-    states = list(space.unbind(1)) if count else []
+    columns = widths(rule, count, weight.shape[1])
+    space = torch.zeros(len(weight), sum(columns), dtype=wide, device=weight.device)
+    states = list(space.split(columns, 1)) if count else []
     row_step = torch.zeros(len(weight), dtype=torch.int32, device=weight.device)
     step = torch.ones((), dtype=torch.int64, device=weight.device)
     for kept in (slice(None), slice(None, None, 2)):
@@ -159,7 +159,7 @@ def check_rows(device, mode, n, dim, dtype):
     for case, per_row, seed in itertools.product(CASES, (False, True), (None, 7)):
         # Rounded at random, what differs in the last bit may end one bfloat16 apart.
         rounded = seed is None or dtype == torch.bfloat16
-        if rounded and (not per_row or CASES[case][0] == "adam"):
+        if rounded and (not per_row or CASES[case][0] in PER_ROW):
             grad = data[: len(touched)]
             arguments = (table, touched, grad, case, per_row, seed)
             both(updated, device, *arguments, mode=mode, exact=False)

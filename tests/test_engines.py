@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ops.optimizer_rules import CASES
+from ops.optimizer_rules import CASES, widths
 
 from sparsekit import _load
 
 PACKAGE = Path(_load.__file__).parent
-RULES = list(CASES.values())
+# Rule, settings and, for each state, whether it is one number for a row.
+RULES = [(rule, v, [w == 1 for w in widths(rule, count, 2)]) for rule, v, count in CASES.values()]
 
 # Calls every op and prints a digest of each result. Inputs come from numpy, because torch's own
 # random normals are not the same under every instruction set.
@@ -95,9 +96,9 @@ def use_everything():
                 ops.init_rows_(out, integers(-(2**63), 2**63 - 1, 500), distribution=distribution)
                 show(f"init {name} {distribution}", out)
             wide = torch.float32 if dtype == torch.bfloat16 else dtype
-            for rule, settings, count in RULES:
-                width = 1 if rule == "row_wise_adagrad" else dim
-                states = [rows(500, width, wide) ** 2 for _ in range(count)]
+            for rule, settings, of_rows in RULES:
+                states = [rows(500, 1 if one else dim, wide) ** 2 for one in of_rows]
+                count = len(states)
                 weight, row_step = rows(500, dim, dtype), torch.zeros(500, dtype=torch.int32)
                 touched = torch.from_numpy(random.permutation(500)[:300])
                 ops.update_rows_(weight, states, row_step, touched, rows(300, dim, dtype),

@@ -13,8 +13,8 @@ namespace sparsekit::ops {
 // What a rule can have. It is the number of states that is checked first.
 constexpr const char* kStateNames[kMostStates] = {"states[0]", "states[1]", "states[2]"};
 
-// The states must be [num_rows, dim], or for a row-wise rule [num_rows, 1] or [num_rows]; rows may
-// lie apart.
+// The states must be [num_rows, dim], but the last one of a row-wise rule [num_rows, 1] or
+// [num_rows]; rows may lie apart.
 template <class T>
 RowTable<T> row_table(const Tensor& weight, const Tensor* states, size_t num_states,
                       const Tensor* row_step, bool row_wise, const char* op) {
@@ -28,7 +28,8 @@ RowTable<T> row_table(const Tensor& weight, const Tensor* states, size_t num_sta
     const char* name = kStateNames[k];
     const Tensor& state = states[k];
     check_same_device(op, {{"weight", weight}, {name, state}});
-    const bool is_vector = row_wise && state.dim() == 1;
+    const bool of_row = row_wise && k + 1 == num_states;
+    const bool is_vector = of_row && state.dim() == 1;
     if (!is_vector) check_dim(state, 2, op, name);
     check_size(state, 0, table.num_rows, op, name);
     const int64_t width = is_vector ? 1 : state.size(1);
@@ -37,7 +38,7 @@ RowTable<T> row_table(const Tensor& weight, const Tensor* states, size_t num_sta
     check(table.num_rows <= 1 || state.stride(0) >= width, op, ": rows of ", name,
           " must not overlap");
     check_dtype(state, kAccumulateType<T>, op, name);
-    if (!is_vector) check_size(state, 1, row_wise ? 1 : table.dim, op, name);
+    if (!is_vector) check_size(state, 1, of_row ? 1 : table.dim, op, name);
     table.states[k] = mutable_data<Acc<T>>(state);
     table.strides[k] = state.stride(0);
   }
@@ -100,8 +101,13 @@ void dispatch_rule(const std::string& name, const std::vector<double>& settings,
   }
   // lr, l1, l2, lr_power
   if (takes("ftrl", 4, states == 2)) return body(Ftrl{v[0], v[1], v[2], v[3]});
+  // lr, beta1, beta2, eps, weight_decay
+  if (takes("partial_row_wise_adam", 5, states == 2)) {
+    return body(PartialRowWiseAdam{Adam<false>{v[0], v[1], v[2], v[3], v[4], true}});
+  }
+  if (takes("lamb", 5, states == 2)) return body(Lamb{v[0], v[1], v[2], v[3], v[4]});
   throw std::invalid_argument(message(op, ": rule must be sgd, adam, adagrad, row_wise_adagrad, ",
-                                      "rms_prop or ftrl, got ", name));
+                                      "rms_prop, ftrl, partial_row_wise_adam or lamb, got ", name));
 }
 
 }  // namespace sparsekit::ops

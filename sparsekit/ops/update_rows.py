@@ -27,20 +27,22 @@ def update_rows_(
 ) -> None:
     """One step of an optimizer on the rows that have a gradient; all other rows keep their bits.
 
-    ========================  ========================================  ==========================
-    rule                      settings                                  states
-    ========================  ========================================  ==========================
-    ``"sgd"``                 lr, momentum, weight_decay, nesterov      none, or momentum
-    ``"adam"``                lr, beta1, beta2, eps, weight_decay,      m, v, and for amsgrad the
-                              rescale_eps                               largest v
-    ``"adagrad"``             lr, lr_decay, eps, weight_decay,          sum of squares
-                              decoupled
-    ``"row_wise_adagrad"``    lr, lr_decay, eps, weight_decay,          sum of mean squares, one
-                              decoupled                                 for a row
-    ``"rms_prop"``            lr, alpha, eps, momentum, eps_inside,     mean square, then momentum
-                              weight_decay, decoupled                   if there is any
-    ``"ftrl"``                lr, l1, l2, lr_power                      n, z
-    ========================  ========================================  ==========================
+    ===========================  =====================================  ==========================
+    rule                         settings                               states
+    ===========================  =====================================  ==========================
+    ``"sgd"``                    lr, momentum, weight_decay, nesterov   none, or momentum
+    ``"adam"``                   lr, beta1, beta2, eps, weight_decay,   m, v, and for amsgrad the
+                                 rescale_eps                            largest v
+    ``"adagrad"``                lr, lr_decay, eps, weight_decay,       sum of squares
+                                 decoupled
+    ``"row_wise_adagrad"``       lr, lr_decay, eps, weight_decay,       sum of mean squares, one
+                                 decoupled                              for a row
+    ``"rms_prop"``               lr, alpha, eps, momentum, eps_inside,  mean square, then momentum
+                                 weight_decay, decoupled                if there is any
+    ``"ftrl"``                   lr, l1, l2, lr_power                   n, z
+    ``"partial_row_wise_adam"``  lr, beta1, beta2, eps, weight_decay    m, and v, one for a row
+    ``"lamb"``                   lr, beta1, beta2, eps, weight_decay    m, v
+    ===========================  =====================================  ==========================
 
     The formulas are in `sparsekit.optim`; csrc/core/include/sparsekit/optimizer_rules.h has them
     as they are computed.

@@ -8,6 +8,7 @@ from .ftrl import Ftrl
 from .fuse import fuse_in_backward
 from .lazy_adam import LazyAdam
 from .rms_prop import RMSProp
+from .row_adam import LazyLAMB, PartialRowWiseAdam
 from .row_optimizer import RowOptimizer
 from .sgd import SGD
 from .split import split_embedding_variable_from_others
@@ -18,7 +19,9 @@ __all__ = [
     "Adam",
     "Ftrl",
     "LazyAdam",
+    "LazyLAMB",
     "NonFiniteGradientError",
+    "PartialRowWiseAdam",
     "RMSProp",
     "RowOptimizer",
     "RowWiseAdagrad",

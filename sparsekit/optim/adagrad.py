@@ -89,4 +89,4 @@ class RowWiseAdagrad(Adagrad):
     """
 
     rule = "row_wise_adagrad"
-    row_wise = True
+    row_states = ("sum",)

@@ -46,7 +46,7 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[str]
-    row_wise: ClassVar[bool] = False  # whether a state has one number for a row
+    row_states: ClassVar[tuple[str, ...]] = ()  # those that have one number for a row
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if not needed <= state.keys():
                 self._add_states(parameter, group, state)
         shards = [local(parameter) for parameter in parameters]
-        return by_kind(shards, dense, states, names, self.row_wise)
+        return by_kind(shards, dense, states, names, self.row_states)
 
     def _add_states(
         self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
@@ -294,15 +294,14 @@ class RowOptimizer(torch.optim.Optimizer):
         parameter = local(parameter)
         dtype = accumulate_dtype(parameter.dtype)
         initial = self._initial_states(group)
-        if self.row_wise:
-            shape = parameter.shape[:1]
-            return {n: parameter.new_full(shape, v, dtype=dtype) for n, v in initial.items()}
+        rows, rest = parameter.shape[:1], parameter.shape[1:]
+        states = {name: parameter.new_zeros(rows, dtype=dtype) for name in self.row_states}
         # One allocation, in which the states of a row are neighbours: a row that is touched is one
         # place in memory and not several.
-        rows, rest = parameter.shape[:1], parameter.shape[1:]
-        space = parameter.new_empty((*rows, len(initial), *rest), dtype=dtype)
-        prefer_huge_pages(space).zero_()
-        states = dict(zip(initial, space.unbind(len(rows)), strict=True))
+        if names := [name for name in initial if name not in states]:
+            space = parameter.new_empty((*rows, len(names), *rest), dtype=dtype)
+            prefer_huge_pages(space).zero_()
+            states |= zip(names, space.unbind(len(rows)), strict=True)
         for name, value in initial.items():
             if value != 0:
                 states[name].fill_(value)

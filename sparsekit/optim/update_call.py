@@ -1,7 +1,7 @@
 """What an optimizer hands to `sparsekit.ops.update_rows_`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ def by_kind(
     dense: Sequence[bool],
     states: Sequence[State],
     names: Sequence[str],
-    row_wise: bool,
+    row_states: Collection[str],
 ) -> list[UpdateCall]:
     """Parameters by what one call can update.
 
@@ -41,17 +41,17 @@ def by_kind(
         dense: for each, whether it has a gradient for all rows.
         states: of each.
         names: of the rule's states, in its order.
-        row_wise: whether a state has one number for a row.
+        row_states: names of those with one number for a row.
     """
     each = zip(parameters, dense, states, strict=True)
     kinds = [(p.dtype, p.device, d, "row_step" in state) for p, d, state in each]
     if len(set(kinds)) == 1:
-        return [_call(range(len(kinds)), parameters, states, names, row_wise)]
+        return [_call(range(len(kinds)), parameters, states, names, row_states)]
     alike: dict[Any, list[int]] = {}
     for i, kind in enumerate(kinds):
         alike.setdefault(kind, []).append(i)
     return [
-        _call(own, [parameters[i] for i in own], [states[i] for i in own], names, row_wise)
+        _call(own, [parameters[i] for i in own], [states[i] for i in own], names, row_states)
         for own in alike.values()
     ]
 
@@ -61,13 +61,17 @@ def _call(
     parameters: Sequence[torch.Tensor],
     states: Sequence[State],
     names: Sequence[str],
-    row_wise: bool,
+    row_states: Collection[str],
 ) -> UpdateCall:
     tensors = [state[name] for state in states for name in names]
     weights = parameters
     if any(parameter.dim() != 2 for parameter in parameters):
         weights = [matrix(parameter.detach()) for parameter in parameters]
-        tensors = [tensor.view(-1) if row_wise else matrix(tensor) for tensor in tensors]
+        tensors = [
+            state[name].view(-1) if name in row_states else matrix(state[name])
+            for state in states
+            for name in names
+        ]
     row_steps = [state["row_step"] for state in states if "row_step" in state]
     return UpdateCall(positions, weights, tensors, row_steps, [state["step"] for state in states])
 

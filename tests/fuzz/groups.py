@@ -7,7 +7,7 @@ from ..ops import test_group_embedding_bag as bags
 from ..ops import test_group_find as find
 from ..ops import test_group_update as updates
 from ..ops.groups import Group, random_group
-from ..ops.optimizer_rules import CASES
+from ..ops.optimizer_rules import CASES, PER_ROW
 from .case import Case
 
 
@@ -46,7 +46,7 @@ def group_update(case: Case) -> None:
     """The fused step against the two ops that it is made of, for any rule."""
     group, name = _group(case), case.any_of(*CASES)
     keywords = {"count_steps": case.maybe(0.5), "own_steps": case.maybe(0.5)}
-    if keywords["own_steps"] and CASES[name][0] == "adam":
+    if keywords["own_steps"] and CASES[name][0] in PER_ROW:
         keywords["per_row"] = case.maybe(0.5)
     if case.maybe(0.3):
         keywords["rounding_seed"] = case.random.getrandbits(64)

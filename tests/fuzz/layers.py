@@ -20,6 +20,7 @@ from sparsekit import (
 )
 
 from ..nn import bags as forms
+from ..ops.optimizer_rules import widths
 from .case import Case
 
 _ADAM = {"lr": 0.1, "eps": 1e-2}
@@ -64,6 +65,14 @@ OPTIMIZERS = {
         optim.Ftrl, {"lr": 0.5, "l1": 0.1, "l2": 0.01},
         "ftrl", [0.5, 0.1, 0.01, -0.5], [0.1, 0], False,
     ),
+    "PartialRowWiseAdam": (
+        optim.PartialRowWiseAdam, _ADAM | {"weight_decay": 0.1},
+        "partial_row_wise_adam", [0.1, 0.9, 0.999, 1e-2, 0.1], [0, 0], False,
+    ),
+    "LazyLAMB per row": (
+        optim.LazyLAMB, _ADAM | {"weight_decay": 0.1, "bias_correction": "per_row"},
+        "lamb", [0.1, 0.9, 0.999, 1e-2, 0.1], [0, 0], False,
+    ),
 }  # fmt: skip
 
 
@@ -79,9 +88,9 @@ class Model:
         *_, self.rule, self.settings, first, self.moves_all = OPTIMIZERS[name]
         self.row: dict[int, int] = {}
         self.weight = torch.zeros(self.capacity, self.dim, dtype=torch.float64)
-        width = 1 if self.rule == "row_wise_adagrad" else self.dim
         self.states = [
-            torch.full((self.capacity, width), float(value), dtype=torch.float64) for value in first
+            torch.full((self.capacity, width), float(value), dtype=torch.float64)
+            for width, value in zip(widths(self.rule, len(first), self.dim), first, strict=True)
         ]
         self.per_row = name.endswith("per row")
         self.row_step = torch.zeros(self.capacity, dtype=torch.int32) if self.per_row else None

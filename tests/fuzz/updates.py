@@ -5,7 +5,7 @@ import torch
 from sparsekit import ops, reference
 from sparsekit.ops._checks import accumulate_dtype
 
-from ..ops.optimizer_rules import CASES
+from ..ops.optimizer_rules import CASES, PER_ROW, SIGNED, widths
 from .case import Case, Mismatch
 
 
@@ -13,13 +13,14 @@ def _table(case, name, num_rows, dim, dtype):
     """A weight and states as after some steps, the states together, apart or with gaps."""
     rule, _, count = CASES[name]
     wide = accumulate_dtype(dtype)
-    width = 1 if rule == "row_wise_adagrad" else dim
     weight = case.floats(num_rows, dim, dtype=dtype)
     gap = case.any_of(0, 0, 1, 4)
-    space = case.floats(num_rows, count, width + gap, dtype=wide)
-    states = [state[:, :width] for state in space.unbind(1)] if count else []
+    columns = widths(rule, count, dim)
+    space = case.floats(num_rows, sum(columns) + count * gap, dtype=wide)
+    parts = space.split([width + gap for width in columns], 1) if count else []
+    states = [part[:, :width] for part, width in zip(parts, columns, strict=True)]
     for k, state in enumerate(states):
-        if (rule, k) not in (("sgd", 0), ("adam", 0), ("rms_prop", 1), ("ftrl", 1)):
+        if (rule, k) not in SIGNED:
             state.square_()
     if case.maybe(0.3):
         states = [state.contiguous() for state in states]
@@ -31,7 +32,7 @@ def _settings(case, name):
     rule, settings, count = CASES[name]
     settings = [float(value) for value in settings]
     settings[0] *= case.any_of(0.0, 0.1, 1.0)
-    if rule in ("adam", "rms_prop") and case.maybe(0.5):
+    if rule in (*PER_ROW, "rms_prop") and case.maybe(0.5):
         settings[1] = case.any_of(0.0, 0.5, 0.95)
     if rule == "sgd" and count and case.maybe(0.5):
         settings[1] = case.any_of(0.1, 0.5, 0.95)
@@ -60,7 +61,7 @@ def update_rows(case: Case) -> None:
     rule, settings = _settings(case, name)
     count, by_row, counts = case.any_of(0, 0, 1, 2, 3, 40), case.maybe(0.8), case.maybe(0.5)
     row_steps = case.maybe(0.5)
-    per_row = row_steps and rule == "adam" and case.maybe(0.5)
+    per_row = row_steps and rule in PER_ROW and case.maybe(0.5)
     seed = case.random.getrandbits(64) if case.maybe(0.3) else None
     tables = [
         _update_of_table(case, name, dtype, by_row, row_steps, count > 1)

@@ -26,7 +26,21 @@ CASES = {
     "rms prop of tensorflow, L2, momentum": ("rms_prop", [0.1, 0.9, 1e-2, 0.7, 1, 0.1, 0], 2),
     "ftrl": ("ftrl", [0.5, 0.5, 0.25, -0.5], 2),
     "ftrl, another power": ("ftrl", [0.5, 0.5, 0.25, -0.75], 2),
+    "partial row-wise adam": ("partial_row_wise_adam", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
+    "lamb": ("lamb", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
+    "lamb without decay": ("lamb", [0.1, 0.9, 0.999, 1e-3, 0.0], 2),
 }
+# Rules whose last state is one number for a row, and those whose rows may count their own steps.
+ROW_WISE = ("row_wise_adagrad", "partial_row_wise_adam")
+PER_ROW = ("adam", "partial_row_wise_adam", "lamb")
+_MOMENTS = [("sgd", 0), ("adam", 0), ("partial_row_wise_adam", 0), ("lamb", 0)]
+# Rule and number of the states that may be negative.
+SIGNED = [*_MOMENTS, ("rms_prop", 1), ("ftrl", 1)]
+
+
+def widths(rule, count, dim):
+    """How many columns each of a rule's states has."""
+    return [1 if rule in ROW_WISE and k == count - 1 else dim for k in range(count)]
 
 
 def random(shape, dtype, seed):
@@ -45,17 +59,18 @@ def table_of(case, num_rows, dim, dtype, together=True):
     """
     rule, _, count = CASES[case]
     weight = random((num_rows, dim), dtype, seed=1)
-    width = 1 if rule == "row_wise_adagrad" else dim
-    space = torch.zeros(num_rows, count, width, dtype=wide(dtype))
-    states = list(space.unbind(1)) if count else []
-    if not together:
-        states = [state.contiguous() for state in states]
-    for k, state in enumerate(states):
-        state.copy_(random((num_rows, width), wide(dtype), seed=2 + k))
-        signed = (rule, k) in (("sgd", 0), ("adam", 0), ("rms_prop", 1), ("ftrl", 1))
-        if not signed:
-            state.square_()
-    return weight, states
+    states = []
+    for k, width in enumerate(widths(rule, count, dim)):
+        state = random((num_rows, width), wide(dtype), seed=2 + k)
+        states.append(state if (rule, k) in SIGNED else state.square())
+    return weight, _neighbours(states) if together else states
+
+
+def _neighbours(states):
+    """Copies; those of one width share memory, so that all of a row are in one place."""
+    alike = [state for state in states if state.shape == states[0].shape]
+    together = list(torch.stack(alike, 1).unbind(1)) if alike else []
+    return [*together, *(state.clone() for state in states[len(alike) :])]
 
 
 def distinct_rows(n, num_rows, seed=0):
@@ -65,11 +80,9 @@ def distinct_rows(n, num_rows, seed=0):
 def copied(table, device=None, together=True):
     """The same on a device, with the states as they lie."""
     weight, states = table
-    if not states:
-        return weight.detach().clone().to(device), []
-    space = torch.stack([s.cpu() for s in states], 1).to(device)
-    own = list(space.unbind(1))
-    return weight.detach().clone().to(device), own if together else [s.contiguous() for s in own]
+    own = [state.detach().to(device).contiguous() for state in states]
+    own = _neighbours(own) if together else [state.clone() for state in own]
+    return weight.detach().clone().to(device), own
 
 
 def flat(table):

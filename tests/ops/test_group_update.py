@@ -13,7 +13,7 @@ from sparsekit.ops._checks import accumulate_dtype
 from sparsekit.ops._group import split_by_table
 
 from .groups import Group, Source, random_bags, random_group
-from .optimizer_rules import CASES, copied, table_of
+from .optimizer_rules import CASES, PER_ROW, copied, table_of
 from .test_group_embedding_bag import backward, random_grads
 
 COMBINERS = ("sum", "mean", "none", "sqrtn")
@@ -137,7 +137,7 @@ def test_equals_the_two_ops(device, case, dtype):
         assert check(group, case, reference=exact).steps[0] == 1
         counted = check(group, case, 3, own_steps=True, reference=exact, count_steps=True)
         assert [int(step) for step in counted.steps[:3]] == [2, 3, 8][:count]
-        if CASES[case][0] == "adam":
+        if CASES[case][0] in PER_ROW:
             check(group, case, own_steps=True, reference=exact, per_row=True)
         if dtype == torch.bfloat16:
             check(group, case, rounding_seed=2**63 + 5)

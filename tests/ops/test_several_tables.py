@@ -7,7 +7,7 @@ from simt_counts import counted
 
 from sparsekit import ops, reference
 
-from .optimizer_rules import CASES, copied, distinct_rows, table_of
+from .optimizer_rules import CASES, PER_ROW, copied, distinct_rows, table_of
 
 # Rows, dim and touched rows of the tables of a call, among them empty ones.
 SIZES = [(50, 16, 20), (9, 3, 0), (400, 128, 300), (1, 1, 1), (0, 8, 0), (30, 300, 30), (20, 0, 7),
@@ -81,7 +81,7 @@ def test_equals_a_call_for_each(device, case, dtype):
     check(case, dtype, device)
     check(case, dtype, device, {"count_steps": True}, own_steps=True)
     check(case, dtype, device, all_rows=True)
-    if CASES[case][0] == "adam":
+    if CASES[case][0] in PER_ROW:
         check(case, dtype, device, {"per_row": True}, own_steps=True)
     if dtype == torch.bfloat16:
         check(case, dtype, device, {"rounding_seed": 2**63 + 5, "count_steps": True})

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sparsekit import ops, reference
 
-from .optimizer_rules import CASES, copied, distinct_rows, flat, table_of
+from .optimizer_rules import CASES, PER_ROW, copied, distinct_rows, flat, table_of
 
 
 def check_steps(case, num_rows, dim, touched, dtype, device, steps=1, together=True, **keywords):
@@ -58,7 +58,7 @@ def test_fifty_steps(device, case):
 
 
 @pytest.mark.parametrize("dim", [9, 64, 300])
-@pytest.mark.parametrize("case", [case for case, (rule, *_) in CASES.items() if rule == "adam"])
+@pytest.mark.parametrize("case", [case for case, (rule, *_) in CASES.items() if rule in PER_ROW])
 def test_rows_that_count_their_own_steps(device, case, dim):
     check_steps(case, 40, dim, 13, torch.float64, device, steps=50, per_row=True)
 
@@ -78,7 +78,7 @@ def test_states_that_lie_apart(device, case):
     per_row=st.booleans(),
 )
 def test_any_shape(device, case, num_rows, dim, touched, dtype, per_row):
-    touched, per_row = min(touched, num_rows), per_row and CASES[case][0] == "adam"
+    touched, per_row = min(touched, num_rows), per_row and CASES[case][0] in PER_ROW
     check_steps(case, num_rows, dim, touched, dtype, device, steps=2, per_row=per_row)
 
 

@@ -33,6 +33,11 @@ TOUCHED = {
     "RMSProp of TensorFlow": (optim.RMSProp, {"lr": 0.1, "form": "tensorflow", "momentum": 0.5}),
     "RMSProp L2": (optim.RMSProp, {"lr": 0.1, "weight_decay": 0.1}),
     "Ftrl": (optim.Ftrl, {"lr": 0.5, "l1": 0.1, "l2": 0.01}),
+    "PartialRowWiseAdam": (optim.PartialRowWiseAdam, {"lr": 0.1, "weight_decay": 0.1}),
+    "LazyLAMB": (
+        optim.LazyLAMB,
+        {"lr": 0.1, "weight_decay": 0.1, "bias_correction": "per_row", "maximize": True},
+    ),
 }
 # And those under which it moves.
 ALL_ROWS = {

@@ -132,10 +132,10 @@ def test_a_state_that_does_not_fit(name):
 SHAPES = [(), (7,), (3, 4), (2, 3, 4), (0,), (0, 4), (3, 0)]
 
 
-# To a row-wise state it matters what a row is; see its own test.
+# To some it matters what a row is; see their own tests.
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [(n, s) for n in TOUCHED for s in SHAPES if "RowWise" not in n or len(s) == 2],
+    [(n, s) for n in TOUCHED for s in SHAPES if len(s) == 2 or not ("RowWise" in n or "LAMB" in n)],
     ids=str,
 )
 def test_dense_gradients_of_any_shape(name, shape):
@@ -170,7 +170,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
 
 
 @pytest.mark.parametrize("damage", [[-1] * ROWS, [9] * ROWS, [2**31 - 1] * ROWS, [1], [[1]] * ROWS])
-@pytest.mark.parametrize("name", ["Adam", "LazyAdam per row"])
+@pytest.mark.parametrize("name", ["Adam", "LazyAdam per row", "LazyLAMB"])
 def test_steps_of_rows_that_cannot_be(name, damage):
     weight = start()
     optimizer = make(name, [weight])
@@ -289,6 +289,9 @@ GROUPS = [
     ("RMSProp", {"weight_decay": -1}, "weight_decay must be >= 0, got -1"),
     ("Adagrad", {"eps": -1}, "eps must be >= 0, got -1"),
     ("Ftrl", {"l1": -1}, "l1 must be >= 0, got -1"),
+    ("PartialRowWiseAdam", {"weight_decay": -1}, "Adam: weight_decay must be >= 0, got -1"),
+    ("LazyLAMB", {"betas": (0.9, 1)}, "LazyLAMB: betas must be two numbers"),
+    ("LazyLAMB", {"bias_correction": "row"}, "LazyLAMB: bias_correction must be 'global' or"),
     ("RMSProp", {"alpha": 2}, "alpha must be in"),
 ]
 

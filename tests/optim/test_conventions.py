@@ -129,6 +129,20 @@ def fbgemm_row_wise_adagrad(mode):
     return step
 
 
+def fbgemm_partial_row_wise_adam(w, g, s, t):
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    s["v"] = 0.99 * s.get("v", 0) + 0.01 * (g**2).sum() / len(g)
+    m_hat, v_hat = s["m"] / (1 - 0.9**t), s["v"] / (1 - 0.99**t)
+    return w - LR * (m_hat / (v_hat.sqrt() + EPS) + DECAY * w)
+
+
+def fbgemm_lamb(w, g, s, t):
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    s["v"] = 0.99 * s.get("v", 0) + 0.01 * g**2
+    r = s["m"] / (1 - 0.9**t) / ((s["v"] / (1 - 0.99**t)).sqrt() + EPS) + DECAY * w
+    return w - LR * (w**2).sum().sqrt() / (r**2).sum().sqrt() * r
+
+
 FBGEMM = {
     "ADAM": (optim.LazyAdam, {**BETAS, "eps_convention": "torch"}, fbgemm_adam),
     "ADAM, weight decay": (
@@ -153,6 +167,12 @@ FBGEMM = {
         {"weight_decay": DECAY, "decoupled_weight_decay": True},
         fbgemm_row_wise_adagrad("decoupled"),
     ),
+    "PARTIAL_ROWWISE_ADAM": (
+        optim.PartialRowWiseAdam,
+        {**BETAS, "weight_decay": DECAY},
+        fbgemm_partial_row_wise_adam,
+    ),
+    "LAMB": (optim.LazyLAMB, {**BETAS, "weight_decay": DECAY}, fbgemm_lamb),
 }
 
 

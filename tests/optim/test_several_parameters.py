@@ -94,7 +94,9 @@ def test_equals_a_step_of_each(name, rounding):
             assert same_bits(now, expected)
 
 
-@pytest.mark.parametrize("name", ["LazyAdam", "RowWiseAdagrad", "Adam", "SGD"])
+@pytest.mark.parametrize(
+    "name", ["LazyAdam", "RowWiseAdagrad", "PartialRowWiseAdam", "Adam", "SGD"]
+)
 def test_one_call_for_all(name):
     weights = [EmbeddingWeight(values((9, 4 + i % 3), torch.float32, i)) for i in range(40)]
     optimizer = make(name, weights)

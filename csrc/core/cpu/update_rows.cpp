@@ -7,20 +7,28 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Mean of squares of element(0), ..., element(dim - 1), added in an order that no instruction set
-// changes.
-template <class A, class Element>
-A mean_square(int64_t dim, const Element& element) {
+// The means that a rule wants, of element(0), ..., element(dim - 1), added in an order that no
+// instruction set changes.
+template <class Rule, class A, class Element>
+RowMeans<A> mean_of_row(int64_t dim, const Element& element) {
   constexpr int64_t kLanes = 16;
-  A lanes[kLanes] = {};
+  A first[kLanes] = {}, second[kLanes] = {};
+  const auto add = [&](int64_t j, int64_t lane) {
+    const RowMeans<A> one = element(j);
+    first[lane] += one.first;
+    if constexpr (Rule::kRowMeans > 1) second[lane] += one.second;
+  };
   int64_t j = 0;
   for (; j + kLanes <= dim; j += kLanes) {
-    for (int64_t l = 0; l < kLanes; ++l) lanes[l] += element(j + l) * element(j + l);
+    for (int64_t l = 0; l < kLanes; ++l) add(j + l, l);
   }
-  for (; j < dim; ++j) lanes[j % kLanes] += element(j) * element(j);
-  A total = 0;
-  for (const A lane : lanes) total += lane;
-  return dim == 0 ? total : total / static_cast<A>(dim);
+  for (; j < dim; ++j) add(j, j % kLanes);
+  const auto mean = [dim](const A* lanes) {
+    A total = 0;
+    for (int64_t l = 0; l < kLanes; ++l) total += lanes[l];
+    return dim == 0 ? total : total / static_cast<A>(dim);
+  };
+  return {mean(first), mean(second)};
 }
 
 // One row. `put(value, column)` makes a weight of a value.
@@ -29,28 +37,31 @@ inline void update_row(const typename Rule::template Numbers<Acc<T>>& numbers, i
                        const T* __restrict__ g, T* __restrict__ w, Acc<T>* __restrict__ s0,
                        Acc<T>* __restrict__ s1, Acc<T>* __restrict__ s2, const Put& put) {
   using A = Acc<T>;
-  if constexpr (Rule::kRowWise) {
-    *s0 = Rule::accumulate(*s0, mean_square<A>(dim, [&](int64_t j) {
-      if constexpr (Rule::kL2) return Rule::decayed(numbers, load(g[j]), load(w[j]));
-      return load(g[j]);
-    }));
+  constexpr int kOwn = kElementStates<Rule>;
+  const auto get_states = [&](int64_t j, A* states) {
+    if constexpr (kOwn > 0) states[0] = s0[j];
+    if constexpr (kOwn > 1) states[1] = s1[j];
+    if constexpr (kOwn > 2) states[2] = s2[j];
+  };
+  A of_row = 0;
+  if constexpr (Rule::kRowMeans > 0) {
+    const RowMeans<A> means = mean_of_row<Rule, A>(dim, [&](int64_t j) {
+      A states[kMostStates];
+      get_states(j, states);
+      return Rule::of_element(numbers, load(g[j]), load(w[j]), states);
+    });
+    A* const state = Rule::kRowWise ? (kOwn == 0 ? s0 : s1) : &of_row;
+    *state = of_row = Rule::of_row(numbers, means, *state);
   }
   for (int64_t j = 0; j < dim; ++j) {
     A weight = load(w[j]);
     A states[kMostStates];
-    if constexpr (Rule::kRowWise) {
-      states[0] = *s0;
-    } else {
-      if constexpr (Rule::kStates > 0) states[0] = s0[j];
-      if constexpr (Rule::kStates > 1) states[1] = s1[j];
-      if constexpr (Rule::kStates > 2) states[2] = s2[j];
-    }
+    get_states(j, states);
+    if constexpr (Rule::kRowMeans > 0) states[kOwn] = of_row;
     Rule::step(numbers, load(g[j]), weight, states);
-    if constexpr (!Rule::kRowWise) {
-      if constexpr (Rule::kStates > 0) s0[j] = states[0];
-      if constexpr (Rule::kStates > 1) s1[j] = states[1];
-      if constexpr (Rule::kStates > 2) s2[j] = states[2];
-    }
+    if constexpr (kOwn > 0) s0[j] = states[0];
+    if constexpr (kOwn > 1) s1[j] = states[1];
+    if constexpr (kOwn > 2) s2[j] = states[2];
     w[j] = put(weight, j);
   }
 }
@@ -72,7 +83,7 @@ void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int
     const int64_t row = row_of(i);
     prefetch_row(table.weight + row * dim, dim);
     for (int k = 0; k < Rule::kStates; ++k) {
-      prefetch_row(state(k, row), Rule::kRowWise ? 1 : dim);
+      prefetch_row(state(k, row), k < kElementStates<Rule> ? dim : 1);
     }
   };
   constexpr int64_t kAhead = 8;

@@ -41,38 +41,48 @@ SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
   return first;
 }
 
-// Mean of squares of a gradient, weight decay included, the same on all lanes of its tile; of 0
-// where there is none. All lanes of the warp call it. Its bits do not depend on kWidth, which only
-// the place of a gradient decides: lanes have the elements that they would have if all accesses
-// were wide.
+// The means of a rule over a row, the same on all lanes of its tile; 0 for a negative row. All
+// lanes of the warp call it. Their bits do not depend on kWidth, which only the place of a gradient
+// decides: lanes have the elements that they would have if all accesses were wide.
 template <class Rule, class T, int kWidth, class Numbers, class Gradient>
-SPARSEKIT_DEVICE Acc<T> mean_square(bool there, const Numbers& numbers, const Gradient& gradient,
-                                    const T* weight, int dim, int log2_lanes) {
-  constexpr int kPiece = kWide<Acc<T>>;
+SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const Numbers& numbers,
+                                              const Gradient& gradient, const RowTable<T>& table,
+                                              int dim, int log2_lanes) {
+  using A = Acc<T>;
+  constexpr int kPiece = kWide<A>;
+  constexpr bool kTwo = Rule::kRowMeans > 1;
   int log2_used = 0;
   while (log2_used < log2_lanes && (kPiece << log2_used) < dim) ++log2_used;
-  Acc<T> sum = 0;
+  RowMeans<A> sums{0, 0};
   const int lane_in_tile = simt::lane() & ((1 << log2_lanes) - 1);
-  if (there && lane_in_tile < 1 << log2_used) {
+  if (row >= 0 && lane_in_tile < 1 << log2_used) {
     for (int piece = lane_in_tile * kPiece; piece < dim; piece += kPiece << log2_used) {
       for (int at = piece; at < piece + kPiece && at < dim; at += kWidth) {
-        const simt::Vec<T, kWidth> g = gradient(at);
         simt::Vec<T, kWidth> w{};
-        if constexpr (Rule::kL2) w = read<T, kWidth>(weight + at);
+        if constexpr (Rule::kMeansReadWeight) w = read<T, kWidth>(table.weight + row * dim + at);
+        TableSlice<A, kWidth, Rule::kMeansReadStates ? kElementStates<Rule> : 0> states;
+        states.read(table, row, at);
+        const simt::Vec<T, kWidth> g = gradient(at);
         for (int j = 0; j < kWidth; ++j) {
-          Acc<T> one = load(g.at[j]);
-          if constexpr (Rule::kL2) one = Rule::decayed(numbers, one, load(w.at[j]));
-          sum += one * one;
+          A s[kMostStates];
+          states.get(j, s);
+          const RowMeans<A> one = Rule::of_element(numbers, load(g.at[j]), load(w.at[j]), s);
+          sums.first += one.first;
+          if constexpr (kTwo) sums.second += one.second;
         }
       }
     }
   }
-  // A shuffle orders no memory: before one lane writes its weights all must have read them.
-  if constexpr (Rule::kL2) simt::warp_sync();
+  // A shuffle orders no memory: before one lane writes its elements all must have read them.
+  if constexpr (Rule::kMeansReadWeight || Rule::kMeansReadStates) simt::warp_sync();
   for (int apart = 1 << log2_lanes >> 1; apart > 0; apart >>= 1) {
-    sum += simt::warp_shuffle(sum, simt::lane() ^ apart);
+    const int other = simt::lane() ^ apart;
+    sums.first += simt::warp_shuffle(sums.first, other);
+    if constexpr (kTwo) sums.second += simt::warp_shuffle(sums.second, other);
   }
-  return dim == 0 ? sum : sum / static_cast<Acc<T>>(dim);
+  if (dim == 0) return sums;
+  const A count = static_cast<A>(dim);
+  return {sums.first / count, kTwo ? sums.second / count : 0};
 }
 
 // What the threads of a block share: their table, its gradients, and the numbers of its step.
@@ -96,6 +106,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
   using A = Acc<T>;
   using Gradients = typename Tables::Gradients;
   using Numbers = typename Rule::template Numbers<A>;
+  constexpr int kOwn = kElementStates<Rule>;
   const int at_table = table_of_block(tables, simt::block());
   const Share& share = tables.shares[at_table];
   const int64_t t = number.get(simt::global(tables.table(at_table).step));
@@ -150,22 +161,25 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
       return own.gradients.template read<kWidth>(found, i, dim, at);
     };
     A of_row = 0;
-    if constexpr (Rule::kRowWise) {
-      const T* of_weight = own.table.weight + (row < 0 ? 0 : row * dim);
-      const A mean =
-          mean_square<Rule, T, kWidth>(row >= 0, numbers, gradient, of_weight, dim, log2_lanes);
-      if (column == 0 && row >= 0) {
-        A* state = simt::global(own.table.states[0] + row * own.table.strides[0]);
-        *state = of_row = Rule::accumulate(*state, mean);
+    if constexpr (Rule::kRowMeans > 0) {
+      const RowMeans<A> means =
+          mean_of_row<Rule, T, kWidth>(row, numbers, gradient, own.table, dim, log2_lanes);
+      if constexpr (Rule::kRowWise) {
+        if (column == 0 && row >= 0) {
+          A* state = simt::global(own.table.states[kOwn] + row * own.table.strides[kOwn]);
+          *state = of_row = Rule::of_row(numbers, means, *state);
+        }
+        of_row = simt::warp_shuffle(of_row, leader);
+      } else {
+        of_row = Rule::of_row(numbers, means, of_row);
       }
-      of_row = simt::warp_shuffle(of_row, leader);
     }
     if (row < 0) continue;
     for (int at = column; at < dim; at += stride) {
       simt::free_registers();
       T* weight_at = own.table.weight + row * dim + at;
       auto w = read<T, kWidth>(weight_at);
-      TableSlice<A, kWidth, Rule::kRowWise ? 0 : Rule::kStates> states;
+      TableSlice<A, kWidth, kOwn> states;
       states.read(own.table, row, at);
       // After them, as it may have to wait for what it is the sum of.
       const simt::Vec<T, kWidth> g = gradient(at);
@@ -175,8 +189,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
       }
       for (int j = 0; j < kWidth; ++j) {
         A weight = load(w.at[j]), s[kMostStates];
-        if constexpr (Rule::kRowWise) s[0] = of_row;
         states.get(j, s);
+        if constexpr (Rule::kRowMeans > 0) s[kOwn] = of_row;
         Rule::step(numbers, load(g.at[j]), weight, s);
         states.set(j, s);
         w.at[j] = store<T>(weight);
@@ -196,9 +210,9 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
 // beside them have half as many bytes.
 template <class Rule, class T>
 RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
-  RowShape shape = shape_of(table, Rule::kRowWise ? 0 : Rule::kStates, grad);
+  RowShape shape = shape_of(table, kElementStates<Rule>, grad);
   // What is one for a row must be done by one tile.
-  if (Rule::kRowWise || per_row) shape.columns = 1;
+  if (Rule::kRowMeans > 0 || per_row) shape.columns = 1;
   return shape;
 }
 

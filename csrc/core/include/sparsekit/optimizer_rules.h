@@ -1,15 +1,20 @@
 // What each optimizer does to one element of a row, the same for both engines.
 //
 // A rule is a struct of the optimizer's settings with
-//   kStates       how many states belong to it, each an element for every element of the weight,
-//                 or, with kRowWise, one for a whole row;
+//   kStates       how many states belong to it, each an element for every element of the weight;
+//   kRowWise      whether the last of them is one number for a whole row;
+//   kRowMeans     how many means over a row step() depends on, up to two;
 //   kPerRow       whether a row may count its own steps;
 //   Numbers<A>    what the elements of one step share;
 //   at<A>(t)      those numbers for step t >= 1;
 //   step(...)     the step of one element: gradient g, weight w, states s[kStates].
-// A row-wise rule has accumulate(...) as well, the row's new state, which step() then sees, and
-// kL2, whether the gradient that is accumulated is decayed(k, g, w), with an L2 penalty. A rule
-// whose rows move without a gradient too has what catch_up_rows needs:
+// A rule with means has
+//   kMeansReadWeight, kMeansReadStates   what they need besides gradients;
+//   of_element(k, g, w, s)               what the means are of; s is a copy to work on;
+//   of_row(k, means, before)             a number of the row, which step() finds behind the states
+//                                        of the element; with kRowWise it is the row's new state,
+//                                        and before is the old one.
+// A rule whose rows move without a gradient too has what catch_up_rows needs:
 //   without_gradient(a, b)  the numbers of such a step, out of two that are kept for it;
 //   most_replayed()         how many of them may matter: those after it, taken together, would move
 //                           a weight by less than 2^-53 of what the first one does at equal rates;
@@ -43,6 +48,17 @@ SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
   return power;
 }
 
+// States that have an element for every element of the weight.
+template <class Rule>
+constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
+
+// What a rule wants the means of, and those means, which are 0 for a row of no elements. Not an
+// array, which would cost the CUDA kernel 6 registers.
+template <class A>
+struct RowMeans {
+  A first, second;
+};
+
 // g += weight_decay w;   without momentum w -= lr g;
 // with it, b = momentum b + g and w -= lr (nesterov ? g + momentum b : b).
 // torch.optim.SGD without dampening; Sutskever et al., "On the importance of initialization and
@@ -51,6 +67,7 @@ template <bool kMomentum>
 struct Sgd {
   static constexpr int kStates = kMomentum ? 1 : 0;
   static constexpr bool kRowWise = false;
+  static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
   double lr, momentum, weight_decay;
   bool nesterov;
@@ -97,6 +114,7 @@ template <bool kAmsgrad>
 struct Adam {
   static constexpr int kStates = kAmsgrad ? 3 : 2;
   static constexpr bool kRowWise = false;
+  static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = true;
   double lr, beta1, beta2, eps, weight_decay;
   bool rescale_eps;
@@ -157,6 +175,7 @@ struct Adam {
 struct Adagrad {
   static constexpr int kStates = 1;
   static constexpr bool kRowWise = false;
+  static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
   double lr, lr_decay, eps, weight_decay;
   bool decoupled;
@@ -186,13 +205,20 @@ struct Adagrad {
 // The same with one v for a row, to which the mean of g^2 over the row is added: FBGEMM's
 // EXACT_ROWWISE_ADAGRAD. Without kL2 there is no penalty; a runtime flag would cost the CUDA kernel
 // 6 to 20 registers.
-template <bool kPenalty>
+template <bool kL2>
 struct RowWiseAdagrad : Adagrad {
   static constexpr bool kRowWise = true;
-  static constexpr bool kL2 = kPenalty;
+  static constexpr int kRowMeans = 1;
+  static constexpr bool kMeansReadWeight = kL2;
+  static constexpr bool kMeansReadStates = false;
   template <class A>
-  SPARSEKIT_HOST_DEVICE static A accumulate(A v, A mean_square) {
-    return v + mean_square;
+  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const Numbers<A>& k, A g, A w, A*) {
+    if constexpr (kL2) g = decayed(k, g, w);
+    return {g * g, A{0}};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static A of_row(const Numbers<A>&, const RowMeans<A>& means, A before) {
+    return before + means.first;
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
@@ -211,6 +237,7 @@ template <bool kMomentum>
 struct RmsProp {
   static constexpr int kStates = kMomentum ? 2 : 1;
   static constexpr bool kRowWise = false;
+  static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
   double lr, alpha, eps, momentum;
   bool eps_inside;
@@ -256,6 +283,7 @@ struct RmsProp {
 struct Ftrl {
   static constexpr int kStates = 2;  // n and z
   static constexpr bool kRowWise = false;
+  static constexpr int kRowMeans = 0;
   static constexpr bool kPerRow = false;
   double lr, l1, l2, lr_power;
 
@@ -286,10 +314,81 @@ struct Ftrl {
   }
 };
 
+// Adam with one v for a row: v = beta2 v + (1 - beta2) mean of g^2 over the row. FBGEMM's
+// PARTIAL_ROWWISE_ADAM, with rescale_eps.
+struct PartialRowWiseAdam : Adam<false> {
+  static constexpr bool kRowWise = true;
+  static constexpr int kRowMeans = 1;
+  static constexpr bool kMeansReadWeight = false;
+  static constexpr bool kMeansReadStates = false;
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const Numbers<A>&, A g, A, A*) {
+    return {g * g, A{0}};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static A of_row(const Numbers<A>& k, const RowMeans<A>& means, A before) {
+    return k.beta2 * before + k.rest2 * means.first;
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    s[0] = k.beta1 * s[0] + k.rest1 * g;
+    w = w * k.keep - k.step_size * (s[0] / (std::sqrt(s[1]) + k.eps));
+  }
+};
+
+// With m and v of Adam, m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t):
+// u = m' / (sqrt(v') + eps) + weight_decay w,   w -= lr |w| / |u| * u,
+// where |x| is the norm of a row and |w| / |u| is 1 if either is 0.
+// You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020,
+// algorithm 2, with a row for a layer, as in FBGEMM's LAMB.
+struct Lamb {
+  static constexpr int kStates = 2;
+  static constexpr bool kRowWise = false;
+  static constexpr int kRowMeans = 2;
+  static constexpr bool kMeansReadWeight = true;
+  static constexpr bool kMeansReadStates = true;
+  static constexpr bool kPerRow = true;
+  double lr, beta1, beta2, eps, weight_decay;
+
+  template <class A>
+  struct Numbers {
+    A lr, weight_decay;
+    Adam<false>::Numbers<A> adam;
+  };
+  template <class A>
+  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t t) const {
+    const Adam<false> adam{1, beta1, beta2, eps, 0, true};
+    return {static_cast<A>(lr), static_cast<A>(weight_decay), adam.at<A>(t)};
+  }
+  // Moves the moments and returns u.
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static A direction(const Numbers<A>& k, A g, A w, A* s) {
+    s[0] = k.adam.beta1 * s[0] + k.adam.rest1 * g;
+    s[1] = k.adam.beta2 * s[1] + k.adam.rest2 * g * g;
+    return k.adam.step_size * (s[0] / (std::sqrt(s[1]) + k.adam.eps)) + k.weight_decay * w;
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const Numbers<A>& k, A g, A w, A* s) {
+    const A u = direction(k, g, w, s);
+    return {w * w, u * u};
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static A of_row(const Numbers<A>& k, const RowMeans<A>& means, A) {
+    // Written so that a NaN stays.
+    if (means.first == 0 || means.second == 0) return k.lr;
+    return k.lr * (std::sqrt(means.first) / std::sqrt(means.second));
+  }
+  template <class A>
+  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+    const A u = direction(k, g, w, s);
+    w -= s[2] * u;
+  }
+};
+
 // Calls use(RULE, T) for every rule.
 #define SPARSEKIT_FOR_EACH_RULE(use, T)                                                       \
   use(Sgd<false>, T) use(Sgd<true>, T) use(Adam<false>, T) use(Adam<true>, T) use(Adagrad, T) \
       use(RowWiseAdagrad<false>, T) use(RowWiseAdagrad<true>, T) use(RmsProp<false>, T)       \
-          use(RmsProp<true>, T) use(Ftrl, T)
+          use(RmsProp<true>, T) use(Ftrl, T) use(PartialRowWiseAdam, T) use(Lamb, T)
 
 }  // namespace sparsekit

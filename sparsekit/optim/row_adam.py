@@ -1,0 +1,113 @@
+"""Adam with a number for each row: its second moment, or how far it moves."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from .lazy_adam import check_betas
+from .row_optimizer import RowOptimizer
+from .settings import check_choice, check_range
+
+
+class _RowAdam(RowOptimizer):
+    """What the two share: arguments and names of states."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: str = "global",
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
+
+    def _check_settings(self, group: dict[str, Any]) -> None:
+        name = type(self).__name__
+        for argument in ("lr", "eps", "weight_decay"):
+            check_range(name, argument, group[argument], 0, None)
+        check_betas(name, group["betas"])
+        check_choice(name, "bias_correction", group, ("global", "per_row"))
+
+    def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
+    def _settings(self, group: dict[str, Any]) -> list[float]:
+        return [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
+
+    def _per_row(self, group: dict[str, Any]) -> bool:
+        return group["bias_correction"] == "per_row"
+
+
+class PartialRowWiseAdam(_RowAdam):
+    r"""`LazyAdam` with one second moment for a row, so half of its state.
+
+    At step t, for every row in the gradient g:
+
+    .. math::
+        m &= \beta_1 m + (1 - \beta_1) g, \quad
+        v = \beta_2 v + (1 - \beta_2) \frac{1}{dim} \sum_j g_j^2 \\
+        w &= (1 - lr \, \lambda) w
+             - lr \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps}
+
+    All other rows, and their moments, keep their bits. m has a number for every element, v one for
+    a row, so columns with small gradients move less than under Adam. This is FBGEMM's
+    PARTIAL_ROWWISE_ADAM, from whose source the formula is (genscript/optimizers.py). A parameter of
+    one dimension has rows of one element; for one with none the row is all of it.
+
+    Args:
+        params: parameters or groups of them; float32, float64 or bfloat16.
+        lr: learning rate, >= 0.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the bias-corrected second moment, >= 0.
+        weight_decay: lambda, >= 0, on touched rows, apart from the gradient as in `LazyAdam`.
+        bias_correction, stochastic_rounding, seed, maximize: as in `LazyAdam`.
+
+    Raises:
+        ValueError: an argument out of range.
+        And what `RowOptimizer` raises.
+    """
+
+    rule = "partial_row_wise_adam"
+    row_states = ("exp_avg_sq",)
+
+
+class LazyLAMB(_RowAdam):
+    r"""LAMB with a row for a layer: a row with a gradient moves in proportion to its norm.
+
+    With the moments m and v of `LazyAdam`, at step t, for every row in the gradient:
+
+    .. math::
+        u &= \frac{m / (1 - \beta_1^t)}{\sqrt{v / (1 - \beta_2^t)} + eps} + \lambda w \\
+        w &= w - lr \frac{\lVert w \rVert}{\lVert u \rVert} u
+
+    All other rows, and their moments, keep their bits. The ratio of the norms over the row is 1 if
+    either is 0, so a row of zeros can move; FBGEMM's LAMB, which has a row for a layer as well,
+    leaves it where it is. Source: You et al., "Large batch optimization for deep learning: training
+    BERT in 76 minutes", ICLR 2020, algorithm 2, with the identity for phi.
+
+    Args:
+        params: parameters or groups of them; float32, float64 or bfloat16.
+        lr: learning rate, >= 0: by which part of its norm a row moves.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the root of the bias-corrected second moment, >= 0.
+        weight_decay: lambda, >= 0; part of u, whose norm divides it too.
+        bias_correction, stochastic_rounding, seed, maximize: as in `LazyAdam`.
+
+    Raises:
+        ValueError: an argument out of range.
+        And what `RowOptimizer` raises.
+    """
+
+    rule = "lamb"
