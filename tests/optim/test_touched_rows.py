@@ -346,6 +346,8 @@ def test_untouched_weights_stay_in_bfloat16(name):
     weight = start(torch.bfloat16)
     before = weight.detach().clone()
     optimizer = make(name, [weight], stochastic_rounding=True, seed=3)
+    assert optimizer.param_groups[0]["stochastic_rounding"]
+    assert optimizer.param_groups[0]["seed"] == 3
     for grad in gradients(torch.bfloat16, 10):
         weight.grad = grad
         optimizer.step()
