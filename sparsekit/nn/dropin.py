@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,8 +20,8 @@ class DropIn(ShardedTable):
     """What both have in common: a table by torch's names.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, padding_key, dtype, embedding_initializer: as
-            the layer is given them.
+        num_embeddings, embedding_dim, padding_idx, padding_key, max_norm, norm_type, dtype,
+            embedding_initializer: as the layer is given them.
         options: of the table, all others.
     """
 
@@ -31,12 +32,17 @@ class DropIn(ShardedTable):
         padding_idx: int | None,
         *,
         padding_key: int | None,
+        max_norm: float | None,
+        norm_type: float,
         dtype: torch.dtype | None,
         embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None,
         name: str | None,
         **options: Any,
     ) -> None:
         called = name or type(self).__name__
+        if max_norm is not None:
+            max_norm = _number(called, "max_norm", max_norm)
+            norm_type = _number(called, "norm_type", norm_type)
         rows = check_count(called, "num_embeddings", num_embeddings, 2**31 - 1)
         padding_idx = _from_the_start(called, rows, padding_idx)
         if padding_idx is not None and padding_key is not None:
@@ -53,6 +59,7 @@ class DropIn(ShardedTable):
             )
         )
         self.padding_idx = padding_idx
+        self.max_norm, self.norm_type = max_norm, norm_type
 
     @property
     def num_embeddings(self) -> int:
@@ -67,7 +74,16 @@ class DropIn(ShardedTable):
     def extra_repr(self) -> str:
         """The base's, and the padding."""
         padding = "" if self.padding_key is None else f", padding_key={self.padding_key}"
-        return f"{super().extra_repr()}{padding}"
+        limit = "" if self.max_norm is None else f", max_norm={self.max_norm}"
+        return f"{super().extra_repr()}{padding}{limit}"
+
+
+def _number(name: str, argument: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: {argument} must be a number, got {value!r}")
+    if not float(value) > 0:
+        raise ValueError(f"{name}: {argument} must be > 0, got {value}")
+    return float(value)
 
 
 def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None:

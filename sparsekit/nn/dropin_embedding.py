@@ -31,8 +31,13 @@ class Embedding(DropIn):
         embedding_dim: elements of a vector.
         padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 stands for the last one.
             Its vector is zeros and stays so, has no row, and gets no gradient.
-        max_norm, scale_grad_by_freq: refused unless None and False.
-        norm_type: of max_norm, so it means nothing.
+        max_norm: None, or the norm above which a vector that is read is first scaled by
+            ``max_norm / (norm + 1e-7)``, in ``weight`` itself, by the rank that owns it; as in
+            torch in evaluation, too, which one thread at a time may then do. On CUDA each call then
+            waits for the device. In evaluation an id without a row reads the vector that it would
+            start from, unscaled.
+        norm_type: p of that norm, > 0.
+        scale_grad_by_freq: refused unless False.
         sparse: gradients are sparse whatever it is.
         _weight, _freeze: refused; see `from_pretrained`.
         device: as in `DistributedEmbedding`.
@@ -53,7 +58,7 @@ class Embedding(DropIn):
 
     Raises:
         TypeError, ValueError: on bad arguments or inputs, a padding_idx out of its range for one.
-        NotImplementedError: max_norm, scale_grad_by_freq, _weight or _freeze.
+        NotImplementedError: scale_grad_by_freq, _weight or _freeze.
         IndexError: (a call without the hash table) an id out of range.
         TableFullError: (a call in training) more new ids than free rows.
 
@@ -93,7 +98,6 @@ class Embedding(DropIn):
     ) -> None:
         refuse_absent(
             name or "Embedding",
-            max_norm=max_norm,
             scale_grad_by_freq=scale_grad_by_freq,
             _weight=_weight,
             _freeze=_freeze,
@@ -103,6 +107,8 @@ class Embedding(DropIn):
             embedding_dim,
             padding_idx,
             padding_key=padding_key,
+            max_norm=max_norm,
+            norm_type=norm_type,
             dtype=dtype,
             embedding_initializer=embedding_initializer,
             name=name,

@@ -26,9 +26,8 @@ class EmbeddingBag(DropIn):
     What is said of rows, ids and gradients in `Embedding` holds here too.
 
     Args:
-        num_embeddings, embedding_dim: as in `Embedding`.
-        max_norm, scale_grad_by_freq: refused unless None and False.
-        norm_type: of max_norm, so it means nothing.
+        num_embeddings, embedding_dim, max_norm, norm_type: as in `Embedding`.
+        scale_grad_by_freq: refused unless False.
         mode: ``"mean"``, ``"sum"`` or ``"max"``, the last by element, of which the first
             of equal ones gets the gradient; it takes the vectors of all ids out beforehand.
         sparse: gradients are sparse whatever it is, with ``"max"`` too.
@@ -53,7 +52,7 @@ class EmbeddingBag(DropIn):
     Raises:
         TypeError, ValueError: on bad arguments or inputs; the message names the layer, the
             argument, the value and its position.
-        NotImplementedError: max_norm, scale_grad_by_freq or _weight; (a call) per_sample_weights
+        NotImplementedError: scale_grad_by_freq or _weight; (a call) per_sample_weights
             with another mode than ``"sum"``.
         IndexError: (a call without the hash table) an id out of range.
         TableFullError: (a call in training) more new ids than free rows.
@@ -96,9 +95,7 @@ class EmbeddingBag(DropIn):
         strategy: str = "auto",
     ) -> None:
         called = name or "EmbeddingBag"
-        refuse_absent(
-            called, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, _weight=_weight
-        )
+        refuse_absent(called, scale_grad_by_freq=scale_grad_by_freq, _weight=_weight)
         check_choice(called, "mode", mode, MODES)
         check_choice(called, "strategy", strategy, STRATEGIES)
         if mode == "max" and strategy == "reduce_scatter":
@@ -108,6 +105,8 @@ class EmbeddingBag(DropIn):
             embedding_dim,
             padding_idx,
             padding_key=padding_key,
+            max_norm=max_norm,
+            norm_type=norm_type,
             dtype=dtype,
             embedding_initializer=embedding_initializer,
             name=name,

@@ -60,7 +60,7 @@ def replace_embeddings(
     model. Weights are new parameters, so make optimizers and wrap the model afterwards. On several
     ranks call it on all, with the same weights.
 
-    A layer is left, with a reason, if a drop-in would not do the same: where it has max_norm,
+    A layer is left, with a reason, if a drop-in would not do the same: where it has
     scale_grad_by_freq, hooks, a class or forward of its own, a weight that is also another
     module's, or a vector at padding_idx that is not zeros; or where its weight is of another dtype
     than float32, float64 and bfloat16, or not finite.
@@ -147,10 +147,8 @@ def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         if getattr(layer, hooks):
             return "it has hooks"
-    for argument in ("max_norm", "scale_grad_by_freq"):
-        value = getattr(layer, argument)
-        if value is not None and value is not False:
-            return f"sparsekit has no {argument}={value!r}"
+    if layer.scale_grad_by_freq:
+        return f"sparsekit has no scale_grad_by_freq={layer.scale_grad_by_freq!r}"
     weight = layer.weight
     if len(parameters.get(weight, [])) != 1:
         return f"its weight is that of several modules: {' = '.join(parameters.get(weight, []))}"
@@ -177,6 +175,8 @@ def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) ->
     keywords = {
         "freeze": not layer.weight.requires_grad,
         "padding_idx": layer.padding_idx,
+        "max_norm": layer.max_norm,
+        "norm_type": layer.norm_type,
         "num_embeddings": len(weight) + extra_rows,
         "embedding_initializer": Normal(mean, std),
         "name": name,

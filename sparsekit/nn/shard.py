@@ -68,6 +68,9 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
     seed: torch.Tensor
     shard: torch.Tensor
     owners: torch.Tensor | None
+    # The largest norm of a row that is read, and which norm; see `Embedding`.
+    max_norm: float | None = None
+    norm_type: float = 2.0
     # How often an attribute has been set, for those who keep what follows from some.
     changes: int = 0
 
@@ -268,6 +271,7 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             f"seed {seed}{self._hint_at_seed()}, max_keys_per_rank {self.max_keys_per_rank}, "
             f"{'inserting' if self.insert else 'insert=False'}, "
             f"{self.initializer}, padding_key {self.padding_key}"
+            f"{'' if self.max_norm is None else f', max_norm {self.max_norm} of {self.norm_type}'}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )
 

@@ -15,7 +15,7 @@ _OURS = {
     "padding_idx": "here padding_key, any key",
     "include_last_offset": "offsets always have their end",
     "sparse": "gradients always are",
-    "max_norm": "renormalise layer.weight.data after each step",
+    "max_norm": "only drop-ins have it",
     "scale_grad_by_freq": "leave it out",
 }
 
@@ -49,10 +49,6 @@ def explain_torch_words(drop_in: str, **ours: str) -> Callable[[_Init], _Init]:
 
 
 _ABSENT = {
-    "max_norm": (
-        "leave it out, and after each step of the optimizer call "
-        "layer.weight.data.renorm_(p=norm_type, dim=0, maxnorm=max_norm), or keep torch's layer"
-    ),
     "scale_grad_by_freq": "leave it out, or keep torch's layer",
     "_weight": "use from_pretrained, or assign(keys, vectors) of the layer",
     "_freeze": "use from_pretrained, or requires_grad_(False) of the layer",
@@ -64,7 +60,7 @@ def refuse_absent(layer: str, **arguments: Any) -> None:
 
     Args:
         layer: what the error begins with.
-        arguments: as given, some of max_norm, scale_grad_by_freq, _weight and _freeze.
+        arguments: as given, some of scale_grad_by_freq, _weight and _freeze.
     """
     for word, value in arguments.items():
         if value is not None and value is not False:

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 import sparsekit
-from sparsekit import All2AllDenseEmbedding, DistributedEmbedding, Embedding, EmbeddingBag
+from sparsekit import (
+    All2AllDenseEmbedding,
+    DistributedEmbedding,
+    Embedding,
+    EmbeddingBag,
+    EmbeddingGroup,
+)
 
 from .keyed import Keyed
 
@@ -173,12 +179,38 @@ def test_the_state_of_torchs_layer_says_what_to_do(drop_in):
     torch.testing.assert_close(layer(ids), theirs(ids))
 
 
-def test_renorm_is_the_way_to_max_norm():
-    layer = Embedding(9, 4)
-    ids = T([1, BIG, 3])
-    layer(ids)
-    layer.weight.data.renorm_(p=2.0, dim=0, maxnorm=0.5)
-    assert (layer(ids).norm(dim=1) <= 0.5 + 1e-6).all()
+def test_max_norm_of_new_ids():
+    layer = Embedding(9, 4, max_norm=0.5, embedding_initializer=sparsekit.nn.Constant(1.0))
+    ids = T([1, BIG, 3, BIG])
+    torch.testing.assert_close(layer(ids).norm(dim=1), torch.full((4,), 0.5))
+    torch.testing.assert_close(layer.vectors(ids[:2]), torch.full((2, 4), 0.25))
+    full = Embedding.from_pretrained(torch.ones(2, 4), max_norm=0.5).eval()
+    full(T([7, 0]))  # and 7 has no row
+    assert full.weight.norm(dim=1).tolist() == [pytest.approx(0.5), 2]
+    assert (layer.eval()(T([7])) == 1).all()
+    layer.max_norm = None
+    layer.assign(ids[:1], torch.ones(1, 4))
+    assert (layer(ids[:1]) == 1).all()
+
+
+def test_max_norm_in_a_group():
+    """Each table has its own limit, and rows that are late catch up first."""
+    results = []
+    for mode in ("catch_up", "sweep"):
+        torch.manual_seed(0)
+        layers = {"b": Embedding(9, 2, name="b"), "a": Embedding(9, 4, max_norm=0.5, name="a")}
+        group = EmbeddingGroup(layers)
+        optimizer = sparsekit.optim.Adam(group.parameters(), lr=0.1, mode=mode)
+        for step in range(6):
+            outs = group({"a": T([step % 3, 5]), "b": T([step, 1])})
+            assert (outs["a"].norm(dim=1) <= 0.5 + 1e-6).all()
+            assert (outs["b"].norm(dim=1) > 0.5).any()
+            optimizer.zero_grad()
+            sum(-out.square().sum() for out in outs.values()).backward()  # outwards
+            optimizer.step()
+        results.append([layer.state_dict()["weight"] for layer in layers.values()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_pretrained_with_room_for_more():
@@ -250,7 +282,7 @@ TORCH_WORDS = [
     ({"num_embeddings": 9}, "num_embeddings \\(here max_vocabulary_size_per_gpu\\)"),
     ({"embedding_dim": 9}, "embedding_dim \\(here embedding_vec_size\\)"),
     ({"padding_idx": 0}, "padding_idx \\(here padding_key, any key\\)"),
-    ({"max_norm": 1.0}, "max_norm \\(renormalise layer.weight.data after each step\\)"),
+    ({"max_norm": 1.0}, "max_norm \\(only drop-ins have it\\)"),
     ({"sparse": True}, "sparse \\(gradients always are\\)"),
     ({"include_last_offset": True}, "include_last_offset \\(offsets always have their end\\)"),
 ]

@@ -5,6 +5,7 @@ vectors, with ids in rows of the same number, in rows in some other order, or wi
 """
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ PAIRS = list(itertools.product(INDEX_DTYPES, INDEX_DTYPES))
 STORAGES = ("in order", "in another order", "row numbers")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
-NO_MAX_NORM = "max_norm is refused: test_refused"
 NO_WEIGHT = "the weight is a layer's own, and never of another shape"
 NO_HALF = "there are no float16 rows: test_refused"
 NO_TWICE = "lookups cannot be differentiated twice, which the rest of sparsekit cannot either"
@@ -27,11 +27,11 @@ NO_TWICE = "lookups cannot be differentiated twice, which the rest of sparsekit 
 # A case of torch's, the tests here that keep it, and what of it is not kept, or why not.
 # test/nn/test_embedding.py:
 CASES = [
-    ("test_embedding_max_norm_unsorted_repeating_indices", (), NO_MAX_NORM),
+    ("test_embedding_max_norm_unsorted_repeating_indices", ("test_max_norm",), ""),
     ("test_embedding_sparse_basic", ("test_sparse_gradient",), ""),
     ("test_embedding_sparse_empty_tensor", ("test_empty_input",), "a table has a row and a column"),
     ("test_move_sparse_half_embedding", ("test_moved",), NO_HALF),
-    ("test_embedding_max_norm", (), NO_MAX_NORM),
+    ("test_embedding_max_norm", ("test_max_norm",), ""),
     ("test_embedding_from_pretrained", ("test_from_pretrained",), "rows are floating point"),
     ("test_embedding_bag_from_pretrained", ("test_from_pretrained",), ""),
     (
@@ -40,13 +40,13 @@ CASES = [
         "a padding's vector is zeros: another one is refused",
     ),
     ("test_embedding_bag_from_pretrained_padding_idx", ("test_pretrained_padding",), ""),
-    ("test_embedding_from_pretrained_options", (), NO_MAX_NORM),
+    ("test_embedding_from_pretrained_options", ("test_max_norm",), ""),
     ("test_embedding_functional", ("test_vectors",), ""),
     ("test_large_tensors", (), "needs a GPU of 40 GB"),
     ("test_embedding_bag_functional", ("test_bags_of_equal_length",), ""),
     ("test_embedding_bag_padding_idx_error", ("test_padding_out_of_range",), "a ValueError"),
     ("test_embeddingbag_from_pretrained", ("test_from_pretrained",), ""),
-    ("test_embeddingbag_from_pretrained_options", ("test_from_pretrained",), NO_MAX_NORM),
+    ("test_embeddingbag_from_pretrained_options", ("test_max_norm_of_bags",), ""),
     (
         "test_embeddingbag_include_last_offset",
         ("test_last_offset",),
@@ -55,8 +55,8 @@ CASES = [
     ("test_embedding_dense_grad", ("test_vectors",), f"gradients are sparse; {NO_TWICE}"),
     ("test_embedding_scalar_weight_error", (), NO_WEIGHT),
     ("test_embedding_backward", ("test_gradients_add_up",), "rows of a gradient are distinct"),
-    ("test_embedding_max_norm_backward", (), NO_MAX_NORM),
-    ("test_embedding_max_norm_fwd_AD", (), NO_MAX_NORM),
+    ("test_embedding_max_norm_backward", ("test_max_norm",), NO_TWICE),
+    ("test_embedding_max_norm_fwd_AD", (), "there is no forward AD"),
     (
         "test_embedding_padding_idx",
         ("test_vectors", "test_nothing_but_padding", "test_padding_out_of_range"),
@@ -64,7 +64,7 @@ CASES = [
     ),
     ("test_embedding_bag_1D_padding_idx", ("test_ragged_bags_with_padding",), ""),
     ("test_embedding_bag_2D_padding_idx", ("test_bags_of_equal_length",), ""),
-    ("test_embedding_max_norm_device", (), NO_MAX_NORM),
+    ("test_embedding_max_norm_device", ("test_max_norm",), NO_HALF),
     ("test_embedding_bag_empty_input", ("test_empty_input",), ""),
     (
         "test_embedding_bag_out_of_bounds_idx",
@@ -100,7 +100,7 @@ CASES = [
     (
         "test_embedding_bag_device",
         ("test_known_example", "test_bags_of_equal_length", "test_illegal_combinations"),
-        f"{NO_HALF}; {NO_MAX_NORM}",
+        NO_HALF,
     ),
     ("test_embedding_bag_non_contiguous_weight", (), NO_WEIGHT),
     ("test_embedding_bag_bfloat16", ("test_known_example",), ""),
@@ -119,11 +119,15 @@ CASES = [
     ("EmbeddingBag_discontiguous", ("test_bags_of_equal_length",), ""),
     ("EmbeddingBag_{mean,sum,max}_padding_idx", ("test_bags_of_equal_length",), ""),
     # torch/testing/_internal/common_methods_invocations.py:
-    ("sample_inputs_embedding", ("test_vectors", "test_refused"), "max_norm, scale_grad_by_freq"),
+    (
+        "sample_inputs_embedding",
+        ("test_vectors", "test_max_norm", "test_refused"),
+        "scale_grad_by_freq",
+    ),
     (
         "sample_inputs_embedding_bag",
-        ("test_bags_of_equal_length", "test_ragged_bags_with_padding"),
-        "max_norm, scale_grad_by_freq",
+        ("test_bags_of_equal_length", "test_ragged_bags_with_padding", "test_max_norm_of_bags"),
+        "scale_grad_by_freq",
     ),
     ("error_inputs_embedding", (), NO_WEIGHT),
 ]
@@ -143,6 +147,7 @@ def like(theirs, storage):
     """A drop-in with the vectors of a layer of torch."""
     weight = theirs.weight.detach()
     keywords = {"padding_idx": theirs.padding_idx, "dtype": weight.dtype}
+    keywords |= {"max_norm": theirs.max_norm, "norm_type": theirs.norm_type}
     drop_in = sparsekit.Embedding
     if isinstance(theirs, nn.EmbeddingBag):
         drop_in = sparsekit.EmbeddingBag
@@ -508,12 +513,51 @@ def test_who_needs_a_gradient(storage, bag_trained, weights_trained):
         assert_close(gradient_by_id(ours), theirs.weight.grad)
 
 
+def trained_with_max_norm(theirs, ours, ids):
+    """Rows are read and scaled, in training and in evaluation, and trained: as in torch."""
+    idle = [i for i in range(theirs.num_embeddings) if i not in ids.view(-1).tolist()]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (theirs, ours)]
+    start = theirs.weight.detach().clone()
+    for step in range(4):
+        outs = [layer.train(step != 2)(ids) for layer in (theirs, ours)]
+        assert_close(outs[1], outs[0])
+        assert_close(ours.vectors(torch.arange(len(start))), theirs.weight.detach())
+        for out, optimizer in zip(outs, optimizers, strict=True):
+            optimizer.zero_grad()
+            out.sin().sum().backward()
+            optimizer.step()
+        assert torch.equal(ours.vectors(T(idle)), start[idle])
+    with torch.no_grad():
+        assert_close(ours(ids), theirs(ids))
+    assert not torch.equal(theirs.weight, start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("norm_type", [2.0, 1, math.inf])
+def test_max_norm(storage, norm_type, dtype):
+    theirs = nn.Embedding(9, 5, padding_idx=4, max_norm=1.5, norm_type=norm_type, dtype=dtype)
+    with torch.no_grad():
+        theirs.weight[7] *= 0.1  # below the limit
+    ids = T([[7, 2, 2, 6, 2], [4, 2, 0, 7, 2]])
+    trained_with_max_norm(theirs, like(theirs, storage), ids)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_max_norm_of_bags(storage, mode):
+    theirs = nn.EmbeddingBag(9, 5, max_norm=0.5, mode=mode, padding_idx=1)
+    trained_with_max_norm(theirs, like(theirs, storage), T([[7, 2, 2], [1, 0, 7]]))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda: sparsekit.Embedding(22, 5, max_norm=1.0), NotImplementedError, "renorm_"),
-        (lambda: sparsekit.Embedding(22, 5, None, 1.0), NotImplementedError, "no max_norm=1.0"),
-        (lambda: sparsekit.EmbeddingBag(4, 3, 0.5), NotImplementedError, "no max_norm=0.5"),
+        (lambda: sparsekit.Embedding(4, 3, None, 0.0), ValueError, "max_norm must be > 0, got 0.0"),
+        (lambda: sparsekit.Embedding(4, 3, max_norm="1"), TypeError, "max_norm must be a number"),
+        (
+            lambda: sparsekit.EmbeddingBag(4, 3, 1.0, -1),
+            ValueError,
+            "norm_type must be > 0, got -1",
+        ),
         (
             lambda: sparsekit.EmbeddingBag(4, 3, None, 2.0, True),
             NotImplementedError,

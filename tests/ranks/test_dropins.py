@@ -25,6 +25,7 @@ def layer_of(kind):
         "gradient_reduction": "sum",
         "name": "ids",
         "padding_key": -3,
+        "max_norm": 1.5,
     }
     if kind == "vectors":
         return Embedding(40, 5, **settings)

@@ -10,8 +10,9 @@ import torch
 
 from ...distributed.exchange import Parts
 from ..request import Request
-from .grouped import explain, filled, new_outs
+from .grouped import explain
 from .layout import ALIGNMENT, Layout
+from .outputs import filled, new_outs
 from .sources import sources_of
 from .tables import Alike
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +14,9 @@ from ...errors import TableFullError
 from ...ops._group import split_by_table
 from ..request import Request, one_by_one
 from ..weight import Update, deliver_gradients, update_of_all
+from .max_norm import limit_norms
 from .numbered import numbered
+from .outputs import filled, new_outs
 from .sources import Sources, sources_of
 from .tables import Alike, Tables
 
@@ -27,10 +28,6 @@ _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
-_new_out = torch.ops.sparsekit.group_embedding_bag_out.default
-
-# From this size on the CPU's memory is worth keeping; see csrc/torch_ops/large_memory.h.
-_LARGE_BYTES = 2 << 20
 
 
 class Grouped:
@@ -216,8 +213,8 @@ class _Call:
             # A backward that saved a weight would use its new rows in silence.
             each = zip(tables.hashed, before, now, strict=True)
             increment_version([self.weights[t] for t, then, size in each if size > then])
-        if late:
-            self._catch_up(late)
+        if late or tables.max_norms:
+            self._prepare(late)
 
     def pool(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
         """The outputs of requests; with a width, `outs` if an earlier call has made it."""
@@ -314,19 +311,21 @@ class _Call:
             end = min(size + keys, table.capacity)
             weight.catch_up(torch.arange(size, end, device=weight.device))
 
-    def _catch_up(self, late: dict[int, Any]) -> None:
-        """Have the rows that are about to be read make the steps they have missed."""
-        if not late:
-            return
+    def _prepare(self, late: dict[int, Any]) -> None:
+        """Have the rows that are about to be read make the steps they have missed; limit norms."""
+        limits = self._tables.max_norms
         entries = self._entries(self._bags)
         counts = None if self._counts is None else self._counts.tolist()
-        for t, weight in late.items():
+        for t in {**late, **limits}:
             own = entries[t]
             if counts is None or self._rows is None:
                 rows = ops.unique(self._index[own])[0]
             else:
                 rows = self._rows[own.start : own.start + counts[t]]
-            weight.catch_up(rows.to(torch.int64))
+            if t in late:
+                late[t].catch_up(rows.to(torch.int64))
+            if t in limits:
+                limit_norms(self.weights[t], rows, *limits[t])
 
     def _explain(self, refusal: Exception) -> NoReturn:
         """Raise what the op has refused, in the words of a layer."""
@@ -353,44 +352,6 @@ def explain(requests: Sequence[Request]) -> None:
     """Raise what an op has refused of requests, in the words of a layer, if that is it."""
     for request in requests:
         request.check()
-
-
-def new_outs(
-    tables: Alike, shapes: Sequence[tuple[int, ...]], width: int | None, like: torch.Tensor
-) -> list[torch.Tensor]:
-    """Outputs of requests of these shapes, or the one of which they have columns."""
-    if width is not None:
-        return [_output(like, shapes[0][0], width)]
-    each = zip(shapes, tables.places, strict=True)
-    return [_output(like, *shape, tables.dims[t]) for shape, t in each]
-
-
-def filled(
-    grads: Sequence[torch.Tensor | None],
-    tables: Alike,
-    dims: Sequence[int],
-    features: torch.Tensor,
-) -> list[torch.Tensor]:
-    """The gradients of requests, with zeros for those that there are not."""
-    given = [grad for grad in grads if grad is not None]
-    if len(given) == len(grads):
-        return given
-    bags = features.new_zeros(len(grads))
-    bags.index_add_(0, features[:, 6], features[:, 3])
-    each = zip(grads, bags.tolist(), tables.places, strict=True)
-    return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
-
-
-def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Memory for an output, with any content.
-
-    On the CPU it is that of an earlier output if it is large: new memory can take longer to come
-    than to be filled.
-    """
-    num_elements = math.prod(shape)
-    if num_elements * like.element_size() < _LARGE_BYTES:
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    return _new_out(like.detach(), num_elements).view(shape)
 
 
 def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:

@@ -51,6 +51,7 @@ class Alike:
         initializers: float64 ``[T, 3]``.
         hashed: which of the tables have a hash table.
         features: the ops' descriptors of requests, by all that they depend on.
+        max_norms: of tables that have one, the largest norm of a row, and which norm.
         seen: whether these tables need no look at what is in them any more.
         buffers: of each table, by name.
     """
@@ -80,6 +81,9 @@ class Alike:
             [(numbers.get(t, -1), x.capacity, x.world_size) for t, x in enumerate(tables)],
             device="cpu",
         )
+        self.max_norms = {
+            t: (x.max_norm, x.norm_type) for t, x in enumerate(tables) if x.max_norm is not None
+        }
         initial = [table.initializer.numbers for table in tables]
         self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
         # A module's way to find its attributes takes longer than a small lookup.

@@ -1,0 +1,29 @@
+"""Rows whose norm is too large are scaled before they are read."""
+
+import torch
+
+from ...ops._checks import accumulate_dtype
+
+
+@torch.no_grad()
+def limit_norms(
+    weight: torch.Tensor, rows: torch.Tensor, max_norm: float, norm_type: float
+) -> None:
+    """Scale rows by ``max_norm / (norm + 1e-7)``, in place, where their norm is above max_norm.
+
+    That is torch's `embedding_renorm_`.
+
+    Args:
+        weight: ``[num_rows, dim]``.
+        rows: distinct; negative ones are left out.
+        max_norm: the largest norm.
+        norm_type: which: p of the p-norm.
+    """
+    rows = rows[rows >= 0]
+    vectors = weight.detach()[rows].to(accumulate_dtype(weight.dtype))
+    norms = torch.linalg.vector_norm(vectors, norm_type, dim=1, keepdim=True)
+    above = (norms > max_norm).squeeze(1)
+    scaled = vectors[above] * (max_norm / (norms[above] + 1e-7))
+    # A change of the weight is one to a backward that has saved it.
+    if len(scaled):
+        weight.detach()[rows[above]] = scaled.to(weight.dtype)
