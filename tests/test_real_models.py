@@ -83,3 +83,24 @@ def test_torchrec_dlrm():
     torch.manual_seed(0)
     bags = torchrec.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
     check(dlrm.DLRM(bags, 4, [8, 8], [8, 1]), loss_of, 2)
+
+
+def test_widedeep():
+    models = pytest.importorskip("pytorch_widedeep.models", exc_type=ImportError)
+    columns = {"of_a": 0, "of_b": 1}
+    sizes = [("of_a", 30, 8), ("of_b", 30, 8)]
+
+    def loss_of(model, random, ids=lambda ids: ids):
+        a, b = torch.randint(1, 31, (2, 32), generator=random)
+        # Crossed columns, numbered on from column to column.
+        wide = ids(torch.stack([a, b + 30], 1))
+        deep = ids(torch.stack([a, b], 1))
+        predicted = model({"wide": wide, "deeptabular": deep}).squeeze(1)
+        return torch.nn.functional.mse_loss(predicted, (a > b).float())
+
+    torch.manual_seed(0)
+    wide = models.Wide(60)
+    # It leaves a vector at padding_idx that is not zeros, for which a table is not replaced.
+    torch.nn.init.zeros_(wide.wide_linear.weight[:1].detach())
+    deep = models.TabMlp(columns, cat_embed_input=sizes, mlp_hidden_dims=[16, 8])
+    check(models.WideDeep(wide=wide, deeptabular=deep), loss_of, 3)

@@ -10,9 +10,8 @@ import torch
 
 from ...distributed.exchange import Parts
 from ..request import Request
-from .grouped import explain
+from .grouped import explain, new_outs
 from .layout import ALIGNMENT, Layout
-from .outputs import filled, new_outs
 from .sources import sources_of
 from .tables import Alike
 
@@ -131,7 +130,7 @@ class Asked:
         tables = self.tables
         if self.width is None:
             grads = [grads[i] for i in tables.positions]
-        given = filled(grads, tables, tables.dims, self._features)
+        given = tables.filled(grads, tables.dims, self._features)
         index, rows, *rest = self._found(vectors, columns, begins)
         with torch._C._AutoDispatchBelowAutograd():
             _backward_at(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,7 +17,6 @@ from ..request import Request, one_by_one
 from ..weight import Update, deliver_gradients, update_of_all
 from .max_norm import limit_norms
 from .numbered import numbered
-from .outputs import filled, new_outs
 from .sources import Sources, sources_of
 from .tables import Alike, Tables
 
@@ -28,6 +28,10 @@ _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
+_new_out = torch.ops.sparsekit.group_embedding_bag_out.default
+
+# From this size on the CPU's memory is worth keeping; see csrc/torch_ops/large_memory.h.
+_LARGE_BYTES = 2 << 20
 
 
 class Grouped:
@@ -258,7 +262,7 @@ class _Call:
         if len(taken) < len(dims):
             wanted = set(taken)  # what is not has vectors without elements
             dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
-        given = filled(grads, self._tables, dims, features)
+        given = self._tables.filled(grads, dims, features)
         asked_of = index, rows, counts, bags, features, self._sample_weights, first_keys
 
         def updates() -> list[Update]:
@@ -352,6 +356,28 @@ def explain(requests: Sequence[Request]) -> None:
     """Raise what an op has refused of requests, in the words of a layer, if that is it."""
     for request in requests:
         request.check()
+
+
+def new_outs(
+    tables: Alike, shapes: Sequence[tuple[int, ...]], width: int | None, like: torch.Tensor
+) -> list[torch.Tensor]:
+    """Outputs of requests of these shapes, or the one of which they have columns."""
+    if width is not None:
+        return [_output(like, shapes[0][0], width)]
+    each = zip(shapes, tables.places, strict=True)
+    return [_output(like, *shape, tables.dims[t]) for shape, t in each]
+
+
+def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Memory for an output, with any content.
+
+    On the CPU it is that of an earlier output if it is large: new memory can take longer to come
+    than to be filled.
+    """
+    num_elements = math.prod(shape)
+    if num_elements * like.element_size() < _LARGE_BYTES:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return _new_out(like.detach(), num_elements).view(shape)
 
 
 def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:

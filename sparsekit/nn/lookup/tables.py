@@ -153,6 +153,18 @@ class Alike:
             of_tables.append(number)
         return maps, of_tables
 
+    def filled(
+        self, grads: Sequence[torch.Tensor | None], dims: Sequence[int], features: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The gradients of requests, with zeros for those that there are not."""
+        given = [grad for grad in grads if grad is not None]
+        if len(given) == len(grads):
+            return given
+        bags = features.new_zeros(len(grads))
+        bags.index_add_(0, features[:, 6], features[:, 3])
+        each = zip(grads, bags.tolist(), self.places, strict=True)
+        return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
+
     def have_keys(self) -> None:
         """Note that keys have been inserted."""
         for table in self.tables:
