@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .hashing import xxh64
 from .ops._checks import accumulate_dtype
 from .reference_rules import RULES
 
@@ -57,6 +58,11 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """``out[i] = table[rows[i]]``, or zeros where ``rows[i] < 0``."""
     with_zeros = torch.cat([table.new_zeros(1, table.shape[1]), table])
     return with_zeros[rows.clamp(min=-1) + 1]
+
+
+def hash_integers(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """XXH64 of each integer's decimal text."""
+    return xxh64([str(value) for value in values.tolist()], seed).to(values.device)
 
 
 def unsorted_segment_sum(

@@ -123,6 +123,7 @@ def updated(weight, rows, grad, case, per_row, seed):
 def check_keys(device, mode, keys):
     both(ops.unique, device, keys, mode=mode)
     both(padded, device, keys, mode=mode)
+    both(ops.hash_integers, device, keys, mode=mode)
     both(table_of, device, keys, mode=mode)
     both(full_table, device, keys, mode=mode)
     for world_size in (1, 8, 1000):

@@ -227,7 +227,12 @@ def test_no_copy_of_the_strings_is_made():
 
 
 def test_fixed_width_arrays():
-    for words in (["a", "", "éa", "日本語", "😀", "x" * 40], [], ["", ""], ["a\0b", "\0", "ab\0"]):
+    for words in (
+        ["a", "", "éa", "\x80", "日本語", "😀", "x" * 40],
+        [],
+        ["", ""],
+        ["a\0b", "\0", "ab\0"],
+    ):
         trimmed = [word.rstrip("\0") for word in words]
         check(np.array(words, dtype="U"), trimmed)
         check(np.array([word.encode() for word in words], dtype="S"), trimmed)

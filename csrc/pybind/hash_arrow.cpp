@@ -69,17 +69,24 @@ struct Work {
   int64_t missing;  // code of ""
 };
 
-template <class Texts>
-void hash_texts(const ArrowArray& array, Texts texts, const Work& work, int64_t* codes) {
+// codes[i] = code(i) of all items that are there.
+template <class Code>
+void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int64_t* codes) {
   const Validity valid = validity_of(array);
-  const auto [seed, num_threads, missing] = work;
-  split(array.length, num_threads, [=, seed = seed, missing = missing](int64_t begin, int64_t end) {
+  const int64_t missing = work.missing;
+  split(array.length, work.num_threads, [=](int64_t begin, int64_t end) {
     if (valid.bits == nullptr) {
-      for (int64_t i = begin; i < end; ++i) codes[i] = code_of(texts(i), seed);
+      for (int64_t i = begin; i < end; ++i) codes[i] = code(i);
     } else {
-      for (int64_t i = begin; i < end; ++i) codes[i] = valid(i) ? code_of(texts(i), seed) : missing;
+      for (int64_t i = begin; i < end; ++i) codes[i] = valid(i) ? code(i) : missing;
     }
   });
+}
+
+template <class Texts>
+void hash_texts(const ArrowArray& array, Texts texts, const Work& work, int64_t* codes) {
+  const auto code = [texts, seed = work.seed](int64_t i) { return code_of(texts(i), seed); };
+  hash_valid(array, code, work, codes);
 }
 
 // Calls visit with a null pointer of the integer type of a format; false if it is none.
@@ -117,23 +124,12 @@ bool with_integer(char format, const Visit& visit) {
 
 void hash_integer_array(char format, const ArrowArray& array, const Work& work, int64_t* codes) {
   with_integer(format, [&](auto* type) {
-    const auto* values =
-        buffer_of<std::remove_const_t<std::remove_pointer_t<decltype(type)>>>(array, 1) +
-        array.offset;
-    const Validity valid = validity_of(array);
-    const auto [seed, num_threads, missing] = work;
-    split(array.length, num_threads,
-          [=, seed = seed, missing = missing](int64_t begin, int64_t end) {
-            DecimalHasher decimals(seed);
-            for (int64_t i = begin; i < end; ++i) {
-              if (valid(i)) {
-                decimals.add(values[i], &codes[i]);
-              } else {
-                codes[i] = missing;
-              }
-            }
-            decimals.flush();
-          });
+    using Integer = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
+    const Integer* values = buffer_of<Integer>(array, 1) + array.offset;
+    const auto code = [values, seed = work.seed](int64_t i) {
+      return code_of_integer(values[i], seed);
+    };
+    hash_valid(array, code, work, codes);
   });
 }
 

@@ -5,14 +5,15 @@
 
 #include <algorithm>
 #include <atomic>
-#include <charconv>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <string_view>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
+#include "sparsekit/hash_integers.h"
 #include "sparsekit/xxh64.h"
 
 namespace sparsekit {
@@ -63,36 +64,11 @@ inline int64_t code_of(std::string_view text, uint64_t seed) {
   return static_cast<int64_t>(xxh64(text.data(), text.size(), seed));
 }
 
-// Hashes the decimal text of integers, a batch at a time: read back at once, digits that were
-// written in small pieces would stall the loads of the hash.
-class DecimalHasher {
- public:
-  explicit DecimalHasher(uint64_t seed) : seed_(seed) {}
-
-  // *code is written at the latest by flush().
-  template <class Integer>
-  void add(Integer value, int64_t* code) {
-    if (count_ == kBatch) flush();
-    char* digits = digits_[count_];
-    length_[count_] =
-        static_cast<size_t>(std::to_chars(digits, digits + sizeof digits_[0], value).ptr - digits);
-    code_[count_++] = code;
-  }
-
-  void flush() {
-    for (int i = 0; i < count_; ++i) *code_[i] = code_of({digits_[i], length_[i]}, seed_);
-    count_ = 0;
-  }
-
- private:
-  static constexpr int kBatch = 32;
-
-  uint64_t seed_;
-  int count_ = 0;
-  char digits_[kBatch][24];  // INT64_MIN and UINT64_MAX take 20 characters
-  size_t length_[kBatch];
-  int64_t* code_[kBatch];
-};
+template <class Integer>
+int64_t code_of_integer(Integer value, uint64_t seed) {
+  using Wide = std::conditional_t<std::is_signed_v<Integer>, int64_t, uint64_t>;
+  return static_cast<int64_t>(hash_decimal(static_cast<Wide>(value), seed));
+}
 
 // Calls body(), which must not throw, while other threads of Python may run. No destructor takes
 // the GIL back: as Python ends, that ends the thread, which must not happen in one.

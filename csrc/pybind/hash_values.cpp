@@ -142,7 +142,6 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
 bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   Reference copy;
-  DecimalHasher decimals(seed);
   for (Py_ssize_t i = 0; i < n; ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(items, i);
     std::string_view text;
@@ -159,7 +158,7 @@ bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
     if (PyLong_Check(item)) {
       const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
       if (overflow == 0) {
-        decimals.add(value, &codes[i]);
+        codes[i] = code_of_integer(value, seed);
         continue;
       }
     }
@@ -178,25 +177,10 @@ bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
       if (!integer) return false;
       item = integer.get();
       const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-      if (overflow == 0) decimals.add(value, &codes[i]);
+      if (overflow == 0) codes[i] = code_of_integer(value, seed);
     }
     if (overflow != 0 && !hash_big_int(item, i, seed, &codes[i])) return false;
   }
-  decimals.flush();
-  return true;
-}
-
-template <class Integer>
-bool hash_integers_of(const Integer* values, Py_ssize_t n, uint64_t seed, int num_threads,
-                      int64_t* codes) {
-  if (!check_num_threads(num_threads)) return false;
-  without_gil([=] {
-    split(n, num_threads, [=](Py_ssize_t begin, Py_ssize_t end) {
-      DecimalHasher decimals(seed);
-      for (Py_ssize_t i = begin; i < end; ++i) decimals.add(values[i], &codes[i]);
-      decimals.flush();
-    });
-  });
   return true;
 }
 
@@ -219,16 +203,6 @@ bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes)
           if (!hash_plain(slots, begin, end, seed, codes)) all_plain = false;
         });
   return all_plain || hash_others(items, seed, codes);
-}
-
-bool hash_integers(const int64_t* values, Py_ssize_t n, uint64_t seed, int num_threads,
-                   int64_t* codes) {
-  return hash_integers_of(values, n, seed, num_threads, codes);
-}
-
-bool hash_integers(const uint64_t* values, Py_ssize_t n, uint64_t seed, int num_threads,
-                   int64_t* codes) {
-  return hash_integers_of(values, n, seed, num_threads, codes);
 }
 
 }  // namespace sparsekit

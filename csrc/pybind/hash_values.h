@@ -1,4 +1,4 @@
-// Bulk hashing of Python objects and of integers. On the plain Python C API: pybind11's headers
+// Bulk hashing of Python objects. On the plain Python C API: pybind11's headers
 // take seconds to compile at the optimization level that these loops want.
 #pragma once
 
@@ -17,11 +17,5 @@ PyObject* sequence_items(PyObject* values);
 
 // codes[i] = code of items[i], for the list or tuple `items` of str, bytes, int and None.
 bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes);
-
-// codes[i] = code of the decimal text of values[i], for i in [0, n). Lets go of the GIL meanwhile.
-bool hash_integers(const int64_t* values, Py_ssize_t n, uint64_t seed, int num_threads,
-                   int64_t* codes);
-bool hash_integers(const uint64_t* values, Py_ssize_t n, uint64_t seed, int num_threads,
-                   int64_t* codes);
 
 }  // namespace sparsekit

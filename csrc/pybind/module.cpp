@@ -51,28 +51,6 @@ py::buffer xxh64_many(const py::object& values, uint64_t seed, int num_threads) 
   return codes;
 }
 
-// As xxh64_many, for an array that holds its integers itself.
-py::buffer xxh64_integers(const py::buffer& values, uint64_t seed, int num_threads) {
-  const py::buffer_info in = values.request();
-  if (in.ndim != 1) throw py::value_error("values must have one dimension");
-  if (in.strides[0] != in.itemsize) throw py::value_error("values must be contiguous");
-  py::buffer codes = int64_array(in.size);
-  const py::buffer_info out = codes.request(true);
-  const auto hash = [&](const auto* integers) {
-    return hash_integers(integers, in.size, seed, num_threads, static_cast<int64_t*>(out.ptr));
-  };
-  bool done = false;
-  if (in.item_type_is_equivalent_to<int64_t>()) {
-    done = hash(static_cast<const int64_t*>(in.ptr));
-  } else if (in.item_type_is_equivalent_to<uint64_t>()) {
-    done = hash(static_cast<const uint64_t*>(in.ptr));
-  } else {
-    throw py::type_error("values must be of dtype int64 or uint64");
-  }
-  if (!done) throw py::error_already_set();
-  return codes;
-}
-
 int64_t* numbers_of(const py::buffer& codes) {
   return static_cast<int64_t*>(codes.request(true).ptr);
 }
@@ -145,9 +123,6 @@ PYBIND11_MODULE(_pybind, m) {
   m.doc() = "Bulk hashing of values, and facts about this build.";
   m.def("xxh64_many", &xxh64_many, py::arg("values"), py::arg("seed"), py::arg("num_threads") = 1,
         "XXH64 of each item of a sequence of str, bytes, int and None, as int64.");
-  m.def("xxh64_integers", &xxh64_integers, py::arg("values"), py::arg("seed"),
-        py::arg("num_threads") = 1,
-        "XXH64 of the decimal text of each integer of a contiguous 1-D array, as int64.");
   m.def("xxh64_arrow", &xxh64_arrow, py::arg("schema"), py::arg("array"), py::arg("seed"),
         py::arg("num_threads") = 1,
         "XXH64 of each item of what __arrow_c_array__ returns, as int64.");

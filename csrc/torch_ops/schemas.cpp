@@ -32,6 +32,8 @@ SPARSEKIT_LIBRARY(m) {
 
   m.def("gather_rows(Tensor table, Tensor rows) -> Tensor");
 
+  m.def("hash_integers(Tensor values, bool is_unsigned, int seed) -> Tensor");
+
   m.def(
       "embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int combiner,"
       " Tensor? sample_weights=None) -> Tensor");

@@ -11,11 +11,10 @@ import torch
 
 from sparsekit import _pybind
 
+from ..ops.hash_integers import INTEGER_DTYPES, hash_integers
+
 __all__ = ["xxh64"]
 
-_INTEGER_DTYPES = frozenset(
-    getattr(torch, sign + "int" + bits) for sign in ("", "u") for bits in ("8", "16", "32", "64")
-)
 # Any: an Arrow column, whose package need not be installed.
 Values = Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor | Any
 _SINGLE_VALUES = (str, bytes, bytearray, memoryview, int, np.generic, type(None))
@@ -45,7 +44,7 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
               object dtype. A fixed-width one (``S`` or ``U``) does not know of NUL characters at
               the end of an item, so those are not hashed. Masked items and missing strings count
               as None;
-            - a 1-D integer tensor on the CPU;
+            - a 1-D integer tensor, which is hashed on its device;
             - an Arrow column, of pyarrow or of another package that knows the Arrow PyCapsule
               interface, in one array or in chunks: strings and binary of every layout, integers,
               or a dictionary of these. Nulls count as None.
@@ -57,9 +56,9 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
         seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
 
     Returns:
-        int64 ``[n]`` on the CPU. torch computes little with unsigned 64-bit integers, so the 64
-        bits are read as a signed number: a hash h of 2**63 or more comes out as ``h - 2**64``.
-        ``code % 2**64`` on a Python int gives h back.
+        int64 ``[n]``, on the device of a tensor, else on the CPU. torch computes little with
+        unsigned 64-bit integers, so the 64 bits are read as a signed number: a hash h of 2**63 or
+        more comes out as ``h - 2**64``. ``code % 2**64`` on a Python int gives h back.
 
     Raises:
         TypeError: A value of another type, named with its position; an array or a column of another
@@ -67,7 +66,7 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
             iterator instead of a sequence.
         ValueError: A str with a lone surrogate or an int too long for Python to print, named with
             its position; an index without an entry in a column's dictionary; more or fewer than one
-            dimension; a tensor on another device; a seed out of range.
+            dimension; a seed out of range.
         OSError: The chunks of a column could not be read.
 
     Example:
@@ -80,24 +79,23 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
     """
     seed = checked_seed(seed)
     if isinstance(values, torch.Tensor):
-        values = _array_of_tensor(values)
-    codes = _hash_array(values, seed) if isinstance(values, np.ndarray) else _hash(values, seed)
-    return torch.from_numpy(codes)
-
-
-def _hash(values: Any, seed: int) -> np.ndarray:
+        return _hash_tensor(values, seed)
     if isinstance(values, _SINGLE_VALUES):
         raise TypeError(
             f"xxh64 takes a sequence of values and got a single {type(values).__name__}; "
             "put it in a list: xxh64([value])"
         )
+    # As a Series of pandas may be, which cannot always be had through Arrow.
+    if isinstance(getattr(values, "dtype", None), np.dtype) and hasattr(values, "__array__"):
+        return _hash_array(np.asanyarray(values), seed)
+    return torch.from_numpy(_hash(values, seed))
+
+
+def _hash(values: Any, seed: int) -> np.ndarray:
     if isinstance(values, Mapping):
         raise TypeError(f"values must be a sequence, such as a list; got {type(values).__name__}")
     _check_dimensions(values)
     threads = torch.get_num_threads()
-    # A Series of pandas over an array of numpy's; not all of those can be had through Arrow.
-    if isinstance(getattr(values, "dtype", None), np.dtype) and hasattr(values, "__array__"):
-        return _hash_array(np.asarray(values), seed)
     if hasattr(values, "__arrow_c_array__"):
         schema, array = values.__arrow_c_array__()
         return _pybind.xxh64_arrow(schema, array, seed, threads)
@@ -106,16 +104,22 @@ def _hash(values: Any, seed: int) -> np.ndarray:
     return _pybind.xxh64_many(values, seed, threads)
 
 
-def _hash_array(values: np.ndarray, seed: int) -> np.ndarray:
+def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
     _check_dimensions(values)
-    kind, threads = values.dtype.kind, torch.get_num_threads()
+    kind = values.dtype.kind
+    if kind in "iu" and not isinstance(values, np.ma.MaskedArray):
+        # torch takes neither another byte order nor negative strides, and warns of memory that is
+        # not to be written to.
+        if not (values.flags.carray and values.dtype.isnative and values.strides[0] > 0):
+            values = np.array(values, values.dtype.newbyteorder("="))
+        return hash_integers(torch.from_numpy(values), seed)
+    return torch.from_numpy(_hash_array_of_text(values, kind, seed))
+
+
+def _hash_array_of_text(values: np.ndarray, kind: str, seed: int) -> np.ndarray:
+    threads = torch.get_num_threads()
     # A masked array goes the general way: its tolist() has None where an item is masked.
-    if kind in "OiuSUT" and isinstance(values, np.ma.MaskedArray):
-        return _pybind.xxh64_many(values.tolist(), seed, threads)
-    if kind in "iu":
-        wide = np.int64 if kind == "i" else np.uint64
-        return _pybind.xxh64_integers(np.ascontiguousarray(values, dtype=wide), seed, threads)
-    if kind == "O":
+    if kind == "O" or (kind in "iuSUT" and isinstance(values, np.ma.MaskedArray)):
         return _pybind.xxh64_many(values.tolist(), seed, threads)
     if kind in "SU":
         texts = np.require(values, values.dtype.newbyteorder("="), ["C", "A"])
@@ -134,12 +138,11 @@ def _hash_array(values: np.ndarray, seed: int) -> np.ndarray:
     )
 
 
-def _array_of_tensor(values: torch.Tensor) -> np.ndarray:
-    if values.dtype not in _INTEGER_DTYPES:
+def _hash_tensor(values: torch.Tensor, seed: int) -> torch.Tensor:
+    if values.dtype not in INTEGER_DTYPES:
         raise TypeError(f"values is a tensor of dtype {values.dtype}; expected integers")
-    if values.device.type != "cpu":
-        raise ValueError(f"values is on device {values.device}; hashing runs on the CPU: .cpu()")
-    return values.numpy()
+    _check_dimensions(values)
+    return hash_integers(values, seed)
 
 
 def _check_dimensions(values: Any) -> None:

@@ -12,6 +12,7 @@ from .gather_rows import gather_rows
 from .group_bucketize import group_bucketize, group_exchange_rows
 from .group_embedding_bag import group_embedding_bag_
 from .group_find import group_find, group_find_or_insert_
+from .hash_integers import hash_integers
 from .hash_table import (
     hash_table_clear_,
     hash_table_find,
@@ -36,6 +37,7 @@ __all__ = [
     "group_exchange_rows",
     "group_find",
     "group_find_or_insert_",
+    "hash_integers",
     "hash_table_clear_",
     "hash_table_find",
     "hash_table_find_or_insert_",

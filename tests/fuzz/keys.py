@@ -155,10 +155,18 @@ def xxh64_of_values(case: Case) -> None:
     case.equal("codes", result.tolist(), [_code(value, seed) for value in values])
 
 
+def hash_integers(case: Case) -> None:
+    values = case.placed(case.keys(case.size(3000), torch.int64))
+    seed = case.any_of(0, 2**63, 2**64 - 1, case.random.getrandbits(64))
+    codes = case.call(ops.hash_integers, values, seed)
+    case.same("codes", codes, reference.hash_integers(values, seed))
+
+
 OPS = {
     "hash_table": hash_table,
     "unique": unique,
     "unique_padded": unique_padded,
     "bucketize": bucketize,
+    "hash_integers": hash_integers,
     "xxh64": xxh64_of_values,
 }

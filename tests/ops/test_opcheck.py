@@ -187,6 +187,11 @@ CASES = {
         (randn(4, 3).requires_grad_(), int64(1, -1, 3, 1)),
         (randn(4, 3), int64()),
     ],
+    "hash_integers": lambda: [
+        (int64(3, -1, -(2**63)), False, 5),
+        (int64(3, -1, -(2**63)), True, -5),
+        (int64(), False, 0),
+    ],
     "embedding_bag": lambda: [
         *(bags(dtype, 0, False, "weight") for dtype in ROW_DTYPES),
         *(bags(torch.float64, combiner, False, "weight") for combiner in (1, 2)),

@@ -51,6 +51,7 @@ CASES = {
     "gather, wide": (OPS.gather_rows, lambda h: (none(0, h), ints())),
     "gather, no such row": (OPS.gather_rows, lambda h: (none(0, h), ints(-1, -1))),
     "gather, many": (OPS.gather_rows, lambda h: (none(3, 0), long(h))),
+    "hash integers": (OPS.hash_integers, lambda h: (long(h), False, 0)),
     "bag, wide": (OPS.embedding_bag, lambda h: (none(0, h), ints(), ints(0), 0)),
     "bag, wide empty bags": (OPS.embedding_bag, lambda h: (none(0, h), ints(), ints(0, 0, 0), 1)),
     "bag, no rows": (OPS.embedding_bag, lambda h: (none(0, h), ints(-1, -1), ints(0, 2), 2)),

@@ -1,19 +1,13 @@
 #include "sparsekit/xxh64.h"
 
+#include "sparsekit/xxh64_steps.h"
+
 namespace sparsekit {
 namespace {
 
-constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87u;
-constexpr uint64_t kPrime2 = 0xC2B2AE3D27D4EB4Fu;
-constexpr uint64_t kPrime3 = 0x165667B19E3779F9u;
-constexpr uint64_t kPrime4 = 0x85EBCA77C2B2AE63u;
-constexpr uint64_t kPrime5 = 0x27D4EB2F165667C5u;
+using namespace xxh64_steps;
 
 constexpr size_t kStripe = 32;  // bytes: one 8-byte lane for each of four accumulators
-
-inline uint64_t rotate_left(uint64_t x, int bits) {
-  return (x << bits) | (x >> (64 - bits));
-}
 
 // Little-endian loads, put together byte by byte so that neither byte order nor alignment matters.
 // gcc and clang turn each into one load instruction.
@@ -23,10 +17,6 @@ inline uint64_t load32(const uint8_t* p) {
 inline uint64_t load64(const uint8_t* p) {
   return uint64_t{p[0]} | uint64_t{p[1]} << 8 | uint64_t{p[2]} << 16 | uint64_t{p[3]} << 24 |
          uint64_t{p[4]} << 32 | uint64_t{p[5]} << 40 | uint64_t{p[6]} << 48 | uint64_t{p[7]} << 56;
-}
-
-inline uint64_t absorb(uint64_t accumulator, uint64_t lane) {
-  return rotate_left(accumulator + lane * kPrime2, 31) * kPrime1;
 }
 
 inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
@@ -65,21 +55,14 @@ uint64_t xxh64(const void* data, size_t length, uint64_t seed) {
   }
   hash += length;
 
-  for (; left >= 8; left -= 8, p += 8) {
-    hash = rotate_left(hash ^ absorb(0, load64(p)), 27) * kPrime1 + kPrime4;
-  }
+  for (; left >= 8; left -= 8, p += 8) hash = add8(hash, load64(p));
   if (left >= 4) {
-    hash = rotate_left(hash ^ (load32(p) * kPrime1), 23) * kPrime2 + kPrime3;
+    hash = add4(hash, load32(p));
     left -= 4;
     p += 4;
   }
-  for (; left > 0; --left, ++p) {
-    hash = rotate_left(hash ^ (*p * kPrime5), 11) * kPrime1;
-  }
-
-  hash = (hash ^ (hash >> 33)) * kPrime2;
-  hash = (hash ^ (hash >> 29)) * kPrime3;
-  return hash ^ (hash >> 32);
+  for (; left > 0; --left, ++p) hash = add1(hash, *p);
+  return finish(hash);
 }
 
 }  // namespace sparsekit

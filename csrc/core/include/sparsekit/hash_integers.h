@@ -1,0 +1,102 @@
+// XXH64 of the decimal text of integers, so that 3 and "3" have one code.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/host_device.h"
+#include "sparsekit/parallel.h"
+#include "sparsekit/xxh64_steps.h"
+
+namespace sparsekit {
+
+// The decimal digits of value < 10^8 in the 8 bytes of a word, the first in the lowest one. Two
+// numbers of four digits side by side become four of two, and those eight of one.
+SPARSEKIT_HOST_DEVICE inline uint64_t eight_digits(uint64_t value) {
+  const uint64_t fours = value / 10000 | value % 10000 << 32;
+  const uint64_t hundreds = (fours * 10486 >> 20) & 0x0000007F0000007Fu;
+  const uint64_t twos = hundreds | (fours - 100 * hundreds) << 16;
+  const uint64_t tens = (twos * 103 >> 10) & 0x000F000F000F000Fu;
+  return tens | (twos - 10 * tens) << 8;
+}
+
+// How many of the lowest bytes are zero, at most 7.
+SPARSEKIT_HOST_DEVICE inline int zero_bytes(uint64_t word) {
+  int count = 0;
+  if ((word & 0xFFFFFFFFu) == 0) count += 4, word >>= 32;
+  if ((word & 0xFFFFu) == 0) count += 2, word >>= 16;
+  if ((word & 0xFFu) == 0) count += 1;
+  return count;
+}
+
+// XXH64 of the decimal text of an integer. The text never is in memory: it is put together in three
+// words, of which bytes at the front are left out.
+SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool negative,
+                                                   uint64_t seed) {
+  namespace steps = xxh64_steps;
+  constexpr uint64_t kZeros = 0x3030303030303030u;  // "00000000"
+  constexpr uint64_t kMinus = '0' - '-';
+  const uint64_t upper = magnitude / 100000000;
+  const uint64_t digits[3] = {eight_digits(upper / 100000000), eight_digits(upper % 100000000),
+                              eight_digits(magnitude % 100000000)};
+  int word = digits[0] != 0 ? 0 : digits[1] != 0 ? 1 : 2;
+  const uint64_t first = word == 0 ? digits[0] : word == 1 ? digits[1] : digits[2];
+  const int skipped = word * 8 + zero_bytes(first) - (negative ? 1 : 0);
+  word = skipped >> 3;
+  const int shift = (skipped & 7) * 8;
+  uint64_t a = word == 0 ? digits[0] : word == 1 ? digits[1] : digits[2];
+  uint64_t b = word == 0 ? digits[1] : digits[2];
+  uint64_t c = digits[2];
+  a = (a | kZeros) - ((negative ? kMinus : 0) << shift);
+  b |= kZeros;
+  c |= kZeros;
+  // Shifted by 64 in two steps, where one would be undefined.
+  a = a >> shift | b << 1 << (63 - shift);
+  b = b >> shift | c << 1 << (63 - shift);
+  c >>= shift;
+
+  const int length = 24 - skipped;
+  uint64_t hash = seed + steps::kPrime5 + static_cast<uint64_t>(length);
+  uint64_t rest = a;
+  if (length >= 8) {
+    hash = steps::add8(hash, a);
+    rest = b;
+  }
+  if (length >= 16) {
+    hash = steps::add8(hash, b);
+    rest = c;
+  }
+  int left = length & 7;
+  if (left >= 4) {
+    hash = steps::add4(hash, rest & 0xFFFFFFFFu);
+    rest >>= 32;
+    left -= 4;
+  }
+  for (; left > 0; --left, rest >>= 8) hash = steps::add1(hash, rest & 0xFFu);
+  return steps::finish(hash);
+}
+
+SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(int64_t value, uint64_t seed) {
+  const auto bits = static_cast<uint64_t>(value);
+  return hash_decimal(value < 0 ? 0 - bits : bits, value < 0, seed);
+}
+
+SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t value, uint64_t seed) {
+  return hash_decimal(value, false, seed);
+}
+
+namespace cpu {
+
+// codes[i] = hash_decimal(values[i], seed), for i in [0, n). With is_unsigned the values are the
+// bits of unsigned integers.
+void hash_integers(const int64_t* values, int64_t n, bool is_unsigned, uint64_t seed,
+                   int64_t* codes, const ParallelFor& parallel_for);
+
+}  // namespace cpu
+
+namespace cuda {
+
+void hash_integers(const int64_t* values, int64_t n, bool is_unsigned, uint64_t seed,
+                   int64_t* codes, void* stream);
+
+}  // namespace cuda
+}  // namespace sparsekit

@@ -1,0 +1,43 @@
+// The steps that XXH64 is made of, for both engines: words in registers, whatever they come from.
+#pragma once
+
+#include <cstdint>
+
+#include "sparsekit/host_device.h"
+
+namespace sparsekit::xxh64_steps {
+
+constexpr uint64_t kPrime1 = 0x9E3779B185EBCA87u;
+constexpr uint64_t kPrime2 = 0xC2B2AE3D27D4EB4Fu;
+constexpr uint64_t kPrime3 = 0x165667B19E3779F9u;
+constexpr uint64_t kPrime4 = 0x85EBCA77C2B2AE63u;
+constexpr uint64_t kPrime5 = 0x27D4EB2F165667C5u;
+
+SPARSEKIT_HOST_DEVICE inline uint64_t rotate_left(uint64_t x, int bits) {
+  return (x << bits) | (x >> (64 - bits));
+}
+
+SPARSEKIT_HOST_DEVICE inline uint64_t absorb(uint64_t accumulator, uint64_t lane) {
+  return rotate_left(accumulator + lane * kPrime2, 31) * kPrime1;
+}
+
+// What comes after the stripes of 32 bytes: 8 bytes, 4 bytes, 1 byte.
+SPARSEKIT_HOST_DEVICE inline uint64_t add8(uint64_t hash, uint64_t word) {
+  return rotate_left(hash ^ absorb(0, word), 27) * kPrime1 + kPrime4;
+}
+
+SPARSEKIT_HOST_DEVICE inline uint64_t add4(uint64_t hash, uint64_t word) {
+  return rotate_left(hash ^ (word * kPrime1), 23) * kPrime2 + kPrime3;
+}
+
+SPARSEKIT_HOST_DEVICE inline uint64_t add1(uint64_t hash, uint64_t byte) {
+  return rotate_left(hash ^ (byte * kPrime5), 11) * kPrime1;
+}
+
+SPARSEKIT_HOST_DEVICE inline uint64_t finish(uint64_t hash) {
+  hash = (hash ^ (hash >> 33)) * kPrime2;
+  hash = (hash ^ (hash >> 29)) * kPrime3;
+  return hash ^ (hash >> 32);
+}
+
+}  // namespace sparsekit::xxh64_steps

@@ -1,0 +1,46 @@
+"""Hash codes of integers, on their device."""
+
+import torch
+
+from ..errors import check_int
+from ._checks import check_tensor
+
+_op = torch.ops.sparsekit.hash_integers.default
+INTEGER_DTYPES = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+
+
+def hash_integers(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """XXH64 of the decimal text of integers, as `sparsekit.hashing.xxh64` has it.
+
+    Args:
+        values: any integer dtype, ``[n]``.
+        seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
+
+    Returns:
+        int64 ``[n]`` on the device of values: the 64 bits read as a signed number.
+
+    Raises:
+        TypeError: a wrong dtype.
+        ValueError: more or fewer than one dimension, or a seed out of range.
+    """
+    check_tensor("hash_integers", "values", values, INTEGER_DTYPES, 1)
+    seed = check_int("hash_integers", "seed", seed, 0, 2**64 - 1)
+    is_unsigned = values.dtype == torch.uint64
+    # Two dtypes of which the bits are the same: torch converts neither to the other on all devices.
+    wide = values.view(torch.int64) if is_unsigned else values.to(torch.int64)
+    return _op(wide, is_unsigned, seed - 2**64 if seed >= 2**63 else seed)
+
+
+@torch.library.register_fake("sparsekit::hash_integers")
+def _(values: torch.Tensor, is_unsigned: bool, seed: int) -> torch.Tensor:
+    check_tensor("hash_integers", "values", values, (torch.int64,), 1)
+    return values.new_empty(values.shape)
