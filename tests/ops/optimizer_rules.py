@@ -28,7 +28,6 @@ CASES = {
     "ftrl, another power": ("ftrl", [0.5, 0.5, 0.25, -0.75], 2),
     "partial row-wise adam": ("partial_row_wise_adam", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
     "lamb": ("lamb", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
-    "lamb without decay": ("lamb", [0.1, 0.9, 0.999, 1e-3, 0.0], 2),
 }
 # Rules whose last state is one number for a row, and those whose rows may count their own steps.
 ROW_WISE = ("row_wise_adagrad", "partial_row_wise_adam")
