@@ -59,6 +59,7 @@ def use_everything():
         keys = integers(-2000, 2000, 9000).to(key_dtype)
         keys[::100] = 0
         show(f"unique {key_dtype}", *ops.unique(keys))
+        show(f"hash_integers {key_dtype}", ops.hash_integers(keys, 5))
         _, inverse, _, count = torch.ops.sparsekit.unique_padded(keys)
         show(f"unique_padded {key_dtype}", inverse, count)
         show(f"bucketize {key_dtype}", *ops.bucketize(keys, 7))

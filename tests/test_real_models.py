@@ -102,5 +102,5 @@ def test_widedeep():
     wide = models.Wide(60)
     # It leaves a vector at padding_idx that is not zeros, for which a table is not replaced.
     torch.nn.init.zeros_(wide.wide_linear.weight[:1].detach())
-    deep = models.TabMlp(columns, cat_embed_input=sizes, mlp_hidden_dims=[16, 8])
+    deep = models.TabMlp(columns, cat_embed_input=sizes, mlp_hidden_dims=[16, 8], mlp_dropout=0.0)
     check(models.WideDeep(wide=wide, deeptabular=deep), loss_of, 3)
