@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxh64_oracle import oracle
 
 import sparsekit
 import sparsekit.hashing.values
@@ -37,18 +37,6 @@ def four_threads():
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(before)
-
-
-def oracle(value, seed=0):
-    """The code of one value as the rules have it, by the xxhash package."""
-    if value is None:
-        data = b""
-    elif isinstance(value, bytes):
-        data = value
-    else:
-        data = str(value).encode()
-    unsigned = xxhash.xxh64_intdigest(data, seed)
-    return unsigned - 2**64 if unsigned >= 2**63 else unsigned
 
 
 # The hash itself

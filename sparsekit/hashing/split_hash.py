@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..errors import check_int
 from .values import checked_seed, xxh64
 
 __all__ = ["Collisions", "SplitHashEncoder"]
@@ -255,17 +255,7 @@ class SplitHashEncoder:
 
 
 def _length(name: str, length: int) -> int:
-    try:
-        length = operator.index(length)
-    except TypeError:
-        raise TypeError(
-            f"{_NAME}: feature_lengths[{name!r}] must be an int, got {type(length).__name__}"
-        ) from None
-    if not 1 <= length <= _MOST_VALUES:
-        raise ValueError(
-            f"{_NAME}: feature_lengths[{name!r}] must be in [1, {_MOST_VALUES}], got {length}"
-        )
-    return length
+    return check_int(_NAME, f"feature_lengths[{name!r}]", length, 1, _MOST_VALUES)
 
 
 def _salt(name: str, salt: int) -> int:
