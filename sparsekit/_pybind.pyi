@@ -22,6 +22,30 @@ def xxh64_numpy_strings(
 ) -> np.ndarray: ...
 def build_info() -> dict[str, Any]: ...
 
+class TextField:
+    def __init__(
+        self,
+        kind: str,
+        column: int = 0,
+        missing: float = 0.0,
+        required: bool = False,
+        separator: str = "",
+        missing_key: int | None = None,
+        seed: int = 0,
+    ) -> None: ...
+
+class TextFormat:
+    def __init__(
+        self, delimiter: str, quote: str, max_line_bytes: int, fields: Sequence[TextField]
+    ) -> None: ...
+
+class TextLines:
+    def __init__(self, text: bytes, begin: int, end: int, skip_blank: bool) -> None: ...
+    def __len__(self) -> int: ...
+    def begin_of(self, i: int) -> int: ...
+    def line(self, i: int) -> bytes: ...
+    def parse(self, format: TextFormat, order: np.ndarray, num_threads: int) -> tuple[Any, ...]: ...
+
 class SharedMemoryCommunicator:
     def __init__(
         self, rank: int, world_size: int, file: int, sockets: Sequence[int], seconds: float

@@ -35,6 +35,10 @@ class TableFullError(RuntimeError):
         return type(self), (self.layer, self.rank, self.size, self.capacity, self.refused)
 
 
+class DataFormatError(ValueError):
+    """A data file that cannot be read as it should; the message names the file and the place."""
+
+
 class DivergedError(ArithmeticError):
     """Training has left the range of floating point numbers; its weights are of no use any more."""
 

@@ -1,5 +1,5 @@
-// What an op schema cannot carry: bulk hashing of values, communicators of NCCL and through
-// shared memory, and facts about the build. Only the glue to Python is here, which is slow to
+// What an op schema cannot carry: bulk hashing of values, reading of text, communicators of NCCL and
+// through shared memory, and facts about the build. Only the glue to Python is here, which is slow to
 // compile; the work is in hash_values.cpp. For the same reason arrays are buffers here, without
 // pybind11/numpy.h.
 #include <pybind11/pybind11.h>
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "delimited_text.h"
 #include "hash_columns.h"
 #include "hash_values.h"
 #include "shared_memory.h"
@@ -137,6 +138,7 @@ PYBIND11_MODULE(_pybind, m) {
         py::arg("num_threads") = 1,
         "XXH64 of n packed strings of numpy's StringDType; `missing` stands for those that lack.");
   m.def("build_info", &build_info, "How this module was built, as a dict.");
+  add_delimited_text(m);
   add_shared_memory(m);
 #ifdef SPARSEKIT_NCCL
   add_nccl_communicator(m);

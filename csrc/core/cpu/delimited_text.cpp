@@ -1,0 +1,280 @@
+#include "sparsekit/delimited_text.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <string_view>
+
+#include "sparsekit/xxh64.h"
+
+namespace sparsekit {
+namespace {
+
+// Minimum work per thread.
+constexpr int64_t kRowsPerPart = 256;
+
+constexpr std::array<int8_t, 256> hex_values() {
+  std::array<int8_t, 256> values{};
+  for (int c = 0; c < 256; ++c) {
+    values[static_cast<size_t>(c)] = static_cast<int8_t>(c >= '0' && c <= '9'   ? c - '0'
+                                                         : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                                                         : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                                                                : -1);
+  }
+  return values;
+}
+constexpr std::array<int8_t, 256> kHexValues = hex_values();
+
+bool read_hex(std::string_view text, int64_t& key) {
+  if (text.size() > 16) return false;
+  uint64_t bits = 0;
+  int signs = 0;
+  for (const char c : text) {
+    const int digit = kHexValues[static_cast<uint8_t>(c)];
+    signs |= digit;
+    bits = bits << 4 | static_cast<uint64_t>(digit & 15);
+  }
+  key = static_cast<int64_t>(bits);
+  return signs >= 0;
+}
+
+// std::from_chars takes a minus, but no plus.
+std::string_view without_plus(std::string_view text) {
+  const bool plus = text.size() > 1 && text[0] == '+' && text[1] != '-';
+  return plus ? text.substr(1) : text;
+}
+
+bool read_integer(std::string_view text, int64_t& key) {
+  text = without_plus(text);
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), key);
+  return error == std::errc{} && end == text.data() + text.size();
+}
+
+// Most numbers are integers of a few digits, which need no general reader.
+bool read_short_integer(std::string_view text, float& number) {
+  const bool negative = !text.empty() && text[0] == '-';
+  if (negative) text.remove_prefix(1);
+  if (text.empty() || text.size() > 9) return false;
+  uint32_t value = 0;
+  for (const char c : text) {
+    const auto digit = static_cast<uint32_t>(c) - '0';
+    if (digit > 9) return false;
+    value = value * 10 + digit;
+  }
+  number = static_cast<float>(negative ? -static_cast<double>(value) : static_cast<double>(value));
+  return true;
+}
+
+bool read_float(std::string_view text, float& number) {
+  if (read_short_integer(text, number)) return true;
+  text = without_plus(text);
+  double wide = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), wide);
+  number = static_cast<float>(wide);
+  return error == std::errc{} && end == text.data() + text.size() && std::isfinite(number);
+}
+
+// The first `wanted` in [p, end), or end, eight bytes at a time: fields are short.
+const char* find_byte(const char* p, const char* end, char wanted) {
+  constexpr uint64_t kOnes = 0x0101010101010101u;
+  const uint64_t pattern = kOnes * static_cast<uint8_t>(wanted);
+  for (; end - p >= 8; p += 8) {
+    uint64_t word = 0;
+    for (int i = 0; i < 8; ++i) word |= uint64_t{static_cast<uint8_t>(p[i])} << (8 * i);
+    word ^= pattern;
+    // The lowest bit set belongs to the first byte that is zero; those above may err.
+    const uint64_t zeros = (word - kOnes) & ~word & kOnes << 7;
+    if (zeros != 0) return p + (__builtin_ctzll(zeros) >> 3);
+  }
+  while (p < end && *p != wanted) ++p;
+  return p;
+}
+
+// Reads rows [begin, end) of a call.
+class Part {
+ public:
+  Part(const TextFormat& format, const char* text, const Line* lines, const int64_t* order,
+       int64_t rows, int64_t* counts)
+      : format_(format), text_(text), lines_(lines), order_(order), rows_(rows), counts_(counts) {}
+
+  void parse(int64_t begin, int64_t end) {
+    for (const Field& field : format_.fields) {
+      if (field.kind == FieldKind::kSkip || field.kind == FieldKind::kFloat) continue;
+      keys.emplace_back().reserve(static_cast<size_t>(end - begin));
+    }
+    for (row_ = begin; row_ < end; ++row_) {
+      const Line line = lines_[order_[row_]];
+      parse_line(text_ + line.begin, text_ + line.end);
+    }
+  }
+
+  std::vector<std::vector<int64_t>> keys;  // of each field that has some
+  std::vector<MalformedRow> malformed;
+
+ private:
+  void parse_line(const char* p, const char* end) {
+    if (end - p > format_.max_line_bytes) return fail(0, Malformed::kTooLong);
+    const auto count = static_cast<int32_t>(format_.fields.size());
+    size_t key_field = 0;
+    for (int32_t i = 0; i < count; ++i, ++p) {
+      std::string_view text;
+      if (format_.quote != 0 && p < end && *p == format_.quote) {
+        Malformed why{};
+        if (!read_quoted(p, end, text, why)) return fail(i, why);
+      } else {
+        const char* const begin = p;
+        p = find_byte(p, end, format_.delimiter);
+        text = {begin, static_cast<size_t>(p - begin)};
+      }
+      if (!read_field(format_.fields[static_cast<size_t>(i)], text, i, key_field)) return;
+      if (p == end && i + 1 < count) return fail(i + 1, Malformed::kTooFewFields);
+      if (p < end && i + 1 == count) return fail(count, Malformed::kTooManyFields);
+    }
+  }
+
+  // Moves p behind the closing quote; two quotes stand for one.
+  bool read_quoted(const char*& p, const char* end, std::string_view& text, Malformed& why) {
+    unquoted_.clear();
+    for (++p;; ++p) {
+      const char* const close = find_byte(p, end, format_.quote);
+      unquoted_.append(p, close);
+      p = close;
+      if (p == end) return why = Malformed::kOpenQuote, false;
+      if (++p == end || *p != format_.quote) break;
+      unquoted_.push_back(format_.quote);
+    }
+    text = unquoted_;
+    return p == end || *p == format_.delimiter || (why = Malformed::kAfterQuote, false);
+  }
+
+  bool read_field(const Field& field, std::string_view text, int32_t i, size_t& key_field) {
+    if (field.kind == FieldKind::kSkip) return true;
+    if (field.kind == FieldKind::kFloat) return read_number(field, text, i);
+    std::vector<int64_t>& of_field = keys[key_field];
+    const size_t before = of_field.size();
+    if (text.empty()) {
+      if (field.has_missing_key) of_field.push_back(field.missing_key);
+    } else if (field.separator == 0) {
+      if (!read_key(field, text, i, of_field)) return false;
+    } else {
+      const char* const end = text.data() + text.size();
+      for (const char* p = text.data(); p <= end; ++p) {
+        const char* const stop = find_byte(p, end, field.separator);
+        const auto size = static_cast<size_t>(stop - p);
+        if (size != 0 && !read_key(field, {p, size}, i, of_field)) return false;
+        p = stop;
+      }
+    }
+    counts_[static_cast<int64_t>(key_field++) * rows_ + row_] =
+        static_cast<int64_t>(of_field.size() - before);
+    return true;
+  }
+
+  bool read_number(const Field& field, std::string_view text, int32_t i) {
+    float& number = field.output[row_ * field.stride];
+    if (text.empty()) {
+      if (field.required) return fail(i, Malformed::kMissing), false;
+      number = field.missing;
+      return true;
+    }
+    return read_float(text, number) || (fail(i, Malformed::kNotANumber), false);
+  }
+
+  bool read_key(const Field& field, std::string_view text, int32_t i, std::vector<int64_t>& keys) {
+    int64_t key = 0;
+    switch (field.kind) {
+      case FieldKind::kHex:
+        if (!read_hex(text, key)) return fail(i, Malformed::kNotHex), false;
+        break;
+      case FieldKind::kInteger:
+        if (!read_integer(text, key)) return fail(i, Malformed::kNotAnInteger), false;
+        break;
+      default:
+        key = static_cast<int64_t>(xxh64(text.data(), text.size(), field.seed));
+    }
+    keys.push_back(key);
+    return true;
+  }
+
+  void fail(int32_t field, Malformed why) { malformed.push_back({row_, field, why}); }
+
+  const TextFormat& format_;
+  const char* text_;
+  const Line* lines_;
+  const int64_t* order_;
+  int64_t rows_;
+  int64_t* counts_;
+  int64_t row_ = 0;
+  std::string unquoted_;
+};
+
+}  // namespace
+
+std::vector<Line> find_lines(const char* text, int64_t size, bool skip_blank) {
+  std::vector<Line> lines;
+  for (int64_t begin = 0; begin < size;) {
+    const auto rest = static_cast<size_t>(size - begin);
+    const auto* newline = static_cast<const char*>(std::memchr(text + begin, '\n', rest));
+    const int64_t next = newline == nullptr ? size + 1 : newline - text + 1;
+    int64_t end = next - 1;
+    if (end > begin && text[end - 1] == '\r') --end;
+    if (end > begin || !skip_blank) lines.push_back({begin, end});
+    begin = next;
+  }
+  return lines;
+}
+
+const char* malformed_reason(Malformed why) {
+  switch (why) {
+    case Malformed::kTooFewFields:
+      return "too few fields";
+    case Malformed::kTooManyFields:
+      return "too many fields";
+    case Malformed::kTooLong:
+      return "too long a line";
+    case Malformed::kOpenQuote:
+      return "a quote that is not closed in this line";
+    case Malformed::kAfterQuote:
+      return "text after the closing quote";
+    case Malformed::kMissing:
+      return "an empty field";
+    case Malformed::kNotANumber:
+      return "not a finite number of float32";
+    case Malformed::kNotAnInteger:
+      return "not a 64-bit integer";
+    case Malformed::kNotHex:
+      return "not a hexadecimal number of at most 16 digits";
+  }
+  return "unknown";
+}
+
+void parse_lines(const TextFormat& format, const char* text, const Line* lines,
+                 const int64_t* order, int64_t rows, ParsedKeys& keys,
+                 std::vector<MalformedRow>& malformed, const ParallelFor& parallel_for) {
+  const auto is_key = [](const Field& field) {
+    return field.kind != FieldKind::kSkip && field.kind != FieldKind::kFloat;
+  };
+  const int64_t key_fields = std::count_if(format.fields.begin(), format.fields.end(), is_key);
+  keys.offsets.assign(static_cast<size_t>(key_fields * rows + 1), 0);
+  const int64_t count =
+      std::clamp<int64_t>(rows / kRowsPerPart, 1, std::max(parallel_for.num_threads(), 1));
+  std::vector<Part> parts(static_cast<size_t>(count),
+                          Part(format, text, lines, order, rows, keys.offsets.data() + 1));
+  parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+    for (int64_t p = first; p < last; ++p) {
+      parts[static_cast<size_t>(p)].parse(rows * p / count, rows * (p + 1) / count);
+    }
+  });
+  for (size_t i = 1; i < keys.offsets.size(); ++i) keys.offsets[i] += keys.offsets[i - 1];
+  for (size_t field = 0; field < static_cast<size_t>(key_fields); ++field) {
+    for (Part& part : parts) keys.parts.push_back(std::move(part.keys[field]));
+  }
+  for (const Part& part : parts) {
+    malformed.insert(malformed.end(), part.malformed.begin(), part.malformed.end());
+  }
+}
+
+}  // namespace sparsekit

@@ -1,0 +1,81 @@
+// Lines of text with delimited fields (CSV, TSV) as numbers and keys.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "sparsekit/parallel.h"
+
+namespace sparsekit {
+
+enum class FieldKind : uint8_t { kSkip, kFloat, kHash, kInteger, kHex };
+
+// How the text of one field of a line is read.
+struct Field {
+  FieldKind kind = FieldKind::kSkip;
+
+  // kFloat: the number of row i goes to output[i * stride]. An empty field is `missing`, unless it
+  // is required.
+  float* output = nullptr;
+  int64_t stride = 1;
+  float missing = 0;
+  bool required = false;
+
+  // The others but kSkip: texts between separators are keys of their own; 0: the field is one key.
+  // An empty text is no key, an empty field is the key `missing_key` if it has one.
+  char separator = 0;
+  bool has_missing_key = false;
+  int64_t missing_key = 0;
+  uint64_t seed = 0;  // of the hash
+};
+
+struct TextFormat {
+  char delimiter = '\t';
+  char quote = 0;  // 0: quotes are text like any other
+  int64_t max_line_bytes = 0;
+  std::vector<Field> fields;
+};
+
+struct Line {
+  int64_t begin, end;  // without its newline
+};
+
+// The lines of a text, with "\n" or "\r\n" at their ends, which the last one may lack. Blank ones
+// are left out if `skip_blank`.
+std::vector<Line> find_lines(const char* text, int64_t size, bool skip_blank);
+
+// Why a line cannot be read.
+enum class Malformed : int32_t {
+  kTooFewFields,
+  kTooManyFields,
+  kTooLong,
+  kOpenQuote,
+  kAfterQuote,
+  kMissing,
+  kNotANumber,
+  kNotAnInteger,
+  kNotHex,
+};
+const char* malformed_reason(Malformed why);
+
+struct MalformedRow {
+  int64_t row;
+  int32_t field;  // counted from 0
+  Malformed why;
+};
+
+struct ParsedKeys {
+  // Of row i in the f-th of the fields that are keys: as many as offsets[f * rows + i + 1] is
+  // higher than the entry before it.
+  std::vector<int64_t> offsets;
+  // All keys, field by field and in each row by row, if read one part after another.
+  std::vector<std::vector<int64_t>> parts;
+};
+
+// Reads lines[order[i]] of `text` as row i, for i in [0, rows). A line is read up to its first
+// fault, and its row then holds anything.
+void parse_lines(const TextFormat& format, const char* text, const Line* lines,
+                 const int64_t* order, int64_t rows, ParsedKeys& keys,
+                 std::vector<MalformedRow>& malformed, const ParallelFor& parallel_for);
+
+}  // namespace sparsekit

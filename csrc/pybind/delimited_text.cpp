@@ -1,0 +1,194 @@
+#include "sparsekit/delimited_text.h"
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "delimited_text.h"
+
+namespace py = pybind11;
+
+namespace sparsekit {
+namespace {
+
+// numpy.empty, looked up when this module is loaded: later, an import hook could run.
+py::handle numpy_empty;
+
+// A thread for each part but the last, which is done here; so are those that get no thread.
+void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Body body, void* context) {
+  std::vector<std::thread> others;
+  try {
+    for (; begin + 1 < end; ++begin) others.emplace_back(body, begin, begin + 1, context);
+  } catch (const std::exception&) {
+  }
+  body(begin, end, context);
+  for (auto& other : others) other.join();
+}
+
+char one_character(const std::string& text, const char* what) {
+  if (text.size() > 1) throw py::value_error(std::string(what) + " must be one byte, got " + text);
+  return text.empty() ? '\0' : text[0];
+}
+
+FieldKind kind_of(const std::string& name) {
+  if (name == "skip") return FieldKind::kSkip;
+  if (name == "float") return FieldKind::kFloat;
+  if (name == "hash") return FieldKind::kHash;
+  if (name == "int") return FieldKind::kInteger;
+  if (name == "hex") return FieldKind::kHex;
+  throw py::value_error("no kind of field: " + name);
+}
+
+// The column of dense numbers that a field is, or kLabel.
+struct BoundField {
+  static constexpr int64_t kLabel = -1;
+  Field field;
+  int64_t column = 0;
+};
+
+struct BoundFormat {
+  TextFormat format;
+  std::vector<int64_t> columns;  // of each field
+  int64_t dense = 0;
+  bool label = false;
+};
+
+BoundFormat make_format(const std::string& delimiter, const std::string& quote,
+                        int64_t max_line_bytes, const py::list& fields) {
+  BoundFormat made;
+  made.format.delimiter = one_character(delimiter, "delimiter");
+  made.format.quote = one_character(quote, "quote");
+  made.format.max_line_bytes = max_line_bytes;
+  for (const py::handle each : fields) {
+    const auto& bound = each.cast<const BoundField&>();
+    made.format.fields.push_back(bound.field);
+    made.columns.push_back(bound.column);
+    if (bound.field.kind != FieldKind::kFloat) continue;
+    if (bound.column == BoundField::kLabel) {
+      made.label = true;
+    } else {
+      made.dense = std::max(made.dense, bound.column + 1);
+    }
+  }
+  return made;
+}
+
+// The lines of a text, which must stay as it is meanwhile.
+class TextLines {
+ public:
+  TextLines(const py::buffer& text, int64_t begin, int64_t end, bool skip_blank)
+      : text_(text.request()) {
+    if (text_.itemsize != 1 || text_.ndim != 1 || begin < 0 || begin > end || end > text_.size) {
+      throw py::value_error("text must be bytes, and [begin, end) within them");
+    }
+    data_ = static_cast<const char*>(text_.ptr) + begin;
+    const py::gil_scoped_release no_gil;
+    lines_ = find_lines(data_, end - begin, skip_blank);
+  }
+
+  size_t size() const { return lines_.size(); }
+
+  // Where line i begins, counted from `begin`.
+  int64_t begin_of(size_t i) const { return lines_.at(i).begin; }
+
+  py::bytes line(size_t i) const {
+    const Line line = lines_.at(i);
+    return {data_ + line.begin, static_cast<size_t>(line.end - line.begin)};
+  }
+
+  py::tuple parse(const BoundFormat& bound, const py::buffer& order, int num_threads) const {
+    const py::buffer_info rows = order.request();
+    if (rows.ndim != 1 || rows.itemsize != 8 || rows.strides[0] != 8) {
+      throw py::value_error("order must be int64 and contiguous");
+    }
+    const auto* numbers = static_cast<const int64_t*>(rows.ptr);
+    for (py::ssize_t i = 0; i < rows.size; ++i) {
+      if (numbers[i] < 0 || numbers[i] >= static_cast<int64_t>(lines_.size())) {
+        throw py::index_error("order has a row that is no line");
+      }
+    }
+    py::buffer label = numpy_empty(bound.label ? rows.size : 0, "float32");
+    py::buffer dense = numpy_empty(py::make_tuple(rows.size, bound.dense), "float32");
+    TextFormat format = bound.format;
+    auto* const label_out = static_cast<float*>(label.request(true).ptr);
+    auto* const dense_out = static_cast<float*>(dense.request(true).ptr);
+    for (size_t i = 0; i < format.fields.size(); ++i) {
+      const bool is_label = bound.columns[i] == BoundField::kLabel;
+      format.fields[i].output = is_label ? label_out : dense_out + bound.columns[i];
+      format.fields[i].stride = is_label ? 1 : bound.dense;
+    }
+    ParsedKeys keys;
+    std::vector<MalformedRow> malformed;
+    {
+      const py::gil_scoped_release no_gil;
+      const ParallelFor parallel_for(run_on_threads, num_threads);
+      parse_lines(format, data_, lines_.data(), numbers, rows.size, keys, malformed, parallel_for);
+    }
+    py::list faults;
+    for (const MalformedRow& fault : malformed) {
+      faults.append(py::make_tuple(fault.row, fault.field, malformed_reason(fault.why)));
+    }
+    // Keys of malformed rows may be more than their counts say.
+    if (!malformed.empty()) return py::make_tuple(faults);
+    py::buffer values = numpy_empty(keys.offsets.back(), "int64");
+    py::buffer offsets = numpy_empty(keys.offsets.size(), "int64");
+    auto* out = static_cast<int64_t*>(values.request(true).ptr);
+    for (const auto& part : keys.parts) {
+      if (!part.empty()) std::memcpy(out, part.data(), part.size() * sizeof(int64_t));
+      out += part.size();
+    }
+    std::memcpy(offsets.request(true).ptr, keys.offsets.data(),
+                keys.offsets.size() * sizeof(int64_t));
+    return py::make_tuple(faults, label, dense, values, offsets);
+  }
+
+ private:
+  py::buffer_info text_;
+  const char* data_ = nullptr;
+  std::vector<Line> lines_;
+};
+
+}  // namespace
+
+void add_delimited_text(py::module_& m) {
+  numpy_empty = py::object(py::module_::import("numpy").attr("empty")).release();
+  py::class_<BoundField>(m, "TextField", "How one field of each line is read.")
+      .def(py::init([](const std::string& kind, int64_t column, float missing, bool required,
+                       const std::string& separator, const py::object& missing_key, uint64_t seed) {
+             BoundField made;
+             made.field.kind = kind_of(kind);
+             made.column = column;
+             made.field.missing = missing;
+             made.field.required = required;
+             made.field.separator = one_character(separator, "separator");
+             made.field.has_missing_key = !missing_key.is_none();
+             if (!missing_key.is_none()) made.field.missing_key = missing_key.cast<int64_t>();
+             made.field.seed = seed;
+             return made;
+           }),
+           py::arg("kind"), py::arg("column") = 0, py::arg("missing") = 0.0f,
+           py::arg("required") = false, py::arg("separator") = "",
+           py::arg("missing_key") = py::none(), py::arg("seed") = 0);
+  py::class_<BoundFormat>(m, "TextFormat", "How lines are read.")
+      .def(py::init(&make_format), py::arg("delimiter"), py::arg("quote"),
+           py::arg("max_line_bytes"), py::arg("fields"));
+  py::class_<TextLines>(m, "TextLines", "The lines of [begin, end) of a buffer.")
+      .def(py::init<const py::buffer&, int64_t, int64_t, bool>(), py::arg("text"), py::arg("begin"),
+           py::arg("end"), py::arg("skip_blank"))
+      .def("__len__", &TextLines::size)
+      .def("begin_of", &TextLines::begin_of, "Where a line begins, counted from `begin`.")
+      .def("line", &TextLines::line, "The bytes of a line.")
+      .def("parse", &TextLines::parse, py::arg("format"), py::arg("order"), py::arg("num_threads"),
+           "Faults (row, field, reason), and if there are none label [n] or [0], dense [n, d], "
+           "values and offsets [fields * n + 1] of keys.");
+}
+
+}  // namespace sparsekit

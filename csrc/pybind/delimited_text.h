@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace sparsekit {
+
+// Adds TextField, TextFormat and TextLines.
+void add_delimited_text(pybind11::module_& m);
+
+}  // namespace sparsekit

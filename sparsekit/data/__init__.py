@@ -1,0 +1,17 @@
+"""From files to keys: readers that yield batches as layers take them, and a prefetcher."""
+
+from .batch import Batch, KeyedJaggedTensor
+from .columns import Keys
+from .parquet import ParquetReader
+from .prefetch import Prefetcher
+from .text import CriteoReader, CsvReader
+
+__all__ = [
+    "Batch",
+    "CriteoReader",
+    "CsvReader",
+    "KeyedJaggedTensor",
+    "Keys",
+    "ParquetReader",
+    "Prefetcher",
+]

@@ -1,0 +1,135 @@
+"""What the readers yield: tensors that layers take as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Batch", "KeyedJaggedTensor"]
+
+
+class KeyedJaggedTensor:
+    """Bags of several features, feature by feature: torchrec's layout, without torchrec.
+
+    `EmbeddingGroup`, `DistributedEmbedding` and, as
+    ``torchrec.KeyedJaggedTensor(k.keys(), k.values(), offsets=k.offsets())``, torchrec take it.
+
+    Args:
+        keys: Names of the features.
+        values: Keys of their bags, int64 ``[n]``, those of the first feature first.
+        offsets: Where bags begin, int64 ``[len(keys) * batch + 1]``: the bag of feature f in sample
+            i is ``values[offsets[f * batch + i] : offsets[f * batch + i + 1]]``.
+    """
+
+    def __init__(self, keys: Sequence[str], values: torch.Tensor, offsets: torch.Tensor) -> None:
+        self._keys = list(keys)
+        self._values = values
+        self._offsets = offsets
+
+    def keys(self) -> list[str]:
+        """Names of the features."""
+        return self._keys
+
+    def values(self) -> torch.Tensor:
+        """Keys of all bags, int64 ``[n]``."""
+        return self._values
+
+    def offsets(self) -> torch.Tensor:
+        """Where bags begin, int64 ``[len(keys()) * stride() + 1]``."""
+        return self._offsets
+
+    def lengths(self) -> torch.Tensor:
+        """Keys in each bag, int64 ``[len(keys()) * stride()]``."""
+        return self._offsets.diff()
+
+    def stride(self) -> int:
+        """Samples in the batch."""
+        return (len(self._offsets) - 1) // max(1, len(self._keys))
+
+    def __getitem__(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(values, offsets)`` of one feature, as layers take them: ``[m]``, ``[batch + 1]``.
+
+        Raises:
+            KeyError: no such feature.
+        """
+        if name not in self._keys:
+            raise KeyError(f"no feature {name!r}; there are {self._keys}")
+        begin = self._keys.index(name) * self.stride()
+        offsets = self._offsets[begin : begin + self.stride() + 1]
+        first, last = int(offsets[0]), int(offsets[-1])
+        return self._values[first:last], offsets - first
+
+    def to_dict(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Name -> ``(values, offsets)`` of each feature."""
+        return {name: self[name] for name in self._keys}
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
+        """A copy on a device, or this if it is there."""
+        return KeyedJaggedTensor(
+            self._keys,
+            self._values.to(device, non_blocking=non_blocking),
+            self._offsets.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> KeyedJaggedTensor:
+        """A copy in memory that a GPU reads by itself; for `to` with non_blocking."""
+        return KeyedJaggedTensor(self._keys, self._values.pin_memory(), self._offsets.pin_memory())
+
+    def __repr__(self) -> str:
+        return (
+            f"KeyedJaggedTensor({len(self._keys)} features, batch {self.stride()}, "
+            f"{len(self._values)} keys)"
+        )
+
+
+class Batch(NamedTuple):
+    """Some rows of a data set.
+
+    Attributes:
+        label: float32 ``[rows]``, or None if the reader has no label.
+        dense: float32 ``[rows, columns]``.
+        sparse: Bags of keys of each categorical feature.
+    """
+
+    label: torch.Tensor | None
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are; 0 is possible."""
+        return len(self.dense)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch on a device."""
+        label = None if self.label is None else self.label.to(device, non_blocking=non_blocking)
+        dense = self.dense.to(device, non_blocking=non_blocking)
+        return Batch(label, dense, self.sparse.to(device, non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """A copy in memory that a GPU reads by itself."""
+        label = None if self.label is None else self.label.pin_memory()
+        return Batch(label, self.dense.pin_memory(), self.sparse.pin_memory())
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """The rows of several batches as one."""
+    if len(batches) == 1:
+        return batches[0]
+    first = batches[0]
+    labels = [batch.label for batch in batches if batch.label is not None]
+    names = first.sparse.keys()
+    # [features][batches]
+    bags = [[batch.sparse[name] for batch in batches] for name in names]
+    values = [values for feature in bags for values, _ in feature]
+    lengths = [offsets.diff() for feature in bags for _, offsets in feature]
+    offsets = torch.zeros(sum(map(len, lengths)) + 1, dtype=torch.int64)
+    if names:
+        torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
+    return Batch(
+        torch.cat(labels) if labels else None,
+        torch.cat([batch.dense for batch in batches]),
+        KeyedJaggedTensor(names, torch.cat(values) if names else first.sparse.values(), offsets),
+    )

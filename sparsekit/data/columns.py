@@ -1,0 +1,116 @@
+"""Which columns a reader reads, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from ..errors import check_choice, check_int
+
+__all__ = ["Columns", "Keys"]
+
+Kind = Literal["hash", "int", "hex"]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """How the values of a categorical column become keys.
+
+    Attributes:
+        kind: ``"hash"``: the key is `sparsekit.hashing.xxh64` of the value; ``"int"``: the value is
+            a 64-bit integer and the key itself; ``"hex"``, in text: a hexadecimal number of at most
+            16 digits, whose 64 bits are the key.
+        separator: In text, one byte between the values of a bag; None: a field is one value.
+        missing: The key of an empty field (in Parquet, of a null); None: it is an empty bag.
+        seed: Of the hash, in ``[0, 2**64)``. Columns of different seeds do not share keys, and so
+            can share a table.
+    """
+
+    kind: Kind = "hash"
+    separator: str | None = None
+    missing: int | None = None
+    seed: int = 0
+
+    def check(self, name: str) -> None:
+        """Raise TypeError or ValueError where an attribute is out of its range."""
+        check_choice(name, "kind", self.kind, ("hash", "int", "hex"))
+        if self.separator is not None and len(self.separator.encode()) != 1:
+            raise ValueError(f"{name}: separator must be one byte, got {self.separator!r}")
+        if self.missing is not None:
+            check_int(name, "missing", self.missing, -(2**63), 2**63 - 1)
+        check_int(name, "seed", self.seed, 0, 2**64 - 1)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns that are read: what they are called and how they are read.
+
+    Attributes:
+        label: name or None.
+        dense: names of columns of numbers.
+        sparse: name -> how its values become keys.
+    """
+
+    label: str | None
+    dense: tuple[str, ...]
+    sparse: dict[str, Keys]
+
+    @classmethod
+    def of(
+        cls,
+        reader: str,
+        label: str | None,
+        dense: Sequence[str],
+        sparse: Sequence[str] | Mapping[str, Keys | Kind],
+    ) -> Columns:
+        """Checked arguments of a reader.
+
+        Raises:
+            TypeError, ValueError: one is of another form, out of its range or there twice.
+        """
+        for argument, names in (("dense", dense), ("sparse", sparse)):
+            if isinstance(names, str):
+                raise TypeError(f"{reader}: {argument} must be a list of names, got {names!r}")
+        if not isinstance(sparse, Mapping):
+            if repeated := sorted({name for name in sparse if list(sparse).count(name) > 1}):
+                raise ValueError(f"{reader}: sparse names {repeated} twice")
+            sparse = dict.fromkeys(sparse, Keys())
+        made = cls(
+            label,
+            tuple(dense),
+            {name: Keys(how) if isinstance(how, str) else how for name, how in sparse.items()},
+        )
+        for name, how in made.sparse.items():
+            if not isinstance(how, Keys):
+                raise TypeError(
+                    f"{reader}: sparse[{name!r}] must be Keys(...) or its kind, got {how!r}"
+                )
+            how.check(f"{reader}: sparse[{name!r}]")
+        names = made.names()
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{reader}: columns {twice} are named twice")
+        if not names:
+            raise ValueError(f"{reader}: name at least one column in label, dense or sparse")
+        return made
+
+    def names(self) -> list[str]:
+        """All of them, the label first."""
+        return [*([] if self.label is None else [self.label]), *self.dense, *self.sparse]
+
+    def check_there(self, reader: str, source: str, there: Sequence[str]) -> None:
+        """Raise ValueError unless each column is in a file once."""
+        for name in self.names():
+            if there.count(name) != 1:
+                what = "no column" if name not in there else "more than one column"
+                raise ValueError(
+                    f"{reader}: {source} has {what} {name!r}; its columns are {list(there)[:50]}"
+                )
+
+    def settings(self) -> dict[str, object]:
+        """All of this as plain values, for the state of a reader."""
+        sparse = {
+            name: [getattr(how, field.name) for field in fields(how)]
+            for name, how in self.sparse.items()
+        }
+        return {"label": self.label, "dense": list(self.dense), "sparse": sparse}

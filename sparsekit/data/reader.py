@@ -1,0 +1,293 @@
+"""What all readers share: the order of rows, which rank reads which, batches and resuming."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ..errors import DataFormatError, check_choice, check_int
+from .batch import Batch, concatenate
+
+__all__ = ["Reader"]
+
+OnError = Literal["raise", "skip"]
+# Row of a chunk (its place in what was asked for) and what is wrong with it.
+Fault = tuple[int, str]
+
+
+class Chunk(ABC):
+    """Rows that are in memory."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
+        """The rows of these numbers (int64), and no batch if there are faults."""
+
+
+class Unit(ABC):
+    """A part of a data set that can be read by itself: the pieces of which an epoch is shuffled."""
+
+    @abstractmethod
+    def chunks(self) -> Iterator[Chunk]:
+        """The unit's rows, as many at a time as may be in memory."""
+
+    def count(self) -> int:
+        """How many rows there are, malformed ones included."""
+        return sum(map(len, self.chunks()))
+
+
+class Reader(IterableDataset):
+    """Base of the readers: an IterableDataset of `Batch`.
+
+    Pass it to `Prefetcher`, or to ``DataLoader(reader, batch_size=None)``, or iterate over it. With
+    torch.distributed each rank reads its share of the rows, each worker of a DataLoader a share of
+    that, and all yield equally many batches: the last ones may be short or empty, which layers
+    take. For this the rows are counted before the first batch, unless there is one rank and no
+    worker, or the format knows the number (Parquet).
+
+    Attributes:
+        skipped: malformed rows left out so far, with ``on_error="skip"``.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        files: Sequence[Path],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        on_error: OnError,
+        rank: int | None,
+        world_size: int | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_choice(name, "on_error", on_error, ("raise", "skip"))
+        self.batch_size = check_int(name, "batch_size", batch_size, 1, 2**31 - 1)
+        self.seed = check_int(name, "seed", seed, 0, 2**63 - 1)
+        self.shuffle = bool(shuffle)
+        self.skipped = 0
+        self._on_error = on_error
+        self._units = units
+        self._rows: list[int | None] = [None] * len(units)
+        self._files = [[file.name, file.stat().st_size] for file in files]
+        self._ranks = _check_ranks(name, rank, world_size)
+        self._epoch = 0
+        self._step = 0  # batches of this epoch handed out
+        self._resumed = 0  # with which step the next iteration begins
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, which decides on the order if rows are shuffled.
+
+        Each finished iteration goes on to the next epoch by itself, but not in the workers of a
+        DataLoader, which start from a copy of the reader: call this before each epoch there.
+        """
+        self._epoch = check_int(type(self).__name__, "epoch", epoch, 0, 2**31 - 1)
+        self._step = self._resumed = 0
+
+    def count_rows(self) -> int:
+        """Rows of the whole data set, malformed ones included; reads all of it the first time."""
+        missing = [i for i, rows in enumerate(self._rows) if rows is None]
+        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+            counts = pool.map(lambda i: self._units[i].count(), missing)
+            for i, rows in zip(missing, counts, strict=True):
+                self._rows[i] = rows
+        return sum(rows or 0 for rows in self._rows)
+
+    def steps_per_epoch(self, num_workers: int = 0) -> int:
+        """Batches that each rank yields in an epoch; counts the rows if that is not done yet."""
+        shards = self._rank_and_world_size()[1] * max(1, num_workers)
+        return max(1, num_workers) * self._steps(shards)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration is: of plain numbers and strings, so JSON and torch.save keep it.
+
+        It belongs to the batch that was handed out last. In a worker of a DataLoader it is that
+        worker's; only a loader that asks its workers, such as torchdata's StatefulDataLoader, can
+        resume with workers.
+        """
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "skipped": self.skipped,
+            "shards": self._shard()[1],
+            **self._plan(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration with the batch after the one to which `state` belongs.
+
+        Raises:
+            ValueError: it was saved by a reader of other files, another order or batch size, or, in
+                mid-epoch, on another number of ranks and workers; or it is no such state.
+        """
+        name = type(self).__name__
+        try:
+            saved = {key: state[key] for key in self._plan()}
+            place = [operator.index(state[key]) for key in ("epoch", "step", "skipped", "shards")]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{name}: not the state of a reader: {error!r}") from error
+        for key, now in self._plan().items():
+            if saved[key] != now:
+                raise ValueError(
+                    f"{name}: the state was saved with {key}={saved[key]!r}, and this reader has "
+                    f"{now!r}"
+                )
+        epoch, step, skipped, shards = place
+        if step and shards != self._shard()[1]:
+            raise ValueError(
+                f"{name}: the state was saved in mid-epoch with {shards} ranks and workers, and "
+                f"now there are {self._shard()[1]}"
+            )
+        self._epoch, self._step, self._resumed, self.skipped = epoch, step, step, skipped
+
+    def __iter__(self) -> Iterator[Batch]:
+        shard, shards = self._shard()
+        first, last, steps = 0, None, None
+        if shards > 1:
+            total = self.count_rows()
+            first, last = total * shard // shards, total * (shard + 1) // shards
+            steps = self._steps(shards)
+        self._step, self._resumed = self._resumed, 0
+        for batch in self._batches(first + self._step * self.batch_size, last):
+            self._step += 1
+            yield batch
+        while steps is not None and self._step < steps:
+            self._step += 1
+            yield self._empty()
+        self._epoch, self._step = self._epoch + 1, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker that is started does not know of torch.distributed.
+        return {**self.__dict__, "_ranks": self._rank_and_world_size()}
+
+    @abstractmethod
+    def _empty(self) -> Batch:
+        """A batch without rows."""
+
+    def _plan(self) -> dict[str, Any]:
+        """What decides on which rows are in which batch."""
+        return {
+            "files": self._files,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def _rank_and_world_size(self) -> tuple[int, int]:
+        if self._ranks is None and dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return self._ranks or (0, 1)
+
+    def _shard(self) -> tuple[int, int]:
+        """Which of how many equal shares of the rows is read here."""
+        rank, world_size = self._rank_and_world_size()
+        worker = get_worker_info()
+        if worker is None:
+            return rank, world_size
+        return rank * worker.num_workers + worker.id, world_size * worker.num_workers
+
+    def _steps(self, shards: int) -> int:
+        return math.ceil(math.ceil(self.count_rows() / shards) / self.batch_size)
+
+    def _batches(self, first: int, last: int | None) -> Iterator[Batch]:
+        """The rows [first, last) of the epoch's order."""
+        parts: list[Batch] = []
+        have = 0
+        for chunk, rows in self._pieces(first, last):
+            while len(rows):
+                some, rows = rows[: self.batch_size - have], rows[self.batch_size - have :]
+                parts.append(self._read(chunk, some))
+                have += len(some)
+                if have == self.batch_size:
+                    yield concatenate(parts)
+                    parts, have = [], 0
+        if parts:
+            yield concatenate(parts)
+
+    def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
+        """Chunks, and the numbers of those of their rows that are in [first, last) of the order."""
+        passed = 0
+        for number in self._order():
+            if last is not None and passed >= last:
+                return
+            # Rows are counted faster than they are parsed.
+            if passed < first:
+                rows = self._rows[number]
+                if rows is None:
+                    rows = self._rows[number] = self._units[number].count()
+                if passed + rows <= first:
+                    passed += rows
+                    continue
+            for which, chunk in enumerate(self._units[number].chunks()):
+                order = self._order_of_chunk(number, which, len(chunk))
+                begin, end = first - passed, len(chunk) if last is None else last - passed
+                passed += len(chunk)
+                if begin < len(chunk) and end > 0:
+                    yield chunk, order[max(begin, 0) : end]
+
+    def _order(self) -> Sequence[int]:
+        if not self.shuffle:
+            return range(len(self._units))
+        return (
+            np.random.default_rng([self.seed, self._epoch]).permutation(len(self._units)).tolist()
+        )
+
+    def _order_of_chunk(self, unit: int, chunk: int, rows: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(rows)
+        return np.random.default_rng([self.seed, self._epoch, unit, chunk]).permutation(rows)
+
+    def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
+        batch, faults = chunk.read(rows)
+        if faults and self._on_error == "raise":
+            raise DataFormatError(faults[0][1])
+        if faults:
+            self.skipped += len(faults)
+            batch, faults = chunk.read(np.delete(rows, [place for place, _ in faults]))
+        if batch is None:
+            raise RuntimeError(f"rows became malformed while they were read: {faults[0][1]}")
+        return batch
+
+
+def _check_ranks(name: str, rank: int | None, world_size: int | None) -> tuple[int, int] | None:
+    if rank is None and world_size is None:
+        return None
+    if rank is None or world_size is None:
+        raise ValueError(f"{name}: rank={rank} and world_size={world_size} go together")
+    world_size = check_int(name, "world_size", world_size, 1, 2**31 - 1)
+    return check_int(name, "rank", rank, 0, world_size - 1), world_size
+
+
+def list_files(
+    name: str, files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+) -> list[Path]:
+    """One path or several as a list.
+
+    Raises:
+        ValueError: there is none.
+        FileNotFoundError, IsADirectoryError: one is no file.
+    """
+    paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
+    if not paths:
+        raise ValueError(f"{name}: files is empty")
+    for path in map(Path, paths):
+        if path.is_dir():
+            raise IsADirectoryError(f"{name}: {path} is a folder; pass the files in it")
+        if not path.exists():
+            raise FileNotFoundError(f"{name}: {path} does not exist")
+    return [Path(path) for path in paths]

@@ -1,0 +1,308 @@
+"""Readers of delimited text: CSV, TSV and Criteo's format."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsekit import _pybind
+
+from ..errors import check_int
+from .batch import Batch, KeyedJaggedTensor
+from .columns import Columns, Keys, Kind
+from .reader import Chunk, Fault, OnError, Reader, list_files
+from .text_file import TextFile
+
+__all__ = ["CriteoReader", "CsvReader"]
+
+Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_HEX = Keys("hex")
+# What an error shows of a line.
+_SHOWN = 60
+
+
+class CsvReader(Reader):
+    r"""Stream delimited text in batches, in bounded memory.
+
+    Lines end with ``"\n"`` or ``"\r\n"``; blank ones are left out. A field may be quoted, and a
+    quote in it doubled; a newline always ends the line. A byte-order mark is left out, NUL bytes
+    are text like any other, and text need not be UTF-8: it is hashed byte by byte.
+
+    Args:
+        files: One path or several, plain or gzip, in the order of their rows.
+        batch_size: Rows in a batch.
+        sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
+            kind.
+        dense: Names of columns of numbers.
+        label: Name of the column of labels, whose fields must not be empty.
+        columns: Names of all columns, of files without a line of names; None: the first line of
+            each file has them, the same ones in all.
+        delimiter: One byte between fields, such as ``"\t"``.
+        quote: One byte; None: quotes are text like any other.
+        missing: The number of an empty dense field.
+        on_error: ``"raise"``, or ``"skip"`` to leave malformed lines out; `skipped` counts them.
+        shuffle: Another order in each epoch: blocks of the files (all of a gzip file is one) and,
+            within each, its rows.
+        seed: Of that order.
+        rank: Which share of the rows is read; None: that of torch.distributed, if it is there.
+        world_size: Of how many shares.
+        block_bytes: Of text in memory at a time. Rows are shuffled within a block.
+        max_line_bytes: A longer line is malformed.
+
+    Raises:
+        TypeError, ValueError: an argument out of its range, or a column that is not there.
+        OSError: a file cannot be read.
+        DataFormatError: while iterating: a malformed line, named with file, line and column; a
+            truncated or damaged gzip file; a file that got shorter.
+
+    Example:
+        >>> sparse = {"user": "int", "tags": Keys("hash", separator="|")}
+        >>> reader = CsvReader("clicks.csv", 4096, sparse=sparse, dense=["price"], label="click")
+        >>> for label, dense, sparse in reader:
+        ...     logits = model(dense, group(sparse))
+
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        batch_size: int,
+        *,
+        sparse: Sequence[str] | Mapping[str, Keys | Kind] = (),
+        dense: Sequence[str] = (),
+        label: str | None = None,
+        columns: Sequence[str] | None = None,
+        delimiter: str = ",",
+        quote: str | None = '"',
+        missing: float = 0.0,
+        on_error: OnError = "raise",
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        block_bytes: int = 8 << 20,
+        max_line_bytes: int = 1 << 20,
+    ) -> None:
+        name = type(self).__name__
+        self._columns = Columns.of(name, label, dense, sparse)
+        _check_marks(name, delimiter, quote, self._columns)
+        check_int(name, "block_bytes", block_bytes, 1, 2**40)
+        check_int(name, "max_line_bytes", max_line_bytes, 1, 2**40)
+        paths = list_files(name, files)
+        texts = [TextFile(path, columns is None, max_line_bytes) for path in paths]
+        names = [_names_of(text, columns, delimiter, quote) for text in texts]
+        self._columns.check_there(name, str(paths[0]), names[0])
+        for path, there in zip(paths, names, strict=True):
+            if there != names[0]:
+                raise ValueError(
+                    f"{name}: {path} has the columns {there[:50]}, but {paths[0]} has "
+                    f"{names[0][:50]}"
+                )
+        self._lines = _Lines(self._columns, names[0], delimiter, quote, missing, max_line_bytes)
+        super().__init__(
+            [unit for text in texts for unit in text.units(block_bytes, self._lines.chunk)],
+            paths,
+            batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            on_error=on_error,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._block_bytes = block_bytes
+
+    def _empty(self) -> Batch:
+        return self._lines.batch(*self._lines.empty())
+
+    def _plan(self) -> dict[str, Any]:
+        # Without shuffling, the order of rows does not depend on it.
+        block_bytes = self._block_bytes if self.shuffle else None
+        return {**super()._plan(), "block_bytes": block_bytes, **self._columns.settings()}
+
+
+class CriteoReader(CsvReader):
+    r"""Stream files in Criteo's format in batches.
+
+    A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs;
+    all but the label may be missing. (The display advertising challenge, and the days of Criteo 1TB
+    click logs, gzip or not.) Features are called C1 to C26; a key is the number that a category
+    is. `dense` has I1 to I13.
+
+    Args:
+        files: One path or several, in the order of their rows.
+        batch_size: Rows in a batch.
+        keys: How a category becomes a key: ``Keys("hex", separator=",")`` for several in a field,
+            ``Keys("hash")`` if they are any text.
+        others: ``missing``, ``on_error``, ``shuffle``, ``seed``, ``rank``, ``world_size``,
+            ``block_bytes`` and ``max_line_bytes`` of `CsvReader`.
+
+    Raises:
+        See `CsvReader`.
+
+    Example:
+        >>> reader = CriteoReader("day_0.gz", 8192)
+        >>> for label, dense, sparse in Prefetcher(reader):
+        ...     logits = model(torch.log1p(dense.clamp(min=0)), group(sparse))
+
+    """
+
+    def __init__(self, files: Files, batch_size: int, *, keys: Keys = _HEX, **others: Any) -> None:
+        dense = [f"I{i}" for i in range(1, 14)]
+        sparse = {f"C{i}": keys for i in range(1, 27)}
+        super().__init__(
+            files,
+            batch_size,
+            label="label",
+            dense=dense,
+            sparse=sparse,
+            columns=["label", *dense, *sparse],
+            delimiter="\t",
+            quote=None,
+            **others,
+        )
+
+
+class _Lines:
+    """How lines become batches."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        names: Sequence[str],
+        delimiter: str,
+        quote: str | None,
+        missing: float,
+        max_line_bytes: int,
+    ) -> None:
+        self.columns = columns
+        self.names = list(names)
+        self._settings = delimiter, quote or "", max_line_bytes, missing
+        # Keys come in the order of the file.
+        self._features = [name for name in names if name in columns.sparse]
+        self.format = self._format()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "format": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.format = self._format()
+
+    def _format(self) -> _pybind.TextFormat:
+        delimiter, quote, max_line_bytes, missing = self._settings
+        fields = []
+        for name in self.names:
+            if name == self.columns.label:
+                field = _pybind.TextField("float", column=-1, required=True)
+            elif name in self.columns.dense:
+                column = self.columns.dense.index(name)
+                field = _pybind.TextField("float", column=column, missing=missing)
+            elif name in self.columns.sparse:
+                keys = self.columns.sparse[name]
+                field = _pybind.TextField(
+                    keys.kind,
+                    separator=keys.separator or "",
+                    missing_key=keys.missing,
+                    seed=keys.seed,
+                )
+            else:
+                field = _pybind.TextField("skip")
+            fields.append(field)
+        return _pybind.TextFormat(delimiter, quote, max_line_bytes, fields)
+
+    def chunk(
+        self, file: TextFile, text: bytes, first: int, last: int, start: int, line: int
+    ) -> Chunk:
+        """See `MakeChunk`."""
+        # Where there is one column, a blank line is a row without a value.
+        lines = _pybind.TextLines(text, first, last, len(self.names) > 1)
+        return _TextChunk(self, file, lines, text, first, start, line)
+
+    def batch(
+        self, label: np.ndarray, dense: np.ndarray, values: np.ndarray, offsets: np.ndarray
+    ) -> Batch:
+        """What TextLines.parse returned, as tensors."""
+        return Batch(
+            None if self.columns.label is None else torch.from_numpy(label),
+            torch.from_numpy(dense),
+            KeyedJaggedTensor(self._features, torch.from_numpy(values), torch.from_numpy(offsets)),
+        )
+
+    def empty(self) -> tuple[np.ndarray, ...]:
+        """The same of no line."""
+        lines = _pybind.TextLines(b"", 0, 0, True)
+        return lines.parse(self.format, np.empty(0, np.int64), 1)[1:]
+
+
+class _TextChunk(Chunk):
+    """Lines that are in memory."""
+
+    def __init__(
+        self,
+        how: _Lines,
+        file: TextFile,
+        lines: _pybind.TextLines,
+        text: bytes,
+        first: int,
+        start: int,
+        line: int,
+    ) -> None:
+        self._how, self._file, self._lines, self._text = how, file, lines, text
+        self._first, self._start, self._line = first, start, line
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
+        faults, *arrays = self._lines.parse(self._how.format, rows, torch.get_num_threads())
+        if not faults:
+            return self._how.batch(*arrays), []
+        # Only the first is ever shown; to find each one's line would take long.
+        row, field, reason = faults[0]
+        described = self._describe(int(rows[row]), field, reason)
+        return None, [(row, described) for row, _, _ in faults]
+
+    def _describe(self, row: int, field: int, reason: str) -> str:
+        begin = self._lines.begin_of(row)
+        if self._line:  # of the first one
+            line = self._line + self._text.count(b"\n", self._first, self._first + begin)
+        else:
+            line = self._file.line_number(self._start + begin)
+        names = self._how.names
+        column = f"column {field + 1}"
+        if field < len(names):
+            column += f" ({names[field]!r})"
+        text = self._lines.line(row)
+        shown = text[:_SHOWN].decode(errors="backslashreplace")
+        more = "..." if len(text) > _SHOWN else ""
+        return f"{self._file.path}, line {line}, {column}: {reason}: {shown!r}{more}"
+
+
+def _names_of(
+    text: TextFile, columns: Sequence[str] | None, delimiter: str, quote: str | None
+) -> list[str]:
+    if columns is not None:
+        return list(columns)
+    if quote is None:
+        return (text.names or "").split(delimiter)
+    return next(csv.reader([text.names or ""], delimiter=delimiter, quotechar=quote), [""])
+
+
+def _check_marks(name: str, delimiter: str, quote: str | None, columns: Columns) -> None:
+    """Raise ValueError unless these can be told from one another."""
+    marks = {"delimiter": delimiter, **({} if quote is None else {"quote": quote})}
+    for argument, mark in marks.items():
+        if len(mark.encode()) != 1 or mark in "\r\n\0":
+            raise ValueError(f"{name}: {argument} must be one byte within a line, got {mark!r}")
+    if delimiter == quote:
+        raise ValueError(f"{name}: delimiter and quote are both {quote!r}")
+    for feature, keys in columns.sparse.items():
+        if keys.separator is not None and (
+            keys.separator in "\r\n\0" or keys.separator == delimiter
+        ):
+            raise ValueError(f"{name}: sparse[{feature!r}]: separator is {keys.separator!r}")

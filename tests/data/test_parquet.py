@@ -1,0 +1,193 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sparsekit.data import Keys, ParquetReader
+from sparsekit.errors import DataFormatError
+from sparsekit.hashing import xxh64
+
+pa = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+
+def write(path, columns, **settings):
+    parquet.write_table(pa.table(columns), path, **settings)
+    return path
+
+
+def one(path, **settings):
+    (batch,) = ParquetReader(path, 1000, **settings)
+    return batch
+
+
+def bags(batch, name):
+    values, offsets = (part.tolist() for part in batch.sparse[name])
+    return [values[a:b] for a, b in itertools.pairwise(offsets)]
+
+
+INTEGERS = [pa.int8(), pa.uint8(), pa.int16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()]
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=str)
+def test_integers_are_keys(tmp_path, kind):
+    path = write(
+        tmp_path / "x.parquet",
+        {
+            "one": pa.array([5, None, 100, 0], kind),
+            "many": pa.array([[1, 2], [], None, [3, None, 4]], pa.list_(kind)),
+            "fixed": pa.array([[1, 2], [3, 4], [5, 6], [7, 8]], pa.list_(kind, 2)),
+            "large": pa.array([[9], [], [8, 7], None], pa.large_list(kind)),
+        },
+    )
+    names = ["one", "many", "fixed", "large"]
+    batch = one(path, sparse=dict.fromkeys(names, "int"))
+    assert batch.sparse.keys() == names
+    assert bags(batch, "one") == [[5], [], [100], [0]]
+    assert bags(batch, "many") == [[1, 2], [], [], [3, 4]]
+    assert bags(batch, "fixed") == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert bags(batch, "large") == [[9], [], [8, 7], []]
+    hashed = one(path, sparse=names)
+    for name in names:
+        assert hashed.sparse[name][1].equal(batch.sparse[name][1])
+        assert hashed.sparse[name][0].equal(xxh64(batch.sparse[name][0]))
+
+
+def test_the_largest_integers(tmp_path):
+    path = write(
+        tmp_path / "x.parquet",
+        {"u": pa.array([2**64 - 1, 0], pa.uint64()), "i": pa.array([-(2**63), 2**63 - 1])},
+    )
+    batch = one(path, sparse={"u": "int", "i": "int"})
+    assert bags(batch, "u") == [[-1], [0]]
+    assert bags(batch, "i") == [[-(2**63)], [2**63 - 1]]
+
+
+TEXTS = [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()]
+
+
+@pytest.mark.parametrize("kind", TEXTS, ids=str)
+def test_text_is_hashed(tmp_path, kind):
+    path = write(
+        tmp_path / "x.parquet",
+        {
+            "one": pa.array(["a", None, "Zürich", ""], kind),
+            "many": pa.array([["a", "b"], None, [], ["c", None]], pa.list_(kind)),
+            "coded": pa.array(["a", "b", "a", None], kind).dictionary_encode(),
+        },
+    )
+    sparse = {"one": Keys(seed=3), "many": "hash", "coded": Keys(missing=-5)}
+    batch = one(path, sparse=sparse)
+    code = {text: xxh64([text]).item() for text in "abc"}
+    assert bags(batch, "one") == [
+        [xxh64([text], 3).item()] if text is not None else [] for text in ["a", None, "Zürich", ""]
+    ]
+    assert bags(batch, "many") == [[code["a"], code["b"]], [], [], [code["c"]]]
+    assert bags(batch, "coded") == [[code["a"]], [code["b"]], [code["a"]], [-5]]
+
+
+def test_missing_keys_are_put_where_a_bag_is_null_or_empty(tmp_path):
+    path = write(
+        tmp_path / "x.parquet", {"a": [[1, 2], None, [], [3, None], [None]], "b": range(5)}
+    )
+    batch = one(path, sparse={"a": Keys("int", missing=7)}, dense=["b"])
+    assert bags(batch, "a") == [[1, 2], [7], [7], [3], [7]]
+
+
+def test_numbers_and_labels(tmp_path):
+    path = write(
+        tmp_path / "x.parquet",
+        {
+            "label": [True, False, True],
+            "a": pa.array([1.5, None, math.nan], pa.float64()),
+            "b": pa.array([None, -3, 2**40], pa.int64()),
+        },
+    )
+    batch = one(path, label="label", dense=["b", "a"], missing=-1.0)
+    assert batch.label.tolist() == [1, 0, 1]
+    assert batch.dense.tolist() == [[-1, 1.5], [-3, -1], [2**40, -1]]
+    assert batch.dense.dtype == batch.label.dtype == torch.float32
+    batch.dense[0] = 5  # memory of its own
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_without_a_label_or_with_infinity_are_named_or_skipped(tmp_path, shuffle):
+    path = write(
+        tmp_path / "x.parquet",
+        {"label": [0.0, None, 2.0, math.nan, 4.0, 5.0], "a": [0, 1, 2, 3, 4, math.inf]},
+        row_group_size=2,
+    )
+    settings = {"label": "label", "dense": ["a"], "shuffle": shuffle}
+    if not shuffle:
+        with pytest.raises(DataFormatError, match=r"x\.parquet, row 2, column 'label': not a fin"):
+            list(ParquetReader(path, 4, **settings))
+    reader = ParquetReader(path, 4, on_error="skip", **settings)
+    assert sorted(row for batch in reader for row in batch.label.tolist()) == [0, 2, 4]
+    assert reader.skipped == 3
+
+
+def test_int64_keys_are_not_copied(tmp_path, monkeypatch):
+    values = np.arange(300_000)
+    lists = pa.ListArray.from_arrays(np.arange(0, 300_001, 3), values)
+    path = write(tmp_path / "x.parquet", {"a": lists})
+    tables = []
+    read = parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        parquet.ParquetFile,
+        "read_row_group",
+        lambda *args, **kwargs: tables.append(read(*args, **kwargs)) or tables[-1],
+    )
+    first, second = ParquetReader(path, 50_000, sparse={"a": "int"})
+    (column,) = tables[0]["a"].chunks
+    address = column.values.buffers()[1].address
+    assert first.sparse.values().data_ptr() == address
+    assert second.sparse.values().data_ptr() == address + 150_000 * 8
+    assert second.sparse.values().equal(torch.arange(150_000, 300_000))
+    assert second.sparse.offsets().equal(torch.arange(50_001) * 3)
+
+
+def test_truncated_and_damaged_files(tmp_path):
+    path = write(tmp_path / "x.parquet", {"a": range(10_000)}, compression="snappy")
+    whole = path.read_bytes()
+    for content in (whole[:-10], whole[: len(whole) // 2], b"", b"PAR1", b"not at all"):
+        path.write_bytes(content)
+        with pytest.raises(DataFormatError, match=r"x\.parquet: "):
+            ParquetReader(path, 10, dense=["a"])
+    damaged = bytearray(whole)
+    damaged[4:2000] = bytes(1996)
+    path.write_bytes(bytes(damaged))
+    with pytest.raises(DataFormatError, match=r"x\.parquet, row group 0: "):
+        list(ParquetReader(path, 10, dense=["a"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dense": ["c"]}, r"x\.parquet has no column 'c'"),
+        ({"dense": ["text"]}, r"column 'text' must have numbers or booleans, but has string"),
+        ({"label": "list"}, r"column 'list' must have numbers or booleans, but has list"),
+        ({"sparse": ["float"]}, r"column 'float' must have integers, strings or binary, or lists"),
+        ({"sparse": {"text": "int"}}, r"column 'text' must have integers for kind 'int'"),
+        ({"sparse": {"list": "hex"}}, r"sparse\['list'\]: kind 'hex' and separator are for text"),
+        ({"sparse": {"text": Keys(separator=",")}}, r"sparse\['text'\]: kind 'hex' and separator"),
+    ],
+)
+def test_columns_that_do_not_fit(tmp_path, settings, message):
+    path = write(tmp_path / "x.parquet", {"text": ["a"], "list": [[1]], "float": [1.0]})
+    with pytest.raises(ValueError, match=f"^ParquetReader: .*{message}"):
+        ParquetReader(path, 10, **settings)
+
+
+def test_batches_over_row_groups_and_chunks(tmp_path):
+    path = write(
+        tmp_path / "x.parquet",
+        {"a": [[i] * (i % 3) for i in range(100)], "b": range(100)},
+        row_group_size=7,
+    )
+    batches = list(ParquetReader(path, 30, sparse={"a": "int", "b": "int"}))
+    assert [batch.rows for batch in batches] == [30, 30, 30, 10]
+    of_a, of_b = ([bag for batch in batches for bag in bags(batch, name)] for name in "ab")
+    assert of_a == [[i] * (i % 3) for i in range(100)]
+    assert of_b == [[i] for i in range(100)]

@@ -1,0 +1,231 @@
+"""Which rows are in which batch: order, ranks, workers, resuming."""
+
+import itertools
+import json
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from sparsekit.data import CriteoReader, CsvReader, ParquetReader, Prefetcher
+from sparsekit.errors import DataFormatError
+
+pa = pytest.importorskip("pyarrow")
+from pyarrow import parquet  # noqa: E402
+
+ROWS = 1000
+FORMATS = ["text", "gzip", "parquet"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Name of a format -> two files in it, whose rows are numbered from 0 to ROWS."""
+    import gzip
+
+    folder = tmp_path_factory.mktemp("rows")
+    made = {name: [folder / f"{i}.{name}" for i in range(2)] for name in FORMATS}
+    for i, rows in enumerate((range(700), range(700, ROWS))):
+        text = "row,key\n" + "".join(f"{row},{row % 50}\n" for row in rows)
+        made["text"][i].write_text(text)
+        made["gzip"][i].write_bytes(gzip.compress(text.encode()))
+        table = pa.table({"row": list(rows), "key": [row % 50 for row in rows]})
+        parquet.write_table(table, made["parquet"][i], row_group_size=90)
+    return made
+
+
+def reader(files, format, batch_size=64, **settings):
+    settings = {"label": "row", "sparse": {"key": "int"}, **settings}
+    if format == "parquet":
+        return ParquetReader(files[format], batch_size, **settings)
+    return CsvReader(files[format], batch_size, block_bytes=500, **settings)
+
+
+def numbers(batches):
+    """Rows of all batches, each checked against its key."""
+    rows = []
+    for batch in batches:
+        assert batch.sparse.values().tolist() == [row % 50 for row in batch.label.tolist()]
+        assert batch.sparse.stride() == batch.rows
+        rows += batch.label.int().tolist()
+    return rows
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_shuffling_is_another_seeded_permutation_each_epoch(files, format):
+    shuffled = reader(files, format, shuffle=True, seed=3)
+    first, second = numbers(shuffled), numbers(shuffled)
+    assert sorted(first) == sorted(second) == list(range(ROWS))
+    assert first != second
+    assert sum(abs(a - b) == 1 for a, b in itertools.pairwise(first)) < 60
+    again = reader(files, format, shuffle=True, seed=3)
+    assert numbers(again) == first
+    again.set_epoch(0)
+    assert numbers(again) == first
+    assert numbers(again) == second
+    assert numbers(reader(files, format, shuffle=True, seed=4)) != first
+    plain = reader(files, format)
+    assert numbers(plain) == numbers(plain) == list(range(ROWS))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch_size", [1, 64, 999, 5000])
+def test_ranks_read_every_row_once_in_equally_many_steps(
+    files, format, shuffle, world_size, batch_size
+):
+    of_rank = []
+    for rank in range(world_size):
+        mine = reader(files, format, batch_size, shuffle=shuffle, rank=rank, world_size=world_size)
+        of_rank.append(list(mine))
+        assert len(of_rank[-1]) == mine.steps_per_epoch()
+    assert len({len(batches) for batches in of_rank}) == 1
+    rows = [numbers(batches) for batches in of_rank]
+    assert sorted(itertools.chain(*rows)) == list(range(ROWS))
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+    # All but the last have their full size.
+    assert all(batch.rows == batch_size for batches in of_rank for batch in batches[:-2])
+    if not shuffle:
+        assert list(itertools.chain(*rows)) == list(range(ROWS))
+
+
+def test_more_ranks_than_rows(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("row,key\n0,0\n1,1\n")
+    batches = [list(reader({"text": [path]}, "text", rank=r, world_size=3)) for r in range(3)]
+    assert [[batch.rows for batch in part] for part in batches] == [[0], [1], [1]]
+    empty = batches[0][0]
+    assert empty.label.shape == (0,)
+    assert empty.dense.shape == (0, 0)
+    assert empty.sparse.keys() == ["key"]
+    assert empty.sparse.to_dict()["key"][1].tolist() == [0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_resuming_gives_the_batches_that_were_left(files, format, shuffle, world_size):
+    for rank in range(world_size):
+
+        def make(rank=rank):
+            return reader(files, format, shuffle=shuffle, rank=rank, world_size=world_size)
+
+        whole = make()
+        first_epoch, second_epoch = [[b.label.tolist() for b in whole] for _ in range(2)]
+        for stop in range(len(first_epoch)):
+            begun = make()
+            for _, _batch in zip(range(stop), begun, strict=False):
+                pass
+            state = json.loads(json.dumps(begun.state_dict()))
+            assert state["step"] == stop
+            resumed = make()
+            resumed.load_state_dict(state)
+            assert [batch.label.tolist() for batch in resumed] == first_epoch[stop:]
+            assert [batch.label.tolist() for batch in resumed] == second_epoch
+        assert whole.state_dict()["epoch"] == 2
+
+
+def test_an_iteration_that_was_left_begins_anew(files):
+    left = reader(files, "text", shuffle=True)
+    first = next(iter(left))
+    assert torch.equal(next(iter(left)).label, first.label)
+    assert left.state_dict()["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 32}, "batch_size=64, and this reader has 32"),
+        ({"shuffle": True}, "shuffle=False, and this reader has True"),
+        ({"seed": 1}, "seed=0, and this reader has 1"),
+        (
+            {"rank": 0, "world_size": 2},
+            "in mid-epoch with 1 ranks and workers, and now there are 2",
+        ),
+        ({"label": None}, "label='row', and this reader has None"),
+    ],
+)
+def test_the_state_of_another_reader_is_refused(files, settings, message):
+    begun = reader(files, "text")
+    next(iter(begun))
+    state = begun.state_dict()
+    with pytest.raises(ValueError, match=f"CsvReader: the state was saved .*{message}"):
+        reader(files, "text", **settings).load_state_dict(state)
+    with pytest.raises(ValueError, match="files="):
+        reader({"text": files["text"][:1]}, "text").load_state_dict(state)
+    with pytest.raises(ValueError, match="not the state of a reader"):
+        reader(files, "text").load_state_dict({"epoch": 1})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_workers_of_a_dataloader_share_the_rows(files, format):
+    shared = reader(files, format, shuffle=True)
+    loader = DataLoader(shared, batch_size=None, num_workers=2)
+    batches = list(loader)
+    assert sorted(numbers(batches)) == list(range(ROWS))
+    assert len(batches) == shared.steps_per_epoch(num_workers=2)
+    # Without workers it is what the reader yields.
+    alone = DataLoader(reader(files, format), batch_size=None)
+    assert numbers(alone) == list(range(ROWS))
+
+
+def test_a_pickled_reader_reads_the_same(files):
+    original = reader(files, "text", shuffle=True)
+    copied = pickle.loads(pickle.dumps(original))
+    assert numbers(copied) == numbers(original)
+
+
+def test_skipped_rows_are_counted_over_states_and_epochs(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text(
+        "row,key\n" + "".join(f"{i},{'x' if i % 10 == 3 else i % 50}\n" for i in range(100))
+    )
+    skipping = reader({"text": [path]}, "text", 16, on_error="skip")
+    batches = list(skipping)
+    assert numbers(batches) == [i for i in range(100) if i % 10 != 3]
+    assert [batch.rows for batch in batches] == [14, 15, 14, 14, 15, 14, 4]
+    assert skipping.skipped == 10
+    resumed = reader({"text": [path]}, "text", 16, on_error="skip")
+    resumed.load_state_dict(skipping.state_dict())
+    list(resumed)
+    assert resumed.skipped == 20
+    with pytest.raises(DataFormatError, match=r"line 5, column 2 \('key'\)"):
+        list(reader({"text": [path]}, "text", 16))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_malformed_line_is_found_in_any_order(tmp_path, world_size):
+    path = tmp_path / "x.csv"
+    path.write_text("row,key\n" + "".join(f"{i},{'x' if i == 777 else i}\n" for i in range(ROWS)))
+    messages = []
+    for rank in range(world_size):
+        settings = {"rank": rank, "world_size": world_size, "shuffle": True}
+        try:
+            list(reader({"text": [path]}, "text", **settings))
+        except DataFormatError as error:
+            messages.append(str(error))
+    assert messages == [f"{path}, line 779, column 2 ('key'): not a 64-bit integer: '777,x'"]
+
+
+def test_the_prefetcher_has_the_state_of_what_was_handed_out(files):
+    ahead = Prefetcher(reader(files, "text", shuffle=True), depth=5)
+    whole = [batch.label.tolist() for batch in reader(files, "text", shuffle=True)]
+    assert ahead.state_dict()["step"] == 0
+    iterator = iter(ahead)
+    for step in range(1, 4):
+        assert next(iterator).label.tolist() == whole[step - 1]
+        assert ahead.state_dict()["step"] == step
+    state = ahead.state_dict()
+    iterator.close()
+    resumed = Prefetcher(reader(files, "text", shuffle=True))
+    resumed.load_state_dict(state)
+    assert [batch.label.tolist() for batch in resumed] == whole[3:]
+    assert resumed.state_dict()["epoch"] == 1
+
+
+def test_criteo_reader_is_a_reader_of_the_same_kind(tmp_path):
+    path = tmp_path / "day"
+    path.write_text("1" + "\t5" * 13 + "\tdeadbeef" * 26 + "\n")
+    (batch,) = CriteoReader(path, 5)
+    assert batch.sparse.values().tolist() == [0xDEADBEEF] * 26

@@ -1,0 +1,340 @@
+import gzip
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from sparsekit.data import CriteoReader, CsvReader, Keys
+from sparsekit.errors import DataFormatError
+
+from .criteo import DENSE, SPARSE, random_lines, read_lines, rows_of
+
+
+def write(path, content, compress=False):
+    content = content if isinstance(content, bytes) else content.encode()
+    path.write_bytes(gzip.compress(content) if compress else content)
+    return path
+
+
+def xxh(text, seed=0):
+    text = text.encode() if isinstance(text, str) else text
+    return struct.unpack("<q", struct.pack("<Q", xxhash.xxh64_intdigest(text, seed)))[0]
+
+
+def one(path, **settings):
+    """The only batch of a CSV file."""
+    (batch,) = CsvReader(path, 1000, **settings)
+    return batch
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("block_bytes", [100, 1000, 8 << 20])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_criteo_equals_a_few_lines_of_python(tmp_path, compress, block_bytes, end):
+    lines = random_lines(300)
+    for last in (end, ""):
+        path = write(tmp_path / "day_0", end.join(lines) + last, compress)
+        batches = list(CriteoReader(path, 64, block_bytes=block_bytes))
+        assert [batch.rows for batch in batches] == [64] * 4 + [44]
+        assert rows_of(batches) == read_lines(lines)
+    assert batches[0].label.dtype == batches[0].dense.dtype == torch.float32
+    assert batches[0].sparse.keys() == SPARSE
+    assert batches[0].dense.shape == (64, len(DENSE))
+    assert batches[0].dense.is_contiguous()
+
+
+def test_files_are_read_one_after_another(tmp_path):
+    lines = random_lines(50)
+    first = write(tmp_path / "a", "\n".join(lines[:20]) + "\n")
+    second = write(tmp_path / "b.gz", "\n".join(lines[20:]) + "\n", compress=True)
+    batches = list(CriteoReader([first, str(second)], 32))
+    assert [batch.rows for batch in batches] == [32, 18]
+    assert rows_of(batches) == read_lines(lines)
+
+
+def test_any_size_of_block_gives_the_same_rows(tmp_path):
+    path = write(tmp_path / "x.csv", "a,b\n" + "".join(f"{i},{'y' * (i % 7)}\n" for i in range(40)))
+    for block_bytes in range(1, 60):
+        batch = one(path, dense=["a"], sparse=["b"], block_bytes=block_bytes)
+        assert batch.dense.view(-1).tolist() == list(range(40))
+        keys = [xxh("y" * (i % 7)) for i in range(40) if i % 7]
+        assert batch.sparse.values().tolist() == keys
+
+
+def test_kinds_of_keys(tmp_path):
+    path = write(
+        tmp_path / "x.csv",
+        "id,name,tag,hex\n"
+        "-9223372036854775808,Zürich,a|b||a,ffffffffffffffff\n"
+        "+9223372036854775807,,,\n"
+        "007,0,|,DEADbeef\n",
+    )
+    batch = one(
+        path,
+        sparse={
+            "id": "int",
+            "name": Keys("hash", missing=-7),
+            "tag": Keys(separator="|", seed=5),
+            "hex": "hex",
+        },
+    )
+    bags = {
+        name: tuple(part.tolist() for part in bag) for name, bag in batch.sparse.to_dict().items()
+    }
+    assert bags == {
+        "id": ([-(2**63), 2**63 - 1, 7], [0, 1, 2, 3]),
+        "name": ([xxh("Zürich"), -7, xxh("0")], [0, 1, 2, 3]),
+        "tag": ([xxh(text, 5) for text in "aba"], [0, 3, 3, 3]),
+        "hex": ([-1, 0xDEADBEEF], [0, 1, 1, 2]),
+    }
+    assert batch.label is None
+    assert batch.dense.shape == (3, 0)
+
+
+def test_numbers(tmp_path):
+    texts = [
+        "0",
+        "-0",
+        "1",
+        "-12",
+        "+3",
+        "999999999",
+        "1234567890123",
+        "0.1",
+        ".5",
+        "5.",
+        "-1e-3",
+        "3.4028234e38",
+        "1e-46",
+        "16777217",
+        "123456789.123",
+    ]
+    path = write(tmp_path / "x.csv", "a\n" + "\n".join(texts) + "\n")
+    numbers = one(path, dense=["a"]).dense.view(-1)
+    assert numbers.numpy().tobytes() == np.array([float(text) for text in texts], "f").tobytes()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        "1x",
+        "inf",
+        "nan",
+        "-",
+        "+",
+        "+-1",
+        "1e39",
+        "-1e999",
+        "0x10",
+        " 1",
+        "1 ",
+        "1_0",
+        "1\0",
+        "1.2.3",
+        "e5",
+        '"',
+    ],
+)
+def test_what_is_no_number(tmp_path, text):
+    path = write(tmp_path / "x.csv", f"a,b\n1,2\n3,{text}\n")
+    with pytest.raises(DataFormatError, match=r"x\.csv, line 3, column 2 \('b'\): not a finite"):
+        list(CsvReader(path, 10, dense=["a", "b"], quote=None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        ("int", "1.0", "not a 64-bit integer"),
+        ("int", "9223372036854775808", "not a 64-bit integer"),
+        ("int", "", None),
+        ("int", "12a", "not a 64-bit integer"),
+        ("int", "\0", "not a 64-bit integer"),
+        ("hex", "g", "not a hexadecimal number of at most 16 digits"),
+        ("hex", "0123456789abcdef0", "not a hexadecimal number of at most 16 digits"),
+        ("hex", "-1", "not a hexadecimal number of at most 16 digits"),
+        ("hash", "\0x", None),
+    ],
+)
+def test_what_is_no_key(tmp_path, kind, text, reason):
+    path = write(tmp_path / "x.csv", f"a,b\n1,2\n3,{text}\n")
+    reader = CsvReader(path, 10, dense=["a"], sparse={"b": kind})
+    if reason is None:
+        assert len(list(reader)) == 1
+        return
+    with pytest.raises(DataFormatError, match=rf"x\.csv, line 3, column 2 \('b'\): {reason}: '3,"):
+        list(reader)
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "reason"),
+    [
+        ("1", 2, "too few fields"),
+        ("", None, None),
+        ("1,2,3", 3, "too many fields"),
+        ("1,2,", 3, "too many fields"),
+        (",2", 1, "an empty field"),
+        ('"1,2', 1, "a quote that is not closed in this line"),
+        ('"1"x,2', 1, "text after the closing quote"),
+        ('"1""",2', 1, "not a finite number"),
+        ("1," + "x" * 100, 1, "too long a line"),
+    ],
+)
+@pytest.mark.parametrize("compress", [False, True])
+def test_malformed_lines_are_named_or_skipped(tmp_path, line, column, reason, compress):
+    path = write(tmp_path / "x.csv", f"a,b\r\n1,2\r\n{line}\r\n3,4\r\n{line}\r\n", compress)
+    settings = {"label": "a", "sparse": ["b"], "max_line_bytes": 50, "block_bytes": 16}
+    if reason is not None:
+        with pytest.raises(DataFormatError) as error:
+            list(CsvReader(path, 10, **settings))
+        assert str(error.value).startswith(f"{path}, line 3, column {column}")
+        assert f"{reason}" in str(error.value)
+        assert len(str(error.value)) < len(str(path)) + 200
+    reader = CsvReader(path, 10, on_error="skip", **settings)
+    (batch,) = reader
+    assert batch.label.tolist() == [1, 3]
+    assert batch.sparse.values().tolist() == [xxh("2"), xxh("4")]
+    assert reader.skipped == (0 if reason is None else 2)
+
+
+def test_a_line_longer_than_blocks_is_skipped_whole(tmp_path):
+    for compress in (False, True):
+        text = "a,b\n1,x\n2," + "y" * 100_000 + "\n3,z\n"
+        path = write(tmp_path / "x.csv", text, compress)
+        settings = {"dense": ["a"], "sparse": ["b"], "on_error": "skip", "max_line_bytes": 99}
+        for block_bytes in (7, 5000, 1 << 20):
+            reader = CsvReader(path, 10, block_bytes=block_bytes, **settings)
+            (batch,) = reader
+            assert batch.dense.view(-1).tolist() == [1, 3]
+            assert reader.skipped == 1
+        settings["max_line_bytes"] = 1 << 20
+        assert one(path, block_bytes=64, **settings).rows == 3
+
+
+def test_quotes(tmp_path):
+    path = write(tmp_path / "x.csv", '"a","b""c",d\n"1","x,""y""",""\n2,"",it"s\n')
+    batch = one(path, dense=["a"], sparse=['b"c', "d"])
+    assert batch.dense.view(-1).tolist() == [1, 2]
+    assert batch.sparse.values().tolist() == [xxh('x,"y"'), xxh('it"s')]
+    assert batch.sparse.offsets().tolist() == [0, 1, 1, 1, 2]
+
+
+def test_byte_order_mark(tmp_path):
+    for compress in (False, True):
+        path = write(tmp_path / "x.csv", b"\xef\xbb\xbfa,b\n1,x\n", compress)
+        assert one(path, dense=["a"], sparse=["b"]).dense.tolist() == [[1]]
+        path = write(tmp_path / "y.csv", b"\xef\xbb\xbf1,x\n", compress)
+        assert one(path, columns=["a", "b"], dense=["a"]).dense.tolist() == [[1]]
+        path = write(tmp_path / "z.csv", "a,b\n1,x\n".encode("utf-16"), compress)
+        with pytest.raises(DataFormatError, match="UTF-16"):
+            one(path, dense=["a"])
+
+
+def test_text_that_is_not_utf8_is_hashed_by_its_bytes(tmp_path):
+    path = write(tmp_path / "x.csv", b"a\n\xff\xfe\0\n")
+    assert one(path, sparse=["a"]).sparse.values().tolist() == [xxh(b"\xff\xfe\0")]
+    path = write(tmp_path / "y.csv", b"\xffa\n1\n")
+    with pytest.raises(DataFormatError, match="line 1: not UTF-8"):
+        one(path, sparse=["a"])
+
+
+def test_truncated_and_damaged_gzip(tmp_path):
+    whole = gzip.compress("\n".join(random_lines(200)).encode())
+    for content, reason in ((whole[:-1000], "truncated"), (whole[:-4], "truncated")):
+        path = write(tmp_path / "day.gz", content)
+        with pytest.raises(DataFormatError, match=rf"day\.gz: the file is {reason}"):
+            list(CriteoReader(path, 10, block_bytes=1000, on_error="skip"))
+    damaged = bytearray(whole)
+    damaged[len(damaged) // 2] ^= 0xFF
+    path = write(tmp_path / "day.gz", bytes(damaged))
+    with pytest.raises(DataFormatError, match=r"day\.gz"):
+        list(CriteoReader(path, 10))
+
+
+def test_a_file_that_got_shorter(tmp_path):
+    path = write(tmp_path / "day", "\n".join(random_lines(20)))
+    reader = CriteoReader(path, 5, block_bytes=1000)
+    write(path, path.read_bytes()[:1500])
+    with pytest.raises(DataFormatError, match="now it ends before"):
+        list(reader)
+
+
+def test_empty_files(tmp_path):
+    path = write(tmp_path / "x", "")
+    assert list(CriteoReader(path, 5)) == []
+    assert list(CriteoReader([path, path], 5, shuffle=True)) == []
+    path = write(tmp_path / "y.csv", "a,b")
+    assert list(CsvReader(path, 5, dense=["a"])) == []
+    assert CsvReader(path, 5, dense=["a"]).count_rows() == 0
+
+
+def test_one_column_has_rows_without_a_value(tmp_path):
+    path = write(tmp_path / "x.csv", "a\n1\n\n3\n")
+    assert one(path, sparse={"a": "int"}).sparse.offsets().tolist() == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({}, ValueError, "name at least one column"),
+        ({"dense": "a"}, TypeError, "dense must be a list of names, got 'a'"),
+        ({"dense": ["c"]}, ValueError, r"x\.csv has no column 'c'; its columns are \['a', 'b'\]"),
+        ({"dense": ["a"], "label": "a"}, ValueError, r"columns \['a'\] are named twice"),
+        ({"sparse": ["a", "a"]}, ValueError, r"sparse names \['a'\] twice"),
+        ({"sparse": {"a": "text"}}, ValueError, r"sparse\['a'\]: kind must be one of .* 'text'"),
+        ({"sparse": {"a": 3}}, TypeError, r"sparse\['a'\] must be Keys"),
+        ({"sparse": {"a": Keys(separator="||")}}, ValueError, "separator must be one byte"),
+        ({"sparse": {"a": Keys(separator=",")}}, ValueError, "separator is ','"),
+        ({"sparse": {"a": Keys(missing=2**63)}}, ValueError, r"missing must be in"),
+        ({"sparse": {"a": Keys(seed=-1)}}, ValueError, r"seed must be in"),
+        ({"dense": ["a"], "delimiter": "ab"}, ValueError, "delimiter must be one byte"),
+        ({"dense": ["a"], "quote": "\n"}, ValueError, "quote must be one byte"),
+        ({"dense": ["a"], "quote": ","}, ValueError, "delimiter and quote are both ','"),
+        ({"dense": ["a"], "batch_size": 0}, ValueError, r"batch_size must be in \[1, .*got 0"),
+        ({"dense": ["a"], "on_error": "ignore"}, ValueError, "on_error must be one of raise, skip"),
+        ({"dense": ["a"], "rank": 1}, ValueError, "rank=1 and world_size=None go together"),
+        ({"dense": ["a"], "rank": 2, "world_size": 2}, ValueError, r"rank must be in \[0, 1\]"),
+        ({"dense": ["a"], "block_bytes": 0}, ValueError, "block_bytes"),
+        ({"dense": ["a"], "columns": ["a", "a"]}, ValueError, "more than one column 'a'"),
+    ],
+)
+def test_bad_arguments(tmp_path, settings, error, message):
+    path = write(tmp_path / "x.csv", "a,b\n1,2\n")
+    with pytest.raises(error, match=f"^CsvReader: .*{message}"):
+        CsvReader(path, **{"batch_size": 5, **settings})
+
+
+def test_bad_files(tmp_path):
+    path = write(tmp_path / "x.csv", "a,b\n1,2\n")
+    other = write(tmp_path / "y.csv", "b,a\n1,2\n")
+    with pytest.raises(FileNotFoundError, match="none does not exist"):
+        CsvReader(tmp_path / "none", 5, dense=["a"])
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        CsvReader(tmp_path, 5, dense=["a"])
+    with pytest.raises(ValueError, match="files is empty"):
+        CsvReader([], 5, dense=["a"])
+    with pytest.raises(ValueError, match=r"y\.csv has the columns \['b', 'a'\], but .*x\.csv has"):
+        CsvReader([path, other], 5, dense=["a"])
+
+
+def test_missing_numbers_have_a_value_of_choice(tmp_path):
+    path = write(tmp_path / "x.csv", "a,b\n1,\n,2\n")
+    assert one(path, dense=["b", "a"]).dense.tolist() == [[0, 1], [2, 0]]
+    dense = one(path, dense=["b", "a"], missing=math.nan).dense
+    assert dense.isnan().tolist() == [[True, False], [False, True]]
+
+
+def test_any_number_of_threads_gives_the_same(tmp_path):
+    path = write(tmp_path / "day", "\n".join(random_lines(2000)))
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(rows_of(CriteoReader(path, 1500)))
+    finally:
+        torch.set_num_threads(before)
+    assert results[0] == results[1] == results[2]
