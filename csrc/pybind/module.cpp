@@ -1,7 +1,7 @@
-// What an op schema cannot carry: bulk hashing of values, reading of text, communicators of NCCL and
-// through shared memory, and facts about the build. Only the glue to Python is here, which is slow to
-// compile; the work is in hash_values.cpp. For the same reason arrays are buffers here, without
-// pybind11/numpy.h.
+// What an op schema cannot carry: bulk hashing of values, reading of text, communicators of NCCL
+// and through shared memory, and facts about the build. Only the glue to Python is here, which is
+// slow to compile; the work is in hash_values.cpp. For the same reason arrays are buffers here,
+// without pybind11/numpy.h.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>

@@ -12,7 +12,7 @@ import torch
 
 from sparsekit import _pybind
 
-from ..errors import check_int
+from ..errors import DataFormatError, check_int
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Columns, Keys, Kind
 from .reader import Chunk, Fault, OnError, Reader, list_files
@@ -290,7 +290,11 @@ def _names_of(
         return list(columns)
     if quote is None:
         return (text.names or "").split(delimiter)
-    return next(csv.reader([text.names or ""], delimiter=delimiter, quotechar=quote), [""])
+    line = csv.reader([text.names or ""], delimiter=delimiter, quotechar=quote, strict=True)
+    try:
+        return next(line, [""])
+    except csv.Error as error:
+        raise DataFormatError(f"{text.path}, line 1: no names of columns: {error}") from None
 
 
 def _check_marks(name: str, delimiter: str, quote: str | None, columns: Columns) -> None:

@@ -1,0 +1,146 @@
+"""Mutated files: readers raise the errors that they state, or parse.
+
+SPARSEKIT_FUZZ_FILES=10000 tries as many of each format in place of 1,000; `make sanitize` does so
+under AddressSanitizer.
+"""
+
+import gzip
+import os
+import random
+
+import pytest
+import torch
+
+from sparsekit.data import CriteoReader, CsvReader, Keys, ParquetReader
+from sparsekit.errors import DataFormatError
+
+from .criteo import random_lines
+
+CASES = int(os.environ.get("SPARSEKIT_FUZZ_FILES", "1000"))
+PIECES = [b"\n", b"\r\n", b"\r", b"\0", b'"', b'""', b",", b"\t", b"-", b"+", b".", b"e", b"|"]
+PIECES += [b" ", b"\xff", b"\xef\xbb\xbf", b"1e400", b"nan", b"9" * 30, b"f" * 17, b"x" * 300]
+
+
+def mutate(draw, content):
+    """A copy with a few faults."""
+    content = bytearray(content)
+    for _ in range(draw.randrange(6)):
+        place = draw.randrange(len(content) + 1)
+        action = draw.randrange(4)
+        if action == 0:
+            content[place:place] = draw.choice(PIECES)
+        elif action == 1:
+            del content[place : place + draw.randrange(1, 30)]
+        elif action == 2 and place < len(content):
+            content[place] = draw.randrange(256)
+        elif draw.random() < 0.2:
+            del content[place:]
+    return bytes(content)
+
+
+def outcome(make):
+    """What a reader of all rows gives: its columns, or the words of its error."""
+    try:
+        reader = make()
+        batches = list(reader)
+    except (DataFormatError, ValueError) as error:
+        return type(error), str(error)
+    parts = [(batch.label, batch.dense, *batch.sparse.to_dict().values()) for batch in batches]
+    rows = sum(batch.rows for batch in batches)
+    assert rows + reader.skipped == reader.count_rows()
+    for batch in batches:
+        assert batch.dense.isfinite().all()
+        offsets = batch.sparse.offsets()
+        assert offsets[0] == 0
+        assert offsets.diff().ge(0).all()
+        assert offsets[-1] == len(batch.sparse.values())
+    return reader.skipped, parts
+
+
+def same(one, other):
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def kinds(draw, path):
+    """A way to read a file of three columns, or one in Criteo's format; and such a file."""
+    settings = {
+        "on_error": draw.choice(["raise", "skip"]),
+        "max_line_bytes": draw.choice([200, 1000, 1 << 20]),
+    }
+    if draw.random() < 0.5:
+        text = "\n".join(random_lines(4, draw.random())) + "\n"
+        keys = Keys(draw.choice(["hex", "hash"]), draw.choice([None, ","]))
+        return text, lambda **more: CriteoReader(path, 3, keys=keys, **settings, **more)
+    sparse = {
+        "user": Keys(draw.choice(["int", "hash"]), missing=draw.choice([None, 5])),
+        "tags": Keys("hash", separator="|"),
+    }
+    text = 'user,tags,price,click\n12,"a|b",0.5,1\n-7,,1e3,0\n,"x""y|",,1\n99,é|é,-2,0\n'
+    return text, lambda **more: CsvReader(
+        path, 3, sparse=sparse, dense=["price"], label="click", **settings, **more
+    )
+
+
+def test_text(tmp_path):
+    path, parsed = tmp_path / "x", 0
+    for case in range(CASES):
+        draw = random.Random(case)
+        text, make = kinds(draw, path)
+        content = mutate(draw, text.encode())
+        path.write_bytes(content)
+        whole = outcome(make)
+        parsed += whole[0] == 0
+        # Where blocks begin changes nothing.
+        for block_bytes in (draw.randrange(1, 40), draw.randrange(40, 400)):
+            assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), (case, block_bytes)  # noqa: B023
+        # The magic number of gzip in front of text would be an error of its own.
+        if content[:2] != b"\x1f\x8b":
+            path.write_bytes(gzip.compress(content, 1))
+            assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), case  # noqa: B023
+    assert CASES * 0.1 < parsed < CASES * 0.9  # both ways are tried
+
+
+def test_gzip(tmp_path):
+    path, refused = tmp_path / "x.gz", 0
+    whole = gzip.compress("\n".join(random_lines(20)).encode())
+    for case in range(CASES // 5):
+        path.write_bytes(mutate(random.Random(case), whole))
+        refused += outcome(lambda: CriteoReader(path, 7, block_bytes=500))[0] in (
+            DataFormatError,
+            ValueError,
+        )
+    assert refused > CASES // 10
+
+
+def test_parquet(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path, parsed = tmp_path / "x.parquet", 0
+    columns = {
+        "click": [0.0, 1.0, None, 1.0] * 5,
+        "price": [1.5, None, 2.0, float("inf")] * 5,
+        "user": ["a", "bb", None, ""] * 5,
+        "tags": [[1, 2], [], None, [None, 3]] * 5,
+    }
+    wholes = []
+    for settings in ({}, {"compression": "gzip"}, {"compression": "none", "use_dictionary": False}):
+        parquet.write_table(pa.table(columns), path, row_group_size=7, **settings)
+        wholes.append(path.read_bytes())
+    for case in range(CASES):
+        draw = random.Random(case)
+        path.write_bytes(mutate(draw, draw.choice(wholes)))
+        kind, _ = outcome(
+            lambda: ParquetReader(
+                path,
+                6,
+                sparse={"user": "hash", "tags": "int"},
+                dense=["price"],
+                label="click",
+                on_error="skip",
+            )
+        )
+        parsed += isinstance(kind, int)
+    assert CASES * 0.1 < parsed < CASES * 0.9
