@@ -2,9 +2,18 @@
 
 import contextlib
 import faulthandler
+import importlib.util
 import os
 import signal
+import sys
 import time
+
+# A build under a sanitizer in place of the usual one; tests/sanitize.sh names it. Here, since
+# the imports below bring sparsekit.
+if _library := os.environ.get("SPARSEKIT_PYBIND_LIBRARY"):
+    _spec = importlib.util.spec_from_file_location("sparsekit._pybind", _library)
+    sys.modules["sparsekit._pybind"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["sparsekit._pybind"])
 
 import pytest
 import simt

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the op suite under sanitizers: the engine and the CUDA kernels on the host runner under
-# AddressSanitizer with UndefinedBehaviorSanitizer, then the kernels under ThreadSanitizer, to which
-# each thread of a kernel is a thread. The engine is not run under that: it does not know OpenMP's
+# AddressSanitizer with UndefinedBehaviorSanitizer, and what reads and hashes data, mutated files
+# included; then the kernels under ThreadSanitizer, to which each thread of a kernel is a thread. The engine is not run under that: it does not know OpenMP's
 # barriers, and would report every loop. Called by `make sanitize`; arguments go to pytest.
 # `--fuzz SECONDS SEED` runs the fuzzer under the first two in place of the suite.
 set -euo pipefail
@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 build=$(ls -dt build/cmake-*/sparsekit/lib/simt | head -1)
 build=${build%/sparsekit/lib/simt}
-targets=(sparsekit_core_asan sparsekit_simt_asan)
+targets=(sparsekit_core_asan sparsekit_simt_asan _pybind_asan)
 test "${1:-}" = --fuzz || targets+=(sparsekit_simt_tsan)
 cmake --build "$build" --target "${targets[@]}"
 # libstdc++ as well: a sanitizer that starts before it does not find its throw.
@@ -23,10 +23,9 @@ under() {
     "$python" -m "$@"
 }
 run() {
-  local sanitizer=$1 device=$2
-  shift 2
-  under "$sanitizer" pytest -q -n 2 --dist worksteal -p no:cacheprovider --time-factor 3 \
-    tests/ops -k "$device" "$@"
+  local sanitizer=$1
+  shift
+  under "$sanitizer" pytest -q -n 2 --dist worksteal -p no:cacheprovider --time-factor 3 "$@"
 }
 
 # The tests ask for more memory than there is, which must fail as it does elsewhere.
@@ -41,15 +40,19 @@ if test "${1:-}" = --fuzz; then
   under asan tests.fuzz --backend simt --seconds "$2" --seed "$3"
   exit
 fi
-run asan "not simt and not opcheck" "$@"
+run asan tests/ops -k "not simt and not opcheck" "$@"
 engine=
-run asan simt "$@"
+run asan tests/ops -k simt "$@"
+# So that each bytes object has guards of its own.
+PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.so) SPARSEKIT_FUZZ_FILES=3000 \
+  run asan tests/data tests/test_hashing*.py "$@"
 
 # Reports go to files, since pytest's workers have no exit status that anyone looks at.
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 # The slowest, so of one dtype each: others are the same kernels with other sizes.
-TSAN_OPTIONS=log_path=$reports/race:$refuse run tsan "simt and not dtype1 and not dtype2" "$@"
+TSAN_OPTIONS=log_path=$reports/race:$refuse run tsan tests/ops \
+  -k "simt and not dtype1 and not dtype2" "$@"
 if compgen -G "$reports/race*" >/dev/null; then
   cat "$reports"/race*
   exit 1

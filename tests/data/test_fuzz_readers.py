@@ -1,7 +1,7 @@
 """Mutated files: readers raise the errors that they state, or parse.
 
-SPARSEKIT_FUZZ_FILES=10000 tries as many of each format in place of 1,000; `make sanitize` does so
-under AddressSanitizer.
+SPARSEKIT_FUZZ_FILES=10000 tries as many in place of 1,000; `make sanitize` tries 3,000 under
+AddressSanitizer.
 """
 
 import gzip
