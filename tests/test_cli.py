@@ -12,6 +12,7 @@ import torch
 
 import sparsekit
 from sparsekit import cli
+from sparsekit.cli import bench, train_ratings
 from sparsekit.datasets import DatasetUnavailableError, read_ratings
 from sparsekit.distributed.world import settings
 from sparsekit.models import RatingModel, fit_bias_baseline
@@ -163,7 +164,7 @@ def test_unavailable_data(monkeypatch, capsys):
     def unavailable(data):
         raise DatasetUnavailableError("cannot be had; use --data FILE")
 
-    monkeypatch.setattr(cli, "movielens_100k", unavailable)
+    monkeypatch.setattr(train_ratings, "movielens_100k", unavailable)
     expect_error(capsys, ["train"], "^sparsekit: cannot be had; use --data FILE\n$")
 
 
@@ -195,7 +196,7 @@ def test_training_that_diverges(data, capfd, ranks):
 
 def test_divergence_in_the_last_step(data, monkeypatch, capsys):
     """Seen by the evaluation alone: the loss of a step is that of the weights before it."""
-    step = cli.Trainer._step
+    step = train_ratings.Trainer._step
 
     def broken(trainer, batch, samples):
         loss = step(trainer, batch, samples)
@@ -205,7 +206,7 @@ def test_divergence_in_the_last_step(data, monkeypatch, capsys):
                     parameter.fill_(torch.nan)
         return loss
 
-    monkeypatch.setattr(cli.Trainer, "_step", broken)
+    monkeypatch.setattr(train_ratings.Trainer, "_step", broken)
     arguments = ["train", "--data", str(data), *SMALL, *ONE, "--epochs", "1"]
     expect_error(capsys, arguments, "test RMSE is nan: training has diverged in its last step; try")
 
@@ -214,21 +215,21 @@ def test_divergence_in_the_last_step(data, monkeypatch, capsys):
 def test_the_learning_rate_reaches_zero_after_the_last_step(data, monkeypatch, batch_size):
     """Also where the last batch of an epoch is a small one."""
     rates = []
-    step = cli.Trainer._step
+    step = train_ratings.Trainer._step
 
     def recorded(trainer, batch, samples):
         rates.append([group["lr"] for o in trainer.optimizers for group in o.param_groups])
         rates.append(trainer)
         return step(trainer, batch, samples)
 
-    monkeypatch.setattr(cli.Trainer, "_step", recorded)
+    monkeypatch.setattr(train_ratings.Trainer, "_step", recorded)
     command = ["train", "--data", str(data), *SMALL, *ONE, "--epochs", "3"]
     assert cli.main([*command, "--batch-size", str(batch_size), "--lr", "0.5"]) == 0
     trainer, before = rates[-1], rates[::2]
     train, _ = read_ratings(data).split_by_time()
     steps = 3 * -(-len(train) // batch_size)
     assert len(before) == steps
-    first = [0.5, cli.DENSE_LR]
+    first = [0.5, train_ratings.DENSE_LR]
     for done, now in enumerate(before):
         assert now == pytest.approx([rate * (1 - done / steps) for rate in first], rel=1e-9)
     after = [group["lr"] for o in trainer.optimizers for group in o.param_groups]
@@ -244,7 +245,7 @@ def test_bench_is_the_benchmarks(capsys):
 
 
 def test_bench_without_the_repository(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages/sparsekit/cli.py"))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site-packages/sparsekit/cli/bench.py"))
     monkeypatch.chdir(tmp_path)
     expect_error(capsys, ["bench", "run"], "^sparsekit: bench: .*clone the repository and run this")
 
@@ -297,7 +298,7 @@ def test_ctrl_c_before_training(monkeypatch, capsys):
     def interrupt(data):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "movielens_100k", interrupt)
+    monkeypatch.setattr(train_ratings, "movielens_100k", interrupt)
     assert cli.main(["train"]) == 130
     assert capsys.readouterr().err == "sparsekit: interrupted\n"
 
@@ -369,7 +370,7 @@ def end_at_once(*_):
 
 
 def test_a_rank_that_ends(data, monkeypatch, capfd):
-    monkeypatch.setattr(cli, "_train_as_rank", end_at_once)
+    monkeypatch.setattr(train_ratings, "_train_as_rank", end_at_once)
     assert cli.main(["train", "--data", str(data), "--epochs", "1", *SMALL]) == 1
     errors = capfd.readouterr().err
     assert re.fullmatch(r"sparsekit: rank [01] was ended by SIGKILL\n", errors)

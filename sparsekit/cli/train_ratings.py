@@ -1,29 +1,35 @@
-"""The command ``sparsekit``."""
+"""``sparsekit train ratings``: a rating model, next to two baselines."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
-import os
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from . import __version__, build_info
-from ._arguments import Parser
-from .datasets import DatasetUnavailableError, Ratings, RatingsFormatError, movielens_100k
-from .distributed import init
-from .errors import DivergedError, TableFullError
-from .models import RatingModel, fit_bias_baseline, rmse
-from .optim import LazyAdam, split_embedding_variable_from_others
-from .train import Trainer
-from .train.launch import RankError, run_on_ranks, start_rank
-from .train.progress import Progress
+from .._arguments import Parser
+from ..datasets import Ratings, movielens_100k
+from ..distributed import init
+from ..errors import DivergedError, TableFullError
+from ..models import RatingModel, fit_bias_baseline, rmse
+from ..optim import LazyAdam, split_embedding_variable_from_others
+from ..train import Trainer
+from ..train.launch import RankError, run_on_ranks, start_rank
+from ..train.progress import Progress
+from .common import (
+    EXPECTED,
+    UsageError,
+    check_folder,
+    discard_output,
+    number,
+    rank,
+    set_threads,
+    sum_over_ranks,
+    world_size,
+)
 
 # Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
 # train part, the test part unseen.
@@ -33,76 +39,17 @@ TEST_FRACTION = 0.2
 EVALUATION_BATCH = 8192
 
 
-class UsageError(Exception):
-    """What the person at the keyboard can put right; shown without a traceback."""
-
-
-EXPECTED = (UsageError, DatasetUnavailableError, RatingsFormatError)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments; None means those of the process.
-
-    Returns:
-        The exit code: 0; 1 when a rank has failed; 2 for what the user can put right; 130 after
-        Ctrl-C.
-    """
-    argv = sys.argv[1:] if argv is None else argv
-    # What follows `bench` is for the benchmarks, which have a parser of their own.
-    bench = list(argv[:1]) == ["bench"]
-    args = _parser().parse_args(argv[:1] if bench else argv)
-    try:
-        if bench:
-            return _bench(argv[1:])
-        return args.run(args)
-    except EXPECTED as error:
-        print(f"sparsekit: {error}", file=sys.stderr)
-        return 2
-    except RankError as error:
-        print(f"sparsekit: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # The reader of our output, `head` for one, has gone.
-        _discard_output()
-        return 141
-    except KeyboardInterrupt:
-        print("sparsekit: interrupted", file=sys.stderr)
-        return 130
-
-
-def _discard_output() -> None:
-    """Let what is left to flush go nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_train(commands)
-    commands.add_parser(
-        "bench",
-        help="time the kernels against roofs and peers, in a clone of the repository; what follows "
-        "is as for python -m benchmarks, and --help lists it",
-    )
-    info = commands.add_parser("info", help="show how sparsekit was built")
-    info.set_defaults(run=_info)
-    return parser
-
-
-def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
-    train = commands.add_parser(
-        "train",
+def add(models: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    train = models.add_parser(
+        "ratings",
         help="train a rating model and compare it with two baselines",
         description="Train a rating model on MovieLens-100K, or on a file of ratings: the latest "
         "fifth of each user's ratings is the test part, the others are trained on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     train.set_defaults(run=_train, data=None, threads=None, save=None)
-    count = _number(int, 1, 2**31 - 1)
+    count = number(int, 1, 2**31 - 1)
     train.add_argument(
         "--data",
         metavar="FILE",
@@ -122,26 +69,26 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
     train.add_argument("--dim", type=count, default=32, help="elements of an embedding vector")
     train.add_argument(
         "--lr",
-        type=_number(float, 1e-12, 1e12),
+        type=number(float, 1e-12, 1e12),
         default=0.02,
         help="learning rate of the embeddings; it falls to zero over the epochs",
     )
     train.add_argument(
         "--seed",
-        type=_number(int, 0, 2**63 - 1),
+        type=number(int, 0, 2**63 - 1),
         default=0,
         help="of initial vectors and the order of ratings",
     )
     train.add_argument(
         "--ranks",
-        type=_number(int, 1, 1024),
+        type=number(int, 1, 1024),
         default=2,
         help="processes that share the tables and the batches; under torchrun there are as many "
         "as it has started",
     )
     train.add_argument(
         "--threads",
-        type=_number(int, 1, 1024),
+        type=number(int, 1, 1024),
         default=argparse.SUPPRESS,
         help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
     )
@@ -156,39 +103,8 @@ def _add_train(commands: argparse._SubParsersAction[Parser]) -> None:
     )
 
 
-def _number(kind: type, least: float, most: float) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not least <= value <= most:  # true of nan as well
-            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
-    return parse
-
-
-def _info(args: argparse.Namespace) -> int:
-    for key, value in build_info().items():
-        print(f"{key}: {value}")
-    return 0
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    """The benchmarks are no part of the package: they lie beside it, or where we are."""
-    for folder in (Path(__file__).resolve().parents[1], Path.cwd()):
-        if (folder / "benchmarks" / "bench_hash_table.py").exists():
-            # Last, or ranks that are started would import what lies there instead of this package.
-            sys.path.append(str(folder))
-            benchmarks = importlib.import_module("benchmarks.__main__")
-            return benchmarks.main(arguments, prog="sparsekit bench")
-    raise UsageError(
-        "bench: the benchmarks are not installed with the package; clone the repository and run "
-        "this in it"
-    )
-
-
 def _train(args: argparse.Namespace) -> int:
-    _check_folder(args.save)
+    check_folder(args.save)
     if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
         return _train_as_rank(args)
     train, test = _load(args.data)
@@ -217,7 +133,7 @@ def _train_as_rank(args: argparse.Namespace, data: bytes | None = None) -> int:
     try:
         status = _fit_and_report(train, test, args)
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         raise
     # One that leaves early would cut off what the others still read.
     dist.barrier()
@@ -230,7 +146,7 @@ def _load_once(data: str | None) -> tuple[Ratings, Ratings]:
     """Load on rank 0, which may have to download it, and send it to the others."""
     loaded: list[tuple[Ratings, Ratings] | None] = [None]
     error: Exception | None = None
-    if _rank() == 0:
+    if rank() == 0:
         try:
             loaded = [_load(data)]
         except Exception as raised:
@@ -242,7 +158,7 @@ def _load_once(data: str | None) -> tuple[Ratings, Ratings]:
 
 
 def _fit_and_report(train: Ratings, test: Ratings, args: argparse.Namespace) -> int:
-    _set_threads(args.threads)
+    set_threads(args.threads)
     init(wire_dtype=torch.bfloat16 if args.wire_dtype == "bfloat16" else None)
     try:
         model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)
@@ -262,20 +178,10 @@ def _fit_and_report(train: Ratings, test: Ratings, args: argparse.Namespace) -> 
     if args.save is not None:
         _save(model, args.save)
     of_rank = model.table_sizes()
-    sizes = dict(zip(of_rank, map(int, _sum_over_ranks(of_rank.values())), strict=True))
-    if _rank() == 0:
+    sizes = dict(zip(of_rank, map(int, sum_over_ranks(of_rank.values())), strict=True))
+    if rank() == 0:
         _report(trainer, train, test, sizes)
     return 0
-
-
-def _check_folder(file: str | None) -> None:
-    """Raise before the training what could only come after it."""
-    if file is None:
-        return
-    folder = Path(file).resolve().parent
-    if not os.access(folder, os.W_OK) or Path(file).is_dir():
-        what = "is a folder" if Path(file).is_dir() else f"cannot write into {folder}"
-        raise UsageError(f"--save {file}: {what}")
 
 
 def _save(model: RatingModel, file: str) -> None:
@@ -283,30 +189,6 @@ def _save(model: RatingModel, file: str) -> None:
         model.save(file)
     except OSError as error:
         raise UsageError(f"--save {file}: {error.strerror or error}") from error
-
-
-def _set_threads(threads: int | None) -> None:
-    # Batches of this size gain little from a second thread, and lose much where cores are shared,
-    # with other ranks for instance: torch's threads wait for one another by spinning.
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = 1
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _sum_over_ranks(values: Iterable[float]) -> list[float]:
-    total = torch.tensor(list(values), dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.tolist()
 
 
 def _load(data: str | None) -> tuple[Ratings, Ratings]:
@@ -356,9 +238,9 @@ def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
     squares = 0.0
     columns = (test.users, test.items, test.ratings)
     for batch in zip(*(column.split(EVALUATION_BATCH) for column in columns), strict=True):
-        users, items, ratings = (c.tensor_split(_world_size())[_rank()] for c in batch)
+        users, items, ratings = (c.tensor_split(world_size())[rank()] for c in batch)
         squares += (model(users, items).double() - ratings.double()).square().sum().item()
-    result = math.sqrt(_sum_over_ranks([squares])[0] / len(test))
+    result = math.sqrt(sum_over_ranks([squares])[0] / len(test))
     if not math.isfinite(result):  # the loss of the last step was that of the weights before it
         raise DivergedError(f"the test RMSE is {result}: training has diverged in its last step")
     return result

@@ -1,0 +1,78 @@
+"""What the commands share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..datasets import DatasetUnavailableError, RatingsFormatError
+from ..errors import DataFormatError
+
+
+class UsageError(Exception):
+    """What the person at the keyboard can put right; shown without a traceback."""
+
+
+EXPECTED = (UsageError, DatasetUnavailableError, RatingsFormatError, DataFormatError)
+
+
+def discard_output() -> None:
+    """Let what is left to flush go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def number(kind: type, least: float, most: float) -> Callable[[str], float]:
+    """What turns the text of an argument into an int or a float of [least, most]."""
+
+    def parse(text: str) -> float:
+        value = kind(text)
+        if not least <= value <= most:  # true of nan as well
+            raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    return parse
+
+
+def check_folder(file: str | None) -> None:
+    """Raise before the work what could only come after it, for ``--save``."""
+    if file is None:
+        return
+    folder = Path(file).resolve().parent
+    if not os.access(folder, os.W_OK) or Path(file).is_dir():
+        what = "is a folder" if Path(file).is_dir() else f"cannot write into {folder}"
+        raise UsageError(f"--save {file}: {what}")
+
+
+def set_threads(threads: int | None) -> None:
+    """Compute with ``--threads`` threads; None: as OMP_NUM_THREADS says, or one."""
+    # Batches of this size gain little from a second thread, and lose much where cores are shared,
+    # with other ranks for instance: torch's threads wait for one another by spinning.
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def rank() -> int:
+    """The number of this process among the ranks."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over_ranks(values: Iterable[float]) -> list[float]:
+    """Each value's sum over all ranks."""
+    total = torch.tensor(list(values), dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total.tolist()

@@ -1,0 +1,31 @@
+"""``sparsekit train``: the models that can be trained from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from .._arguments import Parser
+from . import train_ratings
+
+DEFAULT_MODEL = "ratings"
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    train = commands.add_parser(
+        "train",
+        help="train a model",
+        description=f"Train a model; without its name, {DEFAULT_MODEL}.",
+        epilog=f"`sparsekit train MODEL --help` lists its options; those of {DEFAULT_MODEL} may "
+        "follow `train` at once.",
+    )
+    models = train.add_subparsers(required=True, metavar="MODEL")
+    train_ratings.add(models)
+
+
+def with_model(arguments: Sequence[str]) -> list[str]:
+    """The arguments of the command, with the default model if they name none."""
+    if arguments and (not arguments[0].startswith("-") or arguments[0] in ("-h", "--help")):
+        return list(arguments)
+    return [DEFAULT_MODEL, *arguments]
