@@ -11,6 +11,7 @@ import torch
 
 import sparsekit
 from sparsekit import optim
+from sparsekit.data.criteo_sample import CARDINALITIES, KEYS_PER_BAG
 
 from .common import Comparison, zipf_keys
 from .cpu import Call, Cpu
@@ -20,13 +21,8 @@ TABLES = 26
 BAGS, TBE = "EmbeddingBag + SparseAdam", "FBGEMM TBE + row-wise Adagrad"
 ONE_LAYER, ONE_TABLE = "one layer, same keys", "one table, same keys"
 
-# Rows of MLPerf's DLRM-DCNv2 (Criteo 1TB multi-hot, at most 40M), here at most a million, and keys
-# of a bag: mlcommons/training, recommendation_v2/torchrec_dlrm.
-MLPERF_ROWS = (
-    1_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 1_000_000, 1_000_000, 405_282,
-    10, 2_209, 11_938, 155, 4, 976, 14, 1_000_000, 1_000_000, 1_000_000, 590_152, 12_973, 108, 36,
-)  # fmt: skip
-MLPERF_KEYS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+# Of MLPerf's DLRM-DCNv2, with at most a million rows in a table.
+MLPERF_ROWS = [min(rows, 1_000_000) for rows in CARDINALITIES]
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
@@ -200,7 +196,7 @@ def _twenty_six(cpu: Cpu, batch: int, dim: int) -> Iterator[Comparison]:
 
 def _mlperf(cpu: Cpu) -> Iterator[Comparison]:
     rows = MLPERF_ROWS if not cpu.quick else [min(ids, 50) for ids in MLPERF_ROWS]
-    tables = Tables(cpu, rows, MLPERF_KEYS, cpu.size(512, 4), cpu.size(128, 4))
+    tables = Tables(cpu, rows, KEYS_PER_BAG, cpu.size(512, 4), cpu.size(128, 4))
     peers = {"EmbeddingBag + Adagrad": tables.bags(torch.optim.Adagrad)}
     if cpu.has(TBE, fbgemm.missing()):
         peers[TBE] = tables.tbe()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from .. import __version__
 from .._arguments import Parser
 from ..train.launch import RankError
-from . import bench, info, train
+from . import bench, data, hash, info, train
 from .common import EXPECTED, discard_output
 
 __all__ = ["main"]
@@ -52,6 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for each in (train, bench, info):
+    for each in (train, hash, data, bench, info):
         each.add(commands)
     return parser

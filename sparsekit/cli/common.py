@@ -40,14 +40,14 @@ def number(kind: type, least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
-def check_folder(file: str | None) -> None:
-    """Raise before the work what could only come after it, for ``--save``."""
+def check_folder(file: str | None, option: str = "--save") -> None:
+    """Raise before the work that a file cannot be written, which would show only after it."""
     if file is None:
         return
     folder = Path(file).resolve().parent
     if not os.access(folder, os.W_OK) or Path(file).is_dir():
         what = "is a folder" if Path(file).is_dir() else f"cannot write into {folder}"
-        raise UsageError(f"--save {file}: {what}")
+        raise UsageError(f"{option} {file}: {what}")
 
 
 def set_threads(threads: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Keys
+from .criteo_sample import write_criteo_sample
 from .parquet import ParquetReader
 from .prefetch import Prefetcher
 from .text import CriteoReader, CsvReader
@@ -14,4 +15,5 @@ __all__ = [
     "Keys",
     "ParquetReader",
     "Prefetcher",
+    "write_criteo_sample",
 ]

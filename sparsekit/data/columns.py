@@ -104,7 +104,7 @@ class Columns:
             if there.count(name) != 1:
                 what = "no column" if name not in there else "more than one column"
                 raise ValueError(
-                    f"{reader}: {source} has {what} {name!r}; its columns are {list(there)[:50]}"
+                    f"{reader}: {source} has {what} {name!r}; its columns are {list(there)[:20]}"
                 )
 
     def settings(self) -> dict[str, object]:

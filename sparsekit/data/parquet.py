@@ -66,8 +66,8 @@ class ParquetReader(Reader):
         world_size: int | None = None,
     ) -> None:
         name = type(self).__name__
-        self._columns = Columns.of(name, label, dense, sparse)
-        for column, keys in self._columns.sparse.items():
+        self.columns = Columns.of(name, label, dense, sparse)
+        for column, keys in self.columns.sparse.items():
             if keys.kind == "hex" or keys.separator is not None:
                 raise ValueError(
                     f"{name}: sparse[{column!r}]: kind 'hex' and separator are for text, got {keys}"
@@ -76,13 +76,13 @@ class ParquetReader(Reader):
         self._missing = missing
         units: list[Unit] = []
         for path in paths:
-            groups, schema = _look_at(path)
-            self._columns.check_there(name, str(path), schema.names)
-            for column in self._columns.names():
+            groups, schema = look_at(path)
+            self.columns.check_there(name, str(path), schema.names)
+            for column in self.columns.names():
                 self._check_type(f"{name}: {path}: column {column!r}", schema, column)
             first = np.cumsum([0, *groups])
             units += [
-                _RowGroup(path, i, int(first[i]), rows, self._columns, missing)
+                _RowGroup(path, i, int(first[i]), rows, self.columns, missing)
                 for i, rows in enumerate(groups)
             ]
         super().__init__(
@@ -102,7 +102,7 @@ class ParquetReader(Reader):
 
         kind = schema.field(column).type
         number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-        if column not in self._columns.sparse:
+        if column not in self.columns.sparse:
             if not number:
                 raise ValueError(f"{place} must have numbers or booleans, but has {kind}")
             return
@@ -118,22 +118,19 @@ class ParquetReader(Reader):
             or types.is_binary_view(item)
             or types.is_fixed_size_binary(item)
         )
-        hashed = self._columns.sparse[column].kind == "hash"
+        hashed = self.columns.sparse[column].kind == "hash"
         if not types.is_integer(item) and not (hashed and text):
             wanted = "integers, strings or binary" if hashed else "integers for kind 'int'"
             raise ValueError(f"{place} must have {wanted}, or lists of them, but has {kind}")
 
     def _empty(self) -> Batch:
         no_rows = torch.zeros(1, dtype=torch.int64)
-        keys = KeyedJaggedTensor(list(self._columns.sparse), no_rows[:0], no_rows)
-        label = None if self._columns.label is None else torch.empty(0)
-        return Batch(label, torch.empty(0, len(self._columns.dense)), keys)
-
-    def _plan(self) -> dict[str, Any]:
-        return {**super()._plan(), **self._columns.settings()}
+        keys = KeyedJaggedTensor(list(self.columns.sparse), no_rows[:0], no_rows)
+        label = None if self.columns.label is None else torch.empty(0)
+        return Batch(label, torch.empty(0, len(self.columns.dense)), keys)
 
 
-def _look_at(path: Path) -> tuple[list[int], Any]:
+def look_at(path: Path) -> tuple[list[int], Any]:
     """Rows of each row group, and the schema."""
     try:
         import pyarrow

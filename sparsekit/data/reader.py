@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import DataFormatError, check_choice, check_int
 from .batch import Batch, concatenate
+from .columns import Columns
 
 __all__ = ["Reader"]
 
@@ -59,8 +60,11 @@ class Reader(IterableDataset):
     worker, or the format knows the number (Parquet).
 
     Attributes:
+        columns: which columns are read, and how.
         skipped: malformed rows left out so far, with ``on_error="skip"``.
     """
+
+    columns: Columns
 
     def __init__(
         self,
@@ -186,6 +190,7 @@ class Reader(IterableDataset):
             "batch_size": self.batch_size,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            **self.columns.settings(),
         }
 
     def _rank_and_world_size(self) -> tuple[int, int]:

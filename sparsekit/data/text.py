@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,21 +90,21 @@ class CsvReader(Reader):
         max_line_bytes: int = 1 << 20,
     ) -> None:
         name = type(self).__name__
-        self._columns = Columns.of(name, label, dense, sparse)
-        _check_marks(name, delimiter, quote, self._columns)
+        self.columns = Columns.of(name, label, dense, sparse)
+        _check_marks(name, delimiter, quote, self.columns)
         check_int(name, "block_bytes", block_bytes, 1, 2**40)
         check_int(name, "max_line_bytes", max_line_bytes, 1, 2**40)
         paths = list_files(name, files)
         texts = [TextFile(path, columns is None, max_line_bytes) for path in paths]
         names = [_names_of(text, columns, delimiter, quote) for text in texts]
-        self._columns.check_there(name, str(paths[0]), names[0])
+        self.columns.check_there(name, str(paths[0]), names[0])
         for path, there in zip(paths, names, strict=True):
             if there != names[0]:
                 raise ValueError(
                     f"{name}: {path} has the columns {there[:50]}, but {paths[0]} has "
                     f"{names[0][:50]}"
                 )
-        self._lines = _Lines(self._columns, names[0], delimiter, quote, missing, max_line_bytes)
+        self._lines = _Lines(self.columns, names[0], delimiter, quote, missing, max_line_bytes)
         super().__init__(
             [unit for text in texts for unit in text.units(block_bytes, self._lines.chunk)],
             paths,
@@ -122,7 +123,7 @@ class CsvReader(Reader):
     def _plan(self) -> dict[str, Any]:
         # Without shuffling, the order of rows does not depend on it.
         block_bytes = self._block_bytes if self.shuffle else None
-        return {**super()._plan(), "block_bytes": block_bytes, **self._columns.settings()}
+        return {**super()._plan(), "block_bytes": block_bytes}
 
 
 class CriteoReader(CsvReader):
@@ -281,6 +282,11 @@ class _TextChunk(Chunk):
         shown = text[:_SHOWN].decode(errors="backslashreplace")
         more = "..." if len(text) > _SHOWN else ""
         return f"{self._file.path}, line {line}, {column}: {reason}: {shown!r}{more}"
+
+
+def column_names(path: Path, delimiter: str, quote: str | None) -> list[str]:
+    """The names in the first line of a file."""
+    return _names_of(TextFile(path, True, 1 << 20), None, delimiter, quote)
 
 
 def _names_of(

@@ -13,13 +13,17 @@ class Progress:
 
     Args:
         title: what the line begins with.
-        total: samples to come.
+        total: samples to come; 0 if nobody knows.
         stream: where to write; None means ``sys.stderr``.
+        unit: what samples are called.
     """
 
-    def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, title: str, total: int, stream: TextIO | None = None, unit: str = "samples"
+    ) -> None:
         self.title = title
         self.total = total
+        self.unit = unit
         self.stream = sys.stderr if stream is None else stream
         self.live = self.stream.isatty()
         self.done = 0
@@ -30,17 +34,16 @@ class Progress:
         """Since the start."""
         return time.perf_counter() - self._start
 
-    def update(self, samples: int, loss: Callable[[], float]) -> None:
+    def update(self, samples: int, loss: Callable[[], float] | None = None) -> None:
         """Count samples; loss is asked for only when the line is rewritten."""
         self.done += samples
         if self.live and time.perf_counter() - self._shown >= REFRESH_S:
             self._shown = time.perf_counter()
-            filled = 20 * self.done // self.total
-            bar = "#" * filled + "." * (20 - filled)
+            filled = 20 * self.done // self.total if self.total else 0
+            bar = f"[{'#' * filled}{'.' * (20 - filled)}]" if self.total else f"{self.done:,}"
             rate = self.done / self.seconds
-            self.stream.write(
-                f"\r\033[K{self.title} [{bar}] loss {loss():.4f}  {rate:,.0f} samples/s"
-            )
+            shown = "" if loss is None else f" loss {loss():.4f} "
+            self.stream.write(f"\r\033[K{self.title} {bar}{shown} {rate:,.0f} {self.unit}/s")
             self.stream.flush()
 
     def finish(self, text: str) -> None:

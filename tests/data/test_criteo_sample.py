@@ -1,0 +1,94 @@
+import gzip
+import tracemalloc
+
+import pytest
+
+from sparsekit.data import CriteoReader, Keys, write_criteo_sample
+from sparsekit.data.criteo_sample import CARDINALITIES, KEYS_PER_BAG
+
+
+def all_rows(path, **settings):
+    (batch,) = CriteoReader(path, 10**6, **settings)
+    return batch
+
+
+def test_equal_arguments_give_equal_bytes(tmp_path):
+    files = {}
+    for name, rows, seed in (("a", 2000, 1), ("b", 2000, 1), ("c", 2000, 2), ("d", 50_000, 1)):
+        write_criteo_sample(tmp_path / name, rows, seed)
+        files[name] = (tmp_path / name).read_bytes()
+    assert files["a"] == files["b"]
+    assert files["a"] != files["c"]
+    assert files["d"].startswith(files["a"])
+    assert files["d"].count(b"\n") == 50_000
+    write_criteo_sample(tmp_path / "a.gz", 2000, 1)
+    assert gzip.decompress((tmp_path / "a.gz").read_bytes()) == files["a"]
+    write_criteo_sample(tmp_path / "none", 0)
+    assert (tmp_path / "none").read_bytes() == b""
+
+
+def test_it_looks_like_criteo(tmp_path):
+    write_criteo_sample(tmp_path / "day", 50_000)
+    batch = all_rows(tmp_path / "day")
+    assert 0.2 < batch.label.mean() < 0.3
+    assert (batch.dense < 0).any()
+    assert (batch.dense < 0).any(0).sum() == 1
+    assert batch.dense.frac().eq(0).all()
+    lengths = batch.sparse.lengths().view(26, -1)
+    assert lengths.max() == 1
+    assert 0.03 < (lengths == 0).float().mean() < 0.3
+    for (values, _), most in zip(batch.sparse.to_dict().values(), CARDINALITIES, strict=True):
+        distinct, counts = values.unique(return_counts=True)
+        assert len(distinct) <= most
+        assert len(distinct) > min(most, 50) * 0.9
+        assert 0 <= distinct.min() <= distinct.max() < 2**32
+        if most > 10**6:
+            # Of a zipf law's first two, the second is 2 ** 1.1 times rarer.
+            first, second = counts.sort(descending=True).values[:2].tolist()
+            assert first / second == pytest.approx(2**1.1, rel=0.25)
+
+
+def test_labels_depend_on_categories(tmp_path):
+    write_criteo_sample(tmp_path / "day", 50_000)
+    batch = all_rows(tmp_path / "day")
+    ranges = []
+    for name in ("C6", "C13", "C17", "C19"):  # of 3 to 14 values, each with a rate of its own
+        values, offsets = batch.sparse[name]
+        labels = batch.label[offsets.diff().bool()]
+        groups = [labels[values == value] for value in values.unique()]
+        rates = [group.mean().item() for group in groups if len(group) > 2000]
+        ranges.append(max(rates) - min(rates))
+    assert max(ranges) > 0.08  # by chance it would be some 0.02
+
+
+def test_multi_hot(tmp_path):
+    write_criteo_sample(tmp_path / "day", 200, multi_hot=True)
+    batch = all_rows(tmp_path / "day", keys=Keys("hex", separator=","))
+    lengths = batch.sparse.lengths().view(26, 200)
+    for of_feature, most in zip(lengths, KEYS_PER_BAG, strict=True):
+        assert set(of_feature.tolist()) <= {0, most}
+    assert lengths.max() == 100
+
+
+def test_what_cannot_be_written(tmp_path):
+    with pytest.raises(ValueError, match="write_criteo_sample: rows must be in"):
+        write_criteo_sample(tmp_path / "x", -1)
+    with pytest.raises(TypeError, match="write_criteo_sample: seed must be an int"):
+        write_criteo_sample(tmp_path / "x", 1, 0.5)
+
+    def interrupt(rows):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_criteo_sample(tmp_path / "x", 10, on_rows=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_bounded(tmp_path):
+    peaks = []
+    for rows in (100_000, 400_000):
+        tracemalloc.start()
+        write_criteo_sample(tmp_path / "x", rows)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0]

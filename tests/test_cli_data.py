@@ -1,0 +1,122 @@
+"""``sparsekit hash`` and ``sparsekit data``."""
+
+import gzip
+import re
+
+import pytest
+
+from sparsekit import cli
+from sparsekit.data import CriteoReader, ParquetReader
+from sparsekit.hashing import xxh64
+
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def hashed(folder, content, *options, name="x.csv"):
+    """What `sparsekit hash` makes of a file, as columns of Python objects."""
+    path, out = folder / name, folder / "out.parquet"
+    path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
+    assert cli.main(["hash", str(path), "--out", str(out), *options]) == 0
+    assert not (folder / "out.parquet.part").exists()
+    return parquet.read_table(out).to_pydict()
+
+
+def code(text, seed=0):
+    return xxh64([text], seed).item()
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.csv.gz"])
+def test_hash_of_csv(tmp_path, capsys, name):
+    text = "user,item,tag,price,click\nann,3,ff,1.5,1\n,,,,0\n"
+    options = ["--label", "click", "--dense", "price", "--int", "item", "--hex", "tag"]
+    assert hashed(tmp_path, text, *options, name=name) == {
+        "click": [1, 0],
+        "price": [1.5, 0],
+        "user": [code("ann"), None],
+        "item": [3, None],
+        "tag": [255, None],
+    }
+    assert re.fullmatch(
+        r".*out\.parquet 2 rows in \d+\.\d s, [\d,]+ rows/s\n", capsys.readouterr().out
+    )
+
+
+def test_hash_of_named_columns_only(tmp_path):
+    assert hashed(tmp_path, "a\tb\nx\ty\n", "--hash", "b", "--seed", "7", name="x.tsv") == {
+        "b": [code("y", 7)]
+    }
+
+
+def test_several_values_in_a_field_are_a_list(tmp_path):
+    text = "a,b\nx|y,1\n,2\n"
+    columns = hashed(tmp_path, text, "--separator", "|", "--int", "b")
+    assert columns == {"a": [[code("x"), code("y")], []], "b": [[1], [2]]}
+
+
+def test_hash_of_parquet(tmp_path):
+    import pyarrow
+
+    path, out = tmp_path / "x.parquet", tmp_path / "out.parquet"
+    table = pyarrow.table({"a": ["x", None], "b": [[1, 2], []], "c": [0.5, 1.5]})
+    parquet.write_table(table, path)
+    assert cli.main(["hash", str(path), "--out", str(out), "--dense", "c", "--int", "b"]) == 0
+    assert parquet.read_table(out).to_pydict() == {
+        "a": [code("x"), None],
+        "b": [[1, 2], []],
+        "c": [0.5, 1.5],
+    }
+
+
+def test_malformed_lines(tmp_path, capsys):
+    text = "a,b\nx,1\ny\nz,2\n"
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    assert cli.main(["hash", str(path), "--out", str(tmp_path / "o")]) == 2
+    assert f"sparsekit: {path}, line 3, column 2 ('b'): too few fields" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
+    columns = hashed(tmp_path, text, "--skip-malformed", "--int", "b")
+    assert columns == {"a": [code("x"), code("z")], "b": [1, 2]}
+    assert "2 rows, 1 malformed left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}/none.csv", "--out", "{}/o"], "none.csv"),
+        (["{}/x.csv", "--out", "{}/no/o"], "--out .*/no/o: cannot write into"),
+        (["{}/x.csv", "--out", "{}"], "--out .*: is a folder"),
+        (["{}/x.txt", "--out", "{}/o"], r"x\.txt: --format says what it is"),
+        (["{}/x.csv", "--out", "{}/o", "--int", "c"], r"x\.csv has no column 'c'"),
+        (["{}/x.csv", "--out", "{}/o", "--format", "parquet"], r"x\.csv"),
+        (["{}/empty.csv", "--out", "{}/o"], r"empty\.csv: no rows"),
+    ],
+)
+def test_what_the_user_can_put_right(tmp_path, capsys, arguments, message):
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "x.txt").write_text("a,b\n1,2\n")
+    (tmp_path / "empty.csv").write_text("a,b\n")
+    assert cli.main(["hash", *(argument.format(tmp_path) for argument in arguments)]) == 2
+    output = capsys.readouterr()
+    assert re.match(f"sparsekit: .*{message}", output.err), output.err
+    assert output.err.count("\n") == 1
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("name", ["day", "day.gz"])
+def test_criteo_sample_and_its_hash(tmp_path, capsys, name):
+    path, out = tmp_path / name, tmp_path / "o.parquet"
+    assert cli.main(["data", "criteo-sample", "--rows", "500", "--out", str(path)]) == 0
+    assert re.search(r"500 rows in \d+\.\d s, [\d,]+ rows/s", capsys.readouterr().out)
+    assert cli.main(["hash", str(path), "--format", "criteo", "--out", str(out)]) == 0
+    (direct,) = CriteoReader(path, 1000)
+    settings = {
+        "label": "label",
+        "dense": [f"I{i}" for i in range(1, 14)],
+        "sparse": {f"C{i}": "int" for i in range(1, 27)},
+    }
+    (again,) = ParquetReader(out, 1000, **settings)
+    assert again.label.equal(direct.label)
+    assert again.dense.equal(direct.dense)
+    assert again.sparse.values().equal(direct.sparse.values())
+    assert again.sparse.offsets().equal(direct.sparse.offsets())
+    assert cli.main(["data", "criteo-sample", "--rows", "5", "--out", str(tmp_path / "n/o")]) == 2
