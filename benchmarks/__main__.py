@@ -12,6 +12,7 @@ import torch
 
 from . import (
     bench_bucketize,
+    bench_data,
     bench_dlrm,
     bench_embedding_bag,
     bench_gather_rows,
@@ -48,6 +49,7 @@ SUITES: dict[str, Benchmarks] = {
         "step": bench_step.run,
         "group": bench_group.run,
         "xxh64": bench_xxh64.run,
+        "data": bench_data.run,
         "overhead": bench_overhead.run,
     },
     "dist": {"ranks": bench_ranks.run, "rank_tables": bench_rank_tables.run},

@@ -72,7 +72,13 @@ loss = layer(torch.arange(3)).sum()
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_snippets_of_the_docs_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_snippets_of_the_docs_run(
+    page: Path,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where they write their files
     text = page.read_text()
     names: dict[str, object] = {}
     exec(GIVEN.get(page.name, ""), names)
