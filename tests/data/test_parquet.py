@@ -123,6 +123,8 @@ def test_rows_without_a_label_or_with_infinity_are_named_or_skipped(tmp_path, sh
     if not shuffle:
         with pytest.raises(DataFormatError, match=r"x\.parquet, row 2, column 'label': not a fin"):
             list(ParquetReader(path, 4, **settings))
+        with pytest.raises(DataFormatError, match=r"x\.parquet, row 6, column 'a': an infinite"):
+            list(ParquetReader(path, 4, dense=["a"]))
     reader = ParquetReader(path, 4, on_error="skip", **settings)
     assert sorted(row for batch in reader for row in batch.label.tolist()) == [0, 2, 4]
     assert reader.skipped == 3

@@ -170,6 +170,28 @@ def test_workers_of_a_dataloader_share_the_rows(files, format):
     assert numbers(alone) == list(range(ROWS))
 
 
+def test_workers_of_ranks_share_the_rows_of_each(files):
+    loaders = [
+        DataLoader(reader(files, "text", rank=rank, world_size=2), batch_size=None, num_workers=2)
+        for rank in range(2)
+    ]
+    first, second = (list(loader) for loader in loaders)
+    assert len(first) == len(second)
+    assert sorted(numbers(first)) == list(range(ROWS // 2))
+    assert sorted(numbers(second)) == list(range(ROWS // 2, ROWS))
+
+
+def test_rows_of_each_block_have_an_order_of_their_own(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("row\n" + "".join(f"{row}\n" for row in range(1000, 3000)))
+    blocks = [[] for _ in range(10)]
+    for batch in CsvReader(path, 50, label="row", shuffle=True, block_bytes=1000):
+        for row in batch.label.int().tolist():
+            blocks[(row - 1000) // 200].append(row % 200)
+    assert all(sorted(block) == list(range(200)) for block in blocks)
+    assert len(set(map(tuple, blocks))) == 10
+
+
 def test_a_pickled_reader_reads_the_same(files):
     original = reader(files, "text", shuffle=True)
     copied = pickle.loads(pickle.dumps(original))

@@ -1,6 +1,7 @@
 import gzip
 import math
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -211,7 +212,22 @@ def test_a_line_longer_than_blocks_is_skipped_whole(tmp_path):
             assert batch.dense.view(-1).tolist() == [1, 3]
             assert reader.skipped == 1
         settings["max_line_bytes"] = 1 << 20
-        assert one(path, block_bytes=64, **settings).rows == 3
+        batch = one(path, block_bytes=64, **settings)
+        assert batch.sparse.values().tolist() == [xxh("x"), xxh("y" * 100_000), xxh("z")]
+
+
+def test_memory_is_bounded_by_blocks_and_lines(tmp_path):
+    rows = "".join(f"{row},{'z' * 90}\n" for row in range(100_000))
+    for compress in (False, True):
+        for text in ("a,b\n" + rows, "a,b\n1," + "y" * 10_000_000 + "\n"):
+            path = write(tmp_path / "x", text, compress)
+            settings = {"dense": ["a"], "sparse": ["b"], "on_error": "skip"}
+            reader = CsvReader(path, 100, block_bytes=50_000, max_line_bytes=1000, **settings)
+            tracemalloc.start()
+            for _ in reader:
+                pass
+            assert tracemalloc.get_traced_memory()[1] < 1_000_000
+            tracemalloc.stop()
 
 
 def test_quotes(tmp_path):
