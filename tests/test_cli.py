@@ -12,7 +12,7 @@ import torch
 
 import sparsekit
 from sparsekit import cli
-from sparsekit.cli import bench, train_ratings
+from sparsekit.cli import bench, ranks, train_ratings
 from sparsekit.datasets import DatasetUnavailableError, read_ratings
 from sparsekit.distributed.world import settings
 from sparsekit.models import RatingModel, fit_bias_baseline
@@ -370,7 +370,7 @@ def end_at_once(*_):
 
 
 def test_a_rank_that_ends(data, monkeypatch, capfd):
-    monkeypatch.setattr(train_ratings, "_train_as_rank", end_at_once)
+    monkeypatch.setattr(ranks, "run_as_rank", end_at_once)
     assert cli.main(["train", "--data", str(data), "--epochs", "1", *SMALL]) == 1
     errors = capfd.readouterr().err
     assert re.fullmatch(r"sparsekit: rank [01] was ended by SIGKILL\n", errors)

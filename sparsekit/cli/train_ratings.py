@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import pickle
 import sys
 
 import torch
-import torch.distributed as dist
 
 from .._arguments import Parser
 from ..datasets import Ratings, movielens_100k
@@ -17,19 +15,8 @@ from ..errors import DivergedError, TableFullError
 from ..models import RatingModel, fit_bias_baseline, rmse
 from ..optim import LazyAdam, split_embedding_variable_from_others
 from ..train import Trainer
-from ..train.launch import RankError, run_on_ranks, start_rank
-from ..train.progress import Progress
-from .common import (
-    EXPECTED,
-    UsageError,
-    check_folder,
-    discard_output,
-    number,
-    rank,
-    set_threads,
-    sum_over_ranks,
-    world_size,
-)
+from . import ranks
+from .common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
 
 # Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
 # train part, the test part unseen.
@@ -48,7 +35,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         "fifth of each user's ratings is the test part, the others are trained on.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    train.set_defaults(run=_train, data=None, threads=None, save=None)
+    train.set_defaults(run=_train, data=None, save=None)
     count = number(int, 1, 2**31 - 1)
     train.add_argument(
         "--data",
@@ -73,25 +60,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         default=0.02,
         help="learning rate of the embeddings; it falls to zero over the epochs",
     )
-    train.add_argument(
-        "--seed",
-        type=number(int, 0, 2**63 - 1),
-        default=0,
-        help="of initial vectors and the order of ratings",
-    )
-    train.add_argument(
-        "--ranks",
-        type=number(int, 1, 1024),
-        default=2,
-        help="processes that share the tables and the batches; under torchrun there are as many "
-        "as it has started",
-    )
-    train.add_argument(
-        "--threads",
-        type=number(int, 1, 1024),
-        default=argparse.SUPPRESS,
-        help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
-    )
+    ranks.add_options(train, seed="of initial vectors and the order of ratings")
     train.add_argument(
         "--capacity", type=count, default=100_000, help="rows of each table, on each rank"
     )
@@ -104,60 +73,11 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    check_folder(args.save)
-    if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
-        return _train_as_rank(args)
-    train, test = _load(args.data)
-    if args.ranks == 1:
-        return _fit_and_report(train, test, args)
-    try:
-        # Pickled here, since torch would otherwise put tensors into shared memory, which may be
-        # small.
-        run_on_ranks(args.ranks, _train_as_rank, args, pickle.dumps((train, test)))
-    except RankError as error:
-        if error.kind in {kind.__name__ for kind in EXPECTED}:
-            raise UsageError(error.reason) from None
-        if error.kind == BrokenPipeError.__name__:
-            raise BrokenPipeError from None
-        raise
-    finally:
-        # A rank that has been ended leaves its bar.
-        Progress("", 0, sys.stdout).clear()
-    return 0
+    return ranks.train(args, _load, _fit_and_report)
 
 
-def _train_as_rank(args: argparse.Namespace, data: bytes | None = None) -> int:
-    start_rank()
-    dist.init_process_group("gloo")
-    train, test = _load_once(args.data) if data is None else pickle.loads(data)
-    try:
-        status = _fit_and_report(train, test, args)
-    except BrokenPipeError:
-        discard_output()
-        raise
-    # One that leaves early would cut off what the others still read.
-    dist.barrier()
-    # Not after an error: the launcher must hear of it before the others do, by a lost connection.
-    dist.destroy_process_group()
-    return status
-
-
-def _load_once(data: str | None) -> tuple[Ratings, Ratings]:
-    """Load on rank 0, which may have to download it, and send it to the others."""
-    loaded: list[tuple[Ratings, Ratings] | None] = [None]
-    error: Exception | None = None
-    if rank() == 0:
-        try:
-            loaded = [_load(data)]
-        except Exception as raised:
-            error = raised
-    dist.broadcast_object_list(loaded)
-    if loaded[0] is None:
-        raise error or SystemExit(2)  # rank 0 says why
-    return loaded[0]
-
-
-def _fit_and_report(train: Ratings, test: Ratings, args: argparse.Namespace) -> int:
+def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> int:
+    train, test = data
     set_threads(args.threads)
     init(wire_dtype=torch.bfloat16 if args.wire_dtype == "bfloat16" else None)
     try:
@@ -191,7 +111,8 @@ def _save(model: RatingModel, file: str) -> None:
         raise UsageError(f"--save {file}: {error.strerror or error}") from error
 
 
-def _load(data: str | None) -> tuple[Ratings, Ratings]:
+def _load(args: argparse.Namespace) -> tuple[Ratings, Ratings]:
+    data = args.data
     try:
         ratings = movielens_100k(data)
     except OSError as error:

@@ -204,7 +204,7 @@ class SplitHashEncoder:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: not what {_NAME}.save has written ({error})") from error
         if feature_lengths is not None:
-            _check_same(str(path), encoder.feature_lengths, dict(feature_lengths))
+            check_same_features(str(path), encoder.feature_lengths, dict(feature_lengths))
         return encoder
 
     def __repr__(self) -> str:
@@ -274,7 +274,8 @@ def _expected_collisions(values: int, codes: int) -> float:
     return values + codes * math.expm1(values * math.log1p(-1 / codes))
 
 
-def _check_same(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:
+def check_same_features(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:
+    """Raise ValueError unless a file's features, name -> length, are those that are asked for."""
     if list(saved) != list(asked):
         raise ValueError(
             f"{path}: {_NAME} was saved with the features {list(saved)}, in this order, but "

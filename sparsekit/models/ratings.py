@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.distributed as dist
 
 from ..datasets import Ratings
 from ..nn import DistributedEmbedding, EmbeddingGroup, Uniform
 from ..table import HashTable
+from . import saved
 
 # Biases and vectors start small, so that the first predictions are near the mean.
 INITIAL = Uniform(-0.05, 0.05)
@@ -161,10 +161,8 @@ class RatingModel(torch.nn.Module):
         Raises:
             OSError: on rank 0, the file cannot be written. One that was there stays as it was.
         """
-        tables = {name: _all_items(self._layer(name)) for name in self.embeddings.layers}
-        if dist.is_initialized() and dist.get_rank() > 0:
-            return
-        saved = {
+        tables = {name: saved.all_items(self._layer(name)) for name in self.embeddings.layers}
+        model = {
             "format": FORMAT,
             "settings": self._settings,
             "range": (self.low, self.high),
@@ -173,15 +171,7 @@ class RatingModel(torch.nn.Module):
             "mean": self.mean.detach(),
             "history": self.history.state_dict(),
         }
-        part = f"{os.fspath(path)}.part"
-        try:
-            with open(part, "wb") as file:
-                torch.save(saved, file)
-            os.replace(part, path)
-        except BaseException:
-            if os.path.exists(part):
-                os.unlink(part)
-            raise
+        saved.write(path, model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, capacity: int | None = None) -> RatingModel:
@@ -197,19 +187,19 @@ class RatingModel(torch.nn.Module):
             OSError: it cannot be read.
             TableFullError: the rows do not fit.
         """
-        saved = _read(path)
-        most = max(len(keys) for keys, _ in saved["tables"].values())
-        settings = saved["settings"]
+        state = saved.read(path, FORMAT)
+        most = max(len(keys) for keys, _ in state["tables"].values())
+        settings = state["settings"]
         settings["capacity"] = capacity or max(settings["capacity"], most)
         anything = torch.zeros(1)
         model = cls(Ratings(anything.long(), anything.long(), anything, anything), **settings)
-        model.low, model.high = saved["range"]
+        model.low, model.high = state["range"]
         with torch.no_grad():
-            model.mean.copy_(saved["mean"])
-        model.project.load_state_dict(saved["project"])
-        for name, buffer in saved["history"].items():
+            model.mean.copy_(state["mean"])
+        model.project.load_state_dict(state["project"])
+        for name, buffer in state["history"].items():
             setattr(model.history, name, buffer)
-        for name, (keys, vectors) in saved["tables"].items():
+        for name, (keys, vectors) in state["tables"].items():
             model._layer(name).assign(keys, vectors)
         return model
 
@@ -232,29 +222,3 @@ class RatingModel(torch.nn.Module):
         biases = user[:, 0].square() + item[:, 0].square()
         penalty = L2_VECTORS * vectors + L2_RATED * rated.square().sum(1) + L2_BIASES * biases
         return scores, penalty
-
-
-def _all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and vectors of all ranks, on rank 0."""
-    own = [(items.keys.cpu(), items.vectors.cpu()) for items in layer.items()]
-    parts: list[Any] = [own]
-    if dist.is_initialized():
-        into = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(own, into)
-        parts = into or []
-    pieces = [piece for part in parts for piece in part]
-    none = torch.empty(0, dtype=torch.int64), torch.empty(0, layer.embedding_vec_size)
-    keys, vectors = zip(none, *pieces, strict=True)
-    return torch.cat(keys), torch.cat(vectors)
-
-
-def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception:  # whatever an unpickler says of other bytes
-        saved = None
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise ValueError(f"{os.fspath(path)}: no model that sparsekit train --save has written")
-    return saved

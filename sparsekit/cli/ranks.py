@@ -1,0 +1,98 @@
+"""What the commands that train have in common: options, and the ranks that share the work."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from ..train.launch import RankError, run_on_ranks, start_rank
+from ..train.progress import Progress
+from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank
+
+# Reads the data, on one process.
+Load = Callable[[argparse.Namespace], Any]
+# Trains on it, on each rank; returns the exit code.
+Fit = Callable[[Any, argparse.Namespace], int]
+
+
+def add_options(parser: argparse.ArgumentParser, seed: str) -> None:
+    """Add those that all models have; seed says what comes of it."""
+    parser.set_defaults(threads=None)
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
+    parser.add_argument(
+        "--ranks",
+        type=number(int, 1, 1024),
+        default=2,
+        help="processes that share the tables and the batches; under torchrun there are as many "
+        "as it has started",
+    )
+    parser.add_argument(
+        "--threads",
+        type=number(int, 1, 1024),
+        default=argparse.SUPPRESS,
+        help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
+    )
+
+
+def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
+    """Load the data once and train on ``args.ranks`` ranks; returns the exit code.
+
+    Both are functions of a module, so that they can be sent by name.
+    """
+    check_folder(args.save)
+    if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
+        return run_as_rank(args, load, fit)
+    data = load(args)
+    if args.ranks == 1:
+        return fit(data, args)
+    try:
+        # Pickled here, since torch would otherwise put tensors into shared memory, which may be
+        # small.
+        run_on_ranks(args.ranks, run_as_rank, args, load, fit, pickle.dumps(data))
+    except RankError as error:
+        if error.kind in {kind.__name__ for kind in EXPECTED}:
+            raise UsageError(error.reason) from None
+        if error.kind == BrokenPipeError.__name__:
+            raise BrokenPipeError from None
+        raise
+    finally:
+        # A rank that has been ended leaves its bar.
+        Progress("", 0, sys.stdout).clear()
+    return 0
+
+
+def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:
+    """What each rank does."""
+    start_rank()
+    dist.init_process_group("gloo")
+    loaded = _load_once(args, load) if data is None else pickle.loads(data)
+    try:
+        status = fit(loaded, args)
+    except BrokenPipeError:
+        discard_output()
+        raise
+    # One that leaves early would cut off what the others still read.
+    dist.barrier()
+    # Not after an error: the launcher must hear of it before the others do, by a lost connection.
+    dist.destroy_process_group()
+    return status
+
+
+def _load_once(args: argparse.Namespace, load: Load) -> Any:
+    """Load on rank 0, which may have to download it, and send it to the others."""
+    loaded: list[Any] = [None]
+    error: Exception | None = None
+    if rank() == 0:
+        try:
+            loaded = [load(args)]
+        except Exception as raised:
+            error = raised
+    dist.broadcast_object_list(loaded)
+    if loaded[0] is None:
+        raise error or SystemExit(2)  # rank 0 says why
+    return loaded[0]

@@ -1,0 +1,178 @@
+"""``sparsekit train wide``: a wide network on hashed features of the Adult census data."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+
+import torch
+
+from .._arguments import Parser
+from ..datasets import Adult, adult
+from ..datasets.adult import NUMBERS
+from ..errors import DivergedError
+from ..hashing import SplitHashEncoder
+from ..models import QuantileBuckets, WideModel
+from ..models.wide import LOSSES, OPTIMIZERS, select_rows
+from ..train import Trainer
+from ..train.metrics import auc, gather, log_loss
+from . import ranks
+from .common import UsageError, number, rank, set_threads, world_size
+
+# The split is always the same, whatever --seed, or settings would be tested on what chose them.
+TEST_FRACTION, SPLIT_SEED = 0.2, 0
+# Loss, epochs, batch size, buckets and lengths were chosen on a fifth of the train part, the test
+# part unseen.
+DEFAULT_EPOCHS = 6
+DEFAULT_BATCH = 256
+NUMBER_BUCKETS = 32
+# Room for more values than any of the columns has in the train part (42), so that few collide.
+FEATURE_LENGTH = 1000
+EVALUATION_BATCH = 8192
+
+
+def add(models: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    train = models.add_parser(
+        "wide",
+        help="train a wide network on hashed features and compare it with a constant",
+        description="Train a wide network on the Adult census data, from raw text: who earns more "
+        "than 50,000 dollars a year? A random fifth of the people is the test part, the others "
+        "are trained on.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    train.set_defaults(run=_train, data=None, save=None)
+    count = number(int, 1, 2**31 - 1)
+    train.add_argument(
+        "--data",
+        metavar="FILE",
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="people of your own (default: the Adult data): CSV with the same columns, named by "
+        "its first line or in the order of the UCI repository's adult.data",
+    )
+    train.add_argument(
+        "--save",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where to write the trained model, for sparsekit.models.WideModel.load",
+    )
+    train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
+    train.add_argument("--batch-size", type=count, default=DEFAULT_BATCH, help="people in a step")
+    train.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=OPTIMIZERS[0],
+        help="adam with lr 0.002, or ftrl with lr 0.2 and l1 = l2 = 1.0, which has many weights "
+        "exactly zero",
+    )
+    train.add_argument(
+        "--loss", choices=LOSSES, default=LOSSES[0], help="cross entropy, or squared error"
+    )
+    ranks.add_options(train, seed="of initial weights and the order of people")
+
+
+def _train(args: argparse.Namespace) -> int:
+    return ranks.train(args, _load, _fit_and_report)
+
+
+def _load(args: argparse.Namespace) -> tuple[Adult, Adult]:
+    try:
+        people = adult(args.data)
+    except OSError as error:
+        raise UsageError(f"--data {args.data}: {error.strerror or error}") from error
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    train, test = people.split(TEST_FRACTION, SPLIT_SEED)
+    if len(test.labels.unique()) < 2:
+        raise UsageError(
+            f"--data {args.data}: the test part, {len(test):,} of {len(people):,} people, must "
+            f"have some of either income"
+        )
+    print(
+        f"{args.data or 'The Adult census data'}: {len(people):,} people; {len(train):,} are "
+        f"trained on, a random fifth, {len(test):,}, are tested on",
+        flush=True,
+    )
+    return train, test
+
+
+def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
+    set_threads(args.threads)
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+    train, test = data
+    begin = time.perf_counter()
+    encoder = SplitHashEncoder(dict.fromkeys(train.columns, FEATURE_LENGTH))
+    buckets = QuantileBuckets.fit(train.columns, NUMBERS, NUMBER_BUCKETS)
+    model = WideModel(encoder, buckets, loss=args.loss, seed=args.seed)
+    matrix, of_test = model.encode(train.columns), model.encode(test.columns)
+    if rank() == 0:
+        print(
+            f"{len(train.columns)} columns of text are a sparse matrix of {encoder.width:,} "
+            f"columns, {encoder.row_nnz} ones in a row: {time.perf_counter() - begin:.1f} s",
+            flush=True,
+        )
+    trainer = Trainer(
+        model,
+        lambda _, batch: (model.losses(select_rows(matrix, batch[0]), batch[1]), 0.0),
+        [model.optimizer(args.optimizer, min(args.batch_size, len(train)))],
+        seed=args.seed,
+        stream=sys.stdout,
+    )
+    try:
+        trainer.fit(
+            (torch.arange(len(train)), train.labels),
+            epochs=args.epochs,
+            batch_size=args.batch_size,
+            # To watch only: nothing is chosen by it.
+            evaluate=lambda _: _evaluate(model, of_test, test.labels),
+        )
+    except DivergedError as error:
+        raise UsageError(str(error)) from error
+    if trainer.interrupted:
+        return 130
+    if args.save is not None:
+        _save(model, args.save)
+    weights = model.weights()
+    if rank() == 0:
+        _report(trainer, train, test, weights)
+    return 0
+
+
+def _evaluate(model: WideModel, matrix: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Each rank predicts its share of each batch, since all must look up equally often."""
+    parts = torch.arange(len(labels)).split(EVALUATION_BATCH)
+    mine = [part.tensor_split(world_size())[rank()] for part in parts]
+    found = [model.probabilities(select_rows(matrix, part)) for part in mine]
+    probabilities, truth = gather(torch.cat(found)), gather(labels[torch.cat(mine)])
+    if not probabilities.isfinite().all():  # the loss of the last step was of the weights before it
+        raise DivergedError("a probability is not finite: training has diverged in its last step")
+    return {
+        "test AUC": auc(probabilities, truth),
+        "test log loss": log_loss(probabilities, truth),
+    }
+
+
+def _save(model: WideModel, file: str) -> None:
+    try:
+        model.save(file)
+    except OSError as error:
+        raise UsageError(f"--save {file}: {error.strerror or error}") from error
+
+
+def _report(trainer: Trainer, train: Adult, test: Adult, weights: torch.Tensor) -> None:
+    rate = torch.full_like(test.labels, train.labels.double().mean().item())
+    metrics = trainer.history[-1].metrics
+    results = {
+        "constant rate": (auc(rate, test.labels), log_loss(rate, test.labels)),
+        "model": (metrics["test AUC"], metrics["test log loss"]),
+    }
+    print(f"\n{'':14}{'test AUC':>9}{'test log loss':>15}")
+    for name, (area, loss) in results.items():
+        print(f"{name:14}{area:9.4f}{loss:15.4f}")
+    seconds = sum(epoch.seconds for epoch in trainer.history)
+    print(
+        f"\n{len(trainer.history)} epochs in {seconds:.1f} s; {weights.numel():,} weights of "
+        f"{len(weights):,} columns, {(weights == 0).double().mean():.0%} of them exactly zero"
+    )

@@ -1,0 +1,66 @@
+"""Files of trained models: written by any number of ranks, and read by any other."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..nn import DistributedEmbedding
+
+
+def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys ``[n]`` and vectors ``[n, dim]`` of all ranks, on the CPU of rank 0; on others none."""
+    own = [(items.keys.cpu(), items.vectors.cpu()) for items in layer.items()]
+    parts: list[Any] = [own]
+    if dist.is_initialized():
+        into = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(own, into)
+        parts = into or []
+    pieces = [piece for part in parts for piece in part]
+    none = torch.empty(0, dtype=torch.int64), torch.empty(0, layer.embedding_vec_size)
+    keys, vectors = zip(none, *pieces, strict=True)
+    return torch.cat(keys), torch.cat(vectors)
+
+
+def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
+    """Write a model on rank 0; on others nothing. A file that was there stays until it is whole.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    part = f"{os.fspath(path)}.part"
+    try:
+        with open(part, "wb") as file:
+            torch.save(saved, file)
+        os.replace(part, path)
+    except BaseException:
+        if os.path.exists(part):
+            os.unlink(part)
+        raise
+
+
+def read(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
+    """What `write` has written.
+
+    Args:
+        path: the file.
+        expected: the entry ``"format"`` that it must have.
+
+    Raises:
+        ValueError: the file is something else.
+        OSError: it cannot be read.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception:  # whatever an unpickler says of other bytes
+        saved = None
+    if not isinstance(saved, dict) or saved.get("format") != expected:
+        raise ValueError(f"{os.fspath(path)}: no model that sparsekit train --save has written")
+    return saved

@@ -1,0 +1,82 @@
+"""AUC and log loss against plain loops."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsekit.train.metrics import auc, gather, log_loss
+
+
+def pairs(scores, labels):
+    """How often a positive one beats a negative one, ties counted half."""
+    won = [
+        (s > t) + 0.5 * (s == t)
+        for s, positive in zip(scores, labels, strict=True)
+        for t, other in zip(scores, labels, strict=True)
+        if positive and not other
+    ]
+    return sum(won) / len(won)
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=40),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.int64]),
+)
+def test_auc_equals_a_double_loop(samples, dtype):
+    samples += [(0, True), (1, False)]
+    scores, labels = zip(*samples, strict=True)
+    found = auc(torch.tensor(scores).to(dtype), torch.tensor(labels).float())
+    assert found == pytest.approx(pairs(scores, labels), rel=0, abs=1e-12)
+
+
+def test_auc_of_extremes():
+    scores, labels = torch.tensor([-math.inf, 0.1, 0.2, math.inf]), torch.tensor([0, 0, 1, 1])
+    assert auc(scores, labels) == 1
+    assert auc(-scores, labels) == 0
+    assert auc(torch.zeros(4), labels) == 0.5
+
+
+def test_auc_of_millions_has_all_digits():
+    """Sums of ranks are beyond what float32 counts."""
+    n = 3_000_000
+    labels = torch.arange(n) % 2
+    assert auc(torch.arange(n), labels) == pytest.approx(0.5 + 1 / n, rel=0, abs=1e-12)
+
+
+def test_log_loss_equals_a_plain_one():
+    p, labels = [0.0, 0.25, 0.5, 1.0, 1.0], [0, 1, 0, 1, 0]
+    cut = [min(max(x, 1e-7), 1 - 1e-7) for x in p]
+    expected = [-math.log(x if y else 1 - x) for x, y in zip(cut, labels, strict=True)]
+    assert log_loss(torch.tensor(p), torch.tensor(labels)) == pytest.approx(sum(expected) / 5)
+
+
+@pytest.mark.parametrize("metric", [auc, log_loss])
+@pytest.mark.parametrize(
+    ("values", "labels", "message"),
+    [
+        ([0.5, 0.5], [1, 0, 1], r"shapes \(2,\) and \(3,\)"),
+        ([[0.5]], [[1]], r"shapes \(1, 1\)"),
+        ([0.5, math.nan], [1, 0], "1 of 2 values are NaN"),
+        ([0.5, 0.5], [1, 2], "labels must be 0 or 1"),
+    ],
+)
+def test_what_is_refused(metric, values, labels, message):
+    with pytest.raises(ValueError, match=message):
+        metric(torch.tensor(values), torch.tensor(labels))
+
+
+def test_what_has_no_answer_is_refused():
+    for labels in ([1, 1], []):
+        with pytest.raises(ValueError, match="samples of both labels"):
+            auc(torch.ones(len(labels)), torch.tensor(labels))
+    for p in ([], [1.5], [-0.1]):
+        with pytest.raises(ValueError, match="at least one sample, and probabilities"):
+            log_loss(torch.tensor(p), torch.ones(len(p)))
+
+
+def test_gather_on_one_process():
+    tensor = torch.arange(3)
+    assert gather(tensor) is tensor
