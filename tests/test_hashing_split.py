@@ -1,11 +1,9 @@
-"""sparsekit.hashing.SplitHashEncoder: the rule, its known answers and what it must hold."""
+"""sparsekit.hashing.SplitHashEncoder: the rule, options and errors.
 
-import json
-import math
-import os
-import subprocess
+Known answers and what it must hold besides are in systems/test_s0_wide.py.
+"""
+
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,54 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from split_hash import columns_of, expected_columns
 from xxh64_oracle import unsigned
 
-import sparsekit
 from sparsekit.hashing import SplitHashEncoder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 
 VALUES = st.one_of(st.none(), st.integers(), st.binary(max_size=9), st.sampled_from("abc"))
-
-
-def expected_columns(value, length, splits=4, salt=0):
-    """By the formula, in Python's whole numbers."""
-    h, bucket = unsigned(value, salt), max(32, 4 * math.ceil(math.sqrt(length)))
-    if splits == 1:
-        return [h % bucket]
-    w = bucket // 4
-    return [k * w + (h >> (48 - 16 * k) & 0xFFFF) % w for k in range(4)]
-
-
-def columns_of(encoder, columns):
-    keys, offsets = encoder.encode(columns, to="bags")
-    n = len(offsets) - 1
-    assert offsets.tolist() == list(range(0, n * encoder.row_nnz + 1, encoder.row_nnz))
-    return keys.view(n, encoder.row_nnz)
-
-
-@pytest.mark.parametrize(
-    ("value", "length", "w", "chunks"),
-    [
-        ("3", 7, 8, (6, 2, 6, 4)),
-        ("item_42", 100_000, 317, (309, 155, 125, 5)),
-        ("", 7, 8, (6, 7, 0, 1)),
-    ],
-)
-def test_the_known_answers(value, length, w, chunks):
-    encoder = SplitHashEncoder({"a": length})
-    assert encoder.width == 4 * w
-    expected = [k * w + chunk for k, chunk in enumerate(chunks)]
-    assert columns_of(encoder, {"a": [value]}).tolist() == [expected]
-    one_hot = columns_of(SplitHashEncoder({"a": length}, 1), {"a": [value]})
-    assert one_hot.item() == unsigned(value) % (4 * w)
-
-
-@pytest.mark.parametrize(("length", "lost"), [(64, 1), (10_000, 1), (100_000, 0), (1_000_000, 2)])
-def test_the_known_numbers_of_distinct_tuples(length, lost):
-    (found,) = SplitHashEncoder({"a": length}).collisions({"a": pa.array(map(str, range(length)))})
-    assert (found.values, found.codes, found.observed) == (length, length - lost, lost)
-    assert found.expected == pytest.approx(0.5, rel=0.03)
 
 
 @given(
@@ -85,44 +43,6 @@ def test_widths():
     assert SplitHashEncoder(lengths, 1).row_nnz == 6
 
 
-def test_a_code_does_not_depend_on_neighbours_or_frame():
-    encoder = SplitHashEncoder({"a": 1000})
-    alone = columns_of(encoder, {"a": ["x"]})[0]
-    for frame in (["x", "y"], ["a"] * 5 + ["x"], [None, 7, "x", b"\xff"], np.array(["x", "yz"])):
-        row = columns_of(encoder, {"a": frame, "b": [0.5]})[list(frame).index("x")]
-        assert torch.equal(row, alone)
-
-
-def test_a_code_does_not_depend_on_pythonhashseed():
-    program = (
-        "from sparsekit.hashing import SplitHashEncoder as E; encoder = E({'a': 50, 'b': 9000}); "
-        "print(encoder.encode({'b': ['x', 3], 'a': [None, b'y']}, to='bags')[0].tolist())"
-    )
-    path = [str(Path(sparsekit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [("x", None), (3, b"y")]
-    expected = [
-        column
-        for b, a in rows
-        for column in expected_columns(a, 50) + [32 + c for c in expected_columns(b, 9000)]
-    ]
-    assert json.loads(run.stdout) == expected
-
-
-def test_int_str_bytes_and_none_follow_the_rules():
-    columns = columns_of(SplitHashEncoder({"a": 10_000}), {"a": [3, "3", b"3", None, "", "None"]})
-    assert columns[0].equal(columns[1])
-    assert columns[0].equal(columns[2])
-    assert columns[3].equal(columns[4])
-    assert not columns[3].equal(columns[5])
-
-
 class Frame:
     """What the encoder sees of a DataFrame: a column by its name."""
 
@@ -138,35 +58,6 @@ def test_all_tables_give_the_same(table):
     data = {"city": ["Bern", None, "Zürich"], "day": [1, 2, 3], "other": [0.5, 0.5, 0.5]}
     encoder = SplitHashEncoder({"day": 7, "city": 5000})
     assert columns_of(encoder, table(data)).equal(columns_of(encoder, data))
-
-
-def some_data(n):
-    draw = np.random.default_rng(0)
-    return {name: draw.integers(0, high, n) for name, high in LENGTHS.items()}
-
-
-LENGTHS = {"day": 7, "city": 1000, "item": 100_000}
-
-
-@pytest.mark.parametrize("splits", [4, 1])
-@pytest.mark.parametrize("n", [0, 1, 33])
-@pytest.mark.parametrize("signed", [False, True])
-def test_csr_has_exactly_its_ones_in_each_row_and_sorted_indices(n, splits, signed):
-    encoder = SplitHashEncoder(LENGTHS, splits, signed=signed)
-    matrix = encoder.encode(some_data(n), to="scipy")
-    assert matrix.shape == (n, encoder.width)
-    assert np.diff(matrix.indptr).tolist() == [3 * splits] * n
-    assert matrix.data.dtype == np.float32
-    assert (abs(matrix.data) == 1).all()
-    assert signed or (matrix.data == 1).all()
-    assert (np.diff(matrix.indices.reshape(n, 3 * splits)) > 0).all()
-    matrix.check_format(full_check=True)
-    tensor = encoder.encode(some_data(n), to="torch")
-    parts = tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    torch.sparse_csr_tensor(*parts, tensor.shape, check_invariants=True)
-    for part, of_scipy in zip(parts, (matrix.indptr, matrix.indices, matrix.data), strict=True):
-        assert part.tolist() == of_scipy.tolist()
-    assert tensor.shape == matrix.shape
 
 
 def test_signs_are_as_documented_and_cancel_on_average():
@@ -196,29 +87,6 @@ def test_collisions_of_a_narrow_code_are_as_many_as_expected():
     assert (found.codes, found.observed, found.expected) == (32, 2968, pytest.approx(2968))
     (found,) = split.collisions({"a": []})
     assert (found.values, found.codes, found.expected) == (0, 0, 0)
-
-
-def test_save_and_load_round_trips(tmp_path):
-    lengths = {"day": 7, "ïtem": 1000}
-    encoder = SplitHashEncoder(lengths, 1, salts={"ïtem": 2**64 - 1}, signed=True)
-    encoder.save(tmp_path / "encoder.json")
-    loaded = SplitHashEncoder.load(tmp_path / "encoder.json", lengths)
-    assert vars(loaded) == vars(encoder)
-    assert json.loads((tmp_path / "encoder.json").read_text())["splits"] == 1
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ({"day": 7, "item": 1001}, "feature 'item' was saved with length 1000, but .* has 1001"),
-        ({"item": 1000, "day": 7}, r"features \['day', 'item'\], in this order, but"),
-        ({"day": 7}, r"feature_lengths has \['day'\]"),
-    ],
-)
-def test_changed_feature_lengths_give_a_clear_error(tmp_path, lengths, message):
-    SplitHashEncoder({"day": 7, "item": 1000}).save(tmp_path / "encoder.json")
-    with pytest.raises(ValueError, match=rf"encoder\.json: .*{message}"):
-        SplitHashEncoder.load(tmp_path / "encoder.json", lengths)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": "other", "version": 1}'])

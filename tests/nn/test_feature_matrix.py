@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from peak_memory import forget_peak, peak
 
 import sparsekit
 from sparsekit.hashing import SplitHashEncoder
@@ -99,12 +100,6 @@ def test_what_the_encoder_makes(to, signed):
     assert (layer(encoder.encode(columns, to=to))[:, 0] - expected).abs().max() < 1e-6
 
 
-def high_water():
-    """Bytes of the largest resident memory that this process has had."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
 @pytest.mark.parametrize("to", ["torch", "scipy"])
 def test_no_dense_matrix_is_made(to):
     """Dense, 20,000 rows of 262,144 columns take 21 GB; their entries take 1.6 MB at most."""
@@ -112,11 +107,9 @@ def test_no_dense_matrix_is_made(to):
     layer = sparsekit.DistributedEmbedding("sum", 120_000, 4, 1, name="wide")
     columns = {"a": np.arange(20_000)}
     layer(encoder.encode({"a": [0]}, to=to))
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
-    before = high_water()
+    before = forget_peak()
     layer(encoder.encode(columns, to=to)).sum().backward()
-    assert high_water() - before < 64 * 2**20
+    assert peak() - before < 64 * 2**20
 
 
 @pytest.mark.parametrize(

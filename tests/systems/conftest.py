@@ -1,0 +1,3 @@
+"""The pools of ranks."""
+
+from ranks.conftest import ranks  # noqa: F401
