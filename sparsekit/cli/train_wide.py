@@ -28,7 +28,7 @@ TEST_FRACTION, SPLIT_SEED = 0.2, 0
 DEFAULT_EPOCHS = 6
 DEFAULT_BATCH = 256
 NUMBER_BUCKETS = 32
-# Room for more values than any of the columns has in the train part (42), so that few collide.
+# Far more than the values of any column (a category has 42 at most), so that few collide.
 FEATURE_LENGTH = 1000
 EVALUATION_BATCH = 8192
 

@@ -115,11 +115,10 @@ class WideModel(torch.nn.Module):
 
         Ftrl weighs gradients against l1, l2 and its initial accumulator, 0.1. These stand for
         gradients of the sum over a batch; the loss is the mean, so they are divided by batch_size
-        (the accumulator by its square), which gives the same weights. Beside gradients of the mean
-        an l1 of 1.0 is so large that all weights become zero, and the prediction a constant.
+        (the accumulator by its square), which gives the same weights.
 
-        The penalties are the table's alone. If those on the `dim` weights of the head ever make
-        all of them zero together with the table, no gradient is left to get them away from there.
+        The penalties are the table's alone. If they were the head's as well, small batches could
+        make all weights of both zero in the first steps, and from there no gradient leads away.
 
         Args:
             name: ``"adam"`` or ``"ftrl"``.
@@ -140,7 +139,8 @@ class WideModel(torch.nn.Module):
 
     def weights(self) -> torch.Tensor:
         """The vectors of all columns, ``[width, dim]``; on several ranks all call it."""
-        return self.embedding.vectors(torch.arange(self.encoder.width))
+        columns = torch.arange(self.encoder.width, device=self.head.weight.device)
+        return self.embedding.vectors(columns)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file, for any number of ranks.
