@@ -2,10 +2,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <exception>
-#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -22,7 +22,7 @@ namespace {
 // numpy.empty, looked up when this module is loaded: later, an import hook could run.
 py::handle numpy_empty;
 
-// A thread for each part but the last, which is done here; so are those that get no thread.
+// Starts a thread for each part but the last, which is done here, as are those that get none.
 void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Body body, void* context) {
   std::vector<std::thread> others;
   try {
@@ -47,11 +47,10 @@ FieldKind kind_of(const std::string& name) {
   throw py::value_error("no kind of field: " + name);
 }
 
-// The column of dense numbers that a field is, or kLabel.
 struct BoundField {
   static constexpr int64_t kLabel = -1;
   Field field;
-  int64_t column = 0;
+  int64_t column = 0;  // of a kFloat: which of the dense numbers, or kLabel
 };
 
 struct BoundFormat {

@@ -89,7 +89,8 @@ def _hash(args: argparse.Namespace) -> int:
                 f"{rows:,} rows{skipped} in {progress.seconds:.1f} s, {rate:,.0f} rows/s"
             )
     except OSError as error:
-        raise UsageError(f"--out {args.out}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise UsageError(f"{args.file} to {args.out}: {reason}") from error
     finally:
         partial.unlink(missing_ok=True)
     return 0

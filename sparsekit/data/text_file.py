@@ -138,7 +138,7 @@ class _Block(Unit):
 
     def _with_rest_of_line(self, handle: int, begin: int, text: bytes) -> bytes:
         """Up to its newline, the end of the file, or more than a line may have."""
-        most = self._end - begin + self._file.max_line_bytes
+        most = self._end - begin + self._file.max_line_bytes + 1
         while len(text) <= most and (piece := os.pread(handle, 1 << 20, begin + len(text))):
             end = piece.find(b"\n")
             text += piece if end < 0 else piece[: end + 1]
@@ -154,7 +154,7 @@ class _Compressed(Unit):
         self._file, self._block_bytes, self._make = file, block_bytes, make
 
     def chunks(self) -> Iterator[Chunk]:
-        most = self._file.max_line_bytes + 1  # enough to be seen as too long
+        most = self._file.max_line_bytes + 2  # too long even if the last byte is a "\r"
         line = 1 if self._file.names is None else 2
         with gzip.open(self._file.path) as file, self._file.errors():
             file.read(self._file.start)

@@ -216,6 +216,21 @@ def test_a_line_longer_than_blocks_is_skipped_whole(tmp_path):
         assert batch.sparse.values().tolist() == [xxh("x"), xxh("y" * 100_000), xxh("z")]
 
 
+def test_a_long_line_with_a_return_where_it_is_cut(tmp_path):
+    # Cut behind "\r" it would look like a line of just the size that is allowed.
+    path = write(tmp_path / "x", "a,b\n1," + "y" * 97 + "\r" + "z" * 100_000 + "\n", True)
+    for block_bytes in (50, 104, 105, 106):
+        settings = {"dense": ["a"], "max_line_bytes": 99, "block_bytes": block_bytes}
+        with pytest.raises(DataFormatError, match="too long a line"):
+            list(CsvReader(path, 10, **settings))
+    whole = "a,b\n1," + "y" * 97 + "\r"
+    path = write(tmp_path / "y", whole + "z" * (200 - len(whole)) + "\n2,x\n", True)
+    for block_bytes in range(1, 120):
+        reader = CsvReader(path, 10, sparse=["b"], max_line_bytes=99, block_bytes=block_bytes)
+        with pytest.raises(DataFormatError, match="too long a line"):
+            list(reader)
+
+
 def test_memory_is_bounded_by_blocks_and_lines(tmp_path):
     rows = "".join(f"{row},{'z' * 90}\n" for row in range(100_000))
     for compress in (False, True):
