@@ -6,6 +6,7 @@
 
 #include "hash_columns.h"
 #include "hash_parts.h"
+#include "utf8.h"
 
 namespace sparsekit {
 namespace {
@@ -22,30 +23,6 @@ Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   return size;
 }
 
-// Writes up to 4 bytes; null if the code point is no character.
-char* put_utf8(uint32_t point, char* out) {
-  const auto put = [&](uint32_t byte) { *out++ = static_cast<char>(byte); };
-  const auto put_rest = [&](int shift) { put(0x80 | (point >> shift & 0x3F)); };
-  if (point < 0x80) {
-    put(point);
-  } else if (point < 0x800) {
-    put(0xC0 | point >> 6);
-    put_rest(0);
-  } else if (point < 0x10000) {
-    if (point >= 0xD800 && point < 0xE000) return nullptr;
-    put(0xE0 | point >> 12);
-    put_rest(6);
-    put_rest(0);
-  } else {
-    if (point > 0x10FFFF) return nullptr;
-    put(0xF0 | point >> 18);
-    put_rest(12);
-    put_rest(6);
-    put_rest(0);
-  }
-  return out;
-}
-
 // False if a code point is no character.
 bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_t seed,
                   int64_t* code) {
@@ -57,11 +34,8 @@ bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_
   }
   char* end = buffer + length;
   if (bits >= 0x80) {
-    end = buffer;
-    for (Py_ssize_t k = 0; k < length; ++k) {
-      end = put_utf8(text[k], end);
-      if (end == nullptr) return false;
-    }
+    end = put_utf8(text, static_cast<size_t>(length), buffer);
+    if (end == nullptr) return false;
   }
   *code = code_of({buffer, static_cast<size_t>(end - buffer)}, seed);
   return true;

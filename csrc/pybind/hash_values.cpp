@@ -1,18 +1,21 @@
 // The rules of hashing are stated for users in sparsekit/hashing/values.py.
 #include "hash_values.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string_view>
 
 #include "hash_parts.h"
+#include "sparsekit/xxh64_batch.h"
+#include "utf8.h"
 
 namespace sparsekit {
 namespace {
 
 // How many items ahead an object is asked for: objects lie scattered over the heap, and the loop
 // would otherwise wait for each.
-constexpr Py_ssize_t kPrefetchDistance = 16;
+constexpr Py_ssize_t kPrefetchDistance = 48;
 
 // The functions below that set an error return false or null, so that callers can pass it on.
 
@@ -41,24 +44,6 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-// The bytes to hash of an item that holds them as they are; false if it is not such an item.
-// Only reads memory, so any thread may call it while some thread holds the GIL.
-inline bool plain_text(PyObject* item, std::string_view* text) {
-  if (PyUnicode_Check(item)) {
-    // ASCII is its own UTF-8.
-    if (!PyUnicode_IS_COMPACT_ASCII(item)) return false;
-    *text = {static_cast<const char*>(PyUnicode_DATA(item)),
-             static_cast<size_t>(PyUnicode_GET_LENGTH(item))};
-    return true;
-  }
-  if (PyBytes_Check(item)) {
-    *text = {PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item))};
-    return true;
-  }
-  *text = {};
-  return item == Py_None;
-}
-
 inline void prefetch_object(const PyObject* item) {
 #if defined(__GNUC__)
   const char* address = reinterpret_cast<const char*>(item);
@@ -69,22 +54,95 @@ inline void prefetch_object(const PyObject* item) {
 #endif
 }
 
-// codes[i] for the items in [begin, end) that are plain text; false if others are among them. Kept
-// out of line, where the loop has all registers to itself.
-[[gnu::noinline]] bool hash_plain(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end,
-                                  uint64_t seed, int64_t* codes) {
-  bool all_plain = true;
-  for (Py_ssize_t i = begin; i < end; ++i) {
-    if (i + kPrefetchDistance < end) prefetch_object(items[i + kPrefetchDistance]);
-    std::string_view text;
-    if (plain_text(items[i], &text)) {
-      codes[i] = code_of(text, seed);
-    } else {
-      all_plain = false;
-    }
-  }
-  return all_plain;
+// Room for the UTF-8 forms of one batch. Texts that need more are hashed as they come, and those
+// longer than all of it are left to hash_others().
+constexpr size_t kEncodedBytes = 1 << 14;
+
+bool is_ready(PyObject* text) {
+#if PY_VERSION_HEX < 0x030C0000
+  return PyUnicode_IS_READY(text);  // else it is one of the deprecated kind, without code points
+#else
+  (void)text;
+  return true;
+#endif
 }
+
+// Hashes the items of a list, in batches, that need neither Python code nor new objects. It only
+// reads memory, so any thread may do so while some thread holds the GIL.
+class PlainItems {
+ public:
+  explicit PlainItems(uint64_t seed) : seed_(seed), batch_(seed) {}
+
+  // codes[i] for up to kBatch items; the position of the first that is left out, or `count`.
+  Py_ssize_t hash(PyObject* const* items, Py_ssize_t count, Py_ssize_t ahead, int64_t* codes) {
+    Py_ssize_t first_left = count;
+    encoded_ = 0;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (i + kPrefetchDistance < ahead) prefetch_object(items[i + kPrefetchDistance]);
+      if (!hash_one(items[i], static_cast<uint32_t>(i), codes)) {
+        first_left = std::min(first_left, i);
+      }
+    }
+    batch_.flush(codes);
+    return first_left;
+  }
+
+ private:
+  bool hash_one(PyObject* item, uint32_t place, int64_t* codes) {
+    if (PyUnicode_Check(item)) {
+      // ASCII is its own UTF-8.
+      if (!PyUnicode_IS_COMPACT_ASCII(item)) return encode(item, place, codes);
+      batch_.add(static_cast<const char*>(PyUnicode_DATA(item)),
+                 static_cast<size_t>(PyUnicode_GET_LENGTH(item)), place, codes);
+      return true;
+    }
+    if (PyBytes_Check(item)) {
+      batch_.add(PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item)), place,
+                 codes);
+      return true;
+    }
+    if (PyLong_Check(item) && !PyBool_Check(item)) {
+      int overflow = 0;
+      const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+      codes[place] = code_of_integer(value, seed_);
+      return overflow == 0;
+    }
+    batch_.add(nullptr, 0, place, codes);
+    return item == Py_None;
+  }
+
+  bool encode(PyObject* item, uint32_t place, int64_t* codes) {
+    if (!is_ready(item)) return false;
+    const auto size = static_cast<size_t>(PyUnicode_GET_LENGTH(item));
+    if (size > kEncodedBytes / 4) return false;
+    if (size > (kEncodedBytes - encoded_) / 4) {
+      batch_.flush(codes);
+      encoded_ = 0;
+    }
+    const void* points = PyUnicode_DATA(item);
+    char* const text = buffer_ + encoded_;
+    char* end = nullptr;
+    switch (PyUnicode_KIND(item)) {
+      case PyUnicode_1BYTE_KIND:
+        end = put_utf8(static_cast<const uint8_t*>(points), size, text);
+        break;
+      case PyUnicode_2BYTE_KIND:
+        end = put_utf8(static_cast<const uint16_t*>(points), size, text);
+        break;
+      default:
+        end = put_utf8(static_cast<const uint32_t*>(points), size, text);
+    }
+    if (end == nullptr) return false;
+    batch_.add(text, static_cast<size_t>(end - text), place, codes);
+    encoded_ = static_cast<size_t>(end - buffer_);
+    return true;
+  }
+
+  uint64_t seed_;
+  Xxh64Batch batch_;
+  size_t encoded_ = 0;
+  char buffer_[kEncodedBytes];
+};
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
   Py_ssize_t length = 0;
@@ -138,19 +196,23 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   return tuple;
 }
 
-// codes[i] for the items that hash_plain() leaves out.
-bool hash_others(PyObject* items, uint64_t seed, int64_t* codes) {
+// codes[i] for the items from the first that PlainItems leaves out.
+bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   Reference copy;
-  for (Py_ssize_t i = 0; i < n; ++i) {
+  for (Py_ssize_t i = first; i < n; ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(items, i);
-    std::string_view text;
-    if (plain_text(item, &text)) {
-      if (copy) codes[i] = code_of(text, seed);  // it may have been another item before
-      continue;
-    }
     if (PyUnicode_Check(item)) {
       if (!hash_str(item, i, seed, &codes[i])) return false;
+      continue;
+    }
+    if (PyBytes_Check(item)) {
+      codes[i] =
+          code_of({PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item))}, seed);
+      continue;
+    }
+    if (item == Py_None) {
+      codes[i] = code_of({}, seed);
       continue;
     }
     if (PyBool_Check(item)) return refuse_type(item, i);
@@ -196,13 +258,18 @@ PyObject* sequence_items(PyObject* values) {
 bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes) {
   if (!check_num_threads(num_threads)) return false;
   PyObject* const* slots = PySequence_Fast_ITEMS(items);
-  std::atomic<bool> all_plain{true};
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
+  std::atomic<int64_t> first_left{n};
   // This thread keeps the GIL and waits, so nothing changes while the others read.
-  split(PySequence_Fast_GET_SIZE(items), num_threads,
-        [=, &all_plain](Py_ssize_t begin, Py_ssize_t end) {
-          if (!hash_plain(slots, begin, end, seed, codes)) all_plain = false;
-        });
-  return all_plain || hash_others(items, seed, codes);
+  split(n, num_threads, [=, &first_left](Py_ssize_t begin, Py_ssize_t end) {
+    PlainItems plain(seed);
+    for (Py_ssize_t i = begin; i < end; i += kBatch) {
+      const Py_ssize_t count = std::min<Py_ssize_t>(kBatch, end - i);
+      const Py_ssize_t left = plain.hash(slots + i, count, end - i, codes + i);
+      if (left < count) keep_first(first_left, i + left);
+    }
+  });
+  return first_left == n || hash_others(items, first_left, seed, codes);
 }
 
 }  // namespace sparsekit
