@@ -8,6 +8,7 @@
 
 #include "hash_columns.h"
 #include "hash_parts.h"
+#include "sparsekit/xxh64_batch.h"
 
 namespace sparsekit {
 namespace {
@@ -84,9 +85,17 @@ void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int
 }
 
 template <class Texts>
-void hash_texts(const ArrowArray& array, Texts texts, const Work& work, int64_t* codes) {
-  const auto code = [texts, seed = work.seed](int64_t i) { return code_of(texts(i), seed); };
-  hash_valid(array, code, work, codes);
+void hash_valid_texts(const ArrowArray& array, Texts texts, const Work& work, int64_t* codes) {
+  const Validity valid = validity_of(array);
+  const uint64_t seed = work.seed;
+  split(array.length, work.num_threads, [=](int64_t begin, int64_t end) {
+    if (valid.bits == nullptr) {
+      hash_texts(texts, begin, end, seed, codes);
+    } else {
+      const auto text_or_none = [&](int64_t i) { return valid(i) ? texts(i) : std::string_view(); };
+      hash_texts(text_or_none, begin, end, seed, codes);
+    }
+  });
 }
 
 // Calls visit with a null pointer of the integer type of a format; false if it is none.
@@ -158,17 +167,17 @@ void hash_plain_array(const char* format_of, const ArrowArray& array, const Work
   } else if (format == "u" || format == "z") {
     const OffsetTexts<int32_t> texts{buffer_of<int32_t>(array, 1) + first,
                                      buffer_of<char>(array, 2)};
-    hash_texts(array, texts, work, codes);
+    hash_valid_texts(array, texts, work, codes);
   } else if (format == "U" || format == "Z") {
     const OffsetTexts<int64_t> texts{buffer_of<int64_t>(array, 1) + first,
                                      buffer_of<char>(array, 2)};
-    hash_texts(array, texts, work, codes);
+    hash_valid_texts(array, texts, work, codes);
   } else if (format == "vu" || format == "vz") {
-    hash_texts(array, ViewTexts{buffer_of<char>(array, 1) + first * 16, array.buffers + 2}, work,
+    hash_valid_texts(array, ViewTexts{buffer_of<char>(array, 1) + first * 16, array.buffers + 2}, work,
                codes);
   } else if (format[0] == 'w') {
     const int64_t size = std::atoll(format_of + 2);
-    hash_texts(array, FixedTexts{buffer_of<char>(array, 1) + first * size, size}, work, codes);
+    hash_valid_texts(array, FixedTexts{buffer_of<char>(array, 1) + first * size, size}, work, codes);
   } else {
     hash_integer_array(format[0], array, work, codes);
   }

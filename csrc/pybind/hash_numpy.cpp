@@ -6,6 +6,7 @@
 
 #include "hash_columns.h"
 #include "hash_parts.h"
+#include "sparsekit/xxh64_batch.h"
 #include "utf8.h"
 
 namespace sparsekit {
@@ -72,10 +73,11 @@ bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t
   if (!check_num_threads(num_threads)) return false;
   without_gil([=] {
     split(n, num_threads, [=](Py_ssize_t begin, Py_ssize_t end) {
-      for (Py_ssize_t i = begin; i < end; ++i) {
+      const auto text_of = [=](int64_t i) {
         const char* text = texts + i * size;
-        codes[i] = code_of({text, static_cast<size_t>(length_of(text, size))}, seed);
-      }
+        return std::string_view(text, static_cast<size_t>(length_of(text, size)));
+      };
+      hash_texts(text_of, begin, end, seed, codes);
     });
   });
   return true;

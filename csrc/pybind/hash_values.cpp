@@ -13,10 +13,6 @@
 namespace sparsekit {
 namespace {
 
-// How many items ahead an object is asked for: objects lie scattered over the heap, and the loop
-// would otherwise wait for each.
-constexpr Py_ssize_t kPrefetchDistance = 48;
-
 // The functions below that set an error return false or null, so that callers can pass it on.
 
 bool refuse_type(PyObject* item, Py_ssize_t position) {
@@ -44,19 +40,8 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-inline void prefetch_object(const PyObject* item) {
-#if defined(__GNUC__)
-  const char* address = reinterpret_cast<const char*>(item);
-  __builtin_prefetch(address);
-  __builtin_prefetch(address + 48);  // the text of a short str, often on the next line
-#else
-  (void)item;
-#endif
-}
-
-// Room for the UTF-8 forms of one batch. Texts that need more are hashed as they come, and those
-// longer than all of it are left to hash_others().
-constexpr size_t kEncodedBytes = 1 << 14;
+// Characters beyond ASCII are encoded on the stack, for texts of up to so many characters.
+constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {
 #if PY_VERSION_HEX < 0x030C0000
@@ -67,60 +52,69 @@ bool is_ready(PyObject* text) {
 #endif
 }
 
-// Hashes the items of a list, in batches, that need neither Python code nor new objects. It only
-// reads memory, so any thread may do so while some thread holds the GIL.
+// Hashes items that need neither Python code nor new objects. It only reads memory, so any thread
+// may do so while some thread holds the GIL.
 class PlainItems {
  public:
-  explicit PlainItems(uint64_t seed) : seed_(seed), batch_(seed) {}
+  explicit PlainItems(uint64_t seed) : seed_(seed) {}
 
-  // codes[i] for up to kBatch items; the position of the first that is left out, or `count`.
-  Py_ssize_t hash(PyObject* const* items, Py_ssize_t count, Py_ssize_t ahead, int64_t* codes) {
-    Py_ssize_t first_left = count;
-    encoded_ = 0;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      if (i + kPrefetchDistance < ahead) prefetch_object(items[i + kPrefetchDistance]);
-      if (!hash_one(items[i], static_cast<uint32_t>(i), codes)) {
-        first_left = std::min(first_left, i);
+  // codes[i] for the items in [begin, end); the first that is left out, or `end`.
+  Py_ssize_t hash(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end, int64_t* codes) {
+    constexpr Py_ssize_t kMost = ShortTexts::kMost;
+    Py_ssize_t first_left = end;
+    for (; begin < end; begin += kMost) {
+      const Py_ssize_t next = std::min(begin + kMost, end);
+      num_done_ = 0;
+      num_encoded_ = 0;
+      for (Py_ssize_t i = begin; i < next; ++i) {
+        if (!add(items[i], static_cast<int>(i - begin))) first_left = std::min(first_left, i);
       }
+      // Objects lie scattered over the heap, so those of the next batch are asked for meanwhile.
+      hash_short_texts(texts_, static_cast<int>(next - begin), seed_, codes + begin,
+                       reinterpret_cast<const void* const*>(items + next),
+                       static_cast<int>(std::min(kMost, end - next)));
+      for (int k = 0; k < num_done_; ++k) codes[begin + done_[k].place] = done_[k].code;
     }
-    batch_.flush(codes);
     return first_left;
   }
 
  private:
-  bool hash_one(PyObject* item, uint32_t place, int64_t* codes) {
+  bool add(PyObject* item, int place) {
     if (PyUnicode_Check(item)) {
       // ASCII is its own UTF-8.
-      if (!PyUnicode_IS_COMPACT_ASCII(item)) return encode(item, place, codes);
-      batch_.add(static_cast<const char*>(PyUnicode_DATA(item)),
-                 static_cast<size_t>(PyUnicode_GET_LENGTH(item)), place, codes);
-      return true;
+      if (!PyUnicode_IS_COMPACT_ASCII(item)) return add_encoded(item, place);
+      return add_text(static_cast<const char*>(PyUnicode_DATA(item)), PyUnicode_GET_LENGTH(item),
+                      place);
     }
     if (PyBytes_Check(item)) {
-      batch_.add(PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item)), place,
-                 codes);
-      return true;
+      return add_text(PyBytes_AS_STRING(item), PyBytes_GET_SIZE(item), place);
     }
+    texts_.sizes[place] = 0;
     if (PyLong_Check(item) && !PyBool_Check(item)) {
       int overflow = 0;
       const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-      codes[place] = code_of_integer(value, seed_);
+      done_[num_done_++] = {place, code_of_integer(value, seed_)};
       return overflow == 0;
     }
-    batch_.add(nullptr, 0, place, codes);
     return item == Py_None;
   }
 
-  bool encode(PyObject* item, uint32_t place, int64_t* codes) {
+  bool add_text(const char* text, Py_ssize_t length, int place) {
+    const auto size = static_cast<size_t>(length);
+    const bool too_long = size >= ShortTexts::kTooLong;
+    if (too_long) done_[num_done_++] = {place, code_of({text, size}, seed_)};
+    texts_.data[place] = text;
+    texts_.sizes[place] = too_long ? 0 : static_cast<uint8_t>(size);
+    return true;
+  }
+
+  bool add_encoded(PyObject* item, int place) {
+    texts_.sizes[place] = 0;
     if (!is_ready(item)) return false;
     const auto size = static_cast<size_t>(PyUnicode_GET_LENGTH(item));
-    if (size > kEncodedBytes / 4) return false;
-    if (size > (kEncodedBytes - encoded_) / 4) {
-      batch_.flush(codes);
-      encoded_ = 0;
-    }
+    if (size > kMostEncoded) return false;
     const void* points = PyUnicode_DATA(item);
-    char* const text = buffer_ + encoded_;
+    char* const text = encoded_ + num_encoded_;
     char* end = nullptr;
     switch (PyUnicode_KIND(item)) {
       case PyUnicode_1BYTE_KIND:
@@ -133,15 +127,22 @@ class PlainItems {
         end = put_utf8(static_cast<const uint32_t*>(points), size, text);
     }
     if (end == nullptr) return false;
-    batch_.add(text, static_cast<size_t>(end - text), place, codes);
-    encoded_ = static_cast<size_t>(end - buffer_);
-    return true;
+    // What is too long is hashed at once, and its room is free again.
+    if (end - text < static_cast<Py_ssize_t>(ShortTexts::kTooLong)) num_encoded_ += end - text;
+    return add_text(text, end - text, place);
   }
 
+  struct Done {
+    int place;
+    int64_t code;
+  };
+
   uint64_t seed_;
-  Xxh64Batch batch_;
-  size_t encoded_ = 0;
-  char buffer_[kEncodedBytes];
+  ShortTexts texts_;
+  int num_done_ = 0;
+  Done done_[ShortTexts::kMost];  // items with a code already
+  Py_ssize_t num_encoded_ = 0;
+  char encoded_[ShortTexts::kMost * ShortTexts::kTooLong + 4 * kMostEncoded];
 };
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
@@ -263,11 +264,8 @@ bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes)
   // This thread keeps the GIL and waits, so nothing changes while the others read.
   split(n, num_threads, [=, &first_left](Py_ssize_t begin, Py_ssize_t end) {
     PlainItems plain(seed);
-    for (Py_ssize_t i = begin; i < end; i += kBatch) {
-      const Py_ssize_t count = std::min<Py_ssize_t>(kBatch, end - i);
-      const Py_ssize_t left = plain.hash(slots + i, count, end - i, codes + i);
-      if (left < count) keep_first(first_left, i + left);
-    }
+    const Py_ssize_t left = plain.hash(slots, begin, end, codes);
+    if (left < end) keep_first(first_left, left);
   });
   return first_left == n || hash_others(items, first_left, seed, codes);
 }

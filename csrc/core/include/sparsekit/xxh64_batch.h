@@ -1,6 +1,7 @@
 // XXH64 of short texts, several at once.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -8,45 +9,53 @@
 
 namespace sparsekit {
 
-// A text of a batch: its code goes to codes[place].
-struct ShortText {
-  const char* data;
-  uint32_t size;
-  uint32_t place;
+struct ShortTexts {
+  static constexpr int kMost = 256;       // so that a byte can number them
+  static constexpr size_t kTooLong = 64;  // bytes
+
+  const char* data[kMost];
+  alignas(64) uint8_t sizes[kMost + 8];
 };
 
-constexpr size_t kShortText = 64;
-// Texts of a batch: enough to find neighbours of similar length, few enough for the first-level
-// cache.
-constexpr int kBatch = 512;
+inline void prefetch(const void* address) {
+#if defined(__GNUC__)
+  __builtin_prefetch(address);
+#else
+  (void)address;
+#endif
+}
 
-// codes[texts[k].place] = XXH64 of texts[k], for k in [0, count). `count` is at most kBatch, and the
-// sizes are below kShortText. Reads no byte beyond a text.
-void xxh64_short_texts(const ShortText* texts, int count, uint64_t seed, int64_t* codes);
+// codes[k] = XXH64 of text k, for k in [0, count). No byte beyond a text is read. Meanwhile the
+// caches are asked for two lines of each of the objects `soon`, which the caller reads next.
+void hash_short_texts(const ShortTexts& texts, int count, uint64_t seed, int64_t* codes,
+                      const void* const* soon = nullptr, int num_soon = 0);
 
-// Collects up to kBatch texts and then hashes them.
-class Xxh64Batch {
- public:
-  explicit Xxh64Batch(uint64_t seed) : seed_(seed) {}
+// Whether AVX-512 is used where the processor has it, which tests switch off. Returns whether it is
+// from now on.
+bool use_xxh64_avx512(bool wanted);
 
-  // codes[place] becomes the code of the bytes at `data`, which must stay there until flush().
-  void add(const char* data, size_t size, uint32_t place, int64_t* codes) {
-    if (size < kShortText) {
-      texts_[count_++] = {data, static_cast<uint32_t>(size), place};
-    } else {
-      codes[place] = static_cast<int64_t>(xxh64(data, size, seed_));
+// codes[i] = XXH64 of texts(i), a string_view, for i in [begin, end).
+template <class Texts>
+void hash_texts(const Texts& texts, int64_t begin, int64_t end, uint64_t seed, int64_t* codes) {
+  ShortTexts batch;
+  for (; begin < end; begin += ShortTexts::kMost) {
+    const int count = static_cast<int>(std::min<int64_t>(ShortTexts::kMost, end - begin));
+    bool any_too_long = false;
+    for (int k = 0; k < count; ++k) {
+      const auto text = texts(begin + k);
+      const bool too_long = text.size() >= ShortTexts::kTooLong;
+      any_too_long |= too_long;
+      batch.data[k] = text.data();
+      batch.sizes[k] = too_long ? 0 : static_cast<uint8_t>(text.size());
+      prefetch(text.data());
+    }
+    hash_short_texts(batch, count, seed, codes + begin);
+    for (int k = 0; any_too_long && k < count; ++k) {
+      const auto text = texts(begin + k);
+      if (text.size() < ShortTexts::kTooLong) continue;
+      codes[begin + k] = static_cast<int64_t>(xxh64(text.data(), text.size(), seed));
     }
   }
-
-  void flush(int64_t* codes) {
-    xxh64_short_texts(texts_, count_, seed_, codes);
-    count_ = 0;
-  }
-
- private:
-  uint64_t seed_;
-  int count_ = 0;
-  ShortText texts_[kBatch];
-};
+}
 
 }  // namespace sparsekit
