@@ -173,11 +173,12 @@ void hash_plain_array(const char* format_of, const ArrowArray& array, const Work
                                      buffer_of<char>(array, 2)};
     hash_valid_texts(array, texts, work, codes);
   } else if (format == "vu" || format == "vz") {
-    hash_valid_texts(array, ViewTexts{buffer_of<char>(array, 1) + first * 16, array.buffers + 2}, work,
-               codes);
+    hash_valid_texts(array, ViewTexts{buffer_of<char>(array, 1) + first * 16, array.buffers + 2},
+                     work, codes);
   } else if (format[0] == 'w') {
     const int64_t size = std::atoll(format_of + 2);
-    hash_valid_texts(array, FixedTexts{buffer_of<char>(array, 1) + first * size, size}, work, codes);
+    hash_valid_texts(array, FixedTexts{buffer_of<char>(array, 1) + first * size, size}, work,
+                     codes);
   } else {
     hash_integer_array(format[0], array, work, codes);
   }

@@ -11,6 +11,7 @@
 #include "hash_columns.h"
 #include "hash_values.h"
 #include "shared_memory.h"
+#include "sparsekit/xxh64_batch.h"
 #ifdef SPARSEKIT_NCCL
 #include "nccl_communicator.h"
 #endif
@@ -137,6 +138,8 @@ PYBIND11_MODULE(_pybind, m) {
         py::arg("stride"), py::arg("n"), py::arg("missing"), py::arg("seed"),
         py::arg("num_threads") = 1,
         "XXH64 of n packed strings of numpy's StringDType; `missing` stands for those that lack.");
+  m.def("use_xxh64_avx512", &use_xxh64_avx512, py::arg("wanted"),
+        "Whether short texts are hashed with AVX-512, for tests; returns whether they are now.");
   m.def("build_info", &build_info, "How this module was built, as a dict.");
   add_delimited_text(m);
   add_shared_memory(m);

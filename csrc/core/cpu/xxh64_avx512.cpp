@@ -32,9 +32,15 @@ constexpr Numbers kNumbers;
 SPARSEKIT_AVX512_INLINE Lanes all(uint64_t x) {
   return _mm512_set1_epi64(static_cast<long long>(x));
 }
-SPARSEKIT_AVX512_INLINE Lanes add(Lanes a, Lanes b) { return _mm512_add_epi64(a, b); }
-SPARSEKIT_AVX512_INLINE Lanes times(Lanes a, uint64_t b) { return _mm512_mullo_epi64(a, all(b)); }
-SPARSEKIT_AVX512_INLINE Lanes bits_xor(Lanes a, Lanes b) { return _mm512_xor_si512(a, b); }
+SPARSEKIT_AVX512_INLINE Lanes add(Lanes a, Lanes b) {
+  return _mm512_add_epi64(a, b);
+}
+SPARSEKIT_AVX512_INLINE Lanes times(Lanes a, uint64_t b) {
+  return _mm512_mullo_epi64(a, all(b));
+}
+SPARSEKIT_AVX512_INLINE Lanes bits_xor(Lanes a, Lanes b) {
+  return _mm512_xor_si512(a, b);
+}
 SPARSEKIT_AVX512_INLINE Lanes bits_and(Lanes a, uint64_t b) {
   return _mm512_and_si512(a, all(b));
 }
@@ -74,8 +80,8 @@ SPARSEKIT_AVX512_INLINE void sort_by_size(const ShortTexts& texts, int count, ui
     for (int k = 0; k < count; k += 64) {
       const __mmask64 there = _bzhi_u64(~uint64_t{0}, count - k < 64 ? count - k : 64);
       const Lanes class_of = bits_and(_mm512_load_si512(texts.sizes + k), 0x3C3C3C3C3C3C3C3C);
-      const __mmask64 same = _mm512_mask_cmpeq_epi8_mask(there, class_of,
-                                                         _mm512_set1_epi8(static_cast<char>(size)));
+      const __mmask64 same =
+          _mm512_mask_cmpeq_epi8_mask(there, class_of, _mm512_set1_epi8(static_cast<char>(size)));
       const Lanes numbers = _mm512_add_epi8(first_numbers, _mm512_set1_epi8(static_cast<char>(k)));
       _mm512_storeu_si512(order + done, _mm512_maskz_compress_epi8(same, numbers));
       done += static_cast<int>(_mm_popcnt_u64(same));
@@ -96,8 +102,8 @@ SPARSEKIT_AVX512_INLINE bool all_of_one_size(const ShortTexts& texts, int count)
 }
 
 // The last size % 8 bytes of texts in the low bytes of their lanes.
-SPARSEKIT_AVX512_INLINE Lanes load_rest(const ShortTexts& texts, const uint8_t* order,
-                                        Lanes data, Lanes size, bool any_below_8) {
+SPARSEKIT_AVX512_INLINE Lanes load_rest(const ShortTexts& texts, const uint8_t* order, Lanes data,
+                                        Lanes size, bool any_below_8) {
   const __mmask8 which = _mm512_cmpge_epu64_mask(size, all(8));
   const Lanes last = load(which, add(add(data, size), all(uint64_t(-8))));
   // By 8 - size % 8 bytes, which may be all.
@@ -116,8 +122,8 @@ SPARSEKIT_AVX512_INLINE Lanes load_rest(const ShortTexts& texts, const uint8_t* 
 }
 
 // kStep texts of similar sizes, the first the shortest.
-SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* order,
-                                       bool uniform, uint64_t seed, int64_t* codes) {
+SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* order, bool uniform,
+                                       uint64_t seed, int64_t* codes) {
   const uint32_t least = texts.sizes[order[0]];
   const uint32_t most = texts.sizes[order[kStep - 1]];
   Lanes data[kSide], size[kSide], hash[kSide], rest[kSide];
@@ -147,8 +153,8 @@ SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* o
       const __mmask8 which = _mm512_cmpgt_epu64_mask(bits_and(size[g], 31), all(8 * w + 7));
       const Lanes word = load(which, add(data[g], all(8 * w)));
       const Lanes mixed = bits_xor(hash[g], absorb(_mm512_setzero_si512(), word));
-      hash[g] = _mm512_mask_add_epi64(
-          hash[g], which, times(_mm512_rol_epi64(mixed, 27), kPrime1), all(kPrime4));
+      hash[g] = _mm512_mask_add_epi64(hash[g], which, times(_mm512_rol_epi64(mixed, 27), kPrime1),
+                                      all(kPrime4));
     }
   }
   if (least / 4 != most / 4 || most % 8 >= 4) {
@@ -156,8 +162,8 @@ SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* o
     for (int g = 0; g < kSide; ++g) {
       const __mmask8 which = _mm512_test_epi64_mask(size[g], all(4));
       const Lanes mixed = bits_xor(hash[g], times(bits_and(rest[g], 0xFFFFFFFF), kPrime1));
-      hash[g] = _mm512_mask_add_epi64(
-          hash[g], which, times(_mm512_rol_epi64(mixed, 23), kPrime2), all(kPrime3));
+      hash[g] = _mm512_mask_add_epi64(hash[g], which, times(_mm512_rol_epi64(mixed, 23), kPrime2),
+                                      all(kPrime3));
       rest[g] = _mm512_mask_srli_epi64(rest[g], which, rest[g], 32);
     }
   }
@@ -209,7 +215,9 @@ SPARSEKIT_AVX512 void hash_short_texts(const ShortTexts& texts, int count, uint6
 
 namespace sparsekit::xxh64_avx512 {
 
-bool is_supported() { return false; }
+bool is_supported() {
+  return false;
+}
 void hash_short_texts(const ShortTexts&, int, uint64_t, int64_t*, const void* const*, int) {}
 
 }  // namespace sparsekit::xxh64_avx512
