@@ -6,6 +6,7 @@
 #include <memory>
 #include <string_view>
 
+#include "cpu/xxh64_avx512.h"
 #include "hash_parts.h"
 #include "sparsekit/xxh64_batch.h"
 #include "utf8.h"
@@ -118,7 +119,9 @@ class PlainItems {
     char* end = nullptr;
     switch (PyUnicode_KIND(item)) {
       case PyUnicode_1BYTE_KIND:
-        end = put_utf8(static_cast<const uint8_t*>(points), size, text);
+        end = uses_avx512_
+                  ? xxh64_avx512::put_latin1(static_cast<const uint8_t*>(points), size, text)
+                  : put_utf8(static_cast<const uint8_t*>(points), size, text);
         break;
       case PyUnicode_2BYTE_KIND:
         end = put_utf8(static_cast<const uint16_t*>(points), size, text);
@@ -138,11 +141,12 @@ class PlainItems {
   };
 
   uint64_t seed_;
+  bool uses_avx512_ = uses_xxh64_avx512();
   ShortTexts texts_;
   int num_done_ = 0;
   Done done_[ShortTexts::kMost];  // items with a code already
   Py_ssize_t num_encoded_ = 0;
-  char encoded_[ShortTexts::kMost * ShortTexts::kTooLong + 4 * kMostEncoded];
+  char encoded_[ShortTexts::kMost * ShortTexts::kTooLong + 4 * kMostEncoded + 64];
 };
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {

@@ -121,9 +121,20 @@ SPARSEKIT_AVX512_INLINE Lanes load_rest(const ShortTexts& texts, const uint8_t* 
   return rest;
 }
 
+// Eight of the objects that are read next. A few at a time, since the loads of this step wait for
+// those before them.
+SPARSEKIT_AVX512_INLINE void prefetch_eight(const void* const* soon, int from, int num_soon) {
+  for (int j = from; j < from + 8 && j < num_soon; ++j) {
+    prefetch(soon[j]);
+    prefetch(static_cast<const char*>(soon[j]) + 48);
+  }
+}
+
 // kStep texts of similar sizes, the first the shortest.
 SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* order, bool uniform,
-                                       uint64_t seed, int64_t* codes) {
+                                       uint64_t seed, int64_t* codes, const void* const* soon,
+                                       int first, int num_soon) {
+  prefetch_eight(soon, first, num_soon);
   const uint32_t least = texts.sizes[order[0]];
   const uint32_t most = texts.sizes[order[kStep - 1]];
   Lanes data[kSide], size[kSide], hash[kSide], rest[kSide];
@@ -146,6 +157,7 @@ SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* o
 #pragma GCC unroll 4
   for (int g = 0; g < kSide; ++g) hash[g] = add(hash[g], size[g]);
 
+  prefetch_eight(soon, first + 8, num_soon);
   const uint32_t words = most >= 32 && least < 32 ? 3 : most % 32 / 8;
   for (uint32_t w = 0; w < words; ++w) {
 #pragma GCC unroll 4
@@ -167,6 +179,7 @@ SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* o
       rest[g] = _mm512_mask_srli_epi64(rest[g], which, rest[g], 32);
     }
   }
+  prefetch_eight(soon, first + 16, num_soon);
   const uint32_t bytes = uniform ? most % 4 : 3;
   for (uint32_t b = 0; b < bytes; ++b) {
 #pragma GCC unroll 4
@@ -177,6 +190,7 @@ SPARSEKIT_AVX512_INLINE void hash_step(const ShortTexts& texts, const uint8_t* o
       rest[g] = _mm512_srli_epi64(rest[g], 8);
     }
   }
+  prefetch_eight(soon, first + 24, num_soon);
 #pragma GCC unroll 4
   for (int g = 0; g < kSide; ++g) {
     Lanes h = times(bits_xor(hash[g], _mm512_srli_epi64(hash[g], 33)), kPrime2);
@@ -201,12 +215,30 @@ SPARSEKIT_AVX512 void hash_short_texts(const ShortTexts& texts, int count, uint6
   sort_by_size(texts, count, order);
   const bool uniform = all_of_one_size(texts, count);
   for (int k = 0; k < count; k += kStep) {
-    for (int j = k; j < k + kStep && j < num_soon; ++j) {
-      prefetch(soon[j]);
-      prefetch(static_cast<const char*>(soon[j]) + 48);
-    }
-    hash_step(texts, order + k, uniform, seed, codes);
+    hash_step(texts, order + k, uniform, seed, codes, soon, k, num_soon);
   }
+}
+
+SPARSEKIT_AVX512 char* put_latin1(const uint8_t* text, size_t size, char* out) {
+  for (size_t left = size; left != 0;) {
+    const unsigned step = left < 32 ? static_cast<unsigned>(left) : 32;
+    const __mmask32 there = _bzhi_u32(~0u, step);
+    const __m256i points = _mm256_maskz_loadu_epi8(there, text);
+    const __mmask32 beyond = _mm256_movepi8_mask(points);
+    // Two bytes for each, of which the second counts beyond ASCII.
+    const Lanes one = _mm512_cvtepu8_epi16(points);
+    const Lanes second = _mm512_slli_epi16(_mm512_and_si512(one, _mm512_set1_epi16(0x3F)), 8);
+    const Lanes both = _mm512_or_si512(_mm512_or_si512(_mm512_srli_epi16(one, 6), second),
+                                       _mm512_set1_epi16(static_cast<short>(0x80C0)));
+    const uint64_t bytes =
+        _pdep_u64(there, 0x5555555555555555u) | _pdep_u64(beyond, 0xAAAAAAAAAAAAAAAAu);
+    const Lanes wide = _mm512_mask_mov_epi16(one, beyond, both);
+    _mm512_storeu_si512(out, _mm512_maskz_compress_epi8(bytes, wide));
+    out += _mm_popcnt_u64(bytes);
+    text += step;
+    left -= step;
+  }
+  return out;
 }
 
 }  // namespace sparsekit::xxh64_avx512
@@ -219,6 +251,9 @@ bool is_supported() {
   return false;
 }
 void hash_short_texts(const ShortTexts&, int, uint64_t, int64_t*, const void* const*, int) {}
+char* put_latin1(const uint8_t*, size_t, char*) {
+  return nullptr;
+}
 
 }  // namespace sparsekit::xxh64_avx512
 

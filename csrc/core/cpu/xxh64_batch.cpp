@@ -15,6 +15,10 @@ bool use_xxh64_avx512(bool wanted) {
   return use_avx512 = wanted && xxh64_avx512::is_supported();
 }
 
+bool uses_xxh64_avx512() {
+  return use_avx512;
+}
+
 void hash_short_texts(const ShortTexts& texts, int count, uint64_t seed, int64_t* codes,
                       const void* const* soon, int num_soon) {
   if (use_avx512) {

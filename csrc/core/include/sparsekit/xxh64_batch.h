@@ -33,6 +33,7 @@ void hash_short_texts(const ShortTexts& texts, int count, uint64_t seed, int64_t
 // Whether AVX-512 is used where the processor has it, which tests switch off. Returns whether it is
 // from now on.
 bool use_xxh64_avx512(bool wanted);
+bool uses_xxh64_avx512();
 
 // codes[i] = XXH64 of texts(i), a string_view, for i in [begin, end).
 template <class Texts>
