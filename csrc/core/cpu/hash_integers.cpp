@@ -9,9 +9,7 @@ void hash_integers(const int64_t* values, int64_t n, bool is_unsigned, uint64_t 
                    int64_t* codes, const ParallelFor& parallel_for) {
   parallel_for(0, n, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const bool negative = values[i] < 0 && !is_unsigned;
-      const auto bits = static_cast<uint64_t>(values[i]);
-      codes[i] = static_cast<int64_t>(hash_decimal(negative ? 0 - bits : bits, negative, seed));
+      codes[i] = static_cast<int64_t>(hash_decimal_of_bits(values[i], is_unsigned, seed));
     }
   });
 }

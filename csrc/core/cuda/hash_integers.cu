@@ -12,9 +12,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
                          int64_t* codes) {
   const int64_t i = simt::global_thread();
   if (i >= n) return;
-  const bool negative = values[i] < 0 && !is_unsigned;
-  const auto bits = static_cast<uint64_t>(values[i]);
-  codes[i] = static_cast<int64_t>(hash_decimal(negative ? 0 - bits : bits, negative, seed));
+  codes[i] = static_cast<int64_t>(hash_decimal_of_bits(values[i], is_unsigned, seed));
 }
 
 }  // namespace

@@ -75,9 +75,16 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool nega
   return steps::finish(hash);
 }
 
-SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(int64_t value, uint64_t seed) {
+// Of the 64 bits of an integer, which are signed or not.
+SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal_of_bits(int64_t value, bool is_unsigned,
+                                                           uint64_t seed) {
+  const bool negative = value < 0 && !is_unsigned;
   const auto bits = static_cast<uint64_t>(value);
-  return hash_decimal(value < 0 ? 0 - bits : bits, value < 0, seed);
+  return hash_decimal(negative ? 0 - bits : bits, negative, seed);
+}
+
+SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(int64_t value, uint64_t seed) {
+  return hash_decimal_of_bits(value, false, seed);
 }
 
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t value, uint64_t seed) {
