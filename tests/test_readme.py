@@ -89,8 +89,9 @@ def test_snippets_of_the_docs_run(
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-def test_shapes_in_the_docs_are_right() -> None:
+def test_shapes_in_the_docs_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines that end in the shape they give."""
+    monkeypatch.chdir(tmp_path)
     found = 0
     for page in PAGES:
         names: dict[str, object] = {}
