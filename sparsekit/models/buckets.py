@@ -77,7 +77,8 @@ def _numbers(name: str, column: Any) -> np.ndarray:
     """float64 [n], NaN where a number is missing."""
     if isinstance(column, torch.Tensor):
         column = column.cpu().numpy()
-    values = column.to_pylist() if hasattr(column, "to_pylist") else column
+    # An Arrow column of numbers has NaN for null then, one of text None.
+    values = np.asarray(column) if hasattr(column, "to_pylist") else column
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return values.astype(np.float64)
     numbers = np.empty(len(values), np.float64)

@@ -34,6 +34,8 @@ def test_all_forms_of_a_column_fall_alike():
         pa.chunked_array([[1.0], [2.0, 5.0]]),
     ):
         assert buckets({"a": column})["a"].tolist() == [0, 1, 2]
+    for column in (pa.array([1, None, 5]), pa.chunked_array([["1", None], ["5"]])):
+        assert buckets({"a": column})["a"].tolist() == [0, -1, 2]
 
 
 def test_few_distinct_numbers_have_a_bucket_each():
