@@ -1,6 +1,7 @@
 """hashing.xxh64 against a Python loop over the package xxhash."""
 
 import random
+import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -31,7 +32,10 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     for name, inputs in (("str", similar), ("mixed str", mixed)):
         ours: list[Call] = [partial(xxh64, strings) for strings in inputs]
         line = f"xxh64 of 1M {name.replace('str', 'strings')}"
-        yield from cpu.compare(f"xxh64 of {n:,} {name}", ours, loops.get(name, {}), line)
+        # The objects, which lie scattered, a pointer to each, and the codes.
+        num_bytes = sum(map(sys.getsizeof, inputs[0])) + 16 * n
+        case, peers = f"xxh64 of {n:,} {name}", loops.get(name, {})
+        yield from cpu.compare(case, ours, peers, line, num_bytes=num_bytes)
     if not cpu.has_module("Arrow", "pyarrow"):
         return
     import pyarrow
