@@ -74,7 +74,7 @@ def _hash(args: argparse.Namespace) -> int:
     try:
         with Progress(args.out, total, sys.stdout, unit="rows") as progress:
             for batch in reader:
-                table = pyarrow.table(_columns(reader, batch, args.label, lists))
+                table = pyarrow.table(_columns(reader, batch, lists))
                 writer = writer or parquet.ParquetWriter(partial, table.schema)
                 writer.write_table(table)
                 rows += batch.rows
@@ -103,8 +103,7 @@ def _open(args: argparse.Namespace) -> tuple[Reader, set[str]]:
     if form == "criteo":
         keys = Keys("hex" if args.hash is None else "hash", args.separator, seed=args.seed)
         criteo = CriteoReader(args.file, _BATCH, keys=keys, on_error=on_error)
-        args.label, args.dense = "label", ",".join(f"I{i}" for i in range(1, 14))
-        return criteo, {f"C{i}" for i in range(1, 27)} if args.separator else set()
+        return criteo, set(criteo.columns.sparse) if args.separator else set()
     types: dict[str, Any] = {}
     if form == "parquet":
         types = {field.name: field.type for field in look_at(Path(args.file))[1]}
@@ -145,10 +144,11 @@ def _split(names: str | None) -> list[str]:
     return names.split(",") if names else []
 
 
-def _columns(reader: Reader, batch: Batch, label: str | None, lists: set[str]) -> dict[str, Any]:
+def _columns(reader: Reader, batch: Batch, lists: set[str]) -> dict[str, Any]:
     """Name -> Arrow array of each column of the result."""
     import pyarrow
 
+    label = reader.columns.label
     columns = {} if batch.label is None or label is None else {label: batch.label.numpy()}
     for i, name in enumerate(reader.columns.dense):
         columns[name] = batch.dense[:, i].numpy()

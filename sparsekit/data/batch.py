@@ -58,12 +58,22 @@ class KeyedJaggedTensor:
             raise KeyError(f"no feature {name!r}; there are {self._keys}")
         begin = self._keys.index(name) * self.stride()
         offsets = self._offsets[begin : begin + self.stride() + 1]
-        first, last = int(offsets[0]), int(offsets[-1])
-        return self._values[first:last], offsets - first
+        return self._bags(offsets, *offsets[[0, -1]].tolist())
 
     def to_dict(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Name -> ``(values, offsets)`` of each feature."""
-        return {name: self[name] for name in self._keys}
+        batch = self.stride()
+        # On a device one wait for all of them.
+        ends = self._offsets[::batch].tolist() if batch else [0] * (len(self._keys) + 1)
+        return {
+            name: self._bags(self._offsets[i * batch : (i + 1) * batch + 1], ends[i], ends[i + 1])
+            for i, name in enumerate(self._keys)
+        }
+
+    def _bags(
+        self, offsets: torch.Tensor, first: int, last: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._values[first:last], offsets - first
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
         """A copy on a device, or this if it is there."""
@@ -122,7 +132,8 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     labels = [batch.label for batch in batches if batch.label is not None]
     names = first.sparse.keys()
     # [features][batches]
-    bags = [[batch.sparse[name] for batch in batches] for name in names]
+    of_batch = [batch.sparse.to_dict() for batch in batches]
+    bags = [[bags[name] for bags in of_batch] for name in names]
     values = [values for feature in bags for values, _ in feature]
     lengths = [offsets.diff() for feature in bags for _, offsets in feature]
     offsets = torch.zeros(sum(map(len, lengths)) + 1, dtype=torch.int64)

@@ -73,7 +73,7 @@ class ParquetReader(Reader):
                     f"{name}: sparse[{column!r}]: kind 'hex' and separator are for text, got {keys}"
                 )
         paths = list_files(name, files)
-        self._missing = missing
+        self._features = list(self.columns.sparse)
         units: list[Unit] = []
         for path in paths:
             groups, schema = look_at(path)
@@ -122,12 +122,6 @@ class ParquetReader(Reader):
         if not types.is_integer(item) and not (hashed and text):
             wanted = "integers, strings or binary" if hashed else "integers for kind 'int'"
             raise ValueError(f"{place} must have {wanted}, or lists of them, but has {kind}")
-
-    def _empty(self) -> Batch:
-        no_rows = torch.zeros(1, dtype=torch.int64)
-        keys = KeyedJaggedTensor(list(self.columns.sparse), no_rows[:0], no_rows)
-        label = None if self.columns.label is None else torch.empty(0)
-        return Batch(label, torch.empty(0, len(self.columns.dense)), keys)
 
 
 def look_at(path: Path) -> tuple[list[int], Any]:

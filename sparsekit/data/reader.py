@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import DataFormatError, check_choice, check_int
-from .batch import Batch, concatenate
+from .batch import Batch, KeyedJaggedTensor, concatenate
 from .columns import Columns
 
 __all__ = ["Reader"]
@@ -65,6 +65,7 @@ class Reader(IterableDataset):
     """
 
     columns: Columns
+    _features: list[str]  # in the order in which batches have them
 
     def __init__(
         self,
@@ -106,10 +107,11 @@ class Reader(IterableDataset):
     def count_rows(self) -> int:
         """Rows of the whole data set, malformed ones included; reads all of it the first time."""
         missing = [i for i, rows in enumerate(self._rows) if rows is None]
-        with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-            counts = pool.map(lambda i: self._units[i].count(), missing)
-            for i, rows in zip(missing, counts, strict=True):
-                self._rows[i] = rows
+        if missing:
+            with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+                counts = pool.map(lambda i: self._units[i].count(), missing)
+                for i, rows in zip(missing, counts, strict=True):
+                    self._rows[i] = rows
         return sum(rows or 0 for rows in self._rows)
 
     def steps_per_epoch(self, num_workers: int = 0) -> int:
@@ -179,9 +181,12 @@ class Reader(IterableDataset):
         # A worker that is started does not know of torch.distributed.
         return {**self.__dict__, "_ranks": self._rank_and_world_size()}
 
-    @abstractmethod
     def _empty(self) -> Batch:
         """A batch without rows."""
+        no_rows = torch.zeros(1, dtype=torch.int64)
+        label = None if self.columns.label is None else torch.empty(0)
+        keys = KeyedJaggedTensor(self._features, no_rows[:0], no_rows)
+        return Batch(label, torch.empty(0, len(self.columns.dense)), keys)
 
     def _plan(self) -> dict[str, Any]:
         """What decides on which rows are in which batch."""

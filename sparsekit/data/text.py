@@ -38,7 +38,7 @@ class CsvReader(Reader):
         files: One path or several, plain or gzip, in the order of their rows.
         batch_size: Rows in a batch.
         sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
-            kind.
+            kind. Batches have them in the order of the file.
         dense: Names of columns of numbers.
         label: Name of the column of labels, whose fields must not be empty.
         columns: Names of all columns, of files without a line of names; None: the first line of
@@ -105,6 +105,7 @@ class CsvReader(Reader):
                     f"{names[0][:50]}"
                 )
         self._lines = _Lines(self.columns, names[0], delimiter, quote, missing, max_line_bytes)
+        self._features = self._lines.features
         super().__init__(
             [unit for text in texts for unit in text.units(block_bytes, self._lines.chunk)],
             paths,
@@ -116,9 +117,6 @@ class CsvReader(Reader):
             world_size=world_size,
         )
         self._block_bytes = block_bytes
-
-    def _empty(self) -> Batch:
-        return self._lines.batch(*self._lines.empty())
 
     def _plan(self) -> dict[str, Any]:
         # Without shuffling, the order of rows does not depend on it.
@@ -184,7 +182,7 @@ class _Lines:
         self.names = list(names)
         self._settings = delimiter, quote or "", max_line_bytes, missing
         # Keys come in the order of the file.
-        self._features = [name for name in names if name in columns.sparse]
+        self.features = [name for name in names if name in columns.sparse]
         self.format = self._format()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,13 +229,8 @@ class _Lines:
         return Batch(
             None if self.columns.label is None else torch.from_numpy(label),
             torch.from_numpy(dense),
-            KeyedJaggedTensor(self._features, torch.from_numpy(values), torch.from_numpy(offsets)),
+            KeyedJaggedTensor(self.features, torch.from_numpy(values), torch.from_numpy(offsets)),
         )
-
-    def empty(self) -> tuple[np.ndarray, ...]:
-        """The same of no line."""
-        lines = _pybind.TextLines(b"", 0, 0, True)
-        return lines.parse(self.format, np.empty(0, np.int64), 1)[1:]
 
 
 class _TextChunk(Chunk):
