@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from .._arguments import Parser
+from ..errors import DivergedError
 from ..train.launch import RankError
 from . import bench, data, hash, info, train
 from .common import EXPECTED, discard_output
@@ -22,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; None means those of the process.
 
     Returns:
-        The exit code: 0; 1 when a rank has failed; 2 for what the user can put right; 130 after
-        Ctrl-C.
+        The exit code: 0; 1 when training has diverged or a rank has failed; 2 for what the user can
+        put right; 130 after Ctrl-C.
     """
     command, *arguments = (sys.argv[1:] if argv is None else list(argv)) or [""]
     try:
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EXPECTED as error:
         print(f"sparsekit: {error}", file=sys.stderr)
         return 2
-    except RankError as error:
+    except (DivergedError, RankError) as error:
         print(f"sparsekit: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:

@@ -40,14 +40,17 @@ def number(kind: type, least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
-def check_folder(file: str | None, option: str = "--save") -> None:
-    """Raise before the work that a file cannot be written, which would show only after it."""
+def check_folder(file: str | None, option: str = "--save", *, folder: bool = False) -> None:
+    """Raise before the work that a file or folder cannot be written, which would show after it."""
     if file is None:
         return
-    folder = Path(file).resolve().parent
-    if not os.access(folder, os.W_OK) or Path(file).is_dir():
-        what = "is a folder" if Path(file).is_dir() else f"cannot write into {folder}"
-        raise UsageError(f"{option} {file}: {what}")
+    path = Path(file).resolve()
+    if folder and path.is_dir():
+        path /= "file"
+    elif path.is_dir() or (folder and path.exists()):
+        raise UsageError(f"{option} {file}: is a {'file' if folder else 'folder'}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"{option} {file}: cannot write into {path.parent}")
 
 
 def set_threads(threads: int | None) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import DivergedError
 from ..train.launch import RankError, run_on_ranks, start_rank
 from ..train.progress import Progress
 from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank
@@ -57,6 +58,8 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     except RankError as error:
         if error.kind in {kind.__name__ for kind in EXPECTED}:
             raise UsageError(error.reason) from None
+        if error.kind == DivergedError.__name__:
+            raise DivergedError(error.reason) from None
         if error.kind == BrokenPipeError.__name__:
             raise BrokenPipeError from None
         raise

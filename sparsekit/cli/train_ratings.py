@@ -92,7 +92,7 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
     except TableFullError as error:
         raise UsageError(f"{error} Here that is --capacity.") from error
     except DivergedError as error:
-        raise UsageError(f"{error}; try a smaller --lr than {args.lr:g}") from error
+        raise DivergedError(f"{error}; try a smaller --lr than {args.lr:g}") from error
     if trainer.interrupted:
         return 130
     if args.save is not None:

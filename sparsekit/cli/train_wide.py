@@ -120,16 +120,13 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         seed=args.seed,
         stream=sys.stdout,
     )
-    try:
-        trainer.fit(
-            (torch.arange(len(train)), train.labels),
-            epochs=args.epochs,
-            batch_size=args.batch_size,
-            # To watch only: nothing is chosen by it.
-            evaluate=lambda _: _evaluate(model, of_test, test.labels),
-        )
-    except DivergedError as error:
-        raise UsageError(str(error)) from error
+    trainer.fit(
+        (torch.arange(len(train)), train.labels),
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        # To watch only: nothing is chosen by it.
+        evaluate=lambda _: _evaluate(model, of_test, test.labels),
+    )
     if trainer.interrupted:
         return 130
     if args.save is not None:

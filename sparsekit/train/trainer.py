@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
-from ..distributed import Exchange, exchange_of, wrap_ddp
-from ..distributed.averaging import averaging_of
-from ..errors import DivergedError
-from ..optim import split_embedding_variable_from_others
+from ..distributed import Exchange, exchange_of
+from ..errors import DivergedError, check_int
+from .feed import Ranks, Share, of_loader, of_tensors
+from .logs import Log
 from .progress import Progress
+from .step import LossFn, Step
+from .stopping import EarlyStopping
+from .telemetry import Telemetry
 
-Batch = tuple[torch.Tensor, ...]
-LossFn = Callable[[torch.nn.Module, Batch], tuple[torch.Tensor, torch.Tensor | float]]
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
 
 
@@ -32,6 +35,7 @@ class Epoch:
         seconds: spent training, evaluation not included.
         samples_per_second: of training.
         metrics: what evaluate returned.
+        tables: name -> figures of each embedding table; see `Telemetry`.
     """
 
     number: int
@@ -39,17 +43,7 @@ class Epoch:
     seconds: float
     samples_per_second: float
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-class _Loss(torch.nn.Module):
-    """The model and its loss in one: DistributedDataParallel must see the whole forward."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, loss_fn: LossFn, batch: Batch) -> Any:
-        return loss_fn(self.model, batch)
+    tables: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Trainer:
@@ -59,29 +53,43 @@ class Trainer:
     trainer's own, so nothing else that draws random numbers changes their order.
 
     Where torch.distributed has several ranks, every one of them makes a trainer and calls `fit`
-    with the same arguments, all of the data included. A batch is split over the ranks, of which
-    some may get no sample of the last one; the gradient is that of the whole batch, so the weights
-    are those of one rank, up to rounding.
+    with the same arguments. Tensors are given in full, and a batch of them is split over the ranks;
+    a loader reads the samples of its rank. A rank may have no sample of a batch. The gradient is
+    that of the whole batch, so the weights are those of one rank, up to rounding.
+
+    A model with a method ``prefetch(batch)`` is given the next batch between forward and backward,
+    on several ranks: there an `EmbeddingGroup` can begin to send keys.
 
     Args:
         model: what is trained. Over ranks its dense part is wrapped in DistributedDataParallel
             here, so it comes unwrapped. Buffers are each rank's own.
         loss_fn: ``loss_fn(model, batch) -> (losses, penalty)``: one loss for each sample, shape
-            ``[len(batch)]``, and what is added to their mean in training, a regulariser for
+            ``[samples of batch]``, and what is added to their mean in training, a regulariser for
             instance: either one for each sample as well, of which the mean is taken, or a number
             that does not depend on the batch (0.0 for nothing).
         optimizers: each is stepped after each batch; sparse and dense parameters have different
             ones.
-        schedulers: learning rate schedulers, stepped after each batch.
-        seed: of the order of samples.
+        schedulers: learning rate schedulers, stepped after each step; see `linear_warmup`.
+        seed: of the order of samples, where data are tensors.
         stream: where rank 0 writes progress; None means ``sys.stderr``.
+        accumulate: batches whose gradients are added up for one step, which is that of the samples
+            of all of them.
+        clip_norm: largest norm of the gradient of all weights, of sparse and dense ones together;
+            a longer one is scaled down to it. None: any.
+        autocast: dtype of the dense part's forward, ``torch.bfloat16``; None: that of the model.
+            Losses are summed in float32 or wider.
+        logs: where each of rank 0's records goes: steps, epochs; see `JsonLines`.
+        log_every: steps between two records. There the loss is checked too, for which a GPU is
+            waited for.
 
     Attributes:
         history: the finished epochs, of all calls of fit.
+        steps: updates made so far.
         interrupted: whether the last call of fit was ended by Ctrl-C.
 
     Raises:
-        ValueError: over ranks, a layer that normalises by the batch, of which each has a part.
+        ValueError: a number out of range; over ranks, a layer that normalises by the batch, of
+            which each has a part.
     """
 
     def __init__(
@@ -93,26 +101,32 @@ class Trainer:
         schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler] = (),
         seed: int = 0,
         stream: TextIO | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        autocast: torch.dtype | None = None,
+        logs: Sequence[Log] = (),
+        log_every: int = 100,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
         self.optimizers = list(optimizers)
         self.schedulers = list(schedulers)
         self.stream = stream
+        self.accumulate = check_int("Trainer", "accumulate", accumulate, 1, 2**31 - 1)
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"Trainer: clip_norm must be > 0, got {clip_norm}")
+        self.clip_norm = clip_norm
+        self.autocast = autocast
+        self.logs = list(logs)
+        self.log_every = check_int("Trainer", "log_every", log_every, 1, 2**31 - 1)
         self.history: list[Epoch] = []
+        self.steps = 0
         self.interrupted = False
         self._generator = torch.Generator("cpu").manual_seed(seed)
         self._exchange: Exchange | None = None  # with the other ranks, once fit is called
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            _refuse_batch_norm(model)
-        self._loss = wrap_ddp(_Loss(model))
-        if isinstance(self._loss, torch.nn.parallel.DistributedDataParallel):
-            # Sending buffers from rank 0 before each batch is for layers that change them in
-            # training, and those are refused.
-            self._loss.broadcast_buffers = False
-            averaging = averaging_of(self._loss.device)
-            if averaging is not None:
-                self._loss.register_comm_hook(None, averaging.average)
+        self._step = Step(model, self.optimizers, self.schedulers, clip_norm, autocast)
+        self._telemetry = Telemetry(model)
+        self._samples = self._updates = 0  # of an epoch, once they are known
 
     @property
     def _rank(self) -> int:
@@ -124,40 +138,52 @@ class Trainer:
 
     def fit(
         self,
-        data: Batch,
+        data: tuple[torch.Tensor, ...] | Iterable[Any],
         *,
         epochs: int,
-        batch_size: int,
+        batch_size: int | None = None,
         evaluate: Evaluate | None = None,
+        stop: EarlyStopping | None = None,
     ) -> list[Epoch]:
-        """Train on data, in another random order in each epoch, each sample once.
+        """Train on data.
 
         Ctrl-C ends it, on one rank: the epochs finished so far are returned and ``interrupted`` is
         set. The model may then be some batches beyond the last epoch.
 
         Args:
-            data: tensors of equal length n; a batch is a tuple of their rows.
+            data: a tuple of tensors of equal length n: an epoch has each row once, in another
+                random order, and a batch is a tuple of their rows. Or what yields an epoch's
+                batches when it is iterated over, each a `Batch`, a tensor, or a tuple, list or dict
+                that begins with one: a reader of `sparsekit.data`, a DataLoader. It is read in
+                another thread, and on several ranks gives each its own samples, in equally many
+                batches.
             epochs: how many, >= 0.
-            batch_size: samples in a batch, of all ranks together; the last of an epoch may be
-                smaller.
+            batch_size: of tensors: samples in a batch, of all ranks together; the last of an epoch
+                may be smaller. None for a loader, which has a size of its own.
             evaluate: called with the model after each epoch, in evaluation mode and without
                 gradients, on every rank; what it returns is kept, and printed by rank 0.
+            stop: ends it before the last epoch, by a metric of evaluate as rank 0 has it.
 
         Returns:
             The history.
 
         Raises:
-            ValueError: data is empty or of unequal lengths, or a number is out of range.
+            TypeError: a batch that is nothing of the above.
+            ValueError: data is empty or of unequal lengths, a number is out of range, or stop asks
+                for a metric that there is not.
             RuntimeError: ranks that would train differently.
-            DivergedError: the loss of a step is infinite or NaN; raised at the end of the epoch, on
-                all ranks.
+            DivergedError: the loss of a step is infinite or NaN; raised at the next record of the
+                logs or the end of the epoch, on all ranks.
         """
-        self._agree(data, epochs, batch_size)
+        device = self._agree(data, epochs, batch_size)
         self.interrupted = False
         last = len(self.history) + epochs
         try:
             while len(self.history) < last:
-                self._epoch(data, batch_size, f"epoch {len(self.history) + 1}/{last}", evaluate)
+                shares = self._shares(data, batch_size, device)
+                self._epoch(shares, f"epoch {len(self.history) + 1}/{last}", evaluate, device)
+                if stop is not None and self._decided(stop.reached(self.history), device):
+                    break
         except KeyboardInterrupt:
             if self._exchange is not None:
                 raise  # other ranks may be waiting for this one
@@ -166,101 +192,94 @@ class Trainer:
             Progress("interrupted:", 0, self.stream).finish(text)
         return self.history
 
-    def _agree(self, data: Batch, epochs: int, batch_size: int) -> None:
-        """Check arguments, and that they are the same on all ranks."""
-        lengths = sorted({len(tensor) for tensor in data})
-        device = data[0].device if data else torch.device("cpu")
+    def _agree(self, data: Any, epochs: int, batch_size: int | None) -> torch.device:
+        """Check arguments, and that they are the same on all ranks; returns where to compute."""
+        tensors = isinstance(data, tuple)
+        lengths = sorted({len(tensor) for tensor in data}) if tensors else []
+        weight = next(self.model.parameters(), torch.empty(0))
+        device = data[0].device if tensors and data else weight.device
         self._exchange = exchange_of(dist.group.WORLD, device)
 
         def check() -> None:
-            if len(lengths) != 1 or lengths == [0]:
+            if tensors and (len(lengths) != 1 or lengths == [0]):
                 raise ValueError(f"data must be tensors of one length >= 1, got {lengths}")
-            if epochs < 0 or batch_size < 1:
+            if epochs < 0 or (tensors and (batch_size is None or batch_size < 1)):
                 raise ValueError(f"epochs={epochs} must be >= 0 and batch_size={batch_size} >= 1")
+            if not tensors and batch_size is not None:
+                raise ValueError(
+                    f"batch_size={batch_size} is for tensors; {type(data).__name__} has its own"
+                )
 
         if self._exchange is None:
             check()
-            return
+            return device
+        what = f"{lengths} samples in batches of {batch_size}" if tensors else "batches of loaders"
         seed = self._generator.initial_seed()
-        plan = (
-            f"train on {lengths} samples in batches of {batch_size}, {epochs} epochs after "
-            f"{len(self.history)}, seed {seed}"
-        )
-        self._exchange.meet(plan, check)
+        plan = f"train on {what}, {epochs} epochs after {len(self.history)}, seed {seed}"
+        self._exchange.meet(f"{plan}, {self.accumulate} batches a step", check)
+        return device
 
-    def _epoch(self, data: Batch, batch_size: int, title: str, evaluate: Evaluate | None) -> None:
-        count = len(data[0])
-        # In float64, where a sum over many millions of samples has digits to spare.
-        total = torch.zeros((), dtype=torch.float64, device=data[0].device)
-        # Counted where it is computed: to ask a GPU after each step would mean waiting for it.
-        finite_steps = torch.zeros((), dtype=torch.int64, device=data[0].device)
-        mine = 0
+    def _shares(
+        self, data: Any, batch_size: int | None, device: torch.device
+    ) -> Generator[Share, None, None]:
+        if batch_size is not None:
+            self._samples = len(data[0])
+            self._updates = math.ceil(math.ceil(self._samples / batch_size) / self.accumulate)
+            return of_tensors(data, batch_size, self._generator, self._rank, self._world_size)
+        for shuffled in (getattr(data, "sampler", None), getattr(data, "dataset", None)):
+            set_epoch = getattr(shuffled, "set_epoch", None)
+            if callable(set_epoch):  # a reader goes on by itself, but not in workers
+                set_epoch(len(self.history))
+        group = None if self._exchange is None else self._exchange.group
+        return of_loader(data, device, Ranks(group, device))
+
+    def _epoch(
+        self,
+        shares: Generator[Share, None, None],
+        title: str,
+        evaluate: Evaluate | None,
+        device: torch.device,
+    ) -> None:
         self.model.train()
-        with Progress(title, count, self.stream if self._rank == 0 else io.StringIO()) as progress:
-
-            def loss_so_far() -> float:
-                return total.item() / mine  # rank 0 has a sample of every batch
-
-            for batch, samples in self._batches(data, batch_size):
-                total.add_(self._step(batch, samples))
-                finite_steps += total.isfinite()
-                mine += len(batch[0])
-                progress.update(samples, loss_so_far)
-            if self._exchange is not None:
-                dist.all_reduce(total, group=self._exchange.group)
-            if not math.isfinite(total.item()):
-                if self._exchange is not None:
-                    dist.all_reduce(finite_steps, dist.ReduceOp.MIN, group=self._exchange.group)
-                step, steps = int(finite_steps) + 1, math.ceil(count / batch_size)
-                raise DivergedError(
-                    f"{title}: the loss is infinite or NaN from step {step} of {steps} on: "
-                    f"training has diverged"
-                )
+        group = None if self._exchange is None else self._exchange.group
+        losses = _Losses(device, group, self._updates)
+        stream = self.stream if self._rank == 0 else io.StringIO()
+        with Progress(title, self._samples, stream) as progress, contextlib.closing(shares):
+            for batches, following in _steps(shares, self.accumulate):
+                loss = self._step.update(self.loss_fn, batches, following)
+                losses.add(loss, sum(share.rows for share in batches))
+                self.steps += 1
+                progress.update(sum(share.samples for share in batches), losses.so_far)
+                if self.steps % self.log_every == 0:
+                    self._log_step(losses, progress, title)
+            self._samples, self._updates = progress.done, losses.steps
+            mean = losses.mean(title)
             seconds = progress.seconds
             metrics = {} if evaluate is None else self._evaluate(evaluate)
-            rate = count / seconds
-            number = len(self.history) + 1
-            epoch = Epoch(number, total.item() / count, seconds, rate, metrics)
+            tables = self._telemetry.read(losses.steps, self._exchange)
+            rate = progress.done / seconds
+            epoch = Epoch(len(self.history) + 1, mean, seconds, rate, metrics, tables)
             self.history.append(epoch)
+            self._log({"kind": "epoch", "step": self.steps, **asdict(epoch)})
             shown = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
             progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s")
 
-    def _batches(self, data: Batch, batch_size: int) -> Iterator[tuple[Batch, int]]:
-        """Yield this rank's share of each batch, and how many samples all ranks have of it."""
-        # On the CPU, where the generator is, whatever torch's default device.
-        order = torch.randperm(len(data[0]), generator=self._generator, device="cpu")
-        for positions in order.to(data[0].device).split(batch_size):
-            mine = positions.tensor_split(self._world_size)[self._rank]
-            yield tuple(tensor[mine] for tensor in data), len(positions)
+    def _log_step(self, losses: _Losses, progress: Progress, title: str) -> None:
+        record = {
+            "kind": "step",
+            "step": self.steps,
+            "epoch": len(self.history) + 1,
+            "loss": losses.since_last(title),
+            "samples_per_second": progress.done / progress.seconds,
+            "bytes_sent_per_step": self._telemetry.bytes_sent(self._exchange) / self.log_every,
+            "lr": {str(i): each.param_groups[0]["lr"] for i, each in enumerate(self.optimizers)},
+        }
+        self._log(record)
 
-    def _step(self, batch: Batch, samples: int) -> torch.Tensor:
-        """One update; returns the sum of this rank's losses.
-
-        Args:
-            batch: this rank's share.
-            samples: of all ranks.
-        """
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        losses, penalty = self._loss(self.loss_fn, batch)
-        _check_shapes(losses, penalty, len(batch[0]))
-        total = losses.sum()
-        if isinstance(penalty, torch.Tensor) and penalty.dim() == 1:
-            total, penalty = total + penalty.sum(), 0.0
-        # Gradients are averaged over ranks, so this makes them those of the mean over all samples;
-        # a mean over the rank's own would give those of a small share too much weight.
-        loss = total * self._world_size / samples + penalty
-        if self._world_size > 1 and len(losses) == 0:
-            # Ranks wait for one another's gradients of every dense parameter, and a model may
-            # leave some of them alone when it has nothing to do.
-            _, dense = split_embedding_variable_from_others(self.model)
-            loss = loss + sum(p.sum() * 0 for p in dense if p.requires_grad)
-        loss.backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for scheduler in self.schedulers:
-            scheduler.step()
-        return losses.detach().sum(dtype=torch.float64)
+    def _log(self, record: dict[str, Any]) -> None:
+        if self._rank == 0:
+            for log in self.logs:
+                log.write(record)
 
     def _evaluate(self, evaluate: Evaluate) -> dict[str, float]:
         self.model.eval()
@@ -269,26 +288,79 @@ class Trainer:
         self.model.train()
         return metrics
 
-
-def _check_shapes(losses: torch.Tensor, penalty: torch.Tensor | float, samples: int) -> None:
-    # A mean already would be reported wrongly, or weighted wrongly over ranks, and in silence.
-    if losses.shape != (samples,):
-        raise ValueError(
-            f"loss_fn must return one loss for each of the {samples} samples, "
-            f"got shape {tuple(losses.shape)}"
-        )
-    if isinstance(penalty, torch.Tensor) and penalty.shape not in ((), (samples,)):
-        raise ValueError(
-            f"loss_fn must return one penalty, or one for each of the {samples} samples, "
-            f"got shape {tuple(penalty.shape)}"
-        )
+    def _decided(self, here: bool, device: torch.device) -> bool:
+        """What rank 0 says."""
+        if self._exchange is None:
+            return here
+        flag = torch.tensor([here], dtype=torch.int64, device=device)
+        dist.broadcast(flag, dist.get_global_rank(self._exchange.group, 0), self._exchange.group)
+        return bool(flag.item())
 
 
-def _refuse_batch_norm(model: torch.nn.Module) -> None:
-    for name, module in model.named_modules():
-        by_batch = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-        if by_batch and not isinstance(module, torch.nn.SyncBatchNorm):
-            raise ValueError(
-                f"{name} is {type(module).__name__}, which would normalise by each rank's part of "
-                f"a batch; use torch.nn.SyncBatchNorm on GPUs, or LayerNorm"
+class _Losses:
+    """The losses of an epoch so far."""
+
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None, expected: int
+    ) -> None:
+        self._group = group
+        self._expected = expected  # steps; 0: nobody knows
+        # In float64, where a sum over many millions of samples has digits to spare.
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        # Counted where it is computed: to ask a GPU after each step would mean waiting for it.
+        self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._rows = 0
+        self._last = (0.0, 0)  # total and samples of all ranks at the last record
+        self.steps = 0
+
+    def add(self, loss: torch.Tensor, rows: int) -> None:
+        """Add this rank's sum of losses in a step."""
+        self._total.add_(loss)
+        self._finite_steps += self._total.isfinite()
+        self._rows += rows
+        self.steps += 1
+
+    def so_far(self) -> float:
+        """Mean on this rank; rank 0, which shows it, has a sample of every batch of tensors."""
+        return self._total.item() / max(self._rows, 1)
+
+    def mean(self, title: str) -> float:
+        """Mean over the samples of all ranks.
+
+        Raises:
+            DivergedError: it is not finite.
+        """
+        total, samples = self._over_ranks(title)
+        return total / max(samples, 1)
+
+    def since_last(self, title: str) -> float:
+        """As mean, of the steps since the last call."""
+        total, samples = self._over_ranks(title)
+        (before, earlier), self._last = self._last, (total, samples)
+        return (total - before) / max(samples - earlier, 1)
+
+    def _over_ranks(self, title: str) -> tuple[float, int]:
+        sums = torch.stack([self._total, torch.full_like(self._total, self._rows)])
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        total, samples = sums.tolist()
+        if not math.isfinite(total):
+            if self._group is not None:
+                dist.all_reduce(self._finite_steps, dist.ReduceOp.MIN, group=self._group)
+            step, of = int(self._finite_steps) + 1, f" of {self._expected}" * bool(self._expected)
+            raise DivergedError(
+                f"{title}: the loss is infinite or NaN from step {step}{of} on: "
+                f"training has diverged"
             )
+        return total, int(samples)
+
+
+def _steps(
+    shares: Generator[Share, None, None], accumulate: int
+) -> Iterator[tuple[list[Share], Share | None]]:
+    """The batches of each step, and the first of the step behind it."""
+    batches = list(itertools.islice(shares, accumulate))
+    while batches:
+        following = list(itertools.islice(shares, accumulate))
+        yield batches, following[0] if following else None
+        batches = following

@@ -1,0 +1,390 @@
+"""``sparsekit train dlrm`` and ``deepfm``: models of clicks, on files or the Adult census data."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import resource
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from .._arguments import Parser
+from ..data import Batch, CriteoReader, CsvReader, Keys, ParquetReader, Prefetcher
+from ..data.reader import Reader
+from ..datasets import Adult, adult
+from ..datasets.adult import CATEGORIES, LABEL, NUMBERS
+from ..errors import DivergedError
+from ..models import DLRM, DeepFM, QuantileBuckets
+from ..optim import Adagrad, LazyAdam, RowWiseAdagrad, split_embedding_variable_from_others
+from ..train import EarlyStopping, JsonLines, TensorBoard, Trainer, linear_warmup
+from ..train.config import ConfigError, names, read_yaml, to_yaml, updated, with_setting
+from ..train.metrics import auc, gather, log_loss
+from . import ranks
+from .common import UsageError, check_folder, number, rank, set_threads, world_size
+
+OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": RowWiseAdagrad}
+FORMATS = ("csv", "tsv", "criteo", "parquet")
+TEST_FRACTION, SPLIT_SEED = 0.2, 0
+NUMBER_BUCKETS = 32  # of a column of the census
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Files; without any, the Adult census data."""
+
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    format: str = "csv"
+    label: str = "label"
+    dense: tuple[str, ...] = ()
+    sparse: tuple[str, ...] = ()
+    separator: str | None = None  # between the values of a bag
+
+
+@dataclass(frozen=True)
+class DLRMConfig:
+    """Of `DLRM`."""
+
+    rows: int = 100_000
+    dim: int = 16
+    bottom: tuple[int, ...] = (64,)
+    top: tuple[int, ...] = (128, 64)
+    cross_layers: int = 3
+    cross_rank: int = 64
+
+
+@dataclass(frozen=True)
+class DeepFMConfig:
+    """Of `DeepFM`."""
+
+    rows: int = 100_000
+    dim: int = 16
+    deep: tuple[int, ...] = (128, 64)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Of tables, by its name, and of the dense part: Adam."""
+
+    name: str = "lazy_adam"
+    lr: float = 0.002
+    dense_lr: float = 0.001
+    lr_scale: float = 1.0  # of both rates, for larger batches
+    warmup_steps: int = 0
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Of `Trainer`; batch_size is of all ranks together."""
+
+    epochs: int = 3
+    batch_size: int = 1024
+    accumulate: int = 1
+    clip_norm: float | None = None
+    bfloat16: bool = False
+    patience: int | None = None  # epochs without a better validation AUC
+    log_every: int = 100
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run."""
+
+    model: Any
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
+
+
+def add(models: argparse._SubParsersAction[Parser]) -> None:
+    """Add the commands."""
+    for name, title in (("dlrm", "DLRM-DCNv2"), ("deepfm", "DeepFM")):
+        train = models.add_parser(
+            name,
+            help=f"train {title} on clicks: CSV, Criteo's format or Parquet",
+            description=f"Train {title} on files of clicks, which are read as a stream; without "
+            "any, on the Adult census data, from raw text.",
+            epilog=f"Settings: {', '.join(names(RunConfig(MODELS[name][1]())))}.",
+        )
+        train.set_defaults(run=_train, model=name, save=None)
+        train.add_argument("--config", metavar="FILE", help="settings in YAML; see --show-config")
+        train.add_argument(
+            "--set",
+            metavar="KEY=VALUE",
+            action="append",
+            default=[],
+            dest="settings",
+            help="one setting, such as optimizer.lr=0.01 or model.top=64,32; may be repeated",
+        )
+        train.add_argument(
+            "--data", metavar="FILE", nargs="+", help="files to train on: data.train in short"
+        )
+        train.add_argument(
+            "--epochs",
+            type=number(int, 1, 2**31 - 1),
+            help="passes over the data: trainer.epochs in short",
+        )
+        train.add_argument(
+            "--log",
+            metavar="FOLDER",
+            help="where to write metrics.jsonl and the settings, for `sparsekit plot`",
+        )
+        train.add_argument(
+            "--show-config", action="store_true", help="print all settings as YAML, and end"
+        )
+        ranks.add_options(train, seed="of initial weights and the order of rows (default: 0)")
+
+
+def _train(args: argparse.Namespace) -> int:
+    config = _config(args)
+    if args.show_config:
+        print(_yaml(config), end="")
+        return 0
+    if args.log is not None:
+        check_folder(args.log, "--log", folder=True)
+    return ranks.train(args, _load, _fit_and_report)
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    """Defaults, then the file, then what is set by flags."""
+    config = RunConfig(MODELS[args.model][1]())
+    try:
+        if args.config is not None:
+            config = updated(config, read_yaml(args.config), args.config)
+        for setting in args.settings:
+            config = with_setting(config, setting)
+    except (ConfigError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"--config {args.config}: {error.strerror or error}") from error
+    if args.data is not None:
+        config = replace(config, data=replace(config.data, train=tuple(args.data)))
+    if args.epochs is not None:
+        config = replace(config, trainer=replace(config.trainer, epochs=args.epochs))
+    _check(config)
+    return config
+
+
+def _check(config: RunConfig) -> None:
+    data, trainer = config.data, config.trainer
+    for name, value, choices in (
+        ("data.format", data.format, FORMATS),
+        ("optimizer.name", config.optimizer.name, tuple(OPTIMIZERS)),
+    ):
+        if value not in choices:
+            raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value}")
+    if data.train and data.format != "criteo" and not data.sparse:
+        raise UsageError(
+            f"data.sparse must name the categorical columns of {data.train[0]}: "
+            f"--set data.sparse=user,item --set data.dense=price --set data.label=click"
+        )
+    if data.train and trainer.patience is not None and not data.validation:
+        raise UsageError("trainer.patience needs data.validation, files to decide by")
+    for name in ("epochs", "batch_size", "accumulate", "log_every"):
+        if getattr(trainer, name) < 1:
+            raise UsageError(f"trainer.{name} must be >= 1, got {getattr(trainer, name)}")
+    for name in ("lr", "dense_lr", "lr_scale"):
+        if not 0 < getattr(config.optimizer, name) < float("inf"):
+            raise UsageError(f"optimizer.{name} must be > 0, got {getattr(config.optimizer, name)}")
+
+
+def _yaml(config: RunConfig) -> str:
+    try:
+        return to_yaml(config)
+    except ImportError as error:
+        raise UsageError("YAML needs the package pyyaml: pip install sparsekit[train]") from error
+
+
+def _load(args: argparse.Namespace) -> tuple[Adult, Adult] | None:
+    config = _config(args)
+    if config.data.train:
+        return None
+    try:
+        people = adult()
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+    train, test = people.split(TEST_FRACTION, SPLIT_SEED)
+    print(
+        f"The Adult census data: {len(people):,} people; {len(train):,} are trained on, a random "
+        f"fifth, {len(test):,}, are tested on",
+        flush=True,
+    )
+    return train, test
+
+
+def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) -> int:
+    set_threads(args.threads)
+    config = _config(args)
+    with tempfile.TemporaryDirectory() as folder:
+        if data is not None:
+            config = _write_adult(data, config, Path(folder))
+        try:
+            return _fit(config, args)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise UsageError(f"{error.filename}: {error.strerror}") from error
+
+
+def _write_adult(data: tuple[Adult, Adult], config: RunConfig, folder: Path) -> RunConfig:
+    """Write the people to CSV files, which are then read as anybody's are."""
+    train, test = data
+    parts = {"train": train, "test": test}
+    if config.trainer.patience is not None:
+        parts["train"], parts["validation"] = train.split(TEST_FRACTION, SPLIT_SEED + 1)
+    buckets = QuantileBuckets.fit(parts["train"].columns, NUMBERS, NUMBER_BUCKETS)
+    files: dict[str, tuple[str]] = {}
+    for name, people in parts.items():
+        files[name] = (str(folder / f"{name}.csv"),)
+        numbers = {
+            f"{key} bucket": value.tolist() for key, value in buckets(people.columns).items()
+        }
+        columns = {LABEL: people.labels.int().tolist(), **people.columns, **numbers}
+        with open(files[name][0], "w", newline="") as file:
+            csv.writer(file).writerows([columns, *zip(*columns.values(), strict=True)])
+    data_config = DataConfig(
+        files["train"],
+        files.get("validation", ()),
+        files["test"],
+        label=LABEL,
+        dense=NUMBERS,
+        sparse=(*CATEGORIES, *(f"{name} bucket" for name in NUMBERS)),
+    )
+    return replace(config, data=data_config)
+
+
+def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Reader:
+    """Reads a rank's share of each batch; seed is of the order, None for that of the files."""
+    data = config.data
+    batch = -(-config.trainer.batch_size // world_size())
+    order: dict[str, Any] = {"shuffle": seed is not None, "seed": seed or 0}
+    keys = Keys("hex" if data.format == "criteo" else "hash", separator=data.separator)
+    if data.format == "criteo":
+        return CriteoReader(files, batch, keys=keys, **order)
+    columns: dict[str, Any] = {
+        "label": data.label,
+        "dense": data.dense,
+        "sparse": dict.fromkeys(data.sparse, keys),
+    }
+    if data.format == "parquet":
+        return ParquetReader(files, batch, **columns, **order)
+    return CsvReader(
+        files, batch, delimiter="\t" if data.format == "tsv" else ",", **columns, **order
+    )
+
+
+def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    # Numbers are counts and amounts, some of them in millions.
+    return model(batch.dense.clamp(min=0).log1p(), batch.sparse)
+
+
+def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(
+        _scores(model, batch).float(),
+        cast(torch.Tensor, batch.label),  # the readers here all have one
+        reduction="none",
+    )
+    return losses, 0.0
+
+
+def _fit(config: RunConfig, args: argparse.Namespace) -> int:
+    try:
+        reader = _reader(config, config.data.train, args.seed)
+        tested = {
+            name: _reader(config, files, None)
+            for name in ("validation", "test")
+            if (files := getattr(config.data, name))
+        }
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    kind, _ = MODELS[args.model]
+    columns = reader.columns
+    model = kind(list(columns.sparse), len(columns.dense), **vars(config.model), seed=args.seed)
+    trainer = _trainer(model, config, args)
+    patience = config.trainer.patience
+    stop = None
+    if patience is not None:
+        stop = EarlyStopping("validation AUC", patience, larger_is_better=True)
+    trainer.fit(
+        reader,
+        epochs=config.trainer.epochs,
+        evaluate=functools.partial(_evaluate, tested),
+        stop=stop,
+    )
+    if trainer.interrupted:
+        return 130
+    if rank() == 0:
+        _report(trainer)
+    return 0
+
+
+def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace) -> Trainer:
+    sparse, dense = split_embedding_variable_from_others(model)
+    chosen, settings = config.optimizer, config.trainer
+    optimizers = [
+        OPTIMIZERS[chosen.name](sparse, lr=chosen.lr),
+        torch.optim.Adam(dense, lr=chosen.dense_lr),
+    ]
+    logs: list[JsonLines | TensorBoard] = []
+    if args.log is not None and rank() == 0:
+        folder = Path(args.log)
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(_yaml(config))
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        logs.append(JsonLines(folder / "metrics.jsonl"))
+        if settings.tensorboard:
+            try:
+                logs.append(TensorBoard(folder))
+            except ImportError as error:
+                raise UsageError(str(error)) from error
+    return Trainer(
+        model,
+        _losses,
+        optimizers,
+        schedulers=[linear_warmup(o, chosen.lr_scale, chosen.warmup_steps) for o in optimizers],
+        seed=args.seed,
+        stream=sys.stdout,
+        accumulate=settings.accumulate,
+        clip_norm=settings.clip_norm,
+        autocast=torch.bfloat16 if settings.bfloat16 else None,
+        logs=logs,
+        log_every=settings.log_every,
+    )
+
+
+def _evaluate(tested: dict[str, Reader], model: torch.nn.Module) -> dict[str, float]:
+    """Each rank predicts its share of each batch."""
+    metrics = {}
+    for name, reader in tested.items():
+        found = [(_scores(model, batch).sigmoid(), batch.label) for batch in Prefetcher(reader)]
+        probabilities, labels = (gather(torch.cat(each)) for each in zip(*found, strict=True))
+        if not probabilities.isfinite().all():  # the last loss was of the weights before
+            raise DivergedError(
+                "a probability is not finite: training has diverged in its last step"
+            )
+        metrics[f"{name} AUC"] = auc(probabilities, labels)
+        metrics[f"{name} log loss"] = log_loss(probabilities, labels)
+    return metrics
+
+
+def _report(trainer: Trainer) -> None:
+    last = trainer.history[-1]
+    seconds = sum(epoch.seconds for epoch in trainer.history)
+    rows = ", ".join(f"{n} {f['rows']:,.0f}" for n, f in last.tables.items() if "rows" in f)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+    print(
+        f"\n{len(trainer.history)} epochs in {seconds:.1f} s, the last at "
+        f"{last.samples_per_second:,.0f} samples/s; peak memory {peak:,.0f} MiB on rank 0"
+    )
+    print(f"rows in the tables: {rows}")

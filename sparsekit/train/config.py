@@ -1,0 +1,160 @@
+"""Settings of a run as dataclasses, which YAML files and ``key=value`` change."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+Config = TypeVar("Config")
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist, or has a value of another type."""
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The mapping in a YAML file, empty for an empty file.
+
+    Raises:
+        ConfigError: it is no YAML, or something else than a mapping.
+        ImportError: the package pyyaml is not installed.
+        OSError: it cannot be read.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError("YAML needs the package pyyaml: pip install sparsekit[train]") from error
+    with open(path, encoding="utf-8") as file:
+        try:
+            loaded = yaml.safe_load(file)
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{os.fspath(path)}: no YAML: {reason}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, Mapping):
+        raise ConfigError(f"{os.fspath(path)}: settings must be a mapping, got {loaded!r:.80}")
+    return loaded
+
+
+def to_yaml(config: Any) -> str:
+    """The settings as YAML, in the order of their definition.
+
+    Raises:
+        ImportError: the package pyyaml is not installed.
+    """
+    import yaml
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, default_flow_style=None)
+
+
+def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Config:
+    """A copy with other values.
+
+    Args:
+        config: a dataclass; its fields are dataclasses, int, float, bool, str, tuples of int, float
+            or str, or one of these or None.
+        values: name -> value, or for a dataclass a mapping of its own.
+        where: what an error begins with, such as the name of a file.
+
+    Raises:
+        ConfigError: a name that there is not, with the nearest one that there is; a value of
+            another type.
+    """
+    return _updated(config, values, f"{where}: " * bool(where), "")
+
+
+def with_setting(config: Config, setting: str) -> Config:
+    """A copy with one value set by a text such as ``optimizer.lr=0.1`` or ``model.top=64,32``.
+
+    Nothing behind the ``=`` is an empty tuple, or None where that is possible.
+
+    Raises:
+        ConfigError: as `updated`, or a text of another form.
+    """
+    key, equals, text = setting.partition("=")
+    if not equals:
+        raise ConfigError(f"{setting!r} must be KEY=VALUE, such as optimizer.lr=0.1")
+    values: Any = text
+    for name in reversed(key.strip().split(".")):
+        values = {name: values}
+    return _updated(config, values, "", "")
+
+
+def names(config: Any, prefix: str = "") -> Iterator[str]:
+    """The full name of each setting, such as ``optimizer.lr``."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if is_dataclass(value):
+            yield from names(value, f"{prefix}{each.name}.")
+        else:
+            yield prefix + each.name
+
+
+def _updated(config: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
+    kinds = typing.get_type_hints(type(config))
+    changed = {}
+    for name, value in values.items():
+        full = f"{prefix}{name}"
+        if name not in kinds:
+            near = difflib.get_close_matches(full, [prefix + each for each in kinds], 1)
+            # Or somebody has left the section out.
+            near = near or [each for each in names(config, prefix) if each.endswith(f".{name}")]
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(kinds)}"
+            raise ConfigError(f"{where}no setting {full}{hint}")
+        now = getattr(config, name)
+        if not is_dataclass(now):
+            changed[name] = _converted(value, kinds[name], f"{where}{full}")
+        elif isinstance(value, Mapping):
+            changed[name] = _updated(now, value, where, f"{full}.")
+        else:
+            inner = ", ".join(names(now, f"{full}."))
+            raise ConfigError(f"{where}{full} is a section with {inner}, got {value!r}")
+    return replace(config, **changed)
+
+
+def _converted(value: Any, kind: Any, full: str) -> Any:
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    for option in options:
+        if option is type(None):
+            if value is None or value == "":
+                return None
+        elif typing.get_origin(option) is tuple:
+            many = value.split(",") if isinstance(value, str) and value else value or ()
+            if isinstance(many, list | tuple):
+                of = typing.get_args(option)[0]
+                return tuple(_converted(each, of, full) for each in many)
+        else:
+            try:
+                return _one(value, option)
+            except ValueError:
+                pass
+    wanted = " or ".join("none" if o is type(None) else _name(o) for o in options)
+    raise ConfigError(f"{full} must be {wanted}, got {value!r}")
+
+
+def _one(value: Any, kind: type) -> Any:
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if value in ("true", "false"):
+            return value == "true"
+    elif isinstance(value, str) or type(value) is kind or (type(value) is int and kind is float):
+        return kind(value)
+    raise ValueError
+
+
+def _name(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {_name(typing.get_args(kind)[0])}"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[kind]

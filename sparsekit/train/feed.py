@@ -1,0 +1,143 @@
+"""Where a trainer's batches come from, and how many samples the ranks have of each."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..data import Batch, Prefetcher
+from ..data.batch import KeyedJaggedTensor
+
+
+class Share(NamedTuple):
+    """What a rank has of a batch.
+
+    Attributes:
+        batch: this rank's samples.
+        rows: how many they are; 0 is possible.
+        samples: of all ranks.
+    """
+
+    batch: Any
+    rows: int
+    samples: int
+
+
+def of_tensors(
+    data: tuple[torch.Tensor, ...],
+    batch_size: int,
+    generator: torch.Generator,
+    rank: int,
+    world_size: int,
+) -> Generator[Share, None, None]:
+    """Shuffle the rows of tensors and split each batch over the ranks."""
+    # On the CPU, where the generator is, whatever torch's default device.
+    order = torch.randperm(len(data[0]), generator=generator, device="cpu")
+    for positions in order.to(data[0].device).split(batch_size):
+        mine = positions.tensor_split(world_size)[rank]
+        yield Share(tuple(tensor[mine] for tensor in data), len(mine), len(positions))
+
+
+def of_loader(
+    loader: Iterable[Any], device: torch.device, ranks: Ranks
+) -> Generator[Share, None, None]:
+    """The batches of a loader that reads this rank's samples, read ahead in another thread.
+
+    The ranks count the samples of a batch while they compute the one before it.
+
+    Raises:
+        RuntimeError: on all ranks, when one has no batch where others have, or could not read it.
+    """
+    if not isinstance(loader, Prefetcher):
+        loader = Prefetcher(loader, device=device)
+    batches = iter(loader)
+    try:
+        step = 1
+        ahead = ranks.read(batches)
+        while (share := ranks.finish(ahead, step)) is not None:
+            ahead = ranks.read(batches)
+            yield share
+            step += 1
+    finally:
+        batches.close()  # type: ignore[attr-defined]  # a generator: its thread ends
+
+
+class Ranks:
+    """Counts the samples of batches over the ranks of a group; None for one rank alone."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+
+    def read(self, batches: Iterator[Any]) -> _Ahead:
+        """Read a batch, and begin to count."""
+        batch, rows = None, 0
+        error: Exception | None = None
+        try:
+            batch = next(batches)
+            rows = rows_of(batch)
+        except StopIteration as end:
+            error = end
+        except Exception as raised:
+            if self._group is None:
+                raise
+            error = raised  # when the others have heard of it
+        if self._group is None:
+            return _Ahead(batch, rows, error, torch.empty(0), None)
+        ended = isinstance(error, StopIteration)
+        facts = [rows, not ended, error is not None and not ended]
+        counts = torch.tensor(facts, dtype=torch.int64, device=self._device)
+        work = dist.all_reduce(counts, group=self._group, async_op=True)
+        return _Ahead(batch, rows, error, counts, work)
+
+    def finish(self, ahead: _Ahead, step: int) -> Share | None:
+        """The batch that was read, None behind the last one."""
+        ended = isinstance(ahead.error, StopIteration)
+        if ahead.work is None:
+            return None if ended else Share(ahead.batch, ahead.rows, ahead.rows)
+        ahead.work.wait()
+        samples, there, failed = ahead.counts.tolist()
+        if failed:
+            if ahead.error is not None and not ended:
+                raise ahead.error
+            raise RuntimeError(
+                f"Trainer: {failed} of the other ranks could not read the batch of step {step}"
+            )
+        ranks = dist.get_world_size(self._group)
+        if there not in (0, ranks):
+            raise RuntimeError(
+                f"Trainer: {there} of {ranks} ranks have a batch of step {step}; all loaders must "
+                f"yield equally many batches, as the readers of sparsekit.data do"
+            )
+        return None if ended else Share(ahead.batch, ahead.rows, samples)
+
+
+class _Ahead(NamedTuple):
+    batch: Any
+    rows: int
+    error: Exception | None
+    counts: torch.Tensor
+    work: Any  # dist.Work; None without ranks
+
+
+def rows_of(batch: Any) -> int:
+    """How many samples a batch has.
+
+    Raises:
+        TypeError: it is nothing whose samples can be counted.
+    """
+    if isinstance(batch, Batch):
+        return batch.rows
+    if isinstance(batch, torch.Tensor) and batch.dim():
+        return len(batch)
+    if isinstance(batch, KeyedJaggedTensor):
+        return batch.stride()
+    if isinstance(batch, dict | list | tuple) and batch:
+        return rows_of(next(iter(batch.values())) if isinstance(batch, dict) else batch[0])
+    raise TypeError(
+        f"Trainer: a batch must be a Batch, a tensor, or a tuple, list or dict that begins with "
+        f"one, got {type(batch).__name__}"
+    )

@@ -1,0 +1,143 @@
+"""One update of a model: forward, backward, optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..distributed import wrap_ddp
+from ..distributed.averaging import averaging_of
+from ..optim import clip_grad_norm_, split_embedding_variable_from_others
+from .feed import Share
+
+LossFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor | float]]
+
+
+class _Loss(torch.nn.Module):
+    """The model and its loss in one: DistributedDataParallel must see the whole forward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss_fn: LossFn, batch: Any) -> Any:
+        return loss_fn(self.model, batch)
+
+
+class Step:
+    """Updates the weights with the gradient of some batches; see `Trainer`, which has one."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        schedulers: Sequence[torch.optim.lr_scheduler.LRScheduler],
+        clip_norm: float | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._model = model
+        self._optimizers = optimizers
+        self._schedulers = schedulers
+        self._clip_norm = clip_norm
+        self._autocast = autocast
+        self._device = next(model.parameters()).device
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if self._ranks > 1:
+            _refuse_batch_norm(model)
+        self._loss = wrap_ddp(_Loss(model))
+        if isinstance(self._loss, DistributedDataParallel):
+            # Sending buffers from rank 0 before each batch is for layers that change them in
+            # training, and those are refused.
+            self._loss.broadcast_buffers = False
+            averaging = averaging_of(self._loss.device)
+            if averaging is not None:
+                self._loss.register_comm_hook(None, averaging.average)
+
+    def update(
+        self, loss_fn: LossFn, shares: Sequence[Share], following: Share | None
+    ) -> torch.Tensor:
+        """One update; returns the sum of this rank's losses, 0-dim float64.
+
+        Args:
+            loss_fn: as in `Trainer`.
+            shares: this rank's part of each batch whose gradients are added up.
+            following: what the next update begins with.
+        """
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        samples = sum(share.samples for share in shares)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for number, share in enumerate(shares, 1):
+            ends = number == len(shares)
+            after = following if ends else shares[number]
+            with contextlib.nullcontext() if ends else self._without_averaging():
+                total += self._backward(loss_fn, share, after, samples, len(shares))
+        if self._clip_norm is not None:
+            # What is not finite is found by the loss, with the number of the step.
+            clip_grad_norm_(self._model.parameters(), self._clip_norm, error_if_nonfinite=False)
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for scheduler in self._schedulers:
+            scheduler.step()
+        return total
+
+    def _without_averaging(self) -> contextlib.AbstractContextManager[None]:
+        """While gradients of the dense part stay this rank's own, to be averaged later."""
+        if isinstance(self._loss, DistributedDataParallel):
+            return self._loss.no_sync()
+        return contextlib.nullcontext()
+
+    def _backward(
+        self, loss_fn: LossFn, share: Share, after: Share | None, samples: int, batches: int
+    ) -> torch.Tensor:
+        """Add the gradient of a batch; returns the sum of its losses."""
+        with torch.autocast(self._device.type, self._autocast, self._autocast is not None):
+            losses, penalty = self._loss(loss_fn, share.batch)
+        _check_shapes(losses, penalty, share.rows)
+        if self._autocast is not None:
+            losses = losses.float()
+        total = losses.sum()
+        if isinstance(penalty, torch.Tensor) and penalty.dim() == 1:
+            total, penalty = total + penalty.sum(), 0.0
+        # Gradients are averaged over ranks, so this makes them those of the mean over all samples;
+        # a mean over the rank's own would give those of a small share too much weight.
+        loss = total * self._ranks / max(samples, 1) + penalty / batches
+        if self._ranks > 1 and share.rows == 0:
+            # Ranks wait for one another's gradients of every dense parameter, and a model may
+            # leave some of them alone when it has nothing to do.
+            _, dense = split_embedding_variable_from_others(self._model)
+            loss = loss + sum(p.sum() * 0 for p in dense if p.requires_grad)
+        prefetch = getattr(self._model, "prefetch", None)
+        if self._ranks > 1 and after is not None and callable(prefetch):
+            prefetch(after.batch)
+        loss.backward()
+        return losses.detach().sum(dtype=torch.float64)
+
+
+def _check_shapes(losses: torch.Tensor, penalty: torch.Tensor | float, samples: int) -> None:
+    # A mean already would be reported wrongly, or weighted wrongly over ranks, and in silence.
+    if losses.shape != (samples,):
+        raise ValueError(
+            f"loss_fn must return one loss for each of the {samples} samples, "
+            f"got shape {tuple(losses.shape)}"
+        )
+    if isinstance(penalty, torch.Tensor) and penalty.shape not in ((), (samples,)):
+        raise ValueError(
+            f"loss_fn must return one penalty, or one for each of the {samples} samples, "
+            f"got shape {tuple(penalty.shape)}"
+        )
+
+
+def _refuse_batch_norm(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        by_batch = isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        if by_batch and not isinstance(module, torch.nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name} is {type(module).__name__}, which would normalise by each rank's part of "
+                f"a batch; use torch.nn.SyncBatchNorm on GPUs, or LayerNorm"
+            )

@@ -1,0 +1,55 @@
+"""When training has stopped getting better."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """Ends training once a metric has not got better for some epochs.
+
+    The metric should be one of a validation split: what decides when to stop is no longer a test.
+
+    Args:
+        metric: its name in what `evaluate` returns.
+        patience: epochs without a better value after which training ends, >= 1.
+        larger_is_better: as of an AUC, and not of a loss.
+        min_delta: by how much a value must be better to count, >= 0.
+
+    Raises:
+        ValueError: patience or min_delta out of range.
+    """
+
+    metric: str
+    patience: int = 1
+    larger_is_better: bool = False
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or not self.min_delta >= 0:
+            raise ValueError(
+                f"EarlyStopping: patience={self.patience} must be >= 1 and "
+                f"min_delta={self.min_delta} >= 0"
+            )
+
+    def reached(self, history: Sequence[Any]) -> bool:
+        """Whether training should end after these epochs.
+
+        Raises:
+            ValueError: evaluate returns no such metric.
+        """
+        sign = 1 if self.larger_is_better else -1
+        best, since = float("-inf"), 0
+        for epoch in history:
+            if self.metric not in epoch.metrics:
+                raise ValueError(
+                    f"EarlyStopping: no metric {self.metric!r}; evaluate returns "
+                    f"{sorted(epoch.metrics)}"
+                )
+            value = sign * epoch.metrics[self.metric]
+            better = value > best + self.min_delta
+            best, since = (value, 0) if better else (best, since + 1)
+        return since >= self.patience

@@ -1,0 +1,83 @@
+"""Figures of embedding tables while a model trains."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..distributed import Exchange
+from ..nn.shard import ShardedTable
+
+# Of which lines of buckets are looked at, since a table may have many millions.
+SAMPLED_LINES = 65536
+
+
+class Telemetry:
+    """Reads, of each embedding table of a model, over all ranks:
+
+    - ``rows``: keys in it; ``capacity``: for how many there is room; ``load``: their quotient.
+    - ``new_rows_per_step``: since the last reading.
+    - ``skew``: rows of the fullest rank over the mean of the ranks.
+    - ``full_lines``: share of the hash table's lines of 5 keys that are full, of the first 65,536
+      of each rank: a key whose line is full is looked for in the next one as well.
+
+    A table without a hash table has its capacity only.
+
+    Args:
+        model: with layers of sparsekit anywhere in it.
+    """  # noqa: D400, D415  a list
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        layers = [layer for layer in model.modules() if isinstance(layer, ShardedTable)]
+        self._layers = {layer.name: layer for layer in layers}
+        self._rows = dict.fromkeys(self._layers, 0)
+        self._bytes_sent = 0
+
+    def read(self, steps: int, exchange: Exchange | None) -> dict[str, dict[str, float]]:
+        """Name of a layer -> its figures. On several ranks all call it.
+
+        Args:
+            steps: updates since the last reading.
+            exchange: with the other ranks, if there are any.
+        """
+        if not self._layers:
+            return {}
+        # [tables, 3]: rows, capacity, full lines in a million, and -1 rows without a hash table.
+        here = torch.tensor([_here(layer) for layer in self._layers.values()], dtype=torch.int64)
+        parts = [here]
+        if exchange is not None:
+            here = here.to(exchange.device)
+            parts = [torch.empty_like(here) for _ in range(exchange.world_size)]
+            dist.all_gather(parts, here, group=exchange.group)
+        of_ranks = torch.stack(parts).cpu().double()
+        figures = {}
+        for i, name in enumerate(self._layers):
+            rows, capacity, full = of_ranks[:, i].T
+            figures[name] = {"capacity": capacity.sum().item()}
+            if rows[0] >= 0:
+                total = rows.sum().item()
+                figures[name] |= {
+                    "rows": total,
+                    "load": total / capacity.sum().item(),
+                    "new_rows_per_step": (total - self._rows[name]) / max(steps, 1),
+                    "skew": (rows.max() / rows.mean()).item() if total else 1.0,
+                    "full_lines": full.mean().item() / 1e6,
+                }
+                self._rows[name] = int(total)
+        return figures
+
+    def bytes_sent(self, exchange: Exchange | None) -> int:
+        """What this rank has sent to others for lookups since the last call."""
+        total = 0 if exchange is None else exchange.bytes_sent
+        since, self._bytes_sent = total - self._bytes_sent, total
+        return since
+
+
+def _here(layer: ShardedTable) -> tuple[int, int, int]:
+    if layer.table is None:
+        return -1, layer.capacity, 0
+    buckets, _, _ = layer.table.tensors()
+    # A line is 5 keys of int64 and 5 rows of int32, -1 in a free place; see ops.hash_table.
+    rows = buckets[:SAMPLED_LINES, 5:].contiguous().view(torch.int32)[:, :5]
+    full = (rows >= 0).all(1).double().mean()
+    return len(layer.table), layer.capacity, int(full * 1_000_000)
