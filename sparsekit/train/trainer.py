@@ -256,7 +256,7 @@ class Trainer:
             mean = losses.mean(title)
             seconds = progress.seconds
             metrics = {} if evaluate is None else self._evaluate(evaluate)
-            tables = self._telemetry.read(losses.steps, self._exchange)
+            tables = self._telemetry.read(self.steps, self._exchange)
             rate = progress.done / seconds
             epoch = Epoch(len(self.history) + 1, mean, seconds, rate, metrics, tables)
             self.history.append(epoch)
@@ -265,14 +265,16 @@ class Trainer:
             progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s")
 
     def _log_step(self, losses: _Losses, progress: Progress, title: str) -> None:
+        loss, samples, seconds = losses.since_last(title, progress.seconds)
         record = {
             "kind": "step",
             "step": self.steps,
             "epoch": len(self.history) + 1,
-            "loss": losses.since_last(title),
-            "samples_per_second": progress.done / progress.seconds,
-            "bytes_sent_per_step": self._telemetry.bytes_sent(self._exchange) / self.log_every,
+            "loss": loss,
+            "samples_per_second": samples / seconds,
             "lr": {str(i): each.param_groups[0]["lr"] for i, each in enumerate(self.optimizers)},
+            "bytes_sent_per_step": self._telemetry.bytes_sent(self._exchange) / self.log_every,
+            "tables": self._telemetry.read(self.steps, self._exchange),
         }
         self._log(record)
 
@@ -310,7 +312,8 @@ class _Losses:
         # Counted where it is computed: to ask a GPU after each step would mean waiting for it.
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = 0
-        self._last = (0.0, 0)  # total and samples of all ranks at the last record
+        # At the last record: total and samples of all ranks, and seconds.
+        self._last: tuple[float, int, float] = 0.0, 0, 0.0
         self.steps = 0
 
     def add(self, loss: torch.Tensor, rows: int) -> None:
@@ -333,11 +336,17 @@ class _Losses:
         total, samples = self._over_ranks(title)
         return total / max(samples, 1)
 
-    def since_last(self, title: str) -> float:
-        """As mean, of the steps since the last call."""
-        total, samples = self._over_ranks(title)
-        (before, earlier), self._last = self._last, (total, samples)
-        return (total - before) / max(samples - earlier, 1)
+    def since_last(self, title: str, seconds: float) -> tuple[float, int, float]:
+        """As mean, of the steps since the last call, their samples, and how long they took.
+
+        Args:
+            title: of the error.
+            seconds: since the epoch began.
+        """
+        now = *self._over_ranks(title), seconds
+        before, self._last = self._last, now
+        total, samples, took = (a - b for a, b in zip(now, before, strict=True))
+        return total / max(samples, 1), int(samples), took
 
     def _over_ranks(self, title: str) -> tuple[float, int]:
         sums = torch.stack([self._total, torch.full_like(self._total, self._rows)])

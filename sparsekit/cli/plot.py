@@ -1,0 +1,36 @@
+"""``sparsekit plot``: a picture of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .._arguments import Parser
+from ..train.plots import plot_run
+from .common import UsageError, check_folder
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    plot = commands.add_parser(
+        "plot",
+        help="draw loss, metrics, speed and tables of a run",
+        description="Draw what `sparsekit train … --log RUN` has logged: loss, metrics, samples a "
+        "second, and rows, load and skew of the tables.",
+    )
+    plot.set_defaults(run=_plot)
+    plot.add_argument("folder", metavar="RUN", help="folder that was given to --log")
+    plot.add_argument("--out", metavar="FILE", help="PNG to write (default: RUN/plot.png)")
+
+
+def _plot(args: argparse.Namespace) -> int:
+    check_folder(args.out, "--out")
+    out = Path(args.folder) / "plot.png" if args.out is None else Path(args.out)
+    try:
+        plot_run(args.folder, out)
+    except OSError as error:
+        raise UsageError(f"{error.filename or args.folder}: {error.strerror or error}") from error
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    print(out)
+    return 0

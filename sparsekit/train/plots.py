@@ -1,0 +1,153 @@
+"""Pictures of a run and of scaling, as PNG; needs matplotlib."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Of tables in one picture; those with most rows are shown.
+MOST_TABLES = 8
+OF_TABLES = {
+    "rows": "rows in the tables",
+    "load": "load: rows / capacity",
+    "new_rows_per_step": "new rows in a step",
+    "skew": "skew: rows of the fullest rank / mean",
+}
+
+
+def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a run.
+
+    Raises:
+        OSError: there is no metrics.jsonl in the folder.
+        ValueError: one of its lines, named, is none that `JsonLines` has written.
+    """
+    path = Path(folder) / "metrics.jsonl"
+    records = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                assert record["kind"] in ("step", "epoch")
+            except (ValueError, KeyError, TypeError, AssertionError):
+                raise ValueError(f"{path}:{number}: no record of training") from None
+            records.append(record)
+    return records
+
+
+def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Write loss, metrics, speed and the tables' figures of a run to one picture.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError, ValueError: as `read_run`; or there is no record.
+    """
+    records = read_run(folder)
+    steps = [record for record in records if record["kind"] == "step"]
+    epochs = [record for record in records if record["kind"] == "epoch"]
+    if not records:
+        raise ValueError(f"{os.fspath(folder)}: no record of training yet")
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(2, 4, figsize=(18, 8), layout="constrained")
+    figure.suptitle(f"{Path(folder).resolve().name}, {records[-1]['step']:,} steps")
+    (loss, metrics, speed, sent), of_tables = axes
+
+    _line(loss, steps, "loss", "between two records")
+    _line(loss, epochs, "loss", "of an epoch", marker="o")
+    loss.set(title="loss")
+    _metrics(metrics, epochs)
+    _line(speed, steps or epochs, "samples_per_second", None, marker=".")
+    speed.set(title="samples/s", ylim=(0, None))
+    _line(sent, steps, "bytes_sent_per_step", None, marker=".")
+    sent.set(title="bytes that rank 0 sends in a step", ylim=(0, None))
+    names = _largest_tables(records)
+    for each, (key, title) in zip(of_tables, OF_TABLES.items(), strict=True):
+        for name in names:
+            points = [{"step": r["step"], key: r["tables"][name][key]} for r in records]
+            _line(each, points, key, name, marker=".")
+        each.set(title=title, xlabel="step")
+    for each in axes.flat:
+        each.grid(alpha=0.3)
+        if each.get_legend_handles_labels()[0]:
+            each.legend(fontsize=8)
+    figure.savefig(out, dpi=110, format="png")
+    pyplot.close(figure)
+
+
+def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
+    """Metrics have scales of their own, so the second one gets the axis on the right."""
+    names = sorted({name for record in epochs for name in record["metrics"]})
+    for i, name in enumerate(names[:2]):
+        each = axes if i == 0 else axes.twinx()
+        points = [{"step": record["step"], name: record["metrics"].get(name)} for record in epochs]
+        _line(each, points, name, name, marker="o", color=f"C{i}")
+        each.set_ylabel(name, color=f"C{i}")
+    if not names:
+        axes.text(0.5, 0.5, "nothing was evaluated", ha="center", transform=axes.transAxes)
+    axes.set(title="metrics")
+
+
+def plot_scaling(
+    measured: Mapping[int, float],
+    forecast: Mapping[int, tuple[float, float]],
+    out: str | os.PathLike[str],
+) -> None:
+    """Write speed-up over one rank, as measured and as predicted, to a picture.
+
+    Args:
+        measured: number of ranks -> samples a second.
+        forecast: number of ranks -> speed-up at worst and at best.
+        out: the file.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError: the file cannot be written.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    speed_up = {ranks: rate / measured[1] for ranks, rate in measured.items()}
+    ranks = sorted({*measured, *forecast})
+    axes.plot(ranks, ranks, linestyle=":", color="gray", label="ideal")
+    axes.plot(list(speed_up), list(speed_up.values()), marker="o", linewidth=2, label="measured")
+    if forecast:
+        worst, best = zip(*forecast.values(), strict=True)
+        axes.fill_between(list(forecast), worst, best, alpha=0.25, label="predicted")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set(title="speed-up over one rank, same batch", xlabel="ranks", ylabel="times")
+    axes.set_xticks(ranks, [str(each) for each in ranks])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out, dpi=110, format="png")
+    pyplot.close(figure)
+
+
+def _largest_tables(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    tables = records[-1]["tables"]
+    hashed = [name for name, figures in tables.items() if "rows" in figures]
+    return sorted(hashed, key=lambda name: -tables[name]["rows"])[:MOST_TABLES]
+
+
+def _line(
+    axes: Any, records: Sequence[Mapping[str, Any]], key: str, label: str | None, **style: Any
+) -> None:
+    points = [(record["step"], record[key]) for record in records if record[key] is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError(
+            "plots need the package matplotlib: pip install sparsekit[train]"
+        ) from error
+    matplotlib.use("Agg")  # no screen
+    from matplotlib import pyplot
+
+    return pyplot

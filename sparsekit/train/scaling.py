@@ -1,0 +1,113 @@
+"""How much faster a model trains on more ranks: measured, and predicted for more of them."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from ..data import Batch, KeyedJaggedTensor
+from ..models import DLRM
+from ..optim import LazyAdam, split_embedding_variable_from_others
+from .trainer import Trainer
+
+STEPS = 8  # of an epoch, each with batches of its own
+WARM_UP = 2  # epochs that are not counted: the keys are new in the first
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a DLRM on generated keys, one of a zipf law in each bag.
+
+    Attributes:
+        tables: how many.
+        rows: distinct keys of each table.
+        dim: elements of a vector.
+        batch: samples of all ranks together, the same for any number of them.
+        epochs: timed, of 8 steps each.
+    """
+
+    tables: int = 26
+    rows: int = 100_000
+    dim: int = 64
+    batch: int = 8192
+    epochs: int = 5
+
+
+def samples_per_second(case: Case) -> float:
+    """Median over epochs, after warm-up; on several ranks all call it."""
+    rank, ranks = 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+    names = [f"C{i + 1}" for i in range(case.tables)]
+    model = DLRM(
+        names,
+        13,
+        rows=2 * case.rows // ranks + 1000,  # shares are even, but not exactly
+        dim=case.dim,
+        bottom=[case.dim],
+        top=[64],
+        cross_layers=1,
+        cross_rank=16,
+    )
+    sparse, dense = split_embedding_variable_from_others(model)
+    trainer = Trainer(
+        model,
+        _losses,
+        [LazyAdam(sparse, lr=0.001), torch.optim.Adam(dense, lr=0.001)],
+        stream=io.StringIO(),
+    )
+    generator = torch.Generator("cpu").manual_seed(0)
+    batches = [_batch(case, names, generator, rank, ranks) for _ in range(STEPS)]
+    history = trainer.fit(batches, epochs=WARM_UP + case.epochs)
+    return statistics.median(epoch.samples_per_second for epoch in history[WARM_UP:])
+
+
+def _batch(
+    case: Case, names: list[str], generator: torch.Generator, rank: int, ranks: int
+) -> Batch:
+    """One rank's part of a batch that is the same for any number of ranks."""
+    uniform = torch.rand(case.tables, case.batch, generator=generator, device="cpu")
+    # Inverse of the distribution with density 1 / x on [1, rows].
+    keys = (case.rows**uniform).long()
+    numbers = torch.rand(case.batch, 13, generator=generator, device="cpu")
+    label = torch.randint(2, (case.batch,), generator=generator, device="cpu").float()
+    mine = torch.arange(case.batch).tensor_split(ranks)[rank]
+    offsets = torch.arange(case.tables * len(mine) + 1)
+    bags = KeyedJaggedTensor(names, keys[:, mine].reshape(-1), offsets)
+    return Batch(label[mine], numbers[mine], bags)
+
+
+def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
+    scores = model(batch.dense, batch.sparse)
+    label = cast(torch.Tensor, batch.label)
+    return binary_cross_entropy_with_logits(scores, label, reduction="none"), 0.0
+
+
+def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
+    """Speed-ups over one rank: what can be expected at worst, and at best.
+
+    A step of N ranks takes T(1) / N, and on top what was measured on the largest world there is:
+    E = T(N) - T(1) / N. At worst E does not depend on the number of ranks, as if it were all
+    waiting; at best it falls as the bytes that a rank sends, (M - 1) / M^2 of those of the batch.
+
+    Args:
+        measured: number of ranks -> samples a second, of one batch size; 1 among them, and more.
+        ranks: of which world.
+
+    Raises:
+        ValueError: measured lacks one of them.
+    """
+    if 1 not in measured or len(measured) < 2:
+        raise ValueError(f"predicted needs 1 rank and more, got {sorted(measured)}")
+    largest = max(measured)
+    one = 1 / measured[1]
+    extra = max(1 / measured[largest] - one / largest, 0.0)
+    sent = (ranks - 1) / ranks**2 / ((largest - 1) / largest**2)
+    return one / (one / ranks + extra), one / (one / ranks + extra * sent)
