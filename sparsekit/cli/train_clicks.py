@@ -19,7 +19,7 @@ from ..data import Batch, CriteoReader, CsvReader, Keys, ParquetReader, Prefetch
 from ..data.reader import Reader
 from ..datasets import Adult, adult
 from ..datasets.adult import CATEGORIES, LABEL, NUMBERS
-from ..errors import DivergedError
+from ..errors import DivergedError, TableFullError
 from ..models import DLRM, DeepFM, QuantileBuckets
 from ..optim import Adagrad, LazyAdam, RowWiseAdagrad, split_embedding_variable_from_others
 from ..train import EarlyStopping, JsonLines, TensorBoard, Trainer, linear_warmup
@@ -231,10 +231,8 @@ def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) 
             config = _write_adult(data, config, Path(folder))
         try:
             return _fit(config, args)
-        except OSError as error:
-            if error.filename is None:
-                raise
-            raise UsageError(f"{error.filename}: {error.strerror}") from error
+        except TableFullError as error:
+            raise UsageError(f"{error} Here that is model.rows.") from error
 
 
 def _write_adult(data: tuple[Adult, Adult], config: RunConfig, folder: Path) -> RunConfig:
@@ -306,7 +304,7 @@ def _fit(config: RunConfig, args: argparse.Namespace) -> int:
             for name in ("validation", "test")
             if (files := getattr(config.data, name))
         }
-    except (ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     kind, _ = MODELS[args.model]
     columns = reader.columns

@@ -44,7 +44,7 @@ class DeepFM(torch.nn.Module):
         super().__init__()
         generator = torch.Generator("cpu").manual_seed(seed)
         self.embeddings = tables(features, rows, 1 + dim, seed)
-        self._features = len(features)
+        self._shape = len(features), 1 + dim
         self.linear = torch.nn.Linear(dense, 1)
         draw(self.linear.weight, 0.01, generator)
         torch.nn.init.zeros_(self.linear.bias)
@@ -57,7 +57,7 @@ class DeepFM(torch.nn.Module):
             dense: float32 ``[n, dense]``.
             sparse: bags of keys of each feature.
         """
-        rows = self.embeddings(sparse).view(len(dense), self._features, -1)
+        rows = self.embeddings(sparse).view(-1, *self._shape)
         weights, vectors = rows[:, :, 0], rows[:, :, 1:]
         squares = vectors.sum(1).square() - vectors.square().sum(1)
         first = self.linear(dense)[:, 0] + weights.sum(1)

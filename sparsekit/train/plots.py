@@ -83,7 +83,7 @@ def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
     for i, name in enumerate(names[:2]):
         each = axes if i == 0 else axes.twinx()
         points = [{"step": record["step"], name: record["metrics"].get(name)} for record in epochs]
-        _line(each, points, name, name, marker="o", color=f"C{i}")
+        _line(each, points, name, None, marker="o", color=f"C{i}")
         each.set_ylabel(name, color=f"C{i}")
     if not names:
         axes.text(0.5, 0.5, "nothing was evaluated", ha="center", transform=axes.transAxes)

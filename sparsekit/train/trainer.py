@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import Exchange, exchange_of
-from ..errors import DivergedError, check_int
+from ..errors import check_int
 from .feed import Ranks, Share, of_loader, of_tensors
 from .logs import Log
+from .losses import Losses
 from .progress import Progress
 from .step import LossFn, Step
 from .stopping import EarlyStopping
@@ -241,8 +242,9 @@ class Trainer:
         device: torch.device,
     ) -> None:
         self.model.train()
+        self._telemetry.bytes_sent(self._exchange)  # leave out what evaluation has sent
         group = None if self._exchange is None else self._exchange.group
-        losses = _Losses(device, group, self._updates)
+        losses = Losses(device, group, self._updates)
         stream = self.stream if self._rank == 0 else io.StringIO()
         with Progress(title, self._samples, stream) as progress, contextlib.closing(shares):
             for batches, following in _steps(shares, self.accumulate):
@@ -264,8 +266,8 @@ class Trainer:
             shown = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
             progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s")
 
-    def _log_step(self, losses: _Losses, progress: Progress, title: str) -> None:
-        loss, samples, seconds = losses.since_last(title, progress.seconds)
+    def _log_step(self, losses: Losses, progress: Progress, title: str) -> None:
+        loss, samples, steps, seconds = losses.since_last(title, progress.seconds)
         record = {
             "kind": "step",
             "step": self.steps,
@@ -273,7 +275,7 @@ class Trainer:
             "loss": loss,
             "samples_per_second": samples / seconds,
             "lr": {str(i): each.param_groups[0]["lr"] for i, each in enumerate(self.optimizers)},
-            "bytes_sent_per_step": self._telemetry.bytes_sent(self._exchange) / self.log_every,
+            "bytes_sent_per_step": self._telemetry.bytes_sent(self._exchange) / steps,
             "tables": self._telemetry.read(self.steps, self._exchange),
         }
         self._log(record)
@@ -297,71 +299,6 @@ class Trainer:
         flag = torch.tensor([here], dtype=torch.int64, device=device)
         dist.broadcast(flag, dist.get_global_rank(self._exchange.group, 0), self._exchange.group)
         return bool(flag.item())
-
-
-class _Losses:
-    """The losses of an epoch so far."""
-
-    def __init__(
-        self, device: torch.device, group: dist.ProcessGroup | None, expected: int
-    ) -> None:
-        self._group = group
-        self._expected = expected  # steps; 0: nobody knows
-        # In float64, where a sum over many millions of samples has digits to spare.
-        self._total = torch.zeros((), dtype=torch.float64, device=device)
-        # Counted where it is computed: to ask a GPU after each step would mean waiting for it.
-        self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
-        self._rows = 0
-        # At the last record: total and samples of all ranks, and seconds.
-        self._last: tuple[float, int, float] = 0.0, 0, 0.0
-        self.steps = 0
-
-    def add(self, loss: torch.Tensor, rows: int) -> None:
-        """Add this rank's sum of losses in a step."""
-        self._total.add_(loss)
-        self._finite_steps += self._total.isfinite()
-        self._rows += rows
-        self.steps += 1
-
-    def so_far(self) -> float:
-        """Mean on this rank; rank 0, which shows it, has a sample of every batch of tensors."""
-        return self._total.item() / max(self._rows, 1)
-
-    def mean(self, title: str) -> float:
-        """Mean over the samples of all ranks.
-
-        Raises:
-            DivergedError: it is not finite.
-        """
-        total, samples = self._over_ranks(title)
-        return total / max(samples, 1)
-
-    def since_last(self, title: str, seconds: float) -> tuple[float, int, float]:
-        """As mean, of the steps since the last call, their samples, and how long they took.
-
-        Args:
-            title: of the error.
-            seconds: since the epoch began.
-        """
-        now = *self._over_ranks(title), seconds
-        before, self._last = self._last, now
-        total, samples, took = (a - b for a, b in zip(now, before, strict=True))
-        return total / max(samples, 1), int(samples), took
-
-    def _over_ranks(self, title: str) -> tuple[float, int]:
-        sums = torch.stack([self._total, torch.full_like(self._total, self._rows)])
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
-        total, samples = sums.tolist()
-        if not math.isfinite(total):
-            if self._group is not None:
-                dist.all_reduce(self._finite_steps, dist.ReduceOp.MIN, group=self._group)
-            step, of = int(self._finite_steps) + 1, f" of {self._expected}" * bool(self._expected)
-            raise DivergedError(
-                f"{title}: the loss is infinite or NaN from step {step}{of} on: "
-                f"training has diverged"
-            )
-        return total, int(samples)
 
 
 def _steps(

@@ -1,0 +1,81 @@
+"""The mean loss of an epoch, over all ranks, and where it stops being finite."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from ..errors import DivergedError
+
+
+class Losses:
+    """The losses of an epoch so far.
+
+    Args:
+        device: of what is added.
+        group: of the ranks; None for one alone.
+        expected: steps of the epoch, for messages; 0 if nobody knows.
+    """
+
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None, expected: int
+    ) -> None:
+        self._group = group
+        self._expected = expected
+        # In float64, where a sum over many millions of samples has digits to spare.
+        self._total = torch.zeros((), dtype=torch.float64, device=device)
+        # Counted where it is computed: to ask a GPU after each step would mean waiting for it.
+        self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self._rows = 0
+        # At the last record: total and samples of all ranks, steps, seconds.
+        self._last: tuple[float, float, float, float] = 0.0, 0, 0, 0.0
+        self.steps = 0
+
+    def add(self, loss: torch.Tensor, rows: int) -> None:
+        """Add this rank's sum of losses in a step."""
+        self._total.add_(loss)
+        self._finite_steps += self._total.isfinite()
+        self._rows += rows
+        self.steps += 1
+
+    def so_far(self) -> float:
+        """Mean on this rank; rank 0, which shows it, has a sample of every batch of tensors."""
+        return self._total.item() / max(self._rows, 1)
+
+    def mean(self, title: str) -> float:
+        """Mean over the samples of all ranks.
+
+        Raises:
+            DivergedError: it is not finite.
+        """
+        total, samples = self._over_ranks(title)
+        return total / max(samples, 1)
+
+    def since_last(self, title: str, seconds: float) -> tuple[float, float, float, float]:
+        """As mean, since the last call; and of how many samples and steps, and how long they took.
+
+        Args:
+            title: of the error.
+            seconds: since the epoch began.
+        """
+        now = *self._over_ranks(title), self.steps, seconds
+        total, *others = (a - b for a, b in zip(now, self._last, strict=True))
+        self._last = now
+        return total / max(others[0], 1), others[0], others[1], others[2]
+
+    def _over_ranks(self, title: str) -> tuple[float, int]:
+        sums = torch.stack([self._total, torch.full_like(self._total, self._rows)])
+        if self._group is not None:
+            dist.all_reduce(sums, group=self._group)
+        total, samples = sums.tolist()
+        if not math.isfinite(total):
+            if self._group is not None:
+                dist.all_reduce(self._finite_steps, dist.ReduceOp.MIN, group=self._group)
+            step, of = int(self._finite_steps) + 1, f" of {self._expected}" * bool(self._expected)
+            raise DivergedError(
+                f"{title}: the loss is infinite or NaN from step {step}{of} on: "
+                f"training has diverged"
+            )
+        return total, int(samples)

@@ -1,0 +1,229 @@
+"""``sparsekit train dlrm`` and ``deepfm``, ``plot`` and ``scaling``."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from sparsekit import cli
+from sparsekit.cli import scaling, train_clicks
+from sparsekit.data import write_criteo_sample
+from sparsekit.datasets import Adult
+from sparsekit.datasets.adult import CATEGORIES, NUMBERS
+from sparsekit.train.plots import read_run
+from sparsekit.train.scaling import predicted
+
+SMALL = ["--set", "model.rows=2000", "--set", "model.dim=4", "--set", "trainer.batch_size=50"]
+COLUMNS = ["data.label=click", "data.dense=price", "data.sparse=user,item"]
+
+
+@pytest.fixture
+def clicks(tmp_path):
+    """600 rows; a click is decided by user and price."""
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path / "clicks.csv"
+    rows = []
+    for _ in range(600):
+        user, item, price = torch.randint(0, 20, (3,), generator=generator).tolist()
+        rows.append(f"{int(user + price > 20)},user {user},{item},{price}")
+    path.write_text("click,user,item,price\n" + "\n".join(rows) + "\n")
+    return path
+
+
+def arguments(model, path, *more):
+    settings = [option for each in COLUMNS for option in ("--set", each)]
+    return ["train", model, "--data", str(path), *settings, *SMALL, *more]
+
+
+def run(capsys, *command):
+    assert cli.main(list(command)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["dlrm", "deepfm"])
+def test_it_learns_on_one_rank_and_on_two(clicks, capfd, model):
+    settings = ["--set", f"data.test={clicks}", "--set", "optimizer.lr=0.02", "--epochs", "8"]
+    settings += ["--set", "optimizer.dense_lr=0.005"]
+    areas = []
+    for ranks in ("1", "2"):
+        output = run(capfd, *arguments(model, clicks, *settings, "--ranks", ranks))
+        areas.append(float(re.findall(r"test AUC ([\d.]+)", output)[-1]))
+        assert re.search(r"8 epochs in [\d.]+ s, the last at [\d,]+ samples/s; peak", output)
+        assert "rows in the tables: user 20, item 20" in output
+    assert min(areas) > 0.95
+
+
+def test_what_is_logged_and_drawn(clicks, tmp_path, capsys):
+    folder = tmp_path / "run"
+    one = ["--ranks", "1", "--epochs", "2", "--log", str(folder), "--set", "trainer.log_every=5"]
+    command = arguments("dlrm", clicks, *one, "--set", f"data.validation={clicks}")
+    run(capsys, *command)
+    run(capsys, *command)  # begins anew
+    records = read_run(folder)
+    assert [r["step"] for r in records if r["kind"] == "epoch"] == [12, 24]
+    assert [r["step"] for r in records if r["kind"] == "step"] == [5, 10, 15, 20]
+    assert set(records[-1]["metrics"]) == {"validation AUC", "validation log loss"}
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["data"]["sparse"] == ["user", "item"]
+    assert config["trainer"]["epochs"] == 2
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert run(capsys, "plot", str(folder)) == f"{folder / 'plot.png'}\n"
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_settings_come_from_file_and_flags(clicks, tmp_path, capsys):
+    shown = run(capsys, *arguments("deepfm", clicks, "--epochs", "9", "--show-config"))
+    file = tmp_path / "x.yaml"
+    file.write_text(shown)
+    again = run(capsys, "train", "deepfm", "--config", str(file), "--show-config")
+    assert again == shown
+    flags = ["--set", "model.deep=8", "--set", "optimizer.name=adagrad"]
+    config = yaml.safe_load(
+        run(capsys, "train", "deepfm", "--config", str(file), *flags, "--show-config")
+    )
+    assert config["model"]["deep"] == [8]
+    assert config["optimizer"]["name"] == "adagrad"
+    assert config["trainer"]["epochs"] == 9
+
+
+def test_all_other_settings_do_something(clicks, capsys):
+    """Formats and settings, each once; what they do is tested with the trainer and the readers."""
+    sample = clicks.with_name("sample.tsv")
+    write_criteo_sample(sample, 300)
+    tsv = clicks.with_name("clicks.tsv")
+    tsv.write_text(clicks.read_text().replace(",", "\t"))
+    one = ["--ranks", "1", "--epochs", "1"]
+    for command in (
+        arguments("dlrm", tsv, *one, "--set", "data.format=tsv", "--set", "trainer.bfloat16=true"),
+        arguments("dlrm", clicks, *one, "--set", "trainer.accumulate=3"),
+        arguments("dlrm", clicks, *one, "--set", "trainer.clip_norm=0.1"),
+        arguments("dlrm", clicks, *one, "--set", "optimizer.warmup_steps=5"),
+        arguments("dlrm", clicks, *one, "--set", "optimizer.name=row_wise_adagrad"),
+    ):
+        loss = float(re.search(r"loss ([\d.]+)", run(capsys, *command))[1])
+        assert 0 < loss < 2
+    command = ["train", "dlrm", "--data", str(sample), *SMALL, *one, "--set", "data.format=criteo"]
+    assert "C26 " in run(capsys, *command)
+
+
+def test_early_stopping_by_the_validation_file(clicks, capsys):
+    never = ["--set", "optimizer.lr=1e-12", "--set", "optimizer.dense_lr=1e-12"]
+    patience = ["--set", "trainer.patience=2", "--set", f"data.validation={clicks}"]
+    command = arguments("dlrm", clicks, *never, *patience, "--ranks", "1", "--epochs", "9")
+    assert "\n3 epochs in " in run(capsys, *command)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["optimizer.rl=1"], r"no setting optimizer\.rl; did you mean optimizer\.lr\?"),
+        (["optimizer.lr=fast"], r"optimizer\.lr must be a number, got 'fast'"),
+        (["optimizer.lr=-1"], r"optimizer\.lr must be > 0, got -1"),
+        (["optimizer.name=adm"], r"optimizer\.name must be one of lazy_adam, .*, got adm"),
+        (["data.format=xml"], r"data\.format must be one of csv, .*, got xml"),
+        (["trainer.batch_size=0"], r"trainer\.batch_size must be >= 1, got 0"),
+        (["trainer.patience=1"], r"trainer\.patience needs data\.validation"),
+        (["data.sparse="], r"data\.sparse must name the categorical columns of"),
+        (["data.sparse=user,itm"], "itm"),
+        (["data.test=/no/such"], "/no/such"),
+        (["model.rows=3"], "full"),
+    ],
+)
+def test_wrong_settings(clicks, capsys, settings, message):
+    flags = [option for each in settings for option in ("--set", each)]
+    assert cli.main(arguments("dlrm", clicks, *flags, "--ranks", "1", "--epochs", "1")) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert error.count("\n") == 1
+
+
+def test_wrong_files(clicks, tmp_path, capsys):
+    for command, message in (
+        (["train", "dlrm", "--config", str(tmp_path / "no.yaml")], "no.yaml: No such file"),
+        (["train", "dlrm", "--data", str(tmp_path / "no.csv"), "--ranks", "1"], "data.sparse must"),
+        (arguments("dlrm", tmp_path / "no.csv", "--ranks", "1"), "no.csv does not exist"),
+        (arguments("dlrm", clicks, "--log", str(clicks)), "--log .*: is a file"),
+        (["plot", str(tmp_path)], "metrics.jsonl: No such file"),
+    ):
+        assert cli.main(command) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_divergence_ends_with_1(clicks, capsys):
+    command = arguments("dlrm", clicks, "--set", "optimizer.lr=1e30", "--ranks", "1")
+    assert cli.main([*command, "--set", "optimizer.dense_lr=1e30"]) == 1
+    assert "training has diverged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_the_adult_data_as_files(tmp_path, split):
+    """Those written for training are read as anybody's; a validation part is one of training."""
+    columns = {name: np.array(["a", "b", "?"] * 20) for name in CATEGORIES}
+    columns |= {name: np.array(list(map(str, range(60)))) for name in NUMBERS}
+    people = Adult(columns, torch.arange(60) % 2.0)
+
+    config = train_clicks.RunConfig(train_clicks.DLRMConfig())
+    if split == "validation":
+        config = train_clicks.replace(config, trainer=train_clicks.TrainerConfig(patience=1))
+    written = train_clicks._write_adult((people, people), config, tmp_path)
+    counts = {
+        name: sum(batch.rows for batch in train_clicks._reader(written, files, None))
+        for name in ("train", "validation", "test")
+        if (files := getattr(written.data, name))
+    }
+    expected = {"train": 48, "validation": 12} if split == "validation" else {"train": 60}
+    assert counts == expected | {"test": 60}
+
+
+SCALING = ["scaling", "--tables", "2", "--rows", "100", "--dim", "4", "--batch", "64"]
+
+
+def test_scaling_of_one_rank(tmp_path, capfd):
+    file = tmp_path / "scaling.json"
+    output = run(capfd, *SCALING, "--epochs", "1", "--ranks", "1", "--json", str(file))
+    (rate,) = re.findall(r"^ +1 +([\d,]+) +1.00x +100%", output, re.MULTILINE)
+    measured = json.loads(file.read_text())["samples_per_second"]
+    assert int(rate.replace(",", "")) == pytest.approx(measured["1"], abs=0.6)
+    assert "no prediction: no two of these worlds had a core for each thread" in output
+
+
+@pytest.mark.parametrize(("of_two", "predicts"), [(150.0, True), (200.0, False)])
+def test_scaling_of_several_ranks(tmp_path, monkeypatch, capsys, of_two, predicts):
+    """What is printed and written of given measurements, on a machine of two cores."""
+    rates = {1: 100.0, 2: of_two, 4: 120.0}
+    monkeypatch.setattr(scaling, "_measure", lambda ranks, case, threads: rates[ranks])
+    monkeypatch.setattr(scaling.os, "sched_getaffinity", lambda pid: {0, 1})
+    file = tmp_path / "scaling.json"
+    output = run(capsys, *SCALING, "--ranks", "1,2,4", "--json", str(file))
+    rows = re.findall(r"^ +(\d) +([\d,]+) +([\d.]+)x +(\d+)%(.*)$", output, re.MULTILINE)
+    two = ("2", f"{of_two:.0f}", f"{of_two / 100:.2f}", f"{of_two / 2:.0f}", "")
+    assert rows == [
+        *(("1", "100", "1.00", "100", ""), two),
+        ("4", "120", "1.20", "30", "  (more than cores)"),
+    ]
+    assert ("Predicted from 1 and 2 ranks" in output) == ("Assumed: " in output) == predicts
+    forecast = json.loads(file.read_text())["predicted_speed_up"]
+    expected = predicted({1: 100.0, 2: of_two}, 8)
+    assert (forecast == {}) != predicts
+    assert not predicts or forecast["8"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ranks", ["2", "0,1", "x", "1,2000"])
+def test_wrong_worlds(capsys, ranks):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*SCALING, "--ranks", ranks])
+    assert end.value.code == 2
+    assert "--ranks" in capsys.readouterr().err
+
+
+def test_a_prediction_is_what_it_assumes():
+    """A step of 1 s on one rank, and of 0.6 s on two: 0.1 s more than half."""
+    worst, best = predicted({1: 100.0, 2: 100 / 0.6}, 4)
+    assert worst == pytest.approx(1 / (0.25 + 0.1))
+    assert best == pytest.approx(1 / (0.25 + 0.1 * (3 / 16) / (1 / 4)))
+    assert predicted({1: 100.0, 2: 100 / 0.6}, 2) == pytest.approx((1 / 0.6, 1 / 0.6))
+    with pytest.raises(ValueError, match="needs 1 rank and more"):
+        predicted({1: 100.0}, 4)

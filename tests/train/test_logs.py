@@ -1,0 +1,121 @@
+"""Records of training: JSON lines, TensorBoard, figures of tables, pictures."""
+
+import io
+import json
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit.train import JsonLines, Telemetry, TensorBoard, Trainer
+from sparsekit.train.plots import plot_run, plot_scaling, read_run
+
+
+def train(logs, epochs=2, log_every=2, **layer):
+    """Keys 0..19 of one layer, 4 new ones in each step of the first epoch."""
+    settings = {"name": "items", "seed": 0, **layer}
+    model = sparsekit.DistributedEmbedding("sum", 50, 2, 1, 1, **settings)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def losses(model, batch):
+        return model(batch[0].view(-1, 1, 1)).sum((1, 2)), 0.0
+
+    trainer = Trainer(model, losses, [sgd], stream=io.StringIO(), logs=logs, log_every=log_every)
+    batches = [(keys,) for keys in torch.arange(20).split(4)]
+    return trainer.fit(batches, epochs=epochs, evaluate=lambda model: {"AUC": 0.75})
+
+
+def test_records_of_steps_and_epochs(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    history = train([JsonLines(path)])
+    records = read_run(path.parent)
+    assert records == [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r["kind"], r["step"]) for r in records] == [
+        *(("step", 2), ("step", 4), ("epoch", 5)),
+        *(("step", 6), ("step", 8), ("step", 10), ("epoch", 10)),
+    ]
+    assert [r["epoch"] for r in records if r["kind"] == "step"] == [1, 1, 2, 2, 2]
+    assert all(r["lr"] == {"0": 0.5} for r in records if r["kind"] == "step")
+    assert all(r["samples_per_second"] > 0 for r in records)
+    epochs = [r for r in records if r["kind"] == "epoch"]
+    assert [r["metrics"] for r in epochs] == [{"AUC": 0.75}] * 2
+    assert [r["loss"] for r in epochs] == [epoch.loss for epoch in history]
+
+
+def test_the_loss_of_a_record_is_that_since_the_one_before(tmp_path):
+    losses = iter([1.0, 2.0, 3.0, 5.0])
+    model = torch.nn.Linear(1, 1)
+
+    def loss_fn(model, batch):
+        return batch[0] * 0 + next(losses) + 0 * model.weight.sum(), 0.0
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    logs = [JsonLines(tmp_path / "metrics.jsonl")]
+    trainer = Trainer(model, loss_fn, [sgd], stream=io.StringIO(), logs=logs, log_every=2)
+    trainer.fit([(torch.zeros(1),), (torch.zeros(3),)] * 2, epochs=1)
+    found = [record["loss"] for record in read_run(tmp_path)]
+    assert found == pytest.approx([7 / 4, 18 / 4, 25 / 8])
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.write({"kind": "epoch", "step": 1, "metrics": {"a": float("nan"), "b": float("-inf")}})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["metrics"] == {"a": None, "b": None}
+
+
+def test_figures_of_tables():
+    history = train([], log_every=100)
+    first, second = (epoch.tables["items"] for epoch in history)
+    assert {"rows": 20, "capacity": 50, "load": 0.4, "skew": 1.0}.items() <= first.items()
+    assert first["new_rows_per_step"] == 4.0
+    assert second["new_rows_per_step"] == 0.0
+    assert 0 <= first["full_lines"] <= 1
+
+
+def test_full_lines_are_those_without_a_free_place():
+    layer = sparsekit.DistributedEmbedding("sum", 1000, 1, 1, 1, seed=0, name="t")
+    layer(torch.arange(990).view(-1, 1, 1))
+    buckets = layer.table.tensors()[0]
+    rows = buckets[:, 5:].contiguous().view(torch.int32).tolist()
+    full = [all(row >= 0 for row in line[:5]) for line in rows]
+    found = Telemetry(layer).read(1, None)["t"]["full_lines"]
+    assert found == pytest.approx(sum(full) / len(full), abs=1e-6)
+    assert 0 < found < 1
+
+
+def test_a_table_without_hash_table_has_its_capacity_only():
+    layer = sparsekit.DistributedEmbedding("sum", 7, 1, 1, use_hashtable=False, name="t")
+    assert Telemetry(torch.nn.Sequential(layer)).read(3, None) == {"t": {"capacity": 7.0}}
+    assert Telemetry(torch.nn.Linear(1, 1)).read(3, None) == {}
+
+
+def test_tensorboard_gets_each_number(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train([TensorBoard(tmp_path)])
+    events = EventAccumulator(str(tmp_path)).Reload()
+    scalars = [(e.step, e.value) for e in events.Scalars("epoch/metrics/AUC")]
+    assert scalars == [(5, 0.75), (10, 0.75)]
+    assert "step/tables/items/rows" in events.Tags()["scalars"]
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    train([JsonLines(tmp_path / "metrics.jsonl")])
+    plot_run(tmp_path, tmp_path / "run.png")
+    plot_scaling({1: 10.0, 2: 18.0}, {8: (4.0, 6.0)}, tmp_path / "scaling.png")
+    for name in ("run.png", "scaling.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_run(tmp_path):
+    with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        read_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "step", "step": 1}\n{"kind": "other"}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no record of training"):
+        read_run(tmp_path)
+    path.write_text("")
+    with pytest.raises(ValueError, match="no record of training yet"):
+        plot_run(tmp_path, tmp_path / "run.png")
