@@ -53,16 +53,13 @@ def of_loader(
     """
     if not isinstance(loader, Prefetcher):
         loader = Prefetcher(loader, device=device)
-    batches = iter(loader)
-    try:
-        step = 1
+    batches = iter(loader)  # ends its thread when this generator is closed
+    step = 1
+    ahead = ranks.read(batches)
+    while (share := ranks.finish(ahead, step)) is not None:
         ahead = ranks.read(batches)
-        while (share := ranks.finish(ahead, step)) is not None:
-            ahead = ranks.read(batches)
-            yield share
-            step += 1
-    finally:
-        batches.close()  # type: ignore[attr-defined]  # a generator: its thread ends
+        yield share
+        step += 1
 
 
 class Ranks:

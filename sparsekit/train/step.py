@@ -99,8 +99,6 @@ class Step:
         with torch.autocast(self._device.type, self._autocast, self._autocast is not None):
             losses, penalty = self._loss(loss_fn, share.batch)
         _check_shapes(losses, penalty, share.rows)
-        if self._autocast is not None:
-            losses = losses.float()
         total = losses.sum()
         if isinstance(penalty, torch.Tensor) and penalty.dim() == 1:
             total, penalty = total + penalty.sum(), 0.0

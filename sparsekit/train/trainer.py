@@ -78,7 +78,6 @@ class Trainer:
         clip_norm: largest norm of the gradient of all weights, of sparse and dense ones together;
             a longer one is scaled down to it. None: any.
         autocast: dtype of the dense part's forward, ``torch.bfloat16``; None: that of the model.
-            Losses are summed in float32 or wider.
         logs: where each of rank 0's records goes: steps, epochs; see `JsonLines`.
         log_every: steps between two records. There the loss is checked too, for which a GPU is
             waited for.

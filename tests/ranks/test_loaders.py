@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import sparsekit
 from sparsekit.data import Batch, CsvReader, KeyedJaggedTensor
+from sparsekit.distributed.averaging import Averaging
 from sparsekit.models import DLRM, DeepFM
 from sparsekit.train import EarlyStopping, Telemetry, Trainer
 from sparsekit.train.scaling import Case, samples_per_second
@@ -87,6 +88,34 @@ def test_ranks_train_as_one(ranks, file, kind, accumulate, monkeypatch):
         assert len(found[3]) == 3 * (len(shares) - 1)
 
 
+def averagings(rank, accumulate):
+    begun = []
+    average = Averaging.average
+
+    def counted(self, state, bucket):
+        begun.append(bucket.index())
+        return average(self, state, bucket)
+
+    Averaging.average = counted
+    try:
+        model = torch.nn.Linear(1, 1)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = Trainer(model, of_linear, [sgd], stream=io.StringIO(), accumulate=accumulate)
+        trainer.fit([(torch.ones(2),)] * 5, epochs=1)
+    finally:
+        Averaging.average = average
+    return len(begun)
+
+
+def of_linear(model, batch):
+    return model(batch[0][:, None])[:, 0], 0.0
+
+
+def test_gradients_are_averaged_once_a_step(two_ranks):
+    assert two_ranks(averagings, 1) == [5, 5]
+    assert two_ranks(averagings, 2) == [3, 3]
+
+
 class Loader:
     """Batches of one number each; `what` happens on the last rank after the second."""
 
@@ -106,9 +135,7 @@ class Loader:
 def train_unevenly(rank, what):
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(
-        model, lambda m, batch: (m(batch[0][:, None])[:, 0], 0.0), [sgd], stream=io.StringIO()
-    )
+    trainer = Trainer(model, of_linear, [sgd], stream=io.StringIO())
     trainer.fit(Loader(rank, what), epochs=1)
 
 
@@ -130,9 +157,7 @@ def stop_early(rank):
     """What rank 0 says counts, although others see other values."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(
-        model, lambda m, batch: (m(batch[0][:, None])[:, 0], 0.0), [sgd], stream=io.StringIO()
-    )
+    trainer = Trainer(model, of_linear, [sgd], stream=io.StringIO())
     values = iter([3.0, 2.0, 2.5, 2.5] if rank == 0 else [3.0, 4.0, 5.0, 6.0])
     trainer.fit(
         (torch.ones(4),),

@@ -207,7 +207,7 @@ def test_clipping_scales_the_gradient_to_the_norm():
     assert not torch.allclose(expected, by_hand([[b] for b in batches]))
 
 
-def test_autocast_computes_in_bfloat16_and_sums_in_float32():
+def test_autocast_computes_in_bfloat16_and_means_are_exact():
     seen = []
 
     def losses(model, batch):
