@@ -26,7 +26,7 @@ SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test sanitize fuzz lint format wheel check-wheel bench cuda-report cuda-sass cuda-counts build clean distclean help
+.PHONY: demo test systems sanitize fuzz lint format wheel check-wheel bench cuda-report cuda-sass cuda-counts build clean distclean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -37,6 +37,10 @@ demo: $(or $(wildcard $(BUILT)),$(BUILT_DEMO)) ## train on MovieLens-100K, next 
 test: build ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	PYTHON=$(BIN)/python tests/other_engines.sh
+
+systems: build ## run the long checks of whole systems, whose figures are in docs/systems.md
+	for each in autoencoder trainer_overhead dlrm_mlperf; do \
+	  $(BIN)/python -m benchmarks.systems.$$each || exit 1; done
 
 sanitize: build ## run the CUDA kernels on the host under AddressSanitizer and ThreadSanitizer
 	PYTHON=$(BIN)/python tests/sanitize.sh
