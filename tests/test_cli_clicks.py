@@ -1,6 +1,7 @@
 """``sparsekit train dlrm`` and ``deepfm``, ``plot`` and ``scaling``."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -10,11 +11,11 @@ import yaml
 
 from sparsekit import cli
 from sparsekit.cli import scaling, train_clicks
-from sparsekit.data import write_criteo_sample
+from sparsekit.data import Batch, write_criteo_sample
 from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
 from sparsekit.train.plots import read_run
-from sparsekit.train.scaling import predicted
+from sparsekit.train.scaling import Case, _batch, predicted
 
 SMALL = ["--set", "model.rows=2000", "--set", "model.dim=4", "--set", "trainer.batch_size=50"]
 COLUMNS = ["data.label=click", "data.dense=price", "data.sparse=user,item"]
@@ -178,6 +179,31 @@ def test_the_adult_data_as_files(tmp_path, split):
     assert counts == expected | {"test": 60}
 
 
+def test_numbers_enter_as_logarithms():
+    seen = []
+    batch = Batch(None, torch.tensor([[0.0, -3.0, math.e - 1]]), None)
+    train_clicks._scores(lambda dense, sparse: seen.append(dense), batch)
+    torch.testing.assert_close(seen[0], torch.tensor([[0.0, 0.0, 1.0]]))
+
+
+def test_training_is_shuffled_and_tests_are_not(clicks):
+    config = train_clicks.RunConfig(train_clicks.DLRMConfig())
+    columns = train_clicks.DataConfig((str(clicks),), label="price", sparse=("user",))
+    config = train_clicks.replace(config, data=columns)
+
+    def order(seed):
+        reader = train_clicks._reader(config, columns.train, seed)
+        return torch.cat([batch.label for batch in reader])
+
+    in_file = torch.tensor(
+        [float(line.split(",")[3]) for line in clicks.read_text().splitlines()[1:]]
+    )
+    torch.testing.assert_close(order(None), in_file)
+    assert not torch.equal(order(0), in_file)
+    assert not torch.equal(order(0), order(1))
+    assert torch.equal(order(0).sort().values, in_file.sort().values)
+
+
 SCALING = ["scaling", "--tables", "2", "--rows", "100", "--dim", "4", "--batch", "64"]
 
 
@@ -217,6 +243,21 @@ def test_wrong_worlds(capsys, ranks):
         cli.main([*SCALING, "--ranks", ranks])
     assert end.value.code == 2
     assert "--ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_have_parts_of_one_batch(ranks):
+    case, names = Case(tables=2, rows=50, dim=4, batch=8), ["C1", "C2"]
+
+    def batch(rank, ranks):
+        return _batch(case, names, torch.Generator().manual_seed(3), rank, ranks)
+
+    whole, parts = batch(0, 1), [batch(rank, ranks) for rank in range(ranks)]
+    assert torch.equal(torch.cat([part.label for part in parts]), whole.label)
+    assert torch.equal(torch.cat([part.dense for part in parts]), whole.dense)
+    for name in names:
+        keys = torch.cat([part.sparse[name][0] for part in parts])
+        assert torch.equal(keys, whole.sparse[name][0])
 
 
 def test_a_prediction_is_what_it_assumes():

@@ -173,6 +173,39 @@ def test_ranks_stop_together(two_ranks):
     assert two_ranks(stop_early) == [3, 3]
 
 
+def bytes_of_steps(rank, evaluated):
+    """What is recorded of each step, with so many lookups in an evaluation."""
+    layer = sparsekit.DistributedEmbedding("sum", 40, 2, 1, 1, placement="modulo", name="t")
+    records = []
+
+    class Log:
+        def write(self, record):
+            if record["kind"] == "step":
+                records.append(record["bytes_sent_per_step"])
+
+    def evaluate(model):
+        for _ in range(evaluated):
+            model(torch.arange(30).view(-1, 1, 1))
+        return {}
+
+    def of_layer(model, batch):
+        return model(batch[0].view(-1, 1, 1)).sum((1, 2)), 0.0
+
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    settings = {"stream": io.StringIO(), "logs": [Log()], "log_every": 1}
+    trainer = Trainer(layer, of_layer, [sgd], **settings)
+    trainer.fit([(torch.arange(4),)] * 2, epochs=2, evaluate=evaluate)
+    return records
+
+
+def test_bytes_of_a_step_are_not_those_of_an_evaluation(two_ranks):
+    records, of_others = two_ranks(bytes_of_steps, 5)
+    assert of_others == []  # rank 0 writes
+    assert len(records) == 4
+    assert records[2:] == two_ranks(bytes_of_steps, 0)[0][2:]
+    assert records[3] > 0
+
+
 def telemetry(rank):
     layer = sparsekit.DistributedEmbedding("sum", 40, 2, 1, 1, placement="modulo", name="t")
     keys = torch.tensor([0, 2, 4, 1]) if rank == 0 else torch.tensor([6])

@@ -88,6 +88,9 @@ def test_schedule_matches_its_closed_form():
     expected = [0.1 + 0.7 * t / 5 for t in range(5)]
     expected += [0.8 * (20 - t) / 15 for t in range(5, 20)] + [0.0] * 5
     assert rates == pytest.approx(expected, abs=1e-12)
+    sgd.param_groups[0]["lr"] = sgd.param_groups[0]["initial_lr"]
+    linear_warmup(sgd, 8, 0)
+    assert sgd.param_groups[0]["lr"] == pytest.approx(0.8)  # without warm-up at once
 
 
 def test_momentum_is_corrected_when_the_rate_changes():
