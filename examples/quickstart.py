@@ -1,6 +1,5 @@
-"""Sparse embeddings in one file: raw 64-bit ids, two features, one exchange; CPU or GPU.
+"""Raw 64-bit ids in two tables, on one rank (`python examples/quickstart.py`) or on several.
 
-python examples/quickstart.py
 torchrun --nproc-per-node 2 examples/quickstart.py
 """
 
@@ -36,11 +35,11 @@ class Clicks(torch.nn.Module):
 
 
 torch.manual_seed(0)
-numbers = torch.randint(0, 200, (4096,))
-users = numbers * 2**40 - 7  # any int64
+users = torch.randint(0, 200, (4096,))
 items = torch.randint(0, 200, (4096,))
 seen = torch.randint(0, 200, (4096, 5))  # a bag of five
-clicked = (numbers + items > 200).float()
+clicked = (users + items > 200).float()
+users = users * 2**40 - 7  # any int64
 
 model = sparsekit.distributed.wrap_ddp(Clicks())
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)

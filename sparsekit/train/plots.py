@@ -31,9 +31,10 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-                assert record["kind"] in ("step", "epoch")
-            except (ValueError, KeyError, TypeError, AssertionError):
-                raise ValueError(f"{path}:{number}: no record of training") from None
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or record.get("kind") not in ("step", "epoch"):
+                raise ValueError(f"{path}:{number}: no record of training")
             records.append(record)
     return records
 

@@ -112,7 +112,7 @@ def only_where_memory_is_shared(rank):
     try:
         assert averaging_of(CPU) is None
         trainer = Trainer(Dense(torch.float32), None, [])
-        assert trainer._loss._comm_hooks == []
+        assert trainer._step._loss._comm_hooks == []
     finally:
         sparsekit.init(backend="auto")
     averaging = averaging_of(CPU)
