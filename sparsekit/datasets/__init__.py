@@ -3,6 +3,7 @@
 from .adult import Adult, adult, read_adult
 from .fetch import DatasetUnavailableError
 from .ratings import Ratings, RatingsFormatError, movielens_100k, read_ratings
+from .titles import movielens_100k_titles
 
 __all__ = [
     "Adult",
@@ -11,6 +12,7 @@ __all__ = [
     "RatingsFormatError",
     "adult",
     "movielens_100k",
+    "movielens_100k_titles",
     "read_adult",
     "read_ratings",
 ]

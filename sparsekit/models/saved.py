@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -33,10 +35,21 @@ def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         return
+    with replacing(path) as file:
+        torch.save(saved, file)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a file to write that takes the place of another one when it is whole.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     part = f"{os.fspath(path)}.part"
     try:
         with open(part, "wb") as file:
-            torch.save(saved, file)
+            yield file
         os.replace(part, path)
     except BaseException:
         if os.path.exists(part):
@@ -44,12 +57,12 @@ def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
         raise
 
 
-def read(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
     """What `write` has written.
 
     Args:
         path: the file.
-        expected: the entry ``"format"`` that it must have.
+        expected: the entries ``"format"`` of which it must have one.
 
     Raises:
         ValueError: the file is something else.
@@ -61,6 +74,6 @@ def read(path: str | os.PathLike[str], expected: str) -> dict[str, Any]:
         raise
     except Exception:  # whatever an unpickler says of other bytes
         saved = None
-    if not isinstance(saved, dict) or saved.get("format") != expected:
+    if not isinstance(saved, dict) or saved.get("format") not in expected:
         raise ValueError(f"{os.fspath(path)}: no model that sparsekit train --save has written")
     return saved

@@ -1,4 +1,4 @@
-"""Metrics of a binary classification, exact, and over all ranks."""
+"""Metrics of binary classification and of ranking, exact, and over all ranks."""
 
 from __future__ import annotations
 
@@ -50,14 +50,76 @@ def log_loss(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
     return -torch.where(labels > 0, p.log(), (1 - p).log()).mean().item()
 
 
+def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
+    """How many of the first k recommended items are relevant, as a part of k; a mean over users.
+
+    Over ranks, give it what `gather` makes of each rank's users.
+
+    Args:
+        hits: whether an item is relevant, bool ``[users, m]`` with m >= k, best first. A user with
+            fewer than k recommended items has False in place of the others.
+        relevant: the number of relevant items of each user, recommended or not, integer
+            ``[users]``. Users with none are left out of the mean: no list could be better for them.
+        k: >= 1.
+
+    Raises:
+        ValueError: other shapes or numbers, more hits than relevant items, or no user is left.
+    """
+    found, _ = _of_users(hits, relevant, k)
+    return (found.sum(1).double() / k).mean().item()
+
+
+def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
+    """How many of a user's relevant items are among the first k; a mean over users.
+
+    Arguments and errors are those of `precision_at_k`.
+    """
+    found, count = _of_users(hits, relevant, k)
+    return (found.sum(1).double() / count).mean().item()
+
+
+def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
+    """Normalised discounted cumulative gain of the first k items; a mean over users.
+
+    The i-th item, counted from 1, gains ``1 / log2(i + 1)`` if it is relevant; the sum is divided
+    by that of the best order, which has all relevant items first. Source: Järvelin and Kekäläinen,
+    "Cumulated gain-based evaluation of IR techniques", TOIS 2002, with gains of 0 and 1.
+
+    Arguments and errors are those of `precision_at_k`.
+    """
+    found, count = _of_users(hits, relevant, k)
+    gains = 1 / torch.arange(2, k + 2, dtype=torch.float64, device=found.device).log2()
+    best = gains.cumsum(0)[count.clamp(max=k) - 1]
+    return ((found * gains).sum(1) / best).mean().item()
+
+
+def _of_users(
+    hits: torch.Tensor, relevant: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first k columns and the counts of those users who have anything relevant."""
+    if hits.dim() != 2 or hits.dtype != torch.bool or relevant.shape != hits.shape[:1]:
+        raise ValueError(
+            f"expected bool hits [users, m] and relevant [users], got {hits.dtype} "
+            f"{tuple(hits.shape)} and {tuple(relevant.shape)}"
+        )
+    if not 1 <= k <= hits.shape[1]:
+        raise ValueError(f"k must be in [1, {hits.shape[1]}], the columns of hits, got {k}")
+    if (hits.sum(1) > relevant).any():
+        raise ValueError("a user has more hits than relevant items")
+    kept = relevant > 0
+    if not kept.any():
+        raise ValueError(f"none of {len(relevant)} users has anything relevant")
+    return hits[kept, :k], relevant[kept]
+
+
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """The tensors of all ranks, one behind the other, on each of them.
 
     Without torch.distributed it is the tensor itself.
 
     Args:
-        tensor: ``[n]``, of one dtype on all ranks and of any length on each; on a device of which
-            the group's backend takes tensors.
+        tensor: ``[n, ...]``, of one dtype on all ranks and of any length n on each; on a device of
+            which the group's backend takes tensors.
         group: None means the default group.
     """
     if not dist.is_initialized() or (size := dist.get_world_size(group)) == 1:
@@ -66,7 +128,7 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
     dist.all_gather(lengths, torch.full_like(lengths[0], len(tensor)), group)
     counts = [int(length) for length in lengths]
     # Backends gather equal shapes only.
-    padded = tensor.new_zeros(max(counts))
+    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group)

@@ -1,4 +1,7 @@
-"""AUC and log loss against plain loops."""
+"""AUC and log loss against plain loops; of ranking, what is refused.
+
+Metrics of ranking are compared with loops in tests/systems/test_s1_autoencoder.py.
+"""
 
 import math
 
@@ -7,7 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsekit.train.metrics import auc, gather, log_loss
+from sparsekit.train.metrics import (
+    auc,
+    gather,
+    log_loss,
+    ndcg_at_k,
+    precision_at_k,
+    recall_at_k,
+)
 
 
 def pairs(scores, labels):
@@ -80,3 +90,21 @@ def test_what_has_no_answer_is_refused():
 def test_gather_on_one_process():
     tensor = torch.arange(3)
     assert gather(tensor) is tensor
+
+
+@pytest.mark.parametrize("metric", [precision_at_k, recall_at_k, ndcg_at_k])
+@pytest.mark.parametrize(
+    ("hits", "relevant", "k", "message"),
+    [
+        ([[True]], [1, 1], 1, r"got torch.bool \(1, 1\) and \(2,\)"),
+        ([[1]], [1], 1, r"got torch.int64 \(1, 1\) and \(1,\)"),
+        ([True], [1], 1, r"got torch.bool \(1,\)"),
+        ([[True, False]], [1], 0, r"k must be in \[1, 2\].* got 0"),
+        ([[True, False]], [1], 3, r"k must be in \[1, 2\].* got 3"),
+        ([[True, True]], [1], 2, "more hits than relevant"),
+        ([[False], [False]], [0, 0], 1, "none of 2 users"),
+    ],
+)
+def test_what_metrics_of_ranking_refuse(metric, hits, relevant, k, message):
+    with pytest.raises(ValueError, match=message):
+        metric(torch.tensor(hits), torch.tensor(relevant), k)
