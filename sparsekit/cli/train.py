@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from .._arguments import Parser
-from . import train_clicks, train_ratings, train_wide
+from . import train_autoencoder, train_clicks, train_ratings, train_wide
 
 DEFAULT_MODEL = "ratings"
 
@@ -24,6 +24,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     train_ratings.add(models)
     train_wide.add(models)
     train_clicks.add(models)
+    train_autoencoder.add(models)
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:

@@ -73,7 +73,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    return ranks.train(args, _load, _fit_and_report)
+    return ranks.train(args, load_ratings, _fit_and_report)
 
 
 def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> int:
@@ -111,7 +111,8 @@ def _save(model: RatingModel, file: str) -> None:
         raise UsageError(f"--save {file}: {error.strerror or error}") from error
 
 
-def _load(args: argparse.Namespace) -> tuple[Ratings, Ratings]:
+def load_ratings(args: argparse.Namespace) -> tuple[Ratings, Ratings]:
+    """Read ``--data`` and split it into the train and the test part."""
     data = args.data
     try:
         ratings = movielens_100k(data)

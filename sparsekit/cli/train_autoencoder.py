@@ -1,0 +1,206 @@
+"""``sparsekit train autoencoder``: what users will rate next, by what they have rated."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import sys
+
+import torch
+
+from .._arguments import Parser
+from ..datasets import Ratings
+from ..errors import DivergedError
+from ..models import (
+    Autoencoder,
+    DenseAutoencoder,
+    RatedItems,
+    Recommendations,
+    popular,
+    recommend,
+)
+from ..train import Trainer
+from ..train.metrics import ndcg_at_k, precision_at_k, recall_at_k
+from . import ranks
+from .common import UsageError, check_folder, number, rank, set_threads
+from .recommend import MOVIELENS
+from .train_ratings import load_ratings
+
+K = 10
+# Chosen on the latest fifth of each user's ratings in the train part, as the model's defaults.
+DEFAULT_EPOCHS = 40
+DEFAULT_BATCH = 64
+# The original's way: full batches, of which an epoch has one.
+ORIGINAL_EPOCHS = 400
+ORIGINAL_SHOWN = 50
+ORIGINAL_CELLS = 2**31
+
+
+def add(models: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    train = models.add_parser(
+        "autoencoder",
+        help="train a recommender and compare it with what is popular",
+        description="Train an autoencoder on MovieLens-100K, or on a file of ratings, to recommend "
+        "items: the latest fifth of each user's ratings is the test part, the others are trained "
+        "on.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    train.set_defaults(
+        run=_train, data=None, save=None, recs=None, epochs=None, batch_size=None, dim=64
+    )
+    count = number(int, 1, 2**31 - 1)
+    train.add_argument(
+        "--data",
+        metavar="FILE",
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="ratings of your own (default: MovieLens-100K), as `sparsekit train ratings` takes "
+        "them",
+    )
+    train.add_argument(
+        "--save",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="where to write the trained model, for `sparsekit recommend`",
+    )
+    train.add_argument(
+        "--recs",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help=f"where to write the {K} best items of each user, as `sparsekit recommend` does",
+    )
+    train.add_argument(
+        "--epochs",
+        type=count,
+        default=argparse.SUPPRESS,
+        help=f"passes over the users (default: {DEFAULT_EPOCHS}; {ORIGINAL_EPOCHS} with "
+        f"--original)",
+    )
+    train.add_argument(
+        "--batch-size",
+        type=count,
+        default=argparse.SUPPRESS,
+        help=f"users in a step (default: {DEFAULT_BATCH}; all with --original)",
+    )
+    train.add_argument(
+        "--dim", type=number(int, 1, 2**16), help="elements of an item's vector; not of --original"
+    )
+    train.add_argument(
+        "--original",
+        action="store_true",
+        help="train on dense rows as tfautorec does: layers of 10, 5 and 10 units, all cells in "
+        "the loss, TensorFlow's RMSProp",
+    )
+    ranks.add_options(train, seed="of initial weights, of what is drawn and the order of users")
+
+
+def _train(args: argparse.Namespace) -> int:
+    check_folder(args.recs, "--recs")
+    return ranks.train(args, load_ratings, _fit_and_report)
+
+
+def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> int:
+    set_threads(args.threads)
+    train, test = data
+    history = RatedItems(train)
+    source = args.data or MOVIELENS
+    model: Autoencoder | DenseAutoencoder
+    if args.original:
+        _check_cells(history)
+        model = DenseAutoencoder(history, seed=args.seed, source=source)
+        trainer = _fit_original(model, args)
+    else:
+        model = Autoencoder(history, dim=args.dim, seed=args.seed, source=source)
+        trainer = _fit(model, test, args)
+    if trainer.interrupted:
+        return 130
+    best = recommend(model, K)
+    found = _metrics(best, test)
+    if args.save is not None:
+        _write("--save", args.save, model)
+    if rank() == 0:
+        if args.recs is not None:
+            _write("--recs", args.recs, best)
+        _report(trainer, found, _metrics(popular(history, K), test))
+    return 0
+
+
+def _check_cells(history: RatedItems) -> None:
+    users, items = len(history.users), len(history.items)
+    if users * items > ORIGINAL_CELLS:
+        raise UsageError(
+            f"--original makes a dense matrix of {users:,} users and {items:,} items, which has "
+            f"more than {ORIGINAL_CELLS:,} cells; leave it out"
+        )
+
+
+def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer:
+    users = len(model.history.users)
+    epochs, batch_size = args.epochs or DEFAULT_EPOCHS, args.batch_size or DEFAULT_BATCH
+    optimizers = model.optimizers()
+    steps = epochs * math.ceil(users / batch_size)
+    schedulers = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        for optimizer in optimizers
+    ]
+    trainer = Trainer(
+        model,
+        lambda _, batch: (model.losses(batch[0]), 0.0),
+        optimizers,
+        schedulers=schedulers,
+        seed=args.seed,
+        stream=sys.stdout,
+    )
+    trainer.fit(
+        (torch.arange(users),),
+        epochs=epochs,
+        batch_size=batch_size,
+        # To watch only: nothing is chosen by it.
+        evaluate=lambda _: {f"test P@{K}": _metrics(recommend(model, K), test)[0]},
+    )
+    return trainer
+
+
+def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
+    users = len(model.history.users)
+    trainer = Trainer(
+        model,
+        lambda _, batch: (model.losses(batch[0]), 0.0),
+        model.optimizers(),
+        seed=args.seed,
+        stream=io.StringIO(),  # a line for each step would be too many
+    )
+    epochs = args.epochs or ORIGINAL_EPOCHS
+    while len(trainer.history) < epochs and not trainer.interrupted:
+        more = min(ORIGINAL_SHOWN, epochs - len(trainer.history))
+        trainer.fit((torch.arange(users),), epochs=more, batch_size=args.batch_size or users)
+        if rank() == 0:
+            done = len(trainer.history)
+            print(f"epoch {done}/{epochs}  loss {trainer.history[-1].loss:.5f}", flush=True)
+    return trainer
+
+
+def _metrics(best: Recommendations, test: Ratings) -> tuple[float, float, float]:
+    """P, recall and NDCG."""
+    if best.scores.isnan().any():  # the loss of the last step was that of the weights before it
+        raise DivergedError("a score is not a number: training has diverged in its last step")
+    hits = best.hits(test)
+    return precision_at_k(*hits, K), recall_at_k(*hits, K), ndcg_at_k(*hits, K)
+
+
+def _write(option: str, file: str, what: Autoencoder | DenseAutoencoder | Recommendations) -> None:
+    try:
+        what.write(file) if isinstance(what, Recommendations) else what.save(file)
+    except OSError as error:
+        raise UsageError(f"{option} {file}: {error.strerror or error}") from error
+
+
+def _report(trainer: Trainer, found: tuple[float, ...], baseline: tuple[float, ...]) -> None:
+    names = (f"test P@{K}", f"recall@{K}", f"NDCG@{K}")
+    print(f"\n{'':12}" + "".join(f"{name:>12}" for name in names))
+    for name, values in {"popularity": baseline, "model": found}.items():
+        print(f"{name:12}" + "".join(f"{value:12.4f}" for value in values))
+    seconds = sum(epoch.seconds for epoch in trainer.history)
+    loss = trainer.history[-1].loss
+    print(f"\n{len(trainer.history)} epochs in {seconds:.1f} s; loss {loss:.5f}")
