@@ -91,6 +91,8 @@ def test_titles_are_shown_where_there_are_any(data, tmp_path, capsys, monkeypatc
     assert first == f"{tmp_path / 'recs.tsv'}: 120 items for 40 users"
     assert head.split() == ["user", "item", "score"]
     assert len(rows) == 2
+    assert cli.main([*arguments, "--k", str(2**20), "--show", "0"]) == 0  # all that are left
+    assert re.search(r": 8\d\d items for 40 users\n$", capsys.readouterr().out)
 
     monkeypatch.setattr(command, "MOVIELENS", str(data))
     monkeypatch.setattr(command, "movielens_100k_titles", lambda: dict.fromkeys(range(30), "A (1)"))

@@ -43,7 +43,7 @@ def _recommend(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.model}: {error.strerror or error}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    best = recommend(model, args.k)
+    best = recommend(model, min(args.k, len(model.history.items)))  # more would be empty places
     try:
         best.write(args.out)
     except OSError as error:
