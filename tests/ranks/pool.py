@@ -44,7 +44,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "sparsekit"])
+        # The first optimizer of a process imports torch._dynamo, which takes seconds in each rank.
+        context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "sparsekit"])
         self.usable = True
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []

@@ -119,7 +119,8 @@ def only_where_memory_is_shared(rank):
     assert isinstance(averaging._exchange.transport, SharedMemoryTransport)
     assert averaging._exchange is averaging_of(CPU)._exchange
     trainer = Trainer(Dense(torch.float32), None, [])
-    assert [hook.__qualname__ for hook, _ in trainer._step._loss._comm_hooks] == ["Averaging.average"]
+    hooks = [hook.__qualname__ for hook, _ in trainer._step._loss._comm_hooks]
+    assert hooks == ["Averaging.average"]
 
 
 def test_only_where_memory_is_shared(two_ranks):
