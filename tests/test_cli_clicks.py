@@ -131,6 +131,13 @@ def test_early_stopping_by_the_validation_file(clicks, capsys):
         (["data.sparse=user,itm"], "itm"),
         (["data.test=/no/such"], "/no/such"),
         (["model.rows=3"], "full"),
+        (["model.rows=2147483647", "model.dim=100000"], "no memory for tables of 2,147,483,647 ro"),
+        (["model.dim=0"], "embedding_vec_size must be in"),
+        (["model.top=8,0"], r"must be >= 1, got \[12, 8, 0, 1\]"),
+        (["model.cross_rank=0"], "cross_rank must be in"),
+        (["trainer.clip_norm=-1"], "clip_norm must be > 0, got -1"),
+        (["trainer.patience=0", "data.validation=README.md"], "."),
+        (["optimizer.warmup_steps=-1"], "warmup_steps must be in"),
     ],
 )
 def test_wrong_settings(clicks, capsys, settings, message):

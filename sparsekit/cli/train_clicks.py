@@ -304,16 +304,14 @@ def _fit(config: RunConfig, args: argparse.Namespace) -> int:
             for name in ("validation", "test")
             if (files := getattr(config.data, name))
         }
-    except (OSError, ValueError, ImportError) as error:
+        model = _model(reader, config, args)
+        trainer = _trainer(model, config, args)
+        stop = None
+        if config.trainer.patience is not None:
+            patience = config.trainer.patience
+            stop = EarlyStopping("validation AUC", patience, larger_is_better=True)
+    except (OSError, TypeError, ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
-    kind, _ = MODELS[args.model]
-    columns = reader.columns
-    model = kind(list(columns.sparse), len(columns.dense), **vars(config.model), seed=args.seed)
-    trainer = _trainer(model, config, args)
-    patience = config.trainer.patience
-    stop = None
-    if patience is not None:
-        stop = EarlyStopping("validation AUC", patience, larger_is_better=True)
     trainer.fit(
         reader,
         epochs=config.trainer.epochs,
@@ -325,6 +323,19 @@ def _fit(config: RunConfig, args: argparse.Namespace) -> int:
     if rank() == 0:
         _report(trainer)
     return 0
+
+
+def _model(reader: Reader, config: RunConfig, args: argparse.Namespace) -> torch.nn.Module:
+    kind, _ = MODELS[args.model]
+    columns = reader.columns
+    settings = vars(config.model)
+    try:
+        return kind(list(columns.sparse), len(columns.dense), **settings, seed=args.seed)
+    except RuntimeError as error:  # how torch's allocator says it
+        raise UsageError(
+            f"no memory for tables of {config.model.rows:,} rows of dim {config.model.dim}: use a "
+            f"smaller model.rows or model.dim"
+        ) from error
 
 
 def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace) -> Trainer:
@@ -342,10 +353,7 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
         (folder / "metrics.jsonl").unlink(missing_ok=True)
         logs.append(JsonLines(folder / "metrics.jsonl"))
         if settings.tensorboard:
-            try:
-                logs.append(TensorBoard(folder))
-            except ImportError as error:
-                raise UsageError(str(error)) from error
+            logs.append(TensorBoard(folder))
     return Trainer(
         model,
         _losses,

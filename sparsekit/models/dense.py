@@ -43,7 +43,12 @@ def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool)
     """Linear layers with a ReLU between each two, from widths[0] to widths[-1] columns.
 
     Weights are drawn from N(0, 2 / (inputs + outputs)), biases are zero.
+
+    Raises:
+        ValueError: a width below 1.
     """
+    if min(widths) < 1:
+        raise ValueError(f"widths of linear layers must be >= 1, got {list(widths)}")
     layers: list[torch.nn.Module] = []
     for before, after in pairwise(widths):
         linear = torch.nn.Linear(before, after)

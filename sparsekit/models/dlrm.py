@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..data import Batch, KeyedJaggedTensor
+from ..errors import check_int
 from .dense import draw, stack, tables
 
 
@@ -24,6 +25,8 @@ class LowRankCross(torch.nn.Module):
 
     def __init__(self, width: int, layers: int, rank: int, generator: torch.Generator) -> None:
         super().__init__()
+        check_int("DLRM", "cross_layers", layers, 0, 1000)
+        check_int("DLRM", "cross_rank", rank, 1, 2**31 - 1)
         self.down = torch.nn.ModuleList(
             torch.nn.Linear(width, rank, bias=False) for _ in range(layers)
         )
