@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from .._arguments import Parser
-from . import train_autoencoder, train_clicks, train_ratings, train_wide
+from . import train_autoencoder, train_clicks, train_deepconn, train_ratings, train_wide
 
 DEFAULT_MODEL = "ratings"
 
@@ -25,6 +25,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     train_wide.add(models)
     train_clicks.add(models)
     train_autoencoder.add(models)
+    train_deepconn.add(models)
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -70,6 +70,12 @@ Made = TypeVar("Made", bound=Offer | None)
 class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
+    # Called with the exchange and the bytes for other ranks as a collective begins, and with 0 as
+    # it is waited for: what is entered meanwhile. `sparsekit.train.profile` sets it.
+    watch: ClassVar[Callable[["Exchange", int], contextlib.AbstractContextManager[Any]] | None] = (
+        None
+    )
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -106,6 +112,8 @@ class Exchange:
         # How many collectives there have been, for tests and benchmarks.
         self.collectives = 0
         self.bytes_sent = 0
+        # What it is for, as `exchange_of` was told.
+        self.purpose = "layers"
 
     def meet(self, plan: str, make: Callable[[], Made]) -> tuple[Made, Agreed]:
         """Make an offer, and agree with the other ranks that all do what theirs say.
@@ -263,9 +271,32 @@ class Exchange:
     ) -> Callable[[], torch.Tensor]:
         self.collectives += 1
         self.bytes_sent += send.nbytes
+        if self.watch is None:
+            return self._launch(send, send_splits, receive_splits, received)
+        others = send.nbytes - send_splits[self.rank] * send.element_size()
+        with self._watched(others):
+            begun = self._launch(send, send_splits, receive_splits, received)
+
+        def finish() -> torch.Tensor:
+            with self._watched(0):
+                return begun()
+
+        return finish
+
+    def _launch(
+        self,
+        send: torch.Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        received: torch.Tensor | None,
+    ) -> Callable[[], torch.Tensor]:
         with self._awaited():
             begin = self.transport.begin_all_to_all
             return self.stream.begin(begin, send, send_splits, receive_splits, received)
+
+    def _watched(self, sent: int) -> contextlib.AbstractContextManager[Any]:
+        watch = Exchange.watch
+        return contextlib.nullcontext() if watch is None else watch(self, sent)
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:

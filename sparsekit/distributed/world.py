@@ -146,5 +146,6 @@ def exchange_of(
         )
         transport = make_transport(settings.backend, own, device, settings.timeout)
         exchanges[key] = Exchange(own, device, transport)
+        exchanges[key].purpose = purpose
         _open.add(exchanges[key])
     return exchanges[key]

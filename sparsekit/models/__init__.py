@@ -3,6 +3,7 @@
 from .autoencoder import Autoencoder
 from .baselines import BiasBaseline, fit_bias_baseline, rmse
 from .buckets import QuantileBuckets
+from .deepconn import DeepCoNN
 from .deepfm import DeepFM
 from .dense_autoencoder import DenseAutoencoder
 from .dlrm import DLRM
@@ -15,6 +16,7 @@ __all__ = [
     "DLRM",
     "Autoencoder",
     "BiasBaseline",
+    "DeepCoNN",
     "DeepFM",
     "DenseAutoencoder",
     "QuantileBuckets",

@@ -1,0 +1,328 @@
+"""Reviews: who wrote what of which item, and the documents that models of text read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import DataFormatError
+from .fetch import PackagedFile
+from .ratings import Ratings
+
+__all__ = [
+    "Corpus",
+    "Documents",
+    "Reviews",
+    "Vocabulary",
+    "generated_reviews",
+    "movielens_100k_films",
+    "read_reviews",
+    "reviews_of_films",
+    "split_reviews",
+    "words_of",
+]
+
+FILMS = PackagedFile(
+    title="The list of MovieLens-100K's films",
+    package="recbole==1.2.1",
+    member="recbole/dataset_example/ml-100k/ml-100k.item",
+    sha256="51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
+    way_out="`sparsekit train deepconn --data FILE` with reviews of your own",
+)
+WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
+# Numbers of what is no word of the vocabulary.
+PADDING, UNKNOWN = 0, 1
+# What Amazon's review files call each field; the time may be missing.
+FIELDS = {"reviewerID": str, "asin": str, "overall": (int, float), "reviewText": str}
+TIME = "unixReviewTime"
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text, in lower case."""
+    return WORD.findall(text.lower())
+
+
+@dataclass(frozen=True, eq=False)
+class Reviews:
+    """n reviews.
+
+    Attributes:
+        ratings: users, items, ratings and times ``[n]``; see `Ratings`.
+        texts: n lists of words: what each adds to the document of its user.
+        of_items: what each adds to the document of its item; None: the same.
+        descriptions: item -> words with which its document begins, written by no user.
+    """
+
+    ratings: Ratings
+    texts: list[list[str]]
+    of_items: list[list[str]] | None = None
+    descriptions: Mapping[int, list[str]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: torch.Tensor) -> Reviews:
+        """Select reviews: int64 positions."""
+        at = index.tolist()
+        return Reviews(
+            self.ratings[index],
+            [self.texts[i] for i in at],
+            None if self.of_items is None else [self.of_items[i] for i in at],
+            self.descriptions,
+        )
+
+
+def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.Tensor, ...]:
+    """Positions ``(train, test)``, int64, that have no pair of user and item in common.
+
+    The test part is the latest of every user, as in `Ratings.split_by_time`. Of what a user has
+    said of an item several times only the latest is used.
+
+    Raises:
+        ValueError: test_fraction is not in [0, 1).
+    """
+    order = ratings.timestamps.argsort(stable=True).tolist()
+    pairs = list(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
+    latest = torch.tensor(sorted({pairs[i]: i for i in order}.values()), dtype=torch.int64)
+    # Positions take the place of ratings, to see which ones end up where.
+    once = ratings[latest]
+    marked = Ratings(once.users, once.items, torch.arange(len(once)), once.timestamps)
+    train, test = marked.split_by_time(test_fraction)
+    return latest[train.ratings], latest[test.ratings]
+
+
+class Vocabulary:
+    """Words with numbers: 0 is padding, 1 any other word, 2 the most frequent one.
+
+    Words that are equally frequent come in the order of their code points, so numbers do not depend
+    on how Python hashes strings.
+
+    Args:
+        texts: lists of words.
+        min_count: how often a word must occur.
+        most: words at most.
+    """
+
+    def __init__(
+        self, texts: Iterable[Sequence[str]], min_count: int = 2, most: int | None = None
+    ) -> None:
+        counts = Counter(itertools.chain.from_iterable(texts))
+        frequent = [(-count, word) for word, count in counts.items() if count >= min_count]
+        self.words = [word for _, word in sorted(frequent)[:most]]
+        self._numbers = {word: number for number, word in enumerate(self.words, UNKNOWN + 1)}
+
+    def __len__(self) -> int:
+        """Numbers in use: those of words, padding and unknown words."""
+        return UNKNOWN + 1 + len(self.words)
+
+    def __call__(self, words: Iterable[str]) -> list[int]:
+        """The number of each word."""
+        return [self._numbers.get(word, UNKNOWN) for word in words]
+
+
+class Documents:
+    """One document for each owner, of pieces that each have an author: -1 is nobody.
+
+    Args:
+        pieces: owner -> (author, numbers of words), in the order of the document.
+        length: words of a document; it is cut, or filled up with padding.
+    """
+
+    def __init__(
+        self, pieces: Mapping[int, Sequence[tuple[int, list[int]]]], length: int
+    ) -> None:
+        self.length = length
+        owners = sorted(pieces)
+        words, authors, counts = [], [], []
+        for owner in owners:
+            of_author: Counter[int] = Counter()
+            for author, piece in pieces[owner]:
+                of_author[author] += len(piece)
+            # Enough to fill a document whichever author is left out.
+            most = length + max(of_author.values(), default=0)
+            flat = [(word, a) for a, piece in pieces[owner] for word in piece][:most]
+            words += [word for word, _ in flat]
+            authors += [author for _, author in flat]
+            counts.append(len(flat))
+        self.owners = torch.tensor(owners, dtype=torch.int64)
+        self.starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int64)
+        self.words = torch.tensor(words, dtype=torch.int64)
+        self.authors = torch.tensor(authors, dtype=torch.int64)
+
+    def __call__(self, owners: torch.Tensor, without: torch.Tensor) -> torch.Tensor:
+        """Documents int64 ``[n, length]`` of owners ``[n]``, less what one author each wrote.
+
+        Args:
+            owners: int64 ``[n]``; the document of one that is not known is padding.
+            without: int64 ``[n]``, authors: those of the reviews that are to be predicted.
+        """
+        result = torch.full((len(owners), self.length), PADDING)
+        if len(self.owners) == 0 or len(owners) == 0:
+            return result
+        at = torch.searchsorted(self.owners, owners).clamp(max=len(self.owners) - 1)
+        counts = torch.where(self.owners[at] == owners, self.starts[at + 1] - self.starts[at], 0)
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        row = torch.repeat_interleave(torch.arange(len(owners)), counts)
+        source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
+        keep = self.authors[source] != without[row]
+        # Words that are kept before each one, and before its document.
+        before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
+        place = before[:-1] - before[offsets[row]]
+        keep &= place < self.length
+        result[row[keep], place[keep]] = self.words[source[keep]]
+        return result
+
+
+class Corpus:
+    """The documents of users and items, made of the train part of reviews.
+
+    A user's document is what they have written, the latest first; an item's is its description, if
+    there is one, and what has been written of it. Neither has what the user has written of the item
+    whose rating is asked for.
+
+    Args:
+        train: never those that are to be predicted.
+        length: words of a document.
+        min_count: how often a word must occur in them; others are unknown.
+    """
+
+    def __init__(self, train: Reviews, length: int = 800, min_count: int = 2) -> None:
+        self.vocabulary = Vocabulary(train.texts, min_count)
+        number = self.vocabulary
+        of_users: dict[int, list[tuple[int, list[int]]]] = {}
+        of_items = {item: [(-1, number(text))] for item, text in train.descriptions.items()}
+        written = train.texts if train.of_items is None else train.of_items
+        users, items = train.ratings.users.tolist(), train.ratings.items.tolist()
+        for i in train.ratings.timestamps.argsort(stable=True).flip(0).tolist():
+            of_users.setdefault(users[i], []).append((items[i], number(train.texts[i])))
+            of_items.setdefault(items[i], []).append((users[i], number(written[i])))
+        self.users = Documents(of_users, length)
+        self.items = Documents(of_items, length)
+
+    def __call__(
+        self, users: torch.Tensor, items: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Documents of users and of items for pairs of ids: int64 ``[n]`` -> ``[n, length]``."""
+        return self.users(users, without=items), self.items(items, without=users)
+
+
+def movielens_100k_films(cache_dir: str | os.PathLike[str] | None = None) -> dict[int, list[str]]:
+    """Item -> words of the title and genres of a film; see `movielens_100k` for where from.
+
+    Raises:
+        DatasetUnavailableError: it is not in the cache and cannot be fetched.
+    """
+    content, _ = FILMS.read(cache_dir)
+    # Its SHA-256 has been verified, so it has these columns: id, title, year, genres.
+    rows = [line.split("\t") for line in content.decode().splitlines()[1:]]
+    return {int(item): words_of(f"{title} {genres}") for item, title, _, genres in rows}
+
+
+def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
+    """Ratings as reviews, for want of text: of MovieLens, which has none.
+
+    To a user's document a rating adds the words of its film. All ratings would add the same words
+    to the film's own document, so there they add those of another film: what its user rated just
+    before it (after it, if it was the first). It begins with its own words.
+    """
+    order, _, _, from_end = train.by_user()
+    items = train.items.tolist()
+    texts = [films.get(item, []) for item in items]
+    others: list[list[str]] = [[]] * len(train)
+    places, ends = order.tolist(), from_end.tolist()
+    for k, i in enumerate(places):
+        first = k == 0 or ends[k - 1] == 1
+        if not first or ends[k] > 1:
+            others[i] = texts[places[k + 1 if first else k - 1]]
+    return Reviews(train, texts, others, films)
+
+
+def read_reviews(path: str | os.PathLike[str]) -> Reviews:
+    """Read a file of JSON lines with Amazon's names.
+
+    A line is an object with ``reviewerID``, ``asin`` and ``reviewText``, texts, ``overall``, the
+    rating, and perhaps ``unixReviewTime``; without it, reviews are in the order of the file. Users
+    and items are numbered from 0, in the order of their names.
+
+    Raises:
+        DataFormatError: a malformed line, or no line; the message has its number.
+        OSError: the file cannot be read.
+    """
+    source = os.fspath(path)
+    rows = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(_review(line, number))
+            except ValueError as error:
+                raise DataFormatError(f"{source}:{number}: {error}") from None
+    if not rows:
+        raise DataFormatError(f"{source}: no reviews")
+    users, items, stars, texts, times = zip(*rows, strict=True)
+    return Reviews(
+        Ratings(
+            _numbered(users),
+            _numbered(items),
+            torch.tensor(stars, dtype=torch.float32),
+            torch.tensor(times, dtype=torch.float64),
+        ),
+        list(texts),
+    )
+
+
+def _review(line: bytes, number: int) -> tuple[str, str, float, list[str], float]:
+    review = json.loads(line)
+    if not isinstance(review, dict):
+        raise ValueError(f"must be an object, is {line[:40]!r}")
+    for name, kind in FIELDS.items():
+        value = review.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
+            raise ValueError(f"{name} is {repr(value)[:40]}")
+    stars, time = float(review["overall"]), float(review.get(TIME, number))
+    if not (abs(stars) < 1e6 and abs(time) < 1e300):  # true of nan as well
+        raise ValueError(f"overall is {stars}, {TIME} is {time}")
+    return review["reviewerID"], review["asin"], stars, words_of(review["reviewText"]), time
+
+
+def _numbered(names: Sequence[str]) -> torch.Tensor:
+    numbers = {name: number for number, name in enumerate(sorted(set(names)))}
+    return torch.tensor([numbers[name] for name in names], dtype=torch.int64)
+
+
+def generated_reviews(
+    users: int = 30, items: int = 20, each: int = 8, words: int = 12, seed: int = 0
+) -> Reviews:
+    """Reviews for tests, in which a word that is good or bad tells the rating, 1 to 5.
+
+    Each has a word of its own as well, ``of{user}x{item}``.
+
+    Args:
+        users: how many, each of whom has a bias.
+        items: how many, at least ``each``; they have biases, too.
+        each: reviews of a user, of different items.
+        words: of a review.
+        seed: of all that is drawn.
+    """
+    generator = torch.Generator("cpu").manual_seed(seed)
+    generous = torch.randn(users, generator=generator, device="cpu")
+    quality = torch.randn(items, generator=generator, device="cpu")
+    pairs, stars, texts = [], [], []
+    for user in range(users):
+        for item in torch.randperm(items, generator=generator, device="cpu")[:each].tolist():
+            score = int((3 + generous[user] + quality[item]).round().clamp(1, 5))
+            filler = torch.randint(40, (words - 2,), generator=generator, device="cpu").tolist()
+            pairs.append((user, item))
+            stars.append(float(score))
+            texts.append([f"of{user}x{item}", f"stars{score}", *(f"word{w}" for w in filler)])
+    ids = torch.tensor(pairs, dtype=torch.int64)
+    times = torch.arange(len(pairs), dtype=torch.float64)
+    return Reviews(Ratings(ids[:, 0], ids[:, 1], torch.tensor(stars), times), texts)

@@ -1,0 +1,56 @@
+"""Two ranks that give each other a tensor, and its gradient back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .exchange import HEAD_BYTES, Exchange, Parts, padded
+
+
+def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Give the other rank a tensor for its own, of the same shape; gradients go the way back.
+
+    Both ranks call it, and in backward both must come to it, in the same order as to others.
+
+    Args:
+        exchange: of two ranks.
+        tensor: any shape and dtype, where the exchange is.
+        what: this is, the same on both ranks.
+
+    Raises:
+        ValueError: other than two ranks.
+        RuntimeError: ranks disagree about what is given, or its shape.
+    """
+    if exchange.world_size != 2:
+        raise ValueError(f"swap of {what} needs 2 ranks, there are {exchange.world_size}")
+    return _Swap.apply(exchange, tensor, what)
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
+        ctx.exchange, ctx.what = exchange, what
+        return _swapped(exchange, tensor, what)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+        return None, _swapped(ctx.exchange, gradient, f"gradient of {ctx.what}"), None
+
+
+def _swapped(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    other = 1 - exchange.rank
+    size = HEAD_BYTES + padded(tensor.nbytes)
+    sizes = [size if rank == other else 0 for rank in range(2)]
+
+    def elements(parts: Parts) -> torch.Tensor:
+        part = parts.part(other, HEAD_BYTES + tensor.nbytes)
+        return part.view(tensor.dtype).view(tensor.shape)
+
+    def write(parts: Parts) -> None:
+        elements(parts).copy_(tensor)
+
+    titled = f"{what}: {list(tensor.shape)} of {tensor.dtype}"
+    # A copy, or it would keep what was sent as well.
+    return elements(exchange.send(titled, write, sizes, sizes)()).clone()

@@ -1,0 +1,165 @@
+"""Where the time of training steps goes, and what they move between ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, record_function
+
+from ..distributed import Exchange
+
+
+@dataclass(frozen=True)
+class Op:
+    """What an op took, on all ranks together.
+
+    Attributes:
+        name: of an op of torch or sparsekit, a kernel's on a GPU, or ``"exchange: PURPOSE"``, the
+            sending and waiting for tables (layers), dense gradients or a placement.
+        calls: how often.
+        seconds: in it, without the ops that it calls: of the GPU where one has worked, else of the
+            CPU.
+        share: of the seconds of all ops.
+        bytes_moved: to other ranks.
+    """
+
+    name: str
+    calls: int
+    seconds: float
+    share: float
+    bytes_moved: int
+
+
+@dataclass
+class Profile:
+    """What `profiled` has found, once it has ended.
+
+    Attributes:
+        ops: those that took longest first; the same on all ranks.
+        ranks: of how many.
+    """
+
+    ops: list[Op] = field(default_factory=list)
+    ranks: int = 1
+
+    @property
+    def bytes_moved(self) -> int:
+        """From rank to rank, by all ops."""
+        return sum(op.bytes_moved for op in self.ops)
+
+    @property
+    def seconds(self) -> float:
+        """Of all ops on all ranks."""
+        return sum(op.seconds for op in self.ops)
+
+    def table(self, most: int = 20) -> str:
+        """Calls, time, share and bytes of the ops that took longest and of those that move bytes.
+
+        Args:
+            most: lines for ops; what is left is added up in one more.
+        """
+        shown = [op for i, op in enumerate(self.ops) if i < most or op.bytes_moved]
+        rest = [op for op in self.ops if op not in shown]
+        lines = [f"{'op':44}{'calls':>8}{'time':>12}{'share':>8}{'bytes moved':>16}"]
+        lines += [_line(op.name, [op]) for op in shown]
+        if rest:
+            lines.append(_line(f"{len(rest)} others", rest))
+        lines.append(_line("all", self.ops))
+        return "\n".join(lines)
+
+
+def _line(name: str, ops: Sequence[Op]) -> str:
+    name = name if len(name) <= 42 else f"{name[:41]}…"
+    milliseconds = 1e3 * sum(op.seconds for op in ops)
+    return (
+        f"{name:44}{sum(op.calls for op in ops):8,}{milliseconds:9,.1f} ms"
+        f"{sum(op.share for op in ops):8.1%}{sum(op.bytes_moved for op in ops):16,}"
+    )
+
+
+@contextlib.contextmanager
+def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
+    """Profile what is done inside, any number of training steps for instance.
+
+    Of several ranks all enter and leave it, and each gets what all have done. Bytes are those of
+    sparsekit's exchanges: keys, vectors and their gradients, dense gradients where ranks share
+    memory, and swaps. DistributedDataParallel's own all-reduce, which is used elsewhere, is not
+    counted. Let a step or two go before it.
+
+    Args:
+        trace: file for a Chrome trace, for chrome://tracing or ui.perfetto.dev. Rank r > 0 adds
+            ``.rank{r}`` in front of its suffix.
+
+    Yields:
+        What is filled in at the end.
+
+    Raises:
+        RuntimeError: another one has not ended.
+        OSError: the trace cannot be written.
+    """
+    if Exchange.watch is not None:
+        raise RuntimeError("sparsekit: profiled has been entered before, and not left")
+    moved: Counter[str] = Counter()
+
+    def watch(exchange: Exchange, sent: int) -> contextlib.AbstractContextManager[Any]:
+        name = f"exchange: {exchange.purpose}"
+        moved[name] += sent
+        return record_function(name)
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    profile = Profile()
+    Exchange.watch = watch
+    try:
+        with torch.profiler.profile(activities=activities) as profiler:
+            yield profile
+    finally:
+        Exchange.watch = None
+    own = [
+        (event.key, event.count, event.self_cpu_time_total, event.self_device_time_total)
+        for event in profiler.key_averages()
+    ]
+    ranks: list[Any] = [(own, moved)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (own, moved))
+    profile.ops, profile.ranks = _ops(ranks), len(ranks)
+    if trace is not None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        _export(profiler, Path(trace), rank)
+
+
+def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]]]) -> list[Op]:
+    calls: Counter[str] = Counter()
+    cpu: Counter[str] = Counter()
+    device: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    for events, sent in ranks:
+        moved.update(sent)
+        for name, count, of_cpu, of_device in events:
+            calls[name] += count
+            cpu[name] += of_cpu  # type: ignore[assignment]  # microseconds are floats
+            device[name] += of_device  # type: ignore[assignment]
+    taken = device if sum(device.values()) > 0 else cpu
+    total = sum(taken.values()) or 1.0
+    found = [
+        Op(name, calls[name], taken[name] / 1e6, taken[name] / total, moved[name])
+        for name in calls | moved
+    ]
+    return sorted(found, key=lambda op: (-op.seconds, op.name))
+
+
+def _export(profiler: torch.profiler.profile, path: Path, rank: int) -> None:
+    if rank:
+        path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+    path.touch()  # torch only logs that it cannot write
+    profiler.export_chrome_trace(str(path))
