@@ -14,6 +14,7 @@ from ..errors import DivergedError
 from ..train.launch import RankError, run_on_ranks, start_rank
 from ..train.progress import Progress
 from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank
+from .first_steps import profile_fit
 
 # Reads the data, on one process.
 Load = Callable[[argparse.Namespace], Any]
@@ -21,16 +22,19 @@ Load = Callable[[argparse.Namespace], Any]
 Fit = Callable[[Any, argparse.Namespace], int]
 
 
-def add_options(parser: argparse.ArgumentParser, seed: str) -> None:
-    """Add those that all models have; seed says what comes of it."""
-    parser.set_defaults(threads=None)
+def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 2) -> None:
+    """Add those that all models have; seed says what comes of it.
+
+    Without a default, ranks are None unless they are given.
+    """
+    parser.set_defaults(threads=None, ranks=ranks)
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
     parser.add_argument(
         "--ranks",
         type=number(int, 1, 1024),
-        default=2,
+        default=argparse.SUPPRESS if ranks is None else ranks,
         help="processes that share the tables and the batches; under torchrun there are as many "
-        "as it has started",
+        "as it has started" + (" (default: 1 or as needed)" if ranks is None else ""),
     )
     parser.add_argument(
         "--threads",
@@ -50,7 +54,7 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
         return run_as_rank(args, load, fit)
     data = load(args)
     if args.ranks == 1:
-        return fit(data, args)
+        return _fit(fit, data, args)
     try:
         # Pickled here, since torch would otherwise put tensors into shared memory, which may be
         # small.
@@ -75,7 +79,7 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
     dist.init_process_group("gloo")
     loaded = _load_once(args, load) if data is None else pickle.loads(data)
     try:
-        status = fit(loaded, args)
+        status = _fit(fit, loaded, args)
     except BrokenPipeError:
         discard_output()
         raise
@@ -84,6 +88,11 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
     # Not after an error: the launcher must hear of it before the others do, by a lost connection.
     dist.destroy_process_group()
     return status
+
+
+def _fit(fit: Fit, data: Any, args: argparse.Namespace) -> int:
+    """All of it, or under `sparsekit profile` some steps."""
+    return profile_fit(fit, data, args) if hasattr(args, "trace") else fit(data, args)
 
 
 def _load_once(args: argparse.Namespace, load: Load) -> Any:

@@ -21,11 +21,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         "follow `train` at once.",
     )
     models = train.add_subparsers(required=True, metavar="MODEL")
-    train_ratings.add(models)
-    train_wide.add(models)
-    train_clicks.add(models)
-    train_autoencoder.add(models)
-    train_deepconn.add(models)
+    add_models(models)
+
+
+def add_models(models: argparse._SubParsersAction[Parser]) -> None:
+    """Add each model as a command."""
+    for each in (train_ratings, train_wide, train_clicks, train_autoencoder, train_deepconn):
+        each.add(models)
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:

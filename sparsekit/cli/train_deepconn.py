@@ -77,11 +77,13 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         help="words of a document; DeepCoNN's is 800",
     )
     train.add_argument("--lr", type=number(float, 1e-12, 1e12), default=1e-4, help="Adam's")
-    ranks.add_options(train, seed="of initial weights and the order of ratings")
+    ranks.add_options(train, seed="of initial weights and the order of ratings", ranks=None)
 
 
 def _train(args: argparse.Namespace) -> int:
-    if args.placement != "single" and args.ranks != 2 and not dist.is_torchelastic_launched():
+    needed = 1 if args.placement == "single" else 2
+    args.ranks = args.ranks or needed
+    if needed == 2 and args.ranks != 2 and not dist.is_torchelastic_launched():
         raise UsageError(f"--placement {args.placement} needs --ranks 2, got {args.ranks}")
     return ranks.train(args, _load, _fit_and_report)
 
@@ -99,7 +101,9 @@ def _load(args: argparse.Namespace) -> Data:
         ratings = reviews.ratings
     of_train, of_test = split_reviews(ratings, TEST_FRACTION)
     if len(of_test) == 0:
-        raise UsageError(f"--data {args.data}: no user has the 5 reviews of which one can be tested on")
+        raise UsageError(
+            f"--data {args.data}: no user has the 5 reviews of which one can be tested on"
+        )
     train = ratings[of_train]
     written = reviews_of_films(train, films) if args.data is None else reviews[of_train]
     corpus = Corpus(written, args.length)

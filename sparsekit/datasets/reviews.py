@@ -135,9 +135,7 @@ class Documents:
         length: words of a document; it is cut, or filled up with padding.
     """
 
-    def __init__(
-        self, pieces: Mapping[int, Sequence[tuple[int, list[int]]]], length: int
-    ) -> None:
+    def __init__(self, pieces: Mapping[int, Sequence[tuple[int, list[int]]]], length: int) -> None:
         self.length = length
         owners = sorted(pieces)
         words, authors, counts = [], [], []

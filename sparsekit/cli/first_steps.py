@@ -1,0 +1,79 @@
+"""Some steps of a training command under the profiler, in place of all of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..train.profile import Profile, profiled
+from .common import UsageError, rank
+
+WARM_UP = 3  # steps that are not profiled: memory is allocated, ranks get connected
+
+
+class _Enough(Exception):
+    """All steps that were asked for have been profiled."""
+
+
+def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
+    """Call fit until ``args.steps`` steps behind warm-up are done, and print what they took.
+
+    A step ends with that of an optimizer, of several with the one that is stepped first.
+
+    Raises:
+        UsageError: training ends before that, or ``args.trace`` cannot be written.
+    """
+    profile = Profile()
+    steps = 0
+    first: torch.optim.Optimizer | None = None
+    ended = False
+
+    with contextlib.ExitStack() as window:
+
+        def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            nonlocal steps, first, profile, ended
+            first = first or optimizer
+            if optimizer is not first:
+                return
+            steps += 1
+            if steps == WARM_UP:
+                profile = window.enter_context(profiled(args.trace))
+            elif steps == WARM_UP + args.steps:
+                window.close()
+                ended = True
+                raise _Enough
+
+        hook = register_optimizer_step_post_hook(count)
+        try:
+            with contextlib.suppress(_Enough):
+                status = fit(data, args)
+                if status:
+                    return status
+        except OSError as error:
+            if args.trace is None:
+                raise
+            raise UsageError(f"--trace {args.trace}: {error.strerror or error}") from error
+        finally:
+            hook.remove()
+    if not ended:
+        raise UsageError(
+            f"training ended after {steps} steps, before the {WARM_UP + args.steps} of which "
+            f"--steps {args.steps} are profiled: use fewer, or more epochs"
+        )
+    if rank() == 0:
+        _report(profile, args)
+    return 0
+
+
+def _report(profile: Profile, args: argparse.Namespace) -> None:
+    print(f"\n{args.steps} steps on {profile.ranks} rank(s), all ranks together:\n")
+    print(profile.table(args.lines))
+    moved = profile.bytes_moved / args.steps
+    print(f"\nA step moves {moved:,.0f} bytes from rank to rank.")
+    if args.trace is not None:
+        print(f"Trace: {args.trace}")
