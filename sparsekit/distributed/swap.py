@@ -35,7 +35,7 @@ class _Swap(torch.autograd.Function):
         return _swapped(exchange, tensor, what)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         return None, _swapped(ctx.exchange, gradient, f"gradient of {ctx.what}"), None
 
 
