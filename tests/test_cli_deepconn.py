@@ -1,12 +1,24 @@
 """``sparsekit train deepconn`` and ``sparsekit profile``, on generated reviews."""
 
+import argparse
+import contextlib
+import io
 import json
 import re
 
 import pytest
+from ranks.pool import Ranks
 
 from sparsekit import cli
+from sparsekit.cli import ranks, train_deepconn
 from sparsekit.datasets.reviews import generated_reviews
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    pool = Ranks(2)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture
@@ -31,30 +43,59 @@ def data(tmp_path):
 SMALL = ["--length", "30", "--batch-size", "16"]
 
 
-def test_placements_train_to_the_same_figures_better_than_a_constant(capfd, data):
+def train_as_rank(rank, data, placement, trace=None):
+    """The command as it runs on a rank, profiled or not; a launch would take seconds."""
+    args = argparse.Namespace(
+        data=str(data),
+        placement=placement,
+        epochs=12,
+        length=30,
+        batch_size=16,
+        lr=0.003,
+        seed=0,
+        threads=1,
+    )
+    if trace is not None:
+        args = argparse.Namespace(**vars(args), trace=trace, steps=2, lines=3)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert ranks._fit(train_deepconn._fit_and_report, train_deepconn._load(args), args) == 0
+    return shown.getvalue()
+
+
+def test_placements_train_to_the_same_figures_better_than_a_constant(two_ranks, data):
     found = []
-    for options in (["single"], ["split"]):
-        arguments = ["--data", str(data), *SMALL, "--epochs", "12", "--lr", "0.003"]
-        assert cli.main(["train", "deepconn", *arguments, "--placement", *options]) == 0
-        shown = capfd.readouterr().out
+    for shown in (
+        train_as_rank(0, data, "single"),
+        two_ranks(train_as_rank, data, "split")[0],
+    ):
         found.append([float(x) for x in re.findall(r"test RMSE (\d\.\d+)", shown)])
         constant = float(re.search(r"constant mean +(\S+) +(\S+)", shown)[2])
         model = float(re.search(r"model +(\S+) +(\S+)", shown)[2])
         assert model == found[-1][-1] < constant
+    assert len(found[0]) == 12
     assert found[0] == pytest.approx(found[1], abs=2e-4)
 
 
-@pytest.mark.parametrize("placement", ["single", "alternating"])
-def test_profile(capfd, data, tmp_path, placement):
+def test_profile(capfd, data, tmp_path):
     trace = tmp_path / "trace.json"
-    arguments = ["--data", str(data), *SMALL, "--placement", placement, "--epochs", "9"]
-    profile = ["profile", "deepconn", *arguments, "--steps", "2", "--lines", "3"]
-    assert cli.main([*profile, "--trace", str(trace)]) == 0
+    arguments = ["--data", str(data), *SMALL, "--epochs", "9", "--steps", "2", "--lines", "3"]
+    assert cli.main(["profile", "deepconn", *arguments, "--trace", str(trace)]) == 0
     shown = capfd.readouterr().out
-    assert ("exchange: towers" in shown) == (placement == "alternating")
-    moved = int(re.search(r"A step moves (\S+) bytes", shown)[1].replace(",", ""))
-    assert (moved > 0) == (placement == "alternating")
+    assert "2 steps on 1 rank(s)" in shown
+    assert "exchange" not in shown
+    assert "A step moves 0 bytes" in shown
     assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_profile_of_a_placement(two_ranks, data, tmp_path):
+    trace = tmp_path / "trace.json"
+    shown = two_ranks(train_as_rank, data, "alternating", trace)[0]
+    assert "2 steps on 2 rank(s)" in shown
+    assert "exchange: towers" in shown
+    assert int(re.search(r"A step moves (\S+) bytes", shown)[1].replace(",", "")) > 0
+    for name in ("trace.json", "trace.rank1.json"):
+        assert json.loads((tmp_path / name).read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ..datasets.reviews import (
     split_reviews,
 )
 from ..errors import DivergedError
-from ..models import DeepCoNN, rmse
+from ..models import DeepCoNN, fit_bias_baseline, rmse
 from ..models.deepconn import PLACEMENTS
 from ..train import Progress, Trainer
 from ..train.feed import of_tensors
@@ -46,7 +46,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     train = models.add_parser(
         "deepconn",
-        help="train two towers on text and compare them with a constant",
+        help="train two towers on text and compare them with two baselines",
         description="Train DeepCoNN on reviews, or on MovieLens-100K, where the titles and genres "
         "of films stand for text: the latest fifth of each user's ratings is the test part, the "
         "others are trained on, and documents are made of those.",
@@ -202,8 +202,13 @@ def _test_mse(model: DeepCoNN, data: Data) -> float:
 
 
 def _report(data: Data, mse: float) -> None:
-    mean = data.train.ratings.double().mean()
-    constant = rmse(mean.expand(len(data.test)), data.test.ratings)
+    test = data.test
+    baseline = fit_bias_baseline(data.train)
+    errors = {
+        "constant mean": rmse(torch.full_like(test.ratings, baseline.mean), test.ratings) ** 2,
+        "user + item bias": rmse(baseline.predict(test.users, test.items), test.ratings) ** 2,
+        "model": mse,
+    }
     print(f"\n{'':18}{'test MSE':>9}{'test RMSE':>11}")
-    for name, error in {"constant mean": constant**2, "model": mse}.items():
+    for name, error in errors.items():
         print(f"{name:18}{error:9.4f}{math.sqrt(error):11.4f}")
