@@ -16,6 +16,7 @@ import sparsekit
         "table",
         "hashing.values",
         "hashing.split_hash",
+        "models.deepconn",
         "models.wide",
         "nn.embedding",
         "nn.dropin_embedding",

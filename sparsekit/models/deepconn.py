@@ -98,12 +98,17 @@ class DeepCoNN(torch.nn.Module):
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """Ratings float32 ``[n]`` of documents int64 ``[n, length]``.
 
-        Unless the placement is single, both ranks get the same documents, and both results.
+        Unless the placement is single, both ranks are given the same documents, and both have the
+        result.
+
+        Raises:
+            ValueError: documents of another shape.
+            RuntimeError: ranks whose batches differ in size.
         """
         for name, documents in zip(TOWERS, (users, items), strict=True):
-            if documents.dim() != 2 or documents.shape[1] != self.length:
+            if documents.shape != (len(users), self.length):
                 raise ValueError(
-                    f"DeepCoNN: documents of {name}s must be [n, {self.length}], got "
+                    f"DeepCoNN: documents of {name}s must be [{len(users)}, {self.length}], got "
                     f"{list(documents.shape)}"
                 )
         if self.placement == "single":

@@ -366,3 +366,11 @@ def test_documents_are_cut_and_filled_up():
     expected = [[2, 3, 4, 5], [4, 6, 7, 8], [2, 3, 4, 5], [0] * 4, [0] * 4]
     assert documents(owners, without).tolist() == expected
     assert documents(owners[:0], without[:0]).shape == (0, 4)
+
+
+def test_documents_of_another_length_are_refused():
+    users, items, _ = some_batch()
+    with pytest.raises(ValueError, match=r"documents of items must be \[5, 9\], got \[5, 8\]"):
+        small_model()(users, items[:, 1:])
+    with pytest.raises(ValueError, match=r"documents of items must be \[5, 9\], got \[4, 9\]"):
+        small_model()(users, items[1:])
