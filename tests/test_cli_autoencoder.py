@@ -11,9 +11,9 @@ from sparsekit.cli import recommend as command
 from sparsekit.cli import train_autoencoder
 from sparsekit.datasets import (
     DatasetUnavailableError,
+    films,
     movielens_100k,
     movielens_100k_titles,
-    titles,
 )
 from sparsekit.datasets.fetch import PackagedFile
 from sparsekit.models import Autoencoder, DenseAutoencoder, load_recommender
@@ -115,7 +115,7 @@ def test_titles_come_from_the_wheel(tmp_path, monkeypatch):
     )
     digest = hashlib.sha256(content).hexdigest()
     monkeypatch.setattr(
-        titles, "MOVIELENS_100K_ITEMS", PackagedFile("t", "p==1", "a/b.item", digest, "none")
+        films, "MOVIELENS_100K_ITEMS", PackagedFile("t", "p==1", "a/b.item", digest, "none")
     )
     (tmp_path / "b.item").write_bytes(content)
     assert movielens_100k_titles(tmp_path) == {7: "Mépris, Le (1963)", -1: "B ()"}

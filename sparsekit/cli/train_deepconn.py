@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from .._arguments import Parser
 from ..datasets import Ratings, movielens_100k
+from ..datasets.films import movielens_100k_films
 from ..datasets.reviews import (
     Corpus,
-    movielens_100k_films,
     read_reviews,
     reviews_of_films,
     split_reviews,
+    words_of,
 )
 from ..errors import DivergedError
 from ..models import DeepCoNN, fit_bias_baseline, rmse
@@ -92,7 +93,10 @@ def _load(args: argparse.Namespace) -> Data:
     begin = time.perf_counter()
     if args.data is None:
         ratings = movielens_100k()
-        films = movielens_100k_films()
+        films = {
+            item: words_of(f"{title} {genres}")
+            for item, (title, _, genres) in movielens_100k_films().items()
+        }
     else:
         try:
             reviews = read_reviews(args.data)

@@ -2,8 +2,8 @@
 
 from .adult import Adult, adult, read_adult
 from .fetch import DatasetUnavailableError
+from .films import movielens_100k_titles
 from .ratings import Ratings, RatingsFormatError, movielens_100k, read_ratings
-from .titles import movielens_100k_titles
 
 __all__ = [
     "Adult",

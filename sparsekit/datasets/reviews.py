@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import DataFormatError
-from .fetch import PackagedFile
 from .ratings import Ratings
 
 __all__ = [
@@ -22,20 +21,12 @@ __all__ = [
     "Reviews",
     "Vocabulary",
     "generated_reviews",
-    "movielens_100k_films",
     "read_reviews",
     "reviews_of_films",
     "split_reviews",
     "words_of",
 ]
 
-FILMS = PackagedFile(
-    title="The list of MovieLens-100K's films",
-    package="recbole==1.2.1",
-    member="recbole/dataset_example/ml-100k/ml-100k.item",
-    sha256="51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
-    way_out="`sparsekit train deepconn --data FILE` with reviews of your own",
-)
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 # Numbers of what is no word of the vocabulary.
 PADDING, UNKNOWN = 0, 1
@@ -209,18 +200,6 @@ class Corpus:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Documents of users and of items for pairs of ids: int64 ``[n]`` -> ``[n, length]``."""
         return self.users(users, without=items), self.items(items, without=users)
-
-
-def movielens_100k_films(cache_dir: str | os.PathLike[str] | None = None) -> dict[int, list[str]]:
-    """Item -> words of the title and genres of a film; see `movielens_100k` for where from.
-
-    Raises:
-        DatasetUnavailableError: it is not in the cache and cannot be fetched.
-    """
-    content, _ = FILMS.read(cache_dir)
-    # Its SHA-256 has been verified, so it has these columns: id, title, year, genres.
-    rows = [line.split("\t") for line in content.decode().splitlines()[1:]]
-    return {int(item): words_of(f"{title} {genres}") for item, title, _, genres in rows}
 
 
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
