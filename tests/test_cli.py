@@ -17,6 +17,7 @@ from sparsekit.datasets import DatasetUnavailableError, read_ratings
 from sparsekit.distributed.world import settings
 from sparsekit.models import RatingModel, fit_bias_baseline
 from sparsekit.models import rmse as error
+from sparsekit.train.plots import read_run
 from sparsekit.train.step import Step
 
 
@@ -65,6 +66,17 @@ def test_train_prints_epochs_and_a_table(data, capsys):
     assert re.fullmatch(
         r"6 epochs in [\d.]+ s; rows in the tables: user 50, item 40, rated 40", lines[-1]
     )
+
+
+def test_what_is_logged(data, tmp_path, capsys):
+    folder = tmp_path / "run"
+    command = ["train", "--data", str(data), "--epochs", "2", *SMALL, *ONE, "--log", str(folder)]
+    assert cli.main(command) == 0
+    epochs = [record for record in read_run(folder) if record["kind"] == "epoch"]
+    shown = re.findall(r"loss ([\d.]+)  test RMSE ([\d.]+)", capsys.readouterr().out)
+    assert [(f"{r['loss']:.4f}", f"{r['metrics']['test RMSE']:.4f}") for r in epochs] == shown
+    assert set(epochs[0]["tables"]) == {"user", "item", "rated"}
+    expect_error(capsys, ["train", "--data", "x", "--log", str(data)], "--log .*: is a file")
 
 
 def test_seed_decides_the_result(data, capsys):

@@ -17,6 +17,7 @@ from sparsekit.datasets import (
 )
 from sparsekit.datasets.fetch import PackagedFile
 from sparsekit.models import Autoencoder, DenseAutoencoder, load_recommender
+from sparsekit.train.plots import read_run
 
 
 @pytest.fixture
@@ -57,15 +58,16 @@ def test_it_beats_what_is_popular(data, capsys):
 
 
 def test_the_options_reach_the_model(data, tmp_path, capsys):
-    saved = tmp_path / "model.pt"
-    assert (
-        train(data, "--epochs", "2", "--batch-size", "7", "--dim", "8", "--save", str(saved)) == 0
-    )
+    saved, run = tmp_path / "model.pt", tmp_path / "run"
+    written = ["--save", str(saved), "--log", str(run)]
+    assert train(data, "--epochs", "2", "--batch-size", "7", "--dim", "8", *written) == 0
+    assert [r["step"] for r in read_run(run)] == [6, 12]
     assert "2 epochs in " in capsys.readouterr().out
     model = load_recommender(saved)
     assert isinstance(model, Autoencoder)
     assert (model.source, model.bias.shape, model.steps) == (str(data), (8,), 2 * 6)
-    assert train(data, "--epochs", "3", "--original", "--save", str(saved)) == 0
+    assert train(data, "--epochs", "3", "--original", *written) == 0
+    assert len(read_run(run)) == 3
     assert "epoch 3/3  loss 0." in capsys.readouterr().out
     assert isinstance(load_recommender(saved), DenseAutoencoder)
 

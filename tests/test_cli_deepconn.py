@@ -12,6 +12,7 @@ from ranks.pool import Ranks
 from sparsekit import cli
 from sparsekit.cli import ranks, train_deepconn
 from sparsekit.datasets.reviews import generated_reviews
+from sparsekit.train.plots import read_run
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def data(tmp_path):
 SMALL = ["--length", "30", "--batch-size", "16"]
 
 
-def train_as_rank(rank, data, placement, trace=None):
+def train_as_rank(rank, data, placement, trace=None, log=None):
     """The command as it runs on a rank, profiled or not; a launch would take seconds."""
     args = argparse.Namespace(
         data=str(data),
@@ -54,6 +55,7 @@ def train_as_rank(rank, data, placement, trace=None):
         lr=0.003,
         seed=0,
         threads=1,
+        log=log,
     )
     if trace is not None:
         args = argparse.Namespace(**vars(args), trace=trace, steps=2, lines=3)
@@ -63,10 +65,10 @@ def train_as_rank(rank, data, placement, trace=None):
     return shown.getvalue()
 
 
-def test_placements_train_to_the_same_figures_better_than_a_constant(two_ranks, data):
+def test_placements_train_to_the_same_figures_better_than_a_constant(two_ranks, data, tmp_path):
     found = []
     for shown in (
-        train_as_rank(0, data, "single"),
+        train_as_rank(0, data, "single", log=str(tmp_path / "run")),
         two_ranks(train_as_rank, data, "split")[0],
     ):
         found.append([float(x) for x in re.findall(r"test RMSE (\d\.\d+)", shown)])
@@ -75,6 +77,9 @@ def test_placements_train_to_the_same_figures_better_than_a_constant(two_ranks, 
         assert model == found[-1][-1] < constant
     assert len(found[0]) == 12
     assert found[0] == pytest.approx(found[1], abs=2e-4)
+    epochs = [record for record in read_run(tmp_path / "run") if record["kind"] == "epoch"]
+    logged = [record["metrics"]["test RMSE"] for record in epochs]
+    assert logged == pytest.approx(found[0], abs=1e-4)
 
 
 def test_profile(capfd, data, tmp_path):
@@ -102,6 +107,7 @@ def test_profile_of_a_placement(two_ranks, data, tmp_path):
     ("arguments", "message"),
     [
         (["train", "deepconn", "--placement", "split", "--ranks", "3"], "needs --ranks 2, got 3"),
+        (["train", "deepconn", "--placement", "split", "--log", "."], "only --placement single is"),
         (["train", "deepconn", "--data", "missing.json"], "--data missing.json: No such file"),
         (["profile", "deepconn", "--trace", "/nowhere/t.json"], "--trace /nowhere/t.json: cannot"),
     ],

@@ -15,6 +15,7 @@ from sparsekit.cli import train_wide
 from sparsekit.datasets import DatasetUnavailableError, adult, read_adult
 from sparsekit.models import WideModel
 from sparsekit.train.metrics import auc, log_loss
+from sparsekit.train.plots import read_run
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,9 @@ ONE = ["--ranks", "1", "--epochs", "3", "--batch-size", "16"]
 @pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
 def test_it_beats_the_constant_and_saves_the_model(data, tmp_path, capsys, optimizer):
     saved = tmp_path / "model.pt"
-    output = run(capsys, data, *ONE, "--optimizer", optimizer, "--save", str(saved))
+    log = ["--log", str(tmp_path / "run")]
+    output = run(capsys, data, *ONE, "--optimizer", optimizer, "--save", str(saved), *log)
+    assert read_run(tmp_path / "run")[-1]["step"] == 3 * 40
     lines = output.splitlines()
     assert lines[0] == (
         f"{data}: 800 people; 640 are trained on, a random fifth, 160, are tested on"

@@ -6,12 +6,15 @@ import argparse
 import pickle
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import DivergedError
+from ..train import JsonLines
 from ..train.launch import RankError, run_on_ranks, start_rank
+from ..train.logs import Log
 from ..train.progress import Progress
 from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank
 from .first_steps import profile_fit
@@ -27,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 
 
     Without a default, ranks are None unless they are given.
     """
-    parser.set_defaults(threads=None, ranks=ranks)
+    parser.set_defaults(threads=None, ranks=ranks, log=None)
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
     parser.add_argument(
         "--ranks",
@@ -35,6 +38,12 @@ def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 
         default=argparse.SUPPRESS if ranks is None else ranks,
         help="processes that share the tables and the batches; under torchrun there are as many "
         "as it has started" + (" (default: 1 or as needed)" if ranks is None else ""),
+    )
+    parser.add_argument(
+        "--log",
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
     )
     parser.add_argument(
         "--threads",
@@ -50,6 +59,7 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     Both are functions of a module, so that they can be sent by name.
     """
     check_folder(args.save)
+    check_folder(args.log, "--log", folder=True)
     if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
         return run_as_rank(args, load, fit)
     data = load(args)
@@ -71,6 +81,17 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
         # A rank that has been ended leaves its bar.
         Progress("", 0, sys.stdout).clear()
     return 0
+
+
+def logs(args: argparse.Namespace) -> list[Log]:
+    """Where a trainer's records go: rank 0 begins the file in ``--log`` anew."""
+    if args.log is None or rank() > 0:
+        return []
+    folder = Path(args.log)
+    folder.mkdir(exist_ok=True)
+    file = folder / "metrics.jsonl"
+    file.unlink(missing_ok=True)
+    return [JsonLines(file)]
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:

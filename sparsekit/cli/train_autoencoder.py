@@ -151,6 +151,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
         schedulers=schedulers,
         seed=args.seed,
         stream=sys.stdout,
+        logs=ranks.logs(args),
     )
     trainer.fit(
         (torch.arange(users),),
@@ -170,6 +171,7 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
         model.optimizers(),
         seed=args.seed,
         stream=io.StringIO(),  # a line for each step would be too many
+        logs=ranks.logs(args),
     )
     epochs = args.epochs or ORIGINAL_EPOCHS
     while len(trainer.history) < epochs and not trainer.interrupted:

@@ -22,11 +22,11 @@ from ..datasets.adult import CATEGORIES, LABEL, NUMBERS
 from ..errors import DivergedError, TableFullError
 from ..models import DLRM, DeepFM, QuantileBuckets
 from ..optim import Adagrad, LazyAdam, RowWiseAdagrad, split_embedding_variable_from_others
-from ..train import EarlyStopping, JsonLines, TensorBoard, Trainer, linear_warmup
+from ..train import EarlyStopping, TensorBoard, Trainer, linear_warmup
 from ..train.config import ConfigError, names, read_yaml, to_yaml, updated, with_setting
 from ..train.metrics import auc, gather, log_loss
 from . import ranks
-from .common import UsageError, check_folder, number, rank, set_threads, world_size
+from .common import UsageError, number, rank, set_threads, world_size
 
 OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": RowWiseAdagrad}
 FORMATS = ("csv", "tsv", "criteo", "parquet")
@@ -136,11 +136,6 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
             help="passes over the data: trainer.epochs in short",
         )
         train.add_argument(
-            "--log",
-            metavar="FOLDER",
-            help="where to write metrics.jsonl and the settings, for `sparsekit plot`",
-        )
-        train.add_argument(
             "--show-config", action="store_true", help="print all settings as YAML, and end"
         )
         ranks.add_options(train, seed="of initial weights and the order of rows (default: 0)")
@@ -151,8 +146,6 @@ def _train(args: argparse.Namespace) -> int:
     if args.show_config:
         print(_yaml(config), end="")
         return 0
-    if args.log is not None:
-        check_folder(args.log, "--log", folder=True)
     return ranks.train(args, _load, _fit_and_report)
 
 
@@ -345,13 +338,10 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
         OPTIMIZERS[chosen.name](sparse, lr=chosen.lr),
         torch.optim.Adam(dense, lr=chosen.dense_lr),
     ]
-    logs: list[JsonLines | TensorBoard] = []
-    if args.log is not None and rank() == 0:
+    logs = ranks.logs(args)
+    if logs:
         folder = Path(args.log)
-        folder.mkdir(exist_ok=True)
         (folder / "config.yaml").write_text(_yaml(config))
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
-        logs.append(JsonLines(folder / "metrics.jsonl"))
         if settings.tensorboard:
             logs.append(TensorBoard(folder))
     return Trainer(

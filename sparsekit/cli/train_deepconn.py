@@ -86,6 +86,8 @@ def _train(args: argparse.Namespace) -> int:
     args.ranks = args.ranks or needed
     if needed == 2 and args.ranks != 2 and not dist.is_torchelastic_launched():
         raise UsageError(f"--placement {args.placement} needs --ranks 2, got {args.ranks}")
+    if needed == 2 and args.log is not None:
+        raise UsageError(f"--log {args.log}: only --placement single is logged")
     return ranks.train(args, _load, _fit_and_report)
 
 
@@ -145,7 +147,14 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
         users, items, ratings = batch
         return model.losses(*data.corpus(users, items), ratings), 0.0
 
-    trainer = Trainer(model, losses, [model.optimizer(args.lr)], seed=args.seed, stream=sys.stdout)
+    trainer = Trainer(
+        model,
+        losses,
+        [model.optimizer(args.lr)],
+        seed=args.seed,
+        stream=sys.stdout,
+        logs=ranks.logs(args),
+    )
     trainer.fit(
         (data.train.users, data.train.items, data.train.ratings),
         epochs=args.epochs,

@@ -144,6 +144,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
         schedulers=schedulers,
         seed=args.seed,
         stream=sys.stdout,
+        logs=ranks.logs(args),
     )
     trainer.fit(
         (train.users, train.items, train.ratings),

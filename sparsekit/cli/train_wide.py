@@ -119,6 +119,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         [model.optimizer(args.optimizer, min(args.batch_size, len(train)))],
         seed=args.seed,
         stream=sys.stdout,
+        logs=ranks.logs(args),
     )
     trainer.fit(
         (torch.arange(len(train)), train.labels),
