@@ -30,7 +30,7 @@ def losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 def main() -> None:
     """Train and print samples a second."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=400_000, help="most rows of a table")
+    parser.add_argument("--rows", type=int, default=800_000, help="most rows of a table")
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -16,7 +16,7 @@ from sparsekit.data import Batch, KeyedJaggedTensor
 from sparsekit.models import DLRM
 from sparsekit.train import Trainer
 
-TABLES, STEPS, REPEATS, MOST = 26, 30, 15, 1.05
+TABLES, STEPS, REPEATS, MOST = 26, 100, 7, 1.05
 
 
 def batches(rows: int) -> list[Batch]:

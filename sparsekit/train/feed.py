@@ -51,9 +51,10 @@ def of_loader(
     Raises:
         RuntimeError: on all ranks, when one has no batch where others have, or could not read it.
     """
-    if not isinstance(loader, Prefetcher):
+    # A list is read already, and a thread would only take turns with this one.
+    if not (isinstance(loader, Prefetcher) or (isinstance(loader, list) and device.type == "cpu")):
         loader = Prefetcher(loader, device=device)
-    batches = iter(loader)  # ends its thread when this generator is closed
+    batches = iter(loader)  # a prefetcher's ends its thread when this generator is closed
     step = 1
     ahead = ranks.read(batches)
     while (share := ranks.finish(ahead, step)) is not None:

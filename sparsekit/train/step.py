@@ -92,11 +92,16 @@ class Step:
             return self._loss.no_sync()
         return contextlib.nullcontext()
 
+    def _cast(self) -> contextlib.AbstractContextManager[object]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
     def _backward(
         self, loss_fn: LossFn, share: Share, after: Share | None, samples: int, batches: int
     ) -> torch.Tensor:
         """Add the gradient of a batch; returns the sum of its losses."""
-        with torch.autocast(self._device.type, self._autocast, self._autocast is not None):
+        with self._cast():
             losses, penalty = self._loss(loss_fn, share.batch)
         _check_shapes(losses, penalty, share.rows)
         total = losses.sum()
@@ -104,7 +109,9 @@ class Step:
             total, penalty = total + penalty.sum(), 0.0
         # Gradients are averaged over ranks, so this makes them those of the mean over all samples;
         # a mean over the rank's own would give those of a small share too much weight.
-        loss = total * self._ranks / max(samples, 1) + penalty / batches
+        loss = total * (self._ranks / max(samples, 1))
+        if isinstance(penalty, torch.Tensor) or penalty:
+            loss = loss + penalty / batches
         if self._ranks > 1 and share.rows == 0:
             # Ranks wait for one another's gradients of every dense parameter, and a model may
             # leave some of them alone when it has nothing to do.

@@ -9,7 +9,7 @@ from ..distributed import Exchange
 from ..nn.shard import ShardedTable
 
 # Of which lines of buckets are looked at, since a table may have many millions.
-SAMPLED_LINES = 65536
+SAMPLED_LINES = 4096
 
 
 class Telemetry:
@@ -18,7 +18,7 @@ class Telemetry:
     - ``rows``: keys in it; ``capacity``: for how many there is room; ``load``: their quotient.
     - ``new_rows_per_step``: since the last reading.
     - ``skew``: rows of the fullest rank over the mean of the ranks.
-    - ``full_lines``: share of the hash table's lines of 5 keys that are full, of the first 65,536
+    - ``full_lines``: share of the hash table's lines of 5 keys that are full, of the first 4,096
       of each rank: a key whose line is full is looked for in the next one as well.
 
     A table without a hash table has its capacity only.
