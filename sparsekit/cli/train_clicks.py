@@ -8,7 +8,7 @@ import functools
 import resource
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,87 +21,24 @@ from ..datasets import Adult, adult
 from ..datasets.adult import CATEGORIES, LABEL, NUMBERS
 from ..errors import DivergedError, TableFullError
 from ..models import DLRM, DeepFM, QuantileBuckets
-from ..optim import Adagrad, LazyAdam, RowWiseAdagrad, split_embedding_variable_from_others
+from ..optim import split_embedding_variable_from_others
 from ..train import EarlyStopping, TensorBoard, Trainer, linear_warmup
 from ..train.config import ConfigError, names, read_yaml, to_yaml, updated, with_setting
 from ..train.metrics import auc, gather, log_loss
 from . import ranks
+from .clicks_config import (
+    OPTIMIZERS,
+    DataConfig,
+    DeepFMConfig,
+    DLRMConfig,
+    RunConfig,
+    TrainerConfig,
+    check,
+)
 from .common import UsageError, number, rank, set_threads, world_size
 
-OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": RowWiseAdagrad}
-FORMATS = ("csv", "tsv", "criteo", "parquet")
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
 NUMBER_BUCKETS = 32  # of a column of the census
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """Files; without any, the Adult census data."""
-
-    train: tuple[str, ...] = ()
-    validation: tuple[str, ...] = ()
-    test: tuple[str, ...] = ()
-    format: str = "csv"
-    label: str = "label"
-    dense: tuple[str, ...] = ()
-    sparse: tuple[str, ...] = ()
-    separator: str | None = None  # between the values of a bag
-
-
-@dataclass(frozen=True)
-class DLRMConfig:
-    """Of `DLRM`."""
-
-    rows: int = 100_000
-    dim: int = 16
-    bottom: tuple[int, ...] = (64,)
-    top: tuple[int, ...] = (128, 64)
-    cross_layers: int = 3
-    cross_rank: int = 64
-
-
-@dataclass(frozen=True)
-class DeepFMConfig:
-    """Of `DeepFM`."""
-
-    rows: int = 100_000
-    dim: int = 16
-    deep: tuple[int, ...] = (128, 64)
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Of tables, by its name, and of the dense part: Adam."""
-
-    name: str = "lazy_adam"
-    lr: float = 0.002
-    dense_lr: float = 0.001
-    lr_scale: float = 1.0  # of both rates, for larger batches
-    warmup_steps: int = 0
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """Of `Trainer`; batch_size is of all ranks together."""
-
-    epochs: int = 3
-    batch_size: int = 1024
-    accumulate: int = 1
-    clip_norm: float | None = None
-    bfloat16: bool = False
-    patience: int | None = None  # epochs without a better validation AUC
-    log_every: int = 100
-    tensorboard: bool = False
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """All settings of a run."""
-
-    model: Any
-    data: DataConfig = field(default_factory=DataConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
 
 MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
@@ -116,29 +53,47 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
             description=f"Train {title} on files of clicks, which are read as a stream; without "
             "any, on the Adult census data, from raw text.",
             epilog=f"Settings: {', '.join(names(RunConfig(MODELS[name][1]())))}.",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
-        train.set_defaults(run=_train, model=name, save=None)
-        train.add_argument("--config", metavar="FILE", help="settings in YAML; see --show-config")
+        train.set_defaults(
+            run=_train,
+            model=name,
+            save=None,
+            **dict.fromkeys(("config", "settings", "data", "epochs")),
+            show_config=False,
+        )
+        hidden = argparse.SUPPRESS  # or the help would say "default: None"
+        train.add_argument(
+            "--config", metavar="FILE", default=hidden, help="settings in YAML; see --show-config"
+        )
         train.add_argument(
             "--set",
             metavar="KEY=VALUE",
             action="append",
-            default=[],
+            default=hidden,
             dest="settings",
             help="one setting, such as optimizer.lr=0.01 or model.top=64,32; may be repeated",
         )
         train.add_argument(
-            "--data", metavar="FILE", nargs="+", help="files to train on: data.train in short"
+            "--data",
+            metavar="FILE",
+            nargs="+",
+            default=hidden,
+            help="files to train on: data.train in short",
         )
         train.add_argument(
             "--epochs",
             type=number(int, 1, 2**31 - 1),
-            help="passes over the data: trainer.epochs in short",
+            default=hidden,
+            help=f"passes over the data: trainer.epochs in short (default: {TrainerConfig.epochs})",
         )
         train.add_argument(
-            "--show-config", action="store_true", help="print all settings as YAML, and end"
+            "--show-config",
+            action="store_true",
+            default=hidden,
+            help="print all settings as YAML, and end",
         )
-        ranks.add_options(train, seed="of initial weights and the order of rows (default: 0)")
+        ranks.add_options(train, seed="of initial weights and the order of rows")
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -155,7 +110,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     try:
         if args.config is not None:
             config = updated(config, read_yaml(args.config), args.config)
-        for setting in args.settings:
+        for setting in args.settings or ():
             config = with_setting(config, setting)
     except (ConfigError, ImportError) as error:
         raise UsageError(str(error)) from error
@@ -165,31 +120,8 @@ def _config(args: argparse.Namespace) -> RunConfig:
         config = replace(config, data=replace(config.data, train=tuple(args.data)))
     if args.epochs is not None:
         config = replace(config, trainer=replace(config.trainer, epochs=args.epochs))
-    _check(config)
+    check(config)
     return config
-
-
-def _check(config: RunConfig) -> None:
-    data, trainer = config.data, config.trainer
-    for name, value, choices in (
-        ("data.format", data.format, FORMATS),
-        ("optimizer.name", config.optimizer.name, tuple(OPTIMIZERS)),
-    ):
-        if value not in choices:
-            raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value}")
-    if data.train and data.format != "criteo" and not data.sparse:
-        raise UsageError(
-            f"data.sparse must name the categorical columns of {data.train[0]}: "
-            f"--set data.sparse=user,item --set data.dense=price --set data.label=click"
-        )
-    if data.train and trainer.patience is not None and not data.validation:
-        raise UsageError("trainer.patience needs data.validation, files to decide by")
-    for name in ("epochs", "batch_size", "accumulate", "log_every"):
-        if getattr(trainer, name) < 1:
-            raise UsageError(f"trainer.{name} must be >= 1, got {getattr(trainer, name)}")
-    for name in ("lr", "dense_lr", "lr_scale"):
-        if not 0 < getattr(config.optimizer, name) < float("inf"):
-            raise UsageError(f"optimizer.{name} must be > 0, got {getattr(config.optimizer, name)}")
 
 
 def _yaml(config: RunConfig) -> str:
