@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 import sparsekit
 from sparsekit import cli
-from sparsekit.cli import bench, ranks, train_ratings
+from sparsekit._arguments import Parser
+from sparsekit.cli import bench, ranks, train, train_ratings
 from sparsekit.datasets import DatasetUnavailableError, read_ratings
 from sparsekit.distributed.world import settings
 from sparsekit.models import RatingModel, fit_bias_baseline
@@ -68,15 +70,25 @@ def test_train_prints_epochs_and_a_table(data, capsys):
     )
 
 
+def test_no_option_abbreviates_one_of_torchruns():
+    """It would take ours for an ambiguous one of its own, although they come behind the script."""
+    parser = Parser()
+    train.add_models(parser.add_subparsers())
+    ours = {name for name in parser._names() if name.startswith("--")} - {"--help"}
+    theirs = get_args_parser()._option_string_actions
+    assert {"--save", "--set", "--log-to"} <= ours
+    assert [(o, t) for o in sorted(ours) for t in theirs if t.startswith(o)] == []
+
+
 def test_what_is_logged(data, tmp_path, capsys):
     folder = tmp_path / "run"
-    command = ["train", "--data", str(data), "--epochs", "2", *SMALL, *ONE, "--log", str(folder)]
+    command = ["train", "--data", str(data), "--epochs", "2", *SMALL, *ONE, "--log-to", str(folder)]
     assert cli.main(command) == 0
     epochs = [record for record in read_run(folder) if record["kind"] == "epoch"]
     shown = re.findall(r"loss ([\d.]+)  test RMSE ([\d.]+)", capsys.readouterr().out)
     assert [(f"{r['loss']:.4f}", f"{r['metrics']['test RMSE']:.4f}") for r in epochs] == shown
     assert set(epochs[0]["tables"]) == {"user", "item", "rated"}
-    expect_error(capsys, ["train", "--data", "x", "--log", str(data)], "--log .*: is a file")
+    expect_error(capsys, ["train", "--data", "x", "--log-to", str(data)], "--log-to .*: is a file")
 
 
 def test_seed_decides_the_result(data, capsys):

@@ -59,7 +59,7 @@ def test_it_beats_what_is_popular(data, capsys):
 
 def test_the_options_reach_the_model(data, tmp_path, capsys):
     saved, run = tmp_path / "model.pt", tmp_path / "run"
-    written = ["--save", str(saved), "--log", str(run)]
+    written = ["--save", str(saved), "--log-to", str(run)]
     assert train(data, "--epochs", "2", "--batch-size", "7", "--dim", "8", *written) == 0
     assert [r["step"] for r in read_run(run)] == [6, 12]
     assert "2 epochs in " in capsys.readouterr().out

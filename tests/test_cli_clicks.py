@@ -59,7 +59,7 @@ def test_it_learns_on_one_rank_and_on_two(clicks, capfd, model):
 
 def test_what_is_logged_and_drawn(clicks, tmp_path, capsys):
     folder = tmp_path / "run"
-    one = ["--ranks", "1", "--epochs", "2", "--log", str(folder), "--set", "trainer.log_every=5"]
+    one = ["--ranks", "1", "--epochs", "2", "--log-to", str(folder), "--set", "trainer.log_every=5"]
     command = arguments("dlrm", clicks, *one, "--set", f"data.validation={clicks}")
     run(capsys, *command)
     run(capsys, *command)  # begins anew
@@ -153,7 +153,7 @@ def test_wrong_files(clicks, tmp_path, capsys):
         (["train", "dlrm", "--config", str(tmp_path / "no.yaml")], "no.yaml: No such file"),
         (["train", "dlrm", "--data", str(tmp_path / "no.csv"), "--ranks", "1"], "data.sparse must"),
         (arguments("dlrm", tmp_path / "no.csv", "--ranks", "1"), "no.csv does not exist"),
-        (arguments("dlrm", clicks, "--log", str(clicks)), "--log .*: is a file"),
+        (arguments("dlrm", clicks, "--log-to", str(clicks)), "--log-to .*: is a file"),
         (["plot", str(tmp_path)], "metrics.jsonl: No such file"),
     ):
         assert cli.main(command) == 2

@@ -107,7 +107,10 @@ def test_profile_of_a_placement(two_ranks, data, tmp_path):
     ("arguments", "message"),
     [
         (["train", "deepconn", "--placement", "split", "--ranks", "3"], "needs --ranks 2, got 3"),
-        (["train", "deepconn", "--placement", "split", "--log", "."], "only --placement single is"),
+        (
+            ["train", "deepconn", "--placement", "split", "--log-to", "."],
+            "only --placement single is",
+        ),
         (["train", "deepconn", "--data", "missing.json"], "--data missing.json: No such file"),
         (["profile", "deepconn", "--trace", "/nowhere/t.json"], "--trace /nowhere/t.json: cannot"),
     ],

@@ -58,7 +58,7 @@ ONE = ["--ranks", "1", "--epochs", "3", "--batch-size", "16"]
 @pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
 def test_it_beats_the_constant_and_saves_the_model(data, tmp_path, capsys, optimizer):
     saved = tmp_path / "model.pt"
-    log = ["--log", str(tmp_path / "run")]
+    log = ["--log-to", str(tmp_path / "run")]
     output = run(capsys, data, *ONE, "--optimizer", optimizer, "--save", str(saved), *log)
     assert read_run(tmp_path / "run")[-1]["step"] == 3 * 40
     lines = output.splitlines()

@@ -15,11 +15,11 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     plot = commands.add_parser(
         "plot",
         help="draw loss, metrics, speed and tables of a run",
-        description="Draw what `sparsekit train … --log RUN` has logged: loss, metrics, samples a "
-        "second, and rows, load and skew of the tables.",
+        description="Draw what `sparsekit train … --log-to RUN` has logged: loss, metrics, samples "
+        "a second, and rows, load and skew of the tables.",
     )
     plot.set_defaults(run=_plot)
-    plot.add_argument("folder", metavar="RUN", help="folder that was given to --log")
+    plot.add_argument("folder", metavar="RUN", help="folder that was given to --log-to")
     plot.add_argument("--out", metavar="FILE", help="PNG to write (default: RUN/plot.png)")
 
 

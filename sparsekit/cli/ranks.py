@@ -40,7 +40,8 @@ def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 
         "as it has started" + (" (default: 1 or as needed)" if ranks is None else ""),
     )
     parser.add_argument(
-        "--log",
+        "--log-to",  # torchrun would take --log for an abbreviation of its own options
+        dest="log",
         metavar="FOLDER",
         default=argparse.SUPPRESS,  # or the help would say "default: None"
         help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
@@ -59,7 +60,7 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     Both are functions of a module, so that they can be sent by name.
     """
     check_folder(args.save)
-    check_folder(args.log, "--log", folder=True)
+    check_folder(args.log, "--log-to", folder=True)
     if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
         return run_as_rank(args, load, fit)
     data = load(args)
@@ -84,7 +85,7 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
 
 
 def logs(args: argparse.Namespace) -> list[Log]:
-    """Where a trainer's records go: rank 0 begins the file in ``--log`` anew."""
+    """Where a trainer's records go: rank 0 begins the file in ``--log-to`` anew."""
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)

@@ -87,7 +87,7 @@ def _train(args: argparse.Namespace) -> int:
     if needed == 2 and args.ranks != 2 and not dist.is_torchelastic_launched():
         raise UsageError(f"--placement {args.placement} needs --ranks 2, got {args.ranks}")
     if needed == 2 and args.log is not None:
-        raise UsageError(f"--log {args.log}: only --placement single is logged")
+        raise UsageError(f"--log-to {args.log}: only --placement single is logged")
     return ranks.train(args, _load, _fit_and_report)
 
 
