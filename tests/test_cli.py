@@ -1,5 +1,6 @@
 """The command line, on small generated ratings."""
 
+import errno
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import sparsekit
 from sparsekit import cli
 from sparsekit._arguments import Parser
 from sparsekit.cli import bench, ranks, train, train_ratings
+from sparsekit.cli.common import UsageError, writing
 from sparsekit.datasets import DatasetUnavailableError, read_ratings
 from sparsekit.distributed.world import settings
 from sparsekit.models import RatingModel, fit_bias_baseline
@@ -68,6 +70,12 @@ def test_train_prints_epochs_and_a_table(data, capsys):
     assert re.fullmatch(
         r"6 epochs in [\d.]+ s; rows in the tables: user 50, item 40, rated 40", lines[-1]
     )
+
+
+def test_a_file_that_cannot_be_written_in_the_end():
+    message = "^--save model.pt: No space left on device$"
+    with pytest.raises(UsageError, match=message), writing("--save", "model.pt"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_no_option_abbreviates_one_of_torchruns():

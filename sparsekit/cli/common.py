@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -51,6 +52,15 @@ def check_folder(file: str | None, option: str = "--save", *, folder: bool = Fal
         raise UsageError(f"{option} {file}: is a {'file' if folder else 'folder'}")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"{option} {file}: cannot write into {path.parent}")
+
+
+@contextlib.contextmanager
+def writing(option: str, file: str) -> Iterator[None]:
+    """Raise UsageError that names the option where a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{option} {file}: {error.strerror or error}") from error
 
 
 def set_threads(threads: int | None) -> None:

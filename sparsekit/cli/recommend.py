@@ -8,7 +8,7 @@ import itertools
 from .._arguments import Parser
 from ..datasets import DatasetUnavailableError, movielens_100k_titles
 from ..models import Recommendations, load_recommender, recommend
-from .common import UsageError, check_folder, number, set_threads
+from .common import UsageError, check_folder, number, set_threads, writing
 
 # What models that were trained on it say.
 MOVIELENS = "MovieLens-100K"
@@ -44,10 +44,8 @@ def _recommend(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     best = recommend(model, min(args.k, len(model.history.items)))  # more would be empty places
-    try:
+    with writing("--out", args.out):
         best.write(args.out)
-    except OSError as error:
-        raise UsageError(f"--out {args.out}: {error.strerror or error}") from error
     print(f"{args.out}: {len(best):,} items for {len(best.users):,} users")
     if args.show:
         _show(best, args.show, _titles(model.source))

@@ -16,7 +16,7 @@ from .._arguments import Parser
 from ..train.launch import run_on_ranks, start_rank
 from ..train.plots import plot_scaling
 from ..train.scaling import Case, predicted, samples_per_second
-from .common import UsageError, check_folder, number, rank
+from .common import UsageError, check_folder, number, rank, writing
 
 WORLDS = (8, 64, 512)  # for which speed-up is predicted
 
@@ -93,9 +93,11 @@ def _scaling(args: argparse.Namespace) -> int:
     }
     try:
         if args.json is not None:
-            Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+            with writing("--json", args.json):
+                Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
         if args.plot is not None:
-            plot_scaling(measured, forecast, args.plot)
+            with writing("--plot", args.plot):
+                plot_scaling(measured, forecast, args.plot)
     except ImportError as error:
         raise UsageError(str(error)) from error
     return 0

@@ -23,7 +23,7 @@ from ..models import (
 from ..train import Trainer
 from ..train.metrics import ndcg_at_k, precision_at_k, recall_at_k
 from . import ranks
-from .common import UsageError, check_folder, number, rank, set_threads
+from .common import UsageError, check_folder, number, rank, set_threads, writing
 from .recommend import MOVIELENS
 from .train_ratings import load_ratings
 
@@ -118,10 +118,12 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
     best = recommend(model, K)
     found = _metrics(best, test)
     if args.save is not None:
-        _write("--save", args.save, model)
+        with writing("--save", args.save):
+            model.save(args.save)
     if rank() == 0:
         if args.recs is not None:
-            _write("--recs", args.recs, best)
+            with writing("--recs", args.recs):
+                best.write(args.recs)
         _report(trainer, found, _metrics(popular(history, K), test))
     return 0
 
@@ -189,13 +191,6 @@ def _metrics(best: Recommendations, test: Ratings) -> tuple[float, float, float]
         raise DivergedError("a score is not a number: training has diverged in its last step")
     hits = best.hits(test)
     return precision_at_k(*hits, K), recall_at_k(*hits, K), ndcg_at_k(*hits, K)
-
-
-def _write(option: str, file: str, what: Autoencoder | DenseAutoencoder | Recommendations) -> None:
-    try:
-        what.write(file) if isinstance(what, Recommendations) else what.save(file)
-    except OSError as error:
-        raise UsageError(f"{option} {file}: {error.strerror or error}") from error
 
 
 def _report(trainer: Trainer, found: tuple[float, ...], baseline: tuple[float, ...]) -> None:

@@ -16,7 +16,7 @@ from ..models import RatingModel, fit_bias_baseline, rmse
 from ..optim import LazyAdam, split_embedding_variable_from_others
 from ..train import Trainer
 from . import ranks
-from .common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
+from .common import UsageError, number, rank, set_threads, sum_over_ranks, world_size, writing
 
 # Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
 # train part, the test part unseen.
@@ -96,19 +96,13 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
     if trainer.interrupted:
         return 130
     if args.save is not None:
-        _save(model, args.save)
+        with writing("--save", args.save):
+            model.save(args.save)
     of_rank = model.table_sizes()
     sizes = dict(zip(of_rank, map(int, sum_over_ranks(of_rank.values())), strict=True))
     if rank() == 0:
         _report(trainer, train, test, sizes)
     return 0
-
-
-def _save(model: RatingModel, file: str) -> None:
-    try:
-        model.save(file)
-    except OSError as error:
-        raise UsageError(f"--save {file}: {error.strerror or error}") from error
 
 
 def load_ratings(args: argparse.Namespace) -> tuple[Ratings, Ratings]:

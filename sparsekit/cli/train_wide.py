@@ -19,7 +19,7 @@ from ..models.wide import LOSSES, OPTIMIZERS, select_rows
 from ..train import Trainer
 from ..train.metrics import auc, gather, log_loss
 from . import ranks
-from .common import UsageError, number, rank, set_threads, world_size
+from .common import UsageError, number, rank, set_threads, world_size, writing
 
 # The split is always the same, whatever --seed, or settings would be tested on what chose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
@@ -131,7 +131,8 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
     if trainer.interrupted:
         return 130
     if args.save is not None:
-        _save(model, args.save)
+        with writing("--save", args.save):
+            model.save(args.save)
     weights = model.weights()
     if rank() == 0:
         _report(trainer, train, test, weights)
@@ -150,13 +151,6 @@ def _evaluate(model: WideModel, matrix: torch.Tensor, labels: torch.Tensor) -> d
         "test AUC": auc(probabilities, truth),
         "test log loss": log_loss(probabilities, truth),
     }
-
-
-def _save(model: WideModel, file: str) -> None:
-    try:
-        model.save(file)
-    except OSError as error:
-        raise UsageError(f"--save {file}: {error.strerror or error}") from error
 
 
 def _report(trainer: Trainer, train: Adult, test: Adult, weights: torch.Tensor) -> None:

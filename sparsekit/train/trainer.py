@@ -156,7 +156,8 @@ class Trainer:
                 batches when it is iterated over, each a `Batch`, a tensor, or a tuple, list or dict
                 that begins with one: a reader of `sparsekit.data`, a DataLoader. It is read in
                 another thread, and on several ranks gives each its own samples, in equally many
-                batches.
+                batches. A `Batch` or tensor goes to the model's device; what is in a tuple, list or
+                dict stays where the loader has it.
             epochs: how many, >= 0.
             batch_size: of tensors: samples in a batch, of all ranks together; the last of an epoch
                 may be smaller. None for a loader, which has a size of its own.
