@@ -39,6 +39,10 @@ class DataFormatError(ValueError):
     """A data file that cannot be read as it should; the message names the file and the place."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message names the file and what is wrong."""
+
+
 class DivergedError(ArithmeticError):
     """Training has left the range of floating point numbers; its weights are of no use any more."""
 

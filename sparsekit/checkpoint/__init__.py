@@ -1,0 +1,18 @@
+"""Checkpoints that tell what they are, are whole or not there, and load on any number of ranks."""
+
+from ..errors import CheckpointError
+from .folder import latest
+from .load import Loaded, load
+from .manager import Checkpoints
+from .save import Background, async_save, save
+
+__all__ = [
+    "Background",
+    "CheckpointError",
+    "Checkpoints",
+    "Loaded",
+    "async_save",
+    "latest",
+    "load",
+    "save",
+]

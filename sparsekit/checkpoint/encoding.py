@@ -1,0 +1,87 @@
+"""Nested states as JSON and tensors: what ``state_dict`` returns, without pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+
+# How JSON says what it has no words for. A dict that has such a key itself is written as items.
+_TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
+_DEEPEST = 100
+
+
+def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A value as JSON; tensors in it go to ``tensors``, by their path.
+
+    Raises:
+        CheckpointError: something that is no tensor, number, text, None, or a list, tuple or dict
+            of these; named by its path.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or hasattr(value, "device_mesh"):
+            raise CheckpointError(f"{name}: a sparse or distributed tensor cannot be saved here")
+        tensors[name] = value.detach()
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        if plain:
+            return {key: encoded(each, f"{name}.{key}", tensors) for key, each in value.items()}
+        return {
+            _ITEMS: [
+                [encoded(key, name, tensors), encoded(each, f"{name}.{key}", tensors)]
+                for key, each in value.items()
+            ]
+        }
+    if isinstance(value, list | tuple):
+        listed = [encoded(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        return listed if isinstance(value, list) else {_TUPLE: listed}
+    raise CheckpointError(
+        f"{name}: a checkpoint has tensors, numbers and text, in lists, tuples and dicts, but no "
+        f"{type(value).__name__}"
+    )
+
+
+def decoded(value: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
+    """What `encoded` has written.
+
+    Raises:
+        CheckpointError: a tensor is missing, or it is nothing that encoded writes.
+    """
+    if depth > _DEEPEST:
+        raise CheckpointError(f"a state is nested deeper than {_DEEPEST}")
+    if isinstance(value, list):
+        return [decoded(each, tensors, depth + 1) for each in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, content), *rest = value.items() or [("", None)]
+    if rest or not kind.startswith("$"):
+        return {key: decoded(each, tensors, depth + 1) for key, each in value.items()}
+    if kind == _TENSOR and isinstance(content, str) and content in tensors:
+        return tensors[content]
+    if kind == _TUPLE and isinstance(content, list):
+        return tuple(decoded(each, tensors, depth + 1) for each in content)
+    if kind == _FLOAT and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if kind == _ITEMS and isinstance(content, list):
+        pairs = [decoded(pair, tensors, depth + 1) for pair in content]
+        if all(isinstance(p, list) and len(p) == 2 and _hashable(p[0]) for p in pairs):
+            return dict(pairs)
+    raise CheckpointError(f"a state has {value!r:.80}, which stands for nothing")
+
+
+def _hashable(key: Any) -> bool:
+    return isinstance(key, int | float | str | bool | tuple) or key is None

@@ -1,0 +1,313 @@
+"""What a checkpoint is made of: tables, dense tensors, optimizers and other states."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+from ..nn.shard import ShardedTable
+from ..nn.wrappers import tables_of
+from ..ops.hash_table import SLOTS_PER_BUCKET
+from ..table import HashTable
+from .encoding import encoded
+from .tensor_file import Column, carried, column_of
+
+# Rows whose keys are in memory at a time while a table is written.
+_KEYS = 1 << 23
+# Buckets of 64 bytes that are looked through at a time.
+_BUCKETS = 1 << 17
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+class Stateful(Protocol):
+    """What can be saved beside a module: a scheduler, a `Trainer`, a reader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and text, in lists, tuples and dicts."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over what `state_dict` has returned."""
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module within DistributedDataParallel and torch.compile, so that names do not change."""
+    while True:
+        for inner in ("_orig_mod", "module"):
+            wrapper = type(module).__name__ in ("OptimizedModule", "DistributedDataParallel")
+            if wrapper and isinstance(getattr(module, inner, None), torch.nn.Module):
+                module = getattr(module, inner)
+                break
+        else:
+            return module
+
+
+def named_tables(module: torch.nn.Module) -> dict[str, ShardedTable]:
+    """Tables by their names in checkpoints; that of a layer alone is ``"table"``."""
+    return {name or "table": layer for name, layer in tables_of(module).items()}
+
+
+def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
+    """Optimizers as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def owners_crc(layer: ShardedTable) -> int | None:
+    """CRC-32 of the map that places keys; None without one."""
+    owners = layer.owners
+    return None if owners is None else zlib.crc32(owners.cpu().numpy().astype("<i2").tobytes())
+
+
+def dense_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors of a module's state that belong to no table, by their names there."""
+    prefixes = tuple(f"{name}." if name else "" for name in tables_of(module))
+    named = [*module.named_parameters(), *_persistent_buffers(module)]
+    dense = {name: tensor.detach() for name, tensor in named if not name.startswith(prefixes)}
+    for name, tensor in dense.items():
+        if hasattr(tensor, "device_mesh"):
+            raise CheckpointError(
+                f"{name}: a parameter that fully_shard has sharded; save the dense part by "
+                f"torch.distributed.checkpoint, and give the tables' layers alone to "
+                f"sparsekit.checkpoint"
+            )
+    return dense
+
+
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+@dataclass
+class TableShard:
+    """A rank's part of a table as it is to be written.
+
+    Attributes:
+        name: of the table.
+        layer: whose it is.
+        columns: name -> tensor with a row for each of the table's; ``vectors`` is the first.
+        size: rows in use.
+        facts: what the manifest says of the table, without its shards.
+    """
+
+    name: str
+    layer: ShardedTable
+    columns: dict[str, torch.Tensor]
+    size: int
+    facts: dict[str, Any]
+
+    def identity(self) -> tuple[Any, ...]:
+        """Changes whenever rows stop to stand for the keys they stood for."""
+        table = self.layer.table
+        seeds = None if table is None else int(table.hash_seed)
+        shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
+        return seeds, int(self.layer.seed), self.layer.capacity, tuple(shapes)
+
+    def to_host(self) -> None:
+        """Copy what is on a device, so that a forked process can write it."""
+        self.columns = {name: tensor.cpu() for name, tensor in self.columns.items()}
+        self._buckets = None if self.layer.table is None else self.layer.table.buckets.cpu()
+
+    _buckets: torch.Tensor | None = None
+
+    def columns_to_write(self, rows: np.ndarray | None) -> list[Column]:
+        """Keys and all else of rows, or of all."""
+        count = self.size if rows is None else len(rows)
+        keys = Column("keys", torch.int64, (count,), lambda: self._keys(rows))
+        others = [
+            column_of(name, tensor[: self.size], rows) for name, tensor in self.columns.items()
+        ]
+        return [keys, *others]
+
+    def _keys(self, rows: np.ndarray | None) -> Iterator[np.ndarray]:
+        table = self.layer.table
+        for begin in range(0, self.size, _KEYS):
+            end = min(begin + _KEYS, self.size)
+            chosen = None
+            if rows is not None:
+                chosen = rows[np.searchsorted(rows, begin) : np.searchsorted(rows, end)] - begin
+                if not len(chosen):
+                    continue
+            if table is None:
+                keys = np.arange(begin, end, dtype=np.int64) * self.layer.world_size
+                keys += self.layer.rank
+            else:
+                buckets = table.buckets if self._buckets is None else self._buckets
+                keys = _keys_of_rows(table, buckets, begin, end)
+            yield keys.view("<u8") if chosen is None else keys.view("<u8")[chosen]
+
+
+def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:
+    """Keys of rows ``[begin, end)``, int64, with as much memory as these need."""
+    keys = np.empty(end - begin, dtype=np.int64)
+    found = 0
+    for first in range(0, len(buckets), _BUCKETS):
+        part = carried(buckets[first : first + _BUCKETS].cpu()).view(np.int64)
+        rows = part[:, SLOTS_PER_BUCKET:].copy().view(np.int32)[:, :SLOTS_PER_BUCKET]
+        here = (rows >= begin) & (rows < end)
+        keys[rows[here] - begin] = part[:, :SLOTS_PER_BUCKET][here]
+        found += int(here.sum())
+    if found != end - begin:
+        raise CheckpointError(
+            f"{table.name}: the table is damaged: rows {begin} to {end} have {found} keys"
+        )
+    return keys
+
+
+class Snapshot:
+    """All that a rank writes, by reference: nothing is copied until it is written.
+
+    Args:
+        module: with tables anywhere in it.
+        optimizers: of its parameters.
+        state: name -> other objects.
+
+    Raises:
+        CheckpointError: something that a checkpoint cannot have.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        state: Mapping[str, Stateful],
+    ) -> None:
+        self.dense = {f"module.{n}": tensor for n, tensor in dense_tensors(module).items()}
+        self.own: dict[str, torch.Tensor] = {}
+        layers = named_tables(module)
+        for layer in layers.values():
+            layer.refuse_meta()
+            layer._catch_up()
+        table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
+        names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self.optimizers: list[dict[str, Any]] = []
+        of_tables: dict[str, tuple[int, dict[str, Any]]] = {}
+        for number, optimizer in enumerate(optimizers):
+            for parameter, kept in optimizer.state.items():
+                if parameter in table_of and kept:
+                    of_tables[table_of[parameter]] = number, kept
+            self.optimizers.append(self._optimizer(number, optimizer, names, table_of))
+        self.shards = [
+            _shard(name, layer, *of_tables.get(name, (None, {}))) for name, layer in layers.items()
+        ]
+        self.rank_state = {
+            "state": {
+                name: encoded(each.state_dict(), f"state.{name}", self.own)
+                for name, each in state.items()
+            },
+            "random": encoded(random_state(), "random", self.own),
+        }
+
+    def _optimizer(
+        self,
+        number: int,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[torch.Tensor, str],
+        tables: Iterable[torch.Tensor],
+    ) -> dict[str, Any]:
+        """All but what goes to the tables' files."""
+        parameters = parameter_names(optimizer, names)
+        state = optimizer.state_dict()
+        tables = set(tables)
+        kept = {
+            parameters[parameter]: values
+            for parameter, values in optimizer.state.items()
+            if parameter not in tables
+        }
+        groups = [
+            {
+                **{key: value for key, value in saved.items() if key != "params"},
+                "params": [parameters[parameter] for parameter in group["params"]],
+            }
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        ]
+        prefix = f"optimizers.{number}"
+        return {
+            "kind": type(optimizer).__name__,
+            "groups": encoded(groups, f"{prefix}.groups", self.dense),
+            "state": encoded(kept, f"{prefix}.state", self.dense),
+        }
+
+    def to_host(self) -> None:
+        """Copy what may change while another process or thread writes.
+
+        Tables stay where they are if they are on the CPU, since a fork has them as they were.
+        """
+        for shard in self.shards:
+            if shard.layer.weight.device.type != "cpu":
+                shard.to_host()
+        for tensors in (self.dense, self.own):
+            tensors.update({n: t.cpu() for n, t in tensors.items() if t.device.type != "cpu"})
+
+
+def parameter_names(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
+) -> dict[torch.Tensor, str]:
+    """Names of an optimizer's parameters: those of the module, or else numbers."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {p: names.get(p, f"#{number}") for number, p in enumerate(parameters)}
+
+
+def _shard(
+    name: str, layer: ShardedTable, optimizer: int | None, kept: Mapping[str, Any]
+) -> TableShard:
+    columns = {"vectors": layer.weight.detach()}
+    settings: dict[str, Any] = {}
+    for key, value in kept.items():
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == layer.capacity:
+            columns[key] = value
+        elif isinstance(value, torch.Tensor):
+            settings[key] = value.tolist()
+        else:
+            settings[key] = encoded(value, f"{name}.{key}", {})
+    states = {
+        key: {"dtype": _name(tensor.dtype), "shape": list(tensor.shape[1:])}
+        for key, tensor in columns.items()
+        if key != "vectors"
+    }
+    facts = {
+        "layer": layer.name,
+        "dim": layer.embedding_vec_size,
+        "dtype": _name(layer.weight.dtype),
+        "key_dtype": _name(layer.key_dtype),
+        "capacity": layer.capacity,
+        "hash_table": layer.table is not None,
+        "placement": layer.placement,
+        "owners": owners_crc(layer),
+        "seed": int(layer.seed),
+        "initializer": str(layer.initializer),
+        "optimizer": optimizer,
+        "states": states,
+        "settings": settings,
+    }
+    size = layer.capacity if layer.table is None else len(layer.table)
+    return TableShard(name, layer, columns, size, facts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """Of torch's generators of this process: the CPU's, and the current GPU's once it is in use."""
+    state = {"cpu": torch.random.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Set torch's generators as they were."""
+    torch.random.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

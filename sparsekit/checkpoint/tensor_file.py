@@ -1,0 +1,335 @@
+"""Files of tensors in the safetensors layout, written and read piece by piece.
+
+A file is a little-endian uint64, the length of the header; the header, JSON of name to dtype, shape
+and place of each tensor; and the tensors' bytes, one behind the other.
+See https://huggingface.co/docs/safetensors for the layout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+
+# Bytes that are in memory at a time of each tensor.
+PIECE = 8 << 20
+# A header lists the states of one table, or the dense parameters of a model.
+MOST_HEADER = 64 << 20
+
+_CODES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {code: dtype for dtype, code in _CODES.items()}
+# NumPy has no bfloat16, and this module only carries bytes.
+_CARRIED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A tensor to write: what it is, and what yields its bytes from first to last."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as the manifest lists it: its size in bytes, and CRC-32 of all of them."""
+
+    bytes: int
+    crc32: int
+
+
+def rows_per_piece(row_bytes: int) -> int:
+    """How many rows make a piece."""
+    return max(1, PIECE // max(row_bytes, 1))
+
+
+def carried(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor's bytes as unsigned integers of its width, in its shape; shares memory."""
+    tensor = tensor.detach()
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    array: np.ndarray = tensor.view(same).numpy()
+    return array.view(_CARRIED[tensor.dtype.itemsize])
+
+
+def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -> Column:
+    """A tensor, or some of its rows (rising numbers), as a column.
+
+    Uses nothing of torch that computes once it runs, on the CPU: it may run in a forked process,
+    where torch's threads are missing.
+    """
+    count = (len(tensor) if tensor.dim() else 1) if rows is None else len(rows)
+    shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
+    table = tensor.reshape(1) if not tensor.dim() else tensor
+    step = rows_per_piece(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize)
+
+    def pieces() -> Iterator[np.ndarray]:
+        for begin in range(0, count, step):
+            if rows is None:
+                part = table[begin : begin + step]
+                yield carried(part.cpu())
+            elif table.device.type == "cpu":
+                yield carried(table)[rows[begin : begin + step]]
+            else:
+                chosen = torch.from_numpy(rows[begin : begin + step]).to(table.device)
+                yield carried(table[chosen].cpu())
+
+    return Column(name, tensor.dtype, shape, pieces)
+
+
+def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file of these columns."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for column in columns:
+        begin, end = end, end + column.nbytes
+        entries[column.name] = {
+            "dtype": _CODES[column.dtype],
+            "shape": list(column.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {}) -> Written:
+    """Write a file and have it reach the disk.
+
+    Raises:
+        CheckpointError: the file cannot be written, or a tensor yielded more or less than its size.
+    """
+    columns = list(columns)
+    try:
+        with open(path, "xb", buffering=0) as file, _Sum() as total:
+            total.write(file, header_of(columns, metadata))
+            for column in columns:
+                expected = total.bytes + column.nbytes
+                for piece in column.pieces():
+                    total.write(file, np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+                if total.bytes != expected:
+                    raise CheckpointError(
+                        f"{path}: {column.name} has changed while it was written: "
+                        f"{total.bytes - expected:+} bytes"
+                    )
+            os.fsync(file.fileno())
+            return Written(total.bytes, total.crc32())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+class _Sum:
+    """Writes pieces, and adds up their CRC-32 in another thread meanwhile."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._crc = 0
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> _Sum:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._join()
+
+    def write(self, file: Any, piece: Any) -> None:
+        view = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
+        self._join()
+        if len(view) >= 1 << 16:
+            self._thread = threading.Thread(target=self._add, args=(view,), daemon=True)
+            self._thread.start()
+        else:
+            self._add(view)
+        done = 0
+        while done < len(view):
+            done += file.write(view[done:])
+        self.bytes += len(view)
+
+    def crc32(self) -> int:
+        self._join()
+        return self._crc
+
+    def _add(self, view: memoryview) -> None:
+        self._crc = zlib.crc32(view, self._crc)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor is in a file; begin counts from the start of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+class TensorFile:
+    """A file of tensors, of which rows are read; nothing in it is trusted.
+
+    Args:
+        path: a plain file; a link is refused.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open_plain(path)
+        try:
+            self.places = self._read_header()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._file)
+
+    def _read_header(self) -> dict[str, Place]:
+        size = os.fstat(self._file).st_size
+        first = os.pread(self._file, 8, 0)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+        if not 2 <= length <= min(size - 8, MOST_HEADER):
+            raise CheckpointError(f"{self.path}: is damaged: it has no header of tensors")
+        try:
+            entries = json.loads(os.pread(self._file, length, 8))
+            entries.pop("__metadata__", None)
+            places = {name: _place(entry, 8 + length) for name, entry in entries.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: is damaged: {error!r:.200}") from None
+        end = 8 + length
+        for name, place in sorted(places.items(), key=lambda item: item[1].begin):
+            if place.begin != end:
+                raise CheckpointError(f"{self.path}: is damaged: {name} begins at {place.begin}")
+            end += math.prod(place.shape) * place.dtype.itemsize
+        if end != size:
+            raise CheckpointError(
+                f"{self.path}: is damaged: it has {size} bytes, and its header tells of {end}"
+            )
+        return places
+
+    def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """Rows ``[first, first + count)`` of a tensor, or all of it."""
+        place = self.places[name]
+        row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
+        if count is None:
+            shape, size = place.shape, math.prod(place.shape) * place.dtype.itemsize
+        else:
+            shape, size = (count, *place.shape[1:]), count * row_bytes
+        room = bytearray(size)
+        view, done = memoryview(room), 0
+        while done < size:
+            got = os.preadv(self._file, [view[done:]], place.begin + first * row_bytes + done)
+            if got == 0:
+                raise CheckpointError(f"{self.path}: is damaged: it ends in the middle of {name}")
+            done += got
+        if not size:
+            return torch.empty(shape, dtype=place.dtype)
+        return torch.frombuffer(room, dtype=torch.uint8).view(place.dtype).view(shape)
+
+
+def _place(entry: Any, begin: int) -> Place:
+    shape = entry["shape"]
+    first, last = entry["data_offsets"]
+    dtype = DTYPES[entry["dtype"]]
+    numbers = [first, last, *shape]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"a size or place is no number >= 0: {numbers}")
+    if last - first != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{last - first} bytes for shape {shape}")
+    return Place(dtype, tuple(shape), begin + first)
+
+
+def open_plain(path: Path) -> int:
+    """Open a file to read that is a plain one.
+
+    Raises:
+        CheckpointError: it is a link, or something else, or cannot be read.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: the file is missing") from None
+    except OSError as error:
+        link = " (a link?)" if path.is_symlink() else ""
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}{link}") from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CheckpointError(f"{path}: is no plain file")
+    return file
+
+
+def check_sum(path: Path, expected: Written) -> None:
+    """Read a whole file and compare it with what was written.
+
+    Raises:
+        CheckpointError: it is missing, no plain file, or has other bytes.
+    """
+    file = open_plain(path)
+    try:
+        size = os.fstat(file).st_size
+        if size != expected.bytes:
+            raise CheckpointError(
+                f"{path}: is damaged: it has {size} bytes, and {expected.bytes} were written"
+            )
+        room = bytearray(PIECE)
+        crc = 0
+        with memoryview(room) as view:
+            while count := os.readv(file, [view]):
+                crc = zlib.crc32(view[:count], crc)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    finally:
+        os.close(file)
+    if crc != expected.crc32:
+        raise CheckpointError(
+            f"{path}: is damaged: its CRC-32 is {crc:08x}, and {expected.crc32:08x} was written"
+        )
