@@ -13,6 +13,8 @@ from ..errors import CheckpointError
 
 # How JSON says what it has no words for. A dict that has such a key itself is written as items.
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
+_SCALAR = "$scalar"
+_SCALARS = {"float32": torch.float32, "float64": torch.float64, "int32": torch.int32}
 _DEEPEST = 100
 
 
@@ -55,6 +57,17 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
+def scalar(tensor: torch.Tensor) -> Any:
+    """A 0-dim tensor as JSON: int64, which counts steps, as a number."""
+    value = tensor.item()
+    if tensor.dtype == torch.int64:
+        return value
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _SCALARS:
+        raise CheckpointError(f"a number for a table cannot be {tensor.dtype}")
+    return {_SCALAR: [dtype, encoded(value, "", {})]}
+
+
 def decoded(value: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
     """What `encoded` has written.
 
@@ -74,6 +87,10 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> 
         return tensors[content]
     if kind == _TUPLE and isinstance(content, list):
         return tuple(decoded(each, tensors, depth + 1) for each in content)
+    if kind == _SCALAR and isinstance(content, list) and len(content) == 2:
+        dtype, number = content[0], decoded(content[1], tensors, depth + 1)
+        if dtype in _SCALARS and isinstance(number, int | float):
+            return torch.tensor(number, dtype=_SCALARS[dtype])
     if kind == _FLOAT and content in ("inf", "-inf", "nan"):
         return float(content)
     if kind == _ITEMS and isinstance(content, list):

@@ -137,7 +137,6 @@ class _Plan:
             layer.refuse_meta()
         with TensorFile(self._folder / DENSE) as file:
             dense = {name: file.read(name) for name in file.places}
-        self._dense = self._match_dense(dense_tensors(module), dense, cast)
         saved = {name[len("module.") :] for name in dense if name.startswith("module.")}
         mine = {*layers, *dense_tensors(module)}
         theirs = {*self._manifest.tables, *saved}
@@ -153,6 +152,7 @@ class _Plan:
             for name, layer in layers.items()
             if name in self._manifest.tables
         ]
+        self._dense = self._match_dense(dense_tensors(module), dense, cast)
         self._optimizers = self._match_optimizers(module, layers, optimizers, dense)
         own = self._rank_state(next(iter(layers.values())).rank if layers else _rank())
         unknown = sorted(state.keys() - own["state"].keys())
@@ -410,10 +410,12 @@ class _TablePlan:
         return self.table.shards[layer.rank].size if self._same_place() else 0
 
     def _settings(self) -> dict[str, Any]:
-        step = self.table.settings.get("step", 0)
+        settings = cast(dict[str, Any], decoded(self.table.settings, {}))
         if isinstance(self.optimizer, RowOptimizer):
-            step = torch.tensor(step, dtype=torch.int64, device=self.layer.weight.device)
-        return {**self.table.settings, "step": step}
+            step = settings.get("step", 0)
+            device = self.layer.weight.device
+            settings["step"] = torch.tensor(step, dtype=torch.int64, device=device)
+        return settings
 
     def _fresh_states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """New states of all rows, as of those that no step has touched."""
@@ -421,13 +423,14 @@ class _TablePlan:
         if isinstance(optimizer, RowOptimizer):
             fresh = optimizer.untouched_states(weight, int(self.table.settings.get("step", 0)))
         else:
-            like = optimizer.state.get(weight, {})
+            # Of torch's optimizers Adagrad alone has states that do not begin with zeros.
+            initial = optimizer.defaults.get("initial_accumulator_value", 0.0)
             fresh = {
-                name: like[name] if name in like else weight.detach().new_zeros(
-                    (len(weight), *state.shape), dtype=getattr(torch, state.dtype)
+                name: weight.detach().new_full(
+                    (len(weight), *state.shape), initial, dtype=getattr(torch, state.dtype)
                 )
                 for name, state in self.table.states.items()
-            }  # fmt: skip
+            }
         lacking = sorted(fresh.keys() ^ self.table.states.keys())
         if lacking:
             raise CheckpointError(

@@ -15,7 +15,7 @@ from ..nn.shard import ShardedTable
 from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from ..table import HashTable
-from .encoding import encoded
+from .encoding import encoded, scalar
 from .tensor_file import Column, carried, column_of
 
 # Rows whose keys are in memory at a time while a table is written.
@@ -266,8 +266,8 @@ def _shard(
     for key, value in kept.items():
         if isinstance(value, torch.Tensor) and value.dim() and len(value) == layer.capacity:
             columns[key] = value
-        elif isinstance(value, torch.Tensor):
-            settings[key] = value.tolist()
+        elif isinstance(value, torch.Tensor) and not value.dim():
+            settings[key] = scalar(value)
         else:
             settings[key] = encoded(value, f"{name}.{key}", {})
     states = {
