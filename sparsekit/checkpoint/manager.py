@@ -104,7 +104,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for what is saved in the background, if there is something; a collective."""
         background, self._background = self._background, None
-        if background is not None:
+        if background is not None and not background.waited:
             background.wait()
 
     def load(

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .. import _pybind
+from ..distributed.world import settings
 from ..errors import CheckpointError
 from .changes import Fingerprints
 from .folder import Draft
@@ -222,13 +223,16 @@ class Background:
     """A checkpoint that is written while training goes on; what `async_save` returns.
 
     Several ranks call `wait` together.
+
+    Attributes:
+        waited: whether `wait` has been called.
     """
 
     def __init__(self, writing: Writing, after: Callable[[bool], None] | None = None) -> None:
         self._writing = writing
         self._after = after
         self._error: BaseException | None = None
-        self._ended = False
+        self._ended = self.waited = False
         writing.together.do(f"copy for {writing.draft.target}", writing.snapshot.to_host)
         self._read, theirs = os.pipe()
         # The child has the memory as it is now: pages that training writes to are copied first.
@@ -268,6 +272,7 @@ class Background:
         Raises:
             CheckpointError: it could not be written on some rank; what was there before still is.
         """
+        self.waited = True
         if not self._ended:
             os.waitpid(self._process, 0)
             self._finish()
@@ -327,6 +332,7 @@ def _write_in_child(writing: Writing, answer: int) -> None:
 def _wait_for_others(writing: Writing, parent: int) -> None:
     folder, world_size = writing.draft.folder, writing.together.world_size
     missing = set(range(world_size))
+    patience, grown, size = settings.timeout.total_seconds(), time.monotonic(), -1
     while missing:
         missing = {rank for rank in missing if not (folder / f"rank-{rank:04d}.part").exists()}
         for rank in missing:
@@ -336,6 +342,12 @@ def _wait_for_others(writing: Writing, parent: int) -> None:
         if missing:
             if os.getppid() != parent:
                 raise CheckpointError("the job has ended before all ranks had written")
+            if size != (size := sum(file.stat().st_size for file in folder.iterdir())):
+                grown = time.monotonic()
+            if time.monotonic() - grown > patience:
+                raise CheckpointError(
+                    f"ranks {sorted(missing)} have written nothing for {patience:g} s"
+                )
             time.sleep(_LOOK)
 
 

@@ -310,9 +310,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def untouched_states(self, parameter: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
         """New states of a parameter's rows after some steps, none of which has touched them."""
         group = next(
-            group
-            for group in self.param_groups
-            if any(own is parameter for own in group["params"])
+            group for group in self.param_groups if any(own is parameter for own in group["params"])
         )
         states = self._new_states(parameter, group)
         if self._has_row_step(group):

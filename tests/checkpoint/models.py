@@ -24,12 +24,14 @@ OPTIMIZERS = {
 class Model(torch.nn.Module):
     """Scores of samples with three keys each; keys are in [0, 600)."""
 
-    def __init__(self, hash_table=True, capacity=700, dtype=None, placement=None, dim=8):
+    def __init__(self, hash_table=True, capacity=700, dtype=None, placement=None, dim=8, rows=None):
         super().__init__()
         layer = sparsekit.DistributedEmbedding
         options = {"dtype": dtype, "seed": 7}
         self.users = layer("sum", capacity, dim, 1, name="users", placement=placement, **options)
-        self.rows = layer("sum", capacity, 4, 1, use_hashtable=hash_table, name="rows", **options)
+        self.rows = layer(
+            "sum", rows or capacity, 4, 1, use_hashtable=hash_table, name="rows", **options
+        )
         self.top = torch.nn.Sequential(torch.nn.Linear(dim + 4, 8), torch.nn.ReLU())
         self.out = torch.nn.Linear(8, 1)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
@@ -71,14 +73,15 @@ def contents(model, optimizers):
     found = {}
     for name in ("users", "rows"):
         layer = getattr(model, name)
-        keys, vectors = (torch.cat(part) for part in zip(*layer.items(), strict=True))
-        order = keys.argsort()
-        found[f"{name} keys"], found[f"{name} vectors"] = keys[order], vectors[order]
-        rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
+        layer.state_dict()  # rows that are late catch up
+        rows = torch.arange(layer.capacity if layer.table is None else len(layer.table))
+        keys = rows * layer.world_size + layer.rank if layer.table is None else layer.table.keys()
+        rows = keys.argsort()
+        found[f"{name} keys"], found[f"{name} vectors"] = keys[rows], layer.weight.detach()[rows]
         state = optimizers[0].state.get(layer.weight, {})
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                found[f"{name} {key}"] = value[rows[order]].clone()
+                found[f"{name} {key}"] = value[rows].clone()
             else:
                 found[f"{name} {key}"] = torch.as_tensor(value).clone()
     tables = ("users.", "rows.")

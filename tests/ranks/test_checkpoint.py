@@ -1,0 +1,265 @@
+"""Checkpoints written on N ranks and loaded on M."""
+
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+from checkpoint.models import assert_equal, contents, keys_of_step, made, train
+
+from sparsekit import checkpoint
+from sparsekit.checkpoint import Checkpoints
+
+from .pool import Died, Ranks
+
+WORLDS = (1, 2, 3, 4)
+ROWS = 600  # of the second table, on all ranks together
+
+
+@pytest.fixture(scope="module")
+def pools():
+    made = {world: Ranks(world) for world in WORLDS}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def part(rank, world):
+    """Which of the samples of a step a rank has."""
+    return slice(rank, None, world)
+
+
+def begin(rank, world, folder, options):
+    """Train two steps and save; returns what this rank has."""
+    model, optimizers = made(**options)
+    train(model, optimizers, 0, 2, part(rank, world))
+    checkpoint.save(model, folder, optimizers)
+    return contents(model, optimizers)
+
+
+def go_on(rank, world, folder, options):
+    """Load; returns what this rank has, and what all tables hold after two more steps."""
+    model, optimizers = made(seed=5, **options)
+    train(model, optimizers, 7, 8, part(rank, world))
+    checkpoint.load(model, folder, optimizers)
+    loaded = contents(model, optimizers)
+    model.top.eval()
+    for _ in range(2):
+        for layer in (model.users, model.rows):
+            keys = keys_of_step(3)[part(rank, world)]
+            layer.zero_grad()
+            (layer(keys).square().sum() * world).backward()
+        optimizers[0].step()
+    return loaded, contents(model, optimizers)
+
+
+def together(parts):
+    """What all ranks have of tables, in order of keys; all else as rank 0 has it."""
+    joined = dict(parts[0])
+    for name in ("users", "rows"):
+        order = torch.cat([each[f"{name} keys"] for each in parts]).argsort()
+        for key in joined:
+            if key.startswith(f"{name} ") and joined[key].dim():
+                joined[key] = torch.cat([each[key] for each in parts])[order]
+    return joined
+
+
+OPTIONS = {
+    "hash": {"optimizer": "LazyAdam", "placement": "hash", "rows": ROWS},
+    "modulo": {"optimizer": "Ftrl", "placement": "modulo", "rows": ROWS},
+    "row numbers": {"optimizer": "Adam", "hash_table": False, "placement": "modulo"},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_any_number_of_ranks_loads_what_any_other_has_saved(pools, tmp_path, options):
+    saved, after = {}, {}
+    for world in WORLDS:
+        parts = pools[world](
+            begin, world, tmp_path / str(world), {"rows": ROWS // world} | OPTIONS[options]
+        )
+        saved[world] = together(parts)
+    for source, world in itertools.product(WORLDS, WORLDS):
+        own = {"rows": ROWS // world} | OPTIONS[options]
+        found = pools[world](go_on, world, tmp_path / str(source), own)
+        assert_equal(together([loaded for loaded, _ in found]), saved[source])
+        trained = together([each for _, each in found])
+        first = after.setdefault(source, trained)
+        for name in ("users keys", "users vectors", "rows keys", "rows vectors"):
+            assert torch.allclose(trained[name], first[name], rtol=0, atol=1e-6), name
+
+
+def other_placement(rank, world, folder, saves, loads):
+    model, optimizers = made(placement=saves)
+    train(model, optimizers, 0, 2, part(rank, world))
+    checkpoint.save(model, folder, optimizers)
+    loaded, of_loaded = made(seed=1, placement=loads)
+    checkpoint.load(loaded, folder, of_loaded)
+    keys = torch.cat([model.users.items().__next__().keys, torch.tensor([10**12])])
+    assert torch.equal(loaded.users.vectors(keys), model.users.vectors(keys))
+    return len(loaded.users.table), len(model.users.table)
+
+
+@pytest.mark.parametrize("placements", [("hash", "modulo"), ("modulo", "hash")])
+def test_another_placement(pools, tmp_path, placements):
+    sizes = pools[3](other_placement, 3, tmp_path / "a", *placements)
+    assert sum(loaded for loaded, _ in sizes) == sum(saved for _, saved in sizes)
+    assert [loaded for loaded, _ in sizes] != [saved for _, saved in sizes]
+
+
+def own_map(rank, world, folder):
+    model, optimizers = made(placement="hash")
+    model.users.owners = model.users.owners.flip(0)
+    train(model, optimizers, 0, 2, part(rank, world))
+    checkpoint.save(model, folder, optimizers)
+    loaded, of_loaded = made(seed=1)
+    checkpoint.load(loaded, folder, of_loaded)
+    keys = model.users.table.keys()
+    assert torch.equal(loaded.users.vectors(keys), model.users.vectors(keys))
+    return len(keys), len(loaded.users.table)
+
+
+def test_another_map_of_owners(pools, tmp_path):
+    sizes = pools[2](own_map, 2, tmp_path / "a")
+    assert sizes[0] == tuple(reversed(sizes[1]))
+
+
+def chain(rank, world, folder, in_background):
+    model, optimizers = made()
+    keep = Checkpoints(folder, complete_every=3, keep=2)
+    for step in range(5):
+        train(model, optimizers, step, step + 1, part(rank, world))
+        if in_background:
+            keep.async_save(step, model, optimizers)
+        else:
+            keep.save(step, model, optimizers)
+    keep.close()
+    return contents(model, optimizers)
+
+
+def load_latest(rank, world, folder):
+    model, optimizers = made(seed=3)
+    found = Checkpoints(folder).load(model, optimizers)
+    return found.step, contents(model, optimizers)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_chains(pools, tmp_path, in_background):
+    expected = together(pools[3](chain, 3, tmp_path, in_background))
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".")
+    assert names == [f"step-{step:012d}" for step in (3, 4)]
+    for world in (2, 3):
+        found = pools[world](load_latest, world, tmp_path)
+        assert {step for step, _ in found} == {4}
+        assert_equal(together([each for _, each in found]), expected)
+
+
+def errors(rank, world, folder):
+    """What goes wrong on one rank is raised on all, and what was there stays."""
+    model, optimizers = made()
+    train(model, optimizers, 0, 1, part(rank, world))
+    keep = Checkpoints(folder)
+    keep.save(1, model, optimizers)
+    before = contents(model, optimizers)
+    texts = []
+
+    class Odd:
+        def state_dict(self):
+            return {"set": {1, 2} if rank == 1 else 1}
+
+    train(model, optimizers, 1, 2, part(rank, world))
+    for save in (keep.save, lambda *a, **k: keep.async_save(*a, **k).wait()):
+        with pytest.raises(RuntimeError) as caught:
+            save(2, model, optimizers, state={"odd": Odd()})
+        texts.append(str(caught.value))
+    original = checkpoint.save.__globals__["write"]
+    try:
+
+        def full(path, columns, metadata=None):
+            if rank == 1 and "table-0001" in str(path):
+                raise checkpoint.CheckpointError(f"{path}: cannot be written: No space left")
+            return original(path, columns, metadata or {})
+
+        checkpoint.save.__globals__["write"] = full
+        for save in (keep.save, lambda *a, **k: keep.async_save(*a, **k).wait()):
+            with pytest.raises(RuntimeError) as caught:
+                save(2, model, optimizers)
+            texts.append(str(caught.value))
+    finally:
+        checkpoint.save.__globals__["write"] = original
+    checkpoint.load(model, folder, optimizers)
+    for name, value in contents(model, optimizers).items():
+        if name.startswith(("users ", "rows ")):  # the dense part is rank 0's
+            assert torch.equal(value, before[name]), name
+    keep.close()
+    return texts
+
+
+def test_an_error_on_one_rank_is_raised_on_all(pools, tmp_path):
+    for texts in pools[2](errors, 2, tmp_path):
+        for text in texts[:2]:
+            assert "no set" in text, text
+        for text in texts[2:]:
+            assert "No space left" in text, text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "step-000000000001"]
+
+
+def damaged(rank, world, folder):
+    model, optimizers = made()
+    with pytest.raises(RuntimeError) as caught:
+        checkpoint.load(model, folder, optimizers)
+    assert len(model.users.table) == 0
+    return str(caught.value)
+
+
+def test_a_damaged_file_is_named_on_all_ranks(pools, tmp_path):
+    pools[3](begin, 3, tmp_path / "a", {})
+    for file in sorted((tmp_path / "a").glob("table-*")):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for text in pools[2](damaged, 2, tmp_path / "a"):
+            assert file.name in text, text
+        file.write_bytes(content)
+
+
+def other_job(rank, world, folder):
+    model, optimizers = made()
+    keep = Checkpoints(folder)
+    with pytest.raises(RuntimeError, match="another job writes checkpoints there") as caught:
+        keep.save(0, model, optimizers)
+    return str(caught.value)
+
+
+def test_two_jobs_in_one_folder(pools, tmp_path):
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path)
+    keep.save(0, model, optimizers)
+    for text in pools[2](other_job, 2, tmp_path):
+        assert str(os.getpid()) in text
+    keep.close()
+    assert Checkpoints(tmp_path).load(*made()).step == 0
+
+
+def die_while_others_save(rank, world, folder):
+    model, optimizers = made()
+    train(model, optimizers, 0, 1, part(rank, world))
+    checkpoint.save(model, folder / "old", optimizers)
+    background = checkpoint.async_save(model, folder / "new", optimizers)
+    if rank == 1:
+        os.kill(background._process, signal.SIGKILL)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        background.wait()
+
+
+def test_a_rank_that_dies_leaves_the_old_checkpoint(fresh_ranks, tmp_path):
+    pool = fresh_ranks(2)
+    found = pool.outcomes(die_while_others_save, 2, tmp_path)
+    assert isinstance(found[1], Died)
+    model, optimizers = made()
+    checkpoint.load(model, tmp_path / "old", optimizers)
+    if (tmp_path / "new").exists():  # its part may have been written by then
+        checkpoint.load(model, tmp_path / "new", optimizers)
