@@ -18,7 +18,7 @@ from ..nn.weight import EmbeddingWeight
 from ..optim.row_optimizer import RowOptimizer
 from .encoding import decoded
 from .folder import chain, resolved
-from .manifest import DENSE, Manifest, Table, check_files
+from .manifest import DENSE, MANIFEST, Manifest, Table, check_files
 from .snapshot import (
     Optimizers,
     Stateful,
@@ -199,10 +199,17 @@ class _Plan:
             )
         names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         loaded: dict[torch.Tensor, _TablePlan] = {plan.layer.weight: plan for plan in self._tables}
-        return [
-            _OptimizerPlan(self._folder, number, optimizer, saved[number], names, tensors, loaded)
-            for number, optimizer in enumerate(optimizers)
-        ]
+        try:
+            return [
+                _OptimizerPlan(
+                    self._folder, number, optimizer, saved[number], names, tensors, loaded
+                )
+                for number, optimizer in enumerate(optimizers)
+            ]
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self._folder / MANIFEST}: is damaged: optimizers: {error!r:.200}"
+            ) from error
 
     def _rank_state(self, rank: int) -> dict[str, Any]:
         """What this rank has saved of its own, or rank 0 if other ranks have saved."""

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,10 @@ class Background:
         # The child has the memory as it is now: pages that training writes to are copied first.
         gc.disable()  # what it frees in the child would be copied
         try:
-            self._process = os.fork()
+            with warnings.catch_warnings():
+                # Python warns of forks beside threads; this one takes no lock that they may hold.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process = os.fork()
         finally:
             gc.enable()
         if self._process == 0:

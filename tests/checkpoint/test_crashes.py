@@ -1,0 +1,248 @@
+"""A save that is killed, or cannot write: what was there before stays, whole."""
+
+import contextlib
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from sparsekit import checkpoint
+from sparsekit.checkpoint import CheckpointError, Checkpoints
+
+from .models import assert_equal, contents, made, train
+
+KILLS = 100
+
+
+def in_a_fork(function):
+    """Run a function in another process; its number."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            function()
+            status = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+    return process
+
+
+def ended_well(process):
+    return os.waitpid(process, 0)[1] == 0
+
+
+def save_for_ever(folder, model, optimizers, seed):
+    """Saves of all kinds, one after the other, until the process is killed."""
+    chance = random.Random(seed)
+    keep = Checkpoints(folder, keep=2, complete_every=chance.choice([1, 3]))
+    latest = keep.latest()
+    step = int(latest.name.split("-")[1]) if latest else -1
+    while True:
+        step += 1
+        model.users.assign(torch.tensor([2**40]), torch.full((1, 8), float(step)))
+        model.out.bias.data.fill_(float(step))
+        if chance.random() < 0.5:
+            keep.async_save(step, model, optimizers, state={})
+        else:
+            keep.save(step, model, optimizers)
+
+
+def test_killed_at_any_moment(tmp_path):
+    model, optimizers = made()
+    train(model, optimizers, 0, 2)
+    loaded, of_loaded = made(seed=1)
+    step = -1
+    for seed in range(KILLS):
+        process = in_a_fork(lambda seed=seed: save_for_ever(tmp_path, model, optimizers, seed))
+        time.sleep(random.Random(seed).uniform(0.0, 0.06))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        found = Checkpoints(tmp_path).load(loaded, of_loaded)
+        if found is None:
+            assert step == -1  # what has appeared stays
+            continue
+        assert found.step >= step
+        step = found.step
+        assert loaded.out.bias.item() == step
+        assert loaded.users.vectors(torch.tensor([2**40])).unique().tolist() == [step]
+    assert step > KILLS / 4  # or it was killed before it had begun
+    keep = Checkpoints(tmp_path, keep=1)
+    for _ in range(200):  # one that writes in the background may have outlived its job
+        keep.save(step + 1000, model, optimizers)
+        left = [path.name for path in tmp_path.iterdir() if path.name != ".lock"]
+        if left == [f"step-{step + 1000:012d}"]:
+            break
+        time.sleep(0.05)
+    assert left == [f"step-{step + 1000:012d}"]
+
+
+def test_a_disk_that_is_full(tmp_path):
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path)
+    keep.save(0, model, optimizers)
+    before = contents(model, optimizers)
+    train(model, optimizers, 0, 3)
+
+    def fill():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # as good as a full disk
+        fresh = Checkpoints(tmp_path)
+        for save in (fresh.save, lambda *a: fresh.async_save(*a).wait()):
+            with pytest.raises(CheckpointError, match=r"table-0000.*: cannot be written: File too"):
+                save(1, model, optimizers)
+
+    keep.close()
+    assert ended_well(in_a_fork(fill))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "step-000000000000"]
+    checkpoint.load(model, tmp_path, optimizers)
+    assert_equal(contents(model, optimizers), before)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    model, optimizers = made()
+    checkpoint.save(model, tmp_path / "old", optimizers)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file: cannot be made: File exists"):
+        checkpoint.save(model, tmp_path / "file" / "new", optimizers)
+    tmp_path.chmod(0o555)
+
+    def save_read_only():
+        if os.getuid() == 0:  # who may write anywhere
+            os.setuid(65534)
+        with pytest.raises(CheckpointError, match="cannot be made: Permission denied"):
+            checkpoint.save(model, tmp_path / "new", optimizers)
+        with pytest.raises(CheckpointError, match=r"\.lock: cannot be written: Permission denied"):
+            Checkpoints(tmp_path).save(0, model, optimizers)
+
+    for parent in (tmp_path.parent, tmp_path.parent.parent):
+        parent.chmod(0o755)
+    try:
+        assert ended_well(in_a_fork(save_read_only))
+    finally:
+        tmp_path.chmod(0o755)
+    checkpoint.load(model, tmp_path / "old", optimizers)
+
+
+def test_a_folder_that_vanishes(tmp_path, monkeypatch):
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path / "a")
+    keep.save(0, model, optimizers)
+    write = checkpoint.save.__globals__["write"]
+
+    def vanish(path, *arguments):
+        if "table-0001" in path.name:
+            shutil.rmtree(tmp_path / "a")
+        return write(path, *arguments)
+
+    with monkeypatch.context() as context:
+        context.setitem(checkpoint.save.__globals__, "write", vanish)
+        with pytest.raises(CheckpointError, match=r"table-0001.*: cannot be written: No such file"):
+            keep.save(1, model, optimizers)
+    assert keep.latest() is None
+    keep.save(2, model, optimizers)
+    assert keep.load(model, optimizers).step == 2
+
+
+def test_something_is_there_already(tmp_path):
+    model, optimizers = made()
+    checkpoint.save(model, tmp_path / "a", optimizers)
+    for save in (checkpoint.save, checkpoint.async_save):
+        with pytest.raises(CheckpointError, match="a: there is something already"):
+            save(model, tmp_path / "a", optimizers)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_step_is_saved_again(tmp_path):
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path, complete_every=5)
+    for step in (0, 1, 1, 0):
+        train(model, optimizers, step, step + 1)
+        keep.save(step, model, optimizers)
+        loaded, of_loaded = made()
+        checkpoint.load(loaded, tmp_path / f"step-{step:012d}", of_loaded)
+        assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
+
+
+def test_after_a_failed_save_all_rows_are_written(tmp_path, monkeypatch):
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path, complete_every=5)
+    keep.save(0, model, optimizers)
+    train(model, optimizers, 0, 2)
+
+    def fail(*_):
+        raise CheckpointError("no")
+
+    with monkeypatch.context() as context:
+        context.setattr("sparsekit.checkpoint.folder.Draft.publish", fail)
+        for save in (keep.save, lambda *a: keep.async_save(*a).wait()):
+            with pytest.raises(CheckpointError, match="no"):
+                save(1, model, optimizers)
+    train(model, optimizers, 2, 3)
+    keep.save(3, model, optimizers)
+    loaded, of_loaded = made()
+    assert keep.load(loaded, of_loaded).step == 3
+    assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
+    model, optimizers = made()
+    train(model, optimizers, 0, 2)
+    before = contents(model, optimizers)
+    original = checkpoint.save.__globals__["write"]
+    (tmp_path / "wait").touch()
+
+    def slow(*arguments):
+        while (tmp_path / "wait").exists():
+            time.sleep(0.01)
+        return original(*arguments)
+
+    monkeypatch.setitem(checkpoint.save.__globals__, "write", slow)
+    background = checkpoint.async_save(model, tmp_path / "a", optimizers)
+    assert not background.done()
+    train(model, optimizers, 2, 6)
+    (tmp_path / "wait").unlink()
+    assert background.wait() == tmp_path / "a"
+    assert background.done()
+    checkpoint.load(model, tmp_path / "a", optimizers)
+    assert_equal(contents(model, optimizers), before)
+
+
+def test_a_writer_that_is_killed(tmp_path, monkeypatch):
+    model, optimizers = made()
+    monkeypatch.setitem(checkpoint.save.__globals__, "write", lambda *_: time.sleep(600))
+    background = checkpoint.async_save(model, tmp_path / "a", optimizers)
+    os.kill(background._process, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"a: not saved: the process .* was killed"):
+            background.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_few_rows_in_a_checkpoint_of_changes(tmp_path):
+    model, optimizers = made()
+    train(model, optimizers, 0, 5)
+    keep = Checkpoints(tmp_path, complete_every=4)
+    keep.save(0, model, optimizers)
+    model.users.assign(torch.tensor([5, 2**50]), torch.ones(2, 8))
+    with torch.no_grad():
+        model.rows.weight[3, 1] += 1  # by hand
+    path = keep.save(1, model, optimizers)
+    tables = checkpoint.manifest.read_manifest(path).tables
+    assert [(t.complete, t.shards[0].rows) for t in tables.values()] == [(False, 2), (False, 1)]
+    model.users.reset_parameters()
+    path = keep.save(2, model, optimizers)
+    tables = checkpoint.manifest.read_manifest(path).tables
+    assert [(t.complete, t.shards[0].rows) for t in tables.values()] == [(True, 0), (False, 0)]
+    loaded, of_loaded = made()
+    keep.load(loaded, of_loaded)
+    assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
+    with contextlib.suppress(StopIteration):
+        assert next(model.users.items()) is None  # there are none

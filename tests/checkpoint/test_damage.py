@@ -1,0 +1,269 @@
+"""Whatever is done to a checkpoint's files is found, and the file named."""
+
+import json
+import os
+import random
+import shutil
+import struct
+import zlib
+
+import pytest
+import torch
+
+from sparsekit import checkpoint
+from sparsekit.checkpoint import CheckpointError, Checkpoints
+from sparsekit.checkpoint.tensor_file import TensorFile
+
+from .models import assert_equal, contents, made, train
+
+CORRUPTIONS = 300
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a complete checkpoint and one of changes."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, optimizers = made()
+    keep = Checkpoints(folder, complete_every=2)
+    for step in range(2):
+        train(model, optimizers, step, step + 1)
+        keep.save(step, model, optimizers)
+    keep.close()
+    return folder
+
+
+def corrupt(folder, chance):
+    """Do something to a file, chosen by the seed; returns the names of which one is to be told."""
+    steps = sorted(path for path in folder.iterdir() if path.name.startswith("step-"))
+    files = sorted(chance.choice(steps).iterdir())
+    file = chance.choice(files)
+    content = bytearray(file.read_bytes())
+    kind = chance.choice(["flip", "cut", "add", "swap", "remove", "link", "folder"])
+    if kind == "flip":
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        file.write_bytes(content)
+    elif kind == "cut":
+        file.write_bytes(content[: chance.randrange(len(content))])
+    elif kind == "add":
+        file.write_bytes(content + chance.randbytes(chance.randrange(1, 9)))
+    elif kind == "swap":
+        other = chance.choice([f for f in files if f.read_bytes() != content])
+        file.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+        return [file.name, other.name]
+    elif kind == "remove":
+        file.unlink()
+    elif kind == "link":
+        file.rename(folder / "elsewhere")
+        file.symlink_to(folder / "elsewhere")
+    else:
+        file.unlink()
+        file.mkdir()
+    return [file.name]
+
+
+def test_every_corruption_is_found_and_nothing_is_changed(saved, tmp_path):
+    model, optimizers = made()
+    train(model, optimizers, 5, 6)
+    before = contents(model, optimizers)
+    for seed in range(CORRUPTIONS):
+        folder = tmp_path / str(seed)
+        shutil.copytree(saved, folder)
+        names = corrupt(folder, random.Random(seed))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(model, folder / "step-000000000001", optimizers)
+        # Of a manifest and its checksum either may be the one that is damaged.
+        if any(name.startswith("manifest") for name in names):
+            names = ["manifest"]
+        assert any(name in str(caught.value) for name in names), (seed, names, caught.value)
+        shutil.rmtree(folder)
+    assert_equal(contents(model, optimizers), before)
+
+
+def rewritten(folder, change):
+    """Change a manifest and its checksum, as somebody does who means harm."""
+    path = folder / "manifest.json"
+    values = json.loads(path.read_text())
+    change(values)
+    text = json.dumps(values).encode()
+    path.write_bytes(text)
+    (folder / "manifest.crc32").write_text(f"{zlib.crc32(text):08x}\n")
+
+
+def put(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(values):
+        for key in path:
+            values = values[key]
+        values[last] = value
+
+    return change
+
+
+def move_file(name):
+    def change(values):
+        old = values["tables"]["users"]["shards"][0]["file"]
+        values["tables"]["users"]["shards"][0]["file"] = name
+        values["files"][name] = values["files"].pop(old)
+
+    return change
+
+
+SHARD = ("tables", "users", "shards", 0)
+MALICIOUS = {
+    "path": (move_file("../../etc/passwd"), "name of a file in the folder"),
+    "absolute path": (move_file("/etc/passwd"), "name of a file in the folder"),
+    "hidden file": (move_file(".writer"), "name of a file in the folder"),
+    "no string": (put(*SHARD, "file", 5), "name of a file in the folder"),
+    "unlisted file": (put(*SHARD, "file", "other.safetensors"), "one of files"),
+    "base elsewhere": (put("base", {"folder": "../x", "id": "0" * 32}), "base.folder"),
+    "rows": (put(*SHARD, "rows", 2**40), "rows must be"),
+    "rows below 0": (put(*SHARD, "rows", -1), "rows must be a whole number"),
+    "rows that is true": (put(*SHARD, "rows", True), "rows must be a whole number"),
+    "rows that is a float": (put(*SHARD, "rows", 1e18), "rows must be a whole number"),
+    "dim": (put("tables", "users", "dim", 2**40), "dim must be a whole number"),
+    "dim that fits": (put("tables", "users", "dim", 1), "dim"),
+    "dtype": (put("tables", "users", "dtype", "object"), "dtype must be one of"),
+    "capacity": (put("tables", "users", "capacity", 2**60), "capacity must be"),
+    "state": (put("tables", "users", "states", "exp_avg", "shape", [2**60]), "shape must be"),
+    "state's dtype": (put("tables", "users", "states", "exp_avg", "dtype", "float64"), "exp_avg"),
+    "no states": (put("tables", "users", "states", []), "states must be an object"),
+    "tables": (put("tables", [1]), "tables must be an object"),
+    "world size": (put("world_size", 2**40), "world_size must be"),
+    "another world size": (put("world_size", 2), "ranks must be 2 entries"),
+    "ranks": (put("ranks", ["os.system"]), "must be an object"),
+    "state of ranks": (put("ranks", [{"state": 5}]), "lacks state or random"),
+    "tensor": (put("ranks", [{"state": {}, "random": {"$tensor": "x"}}]), "stands for nothing"),
+    "optimizers": (put("optimizers", {}), "optimizers must be a list"),
+    "groups": (put("optimizers", 0, "groups", 3), "is damaged"),
+    "settings": (put("optimizers", 0, "groups", 0, "params", None), "is damaged"),
+    "optimizer": (put("tables", "users", "optimizer", 7), "optimizer must be a whole number"),
+    "id": (put("id", "x"), "id must be 32 hexadecimal digits"),
+    "version": (put("format_version", 2), "format_version 2 is newer than 1"),
+    "format": (put("format", "pickle"), "format must be"),
+    "bytes": (put("files", "dense.safetensors", "bytes", 10**17), "dense.safetensors"),
+    "crc": (put("files", "dense.safetensors", "crc32", 5), "crc32 must be 8 hexadecimal"),
+}
+
+
+@pytest.mark.parametrize("kind", MALICIOUS)
+def test_a_malicious_manifest_is_refused(saved, tmp_path, kind):
+    change, expected = MALICIOUS[kind]
+    folder = tmp_path / "a"
+    shutil.copytree(saved / "step-000000000000", folder)
+    rewritten(folder, change)
+    model, optimizers = made()
+    with pytest.raises(CheckpointError, match=expected):
+        checkpoint.load(model, folder, optimizers)
+    assert len(model.users.table) == 0
+
+
+def test_deep_nesting(saved, tmp_path):
+    folder = tmp_path / "a"
+    shutil.copytree(saved / "step-000000000000", folder)
+    deep = [1]
+    for _ in range(200):
+        deep = [deep]
+    rewritten(folder, put("ranks", [{"state": {"x": deep}, "random": {}}]))
+    with pytest.raises(CheckpointError, match="nested deeper than 100"):
+        checkpoint.load(*made()[:1], folder)
+    (folder / "manifest.json").write_text("[" * 100_000)
+    (folder / "manifest.crc32").write_text(f"{zlib.crc32(b'[' * 100_000):08x}")
+    with pytest.raises(CheckpointError, match=r"manifest\.json: is no JSON"):
+        checkpoint.load(*made()[:1], folder)
+
+
+HEADERS = {
+    "a length beyond the file": struct.pack("<Q", 2**62),
+    "no header": b"abc",
+    "no JSON": struct.pack("<Q", 4) + b"{{{{",
+    "a list": struct.pack("<Q", 2) + b"[]",
+    "a huge shape": {"x": {"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}},
+    "a negative shape": {"x": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}},
+    "places that overlap": {
+        "x": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+        "y": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
+    },
+    "a gap": {"x": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]}},
+    "more than there is": {"x": {"dtype": "U8", "shape": [400], "data_offsets": [0, 400]}},
+    "an unknown dtype": {"x": {"dtype": "Q7", "shape": [4], "data_offsets": [0, 4]}},
+    "true for 1": {"x": {"dtype": "U8", "shape": [True], "data_offsets": [0, 1]}},
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_headers_of_tensors(tmp_path, kind):
+    content = HEADERS[kind]
+    if isinstance(content, dict):
+        text = json.dumps(content).encode()
+        content = struct.pack("<Q", len(text)) + text + b"\0" * 6
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{tmp_path / 'a'}: is damaged"):
+        TensorFile(tmp_path / "a")
+
+
+def test_special_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opening it must not wait for a writer
+    with pytest.raises(CheckpointError, match="is no plain file"):
+        TensorFile(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="is no plain file"):
+        TensorFile(tmp_path)
+    with pytest.raises(CheckpointError, match="the file is missing"):
+        TensorFile(tmp_path / "none")
+
+
+def test_links_of_a_chain(saved, tmp_path):
+    model, optimizers = made()
+    folder = tmp_path / "gap"
+    shutil.copytree(saved, folder)
+    shutil.rmtree(folder / "step-000000000000")
+    with pytest.raises(CheckpointError, match=r"since step-000000000000, .* a gap in the chain"):
+        checkpoint.load(model, folder / "step-000000000001", optimizers)
+    folder = tmp_path / "order"
+    shutil.copytree(saved, folder)
+    rewritten(folder / "step-000000000000", put("id", "0" * 32))
+    with pytest.raises(CheckpointError, match=r"step-000000000000 is 0{32}: a wrong order"):
+        checkpoint.load(model, folder / "step-000000000001", optimizers)
+    folder = tmp_path / "circle"
+    shutil.copytree(saved, folder)
+    own = json.loads((folder / "step-000000000001" / "manifest.json").read_text())["id"]
+    base = {"folder": "step-000000000001", "id": own}
+    rewritten(folder / "step-000000000000", put("base", base))
+    with pytest.raises(CheckpointError, match="goes round in a circle"):
+        checkpoint.load(model, folder / "step-000000000001", optimizers)
+    assert len(model.users.table) == 0
+
+
+def test_the_latest_passes_over_what_is_damaged(saved, tmp_path):
+    folder = tmp_path / "a"
+    shutil.copytree(saved, folder)
+    assert checkpoint.latest(folder) == folder / "step-000000000001"
+    (folder / "step-000000000001" / "dense.safetensors").unlink()
+    with pytest.warns(UserWarning, match=r"step-000000000001 is passed over: .*dense\.safetensors"):
+        assert checkpoint.latest(folder) == folder / "step-000000000000"
+    (folder / "step-000000000000" / "manifest.crc32").unlink()
+    with pytest.warns(UserWarning, match=r"manifest\.crc32: the file is missing"):
+        assert checkpoint.latest(folder) is None
+    with (
+        pytest.warns(UserWarning, match="passed over"),
+        pytest.raises(CheckpointError, match="none of the checkpoints in it is whole"),
+    ):
+        checkpoint.load(torch.nn.Linear(1, 1), folder)
+    assert checkpoint.latest(tmp_path / "none") is None
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        checkpoint.load(torch.nn.Linear(1, 1), tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no manifest\.json"):
+        checkpoint.load(torch.nn.Linear(1, 1), tmp_path)
+
+
+def test_no_pickle_is_read(saved, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("pickle was asked")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(f"pickle.{name}", refuse)
+    monkeypatch.setattr("torch.load", refuse)
+    model, optimizers = made()
+    checkpoint.load(model, saved, optimizers)
+    assert len(model.users.table) > 0
