@@ -63,6 +63,14 @@ def of_loader(
         step += 1
 
 
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell those that shuffle by the number of the epoch; a reader goes on by itself."""
+    for shuffled in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
+        set_epoch = getattr(shuffled, "set_epoch", None)
+        if callable(set_epoch):  # not in workers
+            set_epoch(epoch)
+
+
 class Ranks:
     """Counts the samples of batches over the ranks of a group; None for one rank alone."""
 

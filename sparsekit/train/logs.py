@@ -40,6 +40,18 @@ class JsonLines:
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
+    def forget_after(self, step: int) -> None:
+        """Remove what a run has written beyond a step, to which it goes back."""
+        if not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # The last line of a killed process may be half a line.
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        part = self._path.with_name(f"{self._path.name}.part")
+        part.write_text("".join(kept), encoding="utf-8")
+        os.replace(part, self._path)
+
 
 class TensorBoard:
     """Writes the numbers of each record as scalars, such as ``epoch/metrics/test AUC``.

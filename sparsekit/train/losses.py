@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,25 @@ class Losses:
         # At the last record: total and samples of all ranks, steps, seconds.
         self._last: tuple[float, float, float, float] = 0.0, 0, 0, 0.0
         self.steps = 0
+
+    def state(self, title: str) -> dict[str, Any]:
+        """What `restore` takes: sums over all ranks, so that any number of them can go on.
+
+        Raises:
+            DivergedError: they are not finite.
+        """
+        total, samples = self._over_ranks(title)
+        return {"total": total, "samples": samples, "steps": self.steps, "last": list(self._last)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; rank 0 takes over what all had."""
+        if self._group is None or dist.get_rank(self._group) == 0:
+            self._total.fill_(state["total"])
+            self._rows = state["samples"]
+        self.steps = state["steps"]
+        self._finite_steps.fill_(self.steps)
+        total, samples, steps, seconds = state["last"]
+        self._last = total, samples, steps, seconds
 
     def add(self, loss: torch.Tensor, rows: int) -> None:
         """Add this rank's sum of losses in a step."""

@@ -29,6 +29,11 @@ class Progress:
         self.done = 0
         self._start = self._shown = time.perf_counter()
 
+    def go_on(self, done: int, seconds: float) -> None:
+        """Begin with samples that took some seconds before."""
+        self.done = done
+        self._start -= seconds
+
     @property
     def seconds(self) -> float:
         """Since the start."""

@@ -13,12 +13,14 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from ..checkpoint import Checkpoints
 from ..distributed import Exchange, exchange_of
 from ..errors import check_int
-from .feed import Ranks, Share, of_loader, of_tensors
-from .logs import Log
+from .feed import Ranks, Share, of_loader, of_tensors, set_epoch
+from .logs import JsonLines, Log
 from .losses import Losses
 from .progress import Progress
+from .resume import Position
 from .step import LossFn, Step
 from .stopping import EarlyStopping
 from .telemetry import Telemetry
@@ -81,6 +83,9 @@ class Trainer:
         logs: where each of rank 0's records goes: steps, epochs; see `JsonLines`.
         log_every: steps between two records. There the loss is checked too, for which a GPU is
             waited for.
+        checkpoints: where model, optimizers, schedulers and the place in the data are saved, in the
+            background: after each epoch, and so that ``fit(resume=True)`` goes on from there.
+        checkpoint_every: steps between two checkpoints within an epoch; None: none there.
 
     Attributes:
         history: the finished epochs, of all calls of fit.
@@ -88,8 +93,8 @@ class Trainer:
         interrupted: whether the last call of fit was ended by Ctrl-C.
 
     Raises:
-        ValueError: a number out of range; over ranks, a layer that normalises by the batch, of
-            which each has a part.
+        ValueError: a number out of range, or checkpoint_every without checkpoints; over
+            ranks, a layer that normalises by the batch, of which each has a part.
     """
 
     def __init__(
@@ -106,6 +111,8 @@ class Trainer:
         autocast: torch.dtype | None = None,
         logs: Sequence[Log] = (),
         log_every: int = 100,
+        checkpoints: Checkpoints | None = None,
+        checkpoint_every: int | None = None,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -119,6 +126,12 @@ class Trainer:
         self.autocast = autocast
         self.logs = list(logs)
         self.log_every = check_int("Trainer", "log_every", log_every, 1, 2**31 - 1)
+        if checkpoint_every is not None:
+            check_int("Trainer", "checkpoint_every", checkpoint_every, 1, 2**31 - 1)
+            if checkpoints is None:
+                raise ValueError(f"Trainer: checkpoint_every={checkpoint_every} needs checkpoints")
+        self.checkpoints = checkpoints
+        self.checkpoint_every = checkpoint_every
         self.history: list[Epoch] = []
         self.steps = 0
         self.interrupted = False
@@ -127,6 +140,7 @@ class Trainer:
         self._step = Step(model, self.optimizers, self.schedulers, clip_norm, autocast)
         self._telemetry = Telemetry(model)
         self._samples = self._updates = 0  # of an epoch, once they are known
+        self._place: Position | None = None  # in mid-epoch, to be saved or from a checkpoint
 
     @property
     def _rank(self) -> int:
@@ -144,6 +158,7 @@ class Trainer:
         batch_size: int | None = None,
         evaluate: Evaluate | None = None,
         stop: EarlyStopping | None = None,
+        resume: bool = False,
     ) -> list[Epoch]:
         """Train on data.
 
@@ -164,6 +179,10 @@ class Trainer:
             evaluate: called with the model after each epoch, in evaluation mode and without
                 gradients, on every rank; what it returns is kept, and printed by rank 0.
             stop: ends it before the last epoch, by a metric of evaluate as rank 0 has it.
+            resume: whether to go on from the latest of the trainer's checkpoints, if there is one.
+                Then epochs counts those that are in it, so that the same script, started again,
+                ends where it would have ended. In mid-epoch a reader needs as many ranks as have
+                saved; tensors are the same for any number.
 
         Returns:
             The history.
@@ -173,18 +192,29 @@ class Trainer:
             ValueError: data is empty or of unequal lengths, a number is out of range, or stop asks
                 for a metric that there is not.
             RuntimeError: ranks that would train differently.
+            CheckpointError: a checkpoint cannot be written or read.
             DivergedError: the loss of a step is infinite or NaN; raised at the next record of the
                 logs or the end of the epoch, on all ranks.
         """
+        if resume:
+            self._resume()
         device = self._agree(data, epochs, batch_size)
         self.interrupted = False
-        last = len(self.history) + epochs
+        last = epochs if resume else len(self.history) + epochs
         try:
-            while len(self.history) < last:
+            done = resume and self._stopped(stop, device)
+            while not done and len(self.history) < last:
+                place = self._begin(data, batch_size)
                 shares = self._shares(data, batch_size, device)
-                self._epoch(shares, f"epoch {len(self.history) + 1}/{last}", evaluate, device)
-                if stop is not None and self._decided(stop.reached(self.history), device):
-                    break
+                title = f"epoch {len(self.history) + 1}/{last}"
+                self._epoch(place, shares, title, evaluate, device)
+                if self.checkpoints is not None:
+                    self._save(Position.begin(self._generator, data))
+                done = self._stopped(stop, device)
+            if self._place is not None and not self._place.batches:
+                self._place = None  # the next call may have other data
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
         except KeyboardInterrupt:
             if self._exchange is not None:
                 raise  # other ranks may be waiting for this one
@@ -192,6 +222,61 @@ class Trainer:
             text = f"{len(self.history)} of {last} epochs are finished"
             Progress("interrupted:", 0, self.stream).finish(text)
         return self.history
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is, without model and optimizers; between steps."""
+        return {
+            "steps": self.steps,
+            "history": [asdict(epoch) for epoch in self.history],
+            "order": self._generator.get_state(),
+            "place": None if self._place is None else vars(self._place),
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the next call of fit go on from there.
+
+        Raises:
+            ValueError: it has another number of schedulers.
+        """
+        if len(state["schedulers"]) != len(self.schedulers):
+            raise ValueError(
+                f"Trainer: the state has {len(state['schedulers'])} schedulers, and there are "
+                f"{len(self.schedulers)}"
+            )
+        for scheduler, of_scheduler in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(of_scheduler)
+        self.steps = state["steps"]
+        self.history = [Epoch(**epoch) for epoch in state["history"]]
+        self._generator.set_state(state["order"])
+        self._place = None if state["place"] is None else Position(**state["place"])
+
+    def _resume(self) -> None:
+        if self.checkpoints is None:
+            raise ValueError("Trainer: resume=True needs checkpoints")
+        found = self.checkpoints.load(self.model, self.optimizers, state={"trainer": self})
+        if found is None or (dist.is_initialized() and dist.get_rank() > 0):
+            return
+        for log in self.logs:
+            if isinstance(log, JsonLines):
+                log.forget_after(self.steps)
+        text = f"from {found.path}, {len(self.history)} epochs"
+        if self._place is not None and self._place.batches:
+            text += f" and {self._place.batches} batches"
+        Progress("resumed", 0, self.stream).finish(f"{text} are done")
+
+    def _save(self, place: Position) -> None:
+        if self.checkpoints is None:
+            return
+        self._place = place
+        state = {"trainer": self}
+        self.checkpoints.async_save(self.steps, self.model, self.optimizers, state=state)
+        self._place = None
+
+    def _stopped(self, stop: EarlyStopping | None, device: torch.device) -> bool:
+        if stop is None or not self.history:
+            return False
+        return self._decided(stop.reached(self.history), device)
 
     def _agree(self, data: Any, epochs: int, batch_size: int | None) -> torch.device:
         """Check arguments, and that they are the same on all ranks; returns where to compute."""
@@ -220,6 +305,16 @@ class Trainer:
         self._exchange.meet(f"{plan}, {self.accumulate} batches a step", check)
         return device
 
+    def _begin(self, data: Any, batch_size: int | None) -> Position:
+        """Where to go on in the epoch to come."""
+        if batch_size is None:
+            set_epoch(data, len(self.history))
+        place, self._place = self._place, None  # it is gone if the epoch is left early
+        if place is None:
+            return Position.begin(self._generator, data)
+        place.find(self._generator, data)
+        return place
+
     def _shares(
         self, data: Any, batch_size: int | None, device: torch.device
     ) -> Generator[Share, None, None]:
@@ -227,15 +322,12 @@ class Trainer:
             self._samples = len(data[0])
             self._updates = math.ceil(math.ceil(self._samples / batch_size) / self.accumulate)
             return of_tensors(data, batch_size, self._generator, self._rank, self._world_size)
-        for shuffled in (getattr(data, "sampler", None), getattr(data, "dataset", None)):
-            set_epoch = getattr(shuffled, "set_epoch", None)
-            if callable(set_epoch):  # a reader goes on by itself, but not in workers
-                set_epoch(len(self.history))
         group = None if self._exchange is None else self._exchange.group
         return of_loader(data, device, Ranks(group, device))
 
     def _epoch(
         self,
+        place: Position,
         shares: Generator[Share, None, None],
         title: str,
         evaluate: Evaluate | None,
@@ -247,13 +339,7 @@ class Trainer:
         losses = Losses(device, group, self._updates)
         stream = self.stream if self._rank == 0 else io.StringIO()
         with Progress(title, self._samples, stream) as progress, contextlib.closing(shares):
-            for batches, following in _steps(shares, self.accumulate):
-                loss = self._step.update(self.loss_fn, batches, following)
-                losses.add(loss, sum(share.rows for share in batches))
-                self.steps += 1
-                progress.update(sum(share.samples for share in batches), losses.so_far)
-                if self.steps % self.log_every == 0:
-                    self._log_step(losses, progress, title)
+            self._train(place, shares, losses, progress, title)
             self._samples, self._updates = progress.done, losses.steps
             mean = losses.mean(title)
             seconds = progress.seconds
@@ -265,6 +351,35 @@ class Trainer:
             self._log({"kind": "epoch", "step": self.steps, **asdict(epoch)})
             shown = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
             progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s")
+
+    def _train(
+        self,
+        place: Position,
+        shares: Generator[Share, None, None],
+        losses: Losses,
+        progress: Progress,
+        title: str,
+    ) -> None:
+        """The steps of an epoch that are left."""
+        if place.batches:
+            place.reach(shares)
+            losses.restore(place.losses)
+            progress.go_on(place.samples, place.seconds)
+        for batches, following in _steps(shares, self.accumulate):
+            every = self.checkpoint_every
+            saves = every is not None and (self.steps + 1) % every == 0 and following is not None
+            # Between a step and its checkpoint nothing may be on its way to other ranks.
+            loss = self._step.update(self.loss_fn, batches, None if saves else following)
+            losses.add(loss, sum(share.rows for share in batches))
+            self.steps += 1
+            place.batches += len(batches)
+            progress.update(sum(share.samples for share in batches), losses.so_far)
+            if self.steps % self.log_every == 0:
+                self._log_step(losses, progress, title)
+            if saves:
+                place.samples, place.seconds = progress.done, progress.seconds
+                place.losses = losses.state(title)
+                self._save(place)
 
     def _log_step(self, losses: Losses, progress: Progress, title: str) -> None:
         loss, samples, steps, seconds = losses.since_last(title, progress.seconds)

@@ -1,0 +1,66 @@
+"""Where a trainer is in its data, as a checkpoint has it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .feed import Share
+
+
+@dataclass
+class Position:
+    """A place between two steps of an epoch.
+
+    Attributes:
+        order: state of the generator that orders tensors, as the epoch began.
+        random: that of torch's CPU generator, from which a DataLoader takes its order.
+        reader: state of the reader as the epoch began, if it has one.
+        batches: done in this epoch, on this rank.
+        samples: the same in samples of all ranks.
+        seconds: spent on them.
+        losses: of them; see `Losses.state`.
+    """
+
+    order: torch.Tensor
+    random: torch.Tensor
+    reader: dict[str, Any] | None = None
+    batches: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    losses: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(generator: torch.Generator, data: Any) -> Position:
+        """The beginning of an epoch."""
+        state = getattr(data, "state_dict", None)
+        reader = state() if callable(state) and hasattr(data, "load_state_dict") else None
+        return Position(generator.get_state(), torch.get_rng_state(), reader)
+
+    def find(self, generator: torch.Generator, data: Any) -> None:
+        """Have data begin with the batch of this place, or with the first of the epoch.
+
+        Raises:
+            ValueError: data is another reader, or one for another number of ranks in mid-epoch.
+        """
+        generator.set_state(self.order)
+        if self.reader is not None:
+            data.load_state_dict({**self.reader, "step": self.batches})
+
+    def reach(self, shares: Generator[Share, None, None]) -> None:
+        """Pass over what is done, where data cannot begin in the middle."""
+        if self.reader is not None or not self.batches:
+            return
+        now = torch.get_rng_state()
+        torch.set_rng_state(self.random)
+        passed = sum(1 for _ in itertools.islice(shares, self.batches))
+        torch.set_rng_state(now)
+        if passed < self.batches:
+            raise ValueError(
+                f"Trainer: the checkpoint is behind batch {self.batches} of an epoch, which has "
+                f"{passed} batches here"
+            )

@@ -1,0 +1,218 @@
+"""A run that was interrupted and goes on gives what it would have given."""
+
+import json
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit.checkpoint import Checkpoints
+from sparsekit.data import CsvReader, Keys, Prefetcher
+from sparsekit.optim import Adam, Ftrl, LazyAdam
+from sparsekit.train import JsonLines, Trainer
+from sparsekit.train.stopping import EarlyStopping
+
+SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps an epoch
+OPTIMIZERS = {
+    "LazyAdam": lambda p: LazyAdam(p, lr=0.05),
+    "Adam": lambda p: Adam(p, lr=0.05, mode="catch_up"),
+    "Ftrl": lambda p: Ftrl(p, lr=0.1),
+}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.items = sparsekit.EmbeddingBag(400, 4, name="items", mode="sum")
+        self.out = torch.nn.Linear(4, 1)
+
+    def forward(self, keys):
+        return self.out(torch.nn.functional.dropout(self.items(keys), 0.2, self.training))[:, 0]
+
+
+class Stopped(Exception):
+    pass
+
+
+def losses_until(last):
+    """A loss function that ends the run in a step, as a crash would."""
+    steps = 0
+
+    def losses(model, batch):
+        nonlocal steps
+        steps += 1
+        if steps > last:
+            raise Stopped
+        keys, labels = batch[0], batch[1]
+        return (model(keys) - labels).square(), 0.0
+
+    return losses
+
+
+def trainer_for(folder, optimizer="LazyAdam", last=10**9, loss=None, **options):
+    torch.manual_seed(1)
+    model = Model()
+    sparse, dense = sparsekit.split_embedding_variable_from_others(model)
+    optimizers = [OPTIMIZERS[optimizer](sparse), torch.optim.Adam(dense, lr=0.01)]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.0, 70) for o in optimizers]
+    return Trainer(
+        model, loss or losses_until(last), optimizers, schedulers=schedulers, seed=5,
+        checkpoints=Checkpoints(folder), checkpoint_every=7, **options,
+    )  # fmt: skip
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(0, 300, (SAMPLES, 2), generator=generator)
+    return keys, keys.sum(1) / 300
+
+
+class Ordered(torch.utils.data.Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        return tuple(each[i] for each in tensors())
+
+
+def loader():
+    return torch.utils.data.DataLoader(Ordered(), BATCH, shuffle=True)
+
+
+def fit(trainer, data, **options):
+    size = BATCH if isinstance(data, tuple) else None
+    try:
+        trainer.fit(data, epochs=EPOCHS, batch_size=size, resume=True, **options)
+    finally:
+        trainer.checkpoints.wait()
+        trainer.checkpoints.close()
+    return found(trainer)
+
+
+def found(trainer):
+    keys, vectors = next(trainer.model.items.items())
+    losses = [epoch.loss for epoch in trainer.history]
+    return losses, keys, vectors, trainer.model.out.weight.detach(), trainer.steps
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert all(torch.equal(a, b) for a, b in zip(one[1:4], other[1:4], strict=True))
+    assert one[4] == other[4]
+
+
+@pytest.mark.parametrize("last", [3, 10, 19, 27, 55])  # before, in, at the end of an epoch
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_tensors(tmp_path, optimizer, last):
+    expected = fit(trainer_for(tmp_path / "a", optimizer), tensors())
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path / "b", optimizer, last), tensors())
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path / "b", optimizer, 1), tensors())
+    resumed = trainer_for(tmp_path / "b", optimizer)
+    assert_same(fit(resumed, tensors()), expected)
+    if last > 20:
+        assert resumed.history[0].number == 1
+    assert_same(fit(trainer_for(tmp_path / "b", optimizer, 0), tensors()), expected)  # nothing left
+
+
+def test_a_shuffling_loader(tmp_path):
+    expected = fit(trainer_for(tmp_path / "a"), loader())
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path / "b", last=30), loader())
+    assert_same(fit(trainer_for(tmp_path / "b"), loader()), expected)
+
+
+def reader(folder, wrap):
+    path = folder / "data.csv"
+    if not path.exists():
+        keys, labels = tensors()
+        rows = zip(keys.tolist(), labels.tolist(), strict=True)
+        lines = [f"{label},{a},{b}" for (a, b), label in rows]
+        path.write_text("\n".join(["label,a,b", *lines]) + "\n")
+    columns = {"label": "label", "sparse": dict.fromkeys(["a", "b"], Keys("int"))}
+    made = CsvReader([path], BATCH, shuffle=True, seed=3, **columns)
+    return Prefetcher(made, depth=5) if wrap else made
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("last", [16, 19, 30])
+def test_a_reader(tmp_path, last, wrap):
+    def losses(until):
+        passed = losses_until(until)
+
+        def of_batch(model, batch):
+            keys = batch.sparse.values().view(2, -1).T
+            return passed(model, (keys, batch.label))
+
+        return of_batch
+
+    expected = fit(trainer_for(tmp_path / "a", loss=losses(10**9)), reader(tmp_path, wrap))
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path / "b", loss=losses(last)), reader(tmp_path, wrap))
+    again = trainer_for(tmp_path / "b", loss=losses(10**9))
+    assert_same(fit(again, reader(tmp_path, wrap)), expected)
+
+
+def test_accumulated_batches(tmp_path):
+    expected = fit(trainer_for(tmp_path / "a", accumulate=2), tensors())
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path / "b", accumulate=2, last=33), tensors())
+    assert_same(fit(trainer_for(tmp_path / "b", accumulate=2), tensors()), expected)
+
+
+def test_logs_go_on(tmp_path):
+    def logs(name):
+        return {"logs": [JsonLines(tmp_path / name)], "log_every": 2}
+
+    fit(trainer_for(tmp_path / "a", **logs("a.jsonl")), tensors())
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path / "b", last=33, **logs("b.jsonl")), tensors())
+    with open(tmp_path / "b.jsonl", "a") as file:
+        file.write('{"kind": "ste')  # a killed process was writing
+    fit(trainer_for(tmp_path / "b", **logs("b.jsonl")), tensors())
+    one, other = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    for name in ("kind", "step", "loss", "lr"):
+        assert [r.get(name) for r in one] == [r.get(name) for r in other]
+
+
+def test_a_run_that_has_stopped_early_stays_so(tmp_path):
+    def fit_some(trainer):
+        stop = EarlyStopping("number", patience=1)
+        try:
+            return trainer.fit(
+                tensors(), epochs=5, batch_size=BATCH, resume=True, stop=stop,
+                evaluate=lambda _: {"number": float(len(trainer.history))},
+            )  # fmt: skip
+        finally:
+            trainer.checkpoints.close()
+
+    assert len(fit_some(trainer_for(tmp_path))) == 2
+    assert len(fit_some(trainer_for(tmp_path, last=0))) == 2
+
+
+def test_what_does_not_go_together(tmp_path):
+    trainer = trainer_for(tmp_path)
+    with pytest.raises(ValueError, match="checkpoint_every=5 needs checkpoints"):
+        Trainer(trainer.model, trainer.loss_fn, [], checkpoint_every=5)
+    with pytest.raises(ValueError, match="resume=True needs checkpoints"):
+        Trainer(trainer.model, trainer.loss_fn, []).fit(tensors(), epochs=1, resume=True)
+    fit(trainer, tensors())
+    other = trainer_for(tmp_path)
+    other.schedulers.pop()
+    with pytest.raises(ValueError, match="2 schedulers, and there are 1"):
+        fit(other, tensors())
+    more = trainer_for(tmp_path)
+    more.fit(tensors(), epochs=EPOCHS + 1, batch_size=BATCH, resume=True)
+    assert [epoch.number for epoch in more.history] == [1, 2, 3, 4]
+
+
+def test_fewer_batches_than_are_done(tmp_path):
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path, last=16), tensors())
+    few = tuple(each[:50] for each in tensors())
+    with pytest.raises(ValueError, match="behind batch 14 of an epoch, which has 7 batches here"):
+        fit(trainer_for(tmp_path), few)
