@@ -248,41 +248,60 @@ def sync_folder(path: Path) -> None:
         os.close(file)
 
 
-class FolderLock:
-    """Keeps other jobs from writing into a folder, for as long as this process lives."""
+# Files by which this process keeps other jobs out of folders.
+_locks: dict[Path, int] = {}
 
-    def __init__(self, folder: Path) -> None:
-        make_folder(folder)
-        path = folder / _LOCK
-        try:
-            self._file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        except OSError as error:
+
+def _let_go_in_child() -> None:
+    # A process that saves in the background may outlive this one.
+    for file in _locks.values():
+        os.close(file)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def lock_folder(folder: Path) -> None:
+    """Keep other jobs from writing into a folder, until `unlock_folder` or the process ends.
+
+    Raises:
+        CheckpointError: another job writes there, or the folder cannot be written.
+    """
+    make_folder(folder)
+    folder = folder.resolve()
+    if folder in _locks:
+        if (folder / _LOCK).exists():
+            return
+        unlock_folder(folder)  # the folder was removed and made again
+    path = folder / _LOCK
+    try:
+        file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(file, 200, 0).decode(errors="replace").strip()
+        os.close(file)
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise CheckpointError(
-                f"{path}: cannot be written: {error.strerror or error}"
+                f"{path}: cannot be locked: {error.strerror or error}"
             ) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = os.pread(self._file, 200, 0).decode(errors="replace").strip()
-            os.close(self._file)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise CheckpointError(
-                    f"{path}: cannot be locked: {error.strerror or error}"
-                ) from error
-            raise CheckpointError(
-                f"{folder}: another job writes checkpoints there ({owner or 'unknown'}); give each "
-                f"job a folder of its own"
-            ) from None
-        # A process that saves in the background may outlive this one.
-        os.register_at_fork(after_in_child=self.close)
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        raise CheckpointError(
+            f"{folder}: another job writes checkpoints there ({owner or 'unknown'}); give each "
+            f"job a folder of its own"
+        ) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    _locks[folder] = file
 
-    def close(self) -> None:
-        """Let others write; in a forked process, only let go of the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+
+def unlock_folder(folder: Path) -> None:
+    """Let other jobs write into a folder."""
+    file = _locks.pop(folder.resolve(), None)
+    if file is not None:
+        os.close(file)
 
 
 def retain(folder: Path, keep: int) -> None:

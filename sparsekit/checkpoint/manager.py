@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import check_int
-from .folder import FolderLock, latest, make_folder, retain, step_folder
+from .folder import latest, lock_folder, retain, step_folder, unlock_folder
 from .load import Loaded, load
 from .save import Background, Changes, Writing
 from .snapshot import Optimizers, Stateful, unwrapped
@@ -49,7 +49,6 @@ class Checkpoints:
         self._group = process_group
         self._changes = Changes() if self.complete_every > 1 else None
         self._saved = 0  # since the last complete one
-        self._lock: FolderLock | None = None
         self._background: Background | None = None
 
     def latest(self) -> Path | None:
@@ -137,7 +136,7 @@ class Checkpoints:
         check_int("Checkpoints", "step", step, 0, 10**18)
         self.wait()
         together = Together(unwrapped(module), self._group)
-        together.on_first(f"save into {self.folder}", self._own_folder)
+        together.on_first(f"save into {self.folder}", lambda: lock_folder(self.folder))
         target = self.folder / step_folder(step)
         incremental = self._changes is not None and self._saved % self.complete_every != 0
         base = None if self._changes is None else self._changes.base
@@ -147,11 +146,6 @@ class Checkpoints:
             module, target, optimizer, state, step, self._group,
             replace=True, changes=self._changes, incremental=incremental,
         )  # fmt: skip
-
-    def _own_folder(self) -> None:
-        make_folder(self.folder)
-        if self._lock is None:
-            self._lock = FolderLock(self.folder)
 
     def _settle(self, writing: Writing, done: bool) -> None:
         self._saved = self._saved + 1 if done else 0
@@ -164,6 +158,4 @@ class Checkpoints:
     def close(self) -> None:
         """Let other jobs write into the folder; what is saved in the background is waited for."""
         self.wait()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        unlock_folder(self.folder)

@@ -59,7 +59,7 @@ class Together:
             return text
         room = torch.zeros(4096, dtype=torch.uint8)
         content = text.encode()
-        if self.rank == 0:
+        if content:
             room[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         room = room.to(self._exchange.device)
         group = self._exchange.group

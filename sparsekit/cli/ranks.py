@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 from ..errors import DivergedError
 from ..train import JsonLines
+from ..train.elastic import store_of_attempt
 from ..train.launch import RankError, run_on_ranks, start_rank
 from ..train.logs import Log
 from ..train.progress import Progress
+from . import checkpoints
 from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank
 from .first_steps import profile_fit
 
@@ -52,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 
         default=argparse.SUPPRESS,
         help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
     )
+    checkpoints.add_options(parser)
 
 
 def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
@@ -61,6 +65,8 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     """
     check_folder(args.save)
     check_folder(args.log, "--log-to", folder=True)
+    if not dist.is_torchelastic_launched() or int(os.environ.get("RANK", 0)) == 0:
+        checkpoints.prepare(args)
     if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
         return run_as_rank(args, load, fit)
     data = load(args)
@@ -85,20 +91,21 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
 
 
 def logs(args: argparse.Namespace) -> list[Log]:
-    """Where a trainer's records go: rank 0 begins the file in ``--log-to`` anew."""
+    """Where a trainer's records go: the file in ``--log-to``, which a new run begins anew."""
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)
     folder.mkdir(exist_ok=True)
     file = folder / "metrics.jsonl"
-    file.unlink(missing_ok=True)
+    if not checkpoints.resumes(args):
+        file.unlink(missing_ok=True)
     return [JsonLines(file)]
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:
     """What each rank does."""
     start_rank()
-    dist.init_process_group("gloo")
+    _join()
     loaded = _load_once(args, load) if data is None else pickle.loads(data)
     try:
         status = _fit(fit, loaded, args)
@@ -117,16 +124,25 @@ def _fit(fit: Fit, data: Any, args: argparse.Namespace) -> int:
     return profile_fit(fit, data, args) if hasattr(args, "trace") else fit(data, args)
 
 
+def _join() -> None:
+    store = store_of_attempt()
+    if store is None:
+        dist.init_process_group("gloo")
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
 def _load_once(args: argparse.Namespace, load: Load) -> Any:
     """Load on rank 0, which may have to download it, and send it to the others."""
-    loaded: list[Any] = [None]
+    loaded: list[Any] = [False, None]  # whether it went well, and what it is, perhaps None
     error: Exception | None = None
     if rank() == 0:
         try:
-            loaded = [load(args)]
+            loaded = [True, load(args)]
         except Exception as raised:
             error = raised
     dist.broadcast_object_list(loaded)
-    if loaded[0] is None:
+    if not loaded[0]:
         raise error or SystemExit(2)  # rank 0 says why
-    return loaded[0]
+    return loaded[1]

@@ -22,7 +22,7 @@ from ..models import (
 )
 from ..train import Trainer
 from ..train.metrics import ndcg_at_k, precision_at_k, recall_at_k
-from . import ranks
+from . import checkpoints, ranks
 from .common import UsageError, check_folder, number, rank, set_threads, writing
 from .recommend import MOVIELENS
 from .train_ratings import load_ratings
@@ -154,6 +154,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
         seed=args.seed,
         stream=sys.stdout,
         logs=ranks.logs(args),
+        **checkpoints.options(args),
     )
     trainer.fit(
         (torch.arange(users),),
@@ -161,6 +162,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
         batch_size=batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda _: {f"test P@{K}": _metrics(recommend(model, K), test)[0]},
+        resume=args.resume,
     )
     return trainer
 
@@ -174,11 +176,15 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
         seed=args.seed,
         stream=io.StringIO(),  # a line for each step would be too many
         logs=ranks.logs(args),
+        **checkpoints.options(args),
     )
     epochs = args.epochs or ORIGINAL_EPOCHS
+    data, batch_size = (torch.arange(users),), args.batch_size or users
+    if args.resume:
+        trainer.fit(data, epochs=0, batch_size=batch_size, resume=True)
     while len(trainer.history) < epochs and not trainer.interrupted:
         more = min(ORIGINAL_SHOWN, epochs - len(trainer.history))
-        trainer.fit((torch.arange(users),), epochs=more, batch_size=args.batch_size or users)
+        trainer.fit(data, epochs=more, batch_size=batch_size)
         if rank() == 0:
             done = len(trainer.history)
             print(f"epoch {done}/{epochs}  loss {trainer.history[-1].loss:.5f}", flush=True)

@@ -25,7 +25,7 @@ from ..optim import split_embedding_variable_from_others
 from ..train import EarlyStopping, TensorBoard, Trainer, linear_warmup
 from ..train.config import ConfigError, names, read_yaml, to_yaml, updated, with_setting
 from ..train.metrics import auc, gather, log_loss
-from . import ranks
+from . import checkpoints, ranks
 from .clicks_config import (
     OPTIMIZERS,
     DataConfig,
@@ -242,6 +242,7 @@ def _fit(config: RunConfig, args: argparse.Namespace) -> int:
         epochs=config.trainer.epochs,
         evaluate=functools.partial(_evaluate, tested),
         stop=stop,
+        resume=args.resume,
     )
     if trainer.interrupted:
         return 130
@@ -288,6 +289,7 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
         autocast=torch.bfloat16 if settings.bfloat16 else None,
         logs=logs,
         log_every=settings.log_every,
+        **checkpoints.options(args),
     )
 
 

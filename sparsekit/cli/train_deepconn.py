@@ -27,7 +27,7 @@ from ..models import DeepCoNN, fit_bias_baseline, rmse
 from ..models.deepconn import PLACEMENTS
 from ..train import Progress, Trainer
 from ..train.feed import of_tensors
-from . import ranks
+from . import checkpoints, ranks
 from .common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
 
 TEST_FRACTION = 0.2
@@ -88,6 +88,8 @@ def _train(args: argparse.Namespace) -> int:
         raise UsageError(f"--placement {args.placement} needs --ranks 2, got {args.ranks}")
     if needed == 2 and args.log is not None:
         raise UsageError(f"--log-to {args.log}: only --placement single is logged")
+    if needed == 2 and args.checkpoint is not None:
+        raise UsageError(f"--checkpoint {args.checkpoint}: only --placement single is saved")
     return ranks.train(args, _load, _fit_and_report)
 
 
@@ -154,6 +156,7 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
         seed=args.seed,
         stream=sys.stdout,
         logs=ranks.logs(args),
+        **checkpoints.options(args),
     )
     trainer.fit(
         (data.train.users, data.train.items, data.train.ratings),
@@ -161,6 +164,7 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
         batch_size=args.batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda _: {"test RMSE": math.sqrt(_test_mse(model, data))},
+        resume=args.resume,
     )
     return not trainer.interrupted
 

@@ -15,7 +15,7 @@ from ..errors import DivergedError, TableFullError
 from ..models import RatingModel, fit_bias_baseline, rmse
 from ..optim import LazyAdam, split_embedding_variable_from_others
 from ..train import Trainer
-from . import ranks
+from . import checkpoints, ranks
 from .common import UsageError, number, rank, set_threads, sum_over_ranks, world_size, writing
 
 # Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
@@ -139,6 +139,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
         seed=args.seed,
         stream=sys.stdout,
         logs=ranks.logs(args),
+        **checkpoints.options(args),
     )
     trainer.fit(
         (train.users, train.items, train.ratings),
@@ -146,6 +147,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
         batch_size=args.batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda model: {"test RMSE": _test_rmse(model, test)},
+        resume=args.resume,
     )
     return trainer
 

@@ -18,7 +18,7 @@ from ..models import QuantileBuckets, WideModel
 from ..models.wide import LOSSES, OPTIMIZERS, select_rows
 from ..train import Trainer
 from ..train.metrics import auc, gather, log_loss
-from . import ranks
+from . import checkpoints, ranks
 from .common import UsageError, number, rank, set_threads, world_size, writing
 
 # The split is always the same, whatever --seed, or settings would be tested on what chose them.
@@ -120,6 +120,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         seed=args.seed,
         stream=sys.stdout,
         logs=ranks.logs(args),
+        **checkpoints.options(args),
     )
     trainer.fit(
         (torch.arange(len(train)), train.labels),
@@ -127,6 +128,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda _: _evaluate(model, of_test, test.labels),
+        resume=args.resume,
     )
     if trainer.interrupted:
         return 130

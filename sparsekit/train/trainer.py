@@ -220,6 +220,10 @@ class Trainer:
                 raise  # other ranks may be waiting for this one
             self.interrupted = True
             text = f"{len(self.history)} of {last} epochs are finished"
+            if self.checkpoints is not None:
+                self.checkpoints.wait()
+                saved = self.checkpoints.latest()
+                text += f"; the latest checkpoint is {saved.name if saved else 'none'}"
             Progress("interrupted:", 0, self.stream).finish(text)
         return self.history
 

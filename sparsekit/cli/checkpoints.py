@@ -1,0 +1,108 @@
+"""Options by which a command saves its place, and goes on from it when it is started again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .._arguments import Parser
+from ..checkpoint import CheckpointError, Checkpoints, latest
+from .common import UsageError, number, rank
+
+DEFAULT_EVERY = 1000
+DEFAULT_KEEP = 3
+# What the run was started with, beside its checkpoints.
+RUN = "run.json"
+# What may differ when a run goes on.
+_FREE = {
+    "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
+    "recs", "show_config",
+}  # fmt: skip
+
+
+def add_options(parser: Parser | argparse.ArgumentParser) -> None:
+    """Add them."""
+    parser.set_defaults(checkpoint=None, resume=False)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="where to save the run after each epoch and every so many steps",
+    )
+    count = number(int, 1, 2**31 - 1)
+    parser.add_argument(
+        "--checkpoint-every", type=count, default=DEFAULT_EVERY, metavar="STEPS",
+        help="steps between two checkpoints",
+    )  # fmt: skip
+    parser.add_argument("--keep", type=count, default=DEFAULT_KEEP, help="checkpoints that stay")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="go on from the latest checkpoint in --checkpoint, or begin if there is none",
+    )
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Check the folder before the work, and note there what the run is started with.
+
+    Raises:
+        UsageError: the folder is another run's, or cannot be written.
+    """
+    if args.checkpoint is None:
+        if args.resume:
+            raise UsageError("--resume needs --checkpoint FOLDER")
+        return
+    folder = Path(args.checkpoint)
+    try:
+        exists = latest(folder) is not None
+        if exists and not args.resume:
+            raise UsageError(
+                f"--checkpoint {folder}: has checkpoints already; pass --resume to go on from the "
+                f"latest, or another folder"
+            )
+        if exists:
+            _compare(folder, _shaping(args))
+        elif rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / RUN).write_text(json.dumps(_shaping(args), indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(f"--checkpoint {folder}: {error.strerror or error}") from error
+    except (CheckpointError, ValueError) as error:
+        raise UsageError(f"--checkpoint {folder}: {error}") from error
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """What a `Trainer` is given."""
+    if args.checkpoint is None:
+        return {}
+    return {
+        "checkpoints": Checkpoints(args.checkpoint, keep=args.keep),
+        "checkpoint_every": args.checkpoint_every,
+    }
+
+
+def resumes(args: argparse.Namespace) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return args.resume and latest(args.checkpoint) is not None
+
+
+def _shaping(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that decide on the result."""
+    chosen = {name: value for name, value in vars(args).items() if name not in _FREE}
+    return json.loads(json.dumps(chosen, default=str))
+
+
+def _compare(folder: Path, now: dict[str, Any]) -> None:
+    if not (folder / RUN).exists():
+        return  # made by a script
+    before = json.loads((folder / RUN).read_text())
+    for name in sorted(before.keys() | now.keys()):
+        if before.get(name) != now.get(name):
+            option = "--" + name.replace("_", "-")
+            raise UsageError(
+                f"{option} {now.get(name)}: the run in --checkpoint {folder} was started with "
+                f"{before.get(name)}; pass the same, or another folder"
+            )

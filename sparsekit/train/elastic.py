@@ -1,0 +1,74 @@
+"""Where ranks that torchrun has started again find one another.
+
+Its agent keeps one store for all attempts, in which torch finds the addresses of ranks that are no
+more (https://github.com/pytorch/pytorch/issues/135712), and no number that all nodes agree on tells
+the attempts apart. So ranks agree on a name for theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+LOOK_S = 0.02
+TIMEOUT_S = 600.0
+
+
+def store_of_attempt(timeout: float = TIMEOUT_S) -> dist.Store | None:
+    """The store of torchrun's agent, for this attempt alone; None without such a store.
+
+    Args:
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        RuntimeError: one of them has not come by then.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+        wait_for_workers=False, timeout=timedelta(seconds=timeout),
+    )  # fmt: skip
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return dist.PrefixStore(agree(store, rank, world_size, timeout), store)
+
+
+def agree(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
+    """A name that is new, and the same on all ranks that are there now.
+
+    Each rank leaves a random word. Rank 0 lists those it finds, perhaps of ranks that are no more,
+    under a new name, and lists them again whenever one has changed. Ranks confirm a list that has
+    their own word; a name that all have confirmed is taken.
+    """
+    end = time.monotonic() + timeout
+    word = secrets.token_hex(8)
+    store.set(f"sparsekit/word/{rank}", word)
+    words: list[str] = []
+    name = ""
+    while time.monotonic() < end:
+        if rank == 0:
+            found = [_get(store, f"sparsekit/word/{other}") for other in range(world_size)]
+            if found != words:
+                words, name = found, f"sparsekit/attempt/{secrets.token_hex(8)}"
+                store.set("sparsekit/list", json.dumps([name, words]))
+        else:
+            name, words = json.loads(_get(store, "sparsekit/list") or '["", []]')
+        if words[rank : rank + 1] == [word]:  # else the list is that of an earlier attempt
+            store.set(f"{name}/confirmed/{rank}", "1")
+            confirmed = [f"{name}/confirmed/{other}" for other in range(world_size)]
+            if rank == 0 and store.check(confirmed):
+                store.set(f"{name}/taken", "1")
+            if store.check([f"{name}/taken"]):
+                return name
+        time.sleep(LOOK_S)
+    missing = [r for r in range(world_size) if not store.check([f"{name}/confirmed/{r}"])]
+    raise RuntimeError(f"ranks {missing} of {world_size} have not come within {timeout:g} s")
+
+
+def _get(store: dist.Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""

@@ -1,0 +1,160 @@
+"""--checkpoint and --resume of every model: interrupted and resumed is uninterrupted."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.numpy_reader import read_file, read_manifest, read_table
+
+from sparsekit import checkpoint, cli
+from sparsekit.train.step import Step
+
+COLUMNS = ["data.label=click", "data.dense=price", "data.sparse=user,item"]
+SMALL = ["model.rows=2000", "model.dim=4", "trainer.batch_size=20"]
+SETTINGS = [option for each in COLUMNS + SMALL for option in ("--set", each)]
+COMMANDS = {
+    "ratings": ["--dim", "4", "--capacity", "500", "--batch-size", "16"],
+    "autoencoder": ["--dim", "4", "--batch-size", "4"],
+    "dlrm": SETTINGS,
+    "wide": ["--batch-size", "20", "--optimizer", "ftrl"],
+    "deepconn": ["--length", "8", "--batch-size", "8", "--ranks", "1"],
+}
+
+
+def chance(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def write_data(folder, model):
+    path = folder / f"{model}.csv"
+    if model == "dlrm":
+        rows = torch.randint(0, 20, (200, 3), generator=chance()).tolist()
+        lines = ["click,user,item,price"]
+        lines += [f"{int(u + p > 20)},user {u},{i},{p}" for u, i, p in rows]
+    elif model == "wide":
+        rows = torch.randint(20, 70, (200, 3), generator=chance()).tolist()
+        same = "HS-grad,9,Divorced,Sales,Wife,White,Female,0,0"
+        lines = [
+            f"{age},Private,1000,{same},{hours},country {c},{'>' if age > 45 else '<='}50K"
+            for age, hours, c in rows
+        ]
+    elif model == "deepconn":
+        lines = [
+            json.dumps(
+                {
+                    "reviewerID": f"U{i % 8}", "asin": f"I{i // 8}", "overall": 1 + i % 5,
+                    "reviewText": f"word{i % 7} word{i % 3} good", "unixReviewTime": i,
+                }
+            )
+            for i in range(80)
+        ]  # fmt: skip
+    else:
+        lines = ["user,item,rating,timestamp"]
+        for user in range(30):
+            items = torch.randperm(15, generator=chance(user))[:8].tolist()
+            lines += [f"{user},{item},{1 + item % 5},{time}" for time, item in enumerate(items)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def command(model, data, folder, *more):
+    saved = ["--checkpoint", str(folder), "--checkpoint-every", "4"]
+    return ["train", model, "--data", str(data), *COMMANDS[model], "--epochs", "3", *saved, *more]
+
+
+def contents(folder):
+    """All tensors of the latest checkpoint; tables by key."""
+    path = checkpoint.latest(folder)
+    manifest = read_manifest(path)
+    dense = read_file(path / "dense.safetensors", manifest["files"]["dense.safetensors"]["crc32"])
+    found = {name: value.tolist() for name, value in dense.items()}
+    for table in manifest["tables"]:
+        rows = read_table(path, table)
+        found[table] = {
+            key: {name: value.tolist() for name, value in rows[key].items()} for key in sorted(rows)
+        }
+    return manifest["step"], found
+
+
+@pytest.fixture(autouse=True)
+def own_filters():
+    with warnings.catch_warnings():
+        yield
+
+
+@pytest.mark.parametrize("model", COMMANDS)
+def test_interrupted_and_resumed(model, tmp_path, monkeypatch, capsys):
+    data = write_data(tmp_path, model)
+    one = ["--ranks", "1"]
+    assert cli.main(command(model, data, tmp_path / "a", *one)) == 0
+    whole = capsys.readouterr().out
+    update, done = Step.update, 0
+
+    def interrupted(self, *arguments):
+        nonlocal done
+        done += 1
+        if done == 14:
+            raise KeyboardInterrupt
+        return update(self, *arguments)
+
+    with monkeypatch.context() as context:
+        context.setattr(Step, "update", interrupted)
+        assert cli.main(command(model, data, tmp_path / "b", *one)) == 130
+    assert "the latest checkpoint is step-000000000012" in capsys.readouterr().out
+    assert cli.main(command(model, data, tmp_path / "b", "--resume", *one)) == 0
+    resumed = capsys.readouterr().out
+    assert "resumed from" in resumed
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")
+    lines = [line for line in whole.splitlines() if " s" not in line][-3:]
+    assert lines
+    assert all(line in resumed for line in lines)
+
+
+def test_what_is_refused(tmp_path, capsys):
+    data = write_data(tmp_path, "ratings")
+    folder = tmp_path / "a"
+
+    def refused(arguments):
+        assert cli.main(arguments) == 2
+        return capsys.readouterr().err
+
+    assert "--resume needs --checkpoint" in refused(["train", "--resume", "--data", str(data)])
+    run = command("ratings", data, folder, "--ranks", "1")
+    assert cli.main([*run, "--resume"]) == 0  # there is none, so it begins
+    assert "has checkpoints already; pass --resume" in refused(run)
+    other = refused([*run, "--resume", "--dim", "8"])
+    assert "--dim 8: the run in --checkpoint" in other
+    assert "was started with 4" in other
+    assert "cannot be read: Not a directory" in refused([*command("ratings", data, data, "--ranks", "1")])
+    split = ["train", "deepconn", "--placement", "alternating", "--checkpoint", str(folder)]
+    assert "only --placement single is saved" in refused(split)
+
+
+@pytest.mark.parametrize("model", ["dlrm", "autoencoder"])
+@pytest.mark.time_limit(120)
+def test_torchrun_starts_a_killed_rank_again(model, tmp_path):
+    data = write_data(tmp_path, model)
+
+    def torchrun(folder, marker):
+        script = Path(__file__).with_name("killed_rank.py")
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        killed = [str(script), str(marker), "1", "10"]
+        process = subprocess.run(
+            [sys.executable, *launch, "--max-restarts", "1", *killed,
+             *command(model, data, folder, "--resume")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+            timeout=100,
+        )  # fmt: skip
+        assert process.returncode == 0, process.stderr[-3000:]
+        return process.stdout
+
+    (tmp_path / "never").touch()
+    assert "resumed" not in torchrun(tmp_path / "a", tmp_path / "never")
+    assert "resumed from" in torchrun(tmp_path / "b", tmp_path / "once")
+    assert (tmp_path / "once").exists()
+    assert contents(tmp_path / "b") == contents(tmp_path / "a")

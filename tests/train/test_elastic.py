@@ -1,0 +1,47 @@
+"""Ranks of one attempt find one another, and not those of an earlier one."""
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from sparsekit.train.elastic import agree
+
+
+def names(store, world_size, delays, timeout=20.0):
+    found = [None] * world_size
+
+    def run(rank):
+        time.sleep(delays[rank])
+        try:
+            found[rank] = agree(store, rank, world_size, timeout)
+        except RuntimeError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("delays", [(0, 0, 0), (0.2, 0, 0.1), (0, 0.1, 0.2), (0.1, 0.2, 0)])
+def test_each_attempt_has_a_name_of_its_own(delays):
+    store = dist.HashStore()
+    seen = set()
+    for world_size in (3, 3, 2, 3):  # one is started with fewer
+        found = names(store, world_size, delays)
+        assert len(set(found)) == 1
+        assert found[0] not in seen
+        seen.add(found[0])
+
+
+def test_a_rank_that_does_not_come():
+    store = dist.HashStore()
+    names(store, 2, (0, 0))
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 have not come within 0\.5 s"):
+        agree(store, 0, 2, 0.5)
+    with pytest.raises(RuntimeError, match="have not come"):
+        agree(store, 1, 2, 0.5)
