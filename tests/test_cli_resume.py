@@ -130,7 +130,8 @@ def test_what_is_refused(tmp_path, capsys):
     other = refused([*run, "--resume", "--dim", "8"])
     assert "--dim 8: the run in --checkpoint" in other
     assert "was started with 4" in other
-    assert "cannot be read: Not a directory" in refused([*command("ratings", data, data, "--ranks", "1")])
+    no_folder = refused(command("ratings", data, data, "--ranks", "1"))
+    assert "cannot be read: Not a directory" in no_folder
     split = ["train", "deepconn", "--placement", "alternating", "--checkpoint", str(folder)]
     assert "only --placement single is saved" in refused(split)
 

@@ -285,9 +285,7 @@ def lock_folder(folder: Path) -> None:
         owner = os.pread(file, 200, 0).decode(errors="replace").strip()
         os.close(file)
         if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise CheckpointError(
-                f"{path}: cannot be locked: {error.strerror or error}"
-            ) from error
+            raise CheckpointError(f"{path}: cannot be locked: {error.strerror or error}") from error
         raise CheckpointError(
             f"{folder}: another job writes checkpoints there ({owner or 'unknown'}); give each "
             f"job a folder of its own"

@@ -346,8 +346,9 @@ def _wait_for_others(writing: Writing, parent: int) -> None:
         if missing:
             if os.getppid() != parent:
                 raise CheckpointError("the job has ended before all ranks had written")
-            if size != (size := sum(file.stat().st_size for file in folder.iterdir())):
-                grown = time.monotonic()
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, so somebody writes
+                if size != (size := sum(file.stat().st_size for file in folder.iterdir())):
+                    grown = time.monotonic()
             if time.monotonic() - grown > patience:
                 raise CheckpointError(
                     f"ranks {sorted(missing)} have written nothing for {patience:g} s"

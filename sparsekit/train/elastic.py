@@ -13,13 +13,14 @@ import secrets
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
+# torch does not list them in __all__, though its documentation does.
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 LOOK_S = 0.02
 TIMEOUT_S = 600.0
 
 
-def store_of_attempt(timeout: float = TIMEOUT_S) -> dist.Store | None:
+def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
     """The store of torchrun's agent, for this attempt alone; None without such a store.
 
     Args:
@@ -30,15 +31,15 @@ def store_of_attempt(timeout: float = TIMEOUT_S) -> dist.Store | None:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    store = dist.TCPStore(
+    store = TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
         wait_for_workers=False, timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return dist.PrefixStore(agree(store, rank, world_size, timeout), store)
+    return PrefixStore(agree(store, rank, world_size, timeout), store)
 
 
-def agree(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
+def agree(store: Store, rank: int, world_size: int, timeout: float) -> str:
     """A name that is new, and the same on all ranks that are there now.
 
     Each rank leaves a random word. Rank 0 lists those it finds, perhaps of ranks that are no more,
@@ -70,5 +71,5 @@ def agree(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
     raise RuntimeError(f"ranks {missing} of {world_size} have not come within {timeout:g} s")
 
 
-def _get(store: dist.Store, key: str) -> str:
+def _get(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
