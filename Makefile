@@ -32,7 +32,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
 demo: $(or $(wildcard $(BUILT)),$(BUILT_DEMO)) ## train on MovieLens-100K, next to two baselines
-	$(BIN)/python -m sparsekit train
+	$(BIN)/python -m sparsekit train $(ARGS)
 
 test: build ## run the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -4,6 +4,7 @@ from ..errors import CheckpointError
 from .folder import latest
 from .load import Loaded, load
 from .manager import Checkpoints
+from .reshard import reshard, verify
 from .save import Background, async_save, save
 
 __all__ = [
@@ -14,5 +15,7 @@ __all__ = [
     "async_save",
     "latest",
     "load",
+    "reshard",
     "save",
+    "verify",
 ]

@@ -365,7 +365,7 @@ class _TablePlan:
         rows = layer.capacity * layer.world_size
         for number, (folder, table) in enumerate(self._parts):
             for shard in table.shards:
-                with _opened(folder, table, shard.file, shard.rows) as file:
+                with opened(folder, table, shard.file, shard.rows) as file:
                     for begin, keys in _key_pieces(file, shard.rows):
                         if layer.table is None:
                             bad = ((keys < 0) | (keys >= rows)).nonzero()
@@ -399,7 +399,7 @@ class _TablePlan:
         for folder, part in self._parts:
             shards = [part.shards[layer.rank]] if self._same_place() else part.shards
             for shard in shards:
-                with _opened(folder, part, shard.file, shard.rows) as file:
+                with opened(folder, part, shard.file, shard.rows) as file:
                     self._take(file, shard.rows, columns)
         if layer.table is not None:
             if self._same_place() and len(layer.table) != table.shards[layer.rank].size:
@@ -479,7 +479,7 @@ def _inserted(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     return cast(Any, layer.table).find_or_insert(keys)
 
 
-def _opened(folder: Path, table: Table, name: str, rows: int) -> TensorFile:
+def opened(folder: Path, table: Table, name: str, rows: int) -> TensorFile:
     """A shard's file, after a look whether it has what the manifest says."""
     file = TensorFile(folder / name)
     expected = {"keys": ("int64", (rows,)), "vectors": (table.dtype, (rows, table.dim))}

@@ -13,14 +13,20 @@ import torch
 import torch.distributed as dist
 
 from ..datasets import DatasetUnavailableError, RatingsFormatError
-from ..errors import DataFormatError
+from ..errors import CheckpointError, DataFormatError
 
 
 class UsageError(Exception):
     """What the person at the keyboard can put right; shown without a traceback."""
 
 
-EXPECTED = (UsageError, DatasetUnavailableError, RatingsFormatError, DataFormatError)
+EXPECTED = (
+    UsageError,
+    DatasetUnavailableError,
+    RatingsFormatError,
+    DataFormatError,
+    CheckpointError,
+)
 
 
 def discard_output() -> None:

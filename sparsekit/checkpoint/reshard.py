@@ -1,0 +1,265 @@
+"""A checkpoint made anew for another number of ranks, or a chain as one, from files alone."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import ops
+from ..errors import CheckpointError
+from ..nn.owners import even_map
+from ..table import HashTable
+from .folder import Draft, chain, resolved
+from .load import opened
+from .manifest import DENSE, Manifest, Shard, Table, check_files, new_id, write_manifest
+from .tensor_file import (
+    DTYPES,
+    PIECE,
+    Column,
+    TensorFile,
+    Written,
+    check_sum,
+    header_of,
+    open_plain,
+)
+
+# Told after each piece: bytes read.
+Told = Callable[[int], None]
+
+
+def verify(path: str | os.PathLike[str], told: Told = lambda _: None) -> list[Path]:
+    """Read all files of a checkpoint and of those it follows, and compare checksums and headers.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the latest is taken.
+        told: called with the bytes of each file.
+
+    Returns:
+        The folders, the complete one first.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or damaged.
+    """
+    links = chain(resolved(path))
+    for folder, manifest in links:
+        check_files(folder, manifest, contents=False)
+        for name, written in manifest.files.items():
+            check_sum(folder / name, written)
+            told(written.bytes)
+        for table in manifest.tables.values():
+            for shard in table.shards:
+                with opened(folder, table, shard.file, shard.rows):
+                    pass
+    return [folder for folder, _ in links]
+
+
+def reshard(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    world_size: int,
+    told: Told = lambda _: None,
+) -> Path:
+    """Write a complete checkpoint for some number of ranks, with the rows of a whole chain.
+
+    Keys go to ranks as in a layer with the table's placement and the even map of owners. What ranks
+    have of their own is kept for as many ranks, else all get rank 0's.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
+        out: folder of the new one.
+        world_size: ranks, >= 1.
+        told: called with the bytes of each file as it is verified.
+
+    Raises:
+        CheckpointError: path is damaged; there is something at out already, or it cannot be
+            written.
+        ValueError: world_size is below 1.
+    """
+    if world_size < 1:
+        raise ValueError(f"reshard: world_size={world_size} must be >= 1")
+    verify(path, told)
+    links = chain(resolved(path))
+    folder, newest = links[-1]
+    draft = Draft(Path(out).absolute(), new_id())
+    draft.begin(replace=False)
+    try:
+        files: dict[str, Written] = {}
+        tables = {}
+        for number, name in enumerate(newest.tables):
+            tables[name] = _reshard_table(links, name, draft.folder, number, world_size, files)
+        same = world_size == newest.world_size
+        for rank in range(world_size):
+            own = f"rank-{rank:04d}.safetensors"
+            files[own] = _copy(
+                folder / (own if same else "rank-0000.safetensors"), draft.folder / own
+            )
+        files[DENSE] = _copy(folder / DENSE, draft.folder / DENSE)
+        ranks = newest.ranks if same else [newest.ranks[0]] * world_size
+        manifest = replace(
+            newest, id=draft.id, base=None, world_size=world_size, tables=tables, files=files,
+            ranks=ranks,
+        )  # fmt: skip
+        write_manifest(draft.folder, manifest)
+        draft.publish()
+    except BaseException:
+        draft.abandon()
+        raise
+    return draft.target
+
+
+def _reshard_table(
+    links: Sequence[tuple[Path, Manifest]],
+    name: str,
+    folder: Path,
+    number: int,
+    world_size: int,
+    files: dict[str, Written],
+) -> Table:
+    parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
+    complete = [i for i, (_, table) in enumerate(parts) if table.complete]
+    parts = parts[complete[-1] :]
+    table = parts[-1][1]
+    owners = None
+    if table.hash_table and table.placement == "hash" and world_size > 1:
+        owners = even_map(world_size, torch.device("cpu"))
+    counts = torch.zeros(world_size, dtype=torch.int64)
+    for _, _, keys, kept in _pieces(parts):
+        counts += ops.bucketize(keys[kept], world_size, owners)[1]
+    names = [f"table-{number:04d}-rank-{rank:04d}.safetensors" for rank in range(world_size)]
+    writers = [
+        _Writer(folder / file, _columns(table, int(count)))
+        for file, count in zip(names, counts, strict=True)
+    ]
+    for source, begin, keys, kept in _pieces(parts):
+        _, here, order = ops.bucketize(keys[kept], world_size, owners)
+        of_ranks = kept[order].split(here.tolist())
+        for column in writers[0].columns:
+            values = source.read(column.name, begin, len(keys))
+            for writer, rows in zip(writers, of_ranks, strict=True):
+                writer.append(column.name, values[rows])
+    for file, writer in zip(names, writers, strict=True):
+        files[file] = writer.finish()
+    sizes = counts.tolist()
+    capacity = max(table.capacity, *sizes)
+    if not table.hash_table:
+        capacity = max(1, *sizes)
+    crc = None if owners is None else zlib.crc32(owners.numpy().astype("<i2").tobytes())
+    return replace(
+        table, capacity=capacity, owners=crc, complete=True,
+        shards=tuple(
+            Shard(rank, file, size, size)
+            for rank, (file, size) in enumerate(zip(names, sizes, strict=True))
+        ),
+    )  # fmt: skip
+
+
+def _pieces(
+    parts: Sequence[tuple[Path, Table]],
+) -> Iterator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]:
+    """A file, a first row, keys from there on, and which of them no newer checkpoint has.
+
+    The newest comes first. Keys of checkpoints of changes are kept, those of a complete one never.
+    """
+    changes = sum(shard.rows for _, table in parts[1:] for shard in table.shards)
+    newer = HashTable(max(1, changes)) if changes else None
+    for place, (folder, table) in reversed(list(enumerate(parts))):
+        row_bytes = table.dim * getattr(torch, table.dtype).itemsize
+        step = max(1, PIECE // row_bytes)
+        for shard in table.shards:
+            with opened(folder, table, shard.file, shard.rows) as file:
+                for begin in range(0, shard.rows, step):
+                    keys = file.read("keys", begin, min(step, shard.rows - begin))
+                    kept = torch.arange(len(keys))
+                    if newer is not None:
+                        kept = (newer.find(keys) < 0).nonzero().squeeze(1)
+                        yield file, begin, keys, kept
+                        if place:
+                            newer.find_or_insert(keys)
+                    else:
+                        yield file, begin, keys, kept
+
+
+def _columns(table: Table, rows: int) -> list[Column]:
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    columns = [
+        Column("keys", torch.int64, (rows,), list),
+        Column("vectors", dtypes[table.dtype], (rows, table.dim), list),
+    ]
+    return columns + [
+        Column(name, dtypes[state.dtype], (rows, *state.shape), list)
+        for name, state in table.states.items()
+    ]
+
+
+class _Writer:
+    """A file whose columns grow side by side, each at its place."""
+
+    def __init__(self, path: Path, columns: list[Column]) -> None:
+        self.path = path
+        self.columns = columns
+        header = header_of(columns, {})
+        self._ends: dict[str, int] = {}
+        end = len(header)
+        for column in columns:
+            self._ends[column.name] = end
+            end += column.nbytes
+        self._size = end
+        try:
+            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            os.pwrite(self._file, header, 0)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def append(self, name: str, values: torch.Tensor) -> None:
+        """Add rows to a column."""
+        if not values.numel():
+            return
+        content: Any = values.contiguous().view(torch.uint8).reshape(-1).numpy()
+        view = memoryview(content)
+        try:
+            while len(view):
+                done = os.pwrite(self._file, view, self._ends[name])
+                self._ends[name] += done
+                view = view[done:]
+        except OSError as error:
+            raise self._error(error) from error
+
+    def finish(self) -> Written:
+        """Have the file reach the disk, and read it once more for its CRC-32."""
+        crc, done = 0, 0
+        try:
+            os.fsync(self._file)
+            while piece := os.pread(self._file, PIECE, done):
+                crc = zlib.crc32(piece, crc)
+                done += len(piece)
+        except OSError as error:
+            raise self._error(error) from error
+        finally:
+            os.close(self._file)
+        if done != self._size:
+            raise CheckpointError(f"{self.path}: has {done} bytes instead of {self._size}")
+        return Written(done, crc)
+
+    def _error(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path}: cannot be written: {error.strerror or error}")
+
+
+def _copy(source: Path, target: Path) -> Written:
+    """Copy a small file."""
+    file = open_plain(source)
+    with os.fdopen(file, "rb") as opened_source:
+        content = opened_source.read()
+    try:
+        with open(target, "xb") as copy:
+            copy.write(content)
+            copy.flush()
+            os.fsync(copy.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
+    return Written(len(content), zlib.crc32(content))
