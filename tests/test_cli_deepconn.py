@@ -53,6 +53,8 @@ def train_as_rank(rank, data, placement, trace=None, log=None):
         length=30,
         batch_size=16,
         lr=0.003,
+        checkpoint=None,
+        resume=False,
         seed=0,
         threads=1,
         log=log,

@@ -14,7 +14,8 @@ import warnings
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .manifest import MANIFEST, Manifest, check_files, read_manifest
+from .manifest import MANIFEST, Manifest, read_manifest
+from .tensor_file import check_sum, open_plain
 
 _STEP = re.compile(r"step-(\d{12,19})\Z")
 # In a folder that is being written, for as long as somebody writes.
@@ -113,6 +114,31 @@ def chain(path: Path) -> list[tuple[Path, Manifest]]:
         seen.add(older.id)
         links.insert(0, (folder, older))
     return links
+
+
+def check_files(folder: Path, manifest: Manifest, contents: bool = True) -> None:
+    """Check that the files of a checkpoint are there and whole.
+
+    Args:
+        folder: where.
+        manifest: of the folder.
+        contents: whether to read them all, or look at sizes only.
+
+    Raises:
+        CheckpointError: naming the first file that is not.
+    """
+    for name, written in manifest.files.items():
+        if contents:
+            check_sum(folder / name, written)
+            continue
+        file = open_plain(folder / name)
+        size = os.fstat(file).st_size
+        os.close(file)
+        if size != written.bytes:
+            raise CheckpointError(
+                f"{folder / name}: is damaged: it has {size} bytes, and {written.bytes} were "
+                f"written"
+            )
 
 
 def make_folder(path: Path) -> None:

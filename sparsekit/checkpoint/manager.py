@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import check_int
+from .background import Background
 from .folder import latest, lock_folder, retain, step_folder, unlock_folder
 from .load import Loaded, load
-from .save import Background, Changes, Writing
+from .save import Changes, Writing
 from .snapshot import Optimizers, Stateful, unwrapped
 from .together import Together
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .tensor_file import Written, check_sum, open_plain
+from .tensor_file import Written, open_plain
 
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
@@ -200,31 +200,6 @@ def read_manifest(folder: Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no JSON: {error}") from None
     return _Reader(path).manifest(values)
-
-
-def check_files(folder: Path, manifest: Manifest, contents: bool = True) -> None:
-    """Check that the files of a checkpoint are there and whole.
-
-    Args:
-        folder: where.
-        manifest: of the folder.
-        contents: whether to read them all, or look at sizes only.
-
-    Raises:
-        CheckpointError: naming the first file that is not.
-    """
-    for name, written in manifest.files.items():
-        if contents:
-            check_sum(folder / name, written)
-            continue
-        file = open_plain(folder / name)
-        size = os.fstat(file).st_size
-        os.close(file)
-        if size != written.bytes:
-            raise CheckpointError(
-                f"{folder / name}: is damaged: it has {size} bytes, and {written.bytes} were "
-                f"written"
-            )
 
 
 def _read_small(path: Path, most: int) -> bytes:

@@ -15,9 +15,9 @@ from .. import ops
 from ..errors import CheckpointError
 from ..nn.owners import even_map
 from ..table import HashTable
-from .folder import Draft, chain, resolved
-from .load import opened
-from .manifest import DENSE, Manifest, Shard, Table, check_files, new_id, write_manifest
+from .folder import Draft, chain, check_files, resolved
+from .load_table import opened
+from .manifest import DENSE, Manifest, Shard, Table, new_id, write_manifest
 from .tensor_file import (
     DTYPES,
     PIECE,

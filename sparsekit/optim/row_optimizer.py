@@ -307,18 +307,6 @@ class RowOptimizer(torch.optim.Optimizer):
                 states[name].fill_(value)
         return states
 
-    def untouched_states(self, parameter: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-        """New states of a parameter's rows after some steps, none of which has touched them."""
-        group = next(
-            group for group in self.param_groups if any(own is parameter for own in group["params"])
-        )
-        states = self._new_states(parameter, group)
-        if self._has_row_step(group):
-            states["row_step"] = row_steps(local(parameter))
-            if not self._per_row(group):
-                states["row_step"].fill_(step)  # they have made all steps, without a gradient
-        return states
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state["param_groups"]:  # of another version, or of torch's optimizer
             for name, value in (state.get("defaults") or self.defaults).items():

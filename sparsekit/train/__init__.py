@@ -3,10 +3,11 @@
 from ..errors import DivergedError
 from .logs import JsonLines, TensorBoard
 from .progress import Progress
+from .resume import Epoch
 from .schedule import linear_warmup
 from .stopping import EarlyStopping
 from .telemetry import Telemetry
-from .trainer import Epoch, Trainer
+from .trainer import Trainer
 
 __all__ = [
     "DivergedError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -147,3 +148,14 @@ def rows_of(batch: Any) -> int:
         f"Trainer: a batch must be a Batch, a tensor, or a tuple, list or dict that begins with "
         f"one, got {type(batch).__name__}"
     )
+
+
+def steps_of(
+    shares: Generator[Share, None, None], accumulate: int
+) -> Iterator[tuple[list[Share], Share | None]]:
+    """The batches of each step, and the first of the step behind it."""
+    batches = list(itertools.islice(shares, accumulate))
+    while batches:
+        following = list(itertools.islice(shares, accumulate))
+        yield batches, following[0] if following else None
+        batches = following

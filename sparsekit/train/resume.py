@@ -12,6 +12,27 @@ import torch
 from .feed import Share
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch gave.
+
+    Attributes:
+        number: from 1.
+        loss: mean over all samples, each with the weights it was trained with; no penalty.
+        seconds: spent training, evaluation not included.
+        samples_per_second: of training.
+        metrics: what evaluate returned.
+        tables: name -> figures of each embedding table; see `Telemetry`.
+    """
+
+    number: int
+    loss: float
+    seconds: float
+    samples_per_second: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    tables: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
 @dataclass
 class Position:
     """A place between two steps of an epoch.

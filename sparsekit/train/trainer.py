@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, TextIO
 
 import torch
@@ -16,37 +15,16 @@ import torch.distributed as dist
 from ..checkpoint import Checkpoints
 from ..distributed import Exchange, exchange_of
 from ..errors import check_int
-from .feed import Ranks, Share, of_loader, of_tensors, set_epoch
+from .feed import Ranks, Share, of_loader, of_tensors, set_epoch, steps_of
 from .logs import JsonLines, Log
 from .losses import Losses
 from .progress import Progress
-from .resume import Position
+from .resume import Epoch, Position
 from .step import LossFn, Step
 from .stopping import EarlyStopping
 from .telemetry import Telemetry
 
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What one epoch gave.
-
-    Attributes:
-        number: from 1.
-        loss: mean over all samples, each with the weights it was trained with; no penalty.
-        seconds: spent training, evaluation not included.
-        samples_per_second: of training.
-        metrics: what evaluate returned.
-        tables: name -> figures of each embedding table; see `Telemetry`.
-    """
-
-    number: int
-    loss: float
-    seconds: float
-    samples_per_second: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    tables: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Trainer:
@@ -369,7 +347,7 @@ class Trainer:
             place.reach(shares)
             losses.restore(place.losses)
             progress.go_on(place.samples, place.seconds)
-        for batches, following in _steps(shares, self.accumulate):
+        for batches, following in steps_of(shares, self.accumulate):
             every = self.checkpoint_every
             saves = every is not None and (self.steps + 1) % every == 0 and following is not None
             # Between a step and its checkpoint nothing may be on its way to other ranks.
@@ -418,14 +396,3 @@ class Trainer:
         flag = torch.tensor([here], dtype=torch.int64, device=device)
         dist.broadcast(flag, dist.get_global_rank(self._exchange.group, 0), self._exchange.group)
         return bool(flag.item())
-
-
-def _steps(
-    shares: Generator[Share, None, None], accumulate: int
-) -> Iterator[tuple[list[Share], Share | None]]:
-    """The batches of each step, and the first of the step behind it."""
-    batches = list(itertools.islice(shares, accumulate))
-    while batches:
-        following = list(itertools.islice(shares, accumulate))
-        yield batches, following[0] if following else None
-        batches = following

@@ -122,8 +122,9 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         with pytest.raises(CheckpointError, match=r"\.lock: cannot be written: Permission denied"):
             Checkpoints(tmp_path).save(0, model, optimizers)
 
-    for parent in (tmp_path.parent, tmp_path.parent.parent):
-        parent.chmod(0o755)
+    for parent in tmp_path.parents:
+        if "pytest-of-" in str(parent):  # they are closed to others
+            parent.chmod(0o755)
     try:
         assert ended_well(in_a_fork(save_read_only))
     finally:

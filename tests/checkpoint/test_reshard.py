@@ -68,7 +68,7 @@ def test_reshard(saved, tmp_path, capsys, world):
 
 
 def test_compact(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sparsekit.checkpoint.reshard.PIECE", 500)  # many pieces
+    monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", 500)  # many pieces
     folder, expected = saved
     run(capsys, "compact", folder, tmp_path / "out")
     assert "follows" not in run(capsys, "inspect", tmp_path / "out")

@@ -223,9 +223,8 @@ def test_a_layer_alone(tmp_path):
 def test_keys_and_rows_in_many_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.snapshot, "_KEYS", 7)
     monkeypatch.setattr(checkpoint.snapshot, "_BUCKETS", 16)
-    for module in (checkpoint.tensor_file, checkpoint.load.__globals__["_TablePlan"]):
-        monkeypatch.setattr(module, "PIECE", 100, raising=False)
-    monkeypatch.setitem(checkpoint.load.__globals__, "PIECE", 100)
+    for module in ("tensor_file", "load_table"):
+        monkeypatch.setattr(f"sparsekit.checkpoint.{module}.PIECE", 100)
     model, optimizers = made()
     train(model, optimizers, 0, 5)
     keep = Checkpoints(tmp_path, complete_every=3)
