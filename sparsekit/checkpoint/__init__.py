@@ -2,6 +2,8 @@
 
 from ..errors import CheckpointError
 from .background import Background, async_save
+from .convert import export, import_tables, sources_of
+from .diff import diff
 from .folder import latest
 from .load import Loaded, load
 from .manager import Checkpoints
@@ -14,9 +16,13 @@ __all__ = [
     "Checkpoints",
     "Loaded",
     "async_save",
+    "diff",
+    "export",
+    "import_tables",
     "latest",
     "load",
     "reshard",
     "save",
+    "sources_of",
     "verify",
 ]

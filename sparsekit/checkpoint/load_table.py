@@ -30,11 +30,7 @@ class TablePlan:
         self.name = name
         self.layer = layer
         self.table = links[-1][1].tables[name]
-        # Of what is complete and what has changed since.
-        self._parts = [(folder, manifest.tables[name]) for folder, manifest in links
-                       if name in manifest.tables]  # fmt: skip
-        complete = [i for i, (_, table) in enumerate(self._parts) if table.complete]
-        self._parts = self._parts[complete[-1] :]
+        self._parts = parts_of(links, name)
         self._check(links[-1][0], cast)
 
     def _check(self, folder: Path, cast: bool) -> None:
@@ -193,6 +189,13 @@ class TablePlan:
 
 def _inserted(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     return cast(Any, layer.table).find_or_insert(keys)
+
+
+def parts_of(links: Chain, name: str) -> list[tuple[Path, Table]]:
+    """Of a chain, where a table is complete, and what has changed of it since."""
+    parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
+    complete = [i for i, (_, table) in enumerate(parts) if table.complete]
+    return parts[complete[-1] :]
 
 
 def opened(folder: Path, table: Table, name: str, rows: int) -> TensorFile:

@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from ..nn.owners import even_map
 from ..table import HashTable
 from .folder import Draft, chain, check_files, resolved
-from .load_table import opened
+from .load_table import opened, parts_of
 from .manifest import DENSE, Manifest, Shard, Table, new_id, write_manifest
 from .tensor_file import (
     DTYPES,
@@ -121,22 +121,20 @@ def _reshard_table(
     world_size: int,
     files: dict[str, Written],
 ) -> Table:
-    parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
-    complete = [i for i, (_, table) in enumerate(parts) if table.complete]
-    parts = parts[complete[-1] :]
+    parts = parts_of(links, name)
     table = parts[-1][1]
     owners = None
     if table.hash_table and table.placement == "hash" and world_size > 1:
         owners = even_map(world_size, torch.device("cpu"))
     counts = torch.zeros(world_size, dtype=torch.int64)
-    for _, _, keys, kept in _pieces(parts):
+    for _, _, keys, kept in live_pieces(parts):
         counts += ops.bucketize(keys[kept], world_size, owners)[1]
     names = [f"table-{number:04d}-rank-{rank:04d}.safetensors" for rank in range(world_size)]
     writers = [
-        _Writer(folder / file, _columns(table, int(count)))
+        ColumnWriter(folder / file, columns_of(table, int(count)))
         for file, count in zip(names, counts, strict=True)
     ]
-    for source, begin, keys, kept in _pieces(parts):
+    for source, begin, keys, kept in live_pieces(parts):
         _, here, order = ops.bucketize(keys[kept], world_size, owners)
         of_ranks = kept[order].split(here.tolist())
         for column in writers[0].columns:
@@ -159,7 +157,7 @@ def _reshard_table(
     )  # fmt: skip
 
 
-def _pieces(
+def live_pieces(
     parts: Sequence[tuple[Path, Table]],
 ) -> Iterator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]:
     """A file, a first row, keys from there on, and which of them no newer checkpoint has.
@@ -185,7 +183,8 @@ def _pieces(
                         yield file, begin, keys, kept
 
 
-def _columns(table: Table, rows: int) -> list[Column]:
+def columns_of(table: Table, rows: int) -> list[Column]:
+    """What a table's file has, for so many rows."""
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     columns = [
         Column("keys", torch.int64, (rows,), list),
@@ -197,7 +196,7 @@ def _columns(table: Table, rows: int) -> list[Column]:
     ]
 
 
-class _Writer:
+class ColumnWriter:
     """A file whose columns grow side by side, each at its place."""
 
     def __init__(self, path: Path, columns: list[Column]) -> None:

@@ -307,7 +307,9 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Set torch's generators as they were."""
+    """Set torch's generators as they were; an imported checkpoint says nothing of them."""
+    if "cpu" not in state:
+        return
     torch.random.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,41 +1,87 @@
-"""``sparsekit checkpoint``: look at checkpoints, verify them, make them anew for other ranks."""
+"""``sparsekit checkpoint``: look at checkpoints, verify, compare and convert them, as files."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from .._arguments import Parser
+from ..checkpoint.convert import FORMATS, KINDS, export, import_tables, sources_of
+from ..checkpoint.diff import diff, lines
 from ..checkpoint.folder import chain, resolved
-from ..checkpoint.reshard import reshard, verify
+from ..checkpoint.reshard import Told, reshard, verify
 from ..train.progress import Progress
 from .common import number
+
+T = TypeVar("T")
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
     command = commands.add_parser(
         "checkpoint",
-        help="look at checkpoints, verify them, make them anew for other ranks",
+        help="look at checkpoints, verify, compare, reshard, import and export them",
         description="Work on checkpoints as files, without a model and on one process.",
     )
     parts = command.add_subparsers(required=True, metavar="WHAT")
     texts = {
         "inspect": "tell what a checkpoint has",
         "verify": "read all files of a checkpoint and of those it follows, and compare checksums",
+        "diff": "compare two checkpoints by key; exits with 1 if they differ",
         "reshard": "write a checkpoint anew for another number of ranks",
         "compact": "write a checkpoint and those it follows as one",
+        "export": "write each table to a file for other programs",
+        "import": "make a checkpoint of tables that another library has saved",
     }
     for name, text in texts.items():
         part = parts.add_parser(name, help=text, description=f"{text.capitalize()}.")
         part.set_defaults(run=globals()[f"_{name}"])
-        part.add_argument("path", metavar="PATH", help="a checkpoint, or a folder: its latest")
-        if name in ("reshard", "compact"):
-            part.add_argument("out", metavar="OUT", help="folder of the new one")
+        what = "a checkpoint, or a folder: its latest"
+        if name == "import":
+            what = "folder of a SOK dump or of .npz files, a .npz, or a file of torch.save"
+        part.add_argument("path", metavar="PATH", help=what)
+        if name == "diff":
+            part.add_argument("other", metavar="OTHER", help="what it is compared with")
+        elif name not in ("inspect", "verify"):
+            part.add_argument("out", metavar="OUT", help="folder that is made")
         if name == "reshard":
             part.add_argument("--world", type=number(int, 1, 4096), required=True, help="ranks")
+        elif name == "export":
+            part.add_argument("--format", choices=FORMATS, required=True, help="kind of file")
+        elif name == "import":
+            _import_options(part)
+
+
+def _import_options(part: argparse.ArgumentParser) -> None:
+    part.add_argument(
+        "--from", choices=KINDS, required=True, dest="kind",
+        help="which library; npz: arrays vectors and perhaps keys; torchrec: a state dict",
+    )  # fmt: skip
+    part.add_argument(
+        "--dim", action="append", default=[], metavar="[TABLE=]N", type=_dim,
+        help="elements of a vector, of all tables or of one; for sok1, whose files do not tell",
+    )  # fmt: skip
+    part.add_argument(
+        "--rename", action="append", default=[], metavar="TABLE=LAYER", type=_rename,
+        help="the layer's name in the module, where it is another than the table's",
+    )  # fmt: skip
+
+
+def _dim(text: str) -> tuple[str, int]:
+    table, _, size = text.rpartition("=")
+    if not size.isdecimal() or not 1 <= int(size) < 2**24:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither N nor TABLE=N, with N >= 1")
+    return table, int(size)
+
+
+def _rename(text: str) -> tuple[str, str]:
+    table, equals, layer = text.rpartition("=")
+    if not (table and equals and layer):
+        raise argparse.ArgumentTypeError(f"{text!r} is not TABLE=LAYER")
+    return table, layer
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -78,8 +124,40 @@ def _compact(args: argparse.Namespace) -> int:
     return _reshard(argparse.Namespace(path=args.path, out=args.out, world=world_size))
 
 
-def _with_bar(path: str, title: str, work: Any) -> Any:
-    links = chain(resolved(Path(path)))
-    total = sum(file.bytes for _, manifest in links for file in manifest.files.values())
+def _diff(args: argparse.Namespace) -> int:
+    found = _with_bar(
+        args.path, "verify", lambda told: diff(args.path, args.other, told), args.other
+    )
+    for line in lines(found, {"a": args.path, "b": args.other}):
+        print(line)
+    return int(bool(found))
+
+
+def _export(args: argparse.Namespace) -> int:
+    made = _with_bar(
+        args.path, "verify", lambda told: export(args.path, args.out, args.format, told)
+    )
+    for file in sorted(made.iterdir()):
+        print(f"{file}: {file.stat().st_size:,} bytes")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    sources = sources_of(args.kind, args.path, dict(args.dim))
+    total = sum(source.rows * source.dim * source.dtype.itemsize for source in sources)
+    with Progress("import", total, sys.stderr, "bytes") as progress:
+        made = import_tables(sources, args.out, dict(args.rename), progress.update)
+    for source in sources:
+        left = f"; left behind: {source.left}" if source.left else ""
+        print(f"{source.name}: {source.rows:,} rows, dim {source.dim}{left}")
+    print(f"{made}: load it with strict=False, and without optimizers")
+    return 0
+
+
+def _with_bar(path: str, title: str, work: Callable[[Told], T], *others: str) -> T:
+    folders = [chain(resolved(Path(each))) for each in (path, *others)]
+    total = sum(
+        file.bytes for links in folders for _, manifest in links for file in manifest.files.values()
+    )
     with Progress(title, total, sys.stderr, "bytes") as progress:
         return work(progress.update)

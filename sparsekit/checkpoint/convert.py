@@ -1,0 +1,272 @@
+"""Tables of other libraries as a checkpoint, and a checkpoint's tables as files of other kinds."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import _pybind, hashing
+from ..distributed.world import settings
+from ..errors import CheckpointError
+from ..table import HashTable
+from .folder import Draft, chain, resolved
+from .load_table import parts_of
+from .manifest import DENSE, Manifest, Shard, Table, new_id, write_manifest
+from .reshard import ColumnWriter, Told, columns_of, live_pieces, verify
+from .sources import Source, npz, sok1, sok2, torchrec
+from .tensor_file import TensorFile, Written, carried, write
+
+KINDS = ("sok1", "sok2", "npz", "torchrec")
+FORMATS = ("npz", "parquet", "safetensors")
+
+
+def sources_of(
+    kind: str, path: str | os.PathLike[str], dims: Mapping[str, int] = {}
+) -> list[Source]:
+    """Tables that another library has saved.
+
+    Args:
+        kind: ``"sok1"``, ``"sok2"``: a dump of HugeCTR's SparseOperationKit; ``"npz"``: files with
+            ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of an
+            EmbeddingBagCollection or EmbeddingCollection.
+        path: a file or folder, as the kind has it.
+        dims: for sok1, which does not tell: variable -> elements of a vector; ``""`` is for all
+            others.
+
+    Raises:
+        CheckpointError: there is nothing of the kind, or it is damaged; naming the file.
+        ValueError: kind is none of these.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"sources_of: kind={kind!r} is none of {', '.join(KINDS)}")
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no such file or folder")
+    if kind == "sok1":
+        return sok1(path, dict(dims))
+    return {"sok2": sok2, "npz": npz, "torchrec": torchrec}[kind](path)
+
+
+def import_tables(
+    sources: Sequence[Source],
+    out: str | os.PathLike[str],
+    names: Mapping[str, str] = {},
+    told: Told = lambda _: None,
+) -> Path:
+    """Write tables of another library as a checkpoint, which any number of ranks can load.
+
+    It has no dense tensors and no optimizers, so that a model that has loads it with
+    ``strict=False`` and without its optimizers.
+
+    Args:
+        sources: see `sources_of`.
+        out: folder of the checkpoint.
+        names: name of a table -> that of the layer in the module, where it is another.
+        told: called with the bytes of vectors after each piece.
+
+    Raises:
+        CheckpointError: a file is damaged, a key is there twice, two tables have one name, names
+            has a table that there is not, or out is there already or cannot be written.
+    """
+    unknown = sorted(names.keys() - {source.name for source in sources})
+    if unknown:
+        raise CheckpointError(
+            f"there is no table {unknown[0]}, but {', '.join(s.name for s in sources)}"
+        )
+    named = {names.get(source.name, source.name): source for source in sources}
+    if len(named) != len(sources):
+        raise CheckpointError(f"two tables have one name: {', '.join(s.name for s in sources)}")
+    draft = Draft(Path(out).absolute(), new_id())
+    draft.begin(replace=False)
+    try:
+        files: dict[str, Written] = {}
+        tables = {}
+        for number, (name, source) in enumerate(named.items()):
+            file = f"table-{number:04d}-rank-0000.safetensors"
+            tables[name] = _table(name, source, file)
+            writer = ColumnWriter(draft.folder / file, columns_of(tables[name], source.rows))
+            for keys, vectors in _distinct(source):
+                writer.append("keys", keys)
+                writer.append("vectors", vectors)
+                told(vectors.nbytes)
+            files[file] = writer.finish()
+        for file in (DENSE, "rank-0000.safetensors"):
+            files[file] = write(draft.folder / file, [])
+        manifest = Manifest(
+            id=draft.id, step=None, base=None, world_size=1, tables=tables, files=files,
+            ranks=[{"random": {}, "state": {}}], version=_pybind.build_info()["version"],
+        )  # fmt: skip
+        write_manifest(draft.folder, manifest)
+        draft.publish()
+    except BaseException:
+        draft.abandon()
+        raise
+    return draft.target
+
+
+def _table(name: str, source: Source, file: str) -> Table:
+    seed = int(hashing.xxh64([name], seed=settings.seed))  # as of a layer of this name
+    return Table(
+        layer=name, dim=source.dim, dtype=str(source.dtype).removeprefix("torch."),
+        key_dtype="int64", capacity=max(1, source.rows), hash_table=True, placement="hash",
+        owners=None, seed=seed, initializer="", optimizer=None, states={},
+        settings={}, complete=True, shards=(Shard(0, file, source.rows, source.rows),),
+    )  # fmt: skip
+
+
+def _distinct(source: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A source's pieces, as long as no key comes again."""
+    seen = HashTable(max(1, source.rows))
+    done = 0
+    for keys, vectors in source.pieces():
+        rows = seen.find_or_insert(keys)
+        again = (rows != torch.arange(done, done + len(keys))).nonzero()
+        if len(again):
+            key = int(keys[again[0, 0]])
+            raise CheckpointError(
+                f"{source.path}: key {key} is there twice, the second time in row "
+                f"{done + int(again[0, 0])}"
+            )
+        done += len(keys)
+        yield keys, vectors
+
+
+def export(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    format: str,
+    told: Told = lambda _: None,
+) -> Path:
+    """Write each table of a checkpoint, with a whole chain's rows, as one file for other programs.
+
+    A file has ``keys`` int64 [rows], ``vectors`` [rows, dim] and the optimizer's states. bfloat16
+    becomes float32 but in safetensors, as NumPy has no such numbers.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
+        out: folder of the files, ``<table>.<format>``.
+        format: ``"npz"``, ``"parquet"`` (needs pyarrow) or ``"safetensors"``.
+        told: called with the bytes of each file as it is verified.
+
+    Raises:
+        CheckpointError: path is damaged; there is something at out already, or it cannot be
+            written.
+        ImportError: Parquet without pyarrow.
+        ValueError: format is none of these.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"export: format={format!r} is none of {', '.join(FORMATS)}")
+    parquet = importlib.import_module("pyarrow.parquet") if format == "parquet" else None
+    verify(path, told)
+    links = chain(resolved(path))
+    draft = Draft(Path(out).absolute(), new_id())
+    draft.begin(replace=False)
+    try:
+        taken: set[str] = set()
+        for name in links[-1][1].tables:
+            parts = parts_of(links, name)
+            stem = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "_"
+            if stem in taken:
+                stem = f"{stem}-{len(taken)}"
+            taken.add(stem)
+            file = draft.folder / f"{stem}.{format}"
+            rows = sum(len(kept) for _, _, _, kept in live_pieces(parts))
+            try:
+                if format == "npz":
+                    _write_npz(file, parts, rows)
+                elif format == "parquet":
+                    _write_parquet(parquet, file, parts)
+                else:
+                    _write_safetensors(file, parts, rows)
+                _sync(file)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{file}: cannot be written: {error.strerror or error}"
+                ) from error
+        draft.publish()
+    except BaseException:
+        draft.abandon()
+        raise
+    return draft.target
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+Parts = Sequence[tuple[Path, Table]]
+
+
+def _array(values: torch.Tensor) -> np.ndarray:
+    """Of numbers that NumPy has."""
+    array: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return array
+
+
+def _write_safetensors(path: Path, parts: Parts, rows: int) -> None:
+    writer = ColumnWriter(path, columns_of(parts[-1][1], rows))
+    for file, begin, keys, kept in live_pieces(parts):
+        for column in writer.columns:
+            writer.append(column.name, file.read(column.name, begin, len(keys))[kept])
+    writer.finish()
+
+
+def _write_npz(path: Path, parts: Parts, rows: int) -> None:
+    """Column after column, as a .npz has them."""
+    with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
+        for column in columns_of(parts[-1][1], rows):
+            sample = _array(torch.empty(0, dtype=column.dtype))
+            header = {
+                "descr": np.lib.format.dtype_to_descr(sample.dtype),
+                "fortran_order": False,
+                "shape": column.shape,
+            }
+            with archive.open(f"{column.name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array_header_1_0(file, header)
+                for source, begin, keys, kept in live_pieces(parts):
+                    values = source.read(column.name, begin, len(keys))[kept]
+                    file.write(carried(torch.from_numpy(_array(values))).tobytes())
+
+
+def _write_parquet(parquet: Any, path: Path, parts: Parts) -> None:
+    """Row group after row group; a vector is a list of fixed size."""
+    arrow = importlib.import_module("pyarrow")
+    columns = columns_of(parts[-1][1], 0)
+
+    def batch(read: Callable[[str], torch.Tensor]) -> Any:
+        arrays = {}
+        for column in columns:
+            values = _array(read(column.name))
+            array = arrow.array(values.reshape(-1))
+            if values.ndim > 1:
+                array = arrow.FixedSizeListArray.from_arrays(array, values.shape[1])
+            arrays[column.name] = array
+        return arrow.table(arrays)
+
+    schema = batch(
+        lambda name: next(torch.empty(c.shape, dtype=c.dtype) for c in columns if c.name == name)
+    ).schema
+    with ExitStack() as stack:
+        writer = stack.enter_context(parquet.ParquetWriter(path, schema))
+        for source, begin, keys, kept in live_pieces(parts):
+            if len(kept):
+                writer.write_table(batch(_reader(source, begin, len(keys), kept)))
+
+
+def _reader(
+    file: TensorFile, begin: int, count: int, kept: torch.Tensor
+) -> Callable[[str], torch.Tensor]:
+    return lambda name: file.read(name, begin, count)[kept]

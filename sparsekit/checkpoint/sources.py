@@ -1,0 +1,345 @@
+"""Tables that other libraries have saved, read piece by piece; nothing in their files is trusted.
+
+SOK's layouts are those that HugeCTR's sparse_operation_kit writes; that of version 2 is in its
+``dump_load.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import re
+import string
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+from .tensor_file import PIECE, open_plain
+
+_SOK2_DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
+_SOK2_HEAD = 296
+_MOST_TABLES = 1 << 16
+_VECTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table of another library.
+
+    Attributes:
+        name: of the table.
+        dtype: of vectors as they will be here.
+        dim: elements of a vector.
+        rows: how many there are.
+        path: the file, for errors.
+        pieces: yields int64 keys ``[n]`` with vectors ``[n, dim]``, as often as it is called.
+        left: what of the table is left behind, or an empty text.
+    """
+
+    name: str
+    dtype: torch.dtype
+    dim: int
+    rows: int
+    path: Path
+    pieces: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+    left: str = ""
+
+
+def _step(dim: int, itemsize: int) -> int:
+    return max(1, PIECE // max(dim * itemsize, 1))
+
+
+def _as_keys(keys: np.ndarray) -> torch.Tensor:
+    """Keys as int64; unsigned ones of 64 bits keep their bits."""
+    if keys.dtype.kind == "u" and keys.dtype.itemsize == 8:
+        keys = keys.view(np.dtype("<i8"))
+    return torch.from_numpy(keys.astype(np.int64))
+
+
+def _as_vectors(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values.astype(np.float32 if values.itemsize < 4 else values.dtype))
+
+
+def _here(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.float64 if dtype.itemsize == 8 else torch.float32
+
+
+def _plain(path: Path) -> BinaryIO:
+    return os.fdopen(open_plain(path), "rb")
+
+
+def _size(path: Path) -> int:
+    with _plain(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def _exactly(file: Any, count: int, path: Path) -> bytes:
+    content: bytes = file.read(count)
+    if len(content) != count:
+        raise CheckpointError(f"{path}: is damaged: it ends {count - len(content)} bytes too early")
+    return content
+
+
+def _raw_pieces(
+    keys_path: Path, key_dtype: np.dtype[Any], values_path: Path, dtype: np.dtype[Any],
+    dim: int, rows: int, head: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+    """Of two files of raw numbers, behind heads that are passed over."""
+    step = _step(dim, dtype.itemsize)
+    with _plain(keys_path) as keys, _plain(values_path) as values:
+        keys.seek(head)
+        values.seek(head)
+        for begin in range(0, rows, step):
+            count = min(step, rows - begin)
+            some = np.frombuffer(_exactly(keys, count * key_dtype.itemsize, keys_path), key_dtype)
+            content = _exactly(values, count * dim * dtype.itemsize, values_path)
+            vectors = np.frombuffer(content, dtype).reshape(count, dim)
+            yield _as_keys(some), _as_vectors(vectors)
+
+
+def sok1(path: Path, dims: dict[str, int]) -> list[Source]:
+    """``<variable>_keys.file`` and ``<variable>_values.file`` (float32), for each variable.
+
+    They say neither the width of keys nor that of vectors, so the dim must be known; keys of 4
+    bytes are uint32.
+
+    Args:
+        path: folder of the files.
+        dims: variable -> dim; ``""`` is that of all others.
+    """
+    found = []
+    for keys_path in sorted(path.glob("*_keys.file")):
+        name = keys_path.name.removesuffix("_keys.file")
+        values_path = path / f"{name}_values.file"
+        dim = dims.get(name, dims.get("", 0))
+        if dim < 1:
+            raise CheckpointError(
+                f"{values_path}: files of SOK 1 do not tell how long a vector is; give --dim, or "
+                f"--dim {name}=N"
+            )
+        key_bytes, value_bytes = _size(keys_path), _size(values_path)
+        rows, rest = divmod(value_bytes, 4 * dim)
+        width = key_bytes / rows if rows else 8
+        if rest or width not in (4, 8) or (not rows and key_bytes):
+            raise CheckpointError(
+                f"{values_path}: {value_bytes} bytes are no float32 vectors of dim {dim} for the "
+                f"{key_bytes} bytes of {keys_path.name}, which are uint32 or int64"
+            )
+        key_dtype = np.dtype("<u4" if width == 4 else "<i8")
+
+        pieces = functools.partial(
+            _raw_pieces, keys_path, key_dtype, values_path, np.dtype("<f4"), dim, rows, 0
+        )
+        found.append(Source(name, torch.float32, dim, rows, keys_path, pieces))
+    if not found:
+        raise CheckpointError(f"{path}: has no *_keys.file, as a dump of SOK 1 has")
+    return found
+
+
+def sok2(path: Path) -> list[Source]:
+    """``meta_info``, with ``<table>-key`` and ``<table>-weight`` for each table.
+
+    Args:
+        path: folder of the files.
+    """
+    meta = path / "meta_info"
+    with _plain(meta) as file:
+        (count,) = struct.unpack(">I", _exactly(file, 4, meta))
+        if count > _MOST_TABLES or os.fstat(file.fileno()).st_size != 4 + count * 308:
+            raise CheckpointError(f"{meta}: is damaged: its size is not that of {count} tables")
+        key_types, value_types, dims = (
+            struct.unpack(f">{count}I", _exactly(file, 4 * count, meta)) for _ in range(3)
+        )
+        sizes = struct.unpack(f">{count}Q", _exactly(file, 8 * count, meta))
+        names = [_text(_exactly(file, 256, meta), meta) for _ in range(count)]
+        kinds = [_text(_exactly(file, 32, meta), meta) for _ in range(count)]
+    return [
+        _sok2_table(path, meta, *facts)
+        for facts in zip(names, key_types, value_types, dims, sizes, kinds, strict=True)
+    ]
+
+
+def _text(content: bytes, path: Path) -> str:
+    try:
+        return content.decode().strip()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path}: is damaged: {content[:40]!r} is no text") from None
+
+
+def _sok2_table(
+    path: Path, meta: Path, name: str, key_type: int, value_type: int, dim: int, rows: int,
+    optimizer: str,
+) -> Source:  # fmt: skip
+    stem = name.translate(str.maketrans(string.punctuation, "_" * len(string.punctuation)))
+    if key_type > 3 or not 4 <= value_type <= 6 or not 1 <= dim < 2**24 or "\0" in stem:
+        raise CheckpointError(
+            f"{meta}: is damaged: table {name!r:.80} has key type {key_type}, value type "
+            f"{value_type}, dim {dim}"
+        )
+    keys_path, values_path = path / f"{stem}-key", path / f"{stem}-weight"
+    key_dtype, dtype = (np.dtype(_SOK2_DTYPES[each]) for each in (key_type, value_type))
+    for kind, each in enumerate((keys_path, values_path)):
+        with _plain(each) as file:
+            head = _exactly(file, _SOK2_HEAD, each)
+            size = os.fstat(file.fileno()).st_size - _SOK2_HEAD
+        written_kind, written_type = (struct.unpack(">I", head[i : i + 4])[0] for i in (256, 292))
+        if _text(head[:256], each) != name or written_kind != kind:
+            raise CheckpointError(f"{each}: is damaged: its head is of another file")
+        if written_type != (key_type, value_type)[kind]:
+            raise CheckpointError(f"{each}: is of type {written_type}, and not as {meta} says")
+        if kind == 0 and key_type == 2 and size == 8 * rows and rows:
+            key_dtype = np.dtype("<u8")  # some versions write uint32 keys as uint64
+        expected = rows * (key_dtype.itemsize if kind == 0 else dim * dtype.itemsize)
+        if size != expected:
+            raise CheckpointError(
+                f"{each}: is damaged: it has {size} bytes behind its head, and {rows} rows have "
+                f"{expected}"
+            )
+
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return _raw_pieces(keys_path, key_dtype, values_path, dtype, dim, rows, _SOK2_HEAD)
+
+    states = sorted(each.name for each in path.glob(f"{stem}-{optimizer}-*"))
+    left = f"states of {optimizer}: {', '.join(states)}" if states else ""
+    return Source(re.sub(r":0\Z", "", name), _here(dtype), dim, rows, keys_path, pieces, left)
+
+
+def npz(path: Path) -> list[Source]:
+    """``<table>.npz`` with ``vectors`` [rows, dim], and ``keys`` [rows], else row i is key i.
+
+    Args:
+        path: a file, or a folder of such files.
+    """
+    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    if not files:
+        raise CheckpointError(f"{path}: has no .npz file")
+    return [_npz_table(file) for file in files]
+
+
+def _npz_table(path: Path) -> Source:
+    with _plain(path) as file, _zip(path, file) as archive:
+        names = {each.removesuffix(".npy") for each in archive.namelist()}
+        if "vectors" not in names:
+            raise CheckpointError(
+                f"{path}: has {', '.join(sorted(names)[:5]) or 'nothing'}, and no vectors"
+            )
+        with _array(path, archive, "vectors", "f", 2) as (_, shape, dtype):
+            rows, dim = shape
+        if not 1 <= dim < 2**24:
+            raise CheckpointError(f"{path}: vectors of dim {dim}")
+        if "keys" in names:
+            with _array(path, archive, "keys", "iu", 1) as (_, shape, _):
+                if shape != (rows,):
+                    raise CheckpointError(f"{path}: has {shape[0]} keys and {rows} vectors")
+    step = _step(dim, dtype.itemsize)
+
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        with contextlib.ExitStack() as stack:
+            # Two files, since both arrays are read side by side.
+            keys = key_dtype = None
+            if "keys" in names:
+                archive = stack.enter_context(_zip(path, stack.enter_context(_plain(path))))
+                keys, _, key_dtype = stack.enter_context(_array(path, archive, "keys", "iu", 1))
+            archive = stack.enter_context(_zip(path, stack.enter_context(_plain(path))))
+            vectors, _, _ = stack.enter_context(_array(path, archive, "vectors", "f", 2))
+            for begin in range(0, rows, step):
+                count = min(step, rows - begin)
+                content = _exactly(vectors, count * dim * dtype.itemsize, path)
+                some = np.frombuffer(content, dtype).reshape(count, dim)
+                if keys is None or key_dtype is None:
+                    numbers = torch.arange(begin, begin + count)
+                else:
+                    content = _exactly(keys, count * key_dtype.itemsize, path)
+                    numbers = _as_keys(np.frombuffer(content, key_dtype))
+                yield numbers, _as_vectors(some)
+
+    left = ", ".join(sorted(names - {"keys", "vectors"}))
+    return Source(path.stem, _here(dtype), dim, rows, path, pieces, left)
+
+
+def _zip(path: Path, file: BinaryIO) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise CheckpointError(f"{path}: is no .npz file: {error}") from None
+
+
+@contextlib.contextmanager
+def _array(
+    path: Path, archive: zipfile.ZipFile, name: str, kinds: str, dims: int
+) -> Iterator[tuple[Any, tuple[int, ...], np.dtype[Any]]]:
+    """An array of an archive behind its header, which has shape and dtype."""
+    try:
+        with archive.open(f"{name}.npy") as file:
+            version = np.lib.format.read_magic(file)
+            if version == (1, 0):
+                shape, columns_first, dtype = np.lib.format.read_array_header_1_0(file)
+            else:
+                shape, columns_first, dtype = np.lib.format.read_array_header_2_0(file)
+            first = columns_first and dims > 1 and math.prod(shape) > 0
+            if dtype.kind not in kinds or len(shape) != dims or first or dtype.itemsize > 8:
+                order = ", columns first" if first else ""
+                wanted = "floating-point numbers" if kinds == "f" else "whole numbers"
+                raise CheckpointError(
+                    f"{path}: {name} should be {wanted} of {dims} dimension(s), rows first, and is "
+                    f"{dtype} {list(shape)}{order}"
+                )
+            yield file, shape, dtype.newbyteorder("<") if dtype.byteorder == "=" else dtype
+    except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
+        raise CheckpointError(f"{path}: {name} is damaged: {error!r:.200}") from None
+
+
+def torchrec(path: Path) -> list[Source]:
+    """A state of an EmbeddingBagCollection or EmbeddingCollection, saved by ``torch.save``.
+
+    Row i of a table is key i. Only tensors are read from the pickle.
+
+    Args:
+        path: the file.
+    """
+    _size(path)  # which refuses links, and says if there is none
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises what its pickle, zip or file raises
+        text = str(error).splitlines()[0][:200] if str(error) else repr(error)
+        raise CheckpointError(
+            f"{path}: is no state dict of plain tensors: {text}; save a sharded model's state "
+            f"after gathering it"
+        ) from None
+    tables: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items() if isinstance(state, dict) else ():
+        match = re.fullmatch(r"(?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight", str(name))
+        if match is None:
+            continue
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or not tensor.shape[1]:
+            raise CheckpointError(f"{path}: {name} is no matrix")
+        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, {tensor.layout}")
+        if match[1] in tables:
+            raise CheckpointError(f"{path}: has two tables {match[1]}")
+        tables[match[1]] = tensor
+    if not tables:
+        raise CheckpointError(f"{path}: has no *.embedding_bags.<table>.weight")
+    return [_torchrec_table(path, name, tensor) for name, tensor in tables.items()]
+
+
+def _torchrec_table(path: Path, name: str, tensor: torch.Tensor) -> Source:
+    rows, dim = tensor.shape
+    dtype = tensor.dtype if tensor.dtype in _VECTOR_DTYPES else torch.float32
+    step = _step(dim, tensor.dtype.itemsize)
+
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            yield torch.arange(begin, end), tensor[begin:end].to(dtype)
+
+    return Source(name, dtype, dim, rows, path, pieces)
