@@ -60,8 +60,6 @@ def _step(dim: int, itemsize: int) -> int:
 
 def _as_keys(keys: np.ndarray) -> torch.Tensor:
     """Keys as int64; unsigned ones of 64 bits keep their bits."""
-    if keys.dtype.kind == "u" and keys.dtype.itemsize == 8:
-        keys = keys.view(np.dtype("<i8"))
     return torch.from_numpy(keys.astype(np.int64))
 
 

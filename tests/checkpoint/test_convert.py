@@ -226,6 +226,10 @@ def test_torchrec(tmp_path, capsys, pieces):
     for content in ("bad.pt", "none.pt"):
         with pytest.raises(CheckpointError, match=content):
             checkpoint.sources_of("torchrec", tmp_path / content)
+    twice = {f"{part}.embedding_bags.t.weight": torch.ones(2, 2) for part in "ab"}
+    torch.save(twice, tmp_path / "bad.pt")
+    with pytest.raises(CheckpointError, match="two tables t"):
+        checkpoint.sources_of("torchrec", tmp_path / "bad.pt")
     torch.save({"weight": torch.ones(2, 2)}, tmp_path / "bad.pt")
     with pytest.raises(CheckpointError, match="embedding_bags"):
         checkpoint.sources_of("torchrec", tmp_path / "bad.pt")
@@ -343,3 +347,46 @@ def test_diff(saved, tmp_path, capsys, pieces):
     text = run(capsys, "diff", tmp_path / "two", tmp_path / "other", status=1)
     assert "users: dim 8 and 4" in text
     assert "only in" in text
+
+
+def test_export_keeps_tables_apart_whose_names_are_one_in_files(tmp_path):
+    model = torch.nn.ModuleDict({"a": torch.nn.ModuleDict()})
+    for number, (parent, name) in enumerate([(model, "b/c"), (model, "b_c")]):
+        parent[name] = sparsekit.Embedding(9, 4, name=name)
+        parent[name].assign(torch.tensor([number]), torch.ones(1, 4))
+    checkpoint.save(model, tmp_path / "saved")
+    checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
+    keys = [int(np.load(file)["keys"][0]) for file in (tmp_path / "out").iterdir()]
+    assert sorted(keys) == [0, 1]
+
+
+def test_damaged_checkpoints_are_neither_exported_nor_compared(saved, tmp_path):
+    folder, model, optimizers = saved
+    checkpoint.save(model, tmp_path / "other", optimizers)
+    file = folder / "step-000000000001" / "table-0000-rank-0000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    for work in (
+        lambda: checkpoint.export(folder, tmp_path / "out", "npz"),
+        lambda: checkpoint.diff(folder, tmp_path / "other"),
+        lambda: checkpoint.diff(tmp_path / "other", folder),
+    ):
+        with pytest.raises(CheckpointError, match="table-0000-rank-0000"):
+            work()
+    assert not (tmp_path / "out").exists()
+
+
+def test_diff_of_shapes_and_nan(tmp_path):
+    for number in (0, 1):
+        model = torch.nn.ModuleDict({"t": sparsekit.Embedding(9, 2, name="t")})
+        model["top"] = torch.nn.Linear(2, 2 + number, bias=False)
+        values = torch.tensor([[1.0, 2], [3, 4], [5, 6]])
+        if number:
+            values[1:] += torch.tensor([[float("nan"), 0], [9.0, 0]])
+        model["t"].assign(torch.arange(3), values)
+        checkpoint.save(model, tmp_path / str(number))
+    found = checkpoint.diff(tmp_path / "0", tmp_path / "1")
+    assert found.dense == ["module.top.weight"]
+    assert found.tables["t"].same == 1
+    count, most = found.tables["t"].changed["vectors"]
+    assert (count, most != most) == (2, True)
