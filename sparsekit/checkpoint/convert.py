@@ -165,7 +165,7 @@ def export(
     """
     if format not in FORMATS:
         raise ValueError(f"export: format={format!r} is none of {', '.join(FORMATS)}")
-    parquet = importlib.import_module("pyarrow.parquet") if format == "parquet" else None
+    parquet = _pyarrow_parquet() if format == "parquet" else None
     verify(path, told)
     links = chain(resolved(path))
     draft = Draft(Path(out).absolute(), new_id())
@@ -175,7 +175,7 @@ def export(
         for name in links[-1][1].tables:
             parts = parts_of(links, name)
             stem = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "_"
-            if stem in taken:
+            while stem in taken:
                 stem = f"{stem}-{len(taken)}"
             taken.add(stem)
             file = draft.folder / f"{stem}.{format}"
@@ -197,6 +197,13 @@ def export(
         draft.abandon()
         raise
     return draft.target
+
+
+def _pyarrow_parquet() -> Any:
+    try:
+        return importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ImportError("format 'parquet' needs pyarrow: pip install sparsekit[data]") from error
 
 
 def _sync(path: Path) -> None:

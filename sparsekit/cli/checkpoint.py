@@ -14,7 +14,7 @@ from ..checkpoint.diff import diff, lines
 from ..checkpoint.folder import chain, resolved
 from ..checkpoint.reshard import Told, reshard, verify
 from ..train.progress import Progress
-from .common import number
+from .common import UsageError, number
 
 T = TypeVar("T")
 
@@ -134,9 +134,12 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    made = _with_bar(
-        args.path, "verify", lambda told: export(args.path, args.out, args.format, told)
-    )
+    try:
+        made = _with_bar(
+            args.path, "verify", lambda told: export(args.path, args.out, args.format, told)
+        )
+    except ImportError as error:
+        raise UsageError(str(error)) from error
     for file in sorted(made.iterdir()):
         print(f"{file}: {file.stat().st_size:,} bytes")
     return 0

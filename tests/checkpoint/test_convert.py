@@ -1,6 +1,7 @@
 """sparsekit checkpoint: import, export and diff."""
 
 import struct
+import sys
 
 import numpy as np
 import pytest
@@ -390,3 +391,10 @@ def test_diff_of_shapes_and_nan(tmp_path):
     assert found.tables["t"].same == 1
     count, most = found.tables["t"].changed["vectors"]
     assert (count, most != most) == (2, True)
+
+
+def test_parquet_without_pyarrow(saved, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    text = run(capsys, "export", saved[0], tmp_path / "out", "--format", "parquet", status=2)
+    assert "needs pyarrow: pip install sparsekit[data]" in text
+    assert not (tmp_path / "out").exists()
