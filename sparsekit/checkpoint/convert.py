@@ -6,8 +6,7 @@ import importlib
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from .. import _pybind, hashing
 from ..distributed.world import settings
 from ..errors import CheckpointError
 from ..table import HashTable
-from .folder import Draft, chain, resolved
+from .folder import chain, published, resolved
 from .load_table import parts_of
-from .manifest import DENSE, Manifest, Shard, Table, new_id, write_manifest
+from .manifest import DENSE, Manifest, Shard, Table, write_manifest
 from .reshard import ColumnWriter, Told, columns_of, live_pieces, verify
 from .sources import Source, npz, sok1, sok2, torchrec
-from .tensor_file import TensorFile, Written, carried, write
+from .tensor_file import Written, carried, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
@@ -85,9 +84,7 @@ def import_tables(
     named = {names.get(source.name, source.name): source for source in sources}
     if len(named) != len(sources):
         raise CheckpointError(f"two tables have one name: {', '.join(s.name for s in sources)}")
-    draft = Draft(Path(out).absolute(), new_id())
-    draft.begin(replace=False)
-    try:
+    with published(out) as draft:
         files: dict[str, Written] = {}
         tables = {}
         for number, (name, source) in enumerate(named.items()):
@@ -106,10 +103,6 @@ def import_tables(
             ranks=[{"random": {}, "state": {}}], version=_pybind.build_info()["version"],
         )  # fmt: skip
         write_manifest(draft.folder, manifest)
-        draft.publish()
-    except BaseException:
-        draft.abandon()
-        raise
     return draft.target
 
 
@@ -168,9 +161,7 @@ def export(
     parquet = _pyarrow_parquet() if format == "parquet" else None
     verify(path, told)
     links = chain(resolved(path))
-    draft = Draft(Path(out).absolute(), new_id())
-    draft.begin(replace=False)
-    try:
+    with published(out) as draft:
         taken: set[str] = set()
         for name in links[-1][1].tables:
             parts = parts_of(links, name)
@@ -179,23 +170,17 @@ def export(
                 stem = f"{stem}-{len(taken)}"
             taken.add(stem)
             file = draft.folder / f"{stem}.{format}"
-            rows = sum(len(kept) for _, _, _, kept in live_pieces(parts))
             try:
                 if format == "npz":
-                    _write_npz(file, parts, rows)
+                    _write_npz(file, parts)
                 elif format == "parquet":
                     _write_parquet(parquet, file, parts)
                 else:
-                    _write_safetensors(file, parts, rows)
-                _sync(file)
+                    _write_safetensors(file, parts)
             except OSError as error:
                 raise CheckpointError(
                     f"{file}: cannot be written: {error.strerror or error}"
                 ) from error
-        draft.publish()
-    except BaseException:
-        draft.abandon()
-        raise
     return draft.target
 
 
@@ -223,18 +208,22 @@ def _array(values: torch.Tensor) -> np.ndarray:
     return array
 
 
-def _write_safetensors(path: Path, parts: Parts, rows: int) -> None:
-    writer = ColumnWriter(path, columns_of(parts[-1][1], rows))
+def _rows(parts: Parts) -> int:
+    return sum(len(kept) for _, _, _, kept in live_pieces(parts))
+
+
+def _write_safetensors(path: Path, parts: Parts) -> None:
+    writer = ColumnWriter(path, columns_of(parts[-1][1], _rows(parts)))
     for file, begin, keys, kept in live_pieces(parts):
         for column in writer.columns:
             writer.append(column.name, file.read(column.name, begin, len(keys))[kept])
     writer.finish()
 
 
-def _write_npz(path: Path, parts: Parts, rows: int) -> None:
+def _write_npz(path: Path, parts: Parts) -> None:
     """Column after column, as a .npz has them."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
-        for column in columns_of(parts[-1][1], rows):
+        for column in columns_of(parts[-1][1], _rows(parts)):
             sample = _array(torch.empty(0, dtype=column.dtype))
             header = {
                 "descr": np.lib.format.dtype_to_descr(sample.dtype),
@@ -246,6 +235,7 @@ def _write_npz(path: Path, parts: Parts, rows: int) -> None:
                 for source, begin, keys, kept in live_pieces(parts):
                     values = source.read(column.name, begin, len(keys))[kept]
                     file.write(carried(torch.from_numpy(_array(values))).tobytes())
+    _sync(path)
 
 
 def _write_parquet(parquet: Any, path: Path, parts: Parts) -> None:
@@ -253,27 +243,19 @@ def _write_parquet(parquet: Any, path: Path, parts: Parts) -> None:
     arrow = importlib.import_module("pyarrow")
     columns = columns_of(parts[-1][1], 0)
 
-    def batch(read: Callable[[str], torch.Tensor]) -> Any:
+    def batch(values: Mapping[str, torch.Tensor]) -> Any:
         arrays = {}
-        for column in columns:
-            values = _array(read(column.name))
-            array = arrow.array(values.reshape(-1))
-            if values.ndim > 1:
-                array = arrow.FixedSizeListArray.from_arrays(array, values.shape[1])
-            arrays[column.name] = array
+        for name, tensor in values.items():
+            array = arrow.array(_array(tensor).reshape(-1))
+            if tensor.dim() > 1:
+                array = arrow.FixedSizeListArray.from_arrays(array, tensor.shape[1])
+            arrays[name] = array
         return arrow.table(arrays)
 
-    schema = batch(
-        lambda name: next(torch.empty(c.shape, dtype=c.dtype) for c in columns if c.name == name)
-    ).schema
-    with ExitStack() as stack:
-        writer = stack.enter_context(parquet.ParquetWriter(path, schema))
-        for source, begin, keys, kept in live_pieces(parts):
+    schema = batch({c.name: torch.empty(c.shape, dtype=c.dtype) for c in columns}).schema
+    with parquet.ParquetWriter(path, schema) as writer:
+        for file, begin, keys, kept in live_pieces(parts):
             if len(kept):
-                writer.write_table(batch(_reader(source, begin, len(keys), kept)))
-
-
-def _reader(
-    file: TensorFile, begin: int, count: int, kept: torch.Tensor
-) -> Callable[[str], torch.Tensor]:
-    return lambda name: file.read(name, begin, count)[kept]
+                some = {c.name: file.read(c.name, begin, len(keys))[kept] for c in columns}
+                writer.write_table(batch(some))
+    _sync(path)

@@ -11,10 +11,11 @@ import secrets
 import shutil
 import socket
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import MANIFEST, Manifest, new_id, read_manifest
 from .tensor_file import check_sum, open_plain
 
 _STEP = re.compile(r"step-(\d{12,19})\Z")
@@ -221,6 +222,23 @@ class Draft:
         """Remove what was written so far."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.close()
+
+
+@contextlib.contextmanager
+def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
+    """A draft to write to, which appears at target at the end; an error removes it.
+
+    Raises:
+        CheckpointError: there is something at target already, or it cannot be made.
+    """
+    draft = Draft(Path(target).absolute(), new_id())
+    draft.begin(replace=False)
+    try:
+        yield draft
+        draft.publish()
+    except BaseException:
+        draft.abandon()
+        raise
 
 
 def _is_note(path: Path) -> bool:

@@ -15,9 +15,9 @@ from .. import ops
 from ..errors import CheckpointError
 from ..nn.owners import even_map
 from ..table import HashTable
-from .folder import Draft, chain, check_files, resolved
+from .folder import chain, check_files, published, resolved
 from .load_table import opened, parts_of
-from .manifest import DENSE, Manifest, Shard, Table, new_id, write_manifest
+from .manifest import DENSE, Manifest, Shard, Table, write_manifest
 from .tensor_file import (
     DTYPES,
     PIECE,
@@ -86,9 +86,7 @@ def reshard(
     verify(path, told)
     links = chain(resolved(path))
     folder, newest = links[-1]
-    draft = Draft(Path(out).absolute(), new_id())
-    draft.begin(replace=False)
-    try:
+    with published(out) as draft:
         files: dict[str, Written] = {}
         tables = {}
         for number, name in enumerate(newest.tables):
@@ -106,10 +104,6 @@ def reshard(
             ranks=ranks,
         )  # fmt: skip
         write_manifest(draft.folder, manifest)
-        draft.publish()
-    except BaseException:
-        draft.abandon()
-        raise
     return draft.target
 
 

@@ -291,7 +291,7 @@ def _array(
                     f"{path}: {name} should be {wanted} of {dims} dimension(s), rows first, and is "
                     f"{dtype} {list(shape)}{order}"
                 )
-            yield file, shape, dtype.newbyteorder("<") if dtype.byteorder == "=" else dtype
+            yield file, shape, dtype
     except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
         raise CheckpointError(f"{path}: {name} is damaged: {error!r:.200}") from None
 

@@ -4,6 +4,7 @@ import torch
 
 import sparsekit
 from sparsekit import optim
+from sparsekit.checkpoint import Checkpoints
 
 OPTIMIZERS = {
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
@@ -66,6 +67,17 @@ def train(model, optimizers, first, last, part=slice(None)):
         (model(keys_of_step(number)[part]).square().mean() + 0.0).backward()
         for optimizer in optimizers:
             optimizer.step()
+
+
+def saved_chain(folder):
+    """Save a complete checkpoint and two of changes; the model and its optimizers."""
+    model, optimizers = made("Ftrl", hash_table=False)
+    keep = Checkpoints(folder, complete_every=3)
+    for step in range(3):
+        train(model, optimizers, 2 * step, 2 * step + 2)
+        keep.save(step, model, optimizers)
+    keep.close()
+    return model, optimizers
 
 
 def contents(model, optimizers):

@@ -9,10 +9,10 @@ import torch
 
 import sparsekit
 from sparsekit import checkpoint, cli
-from sparsekit.checkpoint import CheckpointError, Checkpoints
+from sparsekit.checkpoint import CheckpointError
 from sparsekit.checkpoint.sources import PIECE
 
-from .models import contents, made, train
+from .models import contents, saved_chain
 from .numpy_reader import read_table
 
 
@@ -257,13 +257,7 @@ def test_torchrec_itself(tmp_path):
 @pytest.fixture
 def saved(tmp_path):
     """A chain of three, and the model it was saved from."""
-    model, optimizers = made("Ftrl", hash_table=False)
-    keep = Checkpoints(tmp_path / "saved", complete_every=3)
-    for step in range(3):
-        train(model, optimizers, 2 * step, 2 * step + 2)
-        keep.save(step, model, optimizers)
-    keep.close()
-    return tmp_path / "saved", model, optimizers
+    return tmp_path / "saved", *saved_chain(tmp_path / "saved")
 
 
 def read_exported(path):

@@ -4,23 +4,16 @@ import pytest
 import torch
 
 from sparsekit import checkpoint, cli, ops
-from sparsekit.checkpoint import Checkpoints
 from sparsekit.nn.owners import even_map
 
-from .models import assert_equal, contents, made, train
+from .models import assert_equal, contents, made, saved_chain
 from .numpy_reader import read_file, read_manifest, read_table
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A chain of three; its folder, and what it holds."""
-    model, optimizers = made("Ftrl", hash_table=False)
-    keep = Checkpoints(tmp_path / "saved", complete_every=3)
-    for step in range(3):
-        train(model, optimizers, 2 * step, 2 * step + 2)
-        keep.save(step, model, optimizers)
-    keep.close()
-    return tmp_path / "saved", contents(model, optimizers)
+    return tmp_path / "saved", contents(*saved_chain(tmp_path / "saved"))
 
 
 def run(capsys, *arguments, status=0):
