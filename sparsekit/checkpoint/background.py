@@ -1,14 +1,12 @@
-"""Saving while training goes on, by a process that has the memory as it was."""
+"""Saving while training goes on, by a thread that writes a copy."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import sys
+import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,58 +17,44 @@ from ..distributed.world import settings
 from ..errors import CheckpointError
 from .manifest import write_small
 from .save import Writing
-from .snapshot import Optimizers, Stateful
+from .snapshot import Copies, Optimizers, Stateful
 
 # Seconds between two looks at what other ranks have written.
 _LOOK = 0.02
+# Of the thread that writes, added to the process's: on a busy core it gets a tenth.
+_NICE = 10
 
 
 class Background:
     """A checkpoint that is written while training goes on; what `async_save` returns.
 
-    Several ranks call `wait` together.
+    Several ranks call `wait` together. Python waits for the thread before it ends; a process that
+    is killed leaves the checkpoint unwritten, and what was there before as it was.
 
     Attributes:
         waited: whether `wait` has been called.
     """
 
-    def __init__(self, writing: Writing, after: Callable[[bool], None] | None = None) -> None:
+    def __init__(
+        self,
+        writing: Writing,
+        copies: Copies | None = None,
+        after: Callable[[bool], None] | None = None,
+    ) -> None:
         self._writing = writing
         self._after = after
-        self._error: BaseException | None = None
-        self._ended = self.waited = False
-        writing.together.do(f"copy for {writing.draft.target}", writing.snapshot.to_host)
-        self._read, theirs = os.pipe()
-        # The child has the memory as it is now: pages that training writes to are copied first.
-        gc.disable()  # what it frees in the child would be copied
-        try:
-            with warnings.catch_warnings():
-                # Python warns of forks beside threads; this one takes no lock that they may hold.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self._process = os.fork()
-        finally:
-            gc.enable()
-        if self._process == 0:
-            os.close(self._read)
-            _write_in_child(writing, theirs)
-        os.close(theirs)
+        self._error: CheckpointError | None = None
+        self.waited = False
+        snapshot = writing.snapshot
+        writing.together.do(
+            f"copy for {writing.draft.target}", lambda: snapshot.copy_to(copies or Copies())
+        )
+        self._thread = threading.Thread(target=self._write, name="sparsekit save")
+        self._thread.start()
 
     def done(self) -> bool:
         """Whether this rank's part is written, or has failed; no collective."""
-        if not self._ended:
-            process, _ = os.waitpid(self._process, os.WNOHANG)
-            if process:
-                self._finish()
-        return self._ended
-
-    def _finish(self) -> None:
-        self._ended = True
-        with os.fdopen(self._read, "rb") as answer:
-            text = answer.read().decode(errors="replace")
-        if text != "done":
-            reason = text or "the process that wrote it was killed"
-            target = self._writing.draft.target
-            self._error = CheckpointError(f"{target}: not saved: {reason}")
+        return not self._thread.is_alive()
 
     def wait(self) -> Path:
         """Wait until the checkpoint has appeared; a collective.
@@ -81,10 +65,8 @@ class Background:
         Raises:
             CheckpointError: it could not be written on some rank; what was there before still is.
         """
+        self._thread.join()
         self.waited = True
-        if not self._ended:
-            os.waitpid(self._process, 0)
-            self._finish()
         after, self._after = self._after, None
 
         def answer() -> Path:
@@ -106,39 +88,27 @@ class Background:
             after(True)
         return target
 
-
-def _write_in_child(writing: Writing, answer: int) -> None:
-    """What a forked process does; it ends here, without Python's usual way out.
-
-    It computes with NumPy alone: threads of torch are missing here.
-    """
-    status = 1
-    try:
-        parent = os.getppid()
-        text = "done"
+    def _write(self) -> None:
+        writing = self._writing
+        with contextlib.suppress(OSError):  # the thread's own, on Linux: training goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + _NICE)
         try:
-            os.nice(5)  # training goes first
             writing.write_own()
             if writing.together.rank == 0:
-                _wait_for_others(writing, parent)
+                _wait_for_others(writing)
                 writing.publish()
-            status = 0
+            return
         except CheckpointError as error:
             text = str(error)
         except BaseException:
             text = traceback.format_exc(limit=-3)
-        if text != "done":
-            with contextlib.suppress(OSError, CheckpointError):
-                name = f"rank-{writing.together.rank:04d}.failed"
-                write_small(writing.draft.folder / name, text.encode())
-        with contextlib.suppress(OSError):
-            os.write(answer, text.encode()[:60000])
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
+        self._error = CheckpointError(f"{writing.draft.target}: not saved: {text}")
+        with contextlib.suppress(OSError, CheckpointError):
+            name = f"rank-{writing.together.rank:04d}.failed"
+            write_small(writing.draft.folder / name, text.encode())
 
 
-def _wait_for_others(writing: Writing, parent: int) -> None:
+def _wait_for_others(writing: Writing) -> None:
     folder, world_size = writing.draft.folder, writing.together.world_size
     missing = set(range(world_size))
     patience, grown, size = settings.timeout.total_seconds(), time.monotonic(), -1
@@ -149,8 +119,6 @@ def _wait_for_others(writing: Writing, parent: int) -> None:
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text()}")
         if missing:
-            if os.getppid() != parent:
-                raise CheckpointError("the job has ended before all ranks had written")
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, so somebody writes
                 if size != (size := sum(file.stat().st_size for file in folder.iterdir())):
                     grown = time.monotonic()
@@ -170,10 +138,11 @@ def async_save(
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Background:
-    """Like `save`, but written by a process of its own while training goes on.
+    """Like `save`, but written by a thread of its own while training goes on.
 
-    The checkpoint is of this moment. On the CPU nothing is copied but what training changes
-    meanwhile (a fork has the memory as it was); tables on a GPU are copied to the host first.
+    The checkpoint is of this moment: tables and states are copied to memory of the host, as much as
+    they take, before the call returns. `Checkpoints.async_save` keeps that memory from one save to
+    the next, for which the call is quicker.
 
     Returns:
         What tells when it is done; all ranks call ``wait()`` on it, before they save again.

@@ -7,7 +7,6 @@ holds is compared. A change of one 8-byte word is always seen, other changes but
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,11 +19,10 @@ _BLOCK = 1 << 18
 
 
 class Fingerprints:
-    """Of a table's rows, in memory that a forked process shares."""
+    """Of a table's rows."""
 
     def __init__(self, rows: int) -> None:
-        self._memory = mmap.mmap(-1, max(8 * rows, 1))
-        self.of_rows = np.frombuffer(self._memory, dtype=np.uint64, count=rows)
+        self.of_rows = np.zeros(rows, dtype=np.uint64)
         self.count = 0  # of those that stand for a row
 
     def update(self, tensors: Sequence[torch.Tensor], rows: int) -> np.ndarray:

@@ -191,8 +191,8 @@ class Draft:
     def publish(self) -> None:
         """Have the folder appear in its place, which it does whole or not at all."""
         try:
-            for name in (_WRITER, *(p.name for p in _entries(self.folder) if _is_note(p))):
-                (self.folder / name).unlink(missing_ok=True)
+            for note in filter(_is_note, _entries(self.folder)):
+                note.unlink(missing_ok=True)
             sync_folder(self.folder)
             old = None
             if os.path.lexists(self.target):
@@ -203,6 +203,8 @@ class Draft:
                 if old is not None:
                     os.rename(old, self.target)
                 raise
+            # Not before: a draft without it would be taken for abandoned.
+            (self.target / _WRITER).unlink(missing_ok=True)
             sync_folder(self.target.parent)
         except OSError as error:
             raise CheckpointError(
@@ -297,7 +299,7 @@ _locks: dict[Path, int] = {}
 
 
 def _let_go_in_child() -> None:
-    # A process that saves in the background may outlive this one.
+    # A worker of a DataLoader may outlive this process.
     for file in _locks.values():
         os.close(file)
     _locks.clear()

@@ -14,7 +14,7 @@ from .background import Background
 from .folder import latest, lock_folder, retain, step_folder, unlock_folder
 from .load import Loaded, load
 from .save import Changes, Writing
-from .snapshot import Optimizers, Stateful, unwrapped
+from .snapshot import Copies, Optimizers, Stateful, unwrapped
 from .together import Together
 
 
@@ -49,6 +49,7 @@ class Checkpoints:
         )
         self._group = process_group
         self._changes = Changes() if self.complete_every > 1 else None
+        self._copies = Copies()
         self._saved = 0  # since the last complete one
         self._background: Background | None = None
 
@@ -96,9 +97,14 @@ class Checkpoints:
         *,
         state: Mapping[str, Stateful] | None = None,
     ) -> Background:
-        """`save` in the background; the one before is waited for. See `async_save`."""
+        """`save` in the background; the one before is waited for. See `async_save`.
+
+        The memory for copies of tables is kept until `close`.
+        """
         writing = self._writing(step, module, optimizer, state)
-        self._background = Background(writing, lambda done: self._settle(writing, done))
+        self._background = Background(
+            writing, self._copies, lambda done: self._settle(writing, done)
+        )
         return self._background
 
     def wait(self) -> None:
@@ -151,12 +157,12 @@ class Checkpoints:
     def _settle(self, writing: Writing, done: bool) -> None:
         self._saved = self._saved + 1 if done else 0
         if self._changes is not None:
-            base = writing.base_of_next if done else None
-            self._changes.settle(base, writing.sizes if done else {})
+            self._changes.settle(writing.base_of_next if done else None)
         if done and writing.together.rank == 0:
             retain(self.folder, self.keep)
 
     def close(self) -> None:
         """Let other jobs write into the folder; what is saved in the background is waited for."""
         self.wait()
+        self._copies = Copies()
         unlock_folder(self.folder)

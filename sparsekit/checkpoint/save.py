@@ -56,14 +56,11 @@ class Changes:
         """Rows that have changed since the last call; this one's fingerprints are kept."""
         return self._of_tables[shard.name][1].update(list(shard.columns.values()), shard.size)
 
-    def settle(self, base: Base | None, sizes: Mapping[str, int]) -> None:
-        """After a save, which may have been another process: what is known from now on."""
+    def settle(self, base: Base | None) -> None:
+        """After a save: what the next one may follow, or None if it failed."""
         self.base = base
         if base is None:
             self._of_tables.clear()
-        for name, size in sizes.items():
-            if name in self._of_tables:
-                self._of_tables[name][1].count = size
 
 
 class Writing:
@@ -108,7 +105,6 @@ class Writing:
             complete = needed if incremental else complete
         self._complete = complete
         self._base = None if changes is None or not incremental else changes.base
-        self.sizes = {shard.name: shard.size for shard in self.snapshot.shards}
         self.together.on_first(what, lambda: self.draft.begin(replace))
 
     @property

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
+from ..memory import prefer_huge_pages
 from ..nn.shard import ShardedTable
 from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
@@ -88,6 +89,22 @@ def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+class Copies:
+    """Memory of the host for copies, kept for the next save: new memory takes long to get."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def of(self, name: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """A copy of the first rows of a tensor; one of that name before is overwritten."""
+        kept = self._kept.get(name)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            # Room for all rows costs nothing until they are used.
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            self._kept[name] = prefer_huge_pages(kept)
+        return kept[:rows].copy_(tensor[:rows])
+
+
 @dataclass
 class TableShard:
     """A rank's part of a table as it is to be written.
@@ -113,10 +130,15 @@ class TableShard:
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
         return seeds, int(self.layer.seed), self.layer.capacity, tuple(shapes)
 
-    def to_host(self) -> None:
-        """Copy what is on a device, so that a forked process can write it."""
-        self.columns = {name: tensor.cpu() for name, tensor in self.columns.items()}
-        self._buckets = None if self.layer.table is None else self.layer.table.buckets.cpu()
+    def copy_to(self, copies: Copies) -> None:
+        """Have all that is written from now on come from copies."""
+        self.columns = {
+            name: copies.of(f"{self.name}.{name}", tensor, self.size)
+            for name, tensor in self.columns.items()
+        }
+        if self.layer.table is not None:
+            buckets = self.layer.table.buckets
+            self._buckets = copies.of(f"{self.name}.buckets", buckets, len(buckets))
 
     _buckets: torch.Tensor | None = None
 
@@ -238,16 +260,12 @@ class Snapshot:
             "state": encoded(kept, f"{prefix}.state", self.dense),
         }
 
-    def to_host(self) -> None:
-        """Copy what may change while another process or thread writes.
-
-        Tables stay where they are if they are on the CPU, since a fork has them as they were.
-        """
+    def copy_to(self, copies: Copies) -> None:
+        """Copy all that may change while another thread writes."""
         for shard in self.shards:
-            if shard.layer.weight.device.type != "cpu":
-                shard.to_host()
+            shard.copy_to(copies)
         for tensors in (self.dense, self.own):
-            tensors.update({n: t.cpu() for n, t in tensors.items() if t.device.type != "cpu"})
+            tensors.update({name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()})
 
 
 def parameter_names(

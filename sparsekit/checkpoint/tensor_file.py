@@ -91,11 +91,7 @@ def carried(tensor: torch.Tensor) -> np.ndarray:
 
 
 def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -> Column:
-    """A tensor, or some of its rows (rising numbers), as a column.
-
-    Uses nothing of torch that computes once it runs, on the CPU: it may run in a forked process,
-    where torch's threads are missing.
-    """
+    """A tensor, or some of its rows (rising numbers), as a column."""
     count = (len(tensor) if tensor.dim() else 1) if rows is None else len(rows)
     shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
     table = tensor.reshape(1) if not tensor.dim() else tensor
