@@ -2,8 +2,8 @@
 
 import torch
 
+from ..ops import group_bags as bags
 from ..ops import test_group_bucketize as routes
-from ..ops import test_group_embedding_bag as bags
 from ..ops import test_group_find as find
 from ..ops import test_group_update as updates
 from ..ops.groups import Group, random_group

@@ -8,8 +8,8 @@ from simt_counts import Counts, Runner, counted
 from sparsekit import ops
 from sparsekit.ops._group import split_by_table
 
+from .group_bags import backward, backward_at, places_for, pool
 from .groups import NO_LIMIT, Group, Source
-from .test_group_embedding_bag import backward, backward_at, places_for, pool
 from .test_group_update import tables_of, update
 
 needs_bytes = pytest.mark.skipif(

@@ -12,9 +12,9 @@ from sparsekit import ops, reference_group
 from sparsekit.ops._checks import accumulate_dtype
 from sparsekit.ops._group import split_by_table
 
+from .group_bags import backward, random_grads
 from .groups import Group, Source, random_bags, random_group
 from .optimizer_rules import CASES, PER_ROW, copied, table_of
-from .test_group_embedding_bag import backward, random_grads
 
 COMBINERS = ("sum", "mean", "none", "sqrtn")
 DIMS = (16, 1, 3, 64, 8, 0, 20)
