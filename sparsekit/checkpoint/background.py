@@ -45,10 +45,13 @@ class Background:
         self._after = after
         self._error: CheckpointError | None = None
         self.waited = False
-        snapshot = writing.snapshot
-        writing.together.do(
-            f"copy for {writing.draft.target}", lambda: snapshot.copy_to(copies or Copies())
-        )
+        try:
+            writing.together.do(
+                f"copy for {writing.draft.target}", lambda: self._copy(copies or Copies())
+            )
+        except BaseException:
+            self._abandon()
+            raise
         self._thread = threading.Thread(target=self._write, name="sparsekit save")
         self._thread.start()
 
@@ -77,8 +80,7 @@ class Background:
         try:
             target = self._writing.together.do("wait for a save", answer)
         except BaseException:
-            if self._writing.together.rank == 0:
-                self._writing.draft.abandon()
+            self._abandon()
             if after is not None:
                 after(False)
             raise
@@ -87,6 +89,19 @@ class Background:
         if after is not None:
             after(True)
         return target
+
+    def _copy(self, copies: Copies) -> None:
+        try:
+            self._writing.snapshot.copy_to(copies)
+        except RuntimeError as error:  # torch's, of an allocation too
+            raise CheckpointError(
+                f"{self._writing.draft.target}: not saved: the tables cannot be copied: "
+                f"{str(error).splitlines()[0]}; save() needs no copy"
+            ) from error
+
+    def _abandon(self) -> None:
+        if self._writing.together.rank == 0:
+            self._writing.draft.abandon()
 
     def _write(self) -> None:
         writing = self._writing

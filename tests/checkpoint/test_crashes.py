@@ -259,6 +259,23 @@ def test_a_draft_is_another_jobs_until_it_is_published(tmp_path, monkeypatch):
         assert ".writer" not in os.listdir(tmp_path / name)
 
 
+def test_no_memory_for_copies(tmp_path, monkeypatch):
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path)
+
+    def refuse(*_):
+        raise RuntimeError("can't allocate memory: you tried to allocate 99 bytes\nand a trace")
+
+    with monkeypatch.context() as context:
+        context.setattr("sparsekit.checkpoint.snapshot.Copies.of", refuse)
+        with pytest.raises(CheckpointError, match=r"cannot be copied: can't .* 99 bytes; save"):
+            keep.async_save(1, model, optimizers)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    keep.async_save(1, model, optimizers)
+    assert keep.load(model, optimizers).step == 1
+    keep.close()
+
+
 def test_memory_for_copies_is_kept_from_save_to_save(tmp_path):
     model, optimizers = made()
     keep = Checkpoints(tmp_path)
