@@ -15,6 +15,7 @@ from ..errors import check_int
 from ..memory import prefer_huge_pages
 from ..nn.weight import EmbeddingWeight, update_of
 from ..ops._checks import accumulate_dtype
+from .load_state import loaded_state
 from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, row_steps, rows_of
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -319,11 +320,13 @@ class RowOptimizer(torch.optim.Optimizer):
         """Load a state, also one of torch's optimizer of that name or from another device.
 
         States of bfloat16 parameters stay float32. Settings become those that were saved, as in
-        torch: also a mode, a form, or how bias is corrected.
+        torch: also a mode, a form, or how bias is corrected. The table of an embedding layer with
+        a hash table may have had another capacity: rows that the state lacks begin as new ones do.
 
         Raises:
-            ValueError: a state of another optimizer, of other shapes, or with settings that this
-                one does not have; nothing has been changed.
+            ValueError: a state of another optimizer, of other shapes, of more rows than there is
+                room for or fewer than are in use, or with settings that this one does not have;
+                nothing has been changed.
         """
         loaded: dict[torch.Tensor, dict[str, Any]] = {}
         # torch itself raises if groups do not match, so they need not here.
@@ -346,51 +349,13 @@ class RowOptimizer(torch.optim.Optimizer):
                 values = state_dict["state"].get(index)
                 if values:
                     try:
-                        loaded[parameter] = self._loaded(parameter, settings, values)
+                        loaded[parameter] = loaded_state(self, parameter, settings, values)
                     except ValueError as error:
                         of = f"parameter {index} of shape {tuple(parameter.shape)}"
                         raise ValueError(f"{error}, for {of}") from None
         # By number, torch would cast the states to the parameters' dtype, which is not that of all
         # of them; what it finds by parameter it takes as it is.
         super().load_state_dict({**state_dict, "state": loaded})
-
-    def _loaded(
-        self, parameter: torch.Tensor, group: dict[str, Any], values: dict[str, Any]
-    ) -> dict[str, Any]:
-        name = type(self).__name__
-        # torch's SGD does not count, and any number will do for what has no bias correction.
-        if "step" not in values and self.rule != "sgd":
-            raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
-        step = torch.as_tensor(values.get("step", 1), device="cpu").to(
-            parameter.device, torch.int64, copy=True
-        )
-        state: dict[str, Any] = {"step": step}
-        if self._has_row_step(group):
-            state["row_step"] = row_steps(local(parameter))
-            # Without one all rows have made all steps, as far as anybody knows.
-            steps = values.get("row_step", step.to(torch.int32).expand_as(state["row_step"]))
-            self._check_shape("row_step", steps, state["row_step"])
-            if steps.numel() and (steps.min() < 0 or steps.max() > step.to(steps.device)):
-                raise ValueError(
-                    f"{name}: row_step must be in [0, {int(step)}], the step, got numbers from "
-                    f"{int(steps.min())} to {int(steps.max())}"
-                )
-            state["row_step"].copy_(steps)
-        for own, tensor in self._new_states(parameter, group).items():
-            if own not in values:
-                raise ValueError(f"{name}: the state to load has no {own}, but {', '.join(values)}")
-            if values[own] is not None:  # as torch's SGD has it before the first step
-                self._check_shape(own, values[own], tensor)
-                tensor.copy_(values[own])
-            state[own] = tensor
-        return state
-
-    def _check_shape(self, name: str, value: torch.Tensor, like: torch.Tensor) -> None:
-        if value.shape != like.shape:
-            raise ValueError(
-                f"{type(self).__name__}: {name} must have shape {tuple(like.shape)}, got "
-                f"{tuple(value.shape)}"
-            )
 
 
 # Of torch's optimizers, which would change what a step does.

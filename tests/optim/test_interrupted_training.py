@@ -243,11 +243,11 @@ def test_an_interrupted_load_leaves_the_old_state_or_the_new_one(name):
 def test_a_state_of_another_capacity_is_refused_by_parameter():
     small = sparsekit.All2AllDenseEmbedding(9, 2, 1, 1, dynamic_input=True)
     side, optimizer = Side("LazyAdam", False), make("LazyAdam", list(small.parameters()))
-    side.step(torch.arange(6))
+    side.step(torch.arange(12))
     small(torch.arange(6)).sum().backward()
     optimizer.step()
     state = side.optimizer.state_dict()
     state["state"], state["param_groups"][0]["params"] = {0: state["state"][1]}, [0]
-    with pytest.raises(ValueError, match=r"got \(1000, 2\), for parameter 0 of shape \(9, 2\)"):
+    with pytest.raises(ValueError, match=r"got \(1000, 2\).*, for parameter 0 of shape \(9, 2\)"):
         optimizer.load_state_dict(state)
     assert optimizer.state[small.weight]["step"] == 1

@@ -1,0 +1,138 @@
+"""A parameter's state from a saved one, which may be that of a table of another capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..distributed.dtensor import local
+from ..nn.weight import EmbeddingWeight
+from .update_call import row_steps
+
+if TYPE_CHECKING:
+    from .row_optimizer import RowOptimizer
+
+# Rows that are compared at a time.
+_ROWS = 1 << 18
+
+
+def untouched(
+    optimizer: RowOptimizer, parameter: torch.Tensor, group: dict[str, Any], step: int
+) -> dict[str, torch.Tensor]:
+    """New states of rows after some steps, none of which has touched them."""
+    states = optimizer._new_states(parameter, group)
+    if optimizer._has_row_step(group):
+        states["row_step"] = row_steps(local(parameter))
+        if not optimizer._per_row(group):
+            states["row_step"].fill_(step)  # they have made all steps, without a gradient
+    return states
+
+
+def loaded_state(
+    optimizer: RowOptimizer,
+    parameter: torch.Tensor,
+    group: dict[str, Any],
+    values: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    """A copy of a saved state that fits a parameter.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    name = type(optimizer).__name__
+    # torch's SGD does not count, and any number will do for what has no bias correction.
+    if "step" not in values and optimizer.rule != "sgd":
+        raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
+    count = int(values.get("step", 1))
+    states = untouched(optimizer, parameter, group, count)
+    rows = _rows_saved(parameter, states, values)
+    if "row_step" in states:
+        # Without one all rows have made all steps, as far as anybody knows.
+        known = values.get("row_step", torch.full((rows,), count, dtype=torch.int32))
+        values = {**values, "row_step": known}
+    initial = optimizer._initial_states(group) | {"row_step": 0}
+    for own, tensor in states.items():
+        if own not in values:
+            raise ValueError(f"{name}: the state to load has no {own}, but {', '.join(values)}")
+        saved = values[own]
+        if saved is None:  # as torch's SGD has it before the first step
+            continue
+        same = rows == _rows(tensor)
+        expected = tensor.shape if same else (rows, *tensor.shape[1:])
+        if saved.shape != expected:
+            raise ValueError(_shape(name, own, saved, tensor))
+        if own == "row_step":
+            if saved.numel() and (saved.min() < 0 or saved.max() > count):
+                raise ValueError(
+                    f"{name}: row_step must be in [0, {count}], the step, got numbers from "
+                    f"{int(saved.min())} to {int(saved.max())}"
+                )
+            if not optimizer._per_row(group):
+                # Rows without a key have made all steps as well, so it tells nothing of use.
+                tensor[:rows].copy_(saved[: len(tensor)])
+                continue
+        if same:
+            tensor.copy_(saved)
+            continue
+        _check_rows_beyond(name, own, saved, tensor, parameter, initial[own])
+        tensor[:rows].copy_(saved[: len(tensor)])
+    step = torch.tensor(count, dtype=torch.int64, device=parameter.device)
+    return {"step": step, **states}
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return len(tensor) if tensor.dim() else 1
+
+
+def _rows_saved(
+    parameter: torch.Tensor, states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+) -> int:
+    """Rows that the saved states have, if they may be other than the parameter's and all agree."""
+    own = _rows(local(parameter))
+    if not isinstance(parameter, EmbeddingWeight):
+        return own
+    saved = {
+        len(values[name])
+        for name in states
+        if isinstance(values.get(name), torch.Tensor) and values[name].dim()
+    }
+    return saved.pop() if len(saved) == 1 else own
+
+
+def _check_rows_beyond(
+    name: str,
+    own: str,
+    saved: torch.Tensor,
+    tensor: torch.Tensor,
+    weight: torch.Tensor,
+    initial: float,
+) -> None:
+    """Raise ValueError if rows that one side lacks are in use on the other.
+
+    Of what is saved that shows in states, as only rows in use have a gradient; here in vectors, as
+    other rows of a table with keys are zeros. So it does not matter whether keys come before.
+    """
+    rows, capacity = len(saved), len(tensor)
+    if not weight.is_meta and bool(weight.detach()[rows:].any()):
+        raise ValueError(
+            f"{_shape(name, own, saved, tensor)}: a state of {rows} rows, and there are vectors in "
+            f"rows beyond; of a table of another capacity load the module's state first, and "
+            f"without a hash table keep the capacity"
+        )
+    for begin in range(capacity, rows, _ROWS):
+        part = saved[begin : begin + _ROWS]
+        fresh = torch.full((), initial, dtype=part.dtype, device=part.device)
+        touched = (part != fresh).flatten(1).any(1) if part.dim() > 1 else part != fresh
+        if bool(touched.any()):
+            row = begin + int(touched.nonzero()[0, 0])
+            raise ValueError(
+                f"{_shape(name, own, saved, tensor)}: row {row} of the saved table has been "
+                f"trained, and there is room for {capacity} rows; give the layer a larger capacity "
+                f"(max_vocabulary_size_per_gpu, or num_embeddings)"
+            )
+
+
+def _shape(name: str, own: str, saved: torch.Tensor, like: torch.Tensor) -> str:
+    return f"{name}: {own} must have shape {tuple(like.shape)}, got {tuple(saved.shape)}"
