@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+# Of torch.distributed.checkpoint, on one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -3,6 +3,7 @@
 from ..errors import CheckpointError
 from .background import Background, async_save
 from .convert import export, import_tables, sources_of
+from .dcp import DcpState
 from .diff import diff
 from .folder import latest
 from .load import Loaded, load
@@ -14,6 +15,7 @@ __all__ = [
     "Background",
     "CheckpointError",
     "Checkpoints",
+    "DcpState",
     "Loaded",
     "async_save",
     "diff",

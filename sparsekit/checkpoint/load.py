@@ -16,8 +16,8 @@ from ..errors import CheckpointError
 from ..nn.shard import ShardedTable
 from .encoding import decoded
 from .folder import chain, check_files, resolved
-from .load_table import Chain, TablePlan
-from .manifest import DENSE, MANIFEST
+from .load_table import Chain, Folder, Links, TablePlan, file_in
+from .manifest import DENSE
 from .snapshot import (
     Optimizers,
     Stateful,
@@ -25,10 +25,10 @@ from .snapshot import (
     listed,
     named_tables,
     parameter_names,
+    rank_file,
     restore_random_state,
     unwrapped,
 )
-from .tensor_file import TensorFile
 from .together import Together
 
 
@@ -94,10 +94,10 @@ def load(
     links = together.do(what, lambda: chain(found))
     newest = links[-1][1]
 
-    def check() -> _Plan:
+    def check() -> Plan:
         if verify:
             _verify(links, together.rank, together.world_size)
-        return _Plan(module, links, listed(optimizer), state or {}, strict, cast)
+        return Plan(module, links, listed(optimizer), state or {}, strict, cast)
 
     plan = together.do(what, check)
     together.do(what, plan.carry_out)
@@ -113,13 +113,13 @@ def _verify(links: Chain, rank: int, world_size: int) -> None:
         check_files(folder, replace(manifest, files=mine))
 
 
-class _Plan:
+class Plan:
     """What is to be loaded, all of it checked."""
 
     def __init__(
         self,
         module: torch.nn.Module,
-        links: Chain,
+        links: Links,
         optimizers: Sequence[torch.optim.Optimizer],
         state: Mapping[str, Stateful],
         strict: bool,
@@ -131,7 +131,7 @@ class _Plan:
         layers = named_tables(module)
         for layer in layers.values():
             layer.refuse_meta()
-        with TensorFile(self._folder / DENSE) as file:
+        with file_in(self._folder, DENSE) as file:
             dense = {name: file.read(name) for name in file.places}
         saved = {name[len("module.") :] for name in dense if name.startswith("module.")}
         mine = {*layers, *dense_tensors(module)}
@@ -204,7 +204,7 @@ class _Plan:
             ]
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{self._folder / MANIFEST}: is damaged: optimizers: {error!r:.200}"
+                f"{self._folder}: is damaged: optimizers: {error!r:.200}"
             ) from error
 
     def _rank_state(self, rank: int) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class _Plan:
         same = self._manifest.world_size == _world_size(self._tables)
         self._same_ranks = same
         number = rank if same else 0
-        with TensorFile(self._folder / f"rank-{number:04d}.safetensors") as file:
+        with file_in(self._folder, rank_file(number)) as file:
             tensors = {name: file.read(name) for name in file.places}
         values = decoded(self._manifest.ranks[number], tensors)
         if not isinstance(values.get("state"), dict) or not isinstance(values.get("random"), dict):
@@ -259,7 +259,7 @@ class _OptimizerPlan:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Folder,
         number: int,
         optimizer: torch.optim.Optimizer,
         saved: Mapping[str, Any],

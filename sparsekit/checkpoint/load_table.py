@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from ..errors import CheckpointError
 from ..nn.shard import ShardedTable
 from ..nn.weight import EmbeddingWeight
+from ..optim.load_state import untouched
 from ..optim.row_optimizer import RowOptimizer
-from ..optim.update_call import row_steps
 from .encoding import decoded
 from .manifest import Manifest, Table
 from .snapshot import owners_crc
@@ -21,19 +21,31 @@ from .tensor_file import PIECE, TensorFile
 Chain = Sequence[tuple[Path, Manifest]]
 
 
+class Source(Protocol):
+    """What has the tensors of a checkpoint in place of a folder's files."""
+
+    def file(self, name: str) -> TensorFile:
+        """That of a name in the manifest."""
+
+
+Folder = Path | Source
+Links = Sequence[tuple[Folder, Manifest]]
+AnyFolder = TypeVar("AnyFolder", bound=Folder)
+
+
 class TablePlan:
     """A layer and where its rows are."""
 
     optimizer: torch.optim.Optimizer | None = None
 
-    def __init__(self, name: str, layer: ShardedTable, links: Chain, cast: bool) -> None:
+    def __init__(self, name: str, layer: ShardedTable, links: Links, cast: bool) -> None:
         self.name = name
         self.layer = layer
         self.table = links[-1][1].tables[name]
         self._parts = parts_of(links, name)
         self._check(links[-1][0], cast)
 
-    def _check(self, folder: Path, cast: bool) -> None:
+    def _check(self, folder: Folder, cast: bool) -> None:
         layer, table = self.layer, self.table
         dtype = str(layer.weight.dtype).removeprefix("torch.")
         if table.dim != layer.embedding_vec_size:
@@ -83,7 +95,7 @@ class TablePlan:
                             bad = ((keys < 0) | (keys >= rows)).nonzero()
                             if len(bad):
                                 raise CheckpointError(
-                                    f"{folder / shard.file}: table {self.name}: key "
+                                    f"{file.path}: table {self.name}: key "
                                     f"{int(keys[bad[0, 0]])} of row {begin + int(bad[0, 0])} is no "
                                     f"row number in [0, {rows}), as the module has them, without a "
                                     f"hash table"
@@ -140,7 +152,8 @@ class TablePlan:
         """New states of all rows, as of those that no step has touched."""
         weight = self.layer.weight
         if isinstance(optimizer, RowOptimizer):
-            fresh = _untouched(optimizer, weight, int(self.table.settings.get("step", 0)))
+            group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
+            fresh = untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
         else:
             # Of torch's optimizers Adagrad alone has states that do not begin with zeros.
             initial = optimizer.defaults.get("initial_accumulator_value", 0.0)
@@ -191,16 +204,23 @@ def _inserted(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     return cast(Any, layer.table).find_or_insert(keys)
 
 
-def parts_of(links: Chain, name: str) -> list[tuple[Path, Table]]:
+def parts_of(
+    links: Sequence[tuple[AnyFolder, Manifest]], name: str
+) -> list[tuple[AnyFolder, Table]]:
     """Of a chain, where a table is complete, and what has changed of it since."""
     parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
     complete = [i for i, (_, table) in enumerate(parts) if table.complete]
     return parts[complete[-1] :]
 
 
-def opened(folder: Path, table: Table, name: str, rows: int) -> TensorFile:
+def file_in(folder: Folder, name: str) -> TensorFile:
+    """A file of a checkpoint."""
+    return TensorFile(folder / name) if isinstance(folder, Path) else folder.file(name)
+
+
+def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
     """A shard's file, after a look whether it has what the manifest says."""
-    file = TensorFile(folder / name)
+    file = file_in(folder, name)
     expected = {"keys": ("int64", (rows,)), "vectors": (table.dtype, (rows, table.dim))}
     expected |= {key: (state.dtype, (rows, *state.shape)) for key, state in table.states.items()}
     for key, (dtype, shape) in expected.items():
@@ -209,8 +229,7 @@ def opened(folder: Path, table: Table, name: str, rows: int) -> TensorFile:
         if found != (dtype, shape):
             file.__exit__(None, None, None)
             raise CheckpointError(
-                f"{folder / name}: is damaged: {key} should be {dtype} {list(shape)}, and is "
-                f"{found}"
+                f"{file.path}: is damaged: {key} should be {dtype} {list(shape)}, and is {found}"
             )
     return file
 
@@ -222,14 +241,3 @@ def key_pieces(
     step = max(1, PIECE // row_bytes)
     for begin in range(0, rows, step):
         yield begin, file.read("keys", begin, min(step, rows - begin))
-
-
-def _untouched(optimizer: RowOptimizer, weight: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
-    """New states of rows after some steps, none of which has touched them."""
-    group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
-    states = optimizer._new_states(weight, group)
-    if optimizer._has_row_step(group):
-        states["row_step"] = row_steps(weight)
-        if not optimizer._per_row(group):
-            states["row_step"].fill_(step)  # they have made all steps, without a gradient
-    return states

@@ -27,7 +27,16 @@ from .manifest import (
     write_manifest,
     write_small,
 )
-from .snapshot import Optimizers, Snapshot, Stateful, TableShard, listed, unwrapped
+from .snapshot import (
+    Optimizers,
+    Snapshot,
+    Stateful,
+    TableShard,
+    listed,
+    rank_file,
+    table_file,
+    unwrapped,
+)
 from .tensor_file import Written, column_of, write
 from .together import Together
 
@@ -134,13 +143,11 @@ class Writing:
             changed = None if self._changes is None else self._changes.rows(shard)
             complete = shard.name in self._complete
             rows = None if complete else changed
-            file = f"table-{number:04d}-rank-{rank:04d}.safetensors"
+            file = table_file(number, rank)
             columns = shard.columns_to_write(rows)
             files[file] = write(folder / file, columns, {"table": shard.name[:500]})
-            count = columns[0].shape[0]
-            part = {"rank": rank, "file": file, "rows": count, "size": shard.size}
-            tables[shard.name] = {**shard.facts, "complete": complete, "shard": part}
-        own = f"rank-{rank:04d}.safetensors"
+            tables[shard.name] = shard.note(rank, file, columns[0].shape[0], complete)
+        own = rank_file(rank)
         columns = [column_of(name, tensor) for name, tensor in self.snapshot.own.items()]
         files[own] = write(folder / own, columns)
         if rank == 0:
@@ -168,23 +175,38 @@ class Writing:
                 f"{folder}: what a rank has written is not to be seen here, or is gone: {error}; "
                 f"checkpoints are written to a folder that all ranks share"
             ) from error
-        manifest = Manifest(
-            id=self.draft.id,
-            step=self._step,
-            base=self._base,
-            world_size=self.together.world_size,
-            tables={name: _table(name, notes) for name in notes[0]["tables"]},
-            files={
-                name: Written(*file)
-                for note in notes
-                for name, file in sorted(note["files"].items())
-            },
-            optimizers=self.snapshot.optimizers,
-            ranks=[note["rank_state"] for note in notes],
-            version=_pybind.build_info()["version"],
+        manifest = manifest_of(
+            notes, self.draft.id, self._step, self._base, self.snapshot.optimizers
         )
         write_manifest(folder, manifest)
         self.draft.publish()
+
+
+def manifest_of(
+    notes: Sequence[Mapping[str, Any]],
+    id: str,
+    step: int | None,
+    base: Base | None,
+    optimizers: list[dict[str, Any]],
+) -> Manifest:
+    """A manifest from what each rank says of its part.
+
+    Raises:
+        CheckpointError: ranks have different tables.
+    """
+    return Manifest(
+        id=id,
+        step=step,
+        base=base,
+        world_size=len(notes),
+        tables={name: _table(name, notes) for name in notes[0]["tables"]},
+        files={
+            name: Written(*file) for note in notes for name, file in sorted(note["files"].items())
+        },
+        optimizers=optimizers,
+        ranks=[note["rank_state"] for note in notes],
+        version=_pybind.build_info()["version"],
+    )
 
 
 def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:

@@ -49,6 +49,16 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             return module
 
 
+def table_file(number: int, rank: int) -> str:
+    """File of a rank's part of a table."""
+    return f"table-{number:04d}-rank-{rank:04d}.safetensors"
+
+
+def rank_file(rank: int) -> str:
+    """File of what a rank has of its own."""
+    return f"rank-{rank:04d}.safetensors"
+
+
 def named_tables(module: torch.nn.Module) -> dict[str, ShardedTable]:
     """Tables by their names in checkpoints; that of a layer alone is ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
@@ -76,8 +86,8 @@ def dense_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         if hasattr(tensor, "device_mesh"):
             raise CheckpointError(
                 f"{name}: a parameter that fully_shard has sharded; save the dense part by "
-                f"torch.distributed.checkpoint, and give the tables' layers alone to "
-                f"sparsekit.checkpoint"
+                f"torch.distributed.checkpoint, beside it a sparsekit.checkpoint.DcpState of the "
+                f"tables' layers alone"
             )
     return dense
 
@@ -141,6 +151,11 @@ class TableShard:
             self._buckets = copies.of(f"{self.name}.buckets", buckets, len(buckets))
 
     _buckets: torch.Tensor | None = None
+
+    def note(self, rank: int, file: str, rows: int, complete: bool) -> dict[str, Any]:
+        """What a rank says of its part, for `manifest_of`."""
+        part = {"rank": rank, "file": file, "rows": rows, "size": self.size}
+        return {**self.facts, "complete": complete, "shard": part}
 
     def columns_to_write(self, rows: np.ndarray | None) -> list[Column]:
         """Keys and all else of rows, or of all."""

@@ -34,9 +34,13 @@ class OwnShard(torch.Tensor):
         rank, world_size = self.tolist()
         raise RuntimeError(
             f"{self.layer}: torch.distributed.checkpoint would keep one rank's part of the table, "
-            f"of {world_size}; have each rank save its own, torch.save(model.state_dict(), "
-            f"f'model-{{rank}}.pt'), here for rank {rank}, and load the same file on the same rank"
+            f"here that of rank {rank} of {world_size}; give it sparsekit.checkpoint.DcpState("
+            f"model, optimizer) in place of model.state_dict()"
         )
+
+    def new_empty(self, *args: Any, **kwargs: Any) -> OwnShard:
+        """Called for the copy that async_save makes, which must be marked as well."""
+        return super().new_empty(*args, **kwargs).as_subclass(OwnShard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnShard:
         return memo.setdefault(id(self), OwnShard.of(self.clone(), self.layer, self.exchange))

@@ -125,7 +125,7 @@ def checkpoint(rank, folder):
     made(keys(2, 3, 4, 5))
     states = [{"model": made.state_dict()}, copy.deepcopy(made.state_dict())]
     for state in states:
-        with pytest.raises(BaseException, match=r"table: torch.distributed.checkpoint would keep"):
+        with pytest.raises(BaseException, match=r"table: .* would keep one rank's .*DcpState"):
             dcp.save(state, checkpoint_id=f"{folder}/dcp")
 
     # The way out.

@@ -1,0 +1,167 @@
+"""Saving and loading through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+from .dcp_source import FORMAT, NEEDS_LOAD_FROM, NOTES, VERSION, DcpSource, ToSave, stem
+from .load import Plan
+from .manifest import DENSE, new_id
+from .snapshot import (
+    Optimizers,
+    Snapshot,
+    Stateful,
+    TableShard,
+    listed,
+    rank_file,
+    table_file,
+    unwrapped,
+)
+from .together import Together
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.storage import StorageReader
+
+
+class DcpState:
+    """A module, its tables and optimizers, as a Stateful of torch.distributed.checkpoint.
+
+    ``dcp.save({"app": DcpState(model, optimizer)}, checkpoint_id=path)`` saves on any number of
+    ranks, and ``dcp.load({"app": DcpState(model, optimizer, load_from=path)}, checkpoint_id=path)``
+    loads on any other, as `load` does what `save` has written: tables may have another placement or
+    capacity, and the module is as it was if something does not fit. Other entries beside it are
+    saved and loaded as ever. Tables are read part by part, one part of one table at a time, which a
+    rank needs memory for: its own if as many ranks have saved with the same placement, else each of
+    all ranks. There are no checksums. All ranks call dcp.save and dcp.load together.
+
+    Args:
+        module: as for `save`; wrapped by DistributedDataParallel or not. What fully_shard has
+            sharded is saved beside it.
+        optimizer: as for `save` and `load`.
+        state: as for `save` and `load`.
+        load_from: what dcp.load is to read, a path or a StorageReader; None to save. Once it has
+            been loaded the object is for saving.
+        name: under which the state was saved, "app" above; needed if there are several.
+        strict: as for `load`.
+        cast: as for `load`.
+        process_group: as for `save`.
+
+    Attributes:
+        missing: after a load, names that the module has and the checkpoint has not.
+        unexpected: after a load, names that the checkpoint has and the module has not.
+
+    Raises:
+        CheckpointError: (in save and load) as `save` and `load` do; or load_from is missing, or
+            another checkpoint than that which dcp.load reads. What torch.distributed.checkpoint
+            finds out itself it raises as its CheckpointException.
+        ValueError: (in save and load) a table of other ranks than those of process_group.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        state: Mapping[str, Stateful] | None = None,
+        load_from: str | os.PathLike[str] | StorageReader | None = None,
+        name: str | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._module = unwrapped(module)
+        self._optimizers = listed(optimizer)
+        self._state = dict(state or {})
+        self._load_from = load_from
+        self._name = name
+        self._strict, self._cast = strict, cast
+        self._group = process_group
+        self._source: DcpSource | None = None
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Called by torch.distributed.checkpoint on all ranks, to save and before it loads."""
+        together = Together(self._module, self._group)
+        load_from = self._load_from
+        if load_from is None:
+            return self._to_save(together)
+        what = f"read {load_from if isinstance(load_from, str | os.PathLike) else 'metadata'}"
+        self._source = together.do(what, lambda: DcpSource(load_from, self._name))
+        return self._source.to_load()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Called by torch.distributed.checkpoint on all ranks with what `state_dict` returned."""
+        source = self._source
+        if source is None:
+            raise CheckpointError(NEEDS_LOAD_FROM)
+        together = Together(self._module, self._group)
+        what = f"load {source}"
+
+        def check() -> Plan:
+            source.check_read(state_dict)
+            links = [(source, source.manifest)]
+            return Plan(
+                self._module, links, self._optimizers, self._state, self._strict, self._cast
+            )
+
+        plan = together.do(what, check)
+        together.do(what, plan.carry_out)
+        self.missing, self.unexpected = plan.missing, plan.unexpected
+        self._source = self._load_from = None
+
+    def _to_save(self, together: Together) -> dict[str, Any]:
+        what, rank = "save by torch.distributed.checkpoint", together.rank
+        snapshot = together.do(what, lambda: Snapshot(self._module, self._optimizers, self._state))
+        together.do(f"{what}: {_told(snapshot)}", str)  # the same on all ranks
+        note: dict[str, Any] = {
+            "id": together.text_of_first(what, new_id),
+            "rank": rank,
+            "world_size": together.world_size,
+            "tables": {},
+            "files": {},
+            "rank_state": snapshot.rank_state,
+        }
+        parts: dict[str, Any] = {
+            FORMAT: torch.tensor([VERSION]).as_subclass(ToSave),
+            stem(rank_file(rank)): snapshot.own,
+        }
+        if rank == 0:
+            parts[stem(DENSE)] = snapshot.dense
+            note["optimizers"] = snapshot.optimizers
+        keys = together.do(what, lambda: [_keys(shard) for shard in snapshot.shards])
+        for number, shard in enumerate(snapshot.shards):
+            file = table_file(number, rank)
+            note["tables"][shard.name] = shard.note(rank, file, shard.size, complete=True)
+            columns = {name: tensor[: shard.size] for name, tensor in shard.columns.items()}
+            parts[stem(file)] = {"keys": keys[number], **columns}
+        text = bytearray(json.dumps(note, allow_nan=False).encode())
+        parts[NOTES] = {f"{rank:04d}": torch.frombuffer(text, dtype=torch.uint8)}
+        return parts
+
+
+def _told(snapshot: Snapshot) -> str:
+    """What all ranks must agree on, each with its table's name, as an error shows little of it."""
+    return ", ".join(
+        f"{shard.name}.{key} {value}"
+        for shard in snapshot.shards
+        for key, value in shard.facts.items()
+        if key != "layer"
+    )
+
+
+def _keys(shard: TableShard) -> torch.Tensor:
+    """Keys of a rank's rows."""
+    keys, done = np.empty(shard.size, dtype=np.int64), 0
+    for piece in shard.columns_to_write(None)[0].pieces():
+        keys[done : done + len(piece)] = piece.view(np.int64)
+        done += len(piece)
+    return torch.from_numpy(keys)
