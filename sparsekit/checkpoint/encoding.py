@@ -36,6 +36,8 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or hasattr(value, "device_mesh"):
             raise CheckpointError(f"{name}: a sparse or distributed tensor cannot be saved here")
+        while name in tensors:  # the path of {"a.b": x} is that of {"a": {"b": x}}
+            name += "+"
         tensors[name] = value.detach()
         return {_TENSOR: name}
     if isinstance(value, Mapping):

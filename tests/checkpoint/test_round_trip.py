@@ -203,6 +203,19 @@ def test_values_of_states(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+def test_tensors_of_one_path(tmp_path):
+    first, *others = torch.arange(8).split(2)
+    value = {"a.b": first, "a": {"b": others[0]}, "1": others[1], 1: others[2]}
+    model = torch.nn.Linear(1, 1)
+    checkpoint.save(model, tmp_path / "a", state={"odd": Odd(value)})
+    odd = Odd()
+    checkpoint.load(model, tmp_path / "a", state={"odd": odd})
+    found = odd.value
+    assert all(
+        map(torch.equal, (found["a.b"], found["a"]["b"], found["1"], found[1]), (first, *others))
+    )
+
+
 def test_random_numbers_go_on(tmp_path):
     checkpoint.save(torch.nn.Linear(1, 1), tmp_path / "a")
     expected = torch.rand(3)
