@@ -189,6 +189,7 @@ def test_threads_give_the_same_codes():
         [array.slice(0, 40_000), array.slice(40_000, 5), array.slice(40_005)]
     )
     for column in (
+        words,
         array,
         chunked,
         array.cast(pa.string_view()),

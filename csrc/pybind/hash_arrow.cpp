@@ -19,7 +19,8 @@ struct OffsetTexts {
   const Offset* offsets;
   const char* data;
   std::string_view operator()(int64_t i) const {
-    return {data + offsets[i], static_cast<size_t>(offsets[i + 1] - offsets[i])};
+    using Size = std::make_unsigned_t<Offset>;
+    return {data + offsets[i], static_cast<Size>(offsets[i + 1]) - static_cast<Size>(offsets[i])};
   }
 };
 
@@ -88,12 +89,12 @@ template <class Texts>
 void hash_valid_texts(const ArrowArray& array, Texts texts, const Work& work, int64_t* codes) {
   const Validity valid = validity_of(array);
   const uint64_t seed = work.seed;
-  split(array.length, work.num_threads, [=](int64_t begin, int64_t end) {
+  share(array.length, work.num_threads, [=](Chunks& chunks) {
     if (valid.bits == nullptr) {
-      hash_texts(texts, begin, end, seed, codes);
+      hash_texts(texts, chunks, seed, codes);
     } else {
-      const auto text_or_none = [&](int64_t i) { return valid(i) ? texts(i) : std::string_view(); };
-      hash_texts(text_or_none, begin, end, seed, codes);
+      const auto text_or_none = [=](int64_t i) { return valid(i) ? texts(i) : std::string_view(); };
+      hash_texts(text_or_none, chunks, seed, codes);
     }
   });
 }

@@ -72,12 +72,12 @@ bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t
                       int num_threads, int64_t* codes) {
   if (!check_num_threads(num_threads)) return false;
   without_gil([=] {
-    split(n, num_threads, [=](Py_ssize_t begin, Py_ssize_t end) {
+    share(n, num_threads, [=](Chunks& chunks) {
       const auto text_of = [=](int64_t i) {
         const char* text = texts + i * size;
         return std::string_view(text, static_cast<size_t>(length_of(text, size)));
       };
-      hash_texts(text_of, begin, end, seed, codes);
+      hash_texts(text_of, chunks, seed, codes);
     });
   });
   return true;

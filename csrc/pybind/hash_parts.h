@@ -26,25 +26,51 @@ using Reference = std::unique_ptr<PyObject, DropReference>;
 // Below this many values for each, threads cost more than they save.
 constexpr Py_ssize_t kGrain = 32768;
 
-// Calls body(begin, end) for up to num_threads parts of [0, n), the last in this thread. `body`
-// must not throw.
-template <class Body>
-void split(Py_ssize_t n, int num_threads, const Body& body) {
-  const Py_ssize_t parts = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
+// Values that a thread takes at a time.
+constexpr int64_t kChunk = 8192;
+
+// Hands out [0, n) in chunks to the threads that ask, so that one which starts late or is held up
+// gets fewer.
+class Chunks {
+ public:
+  Chunks(int64_t n, int64_t chunk) : n_(n), chunk_(chunk) {}
+
+  // Whether there is a further one.
+  bool next(int64_t* begin, int64_t* end) {
+    *begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
+    *end = std::min(*begin + chunk_, n_);
+    return *begin < n_;
+  }
+
+ private:
+  const int64_t n_, chunk_;
+  std::atomic<int64_t> next_{0};
+};
+
+// Calls work(chunks) in up to num_threads threads, of which this is one. `work` must not throw.
+template <class Work>
+void share(Py_ssize_t n, int num_threads, const Work& work) {
+  const Py_ssize_t count = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
+  Chunks chunks(n, count == 1 ? n : kChunk);
   std::vector<std::thread> others;
-  Py_ssize_t begin = 0;
   try {
-    others.reserve(static_cast<size_t>(parts - 1));
-    for (Py_ssize_t part = 1; part < parts; ++part) {
-      const Py_ssize_t end = n * part / parts;
-      others.emplace_back(body, begin, end);
-      begin = end;
+    others.reserve(static_cast<size_t>(count - 1));
+    while (static_cast<Py_ssize_t>(others.size()) < count - 1) {
+      others.emplace_back([&] { work(chunks); });
     }
   } catch (const std::exception&) {
-    // No memory or no thread to be had: what is left is done here.
+    // No memory or no thread to be had: there is all the more for this one.
   }
-  body(begin, n);
+  work(chunks);
   for (auto& other : others) other.join();
+}
+
+// Calls body(begin, end) for parts of [0, n), in up to num_threads threads. `body` must not throw.
+template <class Body>
+void split(Py_ssize_t n, int num_threads, const Body& body) {
+  share(n, num_threads, [&](Chunks& chunks) {
+    for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) body(begin, end);
+  });
 }
 
 // Makes `first` the lower of itself and i.

@@ -6,7 +6,6 @@
 #include <memory>
 #include <string_view>
 
-#include "cpu/xxh64_avx512.h"
 #include "hash_parts.h"
 #include "sparsekit/xxh64_batch.h"
 #include "utf8.h"
@@ -57,71 +56,68 @@ bool is_ready(PyObject* text) {
 // may do so while some thread holds the GIL.
 class PlainItems {
  public:
-  explicit PlainItems(uint64_t seed) : seed_(seed) {}
+  PlainItems(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes), hasher_(seed, codes) {}
 
-  // codes[i] for the items in [begin, end); the first that is left out, or `end`.
-  Py_ssize_t hash(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end, int64_t* codes) {
-    constexpr Py_ssize_t kMost = ShortTexts::kMost;
-    Py_ssize_t first_left = end;
-    for (; begin < end; begin += kMost) {
-      const Py_ssize_t next = std::min(begin + kMost, end);
-      num_done_ = 0;
-      num_encoded_ = 0;
-      for (Py_ssize_t i = begin; i < next; ++i) {
-        if (!add(items[i], static_cast<int>(i - begin))) first_left = std::min(first_left, i);
-      }
-      // Objects lie scattered over the heap, so those of the next batch are asked for meanwhile.
-      hash_short_texts(texts_, static_cast<int>(next - begin), seed_, codes + begin,
-                       reinterpret_cast<const void* const*>(items + next),
-                       static_cast<int>(std::min(kMost, end - next)));
-      for (int k = 0; k < num_done_; ++k) codes[begin + done_[k].place] = done_[k].code;
+  // codes[i], by the next flush, for the items in [begin, end) up to the first that needs more,
+  // which it returns, or `end`.
+  Py_ssize_t add_all(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end) {
+    // Objects lie scattered over the heap, so they are asked for in advance.
+    const auto ask_for = [=](Py_ssize_t i) {
+      prefetch(items[i], 0);
+      prefetch(items[i], 64);
+    };
+    const Py_ssize_t first = std::min(begin + kItemsAhead, end);
+    for (Py_ssize_t i = begin; i < first; ++i) ask_for(i);
+    for (Py_ssize_t i = begin; i < end; ++i) {
+      if (i + kItemsAhead < end) ask_for(i + kItemsAhead);
+      prefetch(codes_ + i, kCodesAhead * sizeof *codes_);
+      if (!add(items[i], i)) return i;
     }
-    return first_left;
+    return end;
   }
+  void flush() { hasher_.flush(); }
 
  private:
-  bool add(PyObject* item, int place) {
+  static constexpr Py_ssize_t kItemsAhead = 64;
+  static constexpr size_t kEncodedBytes = 16384;
+
+  bool add(PyObject* item, Py_ssize_t place) {
     if (PyUnicode_Check(item)) {
       // ASCII is its own UTF-8.
       if (!PyUnicode_IS_COMPACT_ASCII(item)) return add_encoded(item, place);
-      return add_text(static_cast<const char*>(PyUnicode_DATA(item)), PyUnicode_GET_LENGTH(item),
-                      place);
+      hasher_.add(static_cast<const char*>(PyUnicode_DATA(item)),
+                  static_cast<size_t>(PyUnicode_GET_LENGTH(item)), place);
+      return true;
     }
     if (PyBytes_Check(item)) {
-      return add_text(PyBytes_AS_STRING(item), PyBytes_GET_SIZE(item), place);
+      hasher_.add(PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item)), place);
+      return true;
     }
-    texts_.sizes[place] = 0;
-    if (PyLong_Check(item) && !PyBool_Check(item)) {
-      int overflow = 0;
-      const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-      done_[num_done_++] = {place, code_of_integer(value, seed_)};
-      return overflow == 0;
+    if (item == Py_None) {
+      hasher_.add(nullptr, 0, place);
+      return true;
     }
-    return item == Py_None;
+    if (!PyLong_Check(item) || PyBool_Check(item)) return false;
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
+    codes_[place] = code_of_integer(value, seed_);
+    return overflow == 0;
   }
 
-  bool add_text(const char* text, Py_ssize_t length, int place) {
-    const auto size = static_cast<size_t>(length);
-    const bool too_long = size >= ShortTexts::kTooLong;
-    if (too_long) done_[num_done_++] = {place, code_of({text, size}, seed_)};
-    texts_.data[place] = text;
-    texts_.sizes[place] = too_long ? 0 : static_cast<uint8_t>(size);
-    return true;
-  }
-
-  bool add_encoded(PyObject* item, int place) {
-    texts_.sizes[place] = 0;
+  bool add_encoded(PyObject* item, Py_ssize_t place) {
     if (!is_ready(item)) return false;
     const auto size = static_cast<size_t>(PyUnicode_GET_LENGTH(item));
     if (size > kMostEncoded) return false;
+    if (num_encoded_ > kEncodedBytes) {
+      hasher_.flush();
+      num_encoded_ = 0;
+    }
     const void* points = PyUnicode_DATA(item);
     char* const text = encoded_ + num_encoded_;
     char* end = nullptr;
     switch (PyUnicode_KIND(item)) {
       case PyUnicode_1BYTE_KIND:
-        end = uses_avx512_
-                  ? xxh64_avx512::put_latin1(static_cast<const uint8_t*>(points), size, text)
-                  : put_utf8(static_cast<const uint8_t*>(points), size, text);
+        end = put_utf8(static_cast<const uint8_t*>(points), size, text);
         break;
       case PyUnicode_2BYTE_KIND:
         end = put_utf8(static_cast<const uint16_t*>(points), size, text);
@@ -130,23 +126,18 @@ class PlainItems {
         end = put_utf8(static_cast<const uint32_t*>(points), size, text);
     }
     if (end == nullptr) return false;
+    const auto length = static_cast<size_t>(end - text);
+    hasher_.add(text, length, place);
     // What is too long is hashed at once, and its room is free again.
-    if (end - text < static_cast<Py_ssize_t>(ShortTexts::kTooLong)) num_encoded_ += end - text;
-    return add_text(text, end - text, place);
+    if (length < kTooLong) num_encoded_ += length;
+    return true;
   }
 
-  struct Done {
-    int place;
-    int64_t code;
-  };
-
-  uint64_t seed_;
-  bool uses_avx512_ = uses_xxh64_avx512();
-  ShortTexts texts_;
-  int num_done_ = 0;
-  Done done_[ShortTexts::kMost];  // items with a code already
-  Py_ssize_t num_encoded_ = 0;
-  char encoded_[ShortTexts::kMost * ShortTexts::kTooLong + 4 * kMostEncoded + 64];
+  const uint64_t seed_;
+  int64_t* const codes_;
+  TextHasher hasher_;
+  size_t num_encoded_ = 0;
+  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // for texts that wait in hasher_
 };
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
@@ -266,10 +257,13 @@ bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes)
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   std::atomic<int64_t> first_left{n};
   // This thread keeps the GIL and waits, so nothing changes while the others read.
-  split(n, num_threads, [=, &first_left](Py_ssize_t begin, Py_ssize_t end) {
-    PlainItems plain(seed);
-    const Py_ssize_t left = plain.hash(slots, begin, end, codes);
-    if (left < end) keep_first(first_left, left);
+  share(n, num_threads, [=, &first_left](Chunks& chunks) {
+    PlainItems plain(seed, codes);
+    for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) {
+      const Py_ssize_t left = plain.add_all(slots, begin, end);
+      if (left < end) keep_first(first_left, left);
+    }
+    plain.flush();
   });
   return first_left == n || hash_others(items, first_left, seed, codes);
 }

@@ -138,8 +138,10 @@ PYBIND11_MODULE(_pybind, m) {
         py::arg("stride"), py::arg("n"), py::arg("missing"), py::arg("seed"),
         py::arg("num_threads") = 1,
         "XXH64 of n packed strings of numpy's StringDType; `missing` stands for those that lack.");
-  m.def("use_xxh64_avx512", &use_xxh64_avx512, py::arg("wanted"),
-        "Whether short texts are hashed with AVX-512, for tests; returns whether they are now.");
+  m.def("use_xxh64_engine", &use_xxh64_engine, py::arg("wanted"),
+        "Hash short texts with \"avx512\", \"avx2\" or \"portable\", or with the next of them that "
+        "the "
+        "processor has, for tests. Returns what is used from now on.");
   m.def("build_info", &build_info, "How this module was built, as a dict.");
   add_delimited_text(m);
   add_shared_memory(m);

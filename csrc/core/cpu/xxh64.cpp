@@ -9,16 +9,6 @@ using namespace xxh64_steps;
 
 constexpr size_t kStripe = 32;  // bytes: one 8-byte lane for each of four accumulators
 
-// Little-endian loads, put together byte by byte so that neither byte order nor alignment matters.
-// gcc and clang turn each into one load instruction.
-inline uint64_t load32(const uint8_t* p) {
-  return uint64_t{p[0]} | uint64_t{p[1]} << 8 | uint64_t{p[2]} << 16 | uint64_t{p[3]} << 24;
-}
-inline uint64_t load64(const uint8_t* p) {
-  return uint64_t{p[0]} | uint64_t{p[1]} << 8 | uint64_t{p[2]} << 16 | uint64_t{p[3]} << 24 |
-         uint64_t{p[4]} << 32 | uint64_t{p[5]} << 40 | uint64_t{p[6]} << 48 | uint64_t{p[7]} << 56;
-}
-
 inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
   return (hash ^ absorb(0, accumulator)) * kPrime1 + kPrime4;
 }

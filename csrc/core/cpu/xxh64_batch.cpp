@@ -1,37 +1,89 @@
 #include "sparsekit/xxh64_batch.h"
 
 #include <atomic>
+#include <cstring>
+#include <iterator>
 
-#include "cpu/xxh64_avx512.h"
+#include "cpu/xxh64_engines.h"
+#include "sparsekit/xxh64_steps.h"
 
 namespace sparsekit {
+namespace xxh64_portable {
 namespace {
 
-std::atomic<bool> use_avx512{xxh64_avx512::is_supported()};
+using namespace xxh64_steps;
+#define SPARSEKIT_INLINE inline
+using Lanes = uint64_t;
+constexpr int kLanes = 1;
+constexpr int kSide = 4;
+
+SPARSEKIT_INLINE Lanes times(Lanes x, uint64_t factor) {
+  return x * factor;
+}
+SPARSEKIT_INLINE Lanes times_small(Lanes x, uint64_t factor) {
+  return x * factor;
+}
+
+template <bool>
+SPARSEKIT_INLINE void load_words(const WaitingText* text, size_t first, size_t second,
+                                 Lanes* words) {
+  const auto* p = reinterpret_cast<const uint8_t*>(text->data);
+  words[0] = load64(p + first);
+  words[1] = load64(p + second);
+}
+
+SPARSEKIT_INLINE Lanes lanes_of(const uint64_t* words) {
+  return words[0];
+}
+
+SPARSEKIT_INLINE void store(Lanes hash, const WaitingText* text, int64_t* codes) {
+  codes[text->place] = static_cast<int64_t>(hash);
+}
+
+#include "cpu/xxh64_together.h"
+
+void hash_together(const WaitingText* texts, int count, size_t size, uint64_t seed,
+                   int64_t* codes) {
+  for (int k = 0; k < count; k += kSide) hash_side(texts + k, size, seed, codes);
+}
+
+}  // namespace
+}  // namespace xxh64_portable
+
+namespace {
+
+struct Engine {
+  const char* name;
+  bool (*is_supported)();
+  HashTogether hash_together;
+};
+
+constexpr Engine kEngines[] = {
+    {"avx512", xxh64_avx512::is_supported, xxh64_avx512::hash_together},
+    {"avx2", xxh64_avx2::is_supported, xxh64_avx2::hash_together},
+    {"portable", [] { return true; }, xxh64_portable::hash_together},
+};
+
+const Engine* first_supported(const Engine* engine) {
+  while (!engine->is_supported()) ++engine;
+  return engine;
+}
+
+std::atomic<const Engine*> engine_in_use{first_supported(kEngines)};
 
 }  // namespace
 
-bool use_xxh64_avx512(bool wanted) {
-  return use_avx512 = wanted && xxh64_avx512::is_supported();
+const char* use_xxh64_engine(const char* wanted) {
+  const Engine* engine = kEngines;
+  while (std::strcmp(engine->name, wanted) != 0) {
+    if (++engine == std::end(kEngines)) return nullptr;
+  }
+  engine_in_use = first_supported(engine);
+  return engine_in_use.load()->name;
 }
 
-bool uses_xxh64_avx512() {
-  return use_avx512;
-}
-
-void hash_short_texts(const ShortTexts& texts, int count, uint64_t seed, int64_t* codes,
-                      const void* const* soon, int num_soon) {
-  if (use_avx512) {
-    xxh64_avx512::hash_short_texts(texts, count, seed, codes, soon, num_soon);
-    return;
-  }
-  for (int k = 0; k < count; ++k) {
-    if (k < num_soon) {
-      prefetch(soon[k]);
-      prefetch(static_cast<const char*>(soon[k]) + 48);
-    }
-    codes[k] = static_cast<int64_t>(xxh64(texts.data[k], texts.sizes[k], seed));
-  }
+HashTogether xxh64_engine() {
+  return engine_in_use.load()->hash_together;
 }
 
 }  // namespace sparsekit

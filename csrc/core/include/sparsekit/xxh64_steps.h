@@ -1,6 +1,7 @@
 // The steps that XXH64 is made of, for both engines: words in registers, whatever they come from.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "sparsekit/host_device.h"
@@ -12,6 +13,24 @@ constexpr uint64_t kPrime2 = 0xC2B2AE3D27D4EB4Fu;
 constexpr uint64_t kPrime3 = 0x165667B19E3779F9u;
 constexpr uint64_t kPrime4 = 0x85EBCA77C2B2AE63u;
 constexpr uint64_t kPrime5 = 0x27D4EB2F165667C5u;
+
+// Little-endian loads, put together byte by byte so that neither byte order nor alignment matters.
+// gcc and clang turn each into one load instruction.
+inline uint64_t load32(const uint8_t* p) {
+  return uint64_t{p[0]} | uint64_t{p[1]} << 8 | uint64_t{p[2]} << 16 | uint64_t{p[3]} << 24;
+}
+inline uint64_t load64(const uint8_t* p) {
+  return uint64_t{p[0]} | uint64_t{p[1]} << 8 | uint64_t{p[2]} << 16 | uint64_t{p[3]} << 24 |
+         uint64_t{p[4]} << 32 | uint64_t{p[5]} << 40 | uint64_t{p[6]} << 48 | uint64_t{p[7]} << 56;
+}
+
+// Of fewer than 8 bytes.
+inline uint64_t load_few(const uint8_t* p, size_t size) {
+  if (size >= 4) return load32(p) | load32(p + size - 4) << 8 * (size - 4);
+  uint64_t word = 0;
+  for (size_t k = 0; k < size; ++k) word |= uint64_t{p[k]} << 8 * k;
+  return word;
+}
 
 SPARSEKIT_HOST_DEVICE inline uint64_t rotate_left(uint64_t x, int bits) {
   return (x << bits) | (x >> (64 - bits));

@@ -1,0 +1,69 @@
+#include "cpu/xxh64_engines.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+#include <immintrin.h>
+
+#include "sparsekit/xxh64_steps.h"
+
+// The rest of the module is for every x86-64, so these instructions are asked for by function.
+#define SPARSEKIT_AVX2 __attribute__((target("avx2,bmi,bmi2")))
+#define SPARSEKIT_INLINE SPARSEKIT_AVX2 __attribute__((always_inline)) inline
+
+namespace sparsekit::xxh64_avx2 {
+namespace {
+
+using namespace xxh64_steps;
+
+#include "cpu/xxh64_lanes256.h"
+
+// All that 16 registers hold.
+constexpr int kSide = 2;
+
+SPARSEKIT_INLINE __m256i in_all(uint64_t x) {
+  return _mm256_set1_epi64x(static_cast<long long>(x));
+}
+
+// AVX2 does not multiply 64-bit lanes. Of the mixed products of halves only the low 32 bits count,
+// so one multiplication of 32-bit lanes gives both.
+SPARSEKIT_INLINE Lanes times(Lanes x, uint64_t factor) {
+  const auto a = reinterpret_cast<__m256i>(x);
+  const __m256i low = _mm256_mul_epu32(a, in_all(factor));
+  const __m256i mixed = _mm256_mullo_epi32(a, in_all(factor >> 32 | factor << 32));
+  return reinterpret_cast<Lanes>(low) + (reinterpret_cast<Lanes>(mixed) << 32) +
+         (reinterpret_cast<Lanes>(mixed) & 0xFFFFFFFF00000000);
+}
+SPARSEKIT_INLINE Lanes times_small(Lanes x, uint64_t factor) {
+  const auto a = reinterpret_cast<__m256i>(x);
+  const __m256i low = _mm256_mul_epu32(a, in_all(factor));
+  const __m256i high = _mm256_mul_epu32(a, in_all(factor >> 32));
+  return reinterpret_cast<Lanes>(low) + (reinterpret_cast<Lanes>(high) << 32);
+}
+
+#include "cpu/xxh64_together.h"
+
+}  // namespace
+
+bool is_supported() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+}
+
+SPARSEKIT_AVX2 void hash_together(const WaitingText* texts, int count, size_t size, uint64_t seed,
+                                  int64_t* codes) {
+  for (int k = 0; k < count; k += kSide * kLanes) hash_side(texts + k, size, seed, codes);
+}
+
+}  // namespace sparsekit::xxh64_avx2
+
+#else
+
+namespace sparsekit::xxh64_avx2 {
+
+bool is_supported() {
+  return false;
+}
+void hash_together(const WaitingText*, int, size_t, uint64_t, int64_t*) {}
+
+}  // namespace sparsekit::xxh64_avx2
+
+#endif

@@ -1,0 +1,19 @@
+// The engines of x86-64, each to be used only where it is supported.
+#pragma once
+
+#include "sparsekit/xxh64_batch.h"
+
+namespace sparsekit {
+namespace xxh64_avx512 {
+
+bool is_supported();
+void hash_together(const WaitingText* texts, int count, size_t size, uint64_t seed, int64_t* codes);
+
+}  // namespace xxh64_avx512
+namespace xxh64_avx2 {
+
+bool is_supported();
+void hash_together(const WaitingText* texts, int count, size_t size, uint64_t seed, int64_t* codes);
+
+}  // namespace xxh64_avx2
+}  // namespace sparsekit
