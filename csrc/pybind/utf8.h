@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "sparsekit/xxh64_steps.h"
+
 namespace sparsekit {
 
 // Writes up to 4 bytes; null if the code point is no character.
@@ -39,31 +41,37 @@ char* put_utf8(const Point* text, size_t size, char* out) {
   return out;
 }
 
-// Of Latin-1, in which every byte is a character. Most are ASCII: those go by eights, and the
-// others without a branch.
-inline char* put_utf8(const uint8_t* text, size_t size, char* out) {
-  const uint8_t* const end = text + size;
-  while (text != end) {
-    uint64_t word;
-    if (end - text >= 8) {
-      std::memcpy(&word, text, 8);
-      if ((word & 0x8080808080808080u) == 0) {
-        std::memcpy(out, &word, 8);
-        text += 8;
-        out += 8;
-        continue;
-      }
-    }
-    const size_t step = end - text < 8 ? static_cast<size_t>(end - text) : 8;
-    for (size_t k = 0; k < step; ++k) {
-      const uint8_t point = *text++;
-      const bool two = point >= 0x80;
-      out[0] = static_cast<char>(two ? 0xC0 | point >> 6 : point);
-      out[1] = static_cast<char>(0x80 | (point & 0x3F));
-      out += two ? 2 : 1;
-    }
+// Little-endian, as xxh64_steps::load64(). Byte by byte, gcc would not make it one store.
+inline void store64(uint64_t word, char* out) {
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+  word = __builtin_bswap64(word);
+#endif
+  std::memcpy(out, &word, 8);
+}
+
+// The first `count` bytes of a little-endian word of Latin-1, of which the others are zero. Writes
+// up to 8 bytes beyond the end that it returns.
+inline char* put_latin1_word(uint64_t word, size_t count, char* out) {
+  while (const uint64_t beyond_ascii = word & 0x8080808080808080u) {
+    const auto before = static_cast<size_t>(__builtin_ctzll(beyond_ascii)) / 8;
+    store64(word, out);
+    word >>= 8 * before;
+    out[before] = static_cast<char>(0xC0 | (word >> 6 & 3));
+    out[before + 1] = static_cast<char>(0x80 | (word & 0x3F));
+    out += before + 2;
+    word >>= 8;
+    count -= before + 1;
   }
-  return out;
+  store64(word, out);
+  return out + count;
+}
+
+// Of Latin-1, in which every byte is a character. `out` has room for 8 bytes more.
+inline char* put_utf8(const uint8_t* text, size_t size, char* out) {
+  for (; size >= 8; size -= 8, text += 8) {
+    out = put_latin1_word(xxh64_steps::load64(text), 8, out);
+  }
+  return put_latin1_word(xxh64_steps::load_few(text, size), size, out);
 }
 
 }  // namespace sparsekit
