@@ -225,10 +225,6 @@ class EmbeddingBag(DropIn):
         return input, offsets
 
     def _bags(self, inputs: Any, weights: Any) -> Request:
-        if isinstance(inputs, torch.Tensor) and inputs.layout == torch.strided:
-            inputs = inputs.unsqueeze(1) if inputs.dim() == 2 else inputs
-            if isinstance(weights, torch.Tensor) and weights.dim() == 2:
-                weights = weights.unsqueeze(1)
         return ask_bags(self, inputs, weights, self.mode, None)
 
     def extra_repr(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -56,8 +56,10 @@ class Bags:
         )
 
 
-def read_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Bags:
-    """Bags of any accepted form; see `DistributedEmbedding` for the forms.
+def read_bags(
+    inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
+) -> Bags:
+    """Bags of any form that `DistributedEmbedding` takes; with matrix a dense ``[bags, m]``, too.
 
     What can be known without a look at the offsets is checked; see `check_bags`.
 
@@ -66,6 +68,8 @@ def read_bags(inputs: Any, sample_weights: Any, layer: str, device: torch.device
         ValueError: a wrong shape or device, or sample_weights that do not fit.
     """
     form = _form(inputs, layer, device)
+    if matrix and form is _from_dense and inputs.dim() == 2:
+        form = partial(_padded, count=inputs.shape[0], slots=None)
     # Before any value is read, which the meta device has none of and others would wait for.
     check_device(layer, "inputs", inputs, device)
     if sample_weights is not None:
@@ -266,21 +270,22 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
             f"got {tuple(inputs.shape)}; flat keys go in a tuple with their offsets, and "
             f"sparsekit.EmbeddingBag takes bags as torch's does, [batch, max_nnz] for one"
         )
-    batch, slots, nnz = inputs.shape
+    return _padded(inputs, weights, layer, inputs.shape[0] * inputs.shape[1], inputs.shape[1])
+
+
+def _padded(inputs: torch.Tensor, weights: Any, layer: str, count: int, slots: int | None) -> Bags:
+    """`count` bags, each along the last dimension."""
+    nnz = inputs.shape[-1]
     if weights is not None:
         if _same_form(inputs, weights) and weights.shape == inputs.shape:
             weights = weights.reshape(-1)
         like = f"have the shape of inputs, {tuple(inputs.shape)}"
         weights = _flat_weights(weights, inputs.numel(), layer, like)
-    offsets = None if nnz == 1 else _equal_offsets(batch * slots, nnz, inputs.device)
+    offsets = None if nnz == 1 else _equal_offsets(count, nnz, inputs.device)
     return Bags(inputs.reshape(-1), offsets, weights, slots=slots)
 
 
-_OF_LAYOUT = {
-    torch.sparse_coo: _from_coo,
-    torch.sparse_csr: _from_csr,
-    torch.strided: _from_dense,
-}
+_OF_LAYOUT = {torch.sparse_coo: _from_coo, torch.sparse_csr: _from_csr, torch.strided: _from_dense}
 
 
 def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:

@@ -197,9 +197,10 @@ def ask_bags(
 ) -> Request:
     """Read bags for a table. Changes nothing.
 
-    With slot_num None there is one slot, which the output has no dimension for.
+    With slot_num None there is one slot, which inputs and output have no dimension for.
     """
-    bags = read_bags(inputs, sample_weights, table.name, table.weight.device)
+    one = slot_num is None
+    bags = read_bags(inputs, sample_weights, table.name, table.weight.device, matrix=one)
     if slot_num is None:
         slot_num, samples, rest = 1, bags.count, 0
         bags.slot_major = False
