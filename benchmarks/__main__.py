@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sparsekit._arguments import Parser
+
 from . import (
     bench_bucketize,
     bench_data,
@@ -91,7 +93,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmar
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser = Parser(prog=prog, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a suite and print what it finds")
     run.set_defaults(run=lambda options: _run(run, options))

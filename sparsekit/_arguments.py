@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from ._nearest import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,15 +16,20 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
         wrong = re.search(r"(?:unrecognized arguments: |invalid choice: ')([^\s'=]+)", message)
-        near = difflib.get_close_matches(wrong[1], set(self._names()), 1) if wrong else []
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(wrong[1], self._names(wrong[1].startswith("-"))) if wrong else ""
         self.exit(2, f"{self.prog}: {message}{hint} (see {self.prog} --help)\n")
 
-    def _names(self) -> Iterator[str]:
-        """Options, commands and choices, those of commands too: their flags are refused here."""
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, but a command refuses by itself what it does not know."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def knows(self, option: str) -> bool:
+        """Whether there is an option of this name, or one that it abbreviates."""
+        return any(name.startswith(option) for name in self._names(True))
+
+    def _names(self, options: bool) -> Iterator[str]:
         for action in self._actions:
-            yield from action.option_strings
-            yield from map(str, action.choices or ())
-            if isinstance(action, argparse._SubParsersAction):
-                for command in action.choices.values():
-                    yield from command._names()
+            yield from action.option_strings if options else map(str, action.choices or ())

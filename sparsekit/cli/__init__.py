@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -32,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return bench.run(arguments)
         if command == "train":
             arguments = train.with_model(arguments)
-        args = _parser().parse_args([command, *arguments] if command else [])
+        parser = _parser()
+        if command.startswith("-") and not parser.knows(command):
+            parser.error(f"unrecognized arguments: {command}")
+        args = parser.parse_args([command, *arguments] if command else [])
         return args.run(args)
     except EXPECTED as error:
         print(f"sparsekit: {error}", file=sys.stderr)
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

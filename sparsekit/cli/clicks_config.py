@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._nearest import did_you_mean
 from ..optim import Adagrad, LazyAdam, RowWiseAdagrad
 from .common import UsageError
 
@@ -90,7 +91,8 @@ def check(config: RunConfig) -> None:
         ("optimizer.name", config.optimizer.name, tuple(OPTIMIZERS)),
     ):
         if value not in choices:
-            raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value}")
+            near = did_you_mean(value, choices)
+            raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value}{near}")
     if data.train and data.format != "criteo" and not data.sparse:
         raise UsageError(
             f"data.sparse must name the categorical columns of {data.train[0]}: "
@@ -98,9 +100,19 @@ def check(config: RunConfig) -> None:
         )
     if data.train and trainer.patience is not None and not data.validation:
         raise UsageError("trainer.patience needs data.validation, files to decide by")
-    for name in ("epochs", "batch_size", "accumulate", "log_every"):
-        if getattr(trainer, name) < 1:
-            raise UsageError(f"trainer.{name} must be >= 1, got {getattr(trainer, name)}")
+    columns = [data.label, *data.dense, *data.sparse]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise UsageError(
+            f"data.label, data.dense and data.sparse name the column {twice[0]!r} twice"
+        )
+    for section, names in (
+        ("trainer", ("epochs", "batch_size", "accumulate", "log_every", "patience")),
+        ("model", ("rows", "dim", "cross_rank")),
+    ):
+        for name in names:
+            count = getattr(getattr(config, section), name, None)
+            if count is not None and count < 1:
+                raise UsageError(f"{section}.{name} must be >= 1, got {count}")
     for name in ("lr", "dense_lr", "lr_scale"):
         if not 0 < getattr(config.optimizer, name) < float("inf"):
             raise UsageError(f"optimizer.{name} must be > 0, got {getattr(config.optimizer, name)}")

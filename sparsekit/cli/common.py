@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from .._nearest import did_you_mean_file
 from ..datasets import DatasetUnavailableError, RatingsFormatError
 from ..errors import CheckpointError, DataFormatError
 
@@ -58,6 +59,12 @@ def check_folder(file: str | None, option: str = "--save", *, folder: bool = Fal
         raise UsageError(f"{option} {file}: is a {'file' if folder else 'folder'}")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"{option} {file}: cannot write into {path.parent}")
+
+
+def why(error: OSError, path: str) -> str:
+    """What the system says of a file that could not be read, and which one may have been meant."""
+    hint = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
+    return f"{error.strerror or error}{hint}"
 
 
 @contextlib.contextmanager

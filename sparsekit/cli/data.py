@@ -13,7 +13,9 @@ from .common import UsageError, check_folder, number
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
     """Add the command."""
-    data = commands.add_parser("data", help="generate files of data")
+    data = commands.add_parser(
+        "data", help="generate files of data", description="Generate files of data."
+    )
     kinds = data.add_subparsers(required=True, metavar="KIND")
     sample = kinds.add_parser(
         "criteo-sample",
@@ -21,14 +23,15 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         description="Write a file in the format of Criteo's click logs: label, 13 integers, 26 "
         "categories with the cardinalities of Criteo 1TB, by a zipf law. Equal arguments give "
         "equal bytes, and more rows begin with those of fewer.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     sample.set_defaults(run=_criteo_sample)
     sample.add_argument("--rows", type=number(int, 0, 2**40), required=True, help="lines")
     sample.add_argument(
         "--out", metavar="FILE", required=True, help="where to write; gzip if it ends in .gz"
     )
-    sample.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help="which file")
+    sample.add_argument(
+        "--seed", type=number(int, 0, 2**63 - 1), default=0, help="which file (default: 0)"
+    )
     sample.add_argument(
         "--multi-hot",
         action="store_true",

@@ -13,7 +13,7 @@ from ..data.parquet import look_at
 from ..data.reader import Reader
 from ..data.text import column_names
 from ..train.progress import Progress
-from .common import UsageError, check_folder, number
+from .common import UsageError, check_folder, number, why
 
 _BATCH = 65536
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -65,6 +65,8 @@ def _hash(args: argparse.Namespace) -> int:
     try:
         reader, lists = _open(args)
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            raise UsageError(f"{args.file}: {why(error, args.file)}") from error
         raise UsageError(str(error)) from error
     partial = Path(args.out + ".part")
     # To count the rows of a gzip file would mean to decompress it twice.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._arguments import Parser
 from ..train.plots import plot_run
-from .common import UsageError, check_folder
+from .common import UsageError, check_folder, why
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -29,7 +29,7 @@ def _plot(args: argparse.Namespace) -> int:
     try:
         plot_run(args.folder, out)
     except OSError as error:
-        raise UsageError(f"{error.filename or args.folder}: {error.strerror or error}") from error
+        raise UsageError(f"{error.filename or args.folder}: {why(error, args.folder)}") from error
     except (ValueError, ImportError) as error:
         raise UsageError(str(error)) from error
     print(out)

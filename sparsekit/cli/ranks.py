@@ -19,7 +19,7 @@ from ..train.launch import RankError, run_on_ranks, start_rank
 from ..train.logs import Log
 from ..train.progress import Progress
 from . import checkpoints
-from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank
+from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank, writing
 from .first_steps import profile_fit
 
 # Reads the data, on one process.
@@ -95,10 +95,11 @@ def logs(args: argparse.Namespace) -> list[Log]:
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)
-    folder.mkdir(exist_ok=True)
     file = folder / "metrics.jsonl"
-    if not checkpoints.resumes(args):
-        file.unlink(missing_ok=True)
+    with writing("--log-to", args.log):
+        folder.mkdir(exist_ok=True)
+        if not checkpoints.resumes(args):
+            file.unlink(missing_ok=True)
     return [JsonLines(file)]
 
 

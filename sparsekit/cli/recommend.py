@@ -8,7 +8,7 @@ import itertools
 from .._arguments import Parser
 from ..datasets import DatasetUnavailableError, movielens_100k_titles
 from ..models import Recommendations, load_recommender, recommend
-from .common import UsageError, check_folder, number, set_threads, writing
+from .common import UsageError, check_folder, number, set_threads, why, writing
 
 # What models that were trained on it say.
 MOVIELENS = "MovieLens-100K"
@@ -40,7 +40,7 @@ def _recommend(args: argparse.Namespace) -> int:
     try:
         model = load_recommender(args.model)
     except OSError as error:
-        raise UsageError(f"{args.model}: {error.strerror or error}") from error
+        raise UsageError(f"{args.model}: {why(error, args.model)}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
     best = recommend(model, min(args.k, len(model.history.items)))  # more would be empty places

@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     )
     scaling.set_defaults(run=_scaling, json=None, plot=None)
     count = number(int, 1, 2**31 - 1)
-    scaling.add_argument("--ranks", type=_numbers, default=(1, 2), metavar="N,N", help="worlds")
+    scaling.add_argument("--ranks", type=_numbers, default="1,2", metavar="N,N", help="worlds")
     scaling.add_argument("--threads", type=count, default=1, help="CPU threads of each rank")
     for option in dataclasses.fields(Case):
         scaling.add_argument(

@@ -31,6 +31,7 @@ K = 10
 # Chosen on the latest fifth of each user's ratings in the train part, as the model's defaults.
 DEFAULT_EPOCHS = 40
 DEFAULT_BATCH = 64
+DEFAULT_DIM = 64
 # The original's way: full batches, of which an epoch has one.
 ORIGINAL_EPOCHS = 400
 ORIGINAL_SHOWN = 50
@@ -48,7 +49,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     train.set_defaults(
-        run=_train, data=None, save=None, recs=None, epochs=None, batch_size=None, dim=64
+        run=_train, data=None, save=None, recs=None, epochs=None, batch_size=None, dim=None
     )
     count = number(int, 1, 2**31 - 1)
     train.add_argument(
@@ -84,7 +85,10 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         help=f"users in a step (default: {DEFAULT_BATCH}; all with --original)",
     )
     train.add_argument(
-        "--dim", type=number(int, 1, 2**16), help="elements of an item's vector; not of --original"
+        "--dim",
+        type=number(int, 1, 2**16),
+        default=argparse.SUPPRESS,
+        help=f"elements of an item's vector (default: {DEFAULT_DIM}); not of --original",
     )
     train.add_argument(
         "--original",
@@ -97,6 +101,8 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     check_folder(args.recs, "--recs")
+    if args.original and args.dim is not None:
+        raise UsageError(f"--dim {args.dim}: --original has layers of its own")
     return ranks.train(args, load_ratings, _fit_and_report)
 
 
@@ -111,7 +117,7 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
         model = DenseAutoencoder(history, seed=args.seed, source=source)
         trainer = _fit_original(model, args)
     else:
-        model = Autoencoder(history, dim=args.dim, seed=args.seed, source=source)
+        model = Autoencoder(history, dim=args.dim or DEFAULT_DIM, seed=args.seed, source=source)
         trainer = _fit(model, test, args)
     if trainer.interrupted:
         return 130

@@ -35,7 +35,7 @@ from .clicks_config import (
     TrainerConfig,
     check,
 )
-from .common import UsageError, number, rank, set_threads, world_size
+from .common import UsageError, number, rank, set_threads, why, world_size
 
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
 NUMBER_BUCKETS = 32  # of a column of the census
@@ -115,7 +115,7 @@ def _config(args: argparse.Namespace) -> RunConfig:
     except (ConfigError, ImportError) as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"--config {args.config}: {error.strerror or error}") from error
+        raise UsageError(f"--config {args.config}: {why(error, args.config)}") from error
     if args.data is not None:
         config = replace(config, data=replace(config.data, train=tuple(args.data)))
     if args.epochs is not None:

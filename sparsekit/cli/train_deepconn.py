@@ -28,7 +28,7 @@ from ..models.deepconn import PLACEMENTS
 from ..train import Progress, Trainer
 from ..train.feed import of_tensors
 from . import checkpoints, ranks
-from .common import UsageError, number, rank, set_threads, sum_over_ranks, world_size
+from .common import UsageError, number, rank, set_threads, sum_over_ranks, why, world_size
 
 TEST_FRACTION = 0.2
 EVALUATION_BATCH = 256
@@ -105,7 +105,7 @@ def _load(args: argparse.Namespace) -> Data:
         try:
             reviews = read_reviews(args.data)
         except OSError as error:
-            raise UsageError(f"--data {args.data}: {error.strerror or error}") from error
+            raise UsageError(f"--data {args.data}: {why(error, args.data)}") from error
         ratings = reviews.ratings
     of_train, of_test = split_reviews(ratings, TEST_FRACTION)
     if len(of_test) == 0:

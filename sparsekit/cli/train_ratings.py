@@ -16,7 +16,7 @@ from ..models import RatingModel, fit_bias_baseline, rmse
 from ..optim import LazyAdam, split_embedding_variable_from_others
 from ..train import Trainer
 from . import checkpoints, ranks
-from .common import UsageError, number, rank, set_threads, sum_over_ranks, world_size, writing
+from .common import UsageError, number, rank, set_threads, sum_over_ranks, why, world_size, writing
 
 # Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
 # train part, the test part unseen.
@@ -111,7 +111,7 @@ def load_ratings(args: argparse.Namespace) -> tuple[Ratings, Ratings]:
     try:
         ratings = movielens_100k(data)
     except OSError as error:
-        raise UsageError(f"--data {data}: {error.strerror or error}") from error
+        raise UsageError(f"--data {data}: {why(error, data)}") from error
     train, test = ratings.split_by_time(TEST_FRACTION)
     if len(test) == 0:
         raise UsageError(f"--data {data}: no user has the 5 ratings of which one can be tested on")

@@ -19,7 +19,7 @@ from ..models.wide import LOSSES, OPTIMIZERS, select_rows
 from ..train import Trainer
 from ..train.metrics import auc, gather, log_loss
 from . import checkpoints, ranks
-from .common import UsageError, number, rank, set_threads, world_size, writing
+from .common import UsageError, number, rank, set_threads, why, world_size, writing
 
 # The split is always the same, whatever --seed, or settings would be tested on what chose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
@@ -81,7 +81,7 @@ def _load(args: argparse.Namespace) -> tuple[Adult, Adult]:
     try:
         people = adult(args.data)
     except OSError as error:
-        raise UsageError(f"--data {args.data}: {error.strerror or error}") from error
+        raise UsageError(f"--data {args.data}: {why(error, args.data)}") from error
     except ImportError as error:
         raise UsageError(str(error)) from error
     train, test = people.split(TEST_FRACTION, SPLIT_SEED)

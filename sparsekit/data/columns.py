@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from .._nearest import did_you_mean
 from ..errors import check_choice, check_int
 
 __all__ = ["Columns", "Keys"]
@@ -102,9 +103,13 @@ class Columns:
         """Raise ValueError unless each column is in a file once."""
         for name in self.names():
             if there.count(name) != 1:
+                if not any(there):
+                    raise ValueError(f"{reader}: {source} is empty, or begins with an empty line")
                 what = "no column" if name not in there else "more than one column"
+                hint = did_you_mean(name, there) if name not in there else ""
                 raise ValueError(
-                    f"{reader}: {source} has {what} {name!r}; its columns are {list(there)[:20]}"
+                    f"{reader}: {source} has {what} {name!r}{hint or ';'} "
+                    f"{'Its' if hint else 'its'} columns are {list(there)[:20]}"
                 )
 
     def settings(self) -> dict[str, object]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
+from .._nearest import did_you_mean_file
 from ..errors import DataFormatError, check_choice, check_int
 from .batch import Batch, KeyedJaggedTensor, concatenate
 from .columns import Columns
@@ -299,5 +300,5 @@ def list_files(
         if path.is_dir():
             raise IsADirectoryError(f"{name}: {path} is a folder; pass the files in it")
         if not path.exists():
-            raise FileNotFoundError(f"{name}: {path} does not exist")
+            raise FileNotFoundError(f"{name}: {path} does not exist{did_you_mean_file(path)}")
     return [Path(path) for path in paths]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, TypeVar
+
+from .._nearest import did_you_mean
 
 Config = TypeVar("Config")
 
@@ -34,7 +35,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
             loaded = yaml.safe_load(file)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(f"{os.fspath(path)}: no YAML: {reason}") from error
+            raise ConfigError(f"{os.fspath(path)}: not valid YAML: {reason}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, Mapping):
@@ -107,11 +108,12 @@ def _updated(config: Any, values: Mapping[str, Any], where: str, prefix: str) ->
     for name, value in values.items():
         full = f"{prefix}{name}"
         if name not in kinds:
-            near = difflib.get_close_matches(full, [prefix + each for each in kinds], 1)
+            hint = did_you_mean(full, [prefix + each for each in kinds])
             # Or somebody has left the section out.
-            near = near or [each for each in names(config, prefix) if each.endswith(f".{name}")]
-            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(kinds)}"
-            raise ConfigError(f"{where}no setting {full}{hint}")
+            within = [each for each in names(config, prefix) if each.endswith(f".{name}")]
+            hint = hint or (f"; did you mean {within[0]}?" if within else "")
+            hint = hint or f"; there are {', '.join(kinds)}"
+            raise ConfigError(f"{where}no setting {full or repr(full)}{hint}")
         now = getattr(config, name)
         if not is_dataclass(now):
             changed[name] = _converted(value, kinds[name], f"{where}{full}")

@@ -33,7 +33,10 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict) or record.get("kind") not in ("step", "epoch"):
+            if record is None and not line.endswith("\n"):
+                break  # cut off with the run
+            known = isinstance(record, dict) and record.get("kind") in ("step", "epoch")
+            if not known or not isinstance(record.get("step"), int):
                 raise ValueError(f"{path}:{number}: no record of training")
             records.append(record)
     return records

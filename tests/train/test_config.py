@@ -99,7 +99,7 @@ def test_wrong_settings():
 def test_no_settings_in_a_file(tmp_path, text):
     path = tmp_path / "x.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"x\.yaml: (no YAML|settings must be a mapping)"):
+    with pytest.raises(ConfigError, match=r"x\.yaml: (not valid YAML|settings must be a mapping)"):
         read_yaml(path)
 
 

@@ -1,0 +1,80 @@
+"""Wrong words on the command line: one line, exit code 2, and what was probably meant."""
+
+import re
+
+import pytest
+
+from sparsekit import cli
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where commands run."""
+    (tmp_path / "clicks.csv").write_text("user,item,click\na,b,1\nc,d,0\n")
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "metrics.jsonl").write_text('{"kind": "step"}\n')
+    (tmp_path / "linked").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def error_of(capsys, command):
+    """What it says, having failed as it should."""
+    try:
+        code = cli.main(command.split())
+    except SystemExit as ended:
+        code = ended.code
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert error.count("\n") == 1, error
+    return error
+
+
+CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        # Options, by the command to which they belong, and of its options only.
+        ("--verison", r"^sparsekit: unrecognized arguments: --verison; did you mean --version\?"),
+        ("train dlrm --confg x", r"^sparsekit train dlrm: .*; did you mean --config\? .*dlrm -"),
+        ("profile dlrm --trce x", r"^sparsekit profile dlrm: .*; did you mean --trace\?"),
+        ("info extra", r"^sparsekit info: unrecognized arguments: extra \(see"),
+        ("info --x", r"^sparsekit info: unrecognized arguments: --x \(see"),
+        ("bench", r"^sparsekit bench: the following arguments are required"),
+        ("bench rn", r"^sparsekit bench: .*; did you mean run\?"),
+        ("bench run --suite cpuu", r"^sparsekit bench run: .*; did you mean cpu\?"),
+        ("train autoencoder --original --dim 5", "--dim 5: --original has layers of its own"),
+        # Files that there are not.
+        ("train ratings --data clciks.csv", r"No such file.*; did you mean clicks\.csv\?"),
+        ("train wide --data clicks.cvs", r"No such file.*; did you mean clicks\.csv\?"),
+        ("train deepconn --data click.csv", r"No such file.*; did you mean clicks\.csv\?"),
+        (f"train dlrm --data click.csv {CLICKS}", r"does not exist; did you mean clicks\.csv\?"),
+        ("train dlrm --config ../nowhere.yaml", r"nowhere\.yaml: No such file or directory$"),
+        ("recommend cliks.csv", r"No such file.*; did you mean clicks\.csv\?"),
+        ("hash clics.csv --out x.parquet", r"No such file.*; did you mean clicks\.csv\?"),
+        ("plot rnus", r"rnus/metrics\.jsonl: No such file.*; did you mean runs\?"),
+        # What is there, but is not what it should be.
+        ("hash runs --out x.parquet --format csv", "runs: Is a directory"),
+        ("plot runs", r"metrics\.jsonl:1: no record of training"),
+        (f"train dlrm --data empty.csv {CLICKS}", r"empty\.csv is empty"),
+        (f"train dlrm --data clicks.csv {CLICKS} --log-to linked", "--log-to linked: "),
+    ],
+)  # fmt: skip
+def test_one_line(command, message, folder, capsys):
+    assert re.search(message, error_of(capsys, command))
+
+
+def test_a_record_that_is_cut_off_is_left_out(folder, capsys):
+    record = (
+        '{"kind": "step", "step": %d, "loss": 1, "samples_per_second": 1, '
+        '"bytes_sent_per_step": 0, "tables": {}}\n'
+    )
+    file = folder / "runs" / "metrics.jsonl"
+    file.write_text(record % 1 + record % 2 + (record % 3)[:20])
+    assert cli.main(["plot", "runs"]) == 0
+    assert (folder / "runs" / "plot.png").stat().st_size > 10_000
+    file.write_text(record % 1 + (record % 2)[:20] + "\n" + record % 3)
+    assert "metrics.jsonl:2: no record" in error_of(capsys, "plot runs")
