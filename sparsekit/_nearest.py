@@ -30,5 +30,7 @@ def did_you_mean_file(path: str | os.PathLike[str]) -> str:
             there = [entry.name for entry in itertools.islice(entries, _MOST_FILES)]
     except OSError:
         return ""
+    if wrong.name in there:  # then something in it is missing, or what it links to
+        return ""
     near = difflib.get_close_matches(wrong.name, there, 1)
     return f"; did you mean {wrong.with_name(near[0])}?" if near else ""

@@ -56,6 +56,8 @@ CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
         ("recommend cliks.csv", r"No such file.*; did you mean clicks\.csv\?"),
         ("hash clics.csv --out x.parquet", r"No such file.*; did you mean clicks\.csv\?"),
         ("plot rnus", r"rnus/metrics\.jsonl: No such file.*; did you mean runs\?"),
+        ("train ratings --data linked", r"linked: No such file or directory$"),
+        ("plot .", r"metrics\.jsonl: No such file or directory$"),
         # What is there, but is not what it should be.
         ("hash runs --out x.parquet --format csv", "runs: Is a directory"),
         ("plot runs", r"metrics\.jsonl:1: no record of training"),
