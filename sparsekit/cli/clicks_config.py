@@ -69,7 +69,7 @@ class TrainerConfig:
     clip_norm: float | None = None
     bfloat16: bool = False
     patience: int | None = None  # epochs without a better validation AUC
-    log_every: int = 100
+    log_every: int = 20  # an epoch of the Adult census data has 39 steps
     tensorboard: bool = False
 
 

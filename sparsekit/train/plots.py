@@ -75,6 +75,11 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
         each.set(title=title, xlabel="step")
     for each in axes.flat:
         each.grid(alpha=0.3)
+        # From the start, or a run of one record would have its axis around that.
+        each.set_xlim(0, 1.05 * max(records[-1]["step"], 1))
+        each.locator_params(axis="x", integer=True)
+        if not each.lines and not each.texts:
+            _say(each, "no record between epochs: log every fewer steps")
         if each.get_legend_handles_labels()[0]:
             each.legend(fontsize=8)
     figure.savefig(out, dpi=110, format="png")
@@ -90,7 +95,7 @@ def _metrics(axes: Any, epochs: Sequence[Mapping[str, Any]]) -> None:
         _line(each, points, name, None, marker="o", color=f"C{i}")
         each.set_ylabel(name, color=f"C{i}")
     if not names:
-        axes.text(0.5, 0.5, "nothing was evaluated", ha="center", transform=axes.transAxes)
+        _say(axes, "nothing was evaluated")
     axes.set(title="metrics")
 
 
@@ -134,6 +139,10 @@ def _largest_tables(records: Sequence[Mapping[str, Any]]) -> list[str]:
     tables = records[-1]["tables"]
     hashed = [name for name, figures in tables.items() if "rows" in figures]
     return sorted(hashed, key=lambda name: -tables[name]["rows"])[:MOST_TABLES]
+
+
+def _say(axes: Any, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
 
 
 def _line(

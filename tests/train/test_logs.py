@@ -109,6 +109,25 @@ def test_pictures(tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_short_run_can_be_read(tmp_path, monkeypatch):
+    """Of two steps, none of them recorded, there is an epoch, and a word where nothing is."""
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    train([JsonLines(tmp_path / "metrics.jsonl")], epochs=1, log_every=1000)
+    plot_run(tmp_path, tmp_path / "run.png")
+    axes = {each.get_title(): each for each in pyplot.gcf().axes}
+    monkeypatch.undo()
+    pyplot.close("all")
+    loss, sent = axes["loss"], axes["bytes that rank 0 sends in a step"]
+    (steps,) = loss.lines[0].get_xdata()
+    assert loss.get_xlim()[0] == 0
+    assert steps < loss.get_xlim()[1] < 2 * steps
+    assert all(tick == int(tick) for tick in loss.get_xticks())
+    assert [each.get_text() for each in sent.texts] == [
+        "no record between epochs: log every fewer steps"
+    ]
+
+
 def test_no_run(tmp_path):
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
         read_run(tmp_path)
