@@ -12,6 +12,7 @@ import torch
 from checkpoint.numpy_reader import read_file, read_manifest, read_table
 
 from sparsekit import checkpoint, cli
+from sparsekit.checkpoint.folder import unlock_folder
 from sparsekit.train.step import Step
 
 COLUMNS = ["data.label=click", "data.dense=price", "data.sparse=user,item"]
@@ -134,6 +135,49 @@ def test_what_is_refused(tmp_path, capsys):
     assert "cannot be read: Not a directory" in no_folder
     split = ["train", "deepconn", "--placement", "alternating", "--checkpoint", str(folder)]
     assert "only --placement single is saved" in refused(split)
+
+
+def test_a_configuration_that_has_changed_is_refused(tmp_path, capsys):
+    data, file = write_data(tmp_path, "dlrm"), tmp_path / "dlrm.yaml"
+    run = command("dlrm", data, tmp_path / "a", "--ranks", "1", "--resume", "--config", str(file))
+    file.write_text("optimizer: {lr: 0.01}\n")
+    assert cli.main(run) == 0
+    file.write_text("optimizer: {lr: 0.01}\ntrainer: {log_every: 5}\n")
+    assert cli.main(run) == 0
+    file.write_text("optimizer: {lr: 0.02}\n")
+    assert cli.main(run) == 2
+    error = capsys.readouterr().err
+    assert "--set optimizer.lr=0.02: the run in --checkpoint" in error
+    assert "was started with 0.01" in error
+
+
+@pytest.mark.time_limit(120)
+def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
+    """Their epoch begins again: each rank reads other rows in each of its batches."""
+    data, folder = write_data(tmp_path, "dlrm"), tmp_path / "a"
+    update, done = Step.update, 0
+
+    def interrupted(self, *arguments):
+        nonlocal done
+        done += 1
+        if done == 14:
+            raise KeyboardInterrupt
+        return update(self, *arguments)
+
+    with monkeypatch.context() as context:
+        context.setattr(Step, "update", interrupted)
+        assert cli.main(command("dlrm", data, folder, "--ranks", "1")) == 130
+    assert checkpoint.latest(folder).name == "step-000000000012"
+    unlock_folder(folder)  # as the end of its process would
+    assert cli.main(command("dlrm", data, folder, "--ranks", "2", "--resume")) == 0
+    printed = capfd.readouterr().out
+    assert "1 epochs and 2 batches are done" in printed
+    assert "the epoch begins again, as batches were those of 1 ranks, not 2" in printed
+    # 10 steps an epoch: 12 before, and two whole epochs.
+    assert checkpoint.latest(folder).name == "step-000000000032"
+    # At the end of an epoch nothing is to be begun again.
+    assert cli.main([*command("dlrm", data, folder, "--resume", "--ranks", "1")]) == 0
+    assert "again" not in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("model", ["dlrm", "autoencoder"])

@@ -18,7 +18,8 @@ RUN = "run.json"
 # What may differ when a run goes on.
 _FREE = {
     "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
-    "recs", "show_config",
+    "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
+    "config", "settings",  # which become settings with a dot in their names
 }  # fmt: skip
 
 
@@ -101,8 +102,8 @@ def _compare(folder: Path, now: dict[str, Any]) -> None:
     before = json.loads((folder / RUN).read_text())
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
-            option = "--" + name.replace("_", "-")
+            option = f"--set {name}=" if "." in name else f"--{name.replace('_', '-')} "
             raise UsageError(
-                f"{option} {now.get(name)}: the run in --checkpoint {folder} was started with "
+                f"{option}{now.get(name)}: the run in --checkpoint {folder} was started with "
                 f"{before.get(name)}; pass the same, or another folder"
             )

@@ -101,6 +101,9 @@ def _train(args: argparse.Namespace) -> int:
     if args.show_config:
         print(_yaml(config), end="")
         return 0
+    # By name, or a run that is resumed could not be told from one whose file has changed.
+    settings = {n: functools.reduce(getattr, n.split("."), config) for n in names(config)}
+    vars(args).update(settings)
     return ranks.train(args, _load, _fit_and_report)
 
 

@@ -139,8 +139,9 @@ class Reader(IterableDataset):
         """Begin the next iteration with the batch after the one to which `state` belongs.
 
         Raises:
-            ValueError: it was saved by a reader of other files, another order or batch size, or, in
-                mid-epoch, on another number of ranks and workers; or it is no such state.
+            ValueError: it was saved by a reader of other files or another order, or, in mid-epoch,
+                of another batch size, or on another number of ranks and workers; or it is no such
+                state.
         """
         name = type(self).__name__
         try:
@@ -148,13 +149,13 @@ class Reader(IterableDataset):
             place = [operator.index(state[key]) for key in ("epoch", "step", "skipped", "shards")]
         except (KeyError, TypeError) as error:
             raise ValueError(f"{name}: not the state of a reader: {error!r}") from error
+        epoch, step, skipped, shards = place
         for key, now in self._plan().items():
-            if saved[key] != now:
+            if saved[key] != now and (step or key != "batch_size"):
                 raise ValueError(
                     f"{name}: the state was saved with {key}={saved[key]!r}, and this reader has "
                     f"{now!r}"
                 )
-        epoch, step, skipped, shards = place
         if step and shards != self._shard()[1]:
             raise ValueError(
                 f"{name}: the state was saved in mid-epoch with {shards} ranks and workers, and "

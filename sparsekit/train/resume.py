@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from .feed import Share
+from .progress import Progress
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Position:
         order: state of the generator that orders tensors, as the epoch began.
         random: that of torch's CPU generator, from which a DataLoader takes its order.
         reader: state of the reader as the epoch began, if it has one.
+        ranks: how many there were; 0 in states that do not say it.
         batches: done in this epoch, on this rank.
         samples: the same in samples of all ranks.
         seconds: spent on them.
@@ -50,6 +53,7 @@ class Position:
     order: torch.Tensor
     random: torch.Tensor
     reader: dict[str, Any] | None = None
+    ranks: int = 0
     batches: int = 0
     samples: int = 0
     seconds: float = 0.0
@@ -60,15 +64,24 @@ class Position:
         """The beginning of an epoch."""
         state = getattr(data, "state_dict", None)
         reader = state() if callable(state) and hasattr(data, "load_state_dict") else None
-        return Position(generator.get_state(), torch.get_rng_state(), reader)
+        return Position(generator.get_state(), torch.get_rng_state(), reader, _ranks())
 
-    def find(self, generator: torch.Generator, data: Any) -> None:
+    def find(self, generator: torch.Generator, data: Any, stream: TextIO | None) -> None:
         """Have data begin with the batch of this place, or with the first of the epoch.
 
+        Loaders have other batches on another number of ranks. There a place in mid-epoch becomes
+        the beginning of that epoch, which a line in stream says.
+
         Raises:
-            ValueError: data is another reader, or one for another number of ranks in mid-epoch.
+            ValueError: data is another reader.
         """
         generator.set_state(self.order)
+        now = _ranks()
+        if self.batches and not isinstance(data, tuple) and self.ranks not in (0, now):
+            text = f"the epoch begins again, as batches were those of {self.ranks} ranks, not {now}"
+            Progress("resumed:", 0, stream).finish(text)
+            self.batches, self.samples, self.seconds, self.losses = 0, 0, 0.0, {}
+        self.ranks = now
         if self.reader is not None:
             data.load_state_dict({**self.reader, "step": self.batches})
 
@@ -85,3 +98,7 @@ class Position:
                 f"Trainer: the checkpoint is behind batch {self.batches} of an epoch, which has "
                 f"{passed} batches here"
             )
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -294,7 +294,7 @@ class Trainer:
         place, self._place = self._place, None  # it is gone if the epoch is left early
         if place is None:
             return Position.begin(self._generator, data)
-        place.find(self._generator, data)
+        place.find(self._generator, data, self.stream if self._rank == 0 else io.StringIO())
         return place
 
     def _shares(

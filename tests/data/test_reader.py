@@ -158,6 +158,14 @@ def test_the_state_of_another_reader_is_refused(files, settings, message):
         reader(files, "text").load_state_dict({"epoch": 1})
 
 
+def test_the_beginning_of_an_epoch_is_the_same_for_any_batch_size(files):
+    begun = reader(files, "text", shuffle=True)
+    first, second = (numbers(list(begun)) for _ in range(2))
+    other = reader(files, "text", shuffle=True, batch_size=32)
+    other.load_state_dict({**begun.state_dict(), "epoch": 1})
+    assert numbers(list(other)) == second != first
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_workers_of_a_dataloader_share_the_rows(files, format):
     shared = reader(files, format, shuffle=True)

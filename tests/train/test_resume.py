@@ -1,5 +1,6 @@
 """A run that was interrupted and goes on gives what it would have given."""
 
+import io
 import json
 
 import pytest
@@ -9,7 +10,7 @@ import sparsekit
 from sparsekit.checkpoint import Checkpoints
 from sparsekit.data import CsvReader, Keys, Prefetcher
 from sparsekit.optim import Adam, Ftrl, LazyAdam
-from sparsekit.train import JsonLines, Trainer
+from sparsekit.train import JsonLines, Trainer, resume
 from sparsekit.train.stopping import EarlyStopping
 
 SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps an epoch
@@ -152,6 +153,22 @@ def test_a_reader(tmp_path, last, wrap):
         fit(trainer_for(tmp_path / "b", loss=losses(last)), reader(tmp_path, wrap))
     again = trainer_for(tmp_path / "b", loss=losses(10**9))
     assert_same(fit(again, reader(tmp_path, wrap)), expected)
+
+
+@pytest.mark.parametrize("last", [30, 38])  # in an epoch, and where the checkpoint is at its end
+def test_a_loader_on_another_number_of_ranks(tmp_path, monkeypatch, last):
+    """Its batches have other samples there, so its epoch begins again."""
+    monkeypatch.setattr(resume, "_ranks", lambda: 2)
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path, last=last), loader())
+    monkeypatch.undo()
+    stream = io.StringIO()
+    again = trainer_for(tmp_path, stream=stream)
+    fit(again, loader())
+    begun_again = "the epoch begins again, as batches were those of 2 ranks" in stream.getvalue()
+    assert begun_again == (last == 30)
+    assert again.steps == (28 if begun_again else 38) + {30: 38, 38: 19}[last]
+    assert len(again.history) == EPOCHS
 
 
 def test_accumulated_batches(tmp_path):
