@@ -138,9 +138,25 @@ def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
+    """Raise for a dense gradient beside a table's, for which SparseAdam would name Adam."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    tables = any(isinstance(weight, EmbeddingWeight) for weight in weights)
+    dense = [w for w in weights if w.grad is not None and not w.grad.is_sparse]
+    if tables and dense:
+        raise TypeError(
+            f"torch.optim.SparseAdam does not take dense gradients, as of a parameter of shape "
+            f"{tuple(dense[0].shape)}; use sparsekit.optim.LazyAdam, which takes the same steps "
+            f"for embedding layers and dense parameters as well"
+        )
+
+
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(optimizer, _KINDS):
         _refuse_sparse(optimizer)
+        return
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        _refuse_dense(optimizer)
         return
     # Not imported here: it takes long, and few have it.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")

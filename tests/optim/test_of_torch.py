@@ -41,6 +41,17 @@ def test_those_that_take_them_do(name):
     assert (layer.weight != before).any(1).sum() == 3
 
 
+def test_sparse_adam_beside_a_dense_part_does_not_lead_back_to_adam():
+    layer, dense = with_gradient()
+    dense.grad = torch.ones(2, 2)
+    before = layer.weight.detach().clone()
+    with pytest.raises(TypeError, match=r"shape \(2, 2\); use sparsekit\.optim\.LazyAdam"):
+        torch.optim.SparseAdam([layer.weight, dense]).step()
+    assert torch.equal(layer.weight, before)
+    with pytest.raises(RuntimeError, match="does not support dense"):  # no table of ours
+        torch.optim.SparseAdam([dense]).step()
+
+
 def test_dense_gradients_are_left_to_torch():
     layer, _ = with_gradient()
     layer.weight.grad = torch.ones_like(layer.weight)
