@@ -163,7 +163,8 @@ def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
     padding = layer.padding_idx
     if isinstance(layer, torch.nn.Embedding) and padding is not None and weight[padding].any():
         return (
-            f"its vector at padding_idx={padding} is not zeros, which a padding's is in sparsekit"
+            f"its vector at padding_idx={padding} is not zeros, which a padding's is in sparsekit: "
+            f"to have it replaced, zero that vector first (weight.data[{padding}] = 0)"
         )
     return ""
 

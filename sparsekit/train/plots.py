@@ -64,10 +64,18 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
     loss.set(title="loss")
     _metrics(metrics, epochs)
     _line(speed, steps or epochs, "samples_per_second", None, marker=".")
-    speed.set(title="samples/s", ylim=(0, None))
+    speed.set(title="samples/s")
     _line(sent, steps, "bytes_sent_per_step", None, marker=".")
-    sent.set(title="bytes that rank 0 sends in a step", ylim=(0, None))
+    sent.set(title="bytes that rank 0 sends in a step")
+    for each in (speed, sent):
+        # Not where matplotlib would end it: on the line itself, if that is level.
+        each.set_ylim(0, 1.1 * max((max(line.get_ydata()) for line in each.lines), default=0) or 1)
+    if not steps:
+        _say(sent, "no record between epochs: log every fewer steps")
     names = _largest_tables(records)
+    if not names:
+        for each in of_tables:
+            _say(each, "no hash table")
     for each, (key, title) in zip(of_tables, OF_TABLES.items(), strict=True):
         for name in names:
             points = [{"step": r["step"], key: r["tables"][name][key]} for r in records]
@@ -78,8 +86,6 @@ def plot_run(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Non
         # From the start, or a run of one record would have its axis around that.
         each.set_xlim(0, 1.05 * max(records[-1]["step"], 1))
         each.locator_params(axis="x", integer=True)
-        if not each.lines and not each.texts:
-            _say(each, "no record between epochs: log every fewer steps")
         if each.get_legend_handles_labels()[0]:
             each.legend(fontsize=8)
     figure.savefig(out, dpi=110, format="png")

@@ -205,7 +205,11 @@ LEFT = {
     "meta": (lambda m: m.tags.to("meta"), "its weight is on meta"),
     "nan": (lambda m: nn.init.constant_(m.tags.weight, float("nan")), "its weight is not finite"),
     "empty": (lambda m: setattr(m, "tags", nn.EmbeddingBag(0, 8)), "has no elements"),
-    "padding": (with_padding, "its vector at padding_idx=1 is not zeros"),
+    "padding": (
+        with_padding,
+        "zeros, which a padding's is in sparsekit: to have it replaced, zero that vector first "
+        "(weight.data[1] = 0)",
+    ),
 }
 
 

@@ -126,6 +126,22 @@ def test_a_short_run_can_be_read(tmp_path, monkeypatch):
     assert [each.get_text() for each in sent.texts] == [
         "no record between epochs: log every fewer steps"
     ]
+    assert not axes["rows in the tables"].texts
+
+
+def test_level_lines_and_missing_tables_can_be_read(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        numbers = {"loss": 1.0, "samples_per_second": 5.0, "bytes_sent_per_step": 1000.0}
+        log.write({"kind": "step", "step": step, **numbers, "tables": {}})
+    plot_run(tmp_path, tmp_path / "run.png")
+    axes = {each.get_title(): each for each in pyplot.gcf().axes}
+    monkeypatch.undo()
+    pyplot.close("all")
+    assert axes["bytes that rank 0 sends in a step"].get_ylim() == pytest.approx((0, 1100))
+    assert [each.get_text() for each in axes["rows in the tables"].texts] == ["no hash table"]
 
 
 def test_no_run(tmp_path):
