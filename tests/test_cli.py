@@ -80,9 +80,10 @@ def test_a_file_that_cannot_be_written_in_the_end():
 
 def test_no_option_abbreviates_one_of_torchruns():
     """It would take ours for an ambiguous one of its own, although they come behind the script."""
-    parser = Parser()
-    train.add_models(parser.add_subparsers())
-    ours = {name for name in parser._names(True) if name.startswith("--")} - {"--help"}
+    models = Parser().add_subparsers()
+    train.add_models(models)
+    names = {name for model in models.choices.values() for name in model._names(True)}
+    ours = {name for name in names if name.startswith("--")} - {"--help"}
     theirs = get_args_parser()._option_string_actions
     assert {"--save", "--set", "--log-to"} <= ours
     assert [(o, t) for o in sorted(ours) for t in theirs if t.startswith(o)] == []
