@@ -66,6 +66,7 @@ ACROSS_OPS = (
     "long_bags",
     "several_tables",
     "group_update",
+    "group_bag_gradients",
     "sizes",
     "workspace",
     "bad_offsets",

@@ -109,9 +109,10 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait for what is saved in the background, if there is something; a collective."""
-        background, self._background = self._background, None
-        if background is not None and not background.waited:
-            background.wait()
+        # Kept until then: an interrupted wait can be made again.
+        if self._background is not None and not self._background.waited:
+            self._background.wait()
+        self._background = None
 
     def load(
         self,

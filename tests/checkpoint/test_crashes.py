@@ -216,6 +216,28 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     assert_equal(contents(model, optimizers), before)
 
 
+def test_a_wait_that_is_interrupted(tmp_path, monkeypatch):
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path)
+    original = checkpoint.save.__globals__["write"]
+
+    def slow(*arguments):
+        time.sleep(0.1)
+        return original(*arguments)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(checkpoint.save.__globals__, "write", slow)
+    keep.async_save(4, model, optimizers)
+    with monkeypatch.context() as context:
+        context.setattr("threading.Thread.join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            keep.wait()
+    keep.wait()
+    assert keep.latest().name == "step-000000000004"
+
+
 def test_a_program_that_ends_while_a_save_is_written(tmp_path):
     program = """if True:
         import sys, time, torch, sparsekit
