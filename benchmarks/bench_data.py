@@ -19,12 +19,13 @@ from .common import Comparison
 from .cpu import Cpu
 from .targets import CPU_TARGETS, target_of
 
-# Read in a process of its own, of which this prints the largest resident memory in KiB.
+# Read in a process of its own, of which this prints the largest resident memory in KiB. Not that of
+# getrusage, which begins with what the process had that started it.
 _READ = """
-import resource, sys
+import sys
 from sparsekit.data import CriteoReader
 for batch in CriteoReader(sys.argv[1], 8192): pass
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
 

@@ -173,20 +173,27 @@ def _torch_save(layer: torch.nn.Module, optimizer: torch.optim.Optimizer, path: 
         os.fsync(file.fileno())
 
 
+# What a command prints behind all else is its peak. That of wait4 would begin with this process's.
+_COMMAND = """
+import sys
+from sparsekit.cli import main
+status = main(["checkpoint", *sys.argv[1:]])
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+sys.exit(status)
+"""
+
+
 def _reshard(folder: Path) -> int:
     """Peak of the command's process in MiB, less that of one that does nothing."""
-    command = [sys.executable, "-m", "sparsekit", "checkpoint"]
-    idle = _peak([*command, "inspect", str(folder / "saved")])
-    return _peak([*command, "reshard", str(folder / "saved"), str(folder / "three"),
-                  "--world", "3"]) - idle  # fmt: skip
+    idle = _peak("inspect", str(folder / "saved"))
+    return _peak("reshard", str(folder / "saved"), str(folder / "three"), "--world", "3") - idle
 
 
-def _peak(command: list[str]) -> int:
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status != 0:
-        raise RuntimeError(f"{' '.join(command)}: exit status {status}")
-    return usage.ru_maxrss // 1024
+def _peak(*command: str) -> int:
+    text = subprocess.check_output(
+        [sys.executable, "-c", _COMMAND, *command], text=True, stderr=subprocess.DEVNULL
+    )
+    return int(text.split()[-1]) // 1024
 
 
 if __name__ == "__main__":
