@@ -146,16 +146,16 @@ class TableShard:
         columns = {}
         for name, tensor in self.columns.items():
             # The states of a row are neighbours: at once they take two thirds of the time.
-            whole = tensor if tensor._base is None else tensor._base
-            if len(whole) != len(tensor) or not whole.is_contiguous():
-                whole = tensor
+            whole = _with_neighbours(tensor)
             if id(whole) not in wholes:
                 wholes[id(whole)] = copies.of(f"{self.name}.{name}", whole, self.size)
-            columns[name] = wholes[id(whole)].as_strided(
-                (self.size, *tensor.shape[1:]),
-                tensor.stride(),
-                tensor.storage_offset() - whole.storage_offset(),
-            )
+            columns[name] = wholes[id(whole)]
+            if whole is not tensor:
+                columns[name] = columns[name].as_strided(
+                    (self.size, *tensor.shape[1:]),
+                    tensor.stride(),
+                    tensor.storage_offset() - whole.storage_offset(),
+                )
         self.columns = columns
         if self.layer.table is not None:
             buckets = self.layer.table.buckets
@@ -193,6 +193,14 @@ class TableShard:
                 buckets = table.buckets if self._buckets is None else self._buckets
                 keys = _keys_of_rows(table, buckets, begin, end)
             yield keys.view("<u8") if chosen is None else keys.view("<u8")[chosen]
+
+
+def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor of whose rows these are parts, or else the tensor itself."""
+    base = tensor._base
+    if base is None or not base.is_contiguous() or base.shape[:1] != tensor.shape[:1]:
+        return tensor
+    return base if base.stride(0) == tensor.stride(0) else tensor
 
 
 def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A save that is killed, or cannot write: what was there before stays, whole."""
 
 import contextlib
+import copy
 import os
 import random
 import resource
@@ -279,6 +280,25 @@ def test_a_draft_is_another_jobs_until_it_is_published(tmp_path, monkeypatch):
     for name in ("a", "b"):
         checkpoint.load(model, tmp_path / name, optimizers)
         assert ".writer" not in os.listdir(tmp_path / name)
+
+
+def test_copies_of_states_in_any_memory(tmp_path):
+    """Of a copied optimizer, states have strides and no common tensor; of others they have other
+    neighbours."""
+    model, optimizers = made()
+    train(model, optimizers, 0, 4)
+    model, optimizers = copy.deepcopy((model, optimizers))
+    state = optimizers[0].state[model.users.weight]
+    assert not state["exp_avg"].is_contiguous()
+    assert state["exp_avg"]._base is None
+    other = optimizers[0].state[model.rows.weight]
+    wide = torch.zeros(*other["exp_avg"].shape, 3)
+    wide[..., 1] = other["exp_avg"]
+    other["exp_avg"] = wide[..., 1]
+    checkpoint.async_save(model, tmp_path / "a", optimizers).wait()
+    loaded, of_loaded = made(seed=1)
+    checkpoint.load(loaded, tmp_path / "a", of_loaded)
+    assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
 
 
 def test_no_memory_for_copies(tmp_path, monkeypatch):
