@@ -9,7 +9,7 @@ from typing import Any
 
 from .._arguments import Parser
 from ..data import Batch, CriteoReader, CsvReader, Keys, ParquetReader
-from ..data.parquet import look_at
+from ..data.parquet_file import ParquetFiles
 from ..data.reader import Reader
 from ..data.text import column_names
 from ..train.progress import Progress
@@ -108,7 +108,7 @@ def _open(args: argparse.Namespace) -> tuple[Reader, set[str]]:
         return criteo, set(criteo.columns.sparse) if args.separator else set()
     types: dict[str, Any] = {}
     if form == "parquet":
-        types = {field.name: field.type for field in look_at(Path(args.file))[1]}
+        types = {field.name: field.type for field in ParquetFiles().shape(Path(args.file)).schema}
         names = list(types)
     else:
         names = column_names(Path(args.file), _DELIMITERS[form], '"')

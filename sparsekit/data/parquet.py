@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +11,38 @@ import numpy as np
 import torch
 
 from ..errors import DataFormatError
-from ..hashing import xxh64
+from .arrow_columns import bags, check_type, floats
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Columns, Keys, Kind
+from .parquet_file import ParquetFiles
 from .reader import Chunk, Fault, OnError, Reader, Unit, list_files
 from .text import Files
 
 __all__ = ["ParquetReader"]
 
+# Up to how many rows, and bytes without compression, small row groups are read together.
+_ROWS_TOGETHER = 1 << 15
+_BYTES_TOGETHER = 8 << 20
+
 
 class ParquetReader(Reader):
-    """Stream Parquet files in batches, a row group in memory at a time.
+    """Stream Parquet files in batches, a row group, or some small ones, in memory at a time.
 
     A categorical column has integers, strings or binary, or lists of these, whose items are the
     keys of a bag. Integers of ``kind="int"`` become keys where they lie, without a copy, if they
-    are int64, without nulls and not shuffled. Nulls are `Keys.missing`, in a list nothing.
+    are int64, without nulls and not shuffled. Nulls are `Keys.missing`, in a list nothing; a column
+    may have nothing but nulls. As keys, booleans are 0 and 1, a date is hashed as its text
+    ``2024-01-31`` and a decimal as its text with all digits of its scale, ``1.50``; of
+    ``kind="int"``, a date is its days since 1970 and a whole decimal of at most 18 digits its
+    integer. As numbers, dates are days since 1970. Timestamps are refused: cast them to one of
+    these before.
 
     Args:
         files: One path or several, with the same columns.
         batch_size: Rows in a batch.
         sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
             kind, of ``"hash"`` and ``"int"``.
-        dense: Names of columns of numbers or booleans.
+        dense: Names of columns of numbers, booleans, decimals or dates.
         label: Name of the column of labels, which must not be null.
         missing: The number of a null or NaN in a dense column.
         on_error: ``"raise"``, or ``"skip"`` to leave out rows without a label or with an infinite
@@ -46,7 +57,8 @@ class ParquetReader(Reader):
         TypeError, ValueError: an argument out of its range, or a column that is not there or of
             another type.
         OSError: a file cannot be read.
-        DataFormatError: no Parquet file, or a truncated or damaged one; a row that cannot be read.
+        DataFormatError: no Parquet file, a truncated or damaged one, or one that was written anew
+            with other rows or columns; a row that cannot be read.
 
     """
 
@@ -74,19 +86,23 @@ class ParquetReader(Reader):
                 )
         paths = list_files(name, files)
         self._features = list(self.columns.sparse)
-        units: list[Unit] = []
+        groups = _Groups(self.columns, missing)
+        self._groups: list[_RowGroup] = []
         for path in paths:
-            groups, schema = look_at(path)
-            self.columns.check_there(name, str(path), schema.names)
+            shape = groups.files.shape(path)
+            self.columns.check_there(name, str(path), shape.schema.names)
             for column in self.columns.names():
-                self._check_type(f"{name}: {path}: column {column!r}", schema, column)
-            first = np.cumsum([0, *groups])
-            units += [
-                _RowGroup(path, i, int(first[i]), rows, self.columns, missing)
-                for i, rows in enumerate(groups)
-            ]
+                check_type(
+                    f"{name}: {path}: column {column!r}",
+                    shape.schema.field(column).type,
+                    self.columns.sparse.get(column),
+                )
+            first = 0
+            for i, (rows, size) in enumerate(zip(shape.rows, shape.sizes, strict=True)):
+                self._groups.append(_RowGroup(groups, path, i, first, rows, size))
+                first += rows
         super().__init__(
-            units,
+            self._groups,
             paths,
             batch_size,
             shuffle=shuffle,
@@ -96,94 +112,102 @@ class ParquetReader(Reader):
             world_size=world_size,
         )
 
-    def _check_type(self, place: str, schema: Any, column: str) -> None:
-        """Raise ValueError where a column has another type than its use wants."""
-        from pyarrow import types
-
-        kind = schema.field(column).type
-        number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-        if column not in self.columns.sparse:
-            if not number:
-                raise ValueError(f"{place} must have numbers or booleans, but has {kind}")
-            return
-        item = kind.value_type if _is_list(kind) or types.is_dictionary(kind) else kind
-        if _is_list(kind) and types.is_dictionary(item):
-            item = item.value_type
-        text = (
-            types.is_string(item)
-            or types.is_large_string(item)
-            or types.is_binary(item)
-            or types.is_large_binary(item)
-            or types.is_string_view(item)
-            or types.is_binary_view(item)
-            or types.is_fixed_size_binary(item)
-        )
-        hashed = self.columns.sparse[column].kind == "hash"
-        if not types.is_integer(item) and not (hashed and text):
-            wanted = "integers, strings or binary" if hashed else "integers for kind 'int'"
-            raise ValueError(f"{place} must have {wanted}, or lists of them, but has {kind}")
+    def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
+        """As every reader's, but small row groups that follow one another are read together."""
+        run: list[tuple[_RowGroup, np.ndarray]] = []
+        rows = size = passed = 0
+        for number in self._order():
+            if last is not None and passed >= last:
+                break
+            group = self._groups[number]
+            begin, end = max(first - passed, 0), group.rows if last is None else last - passed
+            passed += group.rows
+            if begin >= min(end, group.rows):
+                continue
+            rows, size = rows + group.rows, size + group.size
+            if run and (
+                run[0][0].path != group.path or rows > _ROWS_TOGETHER or size > _BYTES_TOGETHER
+            ):
+                yield from _read_together(run)
+                run, rows, size = [], group.rows, group.size
+            run.append((group, self._order_of_chunk(number, 0, group.rows)[begin:end]))
+        if run:
+            yield from _read_together(run)
 
 
-def look_at(path: Path) -> tuple[list[int], Any]:
-    """Rows of each row group, and the schema."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ImportError("ParquetReader needs pyarrow: pip install sparsekit[data]") from error
-    try:
-        with parquet.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-            return groups, file.schema_arrow
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataFormatError(f"{path}: {error}") from error
-
-
+@dataclass(frozen=True)
 class _RowGroup(Unit):
-    def __init__(
-        self, path: Path, group: int, first: int, rows: int, columns: Columns, missing: float
-    ) -> None:
-        self._path, self._group, self._first, self._rows = path, group, first, rows
-        self._columns, self._missing = columns, missing
+    groups: _Groups
+    path: Path
+    number: int  # within the file
+    first: int  # row of the file with which it begins
+    rows: int
+    size: int  # bytes without compression
 
     def count(self) -> int:
-        return self._rows
+        return self.rows
 
     def chunks(self) -> Iterator[Chunk]:
-        import pyarrow
-        from pyarrow import parquet
+        yield self.groups.read([self])
 
-        try:
-            with parquet.ParquetFile(self._path) as file:
-                table = file.read_row_group(self._group, columns=self._columns.names())
-        # What a damaged page leads to is not always an error of Arrow's own.
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataFormatError(f"{self._path}, row group {self._group}: {error}") from error
-        if table.num_rows != self._rows:
+
+def _read_together(
+    run: Sequence[tuple[_RowGroup, np.ndarray]],
+) -> Iterator[tuple[Chunk, np.ndarray]]:
+    """A chunk of some row groups of one file, and the rows of each of them, in their order."""
+    groups = [group for group, _ in run]
+    try:
+        chunk = groups[0].groups.read(groups)
+    except DataFormatError:
+        if len(run) == 1:
+            raise
+        # The rows before a damaged one are read, and the error names it.
+        for one in run:
+            yield from _read_together([one])
+        return
+    order = [start + rows for start, (_, rows) in zip(chunk.starts, run, strict=True)]
+    yield chunk, np.concatenate(order)
+
+
+class _Groups:
+    """Row groups as chunks, and their rows as batches."""
+
+    def __init__(self, columns: Columns, missing: float) -> None:
+        self.files = ParquetFiles()
+        self._columns, self._missing = columns, missing
+
+    def read(self, groups: Sequence[_RowGroup]) -> _TableChunk:
+        """Row groups of one file, in memory. An error names the first of them."""
+        path, numbers = groups[0].path, [group.number for group in groups]
+        place = f"row group {numbers[0]}"
+        with self.files.open(path, place) as file:
+            table = file.read_row_groups(numbers, columns=self._columns.names()).combine_chunks()
+        rows = sum(group.rows for group in groups)
+        if table.num_rows != rows:
             raise DataFormatError(
-                f"{self._path}, row group {self._group}: {table.num_rows} rows, where the file's "
-                f"end says {self._rows}"
+                f"{path}, {place}: {table.num_rows} rows, where the file's end says {rows}"
             )
-        yield _TableChunk(self, table.combine_chunks())
+        return _TableChunk(self, groups, table)
 
-    def convert(self, table: Any, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        """A batch of a table that has the rows of these numbers."""
+    def convert(self, chunk: _TableChunk, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
+        """A batch of these rows of a chunk."""
+        table = chunk.take(rows)
         faults: list[Fault] = []
         label = None
         if (name := self._columns.label) is not None:
-            label = _floats(table[name], np.nan)
-            self._note(faults, rows, name, ~np.isfinite(label), "not a finite number")
+            label = floats(table[name], np.nan)
+            _note(faults, chunk, rows, name, ~np.isfinite(label), "not a finite number")
         dense = np.empty((len(rows), len(self._columns.dense)), np.float32)
         for i, name in enumerate(self._columns.dense):
-            dense[:, i] = _floats(table[name], self._missing)
-            self._note(faults, rows, name, np.isinf(dense[:, i]), "an infinite number")
+            dense[:, i] = floats(table[name], self._missing)
+            _note(faults, chunk, rows, name, np.isinf(dense[:, i]), "an infinite number")
         if faults:
             return None, list({place: (place, text) for place, text in faults}.values())
-        bags = [self._bags(table[name], keys) for name, keys in self._columns.sparse.items()]
-        offsets = torch.zeros(len(bags) * len(rows) + 1, dtype=torch.int64)
-        if bags:
-            torch.cumsum(torch.cat([lengths for _, lengths in bags]), 0, out=offsets[1:])
-        values = [values for values, _ in bags]
+        columns = [bags(table[name], keys) for name, keys in self._columns.sparse.items()]
+        offsets = torch.zeros(len(columns) * len(rows) + 1, dtype=torch.int64)
+        if columns:
+            torch.cumsum(torch.cat([lengths for _, lengths in columns]), 0, out=offsets[1:])
+        values = [values for values, _ in columns]
         # One column stays where it lies.
         flat = values[0] if len(values) == 1 else torch.cat(values) if values else offsets[:0]
         keys = KeyedJaggedTensor(list(self._columns.sparse), flat, offsets)
@@ -191,90 +215,40 @@ class _RowGroup(Unit):
             None if label is None else torch.from_numpy(label), torch.from_numpy(dense), keys
         ), []
 
-    def _note(
-        self, faults: list[Fault], rows: np.ndarray, name: str, bad: np.ndarray, reason: str
-    ) -> None:
-        for place in np.flatnonzero(bad).tolist():
-            number = self._first + int(rows[place]) + 1
-            faults.append((place, f"{self._path}, row {number}, column {name!r}: {reason}"))
-
-    def _bags(self, column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of all bags, and how many each has."""
-        from pyarrow import compute
-
-        column = _one_array(column)
-        if _is_list(column.type):
-            lengths = torch.from_numpy(
-                compute.fill_null(compute.list_value_length(column), 0).to_numpy(False).astype("q")
-            )
-            items = column.flatten()
-            if items.null_count:
-                ends = torch.cumsum(lengths, 0)
-                there = np.concatenate([[0], np.cumsum(items.is_valid().to_numpy(False))])
-                lengths = torch.from_numpy(there[ends.numpy()] - there[(ends - lengths).numpy()])
-                items = items.drop_null()
-            empty = lengths == 0
-            values = _keys(items, keys)
-        else:
-            valid = torch.from_numpy(column.is_valid().to_numpy(False).astype(bool))
-            lengths, empty = valid.long(), ~valid
-            values = _keys(column.drop_null() if column.null_count else column, keys)
-        if keys.missing is None or not empty.any():
-            return values, lengths
-        places = (torch.cumsum(lengths, 0) - lengths)[empty].numpy()
-        filled = np.insert(values.numpy(), places, keys.missing)
-        return torch.from_numpy(filled), lengths + empty
-
 
 class _TableChunk(Chunk):
-    def __init__(self, group: _RowGroup, table: Any) -> None:
-        self._group, self._table = group, table
+    def __init__(self, how: _Groups, groups: Sequence[_RowGroup], table: Any) -> None:
+        self._how, self._groups, self._table = how, groups, table
+        # Where the rows of each group begin.
+        self.starts = np.cumsum([0, *(group.rows for group in groups[:-1])])
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return int(self._table.num_rows)
 
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
+        return self._how.convert(self, rows)
+
+    def take(self, rows: np.ndarray) -> Any:
+        """A table of these rows."""
         # A slice copies nothing.
         if len(rows) and (np.diff(rows) == 1).all():
-            return self._group.convert(self._table.slice(int(rows[0]), len(rows)), rows)
-        return self._group.convert(self._table.take(rows), rows)
+            return self._table.slice(int(rows[0]), len(rows))
+        return self._table.take(rows)
+
+    def name(self, row: int) -> str:
+        """The file, and the number there, from 1, of a row of this chunk."""
+        which = int(np.searchsorted(self.starts, row, "right")) - 1
+        group = self._groups[which]
+        return f"{group.path}, row {group.first + row - self.starts[which] + 1}"
 
 
-def _is_list(kind: Any) -> bool:
-    from pyarrow import types
-
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-
-
-def _one_array(column: Any) -> Any:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    combined = column.combine_chunks()
-    return combined.combine_chunks() if hasattr(combined, "num_chunks") else combined
-
-
-def _floats(column: Any, missing: float) -> np.ndarray:
-    """float32 of its own, with `missing` for null and NaN."""
-    from pyarrow import compute, float32
-
-    column = compute.cast(column, float32(), safe=False)
-    numbers = np.array(column.to_numpy(), np.float32)
-    numbers[np.isnan(numbers)] = missing
-    return numbers
-
-
-def _keys(items: Any, keys: Keys) -> torch.Tensor:
-    """int64 of an Arrow array without nulls."""
-    from pyarrow import int64, types
-
-    if keys.kind == "hash":
-        return xxh64(items, keys.seed)
-    if types.is_dictionary(items.type):
-        items = items.dictionary_decode()
-    if types.is_uint64(items.type):
-        items = items.view(int64())
-    if not types.is_int64(items.type):
-        items = items.cast(int64())
-    return (
-        torch.utils.dlpack.from_dlpack(items) if len(items) else torch.empty(0, dtype=torch.int64)
-    )
+def _note(
+    faults: list[Fault],
+    chunk: _TableChunk,
+    rows: np.ndarray,
+    column: str,
+    bad: np.ndarray,
+    reason: str,
+) -> None:
+    for place in np.flatnonzero(bad).tolist():
+        faults.append((place, f"{chunk.name(int(rows[place]))}, column {column!r}: {reason}"))

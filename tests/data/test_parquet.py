@@ -1,11 +1,13 @@
 import itertools
 import math
+from datetime import date
+from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
 
-from sparsekit.data import Keys, ParquetReader
+from sparsekit.data import Keys, ParquetReader, arrow_columns
 from sparsekit.errors import DataFormatError
 from sparsekit.hashing import xxh64
 
@@ -135,10 +137,10 @@ def test_int64_keys_are_not_copied(tmp_path, monkeypatch):
     lists = pa.ListArray.from_arrays(np.arange(0, 300_001, 3), values)
     path = write(tmp_path / "x.parquet", {"a": lists})
     tables = []
-    read = parquet.ParquetFile.read_row_group
+    read = parquet.ParquetFile.read_row_groups
     monkeypatch.setattr(
         parquet.ParquetFile,
-        "read_row_group",
+        "read_row_groups",
         lambda *args, **kwargs: tables.append(read(*args, **kwargs)) or tables[-1],
     )
     first, second = ParquetReader(path, 50_000, sparse={"a": "int"})
@@ -168,16 +170,33 @@ def test_truncated_and_damaged_files(tmp_path):
     ("settings", "message"),
     [
         ({"dense": ["c"]}, r"x\.parquet has no column 'c'"),
-        ({"dense": ["text"]}, r"column 'text' must have numbers or booleans, but has string"),
-        ({"label": "list"}, r"column 'list' must have numbers or booleans, but has list"),
-        ({"sparse": ["float"]}, r"column 'float' must have integers, strings or binary, or lists"),
-        ({"sparse": {"text": "int"}}, r"column 'text' must have integers for kind 'int'"),
+        (
+            {"dense": ["text"]},
+            r"column 'text' must have numbers, booleans, decimals or dates, but has string",
+        ),
+        (
+            {"label": "list"},
+            r"column 'list' must have numbers, booleans, decimals or dates, but has list",
+        ),
+        (
+            {"sparse": ["float"]},
+            r"column 'float' must have integers, strings, binary, booleans, dates or dec",
+        ),
+        ({"sparse": ["time"]}, r"column 'time' must have .*, or lists of them, but has timestamp"),
+        ({"dense": ["time"]}, r"column 'time' must have .* dates, but has timestamp"),
+        ({"sparse": {"price": "int"}}, r"column 'price' must have .* but has decimal128\(3, 2\)"),
+        (
+            {"sparse": {"text": "int"}},
+            r"column 'text' must have integers, booleans, dates or whole dec.* for kind 'int'",
+        ),
         ({"sparse": {"list": "hex"}}, r"sparse\['list'\]: kind 'hex' and separator are for text"),
         ({"sparse": {"text": Keys(separator=",")}}, r"sparse\['text'\]: kind 'hex' and separator"),
     ],
 )
 def test_columns_that_do_not_fit(tmp_path, settings, message):
-    path = write(tmp_path / "x.parquet", {"text": ["a"], "list": [[1]], "float": [1.0]})
+    price, time = pa.array([Decimal("1.50")]), pa.array([1], pa.timestamp("s"))
+    columns = {"text": ["a"], "list": [[1]], "float": [1.0], "price": price, "time": time}
+    path = write(tmp_path / "x.parquet", columns)
     with pytest.raises(ValueError, match=f"^ParquetReader: .*{message}"):
         ParquetReader(path, 10, **settings)
 
@@ -193,3 +212,65 @@ def test_batches_over_row_groups_and_chunks(tmp_path):
     of_a, of_b = ([bag for batch in batches for bag in bags(batch, name)] for name in "ab")
     assert of_a == [[i] * (i % 3) for i in range(100)]
     assert of_b == [[i] for i in range(100)]
+
+
+def test_columns_of_nulls_alone(tmp_path):
+    path = write(
+        tmp_path / "x.parquet",
+        {
+            "id": pa.nulls(3),
+            "other": pa.nulls(3),
+            "tags": pa.array([[None], [], None], pa.list_(pa.null())),
+            "price": pa.nulls(3),
+        },
+    )
+    sparse = {"id": "hash", "other": Keys("int", missing=7), "tags": "int"}
+    batch = one(path, sparse=sparse, dense=["price"], missing=-1)
+    assert bags(batch, "id") == bags(batch, "tags") == [[], [], []]
+    assert bags(batch, "other") == [[7], [7], [7]]
+    assert batch.dense.tolist() == [[-1], [-1], [-1]]
+    reader = ParquetReader(path, 10, label="price", on_error="skip")
+    assert (sum(batch.rows for batch in reader), reader.skipped) == (0, 3)
+
+
+DAYS = [date(2024, 1, 31), None, date(1969, 12, 31)]
+PRICES = [Decimal("1.50"), None, Decimal("-0.05")]
+DECIMALS = [pa.decimal32(5, 2), pa.decimal64(9, 2), pa.decimal128(30, 2), pa.decimal256(60, 2)]
+
+
+@pytest.mark.parametrize(
+    ("column", "texts", "keys", "numbers"),
+    [
+        (pa.array([True, None, False]), ["1", "0"], [1, 0], [1, 0]),
+        (pa.array(DAYS, pa.date32()), ["2024-01-31", "1969-12-31"], [19753, -1], [19753, -1]),
+        (pa.array(DAYS, pa.date64()), ["2024-01-31", "1969-12-31"], [19753, -1], [19753, -1]),
+        *((pa.array(PRICES, kind), ["1.50", "-0.05"], None, [1.5, -0.05]) for kind in DECIMALS),
+        (pa.array([Decimal(10**17), None, Decimal(-3)]), [str(10**17), "-3"], [10**17, -3], None),
+    ],
+    ids=lambda value: str(getattr(value, "type", "")),
+)
+def test_booleans_dates_and_decimals(tmp_path, column, texts, keys, numbers):
+    lists = pa.ListArray.from_arrays([0, 2, 3, 3], column)
+    path = write(tmp_path / "x.parquet", {"one": column, "many": lists})
+    sparse = {"one": "hash", "many": "hash"}
+    batch = one(path, sparse=sparse)
+    first, second = ([xxh64([text]).item()] for text in texts)
+    assert bags(batch, "one") == [first, [], second]
+    assert bags(batch, "many") == [first, second, []]
+    if keys is not None:
+        batch = one(path, sparse=dict.fromkeys(sparse, "int"))
+        assert bags(batch, "one") == [[keys[0]], [], [keys[1]]]
+        assert bags(batch, "many") == [[keys[0]], [keys[1]], []]
+    if numbers is not None:
+        batch = one(path, dense=["one"], missing=9)
+        assert batch.dense.flatten().tolist() == pytest.approx([numbers[0], 9, numbers[1]])
+
+
+def test_numbers_in_a_dictionary():
+    """pyarrow reads such columns as plain ones today, but another version may not."""
+    column = pa.array([5, None, 5]).dictionary_encode()
+    assert arrow_columns.floats(pa.chunked_array([column]), -1).tolist() == [5, -1, 5]
+    for kind in ("int", "hash"):
+        values, lengths = arrow_columns.bags(pa.chunked_array([column]), Keys(kind))
+        assert lengths.tolist() == [1, 0, 1]
+        assert values.equal(torch.tensor([5, 5]) if kind == "int" else xxh64([5, 5]))

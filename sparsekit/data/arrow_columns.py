@@ -1,0 +1,167 @@
+"""Columns of Arrow as keys and numbers: which types there may be, and what becomes of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..hashing import xxh64
+from .columns import Keys
+
+# Digits of a number that surely has 64 bits.
+_INT64_DIGITS = 18
+
+
+def check_type(place: str, kind: Any, keys: Keys | None) -> None:
+    """Raise ValueError where a column has another type than its use wants: keys, or numbers.
+
+    Args:
+        place: begins the message.
+        kind: the column's type, of pyarrow.
+        keys: how its values become keys; None: they are numbers.
+    """
+    from pyarrow import types
+
+    if keys is None:
+        if not (_is_number(kind) or types.is_date(kind) or types.is_decimal(kind)):
+            raise ValueError(
+                f"{place} must have numbers, booleans, decimals or dates, but has {kind}"
+            )
+        return
+    item = kind.value_type if is_list(kind) else kind
+    if types.is_dictionary(item):
+        item = item.value_type
+    if types.is_null(item) or types.is_boolean(item) or types.is_integer(item):
+        return
+    if types.is_date(item):
+        return
+    if keys.kind == "hash":
+        if not (_is_text(item) or types.is_decimal(item)):
+            raise ValueError(
+                f"{place} must have integers, strings, binary, booleans, dates or decimals, or "
+                f"lists of them, but has {kind}"
+            )
+    elif not types.is_decimal(item) or item.scale != 0 or item.precision > _INT64_DIGITS:
+        raise ValueError(
+            f"{place} must have integers, booleans, dates or whole decimals of at most "
+            f"{_INT64_DIGITS} digits for kind 'int', or lists of them, but has {kind}"
+        )
+
+
+def floats(column: Any, missing: float) -> np.ndarray:
+    """float32 of its own, with `missing` for null and NaN; a date counts the days since 1970."""
+    from pyarrow import compute, float32
+
+    column = compute.cast(_days(column), float32(), safe=False)
+    numbers = np.array(column.to_numpy(), np.float32)
+    numbers[np.isnan(numbers)] = missing
+    return numbers
+
+
+def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys of all bags, and how many each has."""
+    from pyarrow import compute
+
+    column = _one_array(column)
+    if is_list(column.type):
+        lengths = torch.from_numpy(
+            compute.fill_null(compute.list_value_length(column), 0).to_numpy(False).astype("q")
+        )
+        items = column.flatten()
+        if items.null_count:
+            ends = torch.cumsum(lengths, 0)
+            there = np.concatenate([[0], np.cumsum(items.is_valid().to_numpy(False))])
+            lengths = torch.from_numpy(there[ends.numpy()] - there[(ends - lengths).numpy()])
+            items = items.drop_null()
+        empty = lengths == 0
+        values = _keys(items, keys)
+    else:
+        valid = torch.from_numpy(column.is_valid().to_numpy(False).astype(bool))
+        lengths, empty = valid.long(), ~valid
+        values = _keys(column.drop_null() if column.null_count else column, keys)
+    if keys.missing is None or not empty.any():
+        return values, lengths
+    places = (torch.cumsum(lengths, 0) - lengths)[empty].numpy()
+    filled = np.insert(values.numpy(), places, keys.missing)
+    return torch.from_numpy(filled), lengths + empty
+
+
+def is_list(kind: Any) -> bool:
+    """Whether values of a type are bags."""
+    from pyarrow import types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _is_number(kind: Any) -> bool:
+    from pyarrow import types
+
+    return (
+        types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_boolean(kind)
+        or types.is_null(kind)
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return (
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_string_view(kind)
+        or types.is_binary_view(kind)
+        or types.is_fixed_size_binary(kind)
+    )
+
+
+def _one_array(column: Any) -> Any:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    combined = column.combine_chunks()
+    return combined.combine_chunks() if hasattr(combined, "num_chunks") else combined
+
+
+def _days(column: Any) -> Any:
+    """Days since 1970 in place of dates; other columns as they are."""
+    from pyarrow import compute, date32, int32, types
+
+    if not types.is_date(column.type):
+        return column
+    return compute.cast(compute.cast(column, date32(), safe=False), int32())
+
+
+def _keys(items: Any, keys: Keys) -> torch.Tensor:
+    """int64 of an Arrow array without nulls."""
+    from pyarrow import int64, types
+
+    if types.is_dictionary(items.type) and not _is_text(items.type.value_type):
+        items = items.dictionary_decode()
+    if keys.kind == "hash":
+        return xxh64(_as_in_text(items), keys.seed)
+    items = _days(items)
+    if types.is_uint64(items.type):
+        items = items.view(int64())
+    if not types.is_int64(items.type):
+        items = items.cast(int64())
+    return (
+        torch.utils.dlpack.from_dlpack(items) if len(items) else torch.empty(0, dtype=torch.int64)
+    )
+
+
+def _as_in_text(items: Any) -> Any:
+    """Strings or integers in place of booleans, decimals and dates, as text files have them."""
+    from pyarrow import date32, string, types, uint8
+
+    if types.is_boolean(items.type):
+        return items.cast(uint8())
+    if types.is_decimal(items.type):
+        return items.cast(string())
+    if types.is_date(items.type):
+        return items.cast(date32(), safe=False).cast(string())
+    return items
