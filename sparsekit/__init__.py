@@ -1,6 +1,10 @@
 """Sparse embeddings with unbounded ids for PyTorch."""
 
-from ._load import checked, instruction_set, load
+from ._distribution import refuse_mixture
+
+refuse_mixture()
+
+from ._load import checked, instruction_set, load  # noqa: E402
 
 load()
 

@@ -160,7 +160,7 @@ def test_without_pyarrow_nothing_is_fetched(pip, tmp_path, monkeypatch):
         return importing(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install sparsekit\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install 'sparsekit-torch\[data\]'"):
         adult(cache_dir=tmp_path)
     check(adult(write(tmp_path, UCI)))
     assert pip == []

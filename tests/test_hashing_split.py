@@ -135,5 +135,5 @@ def test_what_cannot_be_returned_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="bags have no place for signs"):
         SplitHashEncoder({"a": 5}, signed=True).encode({"a": [1]}, to="bags")
     monkeypatch.setitem(sys.modules, "scipy.sparse", None)
-    with pytest.raises(ImportError, match=r"pip install sparsekit\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install 'sparsekit-torch\[data\]'"):
         SplitHashEncoder({"a": 5}).encode({"a": [1]}, to="scipy")

@@ -11,7 +11,7 @@ PACKAGE = Path(sparsekit.__file__).parent
 
 # Each takes about as long as the rest of the package, or longer than that.
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy")
-# Of the extra sparsekit[data].
+# Of the extra sparsekit-torch[data].
 OPTIONAL = ("pyarrow", "scipy")
 
 LOOKUP = """

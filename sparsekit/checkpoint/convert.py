@@ -188,7 +188,9 @@ def _pyarrow_parquet() -> Any:
     try:
         return importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ImportError("format 'parquet' needs pyarrow: pip install sparsekit[data]") from error
+        raise ImportError(
+            "format 'parquet' needs pyarrow: pip install 'sparsekit-torch[data]'"
+        ) from error
 
 
 def _sync(path: Path) -> None:

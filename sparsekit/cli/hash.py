@@ -60,7 +60,7 @@ def _hash(args: argparse.Namespace) -> int:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
-        raise UsageError("hash needs pyarrow: pip install sparsekit[data]") from error
+        raise UsageError("hash needs pyarrow: pip install 'sparsekit-torch[data]'") from error
     check_folder(args.out, "--out")
     try:
         reader, lists = _open(args)

@@ -131,7 +131,9 @@ def _yaml(config: RunConfig) -> str:
     try:
         return to_yaml(config)
     except ImportError as error:
-        raise UsageError("YAML needs the package pyyaml: pip install sparsekit[train]") from error
+        raise UsageError(
+            "YAML needs the package pyyaml: pip install 'sparsekit-torch[train]'"
+        ) from error
 
 
 def _load(args: argparse.Namespace) -> tuple[Adult, Adult] | None:

@@ -53,7 +53,7 @@ class ParquetReader(Reader):
         world_size: Of how many shares.
 
     Raises:
-        ImportError: pyarrow is missing (``pip install sparsekit[data]``).
+        ImportError: pyarrow is missing (``pip install 'sparsekit-torch[data]'``).
         TypeError, ValueError: an argument out of its range, or a column that is not there or of
             another type.
         OSError: a file cannot be read.

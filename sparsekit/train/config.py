@@ -29,7 +29,9 @@ def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError("YAML needs the package pyyaml: pip install sparsekit[train]") from error
+        raise ImportError(
+            "YAML needs the package pyyaml: pip install 'sparsekit-torch[train]'"
+        ) from error
     with open(path, encoding="utf-8") as file:
         try:
             loaded = yaml.safe_load(file)

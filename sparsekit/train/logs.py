@@ -68,7 +68,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                "TensorBoard: the package tensorboard is missing: pip install sparsekit[train]"
+                "TensorBoard needs the package tensorboard: pip install 'sparsekit-torch[train]'"
             ) from error
         self._writer: Any = None
         self._make = lambda: SummaryWriter(os.fspath(folder))

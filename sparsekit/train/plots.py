@@ -164,7 +164,7 @@ def _pyplot() -> Any:
         import matplotlib
     except ImportError as error:
         raise ImportError(
-            "plots need the package matplotlib: pip install sparsekit[train]"
+            "plots need the package matplotlib: pip install 'sparsekit-torch[train]'"
         ) from error
     matplotlib.use("Agg")  # no screen
     from matplotlib import pyplot

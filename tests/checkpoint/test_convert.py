@@ -390,5 +390,5 @@ def test_diff_of_shapes_and_nan(tmp_path):
 def test_parquet_without_pyarrow(saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     text = run(capsys, "export", saved[0], tmp_path / "out", "--format", "parquet", status=2)
-    assert "needs pyarrow: pip install sparsekit[data]" in text
+    assert "needs pyarrow: pip install 'sparsekit-torch[data]'" in text
     assert not (tmp_path / "out").exists()
