@@ -17,12 +17,17 @@ BENCH_OPTIONS :=
 SECONDS := 60
 SEED := 0
 # The environment and the build, in two steps: what `make demo` needs, then what all else needs. Marks
-# of a build lie beside the libraries, so that they go when those do.
+# of a build lie beside the libraries, so that they go when those do; there is one at a time, and its
+# name says what was left out of the build.
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 BUILT_DEMO := sparsekit/lib/.built-demo
-BUILT := sparsekit/lib/.built
+BUILT := sparsekit/lib/.built$(addprefix -cuda,$(SPARSEKIT_CUDA))$(addprefix -simt,$(SPARSEKIT_SIMT))
 SOURCES := CMakeLists.txt setup.py version.txt $(shell find csrc -type f)
+# Tests and wheels have the CUDA kernels wherever there is an nvcc; left to itself, setup.py asks for a
+# GPU too, since they take many times as long to compile as all else.
+NVCC := $(firstword $(wildcard $(addsuffix /nvcc,$(subst :, ,$(PATH)) $(CUDA_HOME)/bin $(CUDA_PATH)/bin /usr/local/cuda/bin)))
+WITH_CUDA := SPARSEKIT_CUDA=$${SPARSEKIT_CUDA:-$(if $(NVCC),1,0)}
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
@@ -66,7 +71,7 @@ format: $(READY_DEV) ## rewrite the sources in the project's format
 
 wheel: $(READY_DEV) ## build a wheel into dist/
 	rm -rf dist build/lib.* build/bdist.*
-	$(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(WITH_CUDA) $(BIN)/pip wheel --verbose --no-build-isolation --no-deps --wheel-dir dist .
 	@ls dist
 
 check-wheel: wheel ## train with that wheel under two torches; downloads both, several GB
@@ -91,14 +96,12 @@ cuda-counts: build ## count launches, waits and bytes of a step, for docs/gpu-st
 build: $(BUILT) ## compile what has changed
 
 $(BUILT): $(READY_DEV) $(SOURCES)
-	$(BIN)/python setup.py --quiet build_ext --inplace
-	@touch $@
+	$(WITH_CUDA) $(BIN)/python setup.py --quiet build_ext --inplace
+	@rm -f sparsekit/lib/.built* && touch $@
 
-# The CPU engine; CUDA kernels as well where a GPU can run them.
 $(BUILT_DEMO): $(READY) $(SOURCES)
-	if ! nvidia-smi --list-gpus >/dev/null 2>&1; then export SPARSEKIT_CUDA=$${SPARSEKIT_CUDA-0}; fi; \
 	SPARSEKIT_SIMT=0 $(BIN)/python setup.py --quiet build_ext --inplace
-	@touch $@
+	@rm -f sparsekit/lib/.built* && touch $@
 
 # Without --no-compile pip spends two thirds of its time on bytecode of which little is ever run.
 $(READY): requirements.txt
@@ -107,10 +110,11 @@ $(READY): requirements.txt
 	@touch $@
 
 # Not $(BIN)/pip, which runs python3: setup.py would take that for another environment and compile
-# everything once more.
+# everything once more. Built before pip does it, which would hide the progress.
 $(READY_DEV): $(READY) requirements-dev.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-compile --requirement requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(WITH_CUDA) $(BIN)/python setup.py --quiet build_ext --inplace
+	$(WITH_CUDA) $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@
 
 # An environment of its own, with sparsekit built as a user would: what is timed is not the build of

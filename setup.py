@@ -41,21 +41,31 @@ def check_tools() -> None:
 def cuda_options() -> dict[str, str]:
     """Whether CUDA kernels are compiled in, and for which chips.
 
-    They are when there is an nvcc, whatever GPU there may or may not be here. SPARSEKIT_CUDA=0
-    leaves them out, SPARSEKIT_CUDA=1 insists. SPARSEKIT_CUDA_ARCHS, such as "sm_90" or
-    "sm_80;sm_90", names the chips; else it is the one in this machine, or three generations.
+    They are if this machine has a GPU and an nvcc, for that GPU. Without a GPU they must be asked
+    for, as they take many times as long as the rest: by SPARSEKIT_CUDA=1, or by the names of chips
+    in SPARSEKIT_CUDA_ARCHS, such as "sm_90" or "sm_80;sm_90"; three generations if none are named.
+    SPARSEKIT_CUDA=0 leaves them out.
     """
     wanted = os.environ.get("SPARSEKIT_CUDA", "")
+    archs = os.environ.get("SPARSEKIT_CUDA_ARCHS", "")
+    if wanted not in ("", "0", "1"):
+        raise SystemExit(f"sparsekit: SPARSEKIT_CUDA must be 0 or 1, got {wanted!r}")
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     places = os.pathsep.join([PATH, *(f"{home}/bin" for home in homes if home)])
     nvcc = shutil.which("nvcc", path=places)
-    if wanted == "0" or (not nvcc and not wanted):
+    asked = bool(wanted or archs)
+    if wanted == "0" or not (asked or (nvcc and has_gpu())):
+        if nvcc and not asked:
+            print(
+                "sparsekit: no CUDA kernels, as this machine has no GPU; SPARSEKIT_CUDA=1 builds "
+                "them all the same"
+            )
         return {"SPARSEKIT_CUDA": "OFF", "SPARSEKIT_CUDA_ARCHS": "", "SPARSEKIT_NCCL_INCLUDE": ""}
     if not nvcc:
-        raise SystemExit(
-            "sparsekit: SPARSEKIT_CUDA=1, but no nvcc in PATH, CUDA_HOME or /usr/local/cuda"
-        )
-    archs = os.environ.get("SPARSEKIT_CUDA_ARCHS") or present_archs() or "sm_80;sm_90;sm_100"
+        name = "SPARSEKIT_CUDA=1" if wanted else f"SPARSEKIT_CUDA_ARCHS={archs}"
+        raise SystemExit(f"sparsekit: {name}, but no nvcc in PATH, CUDA_HOME or /usr/local/cuda")
+    archs = archs or present_archs() or "sm_80;sm_90;sm_100"
+    print(f"sparsekit: with CUDA kernels for {archs}; SPARSEKIT_CUDA=0 leaves them out")
     return {
         "SPARSEKIT_CUDA": "ON",
         "SPARSEKIT_CUDA_ARCHS": archs.replace(",", ";").replace(" ", ";"),
@@ -95,6 +105,11 @@ def present_archs() -> str:
     return ";".join(sorted({"sm_" + capability.replace(".", "") for capability in found}))
 
 
+def has_gpu() -> bool:
+    """Whether the driver shows a GPU; containers may have one without nvidia-smi."""
+    return bool(present_archs()) or any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 class CMakeBuild(build_ext):
     """Builds every library with one CMake project; `Extension`s only name what comes out."""
 
@@ -125,12 +140,18 @@ class CMakeBuild(build_ext):
             "SPARSEKIT_SIMT": "ON" if self.with_host_runner() else "OFF",
             **cuda_options(),
         }
+        target = ROOT if self.inplace else Path(self.build_lib)
         defines = [f"-D{name}={value}" for name, value in options.items()]
         configure = ["cmake", "--log-level=WARNING", "-G", "Ninja", f"-S{ROOT}", f"-B{build}"]
         for command in ([*configure, *defines], ["cmake", "--build", str(build)]):
             if subprocess.run(command, env={**os.environ, "PATH": PATH}).returncode != 0:
                 raise SystemExit("sparsekit: CMake failed; its output is above")
-        target = ROOT if self.inplace else Path(self.build_lib)
+        # An earlier build may have had what this one leaves out.
+        left_out = ["libsparsekit_cuda.so"] * (options["SPARSEKIT_CUDA"] == "OFF")
+        left_out += ["simt/libsparsekit_simt.so"] * (not self.with_host_runner())
+        for name in left_out:
+            for folder in (build, target):
+                (folder / "sparsekit" / "lib" / name).unlink(missing_ok=True)
         for library in (build / "sparsekit").rglob("*"):
             if library.is_dir() or (library.parent.name == "simt" and not self.with_host_runner()):
                 continue

@@ -28,7 +28,6 @@ import sparsekit
 # and the CUDA kernels on a GPU if there is one.
 HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
 BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
-simt.load()
 
 # Random examples change from run to run on a developer's machine, never under CI. How fast they
 # come says more of the machine than of the test.
@@ -70,8 +69,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the real stderr, which during a test is captured."""
+    """Load the host runner, and keep the real stderr, which during a test is captured."""
     global _stderr
+    try:
+        simt.load()
+    except FileNotFoundError as error:
+        raise pytest.UsageError(str(error)) from error
     _stderr = os.dup(2)
 
 

@@ -5,6 +5,7 @@ each op is replaced by the one of the same name whose kernels are the CUDA ones,
 host runner (csrc/core/simt).
 """
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,10 @@ LIBRARY = Path(
 class SimtMode(TorchDispatchMode):
     """While this is on, the current thread's sparsekit ops run on the host runner."""
 
+    def __init__(self) -> None:
+        load()
+        super().__init__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the op, or its namesake."""
         if func.namespace == "sparsekit":
@@ -30,6 +35,16 @@ class SimtMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache
 def load() -> None:
-    """Make `torch.ops.sparsekit_simt` available."""
+    """Make `torch.ops.sparsekit_simt` available.
+
+    Raises:
+        FileNotFoundError: the build, such as that of `make demo`, has no host runner.
+    """
+    if not LIBRARY.exists():
+        raise FileNotFoundError(
+            f"the tests run the CUDA kernels on the host, but this build of sparsekit has no "
+            f"{LIBRARY}: run `make build`"
+        )
     torch.ops.load_library(str(LIBRARY))

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,12 +16,10 @@ STEPS = {
     "dev requirements": "--requirement requirements-dev.txt",
     "editable": "--editable",
     "small build": "SPARSEKIT_SIMT=0 .venv/bin/python setup.py",
-    "build": "\n.venv/bin/python setup.py",
+    "build": "} .venv/bin/python setup.py",
     "demo": "-m sparsekit train",
     "tests": "-m pytest",
 }
-SMALL = {"requirements": ".venv/.ready", "small build": "sparsekit/lib/.built-demo"}
-FULL = {"dev requirements": ".venv/.ready-dev", "build": "sparsekit/lib/.built"}
 
 
 _clock = itertools.count(10**9)
@@ -45,15 +44,19 @@ def tree(tmp_path):
     return tmp_path
 
 
-def steps(tree, target):
+def steps(tree, target, **variables):
     """What the target would do; after that its marks are there."""
     command = ["make", "--dry-run", "--no-print-directory", target]
-    output = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout
-    done = {step for step, text in STEPS.items() if text in "\n" + output}
-    for step, mark in {**SMALL, **FULL}.items():
-        if step in done:
-            touch(tree / mark)
-    return done
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARSEKIT", "MAKE"))}
+    output = subprocess.run(
+        command, cwd=tree, capture_output=True, text=True, check=True,
+        env={**environment, **variables},
+    ).stdout  # fmt: skip
+    for removed, mark in re.findall(r"^(?:rm -f (\S+) && )?touch (\S+)$", output, re.MULTILINE):
+        for path in tree.glob(removed) if removed else ():
+            path.unlink()
+        touch(tree / mark)
+    return {step for step, text in STEPS.items() if text in "\n" + output}
 
 
 def test_demo_then_test_then_demo(tree):
@@ -75,6 +78,40 @@ def test_a_source_that_has_changed(tree):
     touch(tree / "csrc" / "new.cpp")
     assert steps(tree, "demo") == {"build", "demo"}
     assert steps(tree, "test") == {"tests"}
+
+
+def test_a_build_that_leaves_something_out_is_known_by_its_mark(tree):
+    steps(tree, "test")
+    assert steps(tree, "build", SPARSEKIT_CUDA="0", SPARSEKIT_SIMT="0") == {"build"}
+    assert steps(tree, "build", SPARSEKIT_CUDA="0", SPARSEKIT_SIMT="0") == set()
+    assert steps(tree, "test") == {"build", "tests"}
+    assert steps(tree, "test") == {"tests"}
+
+
+@pytest.mark.parametrize("nvcc", [True, False])
+def test_what_the_tests_run_has_cuda_wherever_there_is_an_nvcc(tree, nvcc):
+    tools = {each: shutil.which(each) for each in ("make", "sh", "find", "grep")}
+    folder = tree / "tools"
+    folder.mkdir()
+    for name, path in tools.items():
+        (folder / name).symlink_to(path)
+    home = tree / "toolkit"
+    (home / "bin").mkdir(parents=True)
+    if nvcc:
+        (home / "bin" / "nvcc").touch()
+    makefile = tree / "Makefile"
+    makefile.write_text(makefile.read_text().replace("/usr/local/cuda", str(tree / "none")))
+    command = ["make", "--dry-run", "demo", "build", "wheel"]
+    output = subprocess.run(
+        command, cwd=tree, capture_output=True, text=True, check=True,
+        env={"PATH": str(folder), "CUDA_HOME": str(home)},
+    ).stdout  # fmt: skip
+    builds = [line for line in output.splitlines() if "setup.py" in line or "--no-deps" in line]
+    assert len(builds) == 5
+    asked = f"SPARSEKIT_CUDA=${{SPARSEKIT_CUDA:-{int(nvcc)}}} "
+    assert [asked in line for line in builds].count(True) == 4
+    (demo,) = [line for line in builds if "SPARSEKIT_SIMT=0" in line]
+    assert asked not in demo
 
 
 def test_requirements_that_have_changed(tree):

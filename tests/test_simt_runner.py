@@ -2,6 +2,7 @@
 
 import subprocess
 
+import conftest
 import pytest
 import simt
 
@@ -58,3 +59,16 @@ KERNEL = "64 atomics, 1536 accessed, 320 read, 544 written"
 )
 def test_counts_are_those_of_the_kernel(outcome, case, counts):
     assert outcome[case] == counts
+
+
+def test_a_build_without_the_runner_is_one_sentence(tmp_path, monkeypatch):
+    """As that of `make demo` is."""
+    library = tmp_path / "libsparsekit_simt.so"
+    monkeypatch.setattr(simt, "LIBRARY", library)
+    monkeypatch.setattr(simt, "load", simt.load.__wrapped__)  # without what it remembers
+    with pytest.raises(pytest.UsageError) as caught:
+        conftest.pytest_configure(None)
+    assert str(caught.value) == (
+        f"the tests run the CUDA kernels on the host, but this build of sparsekit has no "
+        f"{library}: run `make build`"
+    )

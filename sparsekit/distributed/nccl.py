@@ -22,8 +22,8 @@ def missing() -> str:
     """What keeps this process from using libnccl, or nothing."""
     if not _pybind.build_info()["nccl"]:
         return (
-            "this build of sparsekit has no NCCL: it found no nvcc or no nccl.h; "
-            "SPARSEKIT_NCCL_INCLUDE names the folder of the latter to setup.py"
+            "this build of sparsekit has no NCCL: it was built without CUDA (SPARSEKIT_CUDA=1 asks "
+            "for it) or found no nccl.h, whose folder SPARSEKIT_NCCL_INCLUDE names to setup.py"
         )
     try:
         _pybind.NcclCommunicator.library_version()

@@ -105,7 +105,7 @@ def _checked_device(name: str, device: torch.device | str | None) -> torch.devic
     if device.type == "cuda" and not _pybind.build_info()["cuda"]:
         raise NotImplementedError(
             f"{name}: device is {device}, but this build of sparsekit has no CUDA kernels; install "
-            f"it where there is an nvcc"
+            f"it with SPARSEKIT_CUDA=1 in the environment, where there is an nvcc"
         )
     return device
 
