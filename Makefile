@@ -6,6 +6,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+# The torch of `make check-torch`, its environment, and the suites that depend on torch's own tools.
+TORCH := 2.14.1
+OTHER = .venv-torch-$(TORCH)
+TORCH_SUITES := tests/nn tests/optim tests/train tests/test_real_models.py tests/test_examples.py \
+  $(addprefix tests/ranks/test_,wrappers.py gradient_tools.py fully_shard.py averaging.py trainer.py dropins.py)
 # The oldest that the pinned requirements have.
 CHECK_PYTHON := import sys; sys.version_info >= (3, 11) or \
   sys.exit("make needs Python >= 3.11; name one: make PYTHON=python3.11")
@@ -31,7 +36,7 @@ WITH_CUDA := SPARSEKIT_CUDA=$${SPARSEKIT_CUDA:-$(if $(NVCC),1,0)}
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test systems sanitize fuzz lint format wheel check-wheel bench cuda-report cuda-sass cuda-counts build clean distclean help
+.PHONY: demo test systems sanitize fuzz lint format wheel check-wheel check-torch bench cuda-report cuda-sass cuda-counts build clean distclean help
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -76,6 +81,12 @@ wheel: $(READY_DEV) ## build a wheel into dist/
 
 check-wheel: wheel ## train with that wheel under two torches; downloads both, several GB
 	PYTHON=$(PYTHON) tests/wheel_check.sh dist/*.whl
+
+check-torch: build ## run what depends on torch's tools under another one, TORCH=2.14.1; downloads it
+	test -x $(OTHER)/bin/pip || $(PYTHON) -m venv $(OTHER)
+	sed -E '/^(-r |torch==|nvidia-)/d' requirements.txt requirements-dev.txt > $(OTHER)/requirements.txt
+	$(OTHER)/bin/pip install --quiet --no-compile torch==$(TORCH) --requirement $(OTHER)/requirements.txt
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal $(TORCH_SUITES)
 
 bench: $(BENCH)/.installed ## install all peers, time the kernels against them and the roofs, plot
 	mkdir -p $(RESULTS)
@@ -135,4 +146,4 @@ clean: ## remove what the build made; the environment stays
 	find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environment as well
-	rm -rf $(VENV) $(BENCH) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH) .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,7 +17,7 @@ for _ in range(5):
         optimizer.zero_grad()
         loss = loss_of(model(user, tags), clicked)
         accelerator.backward(loss)
-        # Not accelerator.clip_grad_norm_, which is torch's and cannot clip tables.
+        # Not accelerator.clip_grad_norm_, which is torch's and refuses tables on several ranks.
         sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 if accelerator.is_main_process:

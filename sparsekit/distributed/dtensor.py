@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a shard, as torch's fully_shard makes them."""
+"""Tensors of which each rank has a shard, as torch's fully_shard and tables have them."""
 
 import sys
 from typing import Any, TypeGuard
@@ -6,10 +6,12 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 
+from .shard_gradient import plain
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard that this rank has of a DTensor, not copied; any other tensor as it is."""
-    return tensor._local_tensor if _is_dtensor(tensor) else tensor
+    """The shard of a DTensor or of a table's gradient, not copied; any other tensor as it is."""
+    return tensor._local_tensor if _is_dtensor(tensor) else plain(tensor)
 
 
 def groups_of(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:

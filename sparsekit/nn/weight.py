@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import torch
 
+from ..distributed.shard_gradient import ShardGradient
+
 
 class EmbeddingWeight(torch.nn.Parameter):
     """The parameter of an embedding layer, so that optimizers can tell it from dense ones.
@@ -23,6 +25,8 @@ class EmbeddingWeight(torch.nn.Parameter):
     moved: bool = False
     # Address and number of the rows of the coalesced gradient that is on its way to ``grad``.
     _on_its_way: "tuple[int, int] | None" = None
+    # The layer's name, if other ranks have other rows of it.
+    _shard_of: str | None = None
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
         """Have the optimizer finish what it has left undone for these rows, or for all."""
@@ -58,14 +62,21 @@ def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None
 Update = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def deliver_gradients(updates: Sequence[Update]) -> list[torch.Tensor | None]:
-    """The coalesced sparse gradient of each weight, whose rows rise; None if it is used up here."""
+def deliver_gradients(
+    updates: Sequence[Update], shards_of: Sequence[str | None]
+) -> list[torch.Tensor | None]:
+    """The coalesced sparse gradient of each weight, whose rows rise; None if it is used up here.
+
+    Args:
+        updates: one for each weight.
+        shards_of: for each the layer's name if other ranks have other rows of it, or None.
+    """
     gradients: list[torch.Tensor | None] = []
     used_up: dict[Callable[..., None], list[Update]] = {}
-    for update in updates:
+    for update, shard_of in zip(updates, shards_of, strict=True):
         in_backward = update_of(update[0])
         if in_backward is None:
-            gradients.append(_sparse(*update))
+            gradients.append(_sparse(*update, shard_of))
         else:
             gradients.append(None)
             used_up.setdefault(in_backward, []).append(update)
@@ -74,10 +85,13 @@ def deliver_gradients(updates: Sequence[Update]) -> list[torch.Tensor | None]:
     return gradients
 
 
-def _sparse(weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    _keep_coalesced(weight)
+def _sparse(
+    weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, shard_of: str | None
+) -> torch.Tensor:
+    _watch_gradient(weight)
     if isinstance(weight, EmbeddingWeight):
         weight._on_its_way = rows.data_ptr(), rows.shape[0]
+        weight._shard_of = shard_of
     # Not torch.sparse_coo_tensor: under torch 2.11 it warns of checks that are off, although they
     # are turned off by its argument.
     return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
@@ -93,12 +107,22 @@ def _sparse(weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> tor
     )
 
 
-def _keep_coalesced(weight: torch.Tensor) -> None:
-    """Have the mark of a coalesced gradient restored when the weight has got it."""
+def _watch_gradient(weight: torch.Tensor) -> None:
+    """Have the weight's gradient marked for what it is when the weight has got it."""
     hooks = weight._post_accumulate_grad_hooks or {}
-    if weight.is_leaf and weight.requires_grad and _mark_coalesced not in hooks.values():
+    if weight.is_leaf and weight.requires_grad and _mark not in hooks.values():
         # Here and not in a layer's __init__, since a copied layer has a new weight without hooks.
-        weight.register_post_accumulate_grad_hook(_mark_coalesced)
+        weight.register_post_accumulate_grad_hook(_mark)
+
+
+def _mark(weight: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():  # of a gradient that has been marked before
+        _mark_coalesced(weight)
+    shard_of = getattr(weight, "_shard_of", None)
+    grad = weight.grad
+    if shard_of is None or grad is None or type(grad) is not torch.Tensor or grad.requires_grad:
+        return
+    weight.grad = ShardGradient.of(grad, shard_of)
 
 
 def _mark_coalesced(weight: torch.Tensor) -> None:

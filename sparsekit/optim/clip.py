@@ -161,10 +161,12 @@ def _tensors(op: str, parameters: Any) -> list[torch.Tensor]:
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:
     """The gradient's numbers, each of them once."""
-    if parameter.grad is not None and parameter.grad.is_sparse:
+    if parameter.grad is None:
+        return None
+    if parameter.grad.is_sparse:
         parameter.grad = parameter.grad.coalesce()
         return parameter.grad._values()
-    return None if parameter.grad is None else local(parameter.grad)
+    return local(parameter.grad)
 
 
 def _of_all_ranks(norm: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

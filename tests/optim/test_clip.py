@@ -1,6 +1,7 @@
 """clip_grad_norm_ and clip_grad_value_ against torch's, on dense copies of the gradients."""
 
 import copy
+import functools
 import math
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsekit
 from sparsekit.optim.clip import clip_grad_norm_, clip_grad_value_
 
+# Whether torch takes norms of sparse tensors.
+SPARSE_NORMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 ROWS = {"coalesced": [0, 3, 4], "repeated": [4, 0, 4, 4], "no rows": []}
 
@@ -212,6 +215,27 @@ def test_values_as_torch_clips_dense_ones(dtype, rows, clip_value):
             assert p.grad.dtype == dtype
             assert torch.equal(p.grad.to_dense(), q.grad.to(dtype))
     assert parameters[0].grad.is_coalesced()
+
+
+@pytest.mark.parametrize("norm_type", [1, 2.0, math.inf])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_torch_clips_norms_as_ours_or_raises(foreach, rows, norm_type):
+    """On one rank; see tests/ranks/test_gradient_tools.py for several."""
+    parameters, copies = ([*every_kind(torch.float32, ROWS[rows])] for _ in range(2))
+    for p, q in zip(parameters, copies, strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    by_torch = functools.partial(torch.nn.utils.clip_grad_norm_, foreach=foreach)
+    nothing = rows == "no rows" and norm_type == math.inf  # the largest of which is none
+    if SPARSE_NORMS and not nothing:
+        norm = clip_grad_norm_(parameters, 0.7, norm_type)
+        torch.testing.assert_close(by_torch(copies, 0.7, norm_type), norm)
+        for p, q in zip(parameters, copies, strict=True):
+            if p.grad is not None:
+                assert_close(q.grad.to_dense(), p.grad.to_dense())
+    else:
+        with pytest.raises(RuntimeError):  # NotImplementedError, before torch 2.14
+            by_torch(copies, 0.7, norm_type)
 
 
 def test_torch_cannot_clip_values_of_sparse_gradients():

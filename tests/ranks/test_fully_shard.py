@@ -65,6 +65,37 @@ def test_fully_shard_beside_tables(two_ranks):
         two_ranks(train, ["SGD"], clip)
 
 
+def replicas(rank):
+    """Norms of DTensors that are sharded, replicated, or first one and then the other."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2, 1))
+    norms = []
+    for mesh, placements in (
+        (line, [Shard(0)]),
+        (line, [Replicate()]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(0), Replicate()]),
+    ):
+        gradient = torch.tensor([3.0, 4.0])
+        parameter, gradient = (
+            DTensor.from_local(local, mesh, placements) for local in (gradient * 0, gradient)
+        )
+        parameter = torch.nn.Parameter(parameter)
+        parameter.grad = gradient
+        norms.append(clip_grad_norm_(parameter, 1.0).item())
+        scale = torch.tensor([3.0, 4.0]) / norms[-1]
+        torch.testing.assert_close(parameter.grad.to_local(), scale, rtol=1e-5, atol=0)
+    return norms
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_norms_of_replicas_count_once(two_ranks):
+    whole = pytest.approx(math.sqrt(50))
+    assert two_ranks(replicas) == [[whole, 5, 5, whole]] * 2
+
+
 def ignored(rank):
     made = torch.nn.Sequential(model(None), torch.nn.BatchNorm1d(1))
     found = ignored_parameters(made)

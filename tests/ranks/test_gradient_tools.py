@@ -1,5 +1,7 @@
 """Clipping and the check of gradients on two ranks: as on one, and the same on both."""
 
+import copy
+import io
 import math
 
 import pytest
@@ -115,6 +117,70 @@ def clip_in_groups(rank):
 
 def test_clipping_in_the_group_of_init(two_ranks):
     assert two_ranks(clip_in_groups) == [(3, 5), (4, 5)]
+
+
+def total_norm(parameters, **how):
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters], **how)
+
+
+def unscaled(parameters):
+    """As a GradScaler and those that log norms take gradients."""
+    for p in parameters:
+        p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
+    torch.norm(torch.stack([p.grad.detach().data.norm(2) for p in parameters]))
+
+
+NORMS_OF_TORCH = {
+    "clip": lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1),
+    "clip foreach": lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1, foreach=True),
+    "clip one by one": lambda p: torch.nn.utils.clip_grad_norm_(p, 0.1, math.inf, foreach=False),
+    "total": total_norm,
+    "total foreach": lambda p: total_norm(p, foreach=True),
+    "norms": unscaled,
+    "copies": lambda p: torch.linalg.norm(copy.deepcopy(p[0].grad).clone() * 2),
+}
+
+
+def clip_by_torch(rank, penalty, twice):
+    """Of a skewed batch, so that the norms of the ranks' own rows differ."""
+    for way in NORMS_OF_TORCH.values():
+        model, layer, _ = backward(rank, SHARES["uneven"], "all", torch.float32)
+        if twice:
+            model(torch.zeros(1, SLOTS, NNZ, dtype=torch.int64)).sum().backward()
+        if penalty:  # of the whole weight, which makes the gradient dense
+            layer.weight.square().sum().backward()
+        parameters = list(model.parameters())
+        before = [p.grad.to_dense().clone() for p in parameters]
+        with pytest.raises(RuntimeError, match=r"^layer: .* sparsekit\.optim\.clip_grad_norm_"):
+            way(parameters)
+        assert all(map(torch.equal, before, [p.grad.to_dense() for p in parameters]))
+        # What works on each row is right for a shard, too.
+        total = clip_grad_norm_(parameters, math.inf)
+        torch.nn.utils.clip_grads_with_norm_(parameters, total / 2, total)
+        after = [p.grad.to_dense() for p in parameters]
+        torch.testing.assert_close(after, [grad / 2 for grad in before])
+        torch.optim.SGD(parameters, lr=0.1).step()
+        torch.save(layer.weight.grad, file := io.BytesIO())
+        file.seek(0)
+        assert type(torch.load(file, weights_only=True)) is torch.Tensor
+
+
+@pytest.mark.parametrize("penalty", [False, True])
+@pytest.mark.parametrize("twice", [False, True])
+def test_norms_of_torch_are_refused_on_several_ranks(two_ranks, penalty, twice):
+    """Each rank would clip by its own rows' norm, and dense parameters would drift apart."""
+    two_ranks(clip_by_torch, penalty, twice)
+
+
+def clip_own_tables(rank):
+    group = [dist.new_group([one]) for one in range(2)][rank]
+    layer = sparsekit.Embedding(9, 2, name="own", process_group=group)
+    layer(torch.tensor([3, 4])).square().sum().backward()
+    assert type(layer.weight.grad) is torch.Tensor
+
+
+def test_gradients_of_whole_tables_are_tensors_of_torch(two_ranks):
+    two_ranks(clip_own_tables)
 
 
 def clip_bad(rank, bad_rank, bad, norm_type, error_if_nonfinite):

@@ -60,6 +60,25 @@ def test_ddp_of_a_table_alone(two_ranks):
     two_ranks(nothing_but_a_table)
 
 
+def with_a_frozen_dense_part(rank):
+    made = model()
+    made[2].requires_grad_(False)
+    wrapped = sparsekit.distributed.wrap_ddp(made)
+    assert wrapped is made  # DistributedDataParallel would raise
+    wrapped(keys(2, 3)).sum().backward()
+    assert made[0].weight.grad is not None
+    assert made[2].weight.grad is None
+    made[2].bias.requires_grad_(True)
+    wrapped = sparsekit.distributed.wrap_ddp(made)
+    assert isinstance(wrapped, DistributedDataParallel)
+    wrapped(keys(2, 3) + rank).sum().backward()
+    assert made[2].bias.grad == 2
+
+
+def test_wrap_ddp_of_a_frozen_dense_part(two_ranks):
+    two_ranks(with_a_frozen_dense_part)
+
+
 def overwritten(rank):
     made = model()
     made(keys(2, 3))

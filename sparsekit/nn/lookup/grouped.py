@@ -289,7 +289,8 @@ class _Call:
             in_backward(taking, updates, update if everything else None)
             return [None] * len(self.weights)
         delivered: list[torch.Tensor | None] = [None] * len(self.weights)
-        for t, gradient in zip(taken, deliver_gradients(updates()), strict=True):
+        shards_of = [self._tables.shards_of[t] for t in taken]
+        for t, gradient in zip(taken, deliver_gradients(updates(), shards_of), strict=True):
             delivered[t] = gradient
         return delivered
 

@@ -68,6 +68,8 @@ class Alike:
             table.refuse_meta()
         self._tables = [ref(table) for table in tables]
         self.dims = [table.embedding_vec_size for table in tables]
+        # Names of those that have other rows on other ranks.
+        self.shards_of = [table.name if table.world_size > 1 else None for table in tables]
         self.divisor = tables[0].gradient_divisor
         self.dtype = tables[0].weight.dtype
         self.wire_dtype = tables[0].dtype_on_wire

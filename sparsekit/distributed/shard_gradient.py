@@ -1,0 +1,80 @@
+"""The gradient of one rank's rows of a table, which has no norm of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+_NORMS = {
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.linalg.matrix_norm,
+    torch.norm,
+    torch.Tensor.norm,
+    torch._foreach_norm,
+}
+
+
+class ShardGradient(torch.Tensor):
+    """A gradient, sparse or dense, of a weight that has other rows on other ranks.
+
+    To clip by the norm of these rows alone scales the dense parameters, which ranks keep alike, by
+    another factor on each rank, and they drift apart without an error. torch.nn.utils does so for
+    dense gradients, and from 2.14 on for sparse ones. So a norm is refused; all else is as for any
+    tensor, and what keeps the shape and layout stays such a gradient.
+
+    Attributes:
+        layer: the name of the layer whose weight it is of.
+    """
+
+    layer: str
+
+    @staticmethod
+    def of(gradient: torch.Tensor, layer: str) -> ShardGradient:
+        """The same gradient, in the same memory."""
+        made = torch.Tensor._make_subclass(ShardGradient, gradient)
+        made.layer = layer
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        own = next(_among(args), None)
+        if function in _NORMS:
+            raise RuntimeError(
+                f"{'a table' if own is None else own.layer}: this gradient has the rows of one "
+                f"rank only, and clipping by their norm would let ranks drift apart; clip with "
+                f"sparsekit.optim.clip_grad_norm_, which takes the norm over all ranks "
+                f"(docs/trainers.md says how under each trainer)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        if type(result) is not torch.Tensor or own is None or result.requires_grad:
+            return result
+        alike = result.shape == own.shape and result.layout == own.layout
+        return ShardGradient.of(result, own.layer) if alike else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardGradient:
+        return ShardGradient.of(copy.deepcopy(plain(self), memo), self.layer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A `ShardGradient` as a tensor of torch's own, in the same memory; any other as it is."""
+    if isinstance(tensor, ShardGradient):
+        return torch.Tensor._make_subclass(torch.Tensor, tensor)
+    return tensor
+
+
+def _among(args: Sequence[Any]) -> Iterator[ShardGradient]:
+    for each in args:
+        if isinstance(each, ShardGradient):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _among(each)
