@@ -19,7 +19,8 @@ from ..errors import CheckpointError
 from ..table import HashTable
 from .folder import chain, published, resolved
 from .load_table import parts_of
-from .manifest import DENSE, Manifest, Shard, Table, write_manifest
+from .manifest import DENSE, Manifest, Shard, Table
+from .manifest_file import write_manifest
 from .reshard import ColumnWriter, Told, columns_of, live_pieces, verify
 from .sources import Source, npz, sok1, sok2, torchrec
 from .tensor_file import Written, carried, write

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CheckpointError
 from .manifest import Manifest
+from .manifest_file import without_files
 from .save import manifest_of
 from .tensor_file import Place, TensorFile
 
@@ -69,9 +70,10 @@ class DcpSource:
             if entry.startswith(self._prefix) and isinstance(about, TensorStorageMetadata):
                 part, _, tensor = entry[len(self._prefix) :].partition(".")
                 self._parts.setdefault(part, {})[tensor] = about
-        self._notes = {
-            rank: self.read(NOTES, rank) for rank in sorted(self._parts.get(NOTES, {}), key=int)
-        }
+        ranks = self._parts.get(NOTES, {})
+        if not all(rank.isdecimal() for rank in ranks):
+            raise CheckpointError(f"{self}: is damaged: notes of ranks {', '.join(ranks):.80}")
+        self._notes = {rank: self.read(NOTES, rank) for rank in sorted(ranks, key=int)}
         self.manifest = self._manifest()
 
     def __str__(self) -> str:
@@ -96,7 +98,10 @@ class DcpSource:
         return prefixes[next(iter(prefixes)) if name is None else name]
 
     def _manifest(self) -> Manifest:
-        version = int(self.read(FORMAT, "")[0])
+        known = self.read(FORMAT, "")
+        if known.shape != (1,):
+            raise CheckpointError(f"{self}: is damaged: {FORMAT} has shape {list(known.shape)}")
+        version = int(known)
         if version > VERSION:
             raise CheckpointError(
                 f"{self}: a newer version of sparsekit has saved there: its format is {version}, "
@@ -109,8 +114,11 @@ class DcpSource:
             found = [(note["id"], note["rank"], note["world_size"]) for note in notes]
             if found != expected or len(notes) != first["world_size"]:
                 raise ValueError(f"ranks {[rank for _, rank, _ in found]}")
-            return manifest_of(notes, first["id"], None, None, first["optimizers"])
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            made = manifest_of(notes, first["id"], None, None, first["optimizers"])
+            return without_files(Path(self._where) / NOTES, made)
+        except (
+            AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise CheckpointError(f"{self}: is damaged: notes of ranks: {error!r:.200}") from error
 
     def to_load(self) -> dict[str, Any]:

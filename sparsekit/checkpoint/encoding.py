@@ -15,7 +15,8 @@ from ..errors import CheckpointError
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
 _SCALAR = "$scalar"
 _SCALARS = {"float32": torch.float32, "float64": torch.float64, "int32": torch.int32}
-_DEEPEST = 100
+# Levels of lists, tuples and dicts that a state may have, saved or loaded.
+MOST_NESTED = 100
 
 
 def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -70,14 +71,25 @@ def scalar(tensor: torch.Tensor) -> Any:
     return {_SCALAR: [dtype, encoded(value, "", {})]}
 
 
+def check_nesting(value: Any, depth: int = 0) -> None:
+    """Raise CheckpointError if what `encoded` has made is too deep for `decoded`."""
+    if depth > MOST_NESTED:
+        raise CheckpointError(f"a state is nested deeper than {MOST_NESTED}")
+    if isinstance(value, dict) and value.keys() in ({_TUPLE}, {_ITEMS}):
+        (value,) = value.values()  # which `decoded` takes as one level
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            check_nesting(each, depth + 1)
+
+
 def decoded(value: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
     """What `encoded` has written.
 
     Raises:
         CheckpointError: a tensor is missing, or it is nothing that encoded writes.
     """
-    if depth > _DEEPEST:
-        raise CheckpointError(f"a state is nested deeper than {_DEEPEST}")
+    if depth > MOST_NESTED:
+        raise CheckpointError(f"a state is nested deeper than {MOST_NESTED}")
     if isinstance(value, list):
         return [decoded(each, tensors, depth + 1) for each in value]
     if not isinstance(value, dict):
@@ -85,21 +97,32 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> 
     (kind, content), *rest = value.items() or [("", None)]
     if rest or not kind.startswith("$"):
         return {key: decoded(each, tensors, depth + 1) for key, each in value.items()}
-    if kind == _TENSOR and isinstance(content, str) and content in tensors:
+    try:
+        return _special(kind, content, tensors, depth)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, OverflowError, RuntimeError, KeyError):
+        raise CheckpointError(f"a state has {value!r:.80}, which stands for nothing") from None
+
+
+def _special(kind: str, content: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    """The value of an object that JSON has no word for; any error means that there is none."""
+    if kind == _TENSOR:
         return tensors[content]
     if kind == _TUPLE and isinstance(content, list):
-        return tuple(decoded(each, tensors, depth + 1) for each in content)
-    if kind == _SCALAR and isinstance(content, list) and len(content) == 2:
-        dtype, number = content[0], decoded(content[1], tensors, depth + 1)
-        if dtype in _SCALARS and isinstance(number, int | float):
+        return tuple(decoded(content, tensors, depth))
+    if kind == _SCALAR:
+        dtype, number = content
+        number = decoded(number, tensors, depth + 1)
+        if isinstance(number, int | float):
             return torch.tensor(number, dtype=_SCALARS[dtype])
     if kind == _FLOAT and content in ("inf", "-inf", "nan"):
         return float(content)
     if kind == _ITEMS and isinstance(content, list):
-        pairs = [decoded(pair, tensors, depth + 1) for pair in content]
-        if all(isinstance(p, list) and len(p) == 2 and _hashable(p[0]) for p in pairs):
+        pairs = decoded(content, tensors, depth)
+        if all(isinstance(pair, list) and len(pair) == 2 and _hashable(pair[0]) for pair in pairs):
             return dict(pairs)
-    raise CheckpointError(f"a state has {value!r:.80}, which stands for nothing")
+    raise ValueError(kind)
 
 
 def _hashable(key: Any) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
-from .manifest import MANIFEST, Manifest, new_id, read_manifest
+from .manifest import MANIFEST, Manifest, new_id
+from .manifest_file import read_manifest
 from .tensor_file import check_sum, open_plain
 
 _STEP = re.compile(r"step-(\d{12,19})\Z")

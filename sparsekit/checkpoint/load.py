@@ -17,7 +17,7 @@ from ..nn.shard import ShardedTable
 from .encoding import decoded
 from .folder import chain, check_files, resolved
 from .load_table import Chain, Folder, Links, TablePlan, file_in
-from .manifest import DENSE
+from .manifest import DENSE, rank_file
 from .snapshot import (
     Optimizers,
     Stateful,
@@ -25,7 +25,6 @@ from .snapshot import (
     listed,
     named_tables,
     parameter_names,
-    rank_file,
     restore_random_state,
     unwrapped,
 )

@@ -17,7 +17,8 @@ from ..nn.owners import even_map
 from ..table import HashTable
 from .folder import chain, check_files, published, resolved
 from .load_table import opened, parts_of
-from .manifest import DENSE, Manifest, Shard, Table, write_manifest
+from .manifest import DENSE, Manifest, Shard, Table
+from .manifest_file import write_manifest
 from .tensor_file import (
     DTYPES,
     PIECE,

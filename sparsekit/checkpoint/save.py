@@ -24,16 +24,16 @@ from .manifest import (
     State,
     Table,
     new_id,
-    write_manifest,
+    rank_file,
     write_small,
 )
+from .manifest_file import write_manifest
 from .snapshot import (
     Optimizers,
     Snapshot,
     Stateful,
     TableShard,
     listed,
-    rank_file,
     table_file,
     unwrapped,
 )

@@ -54,11 +54,6 @@ def table_file(number: int, rank: int) -> str:
     return f"table-{number:04d}-rank-{rank:04d}.safetensors"
 
 
-def rank_file(rank: int) -> str:
-    """File of what a rank has of its own."""
-    return f"rank-{rank:04d}.safetensors"
-
-
 def named_tables(module: torch.nn.Module) -> dict[str, ShardedTable]:
     """Tables by their names in checkpoints; that of a layer alone is ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}

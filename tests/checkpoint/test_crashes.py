@@ -342,11 +342,11 @@ def test_few_rows_in_a_checkpoint_of_changes(tmp_path):
     with torch.no_grad():
         model.rows.weight[3, 1] += 1  # by hand
     path = keep.save(1, model, optimizers)
-    tables = checkpoint.manifest.read_manifest(path).tables
+    tables = checkpoint.manifest_file.read_manifest(path).tables
     assert [(t.complete, t.shards[0].rows) for t in tables.values()] == [(False, 2), (False, 1)]
     model.users.reset_parameters()
     path = keep.save(2, model, optimizers)
-    tables = checkpoint.manifest.read_manifest(path).tables
+    tables = checkpoint.manifest_file.read_manifest(path).tables
     assert [(t.complete, t.shards[0].rows) for t in tables.values()] == [(True, 0), (False, 0)]
     loaded, of_loaded = made()
     keep.load(loaded, of_loaded)
