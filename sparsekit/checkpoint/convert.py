@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,18 @@ from ..errors import CheckpointError
 from ..table import HashTable
 from .folder import chain, published, resolved
 from .load_table import parts_of
-from .manifest import DENSE, Manifest, Shard, Table
+from .manifest import DENSE, Manifest, Shard, Table, rank_file
 from .manifest_file import write_manifest
+from .npz_source import name_note, npz
 from .reshard import ColumnWriter, Told, columns_of, live_pieces, verify
-from .sources import Source, npz, sok1, sok2, torchrec
+from .sources import Pieces, Source, sok1, sok2, torchrec
 from .tensor_file import Written, carried, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
+_MOST_KEYS = 2**31 - 1  # of a HashTable
+_FEW_KEYS = 1 << 16
+_LONGEST_STEM = 100
 
 
 def sources_of(
@@ -49,7 +55,7 @@ def sources_of(
     if kind not in KINDS:
         raise ValueError(f"sources_of: kind={kind!r} is none of {', '.join(KINDS)}")
     path = Path(path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise CheckpointError(f"{path}: there is no such file or folder")
     if kind == "sok1":
         return sok1(path, dict(dims))
@@ -92,12 +98,12 @@ def import_tables(
             file = f"table-{number:04d}-rank-0000.safetensors"
             tables[name] = _table(name, source, file)
             writer = ColumnWriter(draft.folder / file, columns_of(tables[name], source.rows))
-            for keys, vectors in _distinct(source):
-                writer.append("keys", keys)
-                writer.append("vectors", vectors)
-                told(vectors.nbytes)
+            with contextlib.closing(_distinct(source)) as pieces:
+                for keys, vectors in pieces:
+                    writer.append({"keys": keys, "vectors": vectors})
+                    told(vectors.nbytes)
             files[file] = writer.finish()
-        for file in (DENSE, "rank-0000.safetensors"):
+        for file in (DENSE, rank_file(0)):
             files[file] = write(draft.folder / file, [])
         manifest = Manifest(
             id=draft.id, step=None, base=None, world_size=1, tables=tables, files=files,
@@ -117,21 +123,44 @@ def _table(name: str, source: Source, file: str) -> Table:
     )  # fmt: skip
 
 
-def _distinct(source: Source) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _distinct(source: Source) -> Pieces:
     """A source's pieces, as long as no key comes again."""
-    seen = HashTable(max(1, source.rows))
+    seen = _Seen(source.path)
     done = 0
-    for keys, vectors in source.pieces():
-        rows = seen.find_or_insert(keys)
-        again = (rows != torch.arange(done, done + len(keys))).nonzero()
-        if len(again):
-            key = int(keys[again[0, 0]])
-            raise CheckpointError(
-                f"{source.path}: key {key} is there twice, the second time in row "
-                f"{done + int(again[0, 0])}"
-            )
-        done += len(keys)
-        yield keys, vectors
+    with contextlib.closing(source.pieces()) as pieces:
+        for keys, vectors in pieces:
+            if not source.distinct:
+                again = (seen.rows(keys) != torch.arange(done, done + len(keys))).nonzero()
+                if len(again):
+                    key = int(keys[again[0, 0]])
+                    raise CheckpointError(
+                        f"{source.path}: key {key} is there twice, the second time in row "
+                        f"{done + int(again[0, 0])}"
+                    )
+            done += len(keys)
+            yield keys, vectors
+
+
+class _Seen:
+    """Keys that have come, in memory for these and not for as many as a file claims to have."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._table = HashTable(_FEW_KEYS)
+
+    def rows(self, keys: torch.Tensor) -> torch.Tensor:
+        """Numbers of keys in order of first occurrence."""
+        return torch.cat([self._rows(part) for part in keys.split(_FEW_KEYS)])
+
+    def _rows(self, keys: torch.Tensor) -> torch.Tensor:
+        size = len(self._table) + len(keys)
+        if size > _MOST_KEYS:
+            raise CheckpointError(f"{self._path}: has more than {_MOST_KEYS} keys")
+        if size > self._table.capacity:
+            larger = HashTable(min(2 * size, _MOST_KEYS))
+            larger.find_or_insert(self._table.keys())
+            self._table = larger
+        return self._table.find_or_insert(keys)
 
 
 def export(
@@ -147,7 +176,10 @@ def export(
 
     Args:
         path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
-        out: folder of the files, ``<table>.<format>``.
+        out: folder of the files, ``<table>.<format>``. Where a table's name is longer than 100
+            characters, or has some that not every file system takes, the file's is cut off, has
+            ``_`` for these and a number if it is another's; the name itself is in the file: in the
+            metadata of Parquet and safetensors as ``table``, and in the comment of a .npz.
         format: ``"npz"``, ``"parquet"`` (needs pyarrow) or ``"safetensors"``.
         told: called with the bytes of each file as it is verified.
 
@@ -166,23 +198,28 @@ def export(
         taken: set[str] = set()
         for name in links[-1][1].tables:
             parts = parts_of(links, name)
-            stem = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".") or "_"
-            while stem in taken:
-                stem = f"{stem}-{len(taken)}"
+            stem = _stem(name, taken)
             taken.add(stem)
             file = draft.folder / f"{stem}.{format}"
             try:
                 if format == "npz":
-                    _write_npz(file, parts)
+                    _write_npz(file, parts, name)
                 elif format == "parquet":
-                    _write_parquet(parquet, file, parts)
+                    _write_parquet(parquet, file, parts, name)
                 else:
-                    _write_safetensors(file, parts)
+                    _write_safetensors(file, parts, name)
             except OSError as error:
                 raise CheckpointError(
                     f"{file}: cannot be written: {error.strerror or error}"
                 ) from error
     return draft.target
+
+
+def _stem(name: str, taken: Container[str]) -> str:
+    """A name of a file for a table."""
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".")[:_LONGEST_STEM] or "_"
+    numbered = (f"{safe}-{number}" for number in itertools.count(1))
+    return next(stem for stem in itertools.chain([safe], numbered) if stem not in taken)
 
 
 def _pyarrow_parquet() -> Any:
@@ -212,20 +249,23 @@ def _array(values: torch.Tensor) -> np.ndarray:
 
 
 def _rows(parts: Parts) -> int:
-    return sum(len(kept) for _, _, _, kept in live_pieces(parts))
+    with live_pieces(parts) as pieces:
+        return sum(len(kept) for _, _, _, kept in pieces)
 
 
-def _write_safetensors(path: Path, parts: Parts) -> None:
-    writer = ColumnWriter(path, columns_of(parts[-1][1], _rows(parts)))
-    for file, begin, keys, kept in live_pieces(parts):
-        for column in writer.columns:
-            writer.append(column.name, file.read(column.name, begin, len(keys))[kept])
+def _write_safetensors(path: Path, parts: Parts, name: str) -> None:
+    columns = columns_of(parts[-1][1], _rows(parts))
+    writer = ColumnWriter(path, columns, {"table": name})
+    with live_pieces(parts) as pieces:
+        for file, begin, keys, kept in pieces:
+            writer.append({c.name: file.read(c.name, begin, len(keys))[kept] for c in columns})
     writer.finish()
 
 
-def _write_npz(path: Path, parts: Parts) -> None:
+def _write_npz(path: Path, parts: Parts, name: str) -> None:
     """Column after column, as a .npz has them."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
+        archive.comment = name_note(name)
         for column in columns_of(parts[-1][1], _rows(parts)):
             sample = _array(torch.empty(0, dtype=column.dtype))
             header = {
@@ -233,31 +273,38 @@ def _write_npz(path: Path, parts: Parts) -> None:
                 "fortran_order": False,
                 "shape": column.shape,
             }
-            with archive.open(f"{column.name}.npy", "w", force_zip64=True) as file:
+            with (
+                archive.open(f"{column.name}.npy", "w", force_zip64=True) as file,
+                live_pieces(parts) as pieces,
+            ):
                 np.lib.format.write_array_header_1_0(file, header)
-                for source, begin, keys, kept in live_pieces(parts):
+                for source, begin, keys, kept in pieces:
                     values = source.read(column.name, begin, len(keys))[kept]
                     file.write(carried(torch.from_numpy(_array(values))).tobytes())
     _sync(path)
 
 
-def _write_parquet(parquet: Any, path: Path, parts: Parts) -> None:
+def _write_parquet(parquet: Any, path: Path, parts: Parts, name: str) -> None:
     """Row group after row group; a vector is a list of fixed size."""
     arrow = importlib.import_module("pyarrow")
     columns = columns_of(parts[-1][1], 0)
 
     def batch(values: Mapping[str, torch.Tensor]) -> Any:
         arrays = {}
-        for name, tensor in values.items():
+        for column, tensor in values.items():
             array = arrow.array(_array(tensor).reshape(-1))
             if tensor.dim() > 1:
                 array = arrow.FixedSizeListArray.from_arrays(array, tensor.shape[1])
-            arrays[name] = array
-        return arrow.table(arrays)
+            arrays[column] = array
+        return arrow.table(arrays).replace_schema_metadata({"table": name})
 
     schema = batch({c.name: torch.empty(c.shape, dtype=c.dtype) for c in columns}).schema
-    with parquet.ParquetWriter(path, schema) as writer:
-        for file, begin, keys, kept in live_pieces(parts):
+    with (
+        open(path, "xb") as target,  # pyarrow takes no path that is not UTF-8
+        parquet.ParquetWriter(target, schema) as writer,
+        live_pieces(parts) as pieces,
+    ):
+        for file, begin, keys, kept in pieces:
             if len(kept):
                 some = {c.name: file.read(c.name, begin, len(keys))[kept] for c in columns}
                 writer.write_table(batch(some))

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..errors import CheckpointError
 from ..table import HashTable
 from .folder import chain, resolved
 from .load_table import Chain, parts_of
-from .manifest import DENSE
+from .manifest import DENSE, Table
 from .reshard import Told, columns_of, live_pieces, verify
 from .tensor_file import Place, TensorFile, carried
 
 # A place of a row: number of the file, then of the row in it.
 _ROW_BITS = 40
+# A map keeps its file open, and there may be more files than can be.
+_MOST_MAPS = 32
 
 
 @dataclass
@@ -109,41 +113,85 @@ def _table(ours: Chain, theirs: Chain, name: str) -> TableDifference:
     for what in ("dim", "dtype", "states"):
         if getattr(a, what) != getattr(b, what):
             return TableDifference(shape=f"{what} {getattr(a, what)} and {getattr(b, what)}")
-    places = HashTable(max(1, sum(shard.size for shard in a.shards)))
-    where: list[torch.Tensor] = []
-    files: dict[Path, tuple[int, dict[str, Place]]] = {}
-    for file, begin, keys, kept in live_pieces(parts_of(ours, name)):
-        number, _ = files.setdefault(file.path, (len(files), file.places))
-        places.find_or_insert(keys[kept])
-        where.append((number << _ROW_BITS) + begin + kept)
-    at = torch.cat(where) if where else torch.empty(0, dtype=torch.int64)
     found = TableDifference()
     names = [column.name for column in columns_of(a, 0) if column.name != "keys"]
-    maps = {n: [_mapped(path, p[n]) for path, (_, p) in files.items()] for n in names}
     shared = 0
-    for file, begin, keys, kept in live_pieces(parts_of(theirs, name)):
-        rows = places.find(keys[kept])
-        both = (rows >= 0).nonzero().squeeze(1)
-        shared += len(both)
-        found.only_b += len(kept) - len(both)
-        if not len(both):
-            continue
-        same = torch.ones(len(both), dtype=torch.bool)
-        for column in names:
-            theirs_now = file.read(column, begin, len(keys))[kept[both]]
-            ours_now = _gather(maps[column], at[rows[both]], theirs_now)
-            differs = torch.from_numpy(
-                (carried(ours_now) != carried(theirs_now)).reshape(len(both), -1).any(axis=1)
-            )
-            same &= ~differs
-            if differs.any():
-                gap = (ours_now[differs].double() - theirs_now[differs].double()).abs().max()
-                count, most = found.changed.get(column, (0, 0.0))
-                most = max(most, float(gap)) if gap == gap and most == most else float("nan")
-                found.changed[column] = count + int(differs.sum()), most
-        found.same += int(same.sum())
-    found.only_a = len(at) - shared
+    with (
+        contextlib.closing(_Rows(parts_of(ours, name))) as known,
+        live_pieces(parts_of(theirs, name)) as pieces,
+    ):
+        for file, begin, keys, kept in pieces:
+            rows = known.table.find(keys[kept])
+            both = (rows >= 0).nonzero().squeeze(1)
+            shared += len(both)
+            found.only_b += len(kept) - len(both)
+            if not len(both):
+                continue
+            same = torch.ones(len(both), dtype=torch.bool)
+            for column in names:
+                values = file.read(column, begin, len(keys))[kept[both]]
+                same &= _compare(found, column, known.gather(column, rows[both], values), values)
+            found.same += int(same.sum())
+    found.only_a = len(known.at) - shared
     return found
+
+
+def _compare(
+    found: TableDifference, column: str, ours: torch.Tensor, theirs: torch.Tensor
+) -> torch.Tensor:
+    """Note which rows differ; returns which are the same."""
+    differs = torch.from_numpy(
+        (carried(ours) != carried(theirs)).reshape(len(ours), -1).any(axis=1)
+    )
+    if differs.any():
+        gap = (ours[differs].double() - theirs[differs].double()).abs().max()
+        count, most = found.changed.get(column, (0, 0.0))
+        most = max(most, float(gap)) if gap == gap and most == most else float("nan")
+        found.changed[column] = count + int(differs.sum()), most
+    return ~differs
+
+
+class _Rows:
+    """Where each key of a table has its row: in which file, and which row there."""
+
+    def __init__(self, parts: Sequence[tuple[Path, Table]]) -> None:
+        # A file has as many rows as it says, while its rank may have had more.
+        rows = sum(shard.rows for _, part in parts for shard in part.shards)
+        self.table = HashTable(max(1, rows))
+        self._files: dict[Path, dict[str, Place]] = {}
+        self._maps: dict[tuple[Path, str], np.ndarray] = {}
+        numbers: dict[Path, int] = {}
+        where = [torch.empty(0, dtype=torch.int64)]
+        with live_pieces(parts) as pieces:
+            for file, begin, keys, kept in pieces:
+                number = numbers.setdefault(file.path, len(numbers))
+                self._files[file.path] = file.places
+                self.table.find_or_insert(keys[kept])
+                where.append((number << _ROW_BITS) + begin + kept)
+        self.at = torch.cat(where)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._maps.clear()
+
+    def gather(self, column: str, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """A column of some rows of the table, in the dtype and shape of other rows."""
+        gathered = torch.empty_like(like)
+        into, at = carried(gathered), self.at[rows]
+        numbers, places = (at >> _ROW_BITS).numpy(), (at & ((1 << _ROW_BITS) - 1)).numpy()
+        files = list(self._files.items())
+        for number in np.unique(numbers):
+            here = numbers == number
+            path, columns = files[number]
+            into[here] = self._map(path, column, columns[column])[places[here]]
+        return gathered
+
+    def _map(self, path: Path, column: str, place: Place) -> np.ndarray:
+        if (path, column) not in self._maps:
+            if len(self._maps) == _MOST_MAPS:
+                self._maps.clear()
+            self._maps[path, column] = _mapped(path, place)
+        return self._maps[path, column]
 
 
 def _mapped(path: Path, place: Place) -> np.ndarray:
@@ -151,18 +199,10 @@ def _mapped(path: Path, place: Place) -> np.ndarray:
     integers = f"<u{place.dtype.itemsize}"
     if 0 in place.shape:
         return np.empty(place.shape, integers)
-    return np.memmap(path, integers, "r", place.begin, place.shape)
-
-
-def _gather(maps: list[np.ndarray], at: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Rows of the files, in the dtype and shape of other rows."""
-    gathered = torch.empty_like(like)
-    into = carried(gathered)
-    numbers, rows = (at >> _ROW_BITS).numpy(), (at & ((1 << _ROW_BITS) - 1)).numpy()
-    for number in np.unique(numbers):
-        here = numbers == number
-        into[here] = maps[number][rows[here]]
-    return gathered
+    try:
+        return np.memmap(path, integers, "r", place.begin, place.shape)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from ..nn.owners import even_map
 from ..table import HashTable
 from .folder import chain, check_files, published, resolved
 from .load_table import opened, parts_of
-from .manifest import DENSE, Manifest, Shard, Table
+from .manifest import DENSE, Manifest, Shard, Table, rank_file
 from .manifest_file import write_manifest
 from .tensor_file import (
     DTYPES,
@@ -94,10 +95,8 @@ def reshard(
             tables[name] = _reshard_table(links, name, draft.folder, number, world_size, files)
         same = world_size == newest.world_size
         for rank in range(world_size):
-            own = f"rank-{rank:04d}.safetensors"
-            files[own] = _copy(
-                folder / (own if same else "rank-0000.safetensors"), draft.folder / own
-            )
+            own = rank_file(rank)
+            files[own] = _copy(folder / rank_file(rank if same else 0), draft.folder / own)
         files[DENSE] = _copy(folder / DENSE, draft.folder / DENSE)
         ranks = newest.ranks if same else [newest.ranks[0]] * world_size
         manifest = replace(
@@ -122,20 +121,22 @@ def _reshard_table(
     if table.hash_table and table.placement == "hash" and world_size > 1:
         owners = even_map(world_size, torch.device("cpu"))
     counts = torch.zeros(world_size, dtype=torch.int64)
-    for _, _, keys, kept in live_pieces(parts):
-        counts += ops.bucketize(keys[kept], world_size, owners)[1]
+    with live_pieces(parts) as pieces:
+        for _, _, keys, kept in pieces:
+            counts += ops.bucketize(keys[kept], world_size, owners)[1]
     names = [f"table-{number:04d}-rank-{rank:04d}.safetensors" for rank in range(world_size)]
     writers = [
         ColumnWriter(folder / file, columns_of(table, int(count)))
         for file, count in zip(names, counts, strict=True)
     ]
-    for source, begin, keys, kept in live_pieces(parts):
-        _, here, order = ops.bucketize(keys[kept], world_size, owners)
-        of_ranks = kept[order].split(here.tolist())
-        for column in writers[0].columns:
-            values = source.read(column.name, begin, len(keys))
-            for writer, rows in zip(writers, of_ranks, strict=True):
-                writer.append(column.name, values[rows])
+    with live_pieces(parts) as pieces:
+        for source, begin, keys, kept in pieces:
+            _, here, order = ops.bucketize(keys[kept], world_size, owners)
+            columns = writers[0].columns
+            values = {c.name: source.read(c.name, begin, len(keys)) for c in columns}
+            for writer, rows in zip(writers, kept[order].split(here.tolist()), strict=True):
+                if len(rows):
+                    writer.append({name: column[rows] for name, column in values.items()})
     for file, writer in zip(names, writers, strict=True):
         files[file] = writer.finish()
     sizes = counts.tolist()
@@ -152,13 +153,19 @@ def _reshard_table(
     )  # fmt: skip
 
 
-def live_pieces(
-    parts: Sequence[tuple[Path, Table]],
-) -> Iterator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]:
+Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
+
+
+def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
     """A file, a first row, keys from there on, and which of them no newer checkpoint has.
 
     The newest comes first. Keys of checkpoints of changes are kept, those of a complete one never.
+    To be used in ``with``, or a caller's error would keep the file open for as long as it is known.
     """
+    return contextlib.closing(_live_pieces(parts))
+
+
+def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
     changes = sum(shard.rows for _, table in parts[1:] for shard in table.shards)
     newer = HashTable(max(1, changes)) if changes else None
     for place, (folder, table) in reversed(list(enumerate(parts))):
@@ -192,56 +199,64 @@ def columns_of(table: Table, rows: int) -> list[Column]:
 
 
 class ColumnWriter:
-    """A file whose columns grow side by side, each at its place."""
+    """A file whose columns grow side by side, each at its place.
 
-    def __init__(self, path: Path, columns: list[Column]) -> None:
+    It is open only while it is written to, so that there can be any number of them.
+    """
+
+    def __init__(self, path: Path, columns: list[Column], metadata: Mapping[str, str] = {}) -> None:
         self.path = path
         self.columns = columns
-        header = header_of(columns, {})
+        header = header_of(columns, metadata)
         self._ends: dict[str, int] = {}
         end = len(header)
         for column in columns:
             self._ends[column.name] = end
             end += column.nbytes
         self._size = end
-        try:
-            self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
-            os.pwrite(self._file, header, 0)
-        except OSError as error:
-            raise self._error(error) from error
+        with self._opened(os.O_CREAT | os.O_EXCL | os.O_WRONLY) as file:
+            _write_at(file, memoryview(header), 0)
 
-    def append(self, name: str, values: torch.Tensor) -> None:
-        """Add rows to a column."""
-        if not values.numel():
-            return
-        content: Any = values.contiguous().view(torch.uint8).reshape(-1).numpy()
-        view = memoryview(content)
-        try:
-            while len(view):
-                done = os.pwrite(self._file, view, self._ends[name])
-                self._ends[name] += done
-                view = view[done:]
-        except OSError as error:
-            raise self._error(error) from error
+    def append(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Add rows, as many to all columns."""
+        with self._opened(os.O_WRONLY) as file:
+            for name, tensor in values.items():
+                if tensor.numel():
+                    content: Any = tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
+                    _write_at(file, memoryview(content), self._ends[name])
+                    self._ends[name] += tensor.nbytes
 
     def finish(self) -> Written:
         """Have the file reach the disk, and read it once more for its CRC-32."""
         crc, done = 0, 0
-        try:
-            os.fsync(self._file)
-            while piece := os.pread(self._file, PIECE, done):
+        with self._opened(os.O_RDWR) as file:
+            os.fsync(file)
+            while piece := os.pread(file, PIECE, done):
                 crc = zlib.crc32(piece, crc)
                 done += len(piece)
-        except OSError as error:
-            raise self._error(error) from error
-        finally:
-            os.close(self._file)
         if done != self._size:
             raise CheckpointError(f"{self.path}: has {done} bytes instead of {self._size}")
         return Written(done, crc)
 
-    def _error(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.path}: cannot be written: {error.strerror or error}")
+    @contextlib.contextmanager
+    def _opened(self, flags: int) -> Iterator[int]:
+        try:
+            file = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
+            try:
+                yield file
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be written: {error.strerror or error}"
+            ) from error
+
+
+def _write_at(file: int, view: memoryview, place: int) -> None:
+    while len(view):
+        done = os.pwrite(file, view, place)
+        place += done
+        view = view[done:]
 
 
 def _copy(source: Path, target: Path) -> Written:

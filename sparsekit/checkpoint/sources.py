@@ -6,15 +6,12 @@ SOK's layouts are those that HugeCTR's sparse_operation_kit writes; that of vers
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 import os
 import re
 import string
 import struct
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +25,11 @@ from .tensor_file import PIECE, open_plain
 _SOK2_DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
 _SOK2_HEAD = 296
 _MOST_TABLES = 1 << 16
+MOST_DIM = 2**24
 _VECTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+# Keys int64 [n] with vectors [n, dim].
+Pieces = Generator[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Source:
         path: the file, for errors.
         pieces: yields int64 keys ``[n]`` with vectors ``[n, dim]``, as often as it is called.
         left: what of the table is left behind, or an empty text.
+        distinct: whether keys are the numbers of rows, so that none can come twice.
     """
 
     name: str
@@ -50,38 +52,52 @@ class Source:
     dim: int
     rows: int
     path: Path
-    pieces: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]
+    pieces: Callable[[], Pieces]
     left: str = ""
+    distinct: bool = False
 
 
-def _step(dim: int, itemsize: int) -> int:
-    return max(1, PIECE // max(dim * itemsize, 1))
+def rows_at_a_time(dim: int, itemsize: int) -> int:
+    """How many rows make a piece."""
+    return max(1, PIECE // (8 + dim * itemsize))  # with their keys
 
 
-def _as_keys(keys: np.ndarray) -> torch.Tensor:
+def as_keys(keys: np.ndarray) -> torch.Tensor:
     """Keys as int64; unsigned ones of 64 bits keep their bits."""
     return torch.from_numpy(keys.astype(np.int64))
 
 
-def _as_vectors(values: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32 if values.itemsize < 4 else values.dtype))
+def as_vectors(values: np.ndarray) -> torch.Tensor:
+    """Vectors in the order of bytes and of rows that torch has; float16 becomes float32."""
+    dtype = np.dtype(np.float32) if values.itemsize < 4 else values.dtype.newbyteorder("=")
+    return torch.from_numpy(values.astype(dtype, order="C"))
 
 
-def _here(dtype: np.dtype[Any]) -> torch.dtype:
+def here(dtype: np.dtype[Any]) -> torch.dtype:
+    """The dtype that `as_vectors` gives vectors."""
     return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
-def _plain(path: Path) -> BinaryIO:
+def plain(path: Path) -> BinaryIO:
+    """A plain file, opened to read."""
     return os.fdopen(open_plain(path), "rb")
 
 
 def _size(path: Path) -> int:
-    with _plain(path) as file:
+    with plain(path) as file:
         return os.fstat(file.fileno()).st_size
 
 
-def _exactly(file: Any, count: int, path: Path) -> bytes:
-    content: bytes = file.read(count)
+def exactly(file: Any, count: int, path: Path) -> bytes:
+    """The next bytes of a file.
+
+    Raises:
+        CheckpointError: it has fewer, or cannot be read.
+    """
+    try:
+        content: bytes = file.read(count)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(content) != count:
         raise CheckpointError(f"{path}: is damaged: it ends {count - len(content)} bytes too early")
     return content
@@ -90,18 +106,18 @@ def _exactly(file: Any, count: int, path: Path) -> bytes:
 def _raw_pieces(
     keys_path: Path, key_dtype: np.dtype[Any], values_path: Path, dtype: np.dtype[Any],
     dim: int, rows: int, head: int,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+) -> Pieces:  # fmt: skip
     """Of two files of raw numbers, behind heads that are passed over."""
-    step = _step(dim, dtype.itemsize)
-    with _plain(keys_path) as keys, _plain(values_path) as values:
+    step = rows_at_a_time(dim, dtype.itemsize)
+    with plain(keys_path) as keys, plain(values_path) as values:
         keys.seek(head)
         values.seek(head)
         for begin in range(0, rows, step):
             count = min(step, rows - begin)
-            some = np.frombuffer(_exactly(keys, count * key_dtype.itemsize, keys_path), key_dtype)
-            content = _exactly(values, count * dim * dtype.itemsize, values_path)
+            some = np.frombuffer(exactly(keys, count * key_dtype.itemsize, keys_path), key_dtype)
+            content = exactly(values, count * dim * dtype.itemsize, values_path)
             vectors = np.frombuffer(content, dtype).reshape(count, dim)
-            yield _as_keys(some), _as_vectors(vectors)
+            yield as_keys(some), as_vectors(vectors)
 
 
 def sok1(path: Path, dims: dict[str, int]) -> list[Source]:
@@ -150,16 +166,16 @@ def sok2(path: Path) -> list[Source]:
         path: folder of the files.
     """
     meta = path / "meta_info"
-    with _plain(meta) as file:
-        (count,) = struct.unpack(">I", _exactly(file, 4, meta))
+    with plain(meta) as file:
+        (count,) = struct.unpack(">I", exactly(file, 4, meta))
         if count > _MOST_TABLES or os.fstat(file.fileno()).st_size != 4 + count * 308:
             raise CheckpointError(f"{meta}: is damaged: its size is not that of {count} tables")
         key_types, value_types, dims = (
-            struct.unpack(f">{count}I", _exactly(file, 4 * count, meta)) for _ in range(3)
+            struct.unpack(f">{count}I", exactly(file, 4 * count, meta)) for _ in range(3)
         )
-        sizes = struct.unpack(f">{count}Q", _exactly(file, 8 * count, meta))
-        names = [_text(_exactly(file, 256, meta), meta) for _ in range(count)]
-        kinds = [_text(_exactly(file, 32, meta), meta) for _ in range(count)]
+        sizes = struct.unpack(f">{count}Q", exactly(file, 8 * count, meta))
+        names = [_text(exactly(file, 256, meta), meta) for _ in range(count)]
+        kinds = [_text(exactly(file, 32, meta), meta) for _ in range(count)]
     return [
         _sok2_table(path, meta, *facts)
         for facts in zip(names, key_types, value_types, dims, sizes, kinds, strict=True)
@@ -178,7 +194,8 @@ def _sok2_table(
     optimizer: str,
 ) -> Source:  # fmt: skip
     stem = name.translate(str.maketrans(string.punctuation, "_" * len(string.punctuation)))
-    if key_type > 3 or not 4 <= value_type <= 6 or not 1 <= dim < 2**24 or "\0" in stem:
+    known = key_type <= 3 and 4 <= value_type <= 6 and 1 <= dim <= MOST_DIM
+    if not known or not stem.isprintable():
         raise CheckpointError(
             f"{meta}: is damaged: table {name!r:.80} has key type {key_type}, value type "
             f"{value_type}, dim {dim}"
@@ -186,8 +203,8 @@ def _sok2_table(
     keys_path, values_path = path / f"{stem}-key", path / f"{stem}-weight"
     key_dtype, dtype = (np.dtype(_SOK2_DTYPES[each]) for each in (key_type, value_type))
     for kind, each in enumerate((keys_path, values_path)):
-        with _plain(each) as file:
-            head = _exactly(file, _SOK2_HEAD, each)
+        with plain(each) as file:
+            head = exactly(file, _SOK2_HEAD, each)
             size = os.fstat(file.fileno()).st_size - _SOK2_HEAD
         written_kind, written_type = (struct.unpack(">I", head[i : i + 4])[0] for i in (256, 292))
         if _text(head[:256], each) != name or written_kind != kind:
@@ -203,97 +220,13 @@ def _sok2_table(
                 f"{expected}"
             )
 
-    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces() -> Pieces:
         return _raw_pieces(keys_path, key_dtype, values_path, dtype, dim, rows, _SOK2_HEAD)
 
-    states = sorted(each.name for each in path.glob(f"{stem}-{optimizer}-*"))
+    begins = f"{stem}-{optimizer}-"  # no pattern: the text may be anything
+    states = sorted(each for each in os.listdir(path) if each.startswith(begins))
     left = f"states of {optimizer}: {', '.join(states)}" if states else ""
-    return Source(re.sub(r":0\Z", "", name), _here(dtype), dim, rows, keys_path, pieces, left)
-
-
-def npz(path: Path) -> list[Source]:
-    """``<table>.npz`` with ``vectors`` [rows, dim], and ``keys`` [rows], else row i is key i.
-
-    Args:
-        path: a file, or a folder of such files.
-    """
-    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
-    if not files:
-        raise CheckpointError(f"{path}: has no .npz file")
-    return [_npz_table(file) for file in files]
-
-
-def _npz_table(path: Path) -> Source:
-    with _plain(path) as file, _zip(path, file) as archive:
-        names = {each.removesuffix(".npy") for each in archive.namelist()}
-        if "vectors" not in names:
-            raise CheckpointError(
-                f"{path}: has {', '.join(sorted(names)[:5]) or 'nothing'}, and no vectors"
-            )
-        with _array(path, archive, "vectors", "f", 2) as (_, shape, dtype):
-            rows, dim = shape
-        if not 1 <= dim < 2**24:
-            raise CheckpointError(f"{path}: vectors of dim {dim}")
-        if "keys" in names:
-            with _array(path, archive, "keys", "iu", 1) as (_, shape, _):
-                if shape != (rows,):
-                    raise CheckpointError(f"{path}: has {shape[0]} keys and {rows} vectors")
-    step = _step(dim, dtype.itemsize)
-
-    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        with contextlib.ExitStack() as stack:
-            # Two files, since both arrays are read side by side.
-            keys = key_dtype = None
-            if "keys" in names:
-                archive = stack.enter_context(_zip(path, stack.enter_context(_plain(path))))
-                keys, _, key_dtype = stack.enter_context(_array(path, archive, "keys", "iu", 1))
-            archive = stack.enter_context(_zip(path, stack.enter_context(_plain(path))))
-            vectors, _, _ = stack.enter_context(_array(path, archive, "vectors", "f", 2))
-            for begin in range(0, rows, step):
-                count = min(step, rows - begin)
-                content = _exactly(vectors, count * dim * dtype.itemsize, path)
-                some = np.frombuffer(content, dtype).reshape(count, dim)
-                if keys is None or key_dtype is None:
-                    numbers = torch.arange(begin, begin + count)
-                else:
-                    content = _exactly(keys, count * key_dtype.itemsize, path)
-                    numbers = _as_keys(np.frombuffer(content, key_dtype))
-                yield numbers, _as_vectors(some)
-
-    left = ", ".join(sorted(names - {"keys", "vectors"}))
-    return Source(path.stem, _here(dtype), dim, rows, path, pieces, left)
-
-
-def _zip(path: Path, file: BinaryIO) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise CheckpointError(f"{path}: is no .npz file: {error}") from None
-
-
-@contextlib.contextmanager
-def _array(
-    path: Path, archive: zipfile.ZipFile, name: str, kinds: str, dims: int
-) -> Iterator[tuple[Any, tuple[int, ...], np.dtype[Any]]]:
-    """An array of an archive behind its header, which has shape and dtype."""
-    try:
-        with archive.open(f"{name}.npy") as file:
-            version = np.lib.format.read_magic(file)
-            if version == (1, 0):
-                shape, columns_first, dtype = np.lib.format.read_array_header_1_0(file)
-            else:
-                shape, columns_first, dtype = np.lib.format.read_array_header_2_0(file)
-            first = columns_first and dims > 1 and math.prod(shape) > 0
-            if dtype.kind not in kinds or len(shape) != dims or first or dtype.itemsize > 8:
-                order = ", columns first" if first else ""
-                wanted = "floating-point numbers" if kinds == "f" else "whole numbers"
-                raise CheckpointError(
-                    f"{path}: {name} should be {wanted} of {dims} dimension(s), rows first, and is "
-                    f"{dtype} {list(shape)}{order}"
-                )
-            yield file, shape, dtype
-    except (ValueError, KeyError, zipfile.BadZipFile, EOFError) as error:
-        raise CheckpointError(f"{path}: {name} is damaged: {error!r:.200}") from None
+    return Source(re.sub(r":0\Z", "", name), here(dtype), dim, rows, keys_path, pieces, left)
 
 
 def torchrec(path: Path) -> list[Source]:
@@ -318,10 +251,18 @@ def torchrec(path: Path) -> list[Source]:
         match = re.fullmatch(r"(?:.*\.)?(?:embedding_bags|embeddings)\.([^.]+)\.weight", str(name))
         if match is None:
             continue
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or not tensor.shape[1]:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2:
             raise CheckpointError(f"{path}: {name} is no matrix")
-        if not tensor.is_floating_point() or tensor.layout != torch.strided:
-            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, {tensor.layout}")
+        if not 1 <= tensor.shape[1] <= MOST_DIM:
+            raise CheckpointError(f"{path}: {name} has vectors of dim {tensor.shape[1]}")
+        if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
+            where = "" if tensor.device.type == "cpu" else f", on {tensor.device}"
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype}, {tensor.layout}{where}")
+        if tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: {name} says that it has {tensor.nbytes} bytes, and there are "
+                f"{tensor.untyped_storage().nbytes()} (saved after expand?)"
+            )
         if match[1] in tables:
             raise CheckpointError(f"{path}: has two tables {match[1]}")
         tables[match[1]] = tensor
@@ -333,11 +274,11 @@ def torchrec(path: Path) -> list[Source]:
 def _torchrec_table(path: Path, name: str, tensor: torch.Tensor) -> Source:
     rows, dim = tensor.shape
     dtype = tensor.dtype if tensor.dtype in _VECTOR_DTYPES else torch.float32
-    step = _step(dim, tensor.dtype.itemsize)
+    step = rows_at_a_time(dim, tensor.dtype.itemsize)
 
-    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pieces() -> Pieces:
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
             yield torch.arange(begin, end), tensor[begin:end].to(dtype)
 
-    return Source(name, dtype, dim, rows, path, pieces)
+    return Source(name, dtype, dim, rows, path, pieces, distinct=True)

@@ -248,12 +248,11 @@ class TensorFile:
 
     def _read_header(self) -> dict[str, Place]:
         size = os.fstat(self._file).st_size
-        first = os.pread(self._file, 8, 0)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+        length = struct.unpack("<Q", self._bytes(0, 8, "it"))[0] if size >= 8 else -1
         if not 2 <= length <= min(size - 8, MOST_HEADER):
             raise CheckpointError(f"{self.path}: is damaged: it has no header of tensors")
         try:
-            entries = json.loads(os.pread(self._file, length, 8))
+            entries = json.loads(self._bytes(8, length, "its header"))
             entries.pop("__metadata__", None)
             places = {name: _place(entry, 8 + length) for name, entry in entries.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -277,16 +276,27 @@ class TensorFile:
             shape, size = place.shape, math.prod(place.shape) * place.dtype.itemsize
         else:
             shape, size = (count, *place.shape[1:]), count * row_bytes
-        room = bytearray(size)
-        view, done = memoryview(room), 0
-        while done < size:
-            got = os.preadv(self._file, [view[done:]], place.begin + first * row_bytes + done)
-            if got == 0:
-                raise CheckpointError(f"{self.path}: is damaged: it ends in the middle of {name}")
-            done += got
         if not size:
             return torch.empty(shape, dtype=place.dtype)
+        room = self._bytes(place.begin + first * row_bytes, size, name)
         return torch.frombuffer(room, dtype=torch.uint8).view(place.dtype).view(shape)
+
+    def _bytes(self, begin: int, count: int, what: str) -> bytearray:
+        room = bytearray(count)
+        view, done = memoryview(room), 0
+        try:
+            while done < count:
+                got = os.preadv(self._file, [view[done:]], begin + done)
+                if got == 0:
+                    raise CheckpointError(
+                        f"{self.path}: is damaged: it ends in the middle of {what}"
+                    )
+                done += got
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: cannot be read: {error.strerror or error}"
+            ) from error
+        return room
 
 
 def _place(entry: Any, begin: int) -> Place:

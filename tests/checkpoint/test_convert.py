@@ -1,5 +1,7 @@
 """sparsekit checkpoint: import, export and diff."""
 
+import json
+import re
 import struct
 import sys
 
@@ -167,37 +169,6 @@ def test_npz(tmp_path, capsys, pieces):
     assert torch.equal(layer.vectors(torch.arange(3)).float(), torch.from_numpy(expected))
 
 
-@pytest.mark.parametrize(
-    ("arrays", "names"),
-    [
-        ({"keys": np.arange(3)}, "no vectors"),
-        ({"keys": np.arange(2), "vectors": vectors(3, 5)}, "2 keys and 3 vectors"),
-        ({"keys": np.arange(3.0), "vectors": vectors(3, 5)}, "keys should be whole numbers"),
-        ({"vectors": np.asfortranarray(vectors(3, 5))}, "columns first"),
-        ({"vectors": np.array([{}, {}], dtype=object)}, "vectors should be floating-point"),
-        ({"vectors": np.arange(4)}, "vectors should be floating-point"),
-        ({"vectors": vectors(3, 0)}, "dim 0"),
-    ],
-)
-def test_npz_of_other_things_is_refused(tmp_path, arrays, names):
-    np.savez(tmp_path / "t.npz", **arrays)
-    with pytest.raises(CheckpointError, match=names):
-        checkpoint.sources_of("npz", tmp_path / "t.npz")
-
-
-def test_npz_that_is_damaged_is_refused(tmp_path):
-    path = tmp_path / "t.npz"
-    np.savez(path, vectors=vectors(30, 5))
-    content = bytearray(path.read_bytes())
-    content[300] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"t\.npz"):
-        checkpoint.import_tables(checkpoint.sources_of("npz", path), tmp_path / "out")
-    path.write_bytes(content[:200])
-    with pytest.raises(CheckpointError, match=r"t\.npz: is no \.npz file"):
-        checkpoint.sources_of("npz", path)
-
-
 def test_torchrec(tmp_path, capsys, pieces):
     """A collection's state as TorchRec names it; its outputs are EmbeddingBags' of these tables."""
     torch.manual_seed(0)
@@ -344,15 +315,51 @@ def test_diff(saved, tmp_path, capsys, pieces):
     assert "only in" in text
 
 
-def test_export_keeps_tables_apart_whose_names_are_one_in_files(tmp_path):
-    model = torch.nn.ModuleDict({"a": torch.nn.ModuleDict()})
-    for number, (parent, name) in enumerate([(model, "b/c"), (model, "b_c")]):
-        parent[name] = sparsekit.Embedding(9, 4, name=name)
-        parent[name].assign(torch.tensor([number]), torch.ones(1, 4))
-    checkpoint.save(model, tmp_path / "saved")
-    checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
-    keys = [int(np.load(file)["keys"][0]) for file in (tmp_path / "out").iterdir()]
-    assert sorted(keys) == [0, 1]
+NAMES = [
+    "b/c",
+    "b_c",
+    "b:c",
+    "t" * 300,
+    "t" * 301,
+    ".hidden",
+    "..",
+    "Größe",
+    "a\nb",
+    "x" * 99 + "/",
+]
+
+
+def test_export_of_tables_whose_names_are_no_names_of_files(tmp_path):
+    inner = torch.nn.Module()
+    for number, name in enumerate(NAMES):
+        layer = sparsekit.Embedding(9, 4, name=name)
+        layer.assign(torch.tensor([number]), torch.full((1, 4), number + 0.5))
+        inner._modules[name] = layer  # which has no rules for names, as register_module has
+    checkpoint.save(inner, tmp_path / "saved")
+    out = checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
+    names = {path.stem: int(np.load(path)["keys"][0]) for path in out.iterdir()}
+    assert sorted(names.values()) == list(range(len(NAMES)))
+    assert (names["b_c"], names["b_c-1"], names["t" * 100]) == (0, 1, 3)
+    assert all(re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,110}", name) for name in names)
+    checkpoint.import_tables(checkpoint.sources_of("npz", out), tmp_path / "again")
+    tables = checkpoint.manifest_file.read_manifest(tmp_path / "again").tables
+    assert sorted(tables) == sorted(NAMES)
+    assert not checkpoint.diff(tmp_path / "saved", tmp_path / "again").only_a
+    for format in ("parquet", "safetensors"):
+        out = checkpoint.export(tmp_path / "saved", tmp_path / format, format)
+        assert {path.stem for path in out.iterdir()} == set(names)
+        if format == "safetensors":
+            metadata = {table_of_safetensors(path) for path in out.iterdir()}
+        else:
+            read = pytest.importorskip("pyarrow.parquet").read_schema
+            metadata = {read(path).metadata[b"table"].decode() for path in out.iterdir()}
+        assert metadata == set(NAMES)
+
+
+def table_of_safetensors(path):
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return header["__metadata__"]["table"]
 
 
 def test_damaged_checkpoints_are_neither_exported_nor_compared(saved, tmp_path):

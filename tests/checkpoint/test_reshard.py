@@ -1,9 +1,18 @@
 """sparsekit checkpoint: inspect, verify, reshard, compact."""
 
+import contextlib
+import os
+import resource
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sparsekit import checkpoint, cli, ops
+from sparsekit.checkpoint import CheckpointError
+from sparsekit.checkpoint.encoding import decoded
+from sparsekit.checkpoint.manifest import CHECKSUM, MANIFEST, rank_file
+from sparsekit.checkpoint.tensor_file import TensorFile
 from sparsekit.nn.owners import even_map
 
 from .models import assert_equal, contents, made, saved_chain
@@ -68,3 +77,115 @@ def test_compact(saved, tmp_path, capsys, monkeypatch):
     model, optimizers = made("Ftrl", seed=1, hash_table=False)
     checkpoint.load(model, tmp_path / "out", optimizers)
     assert_equal(contents(model, optimizers), expected)
+
+
+@contextlib.contextmanager
+def files_at_most(more):
+    """No more than some descriptors besides those that are open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(os.listdir("/proc/self/fd")) + more
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_ranks_than_files_can_be_open(saved, tmp_path):
+    folder, _ = saved
+    with files_at_most(50):
+        checkpoint.reshard(folder, tmp_path / "out", 60)
+        found = checkpoint.diff(tmp_path / "out", folder)
+        checkpoint.reshard(tmp_path / "out", tmp_path / "back", 1)
+    assert not found
+    assert found.tables["users"].same > 300
+
+
+WORKS = {
+    "reshard": lambda path, out: checkpoint.reshard(path, out, 3),
+    "export npz": lambda path, out: checkpoint.export(path, out, "npz"),
+    "export safetensors": lambda path, out: checkpoint.export(path, out, "safetensors"),
+    "diff": lambda path, out: checkpoint.diff(path, path),
+}
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_nothing_is_left_of_what_fails(saved, tmp_path, monkeypatch, work):
+    """Wherever it fails: in each of the reads, one after the other."""
+    folder, _ = saved
+    read, reads_before = TensorFile.read, iter(())
+
+    def may_fail(self, *arguments):
+        # Counts down to the one that fails.
+        if next(reads_before, None) == 0:
+            raise CheckpointError(f"{self.path}: is damaged")
+        return read(self, *arguments)
+
+    monkeypatch.setattr(TensorFile, "read", may_fail)
+    monkeypatch.setattr("sparsekit.checkpoint.tensor_file.os.fsync", lambda _: None)
+    files = sorted(os.listdir("/proc/self/fd"))
+    reads_before = iter(range(1, 10**6))
+    WORKS[work](folder, tmp_path / "whole")
+    reads, there, errors = next(reads_before) - 1, sorted(tmp_path.iterdir()), []
+    for number in range(0, reads, max(1, reads // 10)):
+        reads_before = iter(range(number, -1, -1))
+        with pytest.raises(CheckpointError, match="is damaged") as caught:
+            WORKS[work](folder, tmp_path / "out")
+        errors.append(caught.value)  # which keeps all that was at work
+        assert sorted(os.listdir("/proc/self/fd")) == files
+        assert sorted(tmp_path.iterdir()) == there
+
+
+def test_short_reads_and_writes_go_on(saved, tmp_path, monkeypatch):
+    """Linux moves 2 GiB at most in a call, and others may move less."""
+    folder, expected = saved
+    whole = {name: getattr(os, name) for name in ("preadv", "readv", "pread", "pwrite")}
+    monkeypatch.setattr(os, "preadv", lambda f, v, at: whole["preadv"](f, [v[0][:999]], at))
+    monkeypatch.setattr(os, "readv", lambda f, v: whole["readv"](f, [v[0][:999]]))
+    monkeypatch.setattr(os, "pread", lambda f, n, at: whole["pread"](f, min(n, 999), at))
+    monkeypatch.setattr(os, "pwrite", lambda f, v, at: whole["pwrite"](f, v[:99], at))
+    checkpoint.reshard(folder, tmp_path / "out", 2)
+    model, optimizers = made("Ftrl", seed=1, hash_table=False)
+    checkpoint.load(model, tmp_path / "out", optimizers)
+    assert_equal(contents(model, optimizers), expected)
+
+
+class Note:
+    """What a rank has of its own."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def state_dict(self):
+        return {"rank": self.rank, "tensor": torch.full((3,), self.rank)}
+
+    def load_state_dict(self, state):
+        self.rank = (state["rank"], state["tensor"].tolist())
+
+
+def two_ranks(folder):
+    """A checkpoint of two ranks whose states differ, made of two of one rank."""
+    for rank in (0, 1):
+        checkpoint.save(torch.nn.Linear(1, 1), folder / str(rank), state={"note": Note(rank)})
+    path = folder / "0"
+    (folder / "1" / rank_file(0)).rename(path / rank_file(1))
+    first, other = (checkpoint.manifest_file.read_manifest(folder / n) for n in "01")
+    for name in (MANIFEST, CHECKSUM):
+        (path / name).unlink()
+    files = {**first.files, rank_file(1): other.files[rank_file(0)]}
+    both = replace(first, world_size=2, ranks=[*first.ranks, *other.ranks], files=files)
+    checkpoint.manifest_file.write_manifest(path, both)
+    return path
+
+
+def test_each_rank_keeps_its_state_or_gets_that_of_the_first(tmp_path):
+    saved = two_ranks(tmp_path)
+    for world, expected in ((1, [0]), (2, [0, 1]), (3, [0, 0, 0])):
+        out = checkpoint.reshard(saved, tmp_path / f"out{world}", world)
+        manifest = checkpoint.manifest_file.read_manifest(out)
+        for rank, wanted in enumerate(expected):
+            with TensorFile(out / rank_file(rank)) as file:
+                tensors = {name: file.read(name) for name in file.places}
+            note = Note(None)
+            note.load_state_dict(decoded(manifest.ranks[rank], tensors)["state"]["note"])
+            assert note.rank == (wanted, [wanted] * 3), (world, rank)
