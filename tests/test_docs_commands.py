@@ -118,11 +118,17 @@ def test_commands_on_files_run_as_printed(
     for command in [*of_data, *of_training]:
         if command[0] == "train" and ("--data" in command or "--show-config" in command):
             command = [*command, *small]
-        elif command[0] not in ("hash", "plot"):
+        elif command[0] not in ("hash", "plot", "predict"):
             continue  # other data, or long; see tests of these commands
         assert cli.main(command) == 0, command
         ran += 1
-    assert ran == 6
+    assert ran == 8
     assert "model:" in capsys.readouterr().out  # of --show-config
-    for written in ("clicks.parquet", "day_0.parquet", "run/metrics.jsonl", "run/plot.png"):
+    for written in (
+        "clicks.parquet",
+        "day_0.parquet",
+        "run/metrics.jsonl",
+        "run/plot.png",
+        "predictions.txt",
+    ):
         assert Path(written).stat().st_size > 100

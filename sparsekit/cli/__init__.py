@@ -9,7 +9,7 @@ from .. import __version__
 from .._arguments import Parser
 from ..errors import DivergedError
 from ..train.launch import RankError
-from . import bench, checkpoint, data, hash, info, plot, profile, recommend, scaling, train
+from . import bench, checkpoint, data, hash, info, plot, predict, profile, recommend, scaling, train
 from .common import EXPECTED, discard_output
 
 __all__ = ["main"]
@@ -55,6 +55,18 @@ def _parser() -> Parser:
     parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for each in (train, recommend, checkpoint, plot, profile, scaling, hash, data, bench, info):
+    for each in (
+        train,
+        predict,
+        recommend,
+        checkpoint,
+        plot,
+        profile,
+        scaling,
+        hash,
+        data,
+        bench,
+        info,
+    ):
         each.add(commands)
     return parser

@@ -18,7 +18,7 @@ RUN = "run.json"
 # What may differ when a run goes on.
 _FREE = {
     "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
-    "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
+    "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
     "config", "settings",  # which become settings with a dot in their names
 }  # fmt: skip
 

@@ -33,8 +33,22 @@ def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 
 
     Without a default, ranks are None unless they are given.
     """
-    parser.set_defaults(threads=None, ranks=ranks, log=None)
+    parser.set_defaults(log=None)
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
+    parser.add_argument(
+        "--log-to",  # torchrun would take --log for an abbreviation of its own options
+        dest="log",
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
+    )
+    add_ranks(parser, ranks)
+    checkpoints.add_options(parser)
+
+
+def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
+    """Add how many processes share the work, and with how many threads each."""
+    parser.set_defaults(threads=None, ranks=ranks)
     parser.add_argument(
         "--ranks",
         type=number(int, 1, 1024),
@@ -43,19 +57,11 @@ def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 
         "as it has started" + (" (default: 1 or as needed)" if ranks is None else ""),
     )
     parser.add_argument(
-        "--log-to",  # torchrun would take --log for an abbreviation of its own options
-        dest="log",
-        metavar="FOLDER",
-        default=argparse.SUPPRESS,  # or the help would say "default: None"
-        help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
-    )
-    parser.add_argument(
         "--threads",
         type=number(int, 1, 1024),
         default=argparse.SUPPRESS,
         help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
     )
-    checkpoints.add_options(parser)
 
 
 def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
@@ -67,6 +73,11 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     check_folder(args.log, "--log-to", folder=True)
     if not dist.is_torchelastic_launched() or int(os.environ.get("RANK", 0)) == 0:
         checkpoints.prepare(args)
+    return start(args, load, fit)
+
+
+def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
+    """Load the data once and work on it on ``args.ranks`` ranks; returns the exit code."""
     if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
         return run_as_rank(args, load, fit)
     data = load(args)

@@ -20,28 +20,24 @@ from ..data.reader import Reader
 from ..datasets import Adult, adult
 from ..datasets.adult import CATEGORIES, LABEL, NUMBERS
 from ..errors import DivergedError, TableFullError
-from ..models import DLRM, DeepFM, QuantileBuckets
+from ..models import QuantileBuckets
 from ..optim import split_embedding_variable_from_others
 from ..train import EarlyStopping, TensorBoard, Trainer, linear_warmup
 from ..train.config import ConfigError, names, read_yaml, to_yaml, updated, with_setting
 from ..train.metrics import auc, gather, log_loss
-from . import checkpoints, ranks
+from . import checkpoints, clicks_run, ranks
 from .clicks_config import (
     OPTIMIZERS,
     DataConfig,
-    DeepFMConfig,
-    DLRMConfig,
     RunConfig,
     TrainerConfig,
     check,
 )
+from .clicks_run import MODELS, scores
 from .common import UsageError, number, rank, set_threads, why, world_size
 
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
 NUMBER_BUCKETS = 32  # of a column of the census
-
-
-MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
 
 
 def add(models: argparse._SubParsersAction[Parser]) -> None:
@@ -59,6 +55,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
             run=_train,
             model=name,
             save=None,
+            run_folder=None,
             **dict.fromkeys(("config", "settings", "data", "epochs")),
             show_config=False,
         )
@@ -88,6 +85,13 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
             help=f"passes over the data: trainer.epochs in short (default: {TrainerConfig.epochs})",
         )
         train.add_argument(
+            "--save",
+            metavar="RUN",
+            default=hidden,
+            dest="run_folder",
+            help="folder to make for the trained model, for `sparsekit predict`",
+        )
+        train.add_argument(
             "--show-config",
             action="store_true",
             default=hidden,
@@ -101,6 +105,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.show_config:
         print(_yaml(config), end="")
         return 0
+    clicks_run.check_new(args)
     # By name, or a run that is resumed could not be told from one whose file has changed.
     settings = {n: functools.reduce(getattr, n.split("."), config) for n in names(config)}
     vars(args).update(settings)
@@ -155,17 +160,19 @@ def _load(args: argparse.Namespace) -> tuple[Adult, Adult] | None:
 
 def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) -> int:
     set_threads(args.threads)
-    config = _config(args)
+    config, buckets = _config(args), None
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
-            config = _write_adult(data, config, Path(folder))
+            config, buckets = _write_adult(data, config, Path(folder))
         try:
-            return _fit(config, args)
+            return _fit(config, args, buckets)
         except TableFullError as error:
             raise UsageError(f"{error} Here that is model.rows.") from error
 
 
-def _write_adult(data: tuple[Adult, Adult], config: RunConfig, folder: Path) -> RunConfig:
+def _write_adult(
+    data: tuple[Adult, Adult], config: RunConfig, folder: Path
+) -> tuple[RunConfig, QuantileBuckets]:
     """Write the people to CSV files, which are then read as anybody's are."""
     train, test = data
     parts = {"train": train, "test": test}
@@ -189,7 +196,7 @@ def _write_adult(data: tuple[Adult, Adult], config: RunConfig, folder: Path) -> 
         dense=NUMBERS,
         sparse=(*CATEGORIES, *(f"{name} bucket" for name in NUMBERS)),
     )
-    return replace(config, data=data_config)
+    return replace(config, data=data_config), buckets
 
 
 def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Reader:
@@ -212,21 +219,16 @@ def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Read
     )
 
 
-def _scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    # Numbers are counts and amounts, some of them in millions.
-    return model(batch.dense.clamp(min=0).log1p(), batch.sparse)
-
-
 def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
     losses = torch.nn.functional.binary_cross_entropy_with_logits(
-        _scores(model, batch).float(),
+        scores(model, batch).float(),
         cast(torch.Tensor, batch.label),  # the readers here all have one
         reduction="none",
     )
     return losses, 0.0
 
 
-def _fit(config: RunConfig, args: argparse.Namespace) -> int:
+def _fit(config: RunConfig, args: argparse.Namespace, buckets: QuantileBuckets | None) -> int:
     try:
         reader = _reader(config, config.data.train, args.seed)
         tested = {
@@ -251,6 +253,8 @@ def _fit(config: RunConfig, args: argparse.Namespace) -> int:
     )
     if trainer.interrupted:
         return 130
+    if args.run_folder is not None:
+        clicks_run.save(args, model, config, reader.columns, buckets)
     if rank() == 0:
         _report(trainer)
     return 0
@@ -302,7 +306,7 @@ def _evaluate(tested: dict[str, Reader], model: torch.nn.Module) -> dict[str, fl
     """Each rank predicts its share of each batch."""
     metrics = {}
     for name, reader in tested.items():
-        found = [(_scores(model, batch).sigmoid(), batch.label) for batch in Prefetcher(reader)]
+        found = [(scores(model, batch).sigmoid(), batch.label) for batch in Prefetcher(reader)]
         probabilities, labels = (gather(torch.cat(each)) for each in zip(*found, strict=True))
         if not probabilities.isfinite().all():  # the last loss was of the weights before
             raise DivergedError(
