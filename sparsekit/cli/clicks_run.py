@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import checkpoint
-from ..checkpoint.manifest import read_manifest
+from ..checkpoint.manifest_file import read_manifest
 from ..data import Batch, CsvReader, Keys, ParquetReader
 from ..data.columns import Columns
 from ..data.reader import Reader

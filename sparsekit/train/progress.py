@@ -5,11 +5,15 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+# Seconds between what is shown on a terminal, and between lines of a file or pipe.
 REFRESH_S = 0.1
+LINE_S = 30.0
 
 
 class Progress:
-    """A bar that is rewritten in place on a terminal, and nothing but its last line elsewhere.
+    """A bar that is rewritten in place on a terminal; elsewhere a line every half minute.
+
+    A last line, which `finish` writes, takes the place of the bar.
 
     Args:
         title: what the line begins with.
@@ -40,16 +44,21 @@ class Progress:
         return time.perf_counter() - self._start
 
     def update(self, samples: int, loss: Callable[[], float] | None = None) -> None:
-        """Count samples; loss is asked for only when the line is rewritten."""
+        """Count samples; loss is asked for only when something is shown."""
         self.done += samples
-        if self.live and time.perf_counter() - self._shown >= REFRESH_S:
-            self._shown = time.perf_counter()
-            filled = 20 * self.done // self.total if self.total else 0
-            bar = f"[{'#' * filled}{'.' * (20 - filled)}]" if self.total else f"{self.done:,}"
-            rate = self.done / self.seconds
-            shown = "" if loss is None else f" loss {loss():.4f} "
-            self.stream.write(f"\r\033[K{self.title} {bar}{shown} {rate:,.0f} {self.unit}/s")
-            self.stream.flush()
+        if time.perf_counter() - self._shown < (REFRESH_S if self.live else LINE_S):
+            return
+        self._shown = time.perf_counter()
+        part = f" of {self.total:,}" if self.total else ""
+        counted = f"{self.done:,}{part}"
+        if self.live and self.total:
+            filled = 20 * self.done // self.total
+            counted = f"[{'#' * filled}{'.' * (20 - filled)}]"
+        shown = "" if loss is None else f" loss {loss():.4f} "
+        rate = f"{self.done / self.seconds:,.0f} {self.unit}/s"
+        begin, end = ("\r\033[K", "") if self.live else ("", "\n")
+        self.stream.write(f"{begin}{self.title} {counted}{shown} {rate}{end}")
+        self.stream.flush()
 
     def finish(self, text: str) -> None:
         """Put a line with the title and text in place of the bar."""

@@ -1,0 +1,59 @@
+"""How far an epoch is, on a terminal and in a file."""
+
+import io
+
+import pytest
+
+from sparsekit.train import progress
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 1000.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def test_a_file_gets_a_line_every_half_minute(clock):
+    stream = io.StringIO()
+    asked = []
+    with progress.Progress("epoch 1/3", 2000, stream) as bar:
+        for _ in range(100):  # 100 s
+            clock.now += 1
+            bar.update(10, lambda: asked.append(1) or 0.25)
+        bar.finish(" loss 0.2000")
+    assert stream.getvalue().splitlines() == [
+        "epoch 1/3 300 of 2,000 loss 0.2500  10 samples/s",
+        "epoch 1/3 600 of 2,000 loss 0.2500  10 samples/s",
+        "epoch 1/3 900 of 2,000 loss 0.2500  10 samples/s",
+        "epoch 1/3  loss 0.2000",
+    ]
+    assert len(asked) == 3
+
+
+def test_a_file_whose_rows_nobody_has_counted(clock):
+    stream = io.StringIO()
+    bar = progress.Progress("hash", 0, stream, unit="rows")
+    clock.now += 31
+    bar.update(1234)
+    assert stream.getvalue() == "hash 1,234 40 rows/s\n"
+
+
+def test_a_terminal_has_a_bar_that_goes(clock):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    bar = progress.Progress("epoch", 100, stream)
+    clock.now += 0.0625
+    bar.update(40)
+    assert stream.getvalue() == ""
+    clock.now += 0.0625
+    bar.update(10)
+    assert stream.getvalue() == f"\r\033[Kepoch [{'#' * 10}{'.' * 10}] 400 samples/s"
+    bar.finish("done")
+    assert stream.getvalue().endswith("\r\033[Kepoch done\n")
