@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from .dropin import DropIn
 from .dropin_embedding import Embedding
 from .dropin_embedding_bag import EmbeddingBag
 from .init import Normal
+from .references import Reference, readers, references
 
 _OF_TORCH = torch.nn.Embedding, torch.nn.EmbeddingBag
 _OF_EACH = "device", "dtype", "name", "num_embeddings", "padding_idx", "padding_key", "seed"
@@ -30,18 +32,22 @@ class Replacement:
         old: the layer of torch.
         new: the layer in its places now; None if it was left.
         reason: why it was left; empty if it was not.
+        rebound: other places in the model that had the old layer or its weight, and have the new
+            one now, such as a list of what is regularised.
     """
 
     names: tuple[str, ...]
     old: torch.nn.Embedding | torch.nn.EmbeddingBag
     new: DropIn | None = None
     reason: str = ""
+    rebound: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         what = f"{' = '.join(self.names)}: {type(self.old).__name__}({_size(self.old)})"
         if self.new is None:
             return f"{what} left: {self.reason}"
-        return f"{what} -> sparsekit.{type(self.new).__name__}, {self.new.capacity} rows"
+        also = f", also in {' and '.join(self.rebound)}" if self.rebound else ""
+        return f"{what} -> sparsekit.{type(self.new).__name__}, {self.new.capacity} rows{also}"
 
 
 def replace_embeddings(
@@ -64,6 +70,11 @@ def replace_embeddings(
     scale_grad_by_freq, hooks, a class or forward of its own, a weight that is also another
     module's, or a vector at padding_idx that is not zeros; or where its weight is of another dtype
     than float32, float64 and bfloat16, or not finite.
+
+    Attributes, lists, dicts, tuples and closures in the model that have the old layer or its weight
+    get the new one, so that a regulariser goes on acting; a layer is left where that cannot be, as
+    in an optimizer. A method that reads ``.weight`` of a layer by its name, such as a softmax over
+    all items, is warned of if the new weight has other rows than one for each of the old ids.
 
     Args:
         model: changed in place, all layers or, if this raises, none.
@@ -98,20 +109,26 @@ def replace_embeddings(
             there = sorted(name for places in found.values() for name in places)
             raise ValueError(f"{where}: no layer fits {pattern!r}; there are {there}")
     parameters = _names_of_parameters(model)
+    held = references(model, found)
     done = []
     for layer, places in found.items():
         if layer.num_embeddings < min_rows:
             continue
         if not any(fnmatch.filter(places, pattern) for pattern in patterns):
             continue
-        if reason := _why_not(layer, parameters):
+        if reason := _why_not(layer, parameters) or _why_not_rebound(held[layer]):
             done.append(Replacement(tuple(places), layer, reason=reason))
         else:
             new = _drop_in(layer, places[0], extra_rows, options)
-            done.append(Replacement(tuple(places), layer, new))
-    _swap(model, {one.old: one.new for one in done if one.new is not None})
+            rebound = tuple(place.name for place in held[layer])
+            done.append(Replacement(tuple(places), layer, new, rebound=rebound))
+    swapped = {one.old: one.new for one in done if one.new is not None}
+    reading = readers(model, swapped)
+    _swap(model, swapped, held)
     if verbose:
         print("\n".join([f"{where}: {_summary(done)}", *(f"  {one}" for one in done)]))
+    for layer, own in reading.items():
+        _warn_of_readers(layer, swapped.get(layer), own)
     return done
 
 
@@ -150,6 +167,8 @@ def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
     if layer.scale_grad_by_freq:
         return f"sparsekit has no scale_grad_by_freq={layer.scale_grad_by_freq!r}"
     weight = layer.weight
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return "its weight has hooks"
     if len(parameters.get(weight, [])) != 1:
         return f"its weight is that of several modules: {' = '.join(parameters.get(weight, []))}"
     if weight.dtype not in ROW_DTYPES:
@@ -166,6 +185,14 @@ def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
             f"its vector at padding_idx={padding} is not zeros, which a padding's is in sparsekit: "
             f"to have it replaced, zero that vector first (weight.data[{padding}] = 0)"
         )
+    return ""
+
+
+def _why_not_rebound(held: Sequence[Reference]) -> str:
+    """The same, for what else has the layer or its weight."""
+    for place in held:
+        if place.set is None:
+            return f"{place.name} has it, its weight or a view of that, and cannot be given another"
     return ""
 
 
@@ -191,11 +218,30 @@ def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) ->
     return new.train(layer.training)
 
 
-def _swap(model: torch.nn.Module, new: dict[Any, DropIn]) -> None:
+def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[Reference]]) -> None:
+    for layer, drop_in in new.items():
+        for place in held[layer]:
+            assert place.set is not None
+            place.set(drop_in if place.get() is layer else drop_in.weight)
     for parent in list(model.modules()):
         for attribute, module in list(parent._modules.items()):
             if module in new:
                 setattr(parent, attribute, new[module])
+
+
+def _warn_of_readers(old: Any, new: Any, where: Sequence[str]) -> None:
+    """Warn of code that reads a weight which no longer has the vectors of ids 0..n-1 alone."""
+    if not where or (new.capacity == old.num_embeddings and new.world_size == 1):
+        return
+    rows = f"{new.capacity} rows for {old.num_embeddings} ids"
+    if new.world_size > 1:
+        rows = f"the rows of rank {new.rank} of {new.world_size} only"
+    warnings.warn(
+        f"replace_embeddings: {' and '.join(where)}, which now has {rows}, so a softmax or a "
+        f"product over all of it is another one; read layer.vectors(ids) there, or on one rank "
+        f"swap this layer by name without extra_rows",
+        stacklevel=3,
+    )
 
 
 def _size(layer: Any) -> str:

@@ -112,11 +112,15 @@ class Model(nn.Module):
     def forward(self, ids):
         return self.items(ids).sum(1) + self.again(ids).sin().sum(1) * self.bags(ids)
 
+    def scores(self, vectors):
+        return vectors @ self.items.weight.T
+
 
 def losses(rank, swapped, world_size=None):
     model = Model()
     if swapped:
-        replace_embeddings(model, verbose=False, gradient_reduction="sum", extra_rows=3)
+        with pytest.warns(UserWarning, match=r"Model\.scores reads items.weight, which .* of rank"):
+            replace_embeddings(model, verbose=False, gradient_reduction="sum", extra_rows=3)
         assert model.again is model.items
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
