@@ -2,68 +2,18 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <new>
 #include <string_view>
 #include <type_traits>
 
+#include "arrow_texts.h"
 #include "hash_columns.h"
 #include "hash_parts.h"
 #include "sparsekit/xxh64_batch.h"
 
 namespace sparsekit {
 namespace {
-
-// Each of these gives text i of an array.
-template <class Offset>
-struct OffsetTexts {
-  const Offset* offsets;
-  const char* data;
-  std::string_view operator()(int64_t i) const {
-    using Size = std::make_unsigned_t<Offset>;
-    return {data + offsets[i], static_cast<Size>(offsets[i + 1]) - static_cast<Size>(offsets[i])};
-  }
-};
-
-struct FixedTexts {
-  const char* data;
-  int64_t size;
-  std::string_view operator()(int64_t i) const {
-    return {data + i * size, static_cast<size_t>(size)};
-  }
-};
-
-// 16 bytes each: the length, and then the text itself if it has at most 12 bytes, or else its first
-// four, the number of the buffer and the offset in it.
-struct ViewTexts {
-  const char* views;
-  const void* const* data;
-  std::string_view operator()(int64_t i) const {
-    int32_t view[4];
-    std::memcpy(view, views + i * 16, sizeof view);
-    const auto size = static_cast<size_t>(view[0]);
-    if (size <= 12) return {views + i * 16 + 4, size};
-    return {static_cast<const char*>(data[view[2]]) + view[3], size};
-  }
-};
-
-// Which items are there, from an offset on; all of them without a bitmap.
-struct Validity {
-  const uint8_t* bits;
-  int64_t offset;
-  bool operator()(int64_t i) const {
-    i += offset;
-    return bits == nullptr || (bits[i >> 3] >> (i & 7) & 1) != 0;
-  }
-};
-
-Validity validity_of(const ArrowArray& array) {
-  return {static_cast<const uint8_t*>(array.buffers[0]), array.offset};
-}
-
-template <class T>
-const T* buffer_of(const ArrowArray& array, int which) {
-  return static_cast<const T*>(array.buffers[which]);
-}
 
 struct Work {
   uint64_t seed;
@@ -85,10 +35,21 @@ void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int
   });
 }
 
-template <class Texts>
-void hash_valid_texts(const ArrowArray& array, Texts texts, const Work& work, int64_t* codes) {
+constexpr int64_t kAllGood = -1;
+
+int64_t first_of(const std::atomic<int64_t>& first_bad, const ArrowArray& array) {
+  return first_bad == array.length ? kAllGood : first_bad.load();
+}
+
+// The first item whose text is outside of the array's memory, or kAllGood. make_texts(&first_bad)
+// gives the texts.
+template <class MakeTexts>
+int64_t hash_valid_texts(const ArrowArray& array, const MakeTexts& make_texts, const Work& work,
+                         int64_t* codes) {
   const Validity valid = validity_of(array);
   const uint64_t seed = work.seed;
+  std::atomic<int64_t> first_bad{array.length};
+  const auto texts = make_texts(&first_bad);
   share(array.length, work.num_threads, [=](Chunks& chunks) {
     if (valid.bits == nullptr) {
       hash_texts(texts, chunks, seed, codes);
@@ -97,6 +58,7 @@ void hash_valid_texts(const ArrowArray& array, Texts texts, const Work& work, in
       hash_texts(text_or_none, chunks, seed, codes);
     }
   });
+  return first_of(first_bad, array);
 }
 
 // Calls visit with a null pointer of the integer type of a format; false if it is none.
@@ -158,31 +120,80 @@ bool is_known(const ArrowSchema& type) {
   return is_integer(type.format) || format.substr(0, 2) == "w:";
 }
 
-void hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
-                      int64_t* codes) {
-  if (array.length == 0) return;  // it may have no buffers
+// What makes an array unreadable before its items are looked at, or null. The interface does not
+// tell how large buffers are, other than those of views.
+const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  if (array.length < 0 || array.offset < 0 || array.offset > kMost / 16 - array.length - 1) {
+    return "its length or offset is out of range";
+  }
+  if (type.dictionary != nullptr && array.dictionary == nullptr) return "it has no dictionary";
+  const std::string_view format = type.format;
+  if (format == "n" || array.length == 0) return nullptr;  // it may have no buffers
+  const bool has_views = format[0] == 'v';
+  const bool has_offsets = !has_views && std::strchr("uUzZ", format[0]) != nullptr;
+  const int64_t expected = has_offsets || has_views ? 3 : 2;
+  if (array.buffers == nullptr ||
+      (has_views ? array.n_buffers < expected : array.n_buffers != expected)) {
+    return "it has another number of buffers than its type";
+  }
+  const int64_t size = format[0] == 'w' ? std::atoll(type.format + 2) : 1;
+  if (size < 0 || size > kMost / (array.offset + array.length)) return "its width is out of range";
+  if (array.buffers[1] == nullptr && size > 0) return "it has no buffer of values";
+  if (array.buffers[0] == nullptr && array.null_count > 0) return "it has nulls, but no bitmap";
+  if (has_views && array.n_buffers > 3 && array.buffers[array.n_buffers - 1] == nullptr) {
+    return "it does not tell the sizes of its buffers";
+  }
+  if (has_offsets && array.buffers[2] == nullptr) {
+    const bool large = format[0] == 'U' || format[0] == 'Z';
+    const int64_t last = array.offset + array.length;
+    const int64_t end =
+        large ? buffer_of<int64_t>(array, 1)[last] : int64_t{buffer_of<int32_t>(array, 1)[last]};
+    if (end != 0) return "it has no buffer of texts";
+  }
+  return nullptr;
+}
+
+template <class Offset>
+int64_t hash_offset_texts(const ArrowArray& array, const Work& work, int64_t* codes) {
+  const Offset* offsets = buffer_of<Offset>(array, 1) + array.offset;
+  const char* data = buffer_of<char>(array, 2);
+  const auto end =
+      static_cast<std::make_unsigned_t<Offset>>(std::max<Offset>(offsets[array.length], 0));
+  const auto texts = [=](auto* first_bad) {
+    return OffsetTexts<Offset>{offsets, data, end, first_bad};
+  };
+  return hash_valid_texts(array, texts, work, codes);
+}
+
+int64_t hash_views(const ArrowArray& array, const Work& work, int64_t* codes) {
+  const auto last = static_cast<int>(array.n_buffers - 1);
+  const auto texts = [&](auto* first_bad) {
+    return ViewTexts{buffer_of<char>(array, 1) + array.offset * 16, array.buffers + 2,
+                     buffer_of<int64_t>(array, last), array.n_buffers - 3, first_bad};
+  };
+  return hash_valid_texts(array, texts, work, codes);
+}
+
+// See hash_valid_texts.
+int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
+                         int64_t* codes) {
+  if (array.length == 0) return kAllGood;
   const std::string_view format = format_of;
-  const int64_t first = array.offset;
   if (format == "n") {
     std::fill_n(codes, array.length, work.missing);
-  } else if (format == "u" || format == "z") {
-    const OffsetTexts<int32_t> texts{buffer_of<int32_t>(array, 1) + first,
-                                     buffer_of<char>(array, 2)};
-    hash_valid_texts(array, texts, work, codes);
-  } else if (format == "U" || format == "Z") {
-    const OffsetTexts<int64_t> texts{buffer_of<int64_t>(array, 1) + first,
-                                     buffer_of<char>(array, 2)};
-    hash_valid_texts(array, texts, work, codes);
-  } else if (format == "vu" || format == "vz") {
-    hash_valid_texts(array, ViewTexts{buffer_of<char>(array, 1) + first * 16, array.buffers + 2},
-                     work, codes);
-  } else if (format[0] == 'w') {
-    const int64_t size = std::atoll(format_of + 2);
-    hash_valid_texts(array, FixedTexts{buffer_of<char>(array, 1) + first * size, size}, work,
-                     codes);
-  } else {
-    hash_integer_array(format[0], array, work, codes);
+    return kAllGood;
   }
+  if (format == "u" || format == "z") return hash_offset_texts<int32_t>(array, work, codes);
+  if (format == "U" || format == "Z") return hash_offset_texts<int64_t>(array, work, codes);
+  if (format == "vu" || format == "vz") return hash_views(array, work, codes);
+  if (format[0] == 'w') {
+    const int64_t size = std::atoll(format_of + 2);
+    const FixedTexts texts{buffer_of<char>(array, 1) + array.offset * size, size};
+    return hash_valid_texts(array, [=](auto*) { return texts; }, work, codes);
+  }
+  hash_integer_array(format[0], array, work, codes);
+  return kAllGood;
 }
 
 // The codes of a dictionary, kept for chunks that share it.
@@ -197,8 +208,6 @@ struct Entries {
                       dictionary.buffers + dictionary.n_buffers);
   }
 };
-
-constexpr int64_t kAllGood = -1;
 
 // The first index that names no entry, or kAllGood.
 template <class Index>
@@ -222,16 +231,28 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
       }
     }
   });
-  return first_bad == array.length ? kAllGood : first_bad.load();
+  return first_of(first_bad, array);
 }
 
-int64_t hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
-                              Entries* entries, int64_t* codes) {
-  if (array.length == 0) return kAllGood;
+constexpr const char* kNoEntry = "names an entry that its dictionary does not have";
+constexpr const char* kOutside = "is outside of its column's memory: malformed offsets or views";
+
+// An item that cannot be hashed, and why; there is none where `position` is kAllGood.
+struct Fault {
+  int64_t position = kAllGood;
+  const char* reason = nullptr;
+  int64_t entry = kAllGood;  // of its dictionary, if that is what cannot be hashed
+};
+
+Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
+                            Entries* entries, int64_t* codes) {
+  if (array.length == 0) return {};
   const ArrowArray& dictionary = *array.dictionary;
   if (!entries->are_of(dictionary)) {
     entries->codes.resize(static_cast<size_t>(dictionary.length));
-    hash_plain_array(type.dictionary->format, dictionary, work, entries->codes.data());
+    const int64_t bad =
+        hash_plain_array(type.dictionary->format, dictionary, work, entries->codes.data());
+    if (bad != kAllGood) return {0, kOutside, bad};
     entries->buffers.assign(dictionary.buffers, dictionary.buffers + dictionary.n_buffers);
     entries->offset = dictionary.offset;
   }
@@ -240,17 +261,16 @@ int64_t hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, 
     using Index = std::remove_const_t<std::remove_pointer_t<decltype(index)>>;
     bad = take(buffer_of<Index>(array, 1) + array.offset, array, entries->codes, work, codes);
   });
-  return bad;
+  return {bad, kNoEntry};
 }
 
-// The position of an index that names no entry of its dictionary, or kAllGood. May throw bad_alloc.
-int64_t hash_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
-                   Entries* entries, int64_t* codes) {
+// The first item that cannot be hashed. May throw bad_alloc.
+Fault hash_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
+                 Entries* entries, int64_t* codes) {
   if (type.dictionary != nullptr) {
     return hash_dictionary_array(type, array, work, entries, codes);
   }
-  hash_plain_array(type.format, array, work, codes);
-  return kAllGood;
+  return {hash_plain_array(type.format, array, work, codes), kOutside};
 }
 
 bool check_type(const ArrowSchema& type) {
@@ -262,6 +282,20 @@ bool check_type(const ArrowSchema& type) {
                "dictionary of these",
                values->format);
   return false;
+}
+
+// Whether a chunk that begins at values[first] can be read.
+bool check_array(const ArrowSchema& type, const ArrowArray& array, int64_t first) {
+  const char* flaw = flaw_of(type, array);
+  if (flaw == nullptr && array.length > std::numeric_limits<int64_t>::max() - first) {
+    flaw = "the lengths of all chunks are out of range";
+  }
+  if (flaw != nullptr) {
+    PyErr_Format(PyExc_ValueError, "values is a malformed Arrow column from values[%lld] on: %s",
+                 static_cast<long long>(first), flaw);
+    return false;
+  }
+  return type.dictionary == nullptr || check_array(*type.dictionary, *array.dictionary, first);
 }
 
 bool refuse_released() {
@@ -286,7 +320,7 @@ bool ArrowColumn::open_array(PyObject* schema, PyObject* array) {
   if (!check_type(*type_)) return false;
   chunks_.push_back(*chunk);
   chunks_.back().release = nullptr;
-  return true;
+  return check_array(*type_, *chunk, 0);
 }
 
 bool ArrowColumn::open_stream(PyObject* capsule) {
@@ -299,12 +333,15 @@ bool ArrowColumn::open_stream(PyObject* capsule) {
     type_ = &own_type_;
     if (!check_type(own_type_)) return false;
   }
+  int64_t length = 0;
   while (error == 0) {
     ArrowArray chunk{};
     // What makes the chunks may need the GIL on another thread.
     without_gil([&] { error = stream->get_next(stream, &chunk); });
     if (error != 0 || chunk.release == nullptr) break;
     chunks_.push_back(chunk);
+    if (!check_array(own_type_, chunk, length)) return false;
+    length += chunk.length;
   }
   if (error == 0) return true;
   const char* why = stream->get_last_error(stream);
@@ -321,16 +358,16 @@ int64_t ArrowColumn::length() const {
 bool ArrowColumn::hash(uint64_t seed, int num_threads, int64_t* codes) const {
   if (!check_num_threads(num_threads)) return false;
   const Work work{seed, num_threads, code_of({}, seed)};
-  int64_t bad = kAllGood;
+  Fault fault;
   bool no_memory = false;
   without_gil([&] {
     try {
       Entries entries;
       int64_t done = 0;
       for (const ArrowArray& chunk : chunks_) {
-        bad = hash_array(*type_, chunk, work, &entries, codes + done);
-        if (bad != kAllGood) {
-          bad += done;
+        fault = hash_array(*type_, chunk, work, &entries, codes + done);
+        if (fault.position != kAllGood) {
+          fault.position += done;
           break;
         }
         done += chunk.length;
@@ -340,11 +377,16 @@ bool ArrowColumn::hash(uint64_t seed, int num_threads, int64_t* codes) const {
     }
   });
   if (no_memory) PyErr_NoMemory();
-  if (bad != kAllGood) {
-    PyErr_Format(PyExc_ValueError, "values[%lld] names an entry that its dictionary does not have",
-                 static_cast<long long>(bad));
+  if (no_memory || fault.position == kAllGood) return !no_memory;
+  const auto position = static_cast<long long>(fault.position);
+  const auto entry = static_cast<long long>(fault.entry);
+  if (fault.entry == kAllGood) {
+    PyErr_Format(PyExc_ValueError, "values[%lld] %s", position, fault.reason);
+  } else {
+    PyErr_Format(PyExc_ValueError, "entry %lld of the dictionary of values[%lld] %s", entry,
+                 position, fault.reason);
   }
-  return !no_memory && bad == kAllGood;
+  return false;
 }
 
 }  // namespace sparsekit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,8 +66,10 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
             type, such as floats, timestamps or a whole table; a single value, a set, a dict or an
             iterator instead of a sequence.
         ValueError: A str with a lone surrogate or an int too long for Python to print, named with
-            its position; an index without an entry in a column's dictionary; more or fewer than one
-            dimension; a seed out of range.
+            its position; an index without an entry in a column's dictionary; a malformed Arrow
+            column, whose offsets fall, or reach beyond its texts, or whose views do (of how large
+            buffers are only pyarrow's columns tell); more or fewer than one dimension; a seed out
+            of range.
         OSError: The chunks of a column could not be read.
 
     Example:
@@ -95,6 +98,7 @@ def _hash(values: Any, seed: int) -> np.ndarray:
     if isinstance(values, Mapping):
         raise TypeError(f"values must be a sequence, such as a list; got {type(values).__name__}")
     _check_dimensions(values)
+    _check_buffers(values)
     threads = torch.get_num_threads()
     if hasattr(values, "__arrow_c_array__"):
         schema, array = values.__arrow_c_array__()
@@ -102,6 +106,25 @@ def _hash(values: Any, seed: int) -> np.ndarray:
     if hasattr(values, "__arrow_c_stream__"):
         return _pybind.xxh64_arrow_stream(values.__arrow_c_stream__(), seed, threads)
     return _pybind.xxh64_many(values, seed, threads)
+
+
+def _check_buffers(values: Any) -> None:
+    """Raise ValueError where a column of pyarrow reaches beyond its buffers.
+
+    Their sizes are no part of what __arrow_c_array__ returns, so _pybind cannot compare them.
+    """
+    pyarrow = sys.modules.get("pyarrow")
+    if pyarrow is None or not isinstance(values, (pyarrow.Array, pyarrow.ChunkedArray)):
+        return
+    first = 0
+    for chunk in getattr(values, "chunks", [values]):
+        try:
+            chunk.validate()
+        except pyarrow.ArrowException as error:
+            raise ValueError(
+                f"values is a malformed Arrow column from values[{first}] on: {error}"
+            ) from error
+        first += len(chunk)
 
 
 def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:

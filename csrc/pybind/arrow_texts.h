@@ -1,0 +1,91 @@
+// Where the texts of an Arrow array lie, and which of its items are there.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+#include <type_traits>
+
+#include "hash_columns.h"
+#include "hash_parts.h"
+
+namespace sparsekit {
+
+// Stands for text i where that is outside of its array's memory; `first_bad` becomes the lowest
+// such i. Kept out of the loops that call it, which have no register to spare.
+#if defined(__GNUC__)
+__attribute__((cold, noinline))
+#endif
+inline std::string_view outside(std::atomic<int64_t>* first_bad, int64_t i) {
+  keep_first(*first_bad, i);
+  return {};
+}
+
+// Each of these gives text i of an array.
+template <class Offset>
+struct OffsetTexts {
+  using Size = std::make_unsigned_t<Offset>;  // a negative one is beyond any end
+
+  const Offset* offsets;
+  const char* data;
+  Size end_of_data;
+  std::atomic<int64_t>* first_bad;
+  std::string_view operator()(int64_t i) const {
+    const auto begin = static_cast<Size>(offsets[i]), end = static_cast<Size>(offsets[i + 1]);
+    if (begin > end || end > end_of_data) return outside(first_bad, i);
+    return {data + begin, end - begin};
+  }
+};
+
+struct FixedTexts {
+  const char* data;
+  int64_t size;
+  std::string_view operator()(int64_t i) const {
+    return {data + i * size, static_cast<size_t>(size)};
+  }
+};
+
+// 16 bytes each: the length, and then the text itself if it has at most 12 bytes, or else its first
+// four, the number of the buffer and the offset in it.
+struct ViewTexts {
+  const char* views;
+  const void* const* data;
+  const int64_t* sizes;  // of the buffers
+  int64_t num_buffers;
+  std::atomic<int64_t>* first_bad;
+  std::string_view operator()(int64_t i) const {
+    int32_t view[4];
+    std::memcpy(view, views + i * 16, sizeof view);
+    const auto size = static_cast<size_t>(view[0]);
+    if (size <= 12) return {views + i * 16 + 4, size};
+    const int64_t begin = view[3], buffer = view[2];
+    if (view[0] < 0 || begin < 0 || buffer < 0 || buffer >= num_buffers ||
+        begin + view[0] > sizes[buffer]) {
+      return outside(first_bad, i);
+    }
+    return {static_cast<const char*>(data[buffer]) + begin, size};
+  }
+};
+
+// Which items are there, from an offset on; all of them without a bitmap.
+struct Validity {
+  const uint8_t* bits;
+  int64_t offset;
+  bool operator()(int64_t i) const {
+    i += offset;
+    return bits == nullptr || (bits[i >> 3] >> (i & 7) & 1) != 0;
+  }
+};
+
+inline Validity validity_of(const ArrowArray& array) {
+  return {static_cast<const uint8_t*>(array.buffers[0]), array.offset};
+}
+
+template <class T>
+const T* buffer_of(const ArrowArray& array, int which) {
+  return static_cast<const T*>(array.buffers[which]);
+}
+
+}  // namespace sparsekit
