@@ -129,7 +129,9 @@ def test_parquet(tmp_path):
     for settings in ({}, {"compression": "gzip"}, {"compression": "none", "use_dictionary": False}):
         parquet.write_table(pa.table(columns), path, row_group_size=7, **settings)
         wholes.append(path.read_bytes())
-    for case in range(CASES):
+    # Faults in the structure, of which these are few, have tests/data/test_fuzz_parquet.py.
+    cases = CASES // 5
+    for case in range(cases):
         draw = random.Random(case)
         path.write_bytes(mutate(draw, draw.choice(wholes)))
         kind, _ = outcome(
@@ -143,4 +145,4 @@ def test_parquet(tmp_path):
             )
         )
         parsed += isinstance(kind, int)
-    assert CASES * 0.1 < parsed < CASES * 0.9
+    assert cases * 0.1 < parsed < cases * 0.9
