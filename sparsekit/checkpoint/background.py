@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ..distributed.world import settings
 from ..errors import CheckpointError
 from .manifest import write_small
-from .save import Writing
+from .save import Writing, checked_step
 from .snapshot import Copies, Optimizers, Stateful
+from .task import Task
 
 # Seconds between two looks at what other ranks have written.
 _LOOK = 0.02
@@ -32,32 +33,41 @@ class Background:
     is killed leaves the checkpoint unwritten, and what was there before as it was.
 
     Attributes:
-        waited: whether `wait` has been called.
+        waited: whether the caller has been told what has come of it, by `wait` or an error before.
     """
 
-    def __init__(
-        self,
-        writing: Writing,
-        copies: Copies | None = None,
-        after: Callable[[bool], None] | None = None,
-    ) -> None:
+    def __init__(self, writing: Writing, copies: Copies | None = None) -> None:
         self._writing = writing
-        self._after = after
+        self._copies = Copies() if copies is None else copies
         self._error: CheckpointError | None = None
+        self._task = Task(self._write, "sparsekit save")
         self.waited = False
+
+    def begin(self) -> None:
+        """Copy, and start to write; a collective.
+
+        Raises:
+            CheckpointError: the draft cannot be made, or there is no memory for the copy.
+        """
+        writing = self._writing
         try:
-            writing.together.do(
-                f"copy for {writing.draft.target}", lambda: self._copy(copies or Copies())
-            )
+            writing.begin()
+            writing.together.do(f"copy for {writing.draft.target}", self._copy)
+            self._task.start()
         except BaseException:
-            self._abandon()
+            if self.lost():
+                self._fail("was interrupted before it had begun")
+                writing.end()
+                self.waited = True
             raise
-        self._thread = threading.Thread(target=self._write, name="sparsekit save")
-        self._thread.start()
+
+    def lost(self) -> bool:
+        """Whether `begin` was left early and nothing is being written, nor ever will be."""
+        return self._task.cancel()
 
     def done(self) -> bool:
         """Whether this rank's part is written, or has failed; no collective."""
-        return not self._thread.is_alive()
+        return self._task.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint has appeared; a collective.
@@ -68,40 +78,33 @@ class Background:
         Raises:
             CheckpointError: it could not be written on some rank; what was there before still is.
         """
-        self._thread.join()
-        self.waited = True
-        after, self._after = self._after, None
+        self._task.wait()
+        writing = self._writing
 
         def answer() -> Path:
             if self._error is not None:
                 raise self._error
-            return self._writing.draft.target
+            return writing.draft.target
 
         try:
-            target = self._writing.together.do("wait for a save", answer)
-        except BaseException:
-            self._abandon()
-            if after is not None:
-                after(False)
+            target = writing.together.do("wait for a save", answer)
+        except Exception:
+            self.waited = True
             raise
         finally:
-            self._writing.draft.close()
-        if after is not None:
-            after(True)
+            writing.end()  # on rank 0 after all have written, if it failed
+        self.waited = True
+        writing.tell()
         return target
 
-    def _copy(self, copies: Copies) -> None:
+    def _copy(self) -> None:
         try:
-            self._writing.snapshot.copy_to(copies)
+            self._writing.snapshot.copy_to(self._copies)
         except RuntimeError as error:  # torch's, of an allocation too
             raise CheckpointError(
                 f"{self._writing.draft.target}: not saved: the tables cannot be copied: "
                 f"{str(error).splitlines()[0]}; save() needs no copy"
             ) from error
-
-    def _abandon(self) -> None:
-        if self._writing.together.rank == 0:
-            self._writing.draft.abandon()
 
     def _write(self) -> None:
         writing = self._writing
@@ -112,15 +115,20 @@ class Background:
             if writing.together.rank == 0:
                 _wait_for_others(writing)
                 writing.publish()
-            return
         except CheckpointError as error:
-            text = str(error)
+            self._fail(str(error))
         except BaseException:
-            text = traceback.format_exc(limit=-3)
+            self._fail(traceback.format_exc(limit=-3))
+        finally:
+            writing.end()
+
+    def _fail(self, text: str) -> None:
+        """Keep an error for `wait`, and tell rank 0."""
+        writing = self._writing
         self._error = CheckpointError(f"{writing.draft.target}: not saved: {text}")
         with contextlib.suppress(OSError, CheckpointError):
             name = f"rank-{writing.together.rank:04d}.failed"
-            write_small(writing.draft.folder / name, text.encode())
+            write_small(writing.draft.folder / name, text.encode(errors="backslashreplace"))
 
 
 def _wait_for_others(writing: Writing) -> None:
@@ -163,4 +171,7 @@ def async_save(
         What tells when it is done; all ranks call ``wait()`` on it, before they save again.
     """
     target = Path(path).absolute()
-    return Background(Writing(module, target, optimizer, state, step, process_group))
+    writing = Writing(module, target, optimizer, state, checked_step(step), process_group)
+    background = Background(writing)
+    background.begin()
+    return background

@@ -2,20 +2,30 @@
 
 Rows are written by optimizers, by `assign`, by hand; so nobody is asked who wrote, and what a row
 holds is compared. A change of one 8-byte word is always seen, other changes but for one in 2^31.
+Rows say nothing of a checkpoint unless they still stand for the keys that they stood for: of these
+a sum is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..ops.hash_table import SLOTS_PER_BUCKET
+from .manifest import Base
+from .snapshot import TableShard
 from .tensor_file import carried
 
 # Bytes that are worked on at a time, so that what is in between stays in the cache.
 _BLOCK = 1 << 18
+# Buckets of 64 bytes that are looked through at a time.
+_BUCKETS = 1 << 15
+_FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)  # odd
 
 
 class Fingerprints:
@@ -65,3 +75,85 @@ class Fingerprints:
             old[:] = new
         self.count = rows
         return np.concatenate(changed) if changed else np.empty(0, dtype=np.int64)
+
+
+def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
+    """For each size, a sum over the keys of rows ``[0, size)`` that also depends on their order."""
+    sums = [0] * len(sizes)
+    table = shard.layer.table
+    if table is None:
+        return sums
+    for first in range(0, len(table.buckets), _BUCKETS):
+        part = table.buckets[first : first + _BUCKETS]
+        rows = part[:, SLOTS_PER_BUCKET:].contiguous().view(torch.int32)[:, :SLOTS_PER_BUCKET]
+        mixed = part[:, :SLOTS_PER_BUCKET] * _FACTORS[0] + rows.long() * _FACTORS[1]
+        mixed ^= mixed >> 29
+        mixed *= _FACTORS[2]
+        mixed ^= mixed >> 32
+        for number, size in enumerate(sizes):
+            here = (rows >= 0) & (rows < size)
+            sums[number] += int((mixed * here).sum())
+    return [each % 2**64 for each in sums]
+
+
+@dataclass
+class MarkedTable:
+    """Marks of a rank's part of a table.
+
+    Attributes:
+        identity: of the part, see `TableShard.identity`.
+        size: rows in use.
+        keys: their sum, see `sums_of_keys`.
+        prints: fingerprints of the rows.
+    """
+
+    identity: tuple[Any, ...]
+    size: int
+    keys: int
+    prints: Fingerprints
+
+
+@dataclass
+class Marks:
+    """What a process keeps of a checkpoint, so that the next one can have the changes since.
+
+    They are of that checkpoint and no other: whoever uses them sees first that it is on disk.
+
+    Attributes:
+        base: the checkpoint.
+        links: how many checkpoints it follows, one after the other.
+        tables: by name, all that it has.
+    """
+
+    base: Base
+    links: int = 0
+    tables: dict[str, MarkedTable] = field(default_factory=dict)
+
+    def follow(self, shards: Sequence[TableShard], before: Mapping[str, MarkedTable]) -> set[str]:
+        """Prepare marks of tables, given those of the checkpoint that this one may follow.
+
+        Returns:
+            Tables all of whose rows must be written: they were not there, are others by now, or
+            some of their rows are gone or stand for other keys.
+        """
+        complete = set()
+        for shard in shards:
+            identity, known = shard.identity(), before.get(shard.name)
+            size_before = 0 if known is None else known.size
+            keys_before, keys = sums_of_keys(shard, [size_before, shard.size])
+            if (
+                known is None
+                or (known.identity, known.keys) != (identity, keys_before)
+                or known.size > shard.size
+            ):
+                complete.add(shard.name)
+                prints = Fingerprints(shard.layer.capacity)
+            else:
+                prints = known.prints
+            self.tables[shard.name] = MarkedTable(identity, shard.size, keys, prints)
+        return complete
+
+    def changed(self, shard: TableShard) -> np.ndarray:
+        """Rows that are not as they were; from now on these marks are of the rows as they are."""
+        prints = self.tables[shard.name].prints
+        return prints.update(list(shard.columns.values()), shard.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import itertools
 import os
 import re
@@ -19,7 +20,8 @@ from .. import _pybind, hashing
 from ..distributed.world import settings
 from ..errors import CheckpointError
 from ..table import HashTable
-from .folder import chain, published, resolved
+from .draft import published
+from .folder import chain, resolved
 from .load_table import parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file
 from .manifest_file import write_manifest
@@ -232,11 +234,8 @@ def _pyarrow_parquet() -> Any:
 
 
 def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
+    with io.FileIO(path) as file:
         os.fsync(file)
-    finally:
-        os.close(file)
 
 
 Parts = Sequence[tuple[Path, Table]]

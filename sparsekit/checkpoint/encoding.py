@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
+from .tensor_file import check_storable
 
 # How JSON says what it has no words for. A dict that has such a key itself is written as items.
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
@@ -19,13 +20,21 @@ _SCALARS = {"float32": torch.float32, "float64": torch.float64, "int32": torch.i
 MOST_NESTED = 100
 
 
-def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 2) -> Any:
     """A value as JSON; tensors in it go to ``tensors``, by their path.
+
+    Args:
+        value: what a manifest has two levels deep, as ``ranks[0]["state"]["name"]``.
+        name: of it, for errors and the tensors.
+        tensors: to add to.
+        depth: how deep `decoded` will find it.
 
     Raises:
         CheckpointError: something that is no tensor, number, text, None, or a list, tuple or dict
-            of these; named by its path.
+            of these, or is nested deeper than `decoded` reads; named by its path.
     """
+    if depth > MOST_NESTED:
+        raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic):
@@ -35,8 +44,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or hasattr(value, "device_mesh"):
-            raise CheckpointError(f"{name}: a sparse or distributed tensor cannot be saved here")
+        check_storable(name, value)
         while name in tensors:  # the path of {"a.b": x} is that of {"a": {"b": x}}
             name += "+"
         tensors[name] = value.detach()
@@ -44,15 +52,21 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         if plain:
-            return {key: encoded(each, f"{name}.{key}", tensors) for key, each in value.items()}
+            return {
+                key: encoded(each, f"{name}.{key}", tensors, depth + 1)
+                for key, each in value.items()
+            }
         return {
             _ITEMS: [
-                [encoded(key, name, tensors), encoded(each, f"{name}.{key}", tensors)]
+                [
+                    encoded(key, name, tensors, depth + 2),
+                    encoded(each, f"{name}.{key}", tensors, depth + 2),
+                ]
                 for key, each in value.items()
             ]
         }
     if isinstance(value, list | tuple):
-        listed = [encoded(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
+        listed = [encoded(each, f"{name}.{i}", tensors, depth + 1) for i, each in enumerate(value)]
         return listed if isinstance(value, list) else {_TUPLE: listed}
     raise CheckpointError(
         f"{name}: a checkpoint has tensors, numbers and text, in lists, tuples and dicts, but no "
@@ -60,14 +74,14 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def scalar(tensor: torch.Tensor) -> Any:
-    """A 0-dim tensor as JSON: int64, which counts steps, as a number."""
+def scalar(tensor: torch.Tensor, name: str) -> Any:
+    """A 0-dim tensor as JSON: int64, which counts steps, as a number; ``name`` is for errors."""
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _SCALARS:
-        raise CheckpointError(f"a number for a table cannot be {tensor.dtype}")
+        raise CheckpointError(f"{name}: a number for a table cannot be {tensor.dtype}")
     return {_SCALAR: [dtype, encoded(value, "", {})]}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..errors import check_int
+from ..errors import CheckpointError, check_int
 from .background import Background
-from .folder import latest, lock_folder, retain, step_folder, unlock_folder
+from .changes import Marks
+from .draft import make_folder
+from .folder import latest, step_folder, steps_in, whole_chain
 from .load import Loaded, load
-from .save import Changes, Writing
+from .lock import Lock, lock_folder
+from .save import Writing
 from .snapshot import Copies, Optimizers, Stateful, unwrapped
 from .together import Together
 
@@ -21,7 +25,10 @@ from .together import Together
 class Checkpoints:
     """Saves into a folder, ``step-000000000100`` and so on, and loads the latest.
 
-    One job at a time writes into a folder. What a killed one has left is removed at the next save.
+    One job at a time writes into a folder, from its first save until `close`, or until this object
+    is gone. What a killed one has left is removed at the next save. A run's first save refuses a
+    folder that has checkpoints of its step or later ones, which this object has neither written
+    nor loaded: they would stay the latest. See `claim`.
 
     Args:
         folder: made if need be; on a disk that all ranks share.
@@ -48,10 +55,11 @@ class Checkpoints:
             "Checkpoints", "complete_every", complete_every, 1, 2**31 - 1
         )
         self._group = process_group
-        self._changes = Changes() if self.complete_every > 1 else None
+        self._marks: Marks | None = None  # of the last that was begun: it may not have appeared
         self._copies = Copies()
-        self._saved = 0  # since the last complete one
         self._background: Background | None = None
+        self._lock: Lock | None = None
+        self._claimed = False
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None; no collective. See `latest`."""
@@ -81,12 +89,7 @@ class Checkpoints:
                 the background has failed.
         """
         writing = self._writing(step, module, optimizer, state)
-        try:
-            writing.now()
-        except BaseException:
-            self._settle(writing, False)
-            raise
-        self._settle(writing, True)
+        writing.now()
         return writing.draft.target
 
     def async_save(
@@ -101,17 +104,18 @@ class Checkpoints:
 
         The memory for copies of tables is kept until `close`.
         """
-        writing = self._writing(step, module, optimizer, state)
-        self._background = Background(
-            writing, self._copies, lambda done: self._settle(writing, done)
-        )
-        return self._background
+        background = Background(self._writing(step, module, optimizer, state), self._copies)
+        # Before it begins: an interrupt may leave it at work.
+        self._background = background
+        background.begin()
+        return background
 
     def wait(self) -> None:
         """Wait for what is saved in the background, if there is something; a collective."""
         # Kept until then: an interrupted wait can be made again.
-        if self._background is not None and not self._background.waited:
-            self._background.wait()
+        background = self._background
+        if background is not None and not background.waited and not background.lost():
+            background.wait()
         self._background = None
 
     def load(
@@ -129,10 +133,37 @@ class Checkpoints:
         found = together.text_of_first("the latest", lambda: os.fspath(self.latest() or ""))
         if not found:
             return None
-        return load(
+        loaded = load(
             module, found, optimizer, state=state, strict=strict, cast=cast,
             process_group=self._group,
         )  # fmt: skip
+        self._claimed = True
+        return loaded
+
+    def claim(self, step: int, module: torch.nn.Module) -> None:
+        """Make the folder that of a run whose first save is of this step or later; a collective.
+
+        The first save does so by itself. A run that takes long before it should call this.
+
+        Args:
+            step: >= 0.
+            module: that will be saved.
+
+        Raises:
+            CheckpointError: another job writes into this folder, or it cannot be written; or it has
+                whole checkpoints of this step or later ones, and this object, since it was made or
+                closed, has neither loaded from the folder nor claimed it.
+        """
+        together = Together(unwrapped(module), self._group)
+
+        def take() -> None:
+            make_folder(self.folder)
+            self._lock = lock_folder(self.folder)
+            if not self._claimed:
+                _refuse_older_run(self.folder, step)
+
+        together.on_first(f"save into {self.folder}", take)
+        self._claimed = True
 
     def _writing(
         self,
@@ -143,27 +174,55 @@ class Checkpoints:
     ) -> Writing:
         check_int("Checkpoints", "step", step, 0, 10**18)
         self.wait()
-        together = Together(unwrapped(module), self._group)
-        together.on_first(f"save into {self.folder}", lambda: lock_folder(self.folder))
+        self.claim(step, module)
         target = self.folder / step_folder(step)
-        incremental = self._changes is not None and self._saved % self.complete_every != 0
-        base = None if self._changes is None else self._changes.base
-        if base is not None and base.folder == target.name:
-            incremental = False  # it would follow itself
-        return Writing(
-            module, target, optimizer, state, step, self._group,
-            replace=True, changes=self._changes, incremental=incremental,
+        writing = Writing(
+            module, target, optimizer, state, step, self._group, self.keep,
+            marked=self.complete_every > 1, follows=self._follows(target, module),
         )  # fmt: skip
+        # Those of the one before are overwritten from now on, whatever comes of this one.
+        self._marks = writing.marks
+        return writing
 
-    def _settle(self, writing: Writing, done: bool) -> None:
-        self._saved = self._saved + 1 if done else 0
-        if self._changes is not None:
-            self._changes.settle(writing.base_of_next if done else None)
-        if done and writing.together.rank == 0:
-            retain(self.folder, self.keep)
+    def _follows(self, target: Path, module: torch.nn.Module) -> Marks | None:
+        """Marks of the last checkpoint, if it is whole on disk and the next one can follow it."""
+        marks = self._marks
+
+        def of_base() -> str:
+            if marks is None or marks.links + 1 >= self.complete_every:
+                return ""
+            try:
+                links = whole_chain(self.folder / marks.base.folder)
+            except CheckpointError:
+                return ""
+            if links[-1][1].id != marks.base.id or target in [folder for folder, _ in links]:
+                return ""
+            return marks.base.id
+
+        if self.complete_every == 1:
+            return None
+        together = Together(unwrapped(module), self._group)
+        base = together.text_of_first("what to follow", of_base)
+        return marks if marks is not None and marks.base.id == base else None
 
     def close(self) -> None:
         """Let other jobs write into the folder; what is saved in the background is waited for."""
         self.wait()
         self._copies = Copies()
-        unlock_folder(self.folder)
+        self._claimed = False
+        self._lock = None
+
+
+def _refuse_older_run(folder: Path, step: int) -> None:
+    later = []
+    for number, path in steps_in(folder).items():
+        if number >= step:
+            with contextlib.suppress(CheckpointError):
+                whole_chain(path)
+                later.append(path.name)
+    if later:
+        raise CheckpointError(
+            f"{folder}: has checkpoints of another run, up to {later[-1]}, and the first of this "
+            f"one is of step {step}: go on from them (Checkpoints.load, or fit(resume=True)), name "
+            f"another folder, or remove them"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -29,12 +30,12 @@ from .manifest import (
     rank_file,
     write_small,
 )
-from .tensor_file import Written, open_plain
+from .tensor_file import Written, plain_file
 
 _MOST_BYTES = 256 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _MOST_ROWS = 2**40
-_ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
+ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
 # Names in the files of tables that no state can have; docs/checkpoint_format.md.
 _OWN_COLUMNS = {"keys", "vectors", "scores", "removed"}
 
@@ -111,17 +112,14 @@ def _parsed(path: Path, text: bytes) -> Manifest:
 
 
 def _read_small(path: Path, most: int) -> bytes:
-    file = open_plain(path)
     try:
-        size = os.fstat(file).st_size
-        if size > most:
-            raise CheckpointError(f"{path}: {size} bytes are too many; it has {most} at most")
-        with os.fdopen(os.dup(file), "rb") as opened:
-            return opened.read(most + 1)
+        with io.BufferedReader(plain_file(path)) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > most:
+                raise CheckpointError(f"{path}: {size} bytes are too many; it has {most} at most")
+            return file.read(most + 1)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(file)
 
 
 class _Reader:
@@ -279,7 +277,7 @@ class _Reader:
         )
         if len(shards) != world_size:
             raise self._refuse(f"{where}.shards", f"{world_size} entries", f"{len(shards)}")
-        row_bytes = 8 + dim * getattr(torch, take("dtype", self._choice, _ROW_DTYPES)).itemsize
+        row_bytes = 8 + dim * getattr(torch, take("dtype", self._choice, ROW_DTYPES)).itemsize
         for shard in shards:
             if complete and shard.rows != shard.size:
                 raise self._refuse(f"{where}.shards.rows", f"its size {shard.size}", shard.rows)
@@ -314,7 +312,7 @@ class _Reader:
         shape = self._list(f"{where}.shape", value.get("shape"))
         if shape and (len(shape) > 1 or type(shape[0]) is not int or shape[0] != dim):
             raise self._refuse(f"{where}.shape", f"[] or [{dim}]", shape)
-        dtype = self._choice(f"{where}.dtype", value.get("dtype"), _ROW_DTYPES)
+        dtype = self._choice(f"{where}.dtype", value.get("dtype"), ROW_DTYPES)
         return State(dtype, tuple(shape))
 
     def _shard(self, where: str, value: Any, rank: int, files: dict[str, Written]) -> Shard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -16,7 +17,8 @@ from .. import ops
 from ..errors import CheckpointError
 from ..nn.owners import even_map
 from ..table import HashTable
-from .folder import chain, check_files, published, resolved
+from .draft import published
+from .folder import chain, check_files, resolved
 from .load_table import opened, parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file
 from .manifest_file import write_manifest
@@ -28,7 +30,7 @@ from .tensor_file import (
     Written,
     check_sum,
     header_of,
-    open_plain,
+    plain_file,
 )
 
 # Told after each piece: bytes read.
@@ -214,12 +216,12 @@ class ColumnWriter:
             self._ends[column.name] = end
             end += column.nbytes
         self._size = end
-        with self._opened(os.O_CREAT | os.O_EXCL | os.O_WRONLY) as file:
+        with self._opened("x") as file:
             _write_at(file, memoryview(header), 0)
 
     def append(self, values: Mapping[str, torch.Tensor]) -> None:
         """Add rows, as many to all columns."""
-        with self._opened(os.O_WRONLY) as file:
+        with self._opened("r+") as file:
             for name, tensor in values.items():
                 if tensor.numel():
                     content: Any = tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
@@ -229,7 +231,7 @@ class ColumnWriter:
     def finish(self) -> Written:
         """Have the file reach the disk, and read it once more for its CRC-32."""
         crc, done = 0, 0
-        with self._opened(os.O_RDWR) as file:
+        with self._opened("r+") as file:
             os.fsync(file)
             while piece := os.pread(file, PIECE, done):
                 crc = zlib.crc32(piece, crc)
@@ -239,13 +241,10 @@ class ColumnWriter:
         return Written(done, crc)
 
     @contextlib.contextmanager
-    def _opened(self, flags: int) -> Iterator[int]:
+    def _opened(self, mode: str) -> Iterator[int]:
         try:
-            file = os.open(self.path, flags | os.O_CLOEXEC, 0o644)
-            try:
-                yield file
-            finally:
-                os.close(file)
+            with io.FileIO(self.path, mode) as file:
+                yield file.fileno()
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: cannot be written: {error.strerror or error}"
@@ -261,9 +260,8 @@ def _write_at(file: int, view: memoryview, place: int) -> None:
 
 def _copy(source: Path, target: Path) -> Written:
     """Copy a small file."""
-    file = open_plain(source)
-    with os.fdopen(file, "rb") as opened_source:
-        content = opened_source.read()
+    with plain_file(source) as file:
+        content = file.readall()
     try:
         with open(target, "xb") as copy:
             copy.write(content)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import _pybind
-from ..errors import CheckpointError
-from .changes import Fingerprints
-from .folder import Draft
+from ..errors import CheckpointError, check_int
+from .changes import Marks
+from .draft import Draft
+from .folder import retain, whole_chain
 from .manifest import (
     DENSE,
     Base,
@@ -32,7 +33,6 @@ from .snapshot import (
     Optimizers,
     Snapshot,
     Stateful,
-    TableShard,
     listed,
     table_file,
     unwrapped,
@@ -41,39 +41,11 @@ from .tensor_file import Written, column_of, write
 from .together import Together
 
 
-class Changes:
-    """What a process remembers of its last checkpoint, so that the next one can be of changes."""
-
-    def __init__(self) -> None:
-        self.base: Base | None = None
-        self._of_tables: dict[str, tuple[tuple[Any, ...], Fingerprints]] = {}
-
-    def prepare(self, shards: Sequence[TableShard]) -> set[str]:
-        """Make room for fingerprints; returns tables of which all rows must be written."""
-        complete = set()
-        for shard in shards:
-            identity = shard.identity()
-            known = self._of_tables.get(shard.name)
-            if known is None or known[0] != identity or self.base is None:
-                complete.add(shard.name)
-            if known is None or known[0] != identity:
-                prints = Fingerprints(shard.layer.capacity)
-                self._of_tables[shard.name] = identity, prints
-        return complete
-
-    def rows(self, shard: TableShard) -> np.ndarray:
-        """Rows that have changed since the last call; this one's fingerprints are kept."""
-        return self._of_tables[shard.name][1].update(list(shard.columns.values()), shard.size)
-
-    def settle(self, base: Base | None) -> None:
-        """After a save: what the next one may follow, or None if it failed."""
-        self.base = base
-        if base is None:
-            self._of_tables.clear()
-
-
 class Writing:
-    """A checkpoint that is being written.
+    """A checkpoint that is being written: its draft, the lock of that, and the marks of its rows.
+
+    Nothing is on disk before `begin`, after which `end` is to be called whatever comes. Whether
+    there is a checkpoint is what the folder says: an interrupt may come just after it appeared.
 
     Args:
         module: see `save`.
@@ -82,9 +54,13 @@ class Writing:
         state: see `save`.
         step: see `save`.
         group: see `save`.
-        replace: whether a checkpoint that is there may go.
-        changes: of the last checkpoint, if this one may be incremental.
-        incremental: whether it is, where that is possible.
+        keep: how many of the checkpoints beside it stay; then it may replace one. None: all stay,
+            and it replaces nothing.
+        marked: whether to keep `marks`.
+        follows: marks of the checkpoint, whole on disk, that this one may have the changes since.
+
+    Attributes:
+        marks: of this checkpoint, if it is asked for.
     """
 
     def __init__(
@@ -95,44 +71,59 @@ class Writing:
         state: Mapping[str, Stateful] | None,
         step: int | None,
         group: dist.ProcessGroup | None,
-        replace: bool = False,
-        changes: Changes | None = None,
-        incremental: bool = False,
+        keep: int | None = None,
+        marked: bool = False,
+        follows: Marks | None = None,
     ) -> None:
         module = unwrapped(module)
         self.together = Together(module, group)
         self._step = step
-        self._changes = changes
-        what = f"save {target}"
-        self.draft = Draft(target, self.together.text_of_first(what, new_id))
+        self._keep = keep
+        self._notices: list[str] = []
+        self._what = f"save {target}"
+        id = self.together.text_of_first(self._what, new_id)
+        self.draft = Draft(target, id, replace=keep is not None)
         self.snapshot = self.together.do(
-            what, lambda: Snapshot(module, listed(optimizer), state or {})
+            self._what, lambda: Snapshot(module, listed(optimizer), state or {})
         )
-        complete = {shard.name for shard in self.snapshot.shards}
-        if changes is not None:
-            needed = changes.prepare(self.snapshot.shards)
-            complete = needed if incremental else complete
-        self._complete = complete
-        self._base = None if changes is None or not incremental else changes.base
-        self.together.on_first(what, lambda: self.draft.begin(replace))
+        shards = self.snapshot.shards
+        self._complete = {shard.name for shard in shards}
+        self._base: Base | None = None
+        self.marks: Marks | None = None
+        if not marked:
+            return
+        marks = Marks(Base(target.name, id))
+        complete = marks.follow(shards, {} if follows is None else follows.tables)
+        anywhere = self.together.union(complete)
+        self._complete = {shard.name for shard in shards if anywhere(shard.name)}
+        if follows is not None and len(self._complete) < len(shards):
+            self._base = follows.base
+            marks.links = follows.links + 1
+        self.marks = marks
 
-    @property
-    def base_of_next(self) -> Base:
-        """What the next checkpoint is to follow."""
-        return Base(self.draft.target.name, self.draft.id)
+    def begin(self) -> None:
+        """Make the draft; a collective."""
+        self.together.on_first(self._what, self.draft.begin)
+
+    def end(self) -> None:
+        """Remove what is left of the draft, once it has appeared or will not; no collective."""
+        if self.together.rank == 0:
+            self.draft.end()
+
+    def tell(self) -> None:
+        """Warn of what is in the way of retention."""
+        while self._notices:
+            warnings.warn(self._notices.pop(0), stacklevel=4)
 
     def now(self) -> None:
         """Write and publish; on an error the draft goes, and all ranks raise."""
-        what = f"save {self.draft.target}"
         try:
-            self.together.do(what, self.write_own)
-            self.together.on_first(what, self.publish)
-        except BaseException:
-            if self.together.rank == 0:
-                self.draft.abandon()
-            raise
+            self.begin()
+            self.together.do(self._what, self.write_own)
+            self.together.on_first(self._what, self.publish)
         finally:
-            self.draft.close()
+            self.end()
+        self.tell()
 
     def write_own(self) -> None:
         """Write this rank's files, and a note of them for rank 0."""
@@ -140,7 +131,8 @@ class Writing:
         files: dict[str, Written] = {}
         tables: dict[str, Any] = {}
         for number, shard in enumerate(self.snapshot.shards):
-            changed = None if self._changes is None else self._changes.rows(shard)
+            # Before they are written: whoever writes to a row meanwhile changes it once more.
+            changed = None if self.marks is None else self.marks.changed(shard)
             complete = shard.name in self._complete
             rows = None if complete else changed
             file = table_file(number, rank)
@@ -160,7 +152,12 @@ class Writing:
         }
         part_file = folder / f"rank-{rank:04d}.part"
         write_small(part_file.with_suffix(".new"), json.dumps(note).encode())
-        os.rename(part_file.with_suffix(".new"), part_file)
+        try:
+            os.rename(part_file.with_suffix(".new"), part_file)
+        except OSError as error:
+            raise CheckpointError(
+                f"{part_file}: cannot be written: {error.strerror or error}"
+            ) from error
 
     def publish(self) -> None:
         """On rank 0, once all have written: make the manifest, and have the checkpoint appear."""
@@ -179,7 +176,10 @@ class Writing:
             notes, self.draft.id, self._step, self._base, self.snapshot.optimizers
         )
         write_manifest(folder, manifest)
+        whole_chain(folder)  # as `load` will read it: the base may have gone, or a name be too long
         self.draft.publish()
+        if self._keep is not None:
+            self._notices += retain(self.draft.target.parent, self._keep, self.draft.target)
 
 
 def manifest_of(
@@ -249,7 +249,7 @@ def save(
         optimizer: one, or several, of the module's parameters.
         state: name -> other objects with ``state_dict`` and ``load_state_dict``: schedulers, a
             `Trainer`, a reader. Each rank's own are saved.
-        step: number of the training step, for the manifest.
+        step: number of the training step, for the manifest; 0 or more.
         process_group: whose ranks save; None is the default group.
 
     Returns:
@@ -259,9 +259,15 @@ def save(
         CheckpointError: on all ranks: there is something at path already, the disk is full, a
             folder is missing or read-only, or the state has something that is no tensor, number or
             text. Nothing has appeared at path.
+        TypeError, ValueError: step is no such number.
         ValueError: a table of other ranks than those of process_group.
         RuntimeError: on meta; or another rank's error.
     """
     target = Path(path).absolute()
-    Writing(module, target, optimizer, state, step, process_group).now()
+    Writing(module, target, optimizer, state, checked_step(step), process_group).now()
     return target
+
+
+def checked_step(step: int | None) -> int | None:
+    """A step as a manifest can have it."""
+    return None if step is None else check_int("save", "step", step, 0, 2**63 - 1)

@@ -17,7 +17,8 @@ from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from ..table import HashTable
 from .encoding import encoded, scalar
-from .tensor_file import Column, carried, column_of
+from .manifest_file import ROW_DTYPES
+from .tensor_file import Column, carried, check_storable, column_of
 
 # Rows whose keys are in memory at a time while a table is written.
 _KEYS = 1 << 23
@@ -129,11 +130,10 @@ class TableShard:
     facts: dict[str, Any]
 
     def identity(self) -> tuple[Any, ...]:
-        """Changes whenever rows stop to stand for the keys they stood for."""
-        table = self.layer.table
-        seeds = None if table is None else int(table.hash_seed)
+        """Changes whenever rows of before have nothing to do with those of now."""
+        layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
-        return seeds, int(self.layer.seed), self.layer.capacity, tuple(shapes)
+        return layer.table is None, layer.rank, layer.world_size, layer.capacity, tuple(shapes)
 
     def copy_to(self, copies: Copies) -> None:
         """Have all that is written from now on come from copies."""
@@ -233,7 +233,10 @@ class Snapshot:
         optimizers: Sequence[torch.optim.Optimizer],
         state: Mapping[str, Stateful],
     ) -> None:
-        self.dense = {f"module.{n}": tensor for n, tensor in dense_tensors(module).items()}
+        dense = dense_tensors(module)
+        for name, tensor in dense.items():
+            check_storable(name, tensor)
+        self.dense = {f"module.{name}": tensor for name, tensor in dense.items()}
         self.own: dict[str, torch.Tensor] = {}
         layers = named_tables(module)
         for layer in layers.values():
@@ -311,12 +314,22 @@ def _shard(
     columns = {"vectors": layer.weight.detach()}
     settings: dict[str, Any] = {}
     for key, value in kept.items():
+        where = f"{name}.{key}, which the optimizer keeps"
         if isinstance(value, torch.Tensor) and value.dim() and len(value) == layer.capacity:
+            check_storable(where, value)
+            if _name(value.dtype) not in ROW_DTYPES:
+                raise CheckpointError(f"{where}: a table's rows cannot have {value.dtype}")
             columns[key] = value
         elif isinstance(value, torch.Tensor) and not value.dim():
-            settings[key] = scalar(value)
+            settings[key] = scalar(value, where)
         else:
-            settings[key] = encoded(value, f"{name}.{key}", {})
+            tensors: dict[str, torch.Tensor] = {}
+            settings[key] = encoded(value, where, tensors)
+            if tensors:
+                raise CheckpointError(
+                    f"{where}: a tensor of shape {list(next(iter(tensors.values())).shape)} is "
+                    f"neither a number nor one for each of the table's {layer.capacity} rows"
+                )
     states = {
         key: {"dtype": _name(tensor.dtype), "shape": list(tensor.shape[1:])}
         for key, tensor in columns.items()

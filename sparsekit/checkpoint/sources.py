@@ -7,6 +7,7 @@ SOK's layouts are those that HugeCTR's sparse_operation_kit writes; that of vers
 from __future__ import annotations
 
 import functools
+import io
 import os
 import re
 import string
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .tensor_file import PIECE, open_plain
+from .tensor_file import PIECE, plain_file
 
 _SOK2_DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
 _SOK2_HEAD = 296
@@ -80,7 +81,7 @@ def here(dtype: np.dtype[Any]) -> torch.dtype:
 
 def plain(path: Path) -> BinaryIO:
     """A plain file, opened to read."""
-    return os.fdopen(open_plain(path), "rb")
+    return io.BufferedReader(plain_file(path))
 
 
 def _size(path: Path) -> int:

@@ -7,14 +7,12 @@ See https://huggingface.co/docs/safetensors for the layout.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
+import io
 import json
 import math
 import os
 import stat
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,9 +24,11 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
+from .checksum import Summed
 
 # Bytes that are in memory at a time of each tensor.
 PIECE = 8 << 20
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # A header lists the states of one table, or the dense parameters of a model.
 MOST_HEADER = 64 << 20
 
@@ -43,6 +43,12 @@ _CODES: dict[torch.dtype, str] = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 DTYPES = {code: dtype for dtype, code in _CODES.items()}
 # NumPy has no bfloat16, and this module only carries bytes.
@@ -77,6 +83,19 @@ class Written:
     crc32: int
 
 
+def check_storable(name: str, tensor: torch.Tensor) -> None:
+    """Raise CheckpointError, which names the tensor, unless a file can have it."""
+    if tensor.layout != torch.strided or hasattr(tensor, "device_mesh"):
+        kind = str(tensor.layout).removeprefix("torch.")
+        kind = "a distributed tensor" if kind == "strided" else f"a tensor that is {kind}"
+        raise CheckpointError(f"{name}: {kind} cannot be saved here; keep a dense one")
+    if tensor.dtype not in _CODES:
+        listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _CODES)
+        raise CheckpointError(
+            f"{name}: a tensor of {tensor.dtype} cannot be saved; a checkpoint has {listed}"
+        )
+
+
 def rows_per_piece(row_bytes: int) -> int:
     """How many rows make a piece."""
     return max(1, PIECE // max(row_bytes, 1))
@@ -84,7 +103,7 @@ def rows_per_piece(row_bytes: int) -> int:
 
 def carried(tensor: torch.Tensor) -> np.ndarray:
     """A CPU tensor's bytes as unsigned integers of its width, in its shape; shares memory."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     array: np.ndarray = tensor.view(same).numpy()
     return array.view(_CARRIED[tensor.dtype.itemsize])
@@ -135,7 +154,7 @@ def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {
     """
     columns = list(columns)
     try:
-        with open(path, "xb", buffering=0) as file, _Sum() as total:
+        with open(path, "xb", buffering=0) as file, Summed() as total:
             total.write(file, header_of(columns, metadata))
             for column in columns:
                 expected = total.bytes + column.nbytes
@@ -150,61 +169,6 @@ def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {
             return Written(total.bytes, total.crc32())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-# Bytes after which the disk begins to write, so that fsync has little left to wait for.
-_TO_DISK = 64 << 20
-
-
-def _begin_to_write(file: int, begin: int, count: int) -> None:
-    """Ask Linux to begin to write; where it cannot, it writes when it likes."""
-    with contextlib.suppress(AttributeError):
-        ask = ctypes.CDLL(None).sync_file_range
-        ask.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-        ask(file, begin, count, 2)  # SYNC_FILE_RANGE_WRITE
-
-
-class _Sum:
-    """Writes pieces, and adds up their CRC-32 in another thread meanwhile."""
-
-    def __init__(self) -> None:
-        self.bytes = self._begun = 0
-        self._crc = 0
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> _Sum:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._join()
-
-    def write(self, file: Any, piece: Any) -> None:
-        view = memoryview(piece).cast("B") if len(piece) else memoryview(b"")
-        self._join()
-        if len(view) >= 1 << 16:
-            self._thread = threading.Thread(target=self._add, args=(view,), daemon=True)
-            self._thread.start()
-        else:
-            self._add(view)
-        done = 0
-        while done < len(view):
-            done += file.write(view[done:])
-        self.bytes += len(view)
-        if self.bytes - self._begun >= _TO_DISK:
-            _begin_to_write(file.fileno(), self._begun, self.bytes - self._begun)
-            self._begun = self.bytes
-
-    def crc32(self) -> int:
-        self._join()
-        return self._crc
-
-    def _add(self, view: memoryview) -> None:
-        self._crc = zlib.crc32(view, self._crc)
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
 
 @dataclass(frozen=True)
@@ -228,11 +192,11 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open_plain(path)
+        self._file = plain_file(path)
         try:
             self.places = self._read_header()
         except BaseException:
-            os.close(self._file)
+            self._file.close()
             raise
 
     def __enter__(self) -> TensorFile:
@@ -244,10 +208,10 @@ class TensorFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._file)
+        self._file.close()
 
     def _read_header(self) -> dict[str, Place]:
-        size = os.fstat(self._file).st_size
+        size = os.fstat(self._file.fileno()).st_size
         length = struct.unpack("<Q", self._bytes(0, 8, "it"))[0] if size >= 8 else -1
         if not 2 <= length <= min(size - 8, MOST_HEADER):
             raise CheckpointError(f"{self.path}: is damaged: it has no header of tensors")
@@ -286,7 +250,7 @@ class TensorFile:
         view, done = memoryview(room), 0
         try:
             while done < count:
-                got = os.preadv(self._file, [view[done:]], begin + done)
+                got = os.preadv(self._file.fileno(), [view[done:]], begin + done)
                 if got == 0:
                     raise CheckpointError(
                         f"{self.path}: is damaged: it ends in the middle of {what}"
@@ -311,23 +275,24 @@ def _place(entry: Any, begin: int) -> Place:
     return Place(dtype, tuple(shape), begin + first)
 
 
-def open_plain(path: Path) -> int:
-    """Open a file to read that is a plain one.
+def plain_file(path: Path) -> io.FileIO:
+    """A file to read that is a plain one; it is closed as soon as nobody has it.
 
     Raises:
         CheckpointError: it is a link, or something else, or cannot be read.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        kind = os.lstat(path).st_mode
+        if stat.S_ISLNK(kind):
+            raise CheckpointError(f"{path}: cannot be read: it is a link")
+        if not stat.S_ISREG(kind):
+            raise CheckpointError(f"{path}: is no plain file")
+        # In one step for Python: an interrupt in between would leak the number.
+        return next(map(io.FileIO, map(os.open, [path], [_TO_READ])))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is missing") from None
     except OSError as error:
-        link = " (a link?)" if path.is_symlink() else ""
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}{link}") from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CheckpointError(f"{path}: is no plain file")
-    return file
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def check_sum(path: Path, expected: Written) -> None:
@@ -336,23 +301,26 @@ def check_sum(path: Path, expected: Written) -> None:
     Raises:
         CheckpointError: it is missing, no plain file, or has other bytes.
     """
-    file = open_plain(path)
     try:
-        size = os.fstat(file).st_size
-        if size != expected.bytes:
-            raise CheckpointError(
-                f"{path}: is damaged: it has {size} bytes, and {expected.bytes} were written"
-            )
-        room = bytearray(PIECE)
-        crc = 0
-        with memoryview(room) as view:
-            while count := os.readv(file, [view]):
-                crc = zlib.crc32(view[:count], crc)
+        with plain_file(path) as file:
+            check_size(path, file, expected)
+            room = bytearray(PIECE)
+            crc = 0
+            with memoryview(room) as view:
+                while count := os.readv(file.fileno(), [view]):
+                    crc = zlib.crc32(view[:count], crc)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    finally:
-        os.close(file)
     if crc != expected.crc32:
         raise CheckpointError(
             f"{path}: is damaged: its CRC-32 is {crc:08x}, and {expected.crc32:08x} was written"
+        )
+
+
+def check_size(path: Path, file: io.FileIO, expected: Written) -> None:
+    """Raise CheckpointError unless a file is as long as it was."""
+    size = os.fstat(file.fileno()).st_size
+    if size != expected.bytes:
+        raise CheckpointError(
+            f"{path}: is damaged: it has {size} bytes, and {expected.bytes} were written"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,9 +11,13 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import exchange_of
+from ..errors import CheckpointError
 from .snapshot import named_tables
 
 T = TypeVar("T")
+
+_MOST_TEXT = 4096
+_SLOTS = 1 << 14
 
 
 class Together:
@@ -45,7 +51,9 @@ class Together:
         def offer() -> None:
             made.append(make())
 
-        self._exchange.meet(f"checkpoint: {what}", offer)
+        # A path may be no UTF-8.
+        plan = f"checkpoint: {what}".encode(errors="backslashreplace").decode()
+        self._exchange.meet(plan, offer)
         return made[0]
 
     def on_first(self, what: str, make: Callable[[], None]) -> None:
@@ -53,15 +61,39 @@ class Together:
         self.do(what, make if self.rank == 0 else lambda: None)
 
     def text_of_first(self, what: str, make: Callable[[], str]) -> str:
-        """What a function returns on rank 0, at most 4096 bytes as UTF-8."""
-        text = self.do(what, make if self.rank == 0 else str)
+        """What a function returns on rank 0: a path, or any text, of at most 4096 bytes.
+
+        Raises:
+            CheckpointError: it is longer.
+        """
         if self._exchange is None:
-            return text
-        room = torch.zeros(4096, dtype=torch.uint8)
-        content = text.encode()
-        if content:
-            room[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        room = room.to(self._exchange.device)
+            return make()
+        room = torch.zeros(_MOST_TEXT, dtype=torch.uint8)
+
+        def fill() -> None:
+            content = os.fsencode(make())
+            if len(content) > _MOST_TEXT:
+                raise CheckpointError(f"{what}: {len(content)} bytes are more than {_MOST_TEXT}")
+            room[: len(content)] = torch.tensor(list(content), dtype=torch.uint8)
+
+        self.on_first(what, fill)
+        shared = room.to(self._exchange.device)
         group = self._exchange.group
-        dist.broadcast(room, dist.get_global_rank(group, 0), group)
-        return bytes(room.cpu().numpy()).rstrip(b"\0").decode()
+        dist.broadcast(shared, dist.get_global_rank(group, 0), group)
+        return os.fsdecode(bytes(shared.cpu().numpy()).rstrip(b"\0"))
+
+    def union(self, names: set[str]) -> Callable[[str], bool]:
+        """Whether a name is in the set of any rank; seldom true of one that is in none."""
+        if self._exchange is None:
+            return names.__contains__
+        slots = torch.zeros(_SLOTS, dtype=torch.int32)
+        for name in names:
+            slots[_slot(name)] = 1
+        shared = slots.to(self._exchange.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, self._exchange.group)
+        found = shared.tolist()
+        return lambda name: bool(found[_slot(name)])
+
+
+def _slot(name: str) -> int:
+    return zlib.crc32(name.encode(errors="backslashreplace")) % _SLOTS

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import os
 import random
 import resource
@@ -9,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -17,8 +20,9 @@ import torch
 import sparsekit
 from sparsekit import checkpoint
 from sparsekit.checkpoint import CheckpointError, Checkpoints
+from sparsekit.train import Trainer
 
-from .models import assert_equal, contents, made, train
+from .models import assert_equal, contents, keys_of_step, made, train
 
 KILLS = 100
 
@@ -163,14 +167,19 @@ def test_something_is_there_already(tmp_path):
 
 
 def test_a_step_is_saved_again(tmp_path):
+    """Also one that the last one follows."""
     model, optimizers = made()
-    keep = Checkpoints(tmp_path, complete_every=5)
-    for step in (0, 1, 1, 0):
+    keep = Checkpoints(tmp_path, complete_every=9)
+    for step in (0, 1, 2, 1, 0):
         train(model, optimizers, step, step + 1)
-        keep.save(step, model, optimizers)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            keep.save(step, model, optimizers)
         loaded, of_loaded = made()
         checkpoint.load(loaded, tmp_path / f"step-{step:012d}", of_loaded)
         assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
+    assert "step-000000000002: has the changes since checkpoint" in str(said[0].message)
+    assert "step-000000000001 is there too and stays the latest" in str(said[1].message)
 
 
 def test_after_a_failed_save_all_rows_are_written(tmp_path, monkeypatch):
@@ -183,7 +192,7 @@ def test_after_a_failed_save_all_rows_are_written(tmp_path, monkeypatch):
         raise CheckpointError("no")
 
     with monkeypatch.context() as context:
-        context.setattr("sparsekit.checkpoint.folder.Draft.publish", fail)
+        context.setattr("sparsekit.checkpoint.draft.Draft.publish", fail)
         for save in (keep.save, lambda *a: keep.async_save(*a).wait()):
             with pytest.raises(CheckpointError, match="no"):
                 save(1, model, optimizers)
@@ -217,26 +226,81 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     assert_equal(contents(model, optimizers), before)
 
 
-def test_a_wait_that_is_interrupted(tmp_path, monkeypatch):
-    model, optimizers = made()
-    keep = Checkpoints(tmp_path)
+@contextlib.contextmanager
+def held_up(monkeypatch):
+    """Saves write nothing until this ends, or what it gives is called."""
     original = checkpoint.save.__globals__["write"]
+    go_on = threading.Event()
 
-    def slow(*arguments):
-        time.sleep(0.1)
+    def wait(*arguments):
+        go_on.wait()
         return original(*arguments)
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(checkpoint.save.__globals__, "write", slow)
-    keep.async_save(4, model, optimizers)
     with monkeypatch.context() as context:
-        context.setattr("threading.Thread.join", interrupt)
+        context.setitem(checkpoint.save.__globals__, "write", wait)
+        try:
+            yield go_on.set
+        finally:
+            go_on.set()
+
+
+def interrupt_soon():
+    """Have this thread get a KeyboardInterrupt while it waits."""
+    own = threading.get_ident()
+    threading.Timer(0.05, lambda: signal.pthread_kill(own, signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("who", ["save", "background", "checkpoints", "next save", "close"])
+def test_a_wait_that_is_interrupted(tmp_path, monkeypatch, who):
+    """The next wait waits, until the thread has ended."""
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path)
+    with held_up(monkeypatch) as go_on:
+        background = keep.async_save(4, model, optimizers)
+        waits = {
+            "background": background.wait,
+            "checkpoints": keep.wait,
+            "next save": lambda: keep.save(5, model, optimizers),
+            "save": lambda: keep.async_save(5, model, optimizers),
+            "close": keep.close,
+        }
+        interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
-            keep.wait()
-    keep.wait()
+            waits[who]()
+        assert not background.done()
+        threading.Timer(0.1, go_on).start()
+        keep.wait()
+        assert background.done()
     assert keep.latest().name == "step-000000000004"
+    keep.close()
+
+
+def test_a_trainer_that_is_interrupted_twice(tmp_path, monkeypatch):
+    """The first time in a batch, the second one while it waits for its last checkpoint."""
+    model, optimizers = made()
+    keep = Checkpoints(tmp_path)
+
+    def loss(model, batch):
+        if len(batch[0]) == 1:
+            monkeypatch.setattr(keep, "wait", interrupted)
+            raise KeyboardInterrupt
+        return (model(batch[0]) ** 2).flatten(), 0.0
+
+    def interrupted():
+        interrupt_soon()
+        Checkpoints.wait(keep)
+
+    trainer = Trainer(
+        model, loss, optimizers, checkpoints=keep, checkpoint_every=1, stream=io.StringIO()
+    )
+    with held_up(monkeypatch) as go_on:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit((keys_of_step(0, 3),), epochs=1, batch_size=2)
+        threading.Timer(0.1, go_on).start()
+        Checkpoints.wait(keep)
+    assert keep.latest().name == "step-000000000001"
+    monkeypatch.undo()
+    keep.close()
 
 
 def test_a_program_that_ends_while_a_save_is_written(tmp_path):

@@ -1,0 +1,84 @@
+"""Writing to a file, and the CRC-32 of what was written."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import zlib
+
+import numpy as np
+
+from .task import Task
+
+# Bytes after which the disk begins to write, so that fsync has little left to wait for.
+_TO_DISK = 64 << 20
+# Fewer bytes are added up at once: a thread would take longer.
+_WORTH_A_THREAD = 1 << 16
+
+
+def _begin_to_write(file: int, begin: int, count: int) -> None:
+    """Ask Linux to begin to write; where it cannot, it writes when it likes."""
+    with contextlib.suppress(AttributeError):
+        ask = ctypes.CDLL(None).sync_file_range
+        ask.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+        ask(file, begin, count, 2)  # SYNC_FILE_RANGE_WRITE
+
+
+class Summed:
+    """Writes pieces, and adds up their CRC-32 in another thread meanwhile.
+
+    A piece is copied first: its memory may be that of a table to which somebody writes.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = self._begun = 0
+        self._crc = 0
+        self._task: Task | None = None
+        self._room = [np.empty(0, np.uint8), np.empty(0, np.uint8)]  # one is written, one filled
+
+    def __enter__(self) -> Summed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()
+
+    def write(self, file: io.FileIO, piece: bytes | np.ndarray) -> None:
+        """Write bytes, given as such or as uint8 [n]."""
+        if not len(piece):
+            return
+        view = self._copied(np.frombuffer(piece, np.uint8))
+        self._wait()
+        if len(view) >= _WORTH_A_THREAD:
+            self._task = Task(lambda: self._add(view), "sparsekit crc32", daemon=True)
+            self._task.start()
+        else:
+            self._add(view)
+        done = 0
+        while done < len(view):
+            done += file.write(view[done:])
+        self.bytes += len(view)
+        if self.bytes - self._begun >= _TO_DISK:
+            _begin_to_write(file.fileno(), self._begun, self.bytes - self._begun)
+            self._begun = self.bytes
+
+    def _copied(self, piece: np.ndarray) -> memoryview:
+        self._room.reverse()
+        if len(self._room[0]) < len(piece):
+            self._room[0] = np.empty(len(piece), np.uint8)
+        room = self._room[0][: len(piece)]
+        room[:] = piece
+        return memoryview(room)  # type: ignore[arg-type]
+
+    def crc32(self) -> int:
+        """Of all that was written."""
+        self._wait()
+        return self._crc
+
+    def _add(self, view: memoryview) -> None:
+        self._crc = zlib.crc32(view, self._crc)
+
+    def _wait(self) -> None:
+        if self._task is not None:
+            self._task.wait()
+            self._task = None

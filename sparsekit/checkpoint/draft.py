@@ -1,0 +1,258 @@
+"""Drafts: folders in which checkpoints are written, and from which they appear all at once."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .lock import Lock
+from .manifest import new_id
+
+# In a draft, locked for as long as somebody writes.
+_WRITER = ".writer"
+_DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
+# A checkpoint that is about to be replaced, where that takes two renames.
+_OLD = re.compile(r"\.(.+)\.old-[0-9a-f]{16}\Z", re.DOTALL)
+# A checkpoint that is being removed.
+_GONE = re.compile(r"\..+\.gone-[0-9a-f]{16}\Z", re.DOTALL)
+# Attempts to make a draft that another job takes for abandoned, a millisecond apart.
+_ATTEMPTS = 1000
+_CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+
+
+def entries(folder: Path) -> list[Path]:
+    """What a folder has; nothing if there is no such folder.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder reach the disk."""
+    opened: list[int] = []
+    try:
+        # Each in one step for Python, or an interrupt could leak the number, or close it twice.
+        opened.extend(map(os.open, [path], [os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC]))
+        os.fsync(opened[0])
+    finally:
+        for _ in map(os.close, map(list.pop, [opened] * len(opened))):
+            pass
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, and have that reach the disk.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        for each in missing:
+            sync_folder(each.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be made: {error.strerror or error}") from error
+
+
+class Draft:
+    """A folder in which a checkpoint is written, beside the place where it will appear.
+
+    Args:
+        target: that place.
+        id: of the checkpoint.
+        replace: whether a checkpoint that is there may go.
+    """
+
+    def __init__(self, target: Path, id: str, replace: bool = False) -> None:
+        self.target = target
+        self.id = id
+        self.folder = target.parent / f".{target.name}.part-{id}"
+        self._replace = replace
+        self._lock: Lock | None = None
+
+    def begin(self) -> None:
+        """Make the folder; whatever comes of it, `end` is to be called.
+
+        Raises:
+            CheckpointError: there is something already, and it may not be replaced; or the folder
+                cannot be made.
+        """
+        make_folder(self.target.parent)
+        if not self._replace and os.path.lexists(self.target):
+            raise self._taken()
+        remove_abandoned(self.target.parent)
+        try:
+            self._lock = self._locked()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: cannot be made: {error.strerror or error}"
+            ) from error
+
+    def _locked(self) -> Lock:
+        # Until it is locked another job may take it for abandoned.
+        for _ in range(_ATTEMPTS):
+            self.folder.mkdir(exist_ok=True)
+            try:
+                lock = Lock(self.folder / _WRITER)
+            except (BlockingIOError, FileNotFoundError):
+                time.sleep(0.001)
+                continue
+            if lock.is_at(self.folder / _WRITER):
+                return lock
+        raise BlockingIOError(errno.EAGAIN, "another job removes it again and again")
+
+    def _taken(self) -> CheckpointError:
+        return CheckpointError(
+            f"{self.target}: there is something already, and a checkpoint does not replace it; "
+            f"name another folder, or let sparsekit.checkpoint.Checkpoints name them"
+        )
+
+    def publish(self) -> None:
+        """Have the folder appear in its place, which it does whole or not at all.
+
+        Raises:
+            CheckpointError: it cannot, or something has come there meanwhile.
+        """
+        try:
+            for note in entries(self.folder):
+                if note.suffix in (".part", ".failed"):  # of a rank, for the one that publishes
+                    note.unlink(missing_ok=True)
+            sync_folder(self.folder)
+            if self._replace:
+                _replace(self.folder, self.target)
+            else:
+                os.rename(self.folder, self.target)  # which replaces an empty folder at most
+            # Not before: a draft without it would be taken for abandoned.
+            (self.target / _WRITER).unlink(missing_ok=True)
+            sync_folder(self.target.parent)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise self._taken() from error
+            raise CheckpointError(
+                f"{self.target}: cannot be published: {error.strerror or error}"
+            ) from error
+
+    def end(self) -> None:
+        """Remove what has the draft's name: what was written, or what a published one replaced."""
+        try:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+
+
+@contextlib.contextmanager
+def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
+    """A draft to write to, which appears at target at the end; an error removes it.
+
+    Raises:
+        CheckpointError: there is something at target already, or it cannot be made.
+    """
+    draft = Draft(Path(target).absolute(), new_id())
+    try:
+        draft.begin()
+        yield draft
+        draft.publish()
+    finally:
+        draft.end()
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Have two names change places in one step; returns whether the file system could."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    rename.argtypes = [
+        ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint
+    ]  # fmt: skip
+    names = os.fsencode(one), os.fsencode(other)
+    done: int = rename(_CURRENT_FOLDER, names[0], _CURRENT_FOLDER, names[1], _EXCHANGE)
+    return done == 0
+
+
+def _replace(draft: Path, target: Path) -> None:
+    """Have a draft take the place of what may be there."""
+    if not os.path.lexists(target):
+        os.rename(draft, target)
+    elif not exchange(draft, target):
+        old = _beside(target, "old")
+        try:
+            while os.path.lexists(draft):
+                os.rename(target, old)
+                try:
+                    os.rename(draft, target)
+                except OSError as error:
+                    # Who looks for the latest may have put the old one back in between.
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+        except BaseException:
+            recover(target.parent)
+            raise
+        remove(old)
+
+
+def recover(folder: Path) -> None:
+    """Put back what a killed process had set aside, and has not replaced."""
+    for path in entries(folder):
+        old = _OLD.match(path.name)
+        if old and not os.path.lexists(folder / old[1]):
+            with contextlib.suppress(OSError):
+                os.rename(path, folder / old[1])
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.parent / f".{path.name}.{what}-{secrets.token_hex(8)}"
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which disappears at once even if its files do so one by one."""
+    gone = _beside(path, "gone")
+    with contextlib.suppress(OSError):
+        os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what writers have left that are no more."""
+    recover(folder)
+    for path in entries(folder):
+        if _DRAFT.match(path.name):
+            _remove_if_abandoned(path)
+        elif _GONE.match(path.name) or _OLD.match(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_if_abandoned(draft: Path) -> None:
+    try:
+        lock = Lock(draft / _WRITER, make=False)
+    except FileNotFoundError:
+        with contextlib.suppress(OSError):
+            draft.rmdir()  # its writer may just have made it, and then makes it again
+        names = {path.name for path in entries(draft)}
+        if names and _WRITER not in names:  # what an exchange has left, or half a removal
+            shutil.rmtree(draft, ignore_errors=True)
+        return
+    except OSError:
+        return  # somebody writes
+    try:
+        # Locked meanwhile: who has just made it notices, and makes it again.
+        shutil.rmtree(draft, ignore_errors=True)
+    finally:
+        lock.close()
