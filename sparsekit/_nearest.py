@@ -14,7 +14,12 @@ _MOST_FILES = 10_000
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:
     """The end of an error message: the nearest of these names, or nothing if none is near."""
     near = difflib.get_close_matches(wrong, list(dict.fromkeys(names)), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {_shown(near[0])}?" if near else ""
+
+
+def _shown(name: str) -> str:
+    """The name, in quotes where it begins or ends with a blank that would not be seen."""
+    return name if name == name.strip() else repr(name)
 
 
 def did_you_mean_file(path: str | os.PathLike[str]) -> str:
@@ -33,4 +38,4 @@ def did_you_mean_file(path: str | os.PathLike[str]) -> str:
     if wrong.name in there:  # then something in it is missing, or what it links to
         return ""
     near = difflib.get_close_matches(wrong.name, there, 1)
-    return f"; did you mean {wrong.with_name(near[0])}?" if near else ""
+    return f"; did you mean {_shown(str(wrong.with_name(near[0])))}?" if near else ""

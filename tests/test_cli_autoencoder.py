@@ -16,7 +16,8 @@ from sparsekit.datasets import (
     movielens_100k_titles,
 )
 from sparsekit.datasets.fetch import PackagedFile
-from sparsekit.models import Autoencoder, DenseAutoencoder, load_recommender
+from sparsekit.models import Autoencoder, DenseAutoencoder, load_recommender, ratings
+from sparsekit.models.saved import write
 from sparsekit.train.plots import read_run
 
 
@@ -139,11 +140,13 @@ def test_titles_of_movielens_are_of_its_films():
         (["train", "autoencoder", "--recs", "no/recs.tsv"], "--recs no/recs.tsv: cannot write"),
         (["recommend", "missing"], "missing: No such file"),
         (["recommend", __file__], "test_cli_autoencoder.py: no model that sparsekit train"),
+        (["recommend", "ratings"], "ratings: holds a model of 'sparsekit ratings 1'; needed is '"),
         (["recommend", "missing", "--out", "no/recs.tsv"], "--out no/recs.tsv: cannot write"),
     ],
 )
 def test_files_that_are_no_use(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    write("ratings", {"format": ratings.FORMAT})  # as of `train ratings --save`
     assert cli.main(arguments) == 2
     errors = capsys.readouterr().err
     assert message in errors

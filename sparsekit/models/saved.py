@@ -74,6 +74,10 @@ def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
         raise
     except Exception:  # whatever an unpickler says of other bytes
         saved = None
-    if not isinstance(saved, dict) or saved.get("format") not in expected:
+    found = saved.get("format") if isinstance(saved, dict) else None
+    if isinstance(found, str) and found.startswith("sparsekit ") and found not in expected:
+        wanted = " or ".join(map(repr, expected))
+        raise ValueError(f"{os.fspath(path)}: holds a model of {found!r}; needed is {wanted}")
+    if not isinstance(saved, dict) or found not in expected:
         raise ValueError(f"{os.fspath(path)}: no model that sparsekit train --save has written")
     return saved

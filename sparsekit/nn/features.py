@@ -236,8 +236,8 @@ def _check_names(names: Sequence[str], asked: Sequence[Asked]) -> None:
         others = [name for name in names if name not in {one.name for one in asked}]
         listed = " and ".join(f"{one.name!r}, which asks {one.table.name}" for one in missing)
         raise ValueError(
-            f"{GROUP}: inputs must have the feature {listed}; it has {list(names)}, of which no "
-            f"feature asks for {others}"
+            f"{GROUP}: inputs must have the feature {listed}; it has {list(names) or 'none'}"
+            + (f", of which no feature asks for {others}" if others else "")
         )
     if twice := [name for i, name in enumerate(names) if name in names[:i]]:
         raise ValueError(

@@ -71,6 +71,10 @@ class EmbeddingGroup(torch.nn.Module):
         output: str = "dict",
     ) -> None:
         super().__init__()
+        if not hasattr(layers, "keys"):  # a ModuleDict is a mapping, too
+            raise TypeError(
+                f"EmbeddingGroup: layers must be a mapping, got {type(layers).__name__}"
+            )
         if not layers:
             raise ValueError("EmbeddingGroup: layers must not be empty")
         for name, layer in layers.items():
@@ -116,6 +120,7 @@ class EmbeddingGroup(torch.nn.Module):
             What `output` says, a dict by default.
 
         Raises:
+            TypeError: inputs or sample_weights that are no mappings.
             ValueError: names that are missing or unknown.
             And what the layers raise.
         """
@@ -180,7 +185,7 @@ class EmbeddingGroup(torch.nn.Module):
                 self._check_slots("a KeyedJaggedTensor")
                 requests = ask_keyed(tables, self.features, inputs, weights, join)
             else:
-                requests = self._ask_each(inputs, weights or {})
+                requests = self._ask_each(inputs, {} if weights is None else weights)
                 if join:
                     share_columns(requests)
             asked.append(requests)
@@ -201,11 +206,22 @@ class EmbeddingGroup(torch.nn.Module):
                 )
 
     def _ask_each(self, inputs: Mapping[str, Any], weights: Mapping[str, Any]) -> list[Request]:
-        if set(inputs) != set(self.features) or not set(weights) <= set(self.features):
-            what = "features" if self.has_features else "layers"
+        what = "features" if self.has_features else "layers"
+        for argument, given in (("inputs", inputs), ("sample_weights", weights)):
+            if not hasattr(given, "keys"):
+                raise TypeError(
+                    f"EmbeddingGroup: {argument} must be a mapping with the names of {what}, got "
+                    f"{type(given).__name__}"
+                )
+        if set(inputs) != set(self.features):
             raise ValueError(
                 f"EmbeddingGroup: inputs must have the {what} {list(self.features)}, got "
-                f"{list(inputs)}, and sample_weights some of them, got {list(weights)}"
+                f"{list(inputs) or 'none'}"
+            )
+        if unknown := [name for name in weights if name not in self.features]:
+            raise ValueError(
+                f"EmbeddingGroup: sample_weights must be of the {what} {list(self.features)}, got "
+                f"{unknown}"
             )
         if self.has_features:
             return ask_each(asked_of(self.features, self._tables()), inputs, weights)

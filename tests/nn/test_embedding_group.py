@@ -13,6 +13,7 @@ from sparsekit.nn import Constant, Normal
 from tests.optim.cases import OPTIMIZERS
 
 BATCH = 6
+KEYS = torch.tensor([[[1, 2]]])
 
 
 def layers():
@@ -291,3 +292,29 @@ def test_many_tables_of_few_keys(device):
     torch.autograd.backward(list(other.values()), upstream(other.values(), 0))
     for p, q in zip(apart.parameters(), together.parameters(), strict=True):
         assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "weights", "message"),
+    [
+        ({}, None, r"inputs must have the layers \['a'\], got none$"),
+        ({"b": KEYS}, None, r"inputs must have the layers \['a'\], got \['b'\]$"),
+        ({"a": KEYS}, {"b": KEYS}, r"sample_weights must be of the layers \['a'\], got \['b'\]$"),
+        ([KEYS], None, "inputs must be a mapping with the names of layers, got list$"),
+        (KEYS, None, "inputs must be a mapping with the names of layers, got Tensor$"),
+        (
+            {"a": KEYS},
+            KEYS,
+            "sample_weights must be a mapping with the names of layers, got Tensor$",
+        ),
+    ],
+)
+def test_names_that_do_not_fit(inputs, weights, message):
+    group = sparsekit.EmbeddingGroup({"a": sparsekit.DistributedEmbedding("sum", 9, 4, 1, 2)})
+    with pytest.raises((TypeError, ValueError), match=f"^EmbeddingGroup: {message}"):
+        group(inputs, weights)
+
+
+def test_layers_that_are_no_mapping():
+    with pytest.raises(TypeError, match=r"^EmbeddingGroup: layers must be a mapping, got list$"):
+        sparsekit.EmbeddingGroup([sparsekit.DistributedEmbedding("sum", 9, 4, 1, 2)])

@@ -74,6 +74,7 @@ def refused():
     keyed = random_keyed(KEYS, 3, 0)
     group = EmbeddingGroup(made, FEATURES)
     some = random_keyed(KEYS[:4], 3, 0)
+    fewer = random_keyed(("own", "rows", "shared_b"), 3, 0)
     twice = Keyed(["own", *KEYS], *random_keyed(("x", *KEYS), 3, 0).of("x")[0])
     uneven = Keyed(list(KEYS), keyed.values(), keyed.offsets()[:-1])
     strided = Strided(["own", "rows"], keyed.values(), keyed.offsets())
@@ -118,6 +119,7 @@ def refused():
         ),
         r"must have the feature 'shared_a', which asks shared and 'rows', which asks rows; it has "
         r"\['unused', .*no feature asks for \['unused', 'middle'\]": lambda: group(some),
+        r"asks shared; it has \['own', 'rows', 'shared_b'\]$": lambda: group(fewer),
         r"must not have a feature twice, got \['own'\] again in \['own', 'unused'": lambda: group(
             twice
         ),

@@ -163,6 +163,8 @@ def test_what_is_refused(clicks, tmp_path, capsys):
     other = tmp_path / "other.csv"
     other.write_text("click,user,items,price\n1,user 1,2,3\n")
     refused([*predicted, str(other)], f"{other} has no column 'item'; did you mean items?")
+    other.write_text("user, item,price\n")
+    refused([*predicted, str(other)], "no column 'item'; did you mean ' item'?")
     other.write_text("user,item,price\n")
     refused([*predicted, str(other)], f"--data {other}: no rows")
     other.write_text("user,item,price\nuser 1,2,3\nuser 1,2,cheap\n")
