@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +18,11 @@ __all__ = ["Prefetcher"]
 
 # A batch, the reader's state after it, and what was raised in its place.
 _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
+# For the batch that is being read when an iteration is left. Nothing can stop a source that waits
+# for longer, on a network for instance: it is left to its thread.
+_GRACE_S = 2.0
+# Of each source the thread that still reads a batch of an iteration that was left.
+_left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 class Prefetcher:
@@ -23,7 +30,8 @@ class Prefetcher:
 
     Batches keep their order, the last one may be short, and an error of the reader is raised where
     its batch would have been. Reading releases the GIL. When an iteration is left early, its thread
-    ends.
+    ends, after the batch that it is reading; a source that gives none for two seconds is no longer
+    waited for, and the next iteration begins when it does.
 
     Args:
         batches: A `Reader`, a DataLoader or another iterable, iterated anew each time.
@@ -53,10 +61,13 @@ class Prefetcher:
         free = threading.Semaphore(self.depth)
         ended = threading.Event()
         thread = threading.Thread(
-            target=self._read, args=(ready, free, ended), name="sparsekit-prefetch", daemon=True
+            target=self._read,
+            args=(ready, free, ended),
+            name="sparsekit-prefetch",
+            daemon=True,
         )
-        thread.start()
         try:
+            thread.start()
             while True:
                 batch, self._state, error = ready.get()
                 if isinstance(error, StopIteration):
@@ -68,7 +79,10 @@ class Prefetcher:
         finally:
             ended.set()
             free.release()
-            thread.join()
+            if thread.ident is not None:
+                with contextlib.suppress(TypeError):  # a list, which any number may read at once
+                    _left[self.batches] = thread
+                thread.join(_GRACE_S)
 
     def state_dict(self) -> dict[str, Any]:
         """The reader's state after the batch that was handed out last, not the one read last.
@@ -81,9 +95,28 @@ class Prefetcher:
         return self._stateful().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration with the batch after the one to which `state` belongs."""
+        """Begin the next iteration with the batch after the one to which `state` belongs.
+
+        Raises:
+            RuntimeError: an iteration that was left still waits for its source, whose state cannot
+                be set under it.
+        """
+        before = self._before()
+        if before is not None:
+            before.join(_GRACE_S)
+            if before.is_alive():
+                raise RuntimeError(
+                    f"Prefetcher: {type(self.batches).__name__} still reads a batch of an "
+                    f"iteration that was left, so its state cannot be set; make another one"
+                )
         self._stateful().load_state_dict(state)
         self._state = None
+
+    def _before(self) -> threading.Thread | None:
+        try:
+            return _left.get(self.batches)
+        except TypeError:
+            return None
 
     def _stateful(self) -> Any:
         if not hasattr(self.batches, "state_dict"):
@@ -98,16 +131,28 @@ class Prefetcher:
     ) -> None:
         batches: Any = self.batches
         stateful = hasattr(batches, "state_dict")
+        state = None
         try:
+            before = self._before()
+            if before is not None:
+                before.join()  # two at once would mix up the source's place
+            if ended.is_set():
+                return
             iterator = iter(batches)
             while True:
                 free.acquire()
                 if ended.is_set():
                     return
-                batch = self._moved(next(iterator))
-                ready.put((batch, batches.state_dict() if stateful else None, None))
-        except BaseException as error:  # StopIteration among them
-            ready.put((None, batches.state_dict() if stateful else None, error))
+                try:
+                    batch, end = self._moved(next(iterator)), None
+                except StopIteration as error:
+                    batch, end = None, error
+                state = batches.state_dict() if stateful else None
+                ready.put((batch, state, end))
+                if end is not None:
+                    return
+        except BaseException as error:
+            ready.put((None, state, error))  # the state is that of the batch before
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None or not hasattr(batch, "to"):

@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from sparsekit.data import Prefetcher
+from sparsekit.data import Prefetcher, prefetch
 
 
 def threads():
@@ -76,3 +76,71 @@ def test_batches_go_to_the_device():
     moved = list(Prefetcher([torch.ones(2), "text"], device="meta"))
     assert moved[0].device.type == "meta"
     assert moved[1] == "text"
+
+
+class Source:
+    """Numbers from 1, with a state, each for a permit of the test."""
+
+    def __init__(self, permits=100, error=None, batches=6):
+        self.place, self.batches, self.error = 0, batches, error
+        self.permits, self.blocked = threading.Semaphore(permits), threading.Event()
+
+    def __iter__(self):
+        while self.place < self.batches:
+            if not self.permits.acquire(blocking=False):
+                self.blocked.set()
+                self.permits.acquire()
+            self.place += 1
+            yield self.place
+
+    def state_dict(self):
+        if self.error is not None:
+            raise self.error
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.time_limit(30)
+@pytest.mark.parametrize("batches", [3, 0])  # with the first batch, and at the end
+def test_an_error_of_its_state_is_raised(batches):
+    with pytest.raises(OSError, match="no state"):
+        list(Prefetcher(Source(error=OSError("no state"), batches=batches)))
+    assert threads() == []
+
+
+def test_the_state_behind_an_error_is_that_of_the_last_batch():
+    source = Source(batches=4)
+
+    def broken():
+        yield from source
+        source.error = OSError("no state either")
+        raise ValueError("broken")
+
+    ahead = Prefetcher(type("Broken", (Source,), {"__iter__": lambda _: broken()})())
+    ahead.batches.state_dict = source.state_dict
+    with pytest.raises(ValueError, match="broken"):
+        list(ahead)
+    assert ahead.state_dict() == {"place": 4}
+
+
+@pytest.mark.time_limit(30)
+def test_a_source_that_waits_is_left_and_its_place_is_not_mixed_up(monkeypatch):
+    monkeypatch.setattr(prefetch, "_GRACE_S", 0.05)
+    source = Source(permits=1)
+    ahead = Prefetcher(source, depth=1)
+    iterator = iter(ahead)
+    assert next(iterator) == 1
+    source.blocked.wait()
+    iterator.close()  # not for ever
+    assert ahead.state_dict() == {"place": 1}
+    with pytest.raises(RuntimeError, match="Source still reads a batch of an iteration"):
+        ahead.load_state_dict({"place": 0})
+    another = iter(Prefetcher(source, depth=1))  # as a trainer makes one for each epoch
+    source.permits.release(100)
+    # The batch that was being read belongs to the iteration that was left.
+    assert list(another) == [3, 4, 5, 6]
+    assert threads() == []
+    ahead.load_state_dict({"place": 4})
+    assert list(ahead) == [5, 6]
