@@ -128,7 +128,7 @@ def test_early_stopping_by_the_validation_file(clicks, capsys):
             r"must be one of lazy_adam, .*, got adagard; did you mean adagrad\?",
         ),
         (["data.format=xml"], r"data\.format must be one of csv, .*, got xml"),
-        (["trainer.batch_size=0"], r"trainer\.batch_size must be >= 1, got 0"),
+        (["trainer.batch_size=0"], r"trainer\.global_batch_size must be >= 1, got 0"),
         (["trainer.patience=1"], r"trainer\.patience needs data\.validation"),
         (["data.sparse="], r"data\.sparse must name the categorical columns of"),
         (["data.sparse=user,itm"], r"no column 'itm'; did you mean item\? Its columns are"),
@@ -162,6 +162,64 @@ def test_wrong_files(clicks, tmp_path, capsys):
     ):
         assert cli.main(command) == 2
         assert re.search(message, capsys.readouterr().err)
+
+
+def rows_of(*labels):
+    """A file of clicks with these labels."""
+    rows = [f"{label},user {i % 7},{i % 5},{i % 3}" for i, label in enumerate(labels)]
+    return "\n".join(["click,user,item,price", *rows, ""])
+
+
+@pytest.mark.parametrize("model", ["dlrm", "deepfm"])
+@pytest.mark.parametrize(
+    ("split", "text", "message"),
+    [
+        ("train", rows_of(0, 1, 2), r"x\.csv, line 4, column 1 \('click'\): .* in \[0, 1\]: '2,us"),
+        ("train", rows_of(0, -0.5), r"x\.csv, line 3, .*: the label must be in \[0, 1\]"),
+        ("train", rows_of(), r"data\.train: no rows in .*x\.csv$"),
+        ("test", rows_of(1, 0, 5), r"x\.csv, line 4, .*: the label must be 0 or 1"),
+        ("test", rows_of(1, 0, 0.5), r"x\.csv, line 4, .*: the label must be 0 or 1"),
+        ("test", rows_of(), r"data\.test: no rows in .*x\.csv$"),
+        ("validation", rows_of(1, 1), r"trainer\.patience: all labels in .*x\.csv are 1, so"),
+        ("validation", rows_of(0, 0), r"trainer\.patience: all labels in .*x\.csv are 0, so"),
+    ],
+)
+def test_labels_that_cannot_be_trained_on(clicks, capsys, model, split, text, message):
+    """Said before a step, and with the file's name."""
+    path = clicks.with_name("x.csv")
+    path.write_text(text)
+    files = [path if split == "train" else clicks, "--ranks", "1"]
+    if split != "train":
+        files += ["--set", f"data.{split}={path}"]
+    if split == "validation":
+        files += ["--set", "trainer.patience=1"]
+    assert cli.main(arguments(model, *files)) == 2
+    printed, error = capsys.readouterr()
+    assert "epoch" not in printed
+    assert re.search(message, error)
+    assert error.count("\n") == 1
+
+
+def test_a_wrong_label_far_behind_the_first_batch(clicks, capsys):
+    clicks.write_text(rows_of(*[i % 2 for i in range(300)], 3))
+    assert cli.main(arguments("dlrm", clicks, "--ranks", "1")) == 2
+    assert "line 302, column 1 ('click'): the label must be in [0, 1]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("label", ["0", "1"])
+def test_a_test_set_of_one_class_has_no_auc(clicks, tmp_path, capsys, label):
+    path = clicks.with_name("x.csv")
+    path.write_text(rows_of(label, label))
+    run_to = ["--ranks", "1", "--epochs", "2", "--log-to", str(tmp_path / "run")]
+    output = run(capsys, *arguments("dlrm", clicks, "--set", f"data.test={path}", *run_to))
+    assert (
+        output.count("test AUC nan  test log loss 0") + output.count("AUC nan  test log loss 1")
+        == 2
+    )
+    assert output.count("test AUC is undefined (nan), as all samples have one label") == 1
+    assert read_run(tmp_path / "run")[-1]["metrics"]["test AUC"] is None
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    run(capsys, "plot", str(tmp_path / "run"))
 
 
 def test_divergence_ends_with_1(clicks, capsys):

@@ -61,10 +61,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Of `Trainer`; batch_size is of all ranks together."""
+    """Of `Trainer`."""
 
     epochs: int = 3
-    batch_size: int = 1024
+    # Rounded up to a multiple of the number of ranks.
+    global_batch_size: int = field(default=1024, metadata={"also": "batch_size"})
     accumulate: int = 1
     clip_norm: float | None = None
     bfloat16: bool = False
@@ -106,7 +107,7 @@ def check(config: RunConfig) -> None:
             f"data.label, data.dense and data.sparse name the column {twice[0]!r} twice"
         )
     for section, names in (
-        ("trainer", ("epochs", "batch_size", "accumulate", "log_every", "patience")),
+        ("trainer", ("epochs", "global_batch_size", "accumulate", "log_every", "patience")),
         ("model", ("rows", "dim", "cross_rank")),
     ):
         for name in names:

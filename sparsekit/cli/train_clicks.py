@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import math
 import resource
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from ..train import EarlyStopping, TensorBoard, Trainer, linear_warmup
 from ..train.config import ConfigError, names, read_yaml, to_yaml, updated, with_setting
 from ..train.metrics import auc, gather, log_loss
 from . import checkpoints, clicks_run, ranks
+from .clicks_check import check_files
 from .clicks_config import (
     OPTIMIZERS,
     DataConfig,
@@ -202,7 +204,7 @@ def _write_adult(
 def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Reader:
     """Reads a rank's share of each batch; seed is of the order, None for that of the files."""
     data = config.data
-    batch = -(-config.trainer.batch_size // world_size())
+    batch = -(-config.trainer.global_batch_size // world_size())
     order: dict[str, Any] = {"shuffle": seed is not None, "seed": seed or 0}
     keys = Keys("hex" if data.format == "criteo" else "hash", separator=data.separator)
     if data.format == "criteo":
@@ -236,6 +238,7 @@ def _fit(config: RunConfig, args: argparse.Namespace, buckets: QuantileBuckets |
             for name in ("validation", "test")
             if (files := getattr(config.data, name))
         }
+        check_files(config, {"train": reader, **tested})
         model = _model(reader, config, args)
         trainer = _trainer(model, config, args)
         stop = None
@@ -312,7 +315,8 @@ def _evaluate(tested: dict[str, Reader], model: torch.nn.Module) -> dict[str, fl
             raise DivergedError(
                 "a probability is not finite: training has diverged in its last step"
             )
-        metrics[f"{name} AUC"] = auc(probabilities, labels)
+        both = 0 < labels.sum() < len(labels)
+        metrics[f"{name} AUC"] = auc(probabilities, labels) if both else math.nan
         metrics[f"{name} log loss"] = log_loss(probabilities, labels)
     return metrics
 
@@ -327,3 +331,6 @@ def _report(trainer: Trainer) -> None:
         f"{last.samples_per_second:,.0f} samples/s; peak memory {peak:,.0f} MiB on rank 0"
     )
     print(f"rows in the tables: {rows}")
+    for name, value in last.metrics.items():
+        if math.isnan(value):
+            print(f"{name} is undefined (nan), as all samples have one label")

@@ -39,7 +39,7 @@ class ParquetReader(Reader):
 
     Args:
         files: One path or several, with the same columns.
-        batch_size: Rows in a batch.
+        batch_size: Rows in a batch, of this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
             kind, of ``"hash"`` and ``"int"``.
         dense: Names of columns of numbers, booleans, decimals or dates.
@@ -175,6 +175,7 @@ class _Groups:
     def __init__(self, columns: Columns, missing: float) -> None:
         self.files = ParquetFiles()
         self._columns, self._missing = columns, missing
+        self.label = columns.label
 
     def read(self, groups: Sequence[_RowGroup]) -> _TableChunk:
         """Row groups of one file, in memory. An error names the first of them."""
@@ -224,6 +225,9 @@ class _TableChunk(Chunk):
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
+
+    def label_fault(self, row: int, reason: str) -> str:
+        return f"{self.name(row)}, column {self._how.label!r}: {reason}"
 
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
         return self._how.convert(self, rows)

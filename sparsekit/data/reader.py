@@ -38,6 +38,10 @@ class Chunk(ABC):
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
         """The rows of these numbers (int64), and no batch if there are faults."""
 
+    @abstractmethod
+    def label_fault(self, row: int, reason: str) -> str:
+        """Name the place of a row's label in its file, and what is wrong there."""
+
 
 class Unit(ABC):
     """A part of a data set that can be read by itself: the pieces of which an epoch is shuffled."""
@@ -95,6 +99,7 @@ class Reader(IterableDataset):
         self._epoch = 0
         self._step = 0  # batches of this epoch handed out
         self._resumed = 0  # with which step the next iteration begins
+        self._labels: tuple[float, ...] | None = None  # see limit_labels
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, which decides on the order if rows are shuffled.
@@ -104,6 +109,16 @@ class Reader(IterableDataset):
         """
         self._epoch = check_int(type(self).__name__, "epoch", epoch, 0, 2**31 - 1)
         self._step = self._resumed = 0
+
+    def limit_labels(self, least: float, most: float, *, between: bool = True) -> None:
+        """Take rows whose label is none of a loss or metric as malformed; see ``on_error``.
+
+        Args:
+            least: the smallest label there may be.
+            most: the largest.
+            between: whether those between the two may be there as well.
+        """
+        self._labels = least, most, between
 
     def count_rows(self) -> int:
         """Rows of the whole data set, malformed ones included; reads all of it the first time."""
@@ -266,6 +281,8 @@ class Reader(IterableDataset):
 
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
         batch, faults = chunk.read(rows)
+        if batch is not None and self._labels is not None and batch.label is not None:
+            faults = self._wrong_labels(chunk, rows, batch.label.numpy())
         if faults and self._on_error == "raise":
             raise DataFormatError(faults[0][1])
         if faults:
@@ -274,6 +291,19 @@ class Reader(IterableDataset):
         if batch is None:
             raise RuntimeError(f"rows became malformed while they were read: {faults[0][1]}")
         return batch
+
+    def _wrong_labels(self, chunk: Chunk, rows: np.ndarray, label: np.ndarray) -> list[Fault]:
+        least, most, between = self._labels or (-math.inf, math.inf, True)
+        right = (label >= least) & (label <= most)
+        if not between:
+            right = (label == least) | (label == most)
+        places = np.flatnonzero(~right).tolist()
+        if not places:
+            return []
+        wanted = f"in [{least:g}, {most:g}]" if between else f"{least:g} or {most:g}"
+        first = places[0]
+        text = chunk.label_fault(int(rows[first]), f"the label must be {wanted}")
+        return [(place, text) for place in places]
 
 
 def _check_ranks(name: str, rank: int | None, world_size: int | None) -> tuple[int, int] | None:

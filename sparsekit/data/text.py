@@ -36,7 +36,7 @@ class CsvReader(Reader):
 
     Args:
         files: One path or several, plain or gzip, in the order of their rows.
-        batch_size: Rows in a batch.
+        batch_size: Rows in a batch, of this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
             kind. Batches have them in the order of the file.
         dense: Names of columns of numbers.
@@ -134,7 +134,7 @@ class CriteoReader(CsvReader):
 
     Args:
         files: One path or several, in the order of their rows.
-        batch_size: Rows in a batch.
+        batch_size: Rows in a batch, of this rank, as with a DataLoader.
         keys: How a category becomes a key: ``Keys("hex", separator=",")`` for several in a field,
             ``Keys("hash")`` if they are any text.
         others: ``missing``, ``on_error``, ``shuffle``, ``seed``, ``rank``, ``world_size``,
@@ -260,6 +260,9 @@ class _TextChunk(Chunk):
         row, field, reason = faults[0]
         described = self._describe(int(rows[row]), field, reason)
         return None, [(row, described) for row, _, _ in faults]
+
+    def label_fault(self, row: int, reason: str) -> str:
+        return self._describe(row, self._how.names.index(self._how.columns.label or ""), reason)
 
     def _describe(self, row: int, field: int, reason: str) -> str:
         begin = self._lines.begin_of(row)

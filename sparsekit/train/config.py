@@ -66,7 +66,7 @@ def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Confi
 
     Args:
         config: a dataclass; its fields are dataclasses, int, float, bool, str, tuples of int, float
-            or str, or one of these or None.
+            or str, or one of these or None. Metadata ``"also"`` is another name of a field.
         values: name -> value, or for a dataclass a mapping of its own.
         where: what an error begins with, such as the name of a file.
 
@@ -107,7 +107,9 @@ def names(config: Any, prefix: str = "") -> Iterator[str]:
 def _updated(config: Any, values: Mapping[str, Any], where: str, prefix: str) -> Any:
     kinds = typing.get_type_hints(type(config))
     changed = {}
-    for name, value in values.items():
+    also = {each.metadata["also"]: each.name for each in fields(config) if "also" in each.metadata}
+    for given, value in values.items():
+        name = also.get(given, given)
         full = f"{prefix}{name}"
         if name not in kinds:
             hint = did_you_mean(full, [prefix + each for each in kinds])

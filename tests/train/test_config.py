@@ -103,6 +103,17 @@ def test_no_settings_in_a_file(tmp_path, text):
         read_yaml(path)
 
 
+def test_another_name_of_a_setting():
+    @dataclass(frozen=True)
+    class Renamed:
+        new: int = field(default=1, metadata={"also": "old"})
+
+    assert with_setting(Renamed(), "old=7") == updated(Renamed(), {"old": 7}) == Renamed(7)
+    assert list(names(Renamed())) == ["new"]
+    with pytest.raises(ConfigError, match="no setting odl; there are new"):
+        with_setting(Renamed(), "odl=7")
+
+
 def test_names():
     assert list(names(Outer()))[:2] == ["inner.lr", "inner.steps"]
     assert list(names(Outer()))[-1] == "seed"
