@@ -13,6 +13,7 @@ import torch
 from checkpoint.numpy_reader import read_file, read_manifest, read_table
 
 from sparsekit import checkpoint, cli
+from sparsekit.cli import checkpoints
 from sparsekit.train.step import Step
 
 COLUMNS = ["data.label=click", "data.dense=price", "data.sparse=user,item"]
@@ -135,6 +136,41 @@ def test_what_is_refused(tmp_path, capsys):
     assert "cannot be read: Not a directory" in no_folder
     split = ["train", "deepconn", "--placement", "alternating", "--checkpoint", str(folder)]
     assert "only --placement single is saved" in refused(split)
+
+
+@pytest.mark.parametrize("model", ["ratings", "dlrm"])  # read at once, and as a stream
+def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
+    """Also by a finished run, whose figures would stand beside others of the new data."""
+    data = write_data(tmp_path, model)
+    run = command(model, data, tmp_path / "a", "--resume", "--ranks", "1", "--epochs", "1")
+    assert cli.main(run) == 0
+    text = data.read_text()
+    digit = max(i for i, character in enumerate(text) if character == "1")
+    data.write_text(f"{text[:digit]}0{text[digit + 1 :]}")
+    capsys.readouterr()
+    assert cli.main(run) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"{data}: has changed since the run in --checkpoint" in said.err
+    assert said.err.count("\n") == 1
+    data.write_text(text)
+    assert cli.main(run) == 0
+
+
+def test_the_ends_of_a_large_file_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(checkpoints, "_END_BYTES", 10)
+    path = tmp_path / "large"
+
+    def found(text):
+        path.write_bytes(text)
+        return checkpoints._size_and_crc(path)
+
+    zeros = bytes(200)
+    assert found(zeros) != found(b"1" + zeros[1:])
+    assert found(zeros) != found(zeros[:-1] + b"1")
+    assert found(zeros) != found(zeros + b"\0")
+    assert found(zeros)[0] == 200
 
 
 def test_a_configuration_that_has_changed_is_refused(tmp_path, capsys):

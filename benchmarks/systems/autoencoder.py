@@ -59,7 +59,7 @@ def train(rank: int, original: bool) -> dict[str, Any]:
         optimizers,
         schedulers=schedulers,
         stream=io.StringIO(),
-    ).fit((torch.arange(users),), epochs=epochs, batch_size=batch_size)
+    ).fit((torch.arange(users),), epochs=epochs, global_batch_size=batch_size)
     return {
         "loss": epochs_run[-1].loss,
         "seconds": statistics.median(epoch.seconds for epoch in epochs_run[WARM_UP:]),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,10 @@ _FREE = {
     "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
     "config", "settings",  # which become settings with a dot in their names
 }  # fmt: skip
+# Options that name files of data: of models that load them, and of those that read them as streams.
+_DATA = ("data", "data.train", "data.validation", "data.test")
+# Of a larger file only the beginning and the end are compared.
+_WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 
 def add_options(parser: Parser | argparse.ArgumentParser) -> None:
@@ -65,10 +71,11 @@ def prepare(args: argparse.Namespace) -> None:
                 f"latest, or another folder"
             )
         if exists:
-            _compare(folder, _shaping(args))
+            _compare(folder, _shaping(args), _contents(args))
         elif rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / RUN).write_text(json.dumps(_shaping(args), indent=1) + "\n")
+            started = {**_shaping(args), "contents": _contents(args)}
+            (folder / RUN).write_text(json.dumps(started, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"--checkpoint {folder}: {error.strerror or error}") from error
     except (CheckpointError, ValueError) as error:
@@ -96,10 +103,39 @@ def _shaping(args: argparse.Namespace) -> dict[str, Any]:
     return json.loads(json.dumps(chosen, default=str))
 
 
-def _compare(folder: Path, now: dict[str, Any]) -> None:
+def _contents(args: argparse.Namespace) -> dict[str, list[int]]:
+    """Size and CRC-32 of each file of data."""
+    found = {}
+    for option in _DATA:
+        given = getattr(args, option, None) or ()
+        for path in [given] if isinstance(given, str) else given:
+            if os.path.isfile(path):  # a pipe can be read only once
+                found[path] = _size_and_crc(path)
+    return found
+
+
+def _size_and_crc(path: str) -> list[int]:
+    size, code = os.path.getsize(path), 0
+    whole = size <= _WHOLE_BYTES
+    with open(path, "rb") as file:
+        for start, end in [(0, size)] if whole else [(0, _END_BYTES), (size - _END_BYTES, size)]:
+            file.seek(start)
+            while file.tell() < end and (piece := file.read(1 << 20)):
+                code = zlib.crc32(piece, code)
+    return [size, code]
+
+
+def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) -> None:
     if not (folder / RUN).exists():
         return  # made by a script
     before = json.loads((folder / RUN).read_text())
+    for path, was in before.pop("contents", {}).items():
+        if contents.get(path, was) != was:
+            raise UsageError(
+                f"{path}: has changed since the run in --checkpoint {folder} was started (it had "
+                f"{was[0]:,} bytes, and has {contents[path][0]:,}); put it back, or use "
+                f"another folder"
+            )
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):
             option = f"--set {name}=" if "." in name else f"--{name.replace('_', '-')} "

@@ -64,6 +64,21 @@ def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
     )
 
 
+def add_batch_size(
+    parser: argparse.ArgumentParser, samples: str, default: Any, shown: str = ""
+) -> None:
+    """Add the size of a step; shown is what the help says of a default that is none."""
+    parser.add_argument(
+        "--global-batch-size",
+        "--batch-size",
+        dest="batch_size",
+        metavar="N",
+        type=number(int, 1, 2**31 - 1),
+        default=default,
+        help=f"{samples} in a step, of all ranks together{shown}",
+    )
+
+
 def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     """Load the data once and train on ``args.ranks`` ranks; returns the exit code.
 

@@ -78,12 +78,8 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         help=f"passes over the users (default: {DEFAULT_EPOCHS}; {ORIGINAL_EPOCHS} with "
         f"--original)",
     )
-    train.add_argument(
-        "--batch-size",
-        type=count,
-        default=argparse.SUPPRESS,
-        help=f"users in a step (default: {DEFAULT_BATCH}; all with --original)",
-    )
+    shown = f" (default: {DEFAULT_BATCH}; all with --original)"
+    ranks.add_batch_size(train, "users", default=argparse.SUPPRESS, shown=shown)
     train.add_argument(
         "--dim",
         type=number(int, 1, 2**16),
@@ -165,7 +161,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
     trainer.fit(
         (torch.arange(users),),
         epochs=epochs,
-        batch_size=batch_size,
+        global_batch_size=batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda _: {f"test P@{K}": _metrics(recommend(model, K), test)[0]},
         resume=args.resume,
@@ -187,10 +183,10 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
     epochs = args.epochs or ORIGINAL_EPOCHS
     data, batch_size = (torch.arange(users),), args.batch_size or users
     if args.resume:
-        trainer.fit(data, epochs=0, batch_size=batch_size, resume=True)
+        trainer.fit(data, epochs=0, global_batch_size=batch_size, resume=True)
     while len(trainer.history) < epochs and not trainer.interrupted:
         more = min(ORIGINAL_SHOWN, epochs - len(trainer.history))
-        trainer.fit(data, epochs=more, batch_size=batch_size)
+        trainer.fit(data, epochs=more, global_batch_size=batch_size)
         if rank() == 0:
             done = len(trainer.history)
             print(f"epoch {done}/{epochs}  loss {trainer.history[-1].loss:.5f}", flush=True)

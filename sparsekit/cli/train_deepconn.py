@@ -70,7 +70,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         "each of 2 ranks; alternating: every second layer of a tower is on the other rank",
     )
     train.add_argument("--epochs", type=count, default=3, help="passes over the data")
-    train.add_argument("--batch-size", type=count, default=32, help="ratings in a step")
+    ranks.add_batch_size(train, "ratings", default=32)
     train.add_argument(
         "--length",
         type=number(int, 4, 100_000),
@@ -161,7 +161,7 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
     trainer.fit(
         (data.train.users, data.train.items, data.train.ratings),
         epochs=args.epochs,
-        batch_size=args.batch_size,
+        global_batch_size=args.batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda _: {"test RMSE": math.sqrt(_test_mse(model, data))},
         resume=args.resume,

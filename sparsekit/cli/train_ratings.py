@@ -52,7 +52,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         help="where to write the trained model, for sparsekit.models.RatingModel.load",
     )
     train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
-    train.add_argument("--batch-size", type=count, default=1024, help="ratings in a step")
+    ranks.add_batch_size(train, "ratings", default=1024)
     train.add_argument("--dim", type=count, default=32, help="elements of an embedding vector")
     train.add_argument(
         "--lr",
@@ -144,7 +144,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
     trainer.fit(
         (train.users, train.items, train.ratings),
         epochs=args.epochs,
-        batch_size=args.batch_size,
+        global_batch_size=args.batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda model: {"test RMSE": _test_rmse(model, test)},
         resume=args.resume,

@@ -59,7 +59,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
         help="where to write the trained model, for sparsekit.models.WideModel.load",
     )
     train.add_argument("--epochs", type=count, default=DEFAULT_EPOCHS, help="passes over the data")
-    train.add_argument("--batch-size", type=count, default=DEFAULT_BATCH, help="people in a step")
+    ranks.add_batch_size(train, "people", default=DEFAULT_BATCH)
     train.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,
@@ -125,7 +125,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
     trainer.fit(
         (torch.arange(len(train)), train.labels),
         epochs=args.epochs,
-        batch_size=args.batch_size,
+        global_batch_size=args.batch_size,
         # To watch only: nothing is chosen by it.
         evaluate=lambda _: _evaluate(model, of_test, test.labels),
         resume=args.resume,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import DivergedError
+from ..errors import DataFormatError, DivergedError
 
 
 class Losses:
@@ -70,9 +70,15 @@ class Losses:
 
         Raises:
             DivergedError: it is not finite.
+            DataFormatError: there are none.
         """
         total, samples = self._over_ranks(title)
-        return total / max(samples, 1)
+        if samples == 0:
+            raise DataFormatError(
+                f"{title}: the data have no sample: a file without rows, an empty loader, or a "
+                f"generator that an epoch before has used up"
+            )
+        return total / samples
 
     def since_last(self, title: str, seconds: float) -> tuple[float, float, float, float]:
         """As mean, since the last call; and of how many samples and steps, and how long they took.

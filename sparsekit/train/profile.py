@@ -75,6 +75,9 @@ class Profile:
         lines.append(_line("all", self.ops))
         return "\n".join(lines)
 
+    def __str__(self) -> str:
+        return self.table()
+
 
 def _line(name: str, ops: Sequence[Op]) -> str:
     name = name if len(name) <= 42 else f"{name[:41]}…"

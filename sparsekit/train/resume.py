@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from .feed import Share
+from .fit_data import FitData
 from .progress import Progress
 
 
@@ -48,6 +49,7 @@ class Position:
         samples: the same in samples of all ranks.
         seconds: spent on them.
         losses: of them; see `Losses.state`.
+        data: what tells the data from others; see `FitData.facts`. Empty in states without it.
     """
 
     order: torch.Tensor
@@ -58,32 +60,71 @@ class Position:
     samples: int = 0
     seconds: float = 0.0
     losses: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def begin(generator: torch.Generator, data: Any) -> Position:
+    def begin(generator: torch.Generator, data: Any, facts: dict[str, int]) -> Position:
         """The beginning of an epoch."""
         state = getattr(data, "state_dict", None)
         reader = state() if callable(state) and hasattr(data, "load_state_dict") else None
-        return Position(generator.get_state(), torch.get_rng_state(), reader, _ranks())
+        random = torch.get_rng_state()
+        return Position(generator.get_state(), random, reader, _ranks(), data=facts)
 
-    def find(self, generator: torch.Generator, data: Any, stream: TextIO | None) -> None:
+    def check(self, fit: FitData) -> None:
+        """Refuse other data than those of this place, before anything of them is trained on.
+
+        Tensors must have the same contents, and in mid-epoch the same batches. Of loaders other
+        than readers only the sizes are known, and compared in mid-epoch.
+
+        Raises:
+            ValueError: they are others.
+        """
+        if self.reader is not None:
+            if not hasattr(fit.data, "load_state_dict"):
+                raise ValueError(
+                    f"Trainer: the checkpoint is of a run on a reader, and now there is "
+                    f"{'a tuple' if fit.of_tensors else type(fit.data).__name__}"
+                )
+            fit.data.load_state_dict({**self.reader, "step": self._batches_there(fit)})
+        if not self.data:
+            return
+        now = fit.facts
+        compared = ["samples", "checksum"] if "checksum" in self.data else []
+        if self._batches_there(fit):
+            compared = list(self.data)
+        for name in compared:
+            if self.data[name] != now.get(name):
+                raise ValueError(
+                    f"Trainer: the checkpoint is of a run on data with {name}={self.data[name]}, "
+                    f"and these have {now.get(name)}. Pass the same, or load only model and "
+                    f"optimizers (Checkpoints.load) and call fit without resume"
+                )
+
+    def _batches_there(self, fit: FitData) -> int:
+        """Batches of this place that fit's data have as well.
+
+        Loaders have other batches on another number of ranks.
+        """
+        return self.batches if fit.of_tensors or self.ranks in (0, _ranks()) else 0
+
+    def find(self, generator: torch.Generator, fit: FitData, stream: TextIO | None) -> None:
         """Have data begin with the batch of this place, or with the first of the epoch.
 
-        Loaders have other batches on another number of ranks. There a place in mid-epoch becomes
-        the beginning of that epoch, which a line in stream says.
+        Where the batches are others, a place in mid-epoch becomes the beginning of that epoch,
+        which a line in stream says.
 
         Raises:
             ValueError: data is another reader.
         """
         generator.set_state(self.order)
         now = _ranks()
-        if self.batches and not isinstance(data, tuple) and self.ranks not in (0, now):
+        if self.batches and not self._batches_there(fit):
             text = f"the epoch begins again, as batches were those of {self.ranks} ranks, not {now}"
             Progress("resumed:", 0, stream).finish(text)
             self.batches, self.samples, self.seconds, self.losses = 0, 0, 0.0, {}
         self.ranks = now
         if self.reader is not None:
-            data.load_state_dict({**self.reader, "step": self.batches})
+            fit.data.load_state_dict({**self.reader, "step": self.batches})
 
     def reach(self, shares: Generator[Share, None, None]) -> None:
         """Pass over what is done, where data cannot begin in the middle."""

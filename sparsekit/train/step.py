@@ -102,8 +102,8 @@ class Step:
     ) -> torch.Tensor:
         """Add the gradient of a batch; returns the sum of its losses."""
         with self._cast():
-            losses, penalty = self._loss(loss_fn, share.batch)
-        _check_shapes(losses, penalty, share.rows)
+            returned = self._loss(loss_fn, share.batch)
+        losses, penalty = _checked(returned, share.rows)
         total = losses.sum()
         if isinstance(penalty, torch.Tensor) and penalty.dim() == 1:
             total, penalty = total + penalty.sum(), 0.0
@@ -124,7 +124,21 @@ class Step:
         return losses.detach().sum(dtype=torch.float64)
 
 
-def _check_shapes(losses: torch.Tensor, penalty: torch.Tensor | float, samples: int) -> None:
+def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """What loss_fn has returned, if it is losses and a penalty."""
+    pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if not pair or not isinstance(returned[0], torch.Tensor):
+        got = type(returned).__name__
+        if isinstance(returned, torch.Tensor):
+            got = f"one tensor of shape {tuple(returned.shape)}"
+        elif isinstance(returned, tuple | list):
+            got += f" of {', '.join(type(each).__name__ for each in returned) or 'nothing'}"
+        raise TypeError(
+            f"loss_fn must return (losses, penalty): a tensor with one loss for each of the "
+            f"{samples} samples, not yet averaged, and what is added to their mean, 0.0 for "
+            f"nothing; got {got}"
+        )
+    losses, penalty = returned
     # A mean already would be reported wrongly, or weighted wrongly over ranks, and in silence.
     if losses.shape != (samples,):
         raise ValueError(
@@ -136,6 +150,7 @@ def _check_shapes(losses: torch.Tensor, penalty: torch.Tensor | float, samples: 
             f"loss_fn must return one penalty, or one for each of the {samples} samples, "
             f"got shape {tuple(penalty.shape)}"
         )
+    return losses, penalty
 
 
 def _refuse_batch_norm(model: torch.nn.Module) -> None:

@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from ..distributed import Exchange
+
 
 @dataclass(frozen=True)
 class EarlyStopping:
@@ -53,3 +58,17 @@ class EarlyStopping:
             better = value > best + self.min_delta
             best, since = (value, 0) if better else (best, since + 1)
         return since >= self.patience
+
+
+def ended_early(
+    stop: EarlyStopping | None, history: Sequence[Any], exchange: Exchange | None
+) -> bool:
+    """Whether training should end, as rank 0 has it."""
+    if stop is None or not history:
+        return False
+    here = stop.reached(history)
+    if exchange is None:
+        return here
+    flag = torch.tensor([here], dtype=torch.int64, device=exchange.device)
+    dist.broadcast(flag, dist.get_global_rank(exchange.group, 0), exchange.group)
+    return bool(flag.item())

@@ -16,12 +16,13 @@ from ..checkpoint import Checkpoints
 from ..distributed import Exchange, exchange_of
 from ..errors import check_int
 from .feed import Ranks, Share, of_loader, of_tensors, set_epoch, steps_of
+from .fit_data import FitData
 from .logs import JsonLines, Log
 from .losses import Losses
 from .progress import Progress
 from .resume import Epoch, Position
 from .step import LossFn, Step
-from .stopping import EarlyStopping
+from .stopping import EarlyStopping, ended_early
 from .telemetry import Telemetry
 
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
@@ -134,6 +135,7 @@ class Trainer:
         *,
         epochs: int,
         batch_size: int | None = None,
+        global_batch_size: int | None = None,
         evaluate: Evaluate | None = None,
         stop: EarlyStopping | None = None,
         resume: bool = False,
@@ -152,23 +154,30 @@ class Trainer:
                 batches. A `Batch` or tensor goes to the model's device; what is in a tuple, list or
                 dict stays where the loader has it.
             epochs: how many, >= 0.
-            batch_size: of tensors: samples in a batch, of all ranks together; the last of an epoch
-                may be smaller. None for a loader, which has a size of its own.
+            batch_size: of tensors: samples of each rank in a batch, as that of a reader or a
+                DataLoader is; the last batch of an epoch may be smaller. None for a loader, which
+                has a size of its own.
+            global_batch_size: the same of all ranks together, in place of batch_size: any number of
+                ranks then has the same batches.
             evaluate: called with the model after each epoch, in evaluation mode and without
                 gradients, on every rank; what it returns is kept, and printed by rank 0.
             stop: ends it before the last epoch, by a metric of evaluate as rank 0 has it.
             resume: whether to go on from the latest of the trainer's checkpoints, if there is one.
                 Then epochs counts those that are in it, so that the same script, started again,
-                ends where it would have ended. In mid-epoch a reader needs as many ranks as have
-                saved; tensors are the same for any number.
+                ends where it would have ended. Data must be those of the checkpoint, and in
+                mid-epoch their batches too: tensors are compared by size and checksum, readers by
+                their state, other loaders by size. In mid-epoch a loader needs as many ranks as
+                have saved, or begins its epoch again; tensors are the same for any number.
 
         Returns:
             The history.
 
         Raises:
             TypeError: a batch that is nothing of the above.
-            ValueError: data is empty or of unequal lengths, a number is out of range, or stop asks
-                for a metric that there is not.
+            ValueError: data is empty or of unequal lengths, or not that of the checkpoint, a number
+                is out of range, or stop asks for a metric that there is not.
+            DataFormatError: an epoch has no sample, as of a file without rows, or of a generator
+                that the one before has used up.
             RuntimeError: ranks that would train differently.
             CheckpointError: a checkpoint cannot be written or read.
             DivergedError: the loss of a step is infinite or NaN; raised at the next record of the
@@ -176,19 +185,19 @@ class Trainer:
         """
         if resume:
             self._resume()
-        device = self._agree(data, epochs, batch_size)
+        fit, device = self._agree(data, epochs, batch_size, global_batch_size)
         self.interrupted = False
         last = epochs if resume else len(self.history) + epochs
         try:
-            done = resume and self._stopped(stop, device)
+            done = resume and ended_early(stop, self.history, self._exchange)
             while not done and len(self.history) < last:
-                place = self._begin(data, batch_size)
-                shares = self._shares(data, batch_size, device)
+                place = self._begin(fit)
+                shares = self._shares(fit, device)
                 title = f"epoch {len(self.history) + 1}/{last}"
                 self._epoch(place, shares, title, evaluate, device)
                 if self.checkpoints is not None:
-                    self._save(Position.begin(self._generator, data))
-                done = self._stopped(stop, device)
+                    self._save(self._first_place(fit))
+                done = ended_early(stop, self.history, self._exchange)
             if self._place is not None and not self._place.batches:
                 self._place = None  # the next call may have other data
             if self.checkpoints is not None:
@@ -255,57 +264,51 @@ class Trainer:
         self.checkpoints.async_save(self.steps, self.model, self.optimizers, state=state)
         self._place = None
 
-    def _stopped(self, stop: EarlyStopping | None, device: torch.device) -> bool:
-        if stop is None or not self.history:
-            return False
-        return self._decided(stop.reached(self.history), device)
-
-    def _agree(self, data: Any, epochs: int, batch_size: int | None) -> torch.device:
+    def _agree(
+        self, data: Any, epochs: int, batch_size: int | None, global_batch_size: int | None
+    ) -> tuple[FitData, torch.device]:
         """Check arguments, and that they are the same on all ranks; returns where to compute."""
-        tensors = isinstance(data, tuple)
-        lengths = sorted({len(tensor) for tensor in data}) if tensors else []
         weight = next(self.model.parameters(), torch.empty(0))
-        device = data[0].device if tensors and data else weight.device
+        device = data[0].device if isinstance(data, tuple) and data else weight.device
         self._exchange = exchange_of(dist.group.WORLD, device)
+        fit = FitData(data, batch_size, global_batch_size, self._world_size)
 
         def check() -> None:
-            if tensors and (len(lengths) != 1 or lengths == [0]):
-                raise ValueError(f"data must be tensors of one length >= 1, got {lengths}")
-            if epochs < 0 or (tensors and (batch_size is None or batch_size < 1)):
-                raise ValueError(f"epochs={epochs} must be >= 0 and batch_size={batch_size} >= 1")
-            if not tensors and batch_size is not None:
-                raise ValueError(
-                    f"batch_size={batch_size} is for tensors; {type(data).__name__} has its own"
-                )
+            fit.check()
+            check_int("Trainer", "epochs", epochs, 0, 2**31 - 1)
+            if self._place is not None:
+                self._place.check(fit)
 
         if self._exchange is None:
             check()
-            return device
-        what = f"{lengths} samples in batches of {batch_size}" if tensors else "batches of loaders"
+            return fit, device
         seed = self._generator.initial_seed()
-        plan = f"train on {what}, {epochs} epochs after {len(self.history)}, seed {seed}"
+        plan = f"train on {fit}, {epochs} epochs after {len(self.history)}, seed {seed}"
         self._exchange.meet(f"{plan}, {self.accumulate} batches a step", check)
-        return device
+        return fit, device
 
-    def _begin(self, data: Any, batch_size: int | None) -> Position:
+    def _first_place(self, fit: FitData) -> Position:
+        """The beginning of the epoch to come."""
+        facts = {} if self.checkpoints is None else fit.facts
+        return Position.begin(self._generator, fit.data, facts)
+
+    def _begin(self, fit: FitData) -> Position:
         """Where to go on in the epoch to come."""
-        if batch_size is None:
-            set_epoch(data, len(self.history))
+        if not fit.of_tensors:
+            set_epoch(fit.data, len(self.history))
         place, self._place = self._place, None  # it is gone if the epoch is left early
         if place is None:
-            return Position.begin(self._generator, data)
-        place.find(self._generator, data, self.stream if self._rank == 0 else io.StringIO())
+            return self._first_place(fit)
+        place.find(self._generator, fit, self.stream if self._rank == 0 else io.StringIO())
         return place
 
-    def _shares(
-        self, data: Any, batch_size: int | None, device: torch.device
-    ) -> Generator[Share, None, None]:
-        if batch_size is not None:
-            self._samples = len(data[0])
-            self._updates = math.ceil(math.ceil(self._samples / batch_size) / self.accumulate)
-            return of_tensors(data, batch_size, self._generator, self._rank, self._world_size)
+    def _shares(self, fit: FitData, device: torch.device) -> Generator[Share, None, None]:
+        if fit.of_tensors:
+            self._samples = fit.samples
+            self._updates = math.ceil(math.ceil(fit.samples / fit.batch) / self.accumulate)
+            return of_tensors(fit.data, fit.batch, self._generator, self._rank, self._world_size)
         group = None if self._exchange is None else self._exchange.group
-        return of_loader(data, device, Ranks(group, device))
+        return of_loader(fit.data, device, Ranks(group, device))
 
     def _epoch(
         self,
@@ -388,11 +391,3 @@ class Trainer:
             metrics = evaluate(self.model)
         self.model.train()
         return metrics
-
-    def _decided(self, here: bool, device: torch.device) -> bool:
-        """What rank 0 says."""
-        if self._exchange is None:
-            return here
-        flag = torch.tensor([here], dtype=torch.int64, device=device)
-        dist.broadcast(flag, dist.get_global_rank(self._exchange.group, 0), self._exchange.group)
-        return bool(flag.item())

@@ -1,6 +1,7 @@
 """The trainer on N ranks: the same weights and losses as on one."""
 
 import io
+import json
 import math
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 import sparsekit
+from sparsekit.checkpoint import Checkpoints
+from sparsekit.data import CsvReader
 from sparsekit.datasets import Ratings
 from sparsekit.models import RatingModel
-from sparsekit.train import Trainer
+from sparsekit.train import JsonLines, Trainer
 
 from .pool import Raised
 
@@ -55,7 +58,7 @@ def train(rank, dtype, optimizer, penalty):
         return (out - batch[1]).square(), penalties[penalty]
 
     trainer = Trainer(model, loss_fn, optimizers, seed=3, stream=io.StringIO())
-    history = trainer.fit(make_data(dtype), epochs=EPOCHS, batch_size=BATCH)
+    history = trainer.fit(make_data(dtype), epochs=EPOCHS, global_batch_size=BATCH)
     return *shards(layer), head.weight.detach(), [epoch.loss for epoch in history]
 
 
@@ -91,7 +94,9 @@ def train_ratings(rank):
         [torch.optim.SGD(model.parameters(), lr=0.1)],
         stream=io.StringIO(),
     )
-    history = trainer.fit((users, items, ratings), epochs=5, batch_size=45)  # the last has one
+    history = trainer.fit(
+        (users, items, ratings), epochs=5, global_batch_size=45
+    )  # the last has one
     keys, rows = [], []
     for number, layer in enumerate(model.embeddings.layers.values()):
         key, row = shards(layer)
@@ -144,7 +149,7 @@ def see_batches(rank):
     sgd = torch.optim.SGD(weight.parameters(), lr=0)
     stream = io.StringIO()
     trainer = Trainer(weight, loss_fn, [sgd], seed=5, stream=stream)
-    trainer.fit((torch.arange(float(SAMPLES)),), epochs=2, batch_size=BATCH)
+    trainer.fit((torch.arange(float(SAMPLES)),), epochs=2, global_batch_size=BATCH)
     return seen, stream.getvalue()
 
 
@@ -157,6 +162,86 @@ def test_batches_are_split_without_gaps_or_overlaps(ranks):
         sizes = [len(share) for share in shares]
         assert max(sizes) - min(sizes) <= 1
         assert sizes == sorted(sizes, reverse=True)
+
+
+def batch_sizes(rank, world_size, **size):
+    """How many samples the batches of this rank have; of tensors, and of a reader."""
+    layer = torch.nn.Linear(1, 1)
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(len(batch[0]))
+        return model(batch[0][:, None])[:, 0], 0.0
+
+    sgd = torch.optim.SGD(layer.parameters(), lr=0)
+    trainer = Trainer(layer, loss_fn, [sgd], stream=io.StringIO())
+    trainer.fit((torch.arange(12.0 * world_size),), epochs=1, **size)
+    return seen
+
+
+def per_rank(rank, world_size, path):
+    of_tensors = batch_sizes(rank, world_size, batch_size=5)
+    of_all = batch_sizes(rank, world_size, global_batch_size=5 * world_size)
+    reader = CsvReader(path, 5, label="y")
+    return of_tensors, of_all, [batch.rows for batch in reader]
+
+
+def test_a_batch_size_is_that_of_each_rank(ranks, tmp_path):
+    """For tensors, as for readers and DataLoaders; that of all ranks has another name."""
+    path = tmp_path / "y.csv"
+    path.write_text("y\n" + "1\n" * 12 * ranks.world_size)
+    for found in ranks(per_rank, ranks.world_size, path):
+        assert found == ([5, 5, 2],) * 3
+
+
+class Stopped(Exception):
+    pass
+
+
+def resumed(rank, folder):
+    """Losses of a run without a break, and of one that goes on in mid-epoch, and its records."""
+
+    def fit(name, last):
+        steps = 0
+
+        def loss_fn(model, batch):
+            nonlocal steps
+            steps += 1
+            if steps > last:
+                raise Stopped
+            return (model(batch[0][:, None])[:, 0] - batch[0]).square(), 0.0
+
+        torch.manual_seed(1)
+        model = torch.nn.Linear(1, 1)
+        trainer = Trainer(
+            model, loss_fn, [torch.optim.SGD(model.parameters(), lr=1e-3)], seed=2,
+            checkpoints=Checkpoints(folder / name), checkpoint_every=3, stream=io.StringIO(),
+            logs=[JsonLines(folder / f"{name}.jsonl")], log_every=2,
+        )  # fmt: skip
+        try:
+            trainer.fit((torch.arange(float(SAMPLES)),), epochs=2, global_batch_size=5, resume=True)
+        except Stopped:
+            pass
+        finally:
+            trainer.checkpoints.close()
+        return [epoch.loss for epoch in trainer.history]
+
+    whole = fit("a", 99)
+    assert fit("b", 4) == []  # steps 1 to 5 are of the first epoch
+    return whole, fit("b", 99)
+
+
+def test_losses_of_an_epoch_that_goes_on_in_its_middle(ranks, tmp_path):
+    """Each rank's own are counted once."""
+    for whole, parts in ranks(resumed, tmp_path):
+        assert len(whole) == 2
+        assert parts == pytest.approx(whole, rel=1e-12)
+    one, other = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("a.jsonl", "b.jsonl")
+    )
+    assert [r["step"] for r in one] == [r["step"] for r in other] == [2, 4, 5, 6, 8, 10, 10]
+    assert [r["loss"] for r in other] == pytest.approx([r["loss"] for r in one], rel=1e-12)
 
 
 def test_only_the_first_rank_prints(ranks):
@@ -173,7 +258,7 @@ def leave_out_without_samples(rank):
 
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, loss_fn, [sgd], stream=io.StringIO())
-    trainer.fit((torch.arange(4.0),), epochs=3, batch_size=3)
+    trainer.fit((torch.arange(4.0),), epochs=3, global_batch_size=3)
     return model.weight.item()
 
 
@@ -192,7 +277,7 @@ def diverge(rank, bad_rank):
 
     sgd = torch.optim.SGD(model.parameters(), lr=0)
     trainer = Trainer(model, loss_fn, [sgd], stream=io.StringIO())
-    trainer.fit((torch.arange(float(SAMPLES)),), epochs=1, batch_size=BATCH)
+    trainer.fit((torch.arange(float(SAMPLES)),), epochs=1, global_batch_size=BATCH)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
@@ -206,12 +291,15 @@ def test_all_ranks_name_the_step_in_which_one_diverged(ranks, bad_rank):
 def fit_differently(rank, batch_size):
     model = torch.nn.Linear(1, 1)
     trainer = Trainer(model, lambda *_: None, [])
-    trainer.fit((torch.arange(4.0),), epochs=1, batch_size=batch_size[rank])
+    trainer.fit((torch.arange(4.0),), epochs=1, global_batch_size=batch_size[rank])
 
 
 @pytest.mark.parametrize(
     ("batch_size", "kind", "message"),
-    [((2, 3), "RuntimeError", "rank 1: train on"), ((2, 0), "ValueError", "batch_size=0")],
+    [
+        ((2, 3), "RuntimeError", "rank 1: train on"),
+        ((2, 0), "ValueError", "global_batch_size must be in"),
+    ],
 )
 def test_ranks_that_would_train_differently(two_ranks, batch_size, kind, message):
     for outcome in two_ranks.outcomes(fit_differently, batch_size):

@@ -41,7 +41,7 @@ def train(rank, optimizer, loss, path=None):
         [model.optimizer(optimizer, 31)],
         stream=io.StringIO(),
     )
-    history = trainer.fit((torch.arange(SAMPLES), labels), epochs=5, batch_size=31)
+    history = trainer.fit((torch.arange(SAMPLES), labels), epochs=5, global_batch_size=31)
     if path is not None:
         model.save(path)
     head = torch.cat([p.detach().reshape(-1) for p in model.head.parameters()])

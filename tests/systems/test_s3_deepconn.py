@@ -177,6 +177,7 @@ def test_profile_reports_calls_time_share_and_bytes_of_each_op(two, tmp_path):
     header, *lines = profile.table(5).splitlines()
     assert header.split() == ["op", "calls", "time", "share", "bytes", "moved"]
     assert len(lines) == 5 + 2
+    assert str(profile) == profile.table()
     assert lines[0].split()[0].startswith(profile.ops[0].name[:40])
     assert "aten::" in (tmp_path / "single.json").read_text()
     for moved, of_rank in two(bytes_of_steps, "alternating", tmp_path / "two.json"):

@@ -32,7 +32,7 @@ def gradient_of_last_step(rank, samples, mean_of_means=False):
 
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     trainer = Trainer(model, loss_fn, [sgd], stream=io.StringIO())
-    trainer.fit((torch.randn(samples, 3),), epochs=1, batch_size=BATCH)
+    trainer.fit((torch.randn(samples, 3),), epochs=1, global_batch_size=BATCH)
     return model.weight.grad[0].tolist()
 
 
@@ -60,7 +60,7 @@ def received(rank):
     model = torch.nn.Linear(1, 1)
     trainer = Trainer(model, loss_fn, [torch.optim.SGD(model.parameters(), lr=0.0)], seed=3)
     trainer.stream = io.StringIO()
-    trainer.fit((torch.arange(float(SAMPLES))[:, None],), epochs=2, batch_size=BATCH)
+    trainer.fit((torch.arange(float(SAMPLES))[:, None],), epochs=2, global_batch_size=BATCH)
     return seen
 
 
@@ -130,7 +130,7 @@ def events_of_backward(rank):
             stream=io.StringIO(),
         )
         hook = model[0].weight.register_hook(lambda _: events.append("last gradient"))
-        trainer.fit((torch.ones(6, 600),), epochs=2, batch_size=6)
+        trainer.fit((torch.ones(6, 600),), epochs=2, global_batch_size=6)
         hook.remove()
     finally:
         Averaging.average = average

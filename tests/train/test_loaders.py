@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsekit
 from sparsekit.data import Batch, CsvReader, KeyedJaggedTensor
+from sparsekit.errors import DataFormatError
 from sparsekit.train import EarlyStopping, Trainer
 from sparsekit.train.feed import rows_of
 
@@ -34,7 +35,8 @@ def some_data(n=20):
 
 
 def trained(data, lr=0.1, **settings):
-    fit = {key: settings.pop(key) for key in ("batch_size", "evaluate", "stop") if key in settings}
+    of_fit = ("batch_size", "global_batch_size", "evaluate", "stop")
+    fit = {key: settings.pop(key) for key in of_fit if key in settings}
     epochs = settings.pop("epochs", 2)
     model = Linear()
     sgd = torch.optim.SGD(model.parameters(), lr=lr)
@@ -89,6 +91,21 @@ def test_an_epoch_of_a_sampler_has_its_number():
     assert epochs == [0, 1, 2]
 
 
+def test_an_epoch_of_a_dataset_has_its_number():
+    class Shuffled(torch.utils.data.IterableDataset):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __iter__(self):
+            x, y = some_data()
+            seen.append(self.epoch)
+            yield from zip(x, y, strict=True)
+
+    seen = []
+    trained(DataLoader(Shuffled(), batch_size=6), epochs=3)
+    assert seen == [0, 1, 2]
+
+
 def test_a_reader_goes_on_to_its_next_epoch(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("y,a\n" + "".join(f"{row},{row}\n" for row in range(10)))
@@ -106,6 +123,38 @@ def test_a_reader_goes_on_to_its_next_epoch(tmp_path):
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert len(history) == 2
+
+
+@pytest.mark.parametrize("data", [[], [(torch.ones(0, 3), torch.ones(0))], DataLoader([])])
+def test_an_epoch_without_samples_is_named(data):
+    with pytest.raises(DataFormatError, match=r"^epoch 1/2: the data have no sample"):
+        trained(data)
+
+
+def test_a_generator_is_used_up_after_an_epoch():
+    stop = EarlyStopping("loss")
+    with pytest.raises(
+        DataFormatError, match=r"^epoch 2/3: .* a generator that an epoch before has"
+    ):
+        trained((b for b in batches_of([4])), epochs=3, evaluate=lambda _: {"loss": 1}, stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (lambda x: x.sum(), r"got one tensor of shape \(\)"),
+        (lambda x: x, r"got one tensor of shape \(2,\)"),
+        (lambda x: torch.stack([x, x]), r"got one tensor of shape \(2, 2\)"),
+        (lambda x: None, "got NoneType"),
+        (lambda x: (x,), "got tuple of Tensor"),
+        (lambda x: (x, 0.0, 0.0), "got tuple of Tensor, float, float"),
+        (lambda x: (1.0, 0.0), "got tuple of float, float"),
+    ],
+)
+def test_what_a_loss_function_must_return(returned, got):
+    trainer = Trainer(Linear(), lambda model, x: returned(model(x)), [], stream=io.StringIO())
+    with pytest.raises(TypeError, match=rf"must return \(losses, penalty\): .* 2 samples.*; {got}"):
+        trainer.fit([torch.ones(2, 3)], epochs=1)
 
 
 def test_an_error_of_a_loader_is_raised_and_its_thread_ends():
@@ -155,7 +204,9 @@ def test_what_is_no_batch(batch):
 def test_batch_size_belongs_to_tensors():
     with pytest.raises(ValueError, match="batch_size=4 is for tensors; list has its own"):
         trained(batches_of([4]), batch_size=4)
-    with pytest.raises(ValueError, match="batch_size=None"):
+    with pytest.raises(ValueError, match="global_batch_size=4 is for tensors; list has its own"):
+        trained(batches_of([4]), global_batch_size=4)
+    with pytest.raises(ValueError, match="tensors need batch_size"):
         trained(some_data())
 
 

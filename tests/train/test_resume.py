@@ -227,9 +227,77 @@ def test_what_does_not_go_together(tmp_path):
     assert [epoch.number for epoch in more.history] == [1, 2, 3, 4]
 
 
-def test_fewer_batches_than_are_done(tmp_path):
+def few(samples):
+    return tuple(each[:samples] for each in tensors())
+
+
+def batches(samples, size=BATCH):
+    return list(zip(*(each.split(size) for each in few(samples)), strict=True))
+
+
+def changed(step):
+    keys, labels = tensors()
+    labels[step] += 1
+    return keys, labels
+
+
+OTHER_DATA = {
+    "fewer rows": (tensors, lambda: few(50), BATCH, "samples=150, and these have 50"),
+    "another row": (tensors, lambda: changed(70), BATCH, r"checksum=\d+, and these have \d+"),
+    "other dtype": (tensors, lambda: (tensors()[0], tensors()[1].double()), BATCH, "checksum="),
+    "larger batches": (tensors, tensors, 2 * BATCH, "global_batch_size=8, and these have 16"),
+    "no tensors": (tensors, lambda: batches(150), None, "samples=150, and these have None"),
+    "fewer batches": (lambda: batches(150), lambda: batches(100), None, "batches=19, .* have 13"),
+    "a loader": (loader, lambda: batches(150), None, "samples=150, and these have None"),
+    "a loader's batches": (
+        loader, lambda: torch.utils.data.DataLoader(Ordered(), 4, shuffle=True), None,
+        "batches=19, and these have 38",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_DATA)
+def test_other_data_are_refused_in_mid_epoch(tmp_path, name):
+    data, other, size, message = OTHER_DATA[name]
     with pytest.raises(Stopped):
-        fit(trainer_for(tmp_path, last=16), tensors())
-    few = tuple(each[:50] for each in tensors())
+        fit(trainer_for(tmp_path, last=16), data())
+    again = trainer_for(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        again.fit(other(), epochs=EPOCHS, batch_size=size, resume=True)
+    again.checkpoints.close()
+    fit(trainer_for(tmp_path), data())
+
+
+def test_other_data_are_refused_by_a_finished_run(tmp_path):
+    """Its figures would stand beside others of those data."""
+    fit(trainer_for(tmp_path), tensors())
+    again = trainer_for(tmp_path)
+    with pytest.raises(ValueError, match="checksum="):
+        fit(again, changed(3))
+    assert again.steps == 57
+    larger = trainer_for(tmp_path)  # between epochs another size of batches is a choice
+    larger.fit(tensors(), epochs=EPOCHS + 1, batch_size=50, resume=True)
+    assert larger.steps == 57 + 3
+
+
+def test_a_reader_is_not_replaced_by_tensors(tmp_path):
+    def of_batch(model, batch):
+        return (model(batch.sparse.values().view(2, -1).T) - batch.label).square(), 0.0
+
+    fit(trainer_for(tmp_path / "run", loss=of_batch), reader(tmp_path, False))
+    with pytest.raises(ValueError, match="of a run on a reader, and now there is a tuple"):
+        fit(trainer_for(tmp_path / "run"), tensors())
+
+
+def test_fewer_batches_than_are_done(tmp_path):
+    class Stream:
+        def __init__(self, samples):
+            self.batches = batches(samples)
+
+        def __iter__(self):
+            return iter(self.batches)
+
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path, last=16), Stream(150))
     with pytest.raises(ValueError, match="behind batch 14 of an epoch, which has 7 batches here"):
-        fit(trainer_for(tmp_path), few)
+        fit(trainer_for(tmp_path), Stream(50))

@@ -175,8 +175,10 @@ def test_ctrl_c_returns_the_finished_epochs():
         ((), {}, r"data must be tensors of one length >= 1, got \[\]"),
         ((torch.arange(3), torch.arange(4)), {}, r"got \[3, 4\]"),
         ((torch.arange(0),), {}, r"got \[0\]"),
-        ((torch.arange(3.0),), {"batch_size": 0}, "batch_size=0"),
-        ((torch.arange(3.0),), {"epochs": -1}, "epochs=-1"),
+        ((torch.arange(3.0),), {"batch_size": 0}, r"batch_size must be in \[1, .*, got 0"),
+        ((torch.arange(3.0),), {"epochs": -1}, r"epochs must be in \[0, .*, got -1"),
+        ((torch.arange(3.0),), {"global_batch_size": 2}, "got batch_size=2, global_batch_size=2"),
+        ((torch.arange(3.0),), {"batch_size": None}, "need batch_size, of each rank, or global_b"),
     ],
 )
 def test_wrong_arguments(data, keywords, message):
