@@ -3,6 +3,7 @@
 import itertools
 import json
 import pickle
+import re
 
 import pytest
 import torch
@@ -259,3 +260,27 @@ def test_criteo_reader_is_a_reader_of_the_same_kind(tmp_path):
     path.write_text("1" + "\t5" * 13 + "\tdeadbeef" * 26 + "\n")
     (batch,) = CriteoReader(path, 5)
     assert batch.sparse.values().tolist() == [0xDEADBEEF] * 26
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_labels_outside_a_range_are_malformed(files, format, shuffle):
+    """Label r is in line r + 2 of the first file, and in its row r + 1."""
+    limited = reader(files, format, batch_size=1, shuffle=shuffle)
+    limited.limit_labels(0, ROWS - 1)
+    assert sorted(numbers(limited)) == list(range(ROWS))
+    limited.limit_labels(0, 0, between=False)
+    rows = iter(limited)
+    with pytest.raises(DataFormatError, match="the label must be 0 or 0") as caught:
+        list(rows)
+    place = re.search(rf"(0|1)\.{format}, (line|row) (\d+), column .*row", str(caught.value))
+    file, kind, number = place.groups()
+    label = int(number) - {"line": 2, "row": 1}[kind] + 700 * int(file)
+    assert 0 < label < ROWS
+    assert shuffle or label == 1
+    skipping = reader(files, format, shuffle=shuffle, on_error="skip")
+    skipping.limit_labels(100, 899)
+    assert sorted(numbers(skipping)) == list(range(100, 900))
+    assert skipping.skipped == 200
+    skipping.limit_labels(100, 899, between=False)
+    assert sorted(numbers(skipping)) == [100, 899]
