@@ -80,26 +80,34 @@ BoundFormat make_format(const std::string& delimiter, const std::string& quote,
   return made;
 }
 
+const char* checked_text(const py::buffer_info& text, int64_t position) {
+  if (text.itemsize != 1 || text.ndim != 1 || position < 0 || position > text.size) {
+    throw py::value_error("text must be bytes, and positions within them");
+  }
+  return static_cast<const char*>(text.ptr);
+}
+
 // The lines of a text, which must stay as it is meanwhile.
 class TextLines {
  public:
-  TextLines(const py::buffer& text, int64_t begin, int64_t end, bool skip_blank)
-      : text_(text.request()) {
-    if (text_.itemsize != 1 || text_.ndim != 1 || begin < 0 || begin > end || end > text_.size) {
-      throw py::value_error("text must be bytes, and [begin, end) within them");
-    }
-    data_ = static_cast<const char*>(text_.ptr) + begin;
+  TextLines(const py::buffer& text, int64_t stop, const std::string& delimiter,
+            const std::string& quote, bool skip_blank, bool complete)
+      : text_(text.request()), data_(checked_text(text_, stop)) {
+    const char separator = one_character(delimiter, "delimiter");
+    const char mark = one_character(quote, "quote");
     const py::gil_scoped_release no_gil;
-    lines_ = find_lines(data_, end - begin, skip_blank);
+    found_ = find_lines(data_, text_.size, stop, separator, mark, skip_blank, complete);
   }
 
-  size_t size() const { return lines_.size(); }
+  size_t size() const { return found_.lines.size(); }
+  int64_t end() const { return found_.end; }
+  bool unclosed() const { return found_.unclosed; }
 
-  // Where line i begins, counted from `begin`.
-  int64_t begin_of(size_t i) const { return lines_.at(i).begin; }
+  // Where line i begins.
+  int64_t begin_of(size_t i) const { return found_.lines.at(i).begin; }
 
   py::bytes line(size_t i) const {
-    const Line line = lines_.at(i);
+    const Line line = found_.lines.at(i);
     return {data_ + line.begin, static_cast<size_t>(line.end - line.begin)};
   }
 
@@ -110,7 +118,7 @@ class TextLines {
     }
     const auto* numbers = static_cast<const int64_t*>(rows.ptr);
     for (py::ssize_t i = 0; i < rows.size; ++i) {
-      if (numbers[i] < 0 || numbers[i] >= static_cast<int64_t>(lines_.size())) {
+      if (numbers[i] < 0 || numbers[i] >= static_cast<int64_t>(found_.lines.size())) {
         throw py::index_error("order has a row that is no line");
       }
     }
@@ -129,7 +137,8 @@ class TextLines {
     {
       const py::gil_scoped_release no_gil;
       const ParallelFor parallel_for(run_on_threads, num_threads);
-      parse_lines(format, data_, lines_.data(), numbers, rows.size, keys, malformed, parallel_for);
+      parse_lines(format, data_, found_.lines.data(), numbers, rows.size, keys, malformed,
+                  parallel_for);
     }
     py::list faults;
     for (const MalformedRow& fault : malformed) {
@@ -151,9 +160,19 @@ class TextLines {
 
  private:
   py::buffer_info text_;
-  const char* data_ = nullptr;
-  std::vector<Line> lines_;
+  const char* data_;
+  FoundLines found_;
 };
+
+py::tuple skip_line_of(const py::buffer& text, int64_t begin, const std::string& delimiter,
+                       const std::string& quote, int place) {
+  const py::buffer_info info = text.request();
+  const char* const data = checked_text(info, begin);
+  auto at = static_cast<Place>(place);
+  const int64_t end = skip_line(data, begin, info.size, one_character(delimiter, "delimiter"),
+                                one_character(quote, "quote"), at);
+  return py::make_tuple(end, static_cast<int>(at));
+}
 
 }  // namespace
 
@@ -179,15 +198,24 @@ void add_delimited_text(py::module_& m) {
   py::class_<BoundFormat>(m, "TextFormat", "How lines are read.")
       .def(py::init(&make_format), py::arg("delimiter"), py::arg("quote"),
            py::arg("max_line_bytes"), py::arg("fields"));
-  py::class_<TextLines>(m, "TextLines", "The lines of [begin, end) of a buffer.")
-      .def(py::init<const py::buffer&, int64_t, int64_t, bool>(), py::arg("text"), py::arg("begin"),
-           py::arg("end"), py::arg("skip_blank"))
+  py::class_<TextLines>(m, "TextLines", "The lines of a text that begin in [0, stop).")
+      .def(py::init<const py::buffer&, int64_t, const std::string&, const std::string&, bool,
+                    bool>(),
+           py::arg("text"), py::arg("stop"), py::arg("delimiter"), py::arg("quote"),
+           py::arg("skip_blank"), py::arg("complete"))
       .def("__len__", &TextLines::size)
-      .def("begin_of", &TextLines::begin_of, "Where a line begins, counted from `begin`.")
+      .def_property_readonly("end", &TextLines::end, "Behind the last one and its newline.")
+      .def_property_readonly("unclosed", &TextLines::unclosed,
+                             "Whether the last one ends within a quoted field.")
+      .def("begin_of", &TextLines::begin_of, "Where a line begins.")
       .def("line", &TextLines::line, "The bytes of a line.")
       .def("parse", &TextLines::parse, py::arg("format"), py::arg("order"), py::arg("num_threads"),
            "Faults (row, field, reason), and if there are none label [n] or [0], dense [n, d], "
            "values and offsets [fields * n + 1] of keys.");
+  m.def("skip_line", &skip_line_of, py::arg("text"), py::arg("begin"), py::arg("delimiter"),
+        py::arg("quote"), py::arg("place"),
+        "Where a line ends that goes on at `begin`, or -1, and the place there; that of the "
+        "beginning of a line is 0, within a quoted field it is 1.");
 }
 
 }  // namespace sparsekit

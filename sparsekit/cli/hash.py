@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from .._arguments import Parser
 from ..data import Batch, CriteoReader, CsvReader, Keys, ParquetReader
 from ..data.parquet_file import ParquetFiles
 from ..data.reader import Reader
-from ..data.text import column_names
+from ..data.text import open_text
 from ..train.progress import Progress
-from .common import UsageError, check_folder, number, why
+from .common import UsageError, check_folder, check_other_file, number, why
 
 _BATCH = 65536
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -24,7 +25,8 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = commands.add_parser(
         "hash",
         help="turn the raw values of a file into keys",
-        description="Read CSV, TSV, Criteo's format (plain or gzip) or Parquet, and write Parquet: "
+        description="Read CSV, TSV, Criteo's format (plain, compressed or from a pipe) or Parquet, "
+        "and write Parquet: "
         "an int64 key in place of each categorical value, or a list of them; null where there is "
         "none. ParquetReader reads it with the kind 'int'.",
     )
@@ -34,7 +36,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument(
         "--format",
         choices=("criteo", "csv", "tsv", "parquet"),
-        help="of FILE (default: by its name, .csv, .tsv or .parquet, .gz left out)",
+        help="of FILE (default: by its name, .csv, .tsv or .parquet, .gz, .bz2 or .xz left out)",
     )
     parser.add_argument("--label", metavar="COLUMN", help="the column of labels, kept as float32")
     for kind, words in (
@@ -62,16 +64,15 @@ def _hash(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError("hash needs pyarrow: pip install 'sparsekit-torch[data]'") from error
     check_folder(args.out, "--out")
+    check_other_file("--out", args.out, args.file)
     try:
         reader, lists = _open(args)
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and error.filename is not None:
             raise UsageError(f"{args.file}: {why(error, args.file)}") from error
         raise UsageError(str(error)) from error
-    partial = Path(args.out + ".part")
-    # To count the rows of a gzip file would mean to decompress it twice.
-    compressed = Path(args.file).suffix == ".gz"
-    total = 0 if compressed else reader.count_rows()
+    partial = Path(f"{args.out}.{os.getpid()}.part")  # a name that nobody else has
+    total = reader.count_rows() if reader.counts_fast else 0
     rows, writer = 0, None
     try:
         with Progress(args.out, total, sys.stdout, unit="rows") as progress:
@@ -108,10 +109,12 @@ def _open(args: argparse.Namespace) -> tuple[Reader, set[str]]:
         return criteo, set(criteo.columns.sparse) if args.separator else set()
     types: dict[str, Any] = {}
     if form == "parquet":
+        if not Path(args.file).is_file() and Path(args.file).exists():
+            raise UsageError(f"{args.file}: is no regular file, from which alone Parquet is read")
         types = {field.name: field.type for field in ParquetFiles().shape(Path(args.file)).schema}
         names = list(types)
     else:
-        names = column_names(Path(args.file), _DELIMITERS[form], '"')
+        text, names = open_text(Path(args.file), _DELIMITERS[form])
     named = {kind: _split(getattr(args, kind)) for kind in ("dense", "int", "hex", "hash")}
     if args.hash is None:
         taken = {args.label, *named["dense"], *named["int"], *named["hex"]}
@@ -130,13 +133,14 @@ def _open(args: argparse.Namespace) -> tuple[Reader, set[str]]:
     if form == "parquet":
         lists = {name for name in sparse if name in types and hasattr(types[name], "value_field")}
         return ParquetReader(args.file, _BATCH, **settings), lists
-    reader = CsvReader(args.file, _BATCH, delimiter=_DELIMITERS[form], **settings)
+    reader = CsvReader(text, _BATCH, delimiter=_DELIMITERS[form], **settings)
     return reader, set(sparse) if args.separator else set()
 
 
 def _format_of(file: str) -> str:
     path = Path(file)
-    suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    packed = path.suffix in (".gz", ".bz2", ".xz")
+    suffix = path.with_suffix("").suffix if packed else path.suffix
     if suffix not in (".csv", ".tsv", ".parquet"):
         raise UsageError(f"{file}: --format says what it is, if its name does not")
     return suffix[1:]

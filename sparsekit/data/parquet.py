@@ -116,7 +116,7 @@ class ParquetReader(Reader):
         """As every reader's, but small row groups that follow one another are read together."""
         run: list[tuple[_RowGroup, np.ndarray]] = []
         rows = size = passed = 0
-        for number in self._order():
+        for number in self._order(self._epoch):
             if last is not None and passed >= last:
                 break
             group = self._groups[number]

@@ -44,7 +44,13 @@ class Chunk(ABC):
 
 
 class Unit(ABC):
-    """A part of a data set that can be read by itself: the pieces of which an epoch is shuffled."""
+    """A part of a data set that can be read by itself: the pieces of which an epoch is shuffled.
+
+    Attributes:
+        counts_fast: whether `count` takes far less than reading.
+    """
+
+    counts_fast = True
 
     @abstractmethod
     def chunks(self) -> Iterator[Chunk]:
@@ -53,6 +59,9 @@ class Unit(ABC):
     def count(self) -> int:
         """How many rows there are, malformed ones included."""
         return sum(map(len, self.chunks()))
+
+    def look(self) -> None:  # noqa: B027  (nothing to do)
+        """Do beforehand, on any thread, what `count` would take long for."""
 
 
 class Reader(IterableDataset):
@@ -122,13 +131,16 @@ class Reader(IterableDataset):
 
     def count_rows(self) -> int:
         """Rows of the whole data set, malformed ones included; reads all of it the first time."""
-        missing = [i for i, rows in enumerate(self._rows) if rows is None]
+        missing = [unit for unit, rows in zip(self._units, self._rows, strict=True) if rows is None]
         if missing:
             with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-                counts = pool.map(lambda i: self._units[i].count(), missing)
-                for i, rows in zip(missing, counts, strict=True):
-                    self._rows[i] = rows
-        return sum(rows or 0 for rows in self._rows)
+                list(pool.map(lambda unit: unit.look(), missing))
+        return sum(map(self._count, range(len(self._units))))
+
+    @property
+    def counts_fast(self) -> bool:
+        """Whether `count_rows` takes far less than an epoch; a pipe cannot be counted at all."""
+        return all(unit.counts_fast for unit in self._units)
 
     def steps_per_epoch(self, num_workers: int = 0) -> int:
         """Batches that each rank yields in an epoch; counts the rows if that is not done yet."""
@@ -155,8 +167,8 @@ class Reader(IterableDataset):
 
         Raises:
             ValueError: it was saved by a reader of other files or another order, or, in mid-epoch,
-                of another batch size, or on another number of ranks and workers; or it is no such
-                state.
+                of another batch size, or on another number of ranks and workers; it is of a step
+                that the files do not have; or it is no such state.
         """
         name = type(self).__name__
         try:
@@ -165,6 +177,8 @@ class Reader(IterableDataset):
         except (KeyError, TypeError) as error:
             raise ValueError(f"{name}: not the state of a reader: {error!r}") from error
         epoch, step, skipped, shards = place
+        if min(place) < 0:
+            raise ValueError(f"{name}: not the state of a reader: {state!r}")
         for key, now in self._plan().items():
             if saved[key] != now and (step or key != "batch_size"):
                 raise ValueError(
@@ -176,7 +190,30 @@ class Reader(IterableDataset):
                 f"{name}: the state was saved in mid-epoch with {shards} ranks and workers, and "
                 f"now there are {self._shard()[1]}"
             )
+        if step and not self._reaches(epoch, step):
+            raise ValueError(
+                f"{name}: the state is of step {step}, but an epoch has only {self._steps(shards)}"
+            )
         self._epoch, self._step, self._resumed, self.skipped = epoch, step, step, skipped
+
+    def _reaches(self, epoch: int, step: int) -> bool:
+        """Whether an epoch has so many batches here; counts no more rows than are passed over."""
+        shards = self._shard()[1]
+        if shards > 1:
+            return step <= self._steps(shards)
+        passed = 0
+        for number in self._order(epoch):
+            if passed > (step - 1) * self.batch_size:
+                break
+            passed += self._count(number)
+        return passed > (step - 1) * self.batch_size
+
+    def _count(self, number: int) -> int:
+        """Rows of a unit."""
+        rows = self._rows[number]
+        if rows is None:
+            rows = self._rows[number] = self._units[number].count()
+        return rows
 
     def __iter__(self) -> Iterator[Batch]:
         shard, shards = self._shard()
@@ -249,14 +286,12 @@ class Reader(IterableDataset):
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
         """Chunks, and the numbers of those of their rows that are in [first, last) of the order."""
         passed = 0
-        for number in self._order():
+        for number in self._order(self._epoch):
             if last is not None and passed >= last:
                 return
             # Rows are counted faster than they are parsed.
             if passed < first:
-                rows = self._rows[number]
-                if rows is None:
-                    rows = self._rows[number] = self._units[number].count()
+                rows = self._count(number)
                 if passed + rows <= first:
                     passed += rows
                     continue
@@ -267,12 +302,10 @@ class Reader(IterableDataset):
                 if begin < len(chunk) and end > 0:
                     yield chunk, order[max(begin, 0) : end]
 
-    def _order(self) -> Sequence[int]:
+    def _order(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
             return range(len(self._units))
-        return (
-            np.random.default_rng([self.seed, self._epoch]).permutation(len(self._units)).tolist()
-        )
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self._units)).tolist()
 
     def _order_of_chunk(self, unit: int, chunk: int, rows: int) -> np.ndarray:
         if not self.shuffle:
@@ -316,13 +349,14 @@ def _check_ranks(name: str, rank: int | None, world_size: int | None) -> tuple[i
 
 
 def list_files(
-    name: str, files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+    name: str, files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], pipes: bool = False
 ) -> list[Path]:
-    """One path or several as a list.
+    """One path or several as a list; perhaps pipes among them.
 
     Raises:
         ValueError: there is none.
         FileNotFoundError, IsADirectoryError: one is no file.
+        DataFormatError: one is a pipe or a device.
     """
     paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not paths:
@@ -332,4 +366,6 @@ def list_files(
             raise IsADirectoryError(f"{name}: {path} is a folder; pass the files in it")
         if not path.exists():
             raise FileNotFoundError(f"{name}: {path} does not exist{did_you_mean_file(path)}")
+        if not path.is_file() and not (pipes and path.is_fifo()):
+            raise DataFormatError(f"{path}: is no regular file, from which alone {name} reads")
     return [Path(path) for path in paths]

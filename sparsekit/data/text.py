@@ -23,6 +23,7 @@ __all__ = ["CriteoReader", "CsvReader"]
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HEX = Keys("hex")
+_QUOTE, _MAX_LINE_BYTES = '"', 1 << 20
 # What an error shows of a line.
 _SHOWN = 60
 
@@ -30,12 +31,14 @@ _SHOWN = 60
 class CsvReader(Reader):
     r"""Stream delimited text in batches, in bounded memory.
 
-    Lines end with ``"\n"`` or ``"\r\n"``; blank ones are left out. A field may be quoted, and a
-    quote in it doubled; a newline always ends the line. A byte-order mark is left out, NUL bytes
-    are text like any other, and text need not be UTF-8: it is hashed byte by byte.
+    Lines end with ``"\n"`` or ``"\r\n"``; blank ones are left out. A field may be quoted, and then
+    have delimiters, newlines and, doubled, quotes in it. A byte-order mark is left out, NUL bytes
+    are text like any other, and text need not be UTF-8: it is hashed byte by byte. What is
+    compressed by gzip, bzip2 or xz is decompressed, whatever it is called. A pipe can be read once,
+    on one rank and by no worker.
 
     Args:
-        files: One path or several, plain or gzip, in the order of their rows.
+        files: One path or several, in the order of their rows.
         batch_size: Rows in a batch, of this rank, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
             kind. Batches have them in the order of the file.
@@ -47,8 +50,9 @@ class CsvReader(Reader):
         quote: One byte; None: quotes are text like any other.
         missing: The number of an empty dense field.
         on_error: ``"raise"``, or ``"skip"`` to leave malformed lines out; `skipped` counts them.
-        shuffle: Another order in each epoch: blocks of the files (all of a gzip file is one) and,
-            within each, its rows.
+        shuffle: Another order in each epoch: blocks of the files (all of a compressed one is one)
+            and, within each, its rows. To find where lines begin, a plain file is gone through once
+            before, unless quote is None.
         seed: Of that order.
         rank: Which share of the rows is read; None: that of torch.distributed, if it is there.
         world_size: Of how many shares.
@@ -58,8 +62,9 @@ class CsvReader(Reader):
     Raises:
         TypeError, ValueError: an argument out of its range, or a column that is not there.
         OSError: a file cannot be read.
-        DataFormatError: while iterating: a malformed line, named with file, line and column; a
-            truncated or damaged gzip file; a file that got shorter.
+        DataFormatError: a file that is no text, by its first bytes. While iterating: a malformed
+            line, named with file, line and column; a quote that is never closed, even with
+            ``on_error="skip"``; a truncated or damaged compressed file; one that got shorter.
 
     Example:
         >>> sparse = {"user": "int", "tags": Keys("hash", separator="|")}
@@ -71,7 +76,7 @@ class CsvReader(Reader):
 
     def __init__(
         self,
-        files: Files,
+        files: Files | TextFile,
         batch_size: int,
         *,
         sparse: Sequence[str] | Mapping[str, Keys | Kind] = (),
@@ -79,7 +84,7 @@ class CsvReader(Reader):
         label: str | None = None,
         columns: Sequence[str] | None = None,
         delimiter: str = ",",
-        quote: str | None = '"',
+        quote: str | None = _QUOTE,
         missing: float = 0.0,
         on_error: OnError = "raise",
         shuffle: bool = False,
@@ -87,15 +92,21 @@ class CsvReader(Reader):
         rank: int | None = None,
         world_size: int | None = None,
         block_bytes: int = 8 << 20,
-        max_line_bytes: int = 1 << 20,
+        max_line_bytes: int = _MAX_LINE_BYTES,
     ) -> None:
         name = type(self).__name__
         self.columns = Columns.of(name, label, dense, sparse)
         _check_marks(name, delimiter, quote, self.columns)
         check_int(name, "block_bytes", block_bytes, 1, 2**40)
         check_int(name, "max_line_bytes", max_line_bytes, 1, 2**40)
-        paths = list_files(name, files)
-        texts = [TextFile(path, columns is None, max_line_bytes) for path in paths]
+        if isinstance(files, TextFile):
+            texts = [files]
+        else:
+            texts = [
+                TextFile(path, columns is None, max_line_bytes, delimiter, quote)
+                for path in list_files(name, files, pipes=True)
+            ]
+        paths = [text.path for text in texts]
         names = [_names_of(text, columns, delimiter, quote) for text in texts]
         self.columns.check_there(name, str(paths[0]), names[0])
         for path, there in zip(paths, names, strict=True):
@@ -107,7 +118,12 @@ class CsvReader(Reader):
         self._lines = _Lines(self.columns, names[0], delimiter, quote, missing, max_line_bytes)
         self._features = self._lines.features
         super().__init__(
-            [unit for text in texts for unit in text.units(block_bytes, self._lines.chunk)],
+            [
+                unit
+                for text in texts
+                # Where there is one column, a blank line is a row without a value.
+                for unit in text.units(block_bytes, len(names[0]) > 1, self._lines.chunk)
+            ],
             paths,
             batch_size,
             shuffle=shuffle,
@@ -116,12 +132,12 @@ class CsvReader(Reader):
             rank=rank,
             world_size=world_size,
         )
-        self._block_bytes = block_bytes
+        self._block_bytes, self._quote = block_bytes, quote
 
     def _plan(self) -> dict[str, Any]:
         # Without shuffling, the order of rows does not depend on it.
         block_bytes = self._block_bytes if self.shuffle else None
-        return {**super()._plan(), "block_bytes": block_bytes}
+        return {**super()._plan(), "block_bytes": block_bytes, "quote": self._quote}
 
 
 class CriteoReader(CsvReader):
@@ -215,12 +231,16 @@ class _Lines:
         return _pybind.TextFormat(delimiter, quote, max_line_bytes, fields)
 
     def chunk(
-        self, file: TextFile, text: bytes, first: int, last: int, start: int, line: int
+        self,
+        file: TextFile,
+        lines: _pybind.TextLines,
+        text: bytes,
+        start: int,
+        line: int,
+        unclosed: bool,
     ) -> Chunk:
         """See `MakeChunk`."""
-        # Where there is one column, a blank line is a row without a value.
-        lines = _pybind.TextLines(text, first, last, len(self.names) > 1)
-        return _TextChunk(self, file, lines, text, first, start, line)
+        return _TextChunk(self, file, lines, text, start, line, unclosed)
 
     def batch(
         self, label: np.ndarray, dense: np.ndarray, values: np.ndarray, offsets: np.ndarray
@@ -242,12 +262,12 @@ class _TextChunk(Chunk):
         file: TextFile,
         lines: _pybind.TextLines,
         text: bytes,
-        first: int,
         start: int,
         line: int,
+        unclosed: bool,
     ) -> None:
         self._how, self._file, self._lines, self._text = how, file, lines, text
-        self._first, self._start, self._line = first, start, line
+        self._start, self._line, self._unclosed = start, line, unclosed
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -256,6 +276,8 @@ class _TextChunk(Chunk):
         faults, *arrays = self._lines.parse(self._how.format, rows, torch.get_num_threads())
         if not faults:
             return self._how.batch(*arrays), []
+        if self._unclosed:
+            faults = self._check_last(rows, faults)
         # Only the first is ever shown; to find each one's line would take long.
         row, field, reason = faults[0]
         described = self._describe(int(rows[row]), field, reason)
@@ -264,10 +286,26 @@ class _TextChunk(Chunk):
     def label_fault(self, row: int, reason: str) -> str:
         return self._describe(row, self._how.names.index(self._how.columns.label or ""), reason)
 
+    def _check_last(self, rows: np.ndarray, faults: list[Any]) -> list[Any]:
+        """Raise DataFormatError if what is left to do is the last line, which is never closed.
+
+        It may have swallowed any number of rows, so it is not left out like one.
+        """
+        last = len(self) - 1
+        others = [fault for fault in faults if rows[fault[0]] != last]
+        if not others:
+            raise DataFormatError(
+                self._describe(
+                    last, faults[0][1], "a quote that is not closed before the file ends"
+                )
+                + "; quote=None takes quotes for text"
+            )
+        return others
+
     def _describe(self, row: int, field: int, reason: str) -> str:
         begin = self._lines.begin_of(row)
         if self._line:  # of the first one
-            line = self._line + self._text.count(b"\n", self._first, self._first + begin)
+            line = self._line + self._text.count(b"\n", 0, begin)
         else:
             line = self._file.line_number(self._start + begin)
         names = self._how.names
@@ -280,9 +318,10 @@ class _TextChunk(Chunk):
         return f"{self._file.path}, line {line}, {column}: {reason}: {shown!r}{more}"
 
 
-def column_names(path: Path, delimiter: str, quote: str | None) -> list[str]:
-    """The names in the first line of a file."""
-    return _names_of(TextFile(path, True, 1 << 20), None, delimiter, quote)
+def open_text(path: Path, delimiter: str) -> tuple[TextFile, list[str]]:
+    """A file for a `CsvReader` of this delimiter, and the names in its first line."""
+    text = TextFile(path, True, _MAX_LINE_BYTES, delimiter, _QUOTE)
+    return text, _names_of(text, None, delimiter, _QUOTE)
 
 
 def _names_of(

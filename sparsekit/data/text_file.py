@@ -1,54 +1,94 @@
-"""Files of lines, plain or gzip, as units that can be read by themselves."""
+"""Files of lines, plain or compressed, as units that can be read by themselves."""
 
 from __future__ import annotations
 
-import gzip
+import io
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import Any
 
+from .. import _pybind
+from .._content import Content, open_content
 from ..errors import DataFormatError
 from .reader import Chunk, Unit
 
 _BOM = b"\xef\xbb\xbf"
 # Read beyond a block, for the end of its last line.
 _PIECE = 4096
+_INSIDE = 1  # a quoted field: a place of _pybind.skip_line
 
-# Makes a chunk of the whole lines in [first, last) of a text. The first begins at byte `start` of
-# the file, or is line `line` of it, counted from 1; the other number is 0.
-MakeChunk = Callable[["TextFile", bytes, int, int, int, int], Chunk]
+# Makes a chunk of lines of a text. The text begins at byte `start` of the file, or with line `line`
+# of it, counted from 1; the other number is 0. Whether the last line's quote is never closed.
+MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chunk]
 
 
 class TextFile:
-    """A file of lines, plain or gzip, with or without a byte-order mark and a line of names.
+    """A file of lines, with or without a byte-order mark and a line of names.
+
+    A newline within a quoted field does not end a line.
 
     Args:
-        path: The file; one that begins with gzip's magic number is decompressed.
+        path: The file, plain or compressed as `Content` takes it; or a pipe, which is read once.
         header: Whether its first line names the columns.
-        max_line_bytes: Of a longer line the rest is not read.
+        max_line_bytes: Of a longer line the rest is not kept.
+        delimiter: One byte between fields.
+        quote: One byte around fields, or None.
 
     Attributes:
         names: the first line, without its end, or None.
+        regular: whether it is no pipe.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataFormatError: it is no text, or its first line cannot be read.
     """
 
-    def __init__(self, path: Path, header: bool, max_line_bytes: int) -> None:
+    def __init__(
+        self, path: Path, header: bool, max_line_bytes: int, delimiter: str, quote: str | None
+    ) -> None:
         self.path = path
         self.max_line_bytes = max_line_bytes
         self.size = path.stat().st_size
-        with open(path, "rb") as file:
-            self.compressed = file.read(2) == b"\x1f\x8b"
-        with self._open() as file, self.errors():
-            first = file.readline(max_line_bytes + len(_BOM) + 2)
-        if first[:2] in (b"\xff\xfe", b"\xfe\xff"):
-            raise DataFormatError(f"{path}: UTF-16; only UTF-8 is read")
-        # Where the rows begin.
-        self.start = len(_BOM) if first.startswith(_BOM) else 0
-        self.names: str | None = None
-        if header:
-            self.names = self._decode(first[self.start :])
-            self.start = len(first)
+        self._marks = delimiter, quote or ""
+        self._pipe: tuple[io.BufferedReader, bytes] | None = None
+        file = open_content(path)
+        try:
+            assert isinstance(file.raw, Content)
+            self.regular, self._plain = file.raw.regular, file.raw.plain
+            text, first = self._begin(file, header)
+        except BaseException:
+            file.close()
+            raise
+        self.names: str | None = self._decode(first) if header else None
+        # Where the rows begin, and with which line.
+        self.start = len(_BOM) * text.startswith(_BOM) + len(first) * header
+        self.line = 1 + first.count(b"\n") * header
+        if self.regular:
+            file.close()
+        else:
+            self._pipe = file, text[self.start :]
+        self._blocks: list[_Block] = []
+        self._firsts = [self.start]  # see first_of
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pipe": None}
+
+    def _begin(self, file: io.BufferedReader, header: bool) -> tuple[bytes, bytes]:
+        """Some bytes from the beginning on, and the first line, or more of it than it may have."""
+        text, end, piece = b"", -1, b"-"
+        while end < 0 and piece and len(text) <= self.max_line_bytes + len(_BOM) + 2:
+            piece = file.read(_PIECE)
+            text += piece
+            end, _ = _pybind.skip_line(text.removeprefix(_BOM), 0, *self._marks, 0)
+        line = text.removeprefix(_BOM)
+        line = line if end < 0 else line[:end]
+        if b"\r" in line.rstrip(b"\r\n").replace(b"\r\n", b"") and (header or end < 0):
+            raise DataFormatError(
+                f'{self.path}: lines end with "\\r" alone, not with "\\n"; convert them, '
+                f"`tr '\\r' '\\n'` does"
+            )
+        return text, line
 
     def _decode(self, line: bytes) -> str:
         if len(line) > self.max_line_bytes + 2:
@@ -60,67 +100,147 @@ class TextFile:
         except UnicodeDecodeError as error:
             raise DataFormatError(f"{self.path}, line 1: not UTF-8: {error}") from None
 
-    def _open(self) -> IO[bytes] | gzip.GzipFile:
-        if self.compressed:
-            return gzip.open(self.path)
-        return open(self.path, "rb")
+    def rows(self) -> tuple[io.BufferedReader, bytes]:
+        """The content, to be read on behind these bytes, with which the rows begin.
 
-    def errors(self) -> _GzipErrors:
-        """A context that says of which file a failure to decompress is."""
-        return _GzipErrors(self.path)
+        Raises:
+            DataFormatError: it is a pipe that has been read.
+        """
+        if self.regular:
+            file = open_content(self.path)
+            file.read(self.start)
+            return file, b""
+        pipe, self._pipe = self._pipe, None
+        if pipe is None:
+            raise DataFormatError(f"{self.path}: is a pipe, read once already; write it to a file")
+        return pipe
 
-    def units(self, block_bytes: int, make: MakeChunk) -> list[Unit]:
+    def units(self, block_bytes: int, skip_blank: bool, make: MakeChunk) -> list[Unit]:
         """Blocks of a plain file; a compressed one cannot be entered in the middle."""
-        if self.compressed:
-            return [_Compressed(self, block_bytes, make)]
+        self._skip_blank, self.make = skip_blank, make
+        if not self._plain:
+            return [_Stream(self, block_bytes)]
         starts = range(self.start, self.size, block_bytes)
-        return [_Block(self, a, min(a + block_bytes, self.size), make) for a in starts]
+        self._blocks = [
+            _Block(self, number, a, min(a + block_bytes, self.size))
+            for number, a in enumerate(starts)
+        ]
+        return list(self._blocks)
+
+    def lines(self, text: bytes, stop: int, complete: bool) -> _pybind.TextLines:
+        """Those that begin in [0, stop); the text's end ends the last one if it is complete."""
+        return _pybind.TextLines(text, stop, *self._marks, self._skip_blank, complete)
+
+    def skip_line(self, text: bytes, more: Callable[[], bytes]) -> tuple[bytes, int, bool]:
+        """Find the end of a line that begins a text and goes on in the pieces that come.
+
+        Returns:
+            What follows it in the last piece, how many newlines it has, and whether the file ends
+            before its quote is closed.
+        """
+        begin = place = newlines = 0
+        while True:
+            end, place = _pybind.skip_line(text, begin, *self._marks, place)
+            newlines += text.count(b"\n", begin, len(text) if end < 0 else end)
+            if end >= 0:
+                return text[end:], newlines, False
+            piece = more()
+            if not piece:
+                return b"", newlines, place == _INSIDE
+            text, begin = text[-1:] + piece, 1
+
+    def first_of(self, block: int) -> int:
+        """Where the first line begins that is a block's own, or of one behind it.
+
+        If a field may have newlines, this is where the last line of the block before ends: found by
+        going through all blocks before, each once.
+        """
+        if not self._marks[1]:
+            return self._blocks[block].guess()
+        while len(self._firsts) <= block:
+            last = self._blocks[len(self._firsts) - 1]
+            self._firsts.append(last.scan(self._firsts[-1])[2])
+        return self._firsts[block]
 
     def line_number(self, position: int) -> int:
         """Number, from 1, of the line at byte `position` of a plain file."""
         number = 1
-        with self._open() as file:
+        with open(self.path, "rb") as file:
             while position > 0 and (text := file.read(min(position, 1 << 20))):
                 number += text.count(b"\n")
                 position -= len(text)
         return number
 
 
-class _GzipErrors:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        if isinstance(error, EOFError):
-            raise DataFormatError(f"{self._path}: the file is truncated: {error}") from error
-        if isinstance(error, (zlib.error, gzip.BadGzipFile)):
-            raise DataFormatError(f"{self._path}: damaged gzip: {error}") from error
-
-
 class _Block(Unit):
     """The lines that begin in bytes [begin, end) of a plain file."""
 
-    def __init__(self, file: TextFile, begin: int, end: int, make: MakeChunk) -> None:
-        self._file, self._begin, self._end, self._make = file, begin, end, make
+    def __init__(self, file: TextFile, number: int, begin: int, end: int) -> None:
+        self._file, self._number, self._begin, self._end = file, number, begin, end
+        self._scanned = -1, 0, 0  # see scan
 
     def chunks(self) -> Iterator[Chunk]:
-        # The byte before tells whether a line begins here; the last line ends in another block.
-        begin = self._begin - min(1, self._begin - self._file.start)
-        size = self._end - begin
+        first = self._file.first_of(self._number)
+        if first < self._end:
+            lines, text, end, unclosed = self._read(first)
+            self._scanned = first, len(lines), end
+            if len(lines):
+                yield self._file.make(self._file, lines, text, first, 0, unclosed)
+
+    def look(self) -> None:
+        # Nearly always right, since few fields have newlines; and blocks can be looked at at once.
+        self.scan(self.guess())
+
+    def count(self) -> int:
+        return self.scan(self._file.first_of(self._number))[1]
+
+    def scan(self, first: int) -> tuple[int, int, int]:
+        """If the first line begins at `first`: that, how many there are, and where they end."""
+        if self._scanned[0] != first:
+            if first < self._end:
+                lines, _, end, _ = self._read(first)
+                self._scanned = first, len(lines), end
+            else:
+                self._scanned = first, 0, first
+        return self._scanned
+
+    def guess(self) -> int:
+        """Where the first line begins if no field has a newline; not in the block if none does."""
+        if self._begin == self._file.start:
+            return self._begin
+        # The byte before tells whether a line begins here.
+        place = self._begin - 1
         with open(self._file.path, "rb", buffering=0) as file:
-            text = self._pread(file.fileno(), begin, size)
-            first = text.find(b"\n", 0, size) + 1 if begin < self._begin else 0
-            if first == 0 and begin < self._begin:
-                return  # the middle of a line
-            last = text.find(b"\n", size - 1) + 1
-            if last == 0:
-                text = self._with_rest_of_line(file.fileno(), begin, text)
-                last = len(text)
-        if first < last:
-            yield self._make(self._file, text, first, last, begin + first, 0)
+            while place < self._end:
+                text = self._pread(file.fileno(), place, min(_PIECE, self._end - place))
+                if (newline := text.find(b"\n")) >= 0:
+                    return place + newline + 1
+                place += len(text)
+        return self._end
+
+    def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
+        """The lines from byte `first` on, their text, where they end, and `MakeChunk`'s last."""
+        stop = self._end - first
+        with open(self._file.path, "rb", buffering=0) as file:
+            text = self._pread(file.fileno(), first, stop)
+            lines = self._file.lines(text, stop, False)
+            if lines.end >= stop:
+                return lines, text, first + lines.end, False
+            most = self._file.max_line_bytes + 2  # too long even if the last byte is a "\r"
+            last, place = text[lines.end :], first + len(text)
+
+            def more() -> bytes:
+                nonlocal last, place
+                piece = os.pread(file.fileno(), 1 << 16, place)
+                place += len(piece)
+                if len(last) < most:
+                    last += piece
+                return piece
+
+            rest, _, unclosed = self._file.skip_line(last, more)
+        end = place - len(rest)
+        text = text[: lines.end] + last[: min(most, end - first - lines.end)]
+        return self._file.lines(text, min(stop, len(text)), True), text, end, unclosed
 
     def _pread(self, handle: int, begin: int, size: int) -> bytes:
         """At least `size` bytes from `begin` on, and some more if there are."""
@@ -136,35 +256,50 @@ class _Block(Unit):
             )
         return text
 
-    def _with_rest_of_line(self, handle: int, begin: int, text: bytes) -> bytes:
-        """Up to its newline, the end of the file, or more than a line may have."""
-        most = self._end - begin + self._file.max_line_bytes + 1
-        while len(text) <= most and (piece := os.pread(handle, 1 << 20, begin + len(text))):
-            end = piece.find(b"\n")
-            text += piece if end < 0 else piece[: end + 1]
-            if end >= 0:
-                break
-        return text
 
+class _Stream(Unit):
+    """All of a compressed file or a pipe, some lines at a time."""
 
-class _Compressed(Unit):
-    """All of a gzip file, some lines at a time."""
+    counts_fast = False
 
-    def __init__(self, file: TextFile, block_bytes: int, make: MakeChunk) -> None:
-        self._file, self._block_bytes, self._make = file, block_bytes, make
+    def __init__(self, file: TextFile, block_bytes: int) -> None:
+        self._file, self._block_bytes = file, block_bytes
+        self._count: int | None = None
+
+    def look(self) -> None:
+        if not self._file.regular:
+            raise DataFormatError(
+                f"{self._file.path}: is a pipe, whose rows cannot be counted before they are read; "
+                f"write it to a file"
+            )
+        if self._count is None:
+            self._count = super().count()
+
+    def count(self) -> int:
+        self.look()
+        return self._count or 0
 
     def chunks(self) -> Iterator[Chunk]:
         most = self._file.max_line_bytes + 2  # too long even if the last byte is a "\r"
-        line = 1 if self._file.names is None else 2
-        with gzip.open(self._file.path) as file, self._file.errors():
-            file.read(self._file.start)
-            rest = b""
-            while piece := file.read(self._block_bytes):
+        line = self._file.line
+        file, rest = self._file.rows()
+
+        def more() -> bytes:
+            return file.read(self._block_bytes)
+
+        with file:
+            piece = b"-"
+            while piece:
+                piece = more()
                 text = rest + piece
-                end = text.rfind(b"\n") + 1
-                rest = text[end:][:most]
-                if end > 0:
-                    yield self._make(self._file, text, 0, end, 0, line)
-                    line += text.count(b"\n", 0, end)
-            if rest:
-                yield self._make(self._file, rest, 0, len(rest), 0, line)
+                lines = self._file.lines(text, len(text), not piece)
+                if len(lines):
+                    yield self._file.make(self._file, lines, text, 0, line, lines.unclosed)
+                line += text.count(b"\n", 0, lines.end)
+                rest = text[lines.end :]
+                if len(rest) > most:
+                    text = rest[:most]
+                    rest, newlines, unclosed = self._file.skip_line(rest, more)
+                    lines = self._file.lines(text, most, True)
+                    yield self._file.make(self._file, lines, text, 0, line, unclosed)
+                    line += newlines

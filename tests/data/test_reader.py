@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sparsekit.data import CriteoReader, CsvReader, ParquetReader, Prefetcher
+from sparsekit.data import CriteoReader, CsvReader, Keys, ParquetReader, Prefetcher
 from sparsekit.errors import DataFormatError
 
 pa = pytest.importorskip("pyarrow")
@@ -145,6 +145,8 @@ def test_an_iteration_that_was_left_begins_anew(files):
             "in mid-epoch with 1 ranks and workers, and now there are 2",
         ),
         ({"label": None}, "label='row', and this reader has None"),
+        ({"sparse": {"key": Keys("int", seed=1)}}, r"sparse=.* 0\]}, and this reader has .* 1\]}"),
+        ({"quote": None}, "quote='\"', and this reader has None"),
     ],
 )
 def test_the_state_of_another_reader_is_refused(files, settings, message):
@@ -157,6 +159,87 @@ def test_the_state_of_another_reader_is_refused(files, settings, message):
         reader({"text": files["text"][:1]}, "text").load_state_dict(state)
     with pytest.raises(ValueError, match="not the state of a reader"):
         reader(files, "text").load_state_dict({"epoch": 1})
+
+
+def test_a_state_belongs_to_blocks_if_they_are_shuffled(files):
+    for shuffle in (False, True):
+        begun = CsvReader(files["text"], 64, label="row", shuffle=shuffle, block_bytes=500)
+        first = next(iter(begun)).label
+        other = CsvReader(files["text"], 64, label="row", shuffle=shuffle, block_bytes=600)
+        if shuffle:
+            with pytest.raises(ValueError, match="block_bytes=500, and this reader has 600"):
+                other.load_state_dict(begun.state_dict())
+        else:
+            other.load_state_dict(begun.state_dict())
+            assert next(iter(other)).label[0] == first[-1] + 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_state_belongs_to_files_as_they_were(files, format, tmp_path):
+    begun = reader(files, format)
+    next(iter(begun))
+    changed = [tmp_path / path.name for path in files[format]]
+    for path, copy in zip(files[format], changed, strict=True):
+        copy.write_bytes(path.read_bytes())
+    same = reader({format: changed}, format)
+    same.load_state_dict(begun.state_dict())
+    assert numbers(same)[0] == 64
+    if format == "parquet":
+        parquet.write_table(pa.table({"row": [1], "key": [1]}), changed[1])
+    else:
+        changed[1].write_bytes(changed[1].read_bytes() * 2)
+    with pytest.raises(ValueError, match="the state was saved with files="):
+        reader({format: changed}, format).load_state_dict(begun.state_dict())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_beyond_the_end_is_refused(files, format, world_size):
+    def make():
+        return reader(files, format, rank=0, world_size=world_size, shuffle=True)
+
+    whole = make()
+    batches = [batch.label.tolist() for batch in whole]
+    second = [batch.label.tolist() for batch in whole]
+    steps = len(batches)
+    state = {**make().state_dict(), "step": steps}
+    resumed = make()
+    resumed.load_state_dict(state)  # that of the last batch
+    assert list(resumed) == []
+    assert [batch.label.tolist() for batch in resumed] == second
+    for step in (steps + 1, 10**9):
+        with pytest.raises(ValueError, match=f"of step {step}, but an epoch has only {steps}"):
+            make().load_state_dict({**state, "step": step})
+    for key in ("step", "epoch", "skipped"):
+        with pytest.raises(ValueError, match="not the state of a reader"):
+            make().load_state_dict({**state, key: -1})
+
+
+def test_a_state_that_was_loaded_is_kept_until_the_next_batch(files):
+    begun = reader(files, "text", shuffle=True)
+    for _, _batch in zip(range(3), begun, strict=False):
+        pass
+    state = begun.state_dict()
+    for make in (lambda inner: inner, Prefetcher):
+        resumed = make(reader(files, "text", shuffle=True))
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        iterator = iter(resumed)
+        assert resumed.state_dict() == state
+        next(iterator)
+        assert resumed.state_dict() == {**state, "step": 4}
+
+
+def test_an_epoch_that_is_set_begins_at_its_beginning(files):
+    begun = reader(files, "text", shuffle=True)
+    first, second = ([batch.label.tolist() for batch in begun] for _ in range(2))
+    begun.set_epoch(0)
+    next(iter(begun))
+    resumed = reader(files, "text", shuffle=True)
+    resumed.load_state_dict(begun.state_dict())
+    resumed.set_epoch(1)
+    assert resumed.state_dict()["step"] == 0
+    assert [batch.label.tolist() for batch in resumed] == second != first
 
 
 def test_the_beginning_of_an_epoch_is_the_same_for_any_batch_size(files):

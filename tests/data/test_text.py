@@ -1,4 +1,6 @@
+import csv
 import gzip
+import io
 import math
 import struct
 import tracemalloc
@@ -178,7 +180,6 @@ def test_what_is_no_key(tmp_path, kind, text, reason):
         ("1,2,3", 3, "too many fields"),
         ("1,2,", 3, "too many fields"),
         (",2", 1, "an empty field"),
-        ('"1,2', 1, "a quote that is not closed in this line"),
         ('"1"x,2', 1, "text after the closing quote"),
         ('"1""",2', 1, "not a finite number"),
         ("1," + "x" * 100, 1, "too long a line"),
@@ -253,10 +254,122 @@ def test_quotes(tmp_path):
     assert batch.sparse.offsets().tolist() == [0, 1, 1, 1, 2]
 
 
+QUOTED = [
+    ["1", "x\ny"],
+    ["2", 'two\r\n"lines", and\n\n3,not a row\n'],
+    ["4", ""],
+    ["5", "\n"],
+    ["6", 'it"s'],
+    ["7", "plain"],
+]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_newline_within_quotes_does_not_end_a_line(tmp_path, compress, end):
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator=end).writerows([["number", "the\ntext"], *QUOTED])
+    path = write(tmp_path / "x.csv", text.getvalue().removesuffix(end), compress)
+    settings = {"dense": ["number"], "sparse": {"the\ntext": Keys(missing=0)}}
+    keys = [xxh(text) if text else 0 for _, text in QUOTED]
+    for block_bytes in (*range(1, 90), 8 << 20):
+        batch = one(path, block_bytes=block_bytes, **settings)
+        assert batch.dense.view(-1).tolist() == [float(number) for number, _ in QUOTED]
+        assert batch.sparse.values().tolist() == keys
+    # In any order, and on ranks, that each enter the file somewhere.
+    for block_bytes in range(1, 90, 7):
+        parts = [
+            CsvReader(path, 2, rank=r, world_size=2, block_bytes=block_bytes, **settings)
+            for r in range(2)
+        ]
+        read = [int(n) for part in parts for batch in part for n in batch.dense.view(-1)]
+        assert read == [1, 2, 4, 5, 6, 7]
+        shuffled = CsvReader(path, 10, shuffle=True, block_bytes=block_bytes, **settings)
+        for _ in range(2):
+            (batch,) = shuffled
+            pairs = zip(batch.dense.view(-1).tolist(), batch.sparse.values().tolist(), strict=True)
+            assert sorted(pairs) == sorted(zip(map(float, read), keys, strict=True))
+
+
+def test_quotes_are_text_where_they_do_not_begin_a_field(tmp_path):
+    text = 'a,b\n1,5" disk\n2,3" and 4"\n3,x"",y\n4,"x"\n5,"y"z"\n6,"u\nv"\n'
+    path = write(tmp_path / "x.csv", text)
+    for block_bytes in range(1, 80):
+        reader = CsvReader(
+            path, 9, dense=["a"], sparse=["b"], block_bytes=block_bytes, on_error="skip"
+        )
+        (batch,) = reader
+        assert batch.dense.view(-1).tolist() == [1, 2, 4, 6]
+        assert batch.sparse.values().tolist() == [
+            xxh(t) for t in ('5" disk', '3" and 4"', "x", "u\nv")
+        ]
+        assert reader.skipped == 2
+    plain = CsvReader(path, 9, dense=["a"], sparse=["b"], quote=None, on_error="skip")
+    assert [batch.dense.view(-1).tolist() for batch in plain] == [[1, 2, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
+    """It may have swallowed any number of rows."""
+    text = 'a,b\n1,x\n2,y,z\n3,"u\n' + "4,v\n" * 50
+    path = write(tmp_path / "x.csv", text, compress)
+    for block_bytes in (5, 60, 8 << 20):
+        for max_line_bytes in (10, 1000):
+            reader = CsvReader(
+                path,
+                10,
+                dense=["a"],
+                sparse=["b"],
+                on_error="skip",
+                block_bytes=block_bytes,
+                max_line_bytes=max_line_bytes,
+            )
+            message = (
+                r"x\.csv, line 4, column \d \('.'\): a quote that is not closed before the file"
+            )
+            with pytest.raises(DataFormatError, match=message):
+                list(reader)
+            assert reader.skipped == 1  # the line before it
+    (batch,) = CsvReader(path, 100, dense=["a"], quote=None, on_error="skip")
+    assert batch.rows == 52
+
+
+def test_a_long_field_with_newlines_is_skipped_whole(tmp_path):
+    field = '"' + 'not,a row\n""' * 5000 + '"'
+    for compress in (False, True):
+        path = write(tmp_path / "x.csv", f"a,b\n1,x\n2,{field}\n3,y\n", compress)
+        settings = {"dense": ["a"], "sparse": ["b"], "on_error": "skip", "max_line_bytes": 99}
+        for block_bytes in (300, 5000, 1 << 20):
+            reader = CsvReader(path, 10, block_bytes=block_bytes, **settings)
+            assert reader.count_rows() == 3
+            (batch,) = reader
+            assert batch.dense.view(-1).tolist() == [1, 3]
+            assert reader.skipped == 1
+        settings["max_line_bytes"] = 1 << 20
+        batch = one(path, block_bytes=300, **settings)
+        assert batch.sparse.values()[1] == xxh('not,a row\n"' * 5000)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("a,b\r1,2\r3,4\r", {"dense": ["a"]}),
+        ("a,b\r1,2\n3,4\n", {"dense": ["a"]}),
+        ("x\ry\rz", {"columns": ["a"], "sparse": ["a"]}),
+    ],
+)
+def test_lines_that_end_with_a_return_alone_are_refused(tmp_path, text, settings):
+    path = write(tmp_path / "x.csv", text)
+    with pytest.raises(DataFormatError, match=r'x\.csv: lines end with "\\r" alone'):
+        CsvReader(path, 5, **settings)
+
+
 def test_byte_order_mark(tmp_path):
     for compress in (False, True):
         path = write(tmp_path / "x.csv", b"\xef\xbb\xbfa,b\n1,x\n", compress)
         assert one(path, dense=["a"], sparse=["b"]).dense.tolist() == [[1]]
+        path = write(tmp_path / "q.csv", b'\xef\xbb\xbf"a\n",b\n1,x\n', compress)
+        assert one(path, dense=["a\n"], sparse=["b"]).dense.tolist() == [[1]]
         path = write(tmp_path / "y.csv", b"\xef\xbb\xbf1,x\n", compress)
         assert one(path, columns=["a", "b"], dense=["a"]).dense.tolist() == [[1]]
         path = write(tmp_path / "z.csv", "a,b\n1,x\n".encode("utf-16"), compress)

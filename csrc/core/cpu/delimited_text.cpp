@@ -5,6 +5,9 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 #include <string>
 #include <string_view>
 
@@ -93,6 +96,70 @@ const char* find_byte(const char* p, const char* end, char wanted) {
   return p;
 }
 
+// Bit i: whether byte i of these 64 is `wanted`.
+uint64_t find_in_64(const char* p, char wanted) {
+  uint64_t mask = 0;
+#ifdef __SSE2__
+  const __m128i pattern = _mm_set1_epi8(wanted);
+  for (int i = 0; i < 64; i += 16) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i));
+    const int found = _mm_movemask_epi8(_mm_cmpeq_epi8(bytes, pattern));
+    mask |= uint64_t{static_cast<uint32_t>(found)} << i;
+  }
+#else
+  for (int i = 0; i < 64; ++i) mask |= uint64_t{p[i] == wanted} << i;
+#endif
+  return mask;
+}
+
+// Bit i: whether bits [0, i] have an odd number of ones.
+uint64_t parity_up_to(uint64_t bits) {
+  for (int shift = 1; shift < 64; shift *= 2) bits ^= bits << shift;
+  return bits;
+}
+
+// Calls on_newline(position) for each newline that ends a line, until it returns false; returns
+// whether it never did. See skip_line.
+template <typename OnNewline>
+bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
+                Place& place, const OnNewline& on_newline) {
+  for (int64_t base = begin; base < size; base += 64) {
+    const int64_t count = std::min<int64_t>(64, size - base);
+    const char* bytes = text + base;
+    char padded[64] = {};
+    if (count < 64)
+      bytes = static_cast<char*>(std::memcpy(padded, bytes, static_cast<size_t>(count)));
+    uint64_t newlines = find_in_64(bytes, '\n');
+    if (quote != 0) {
+      uint64_t quotes = find_in_64(bytes, quote);
+      uint64_t inside = parity_up_to(quotes) ^ (place == Place::kInside ? ~uint64_t{0} : 0);
+      const auto begins_field = [&](int i) {
+        if (base + i == 0) return true;
+        const char before = text[base + i - 1];
+        if (before == delimiter || before == '\n') return true;
+        return i > 0 ? (quotes >> (i - 1) & 1) != 0 : place == Place::kBehind;
+      };
+      for (uint64_t opening = quotes & inside; opening != 0;) {
+        const int i = __builtin_ctzll(opening);
+        opening &= opening - 1;
+        if (begins_field(i)) continue;
+        // A quote within a field without quotes is text: all behind it is the other way round.
+        quotes ^= uint64_t{1} << i;
+        inside ^= ~uint64_t{0} << i;
+        opening = quotes & inside & ~uint64_t{0} << i;
+      }
+      newlines &= ~inside;
+      place = inside >> 63 != 0                  ? Place::kInside
+              : (quotes >> (count - 1) & 1) != 0 ? Place::kBehind
+                                                 : Place::kOutside;
+    }
+    for (; newlines != 0; newlines &= newlines - 1) {
+      if (!on_newline(base + __builtin_ctzll(newlines))) return false;
+    }
+  }
+  return true;
+}
+
 // Reads rows [begin, end) of a call.
 class Part {
  public:
@@ -137,16 +204,20 @@ class Part {
 
   // Moves p behind the closing quote; two quotes stand for one.
   bool read_quoted(const char*& p, const char* end, std::string_view& text, Malformed& why) {
-    unquoted_.clear();
-    for (++p;; ++p) {
-      const char* const close = find_byte(p, end, format_.quote);
-      unquoted_.append(p, close);
-      p = close;
-      if (p == end) return why = Malformed::kOpenQuote, false;
-      if (++p == end || *p != format_.quote) break;
-      unquoted_.push_back(format_.quote);
+    const char* const begin = ++p;
+    p = find_byte(p, end, format_.quote);
+    text = {begin, static_cast<size_t>(p - begin)};
+    if (end - p > 1 && p[1] == format_.quote) {
+      unquoted_.assign(text);
+      while (end - p > 1 && p[1] == format_.quote) {
+        const char* const close = find_byte(p + 2, end, format_.quote);
+        unquoted_.append(p + 1, close);
+        p = close;
+      }
+      text = unquoted_;
     }
-    text = unquoted_;
+    if (p == end) return why = Malformed::kOpenQuote, false;
+    ++p;
     return p == end || *p == format_.delimiter || (why = Malformed::kAfterQuote, false);
   }
 
@@ -213,18 +284,36 @@ class Part {
 
 }  // namespace
 
-std::vector<Line> find_lines(const char* text, int64_t size, bool skip_blank) {
-  std::vector<Line> lines;
-  for (int64_t begin = 0; begin < size;) {
-    const auto rest = static_cast<size_t>(size - begin);
-    const auto* newline = static_cast<const char*>(std::memchr(text + begin, '\n', rest));
-    const int64_t next = newline == nullptr ? size + 1 : newline - text + 1;
-    int64_t end = next - 1;
+FoundLines find_lines(const char* text, int64_t size, int64_t stop, char delimiter, char quote,
+                      bool skip_blank, bool complete) {
+  FoundLines found;
+  const auto add = [&](int64_t end) {
+    const int64_t begin = found.end;
     if (end > begin && text[end - 1] == '\r') --end;
-    if (end > begin || !skip_blank) lines.push_back({begin, end});
-    begin = next;
+    if (end > begin || !skip_blank) found.lines.push_back({begin, end});
+  };
+  Place place = Place::kOutside;
+  const bool unfinished = scan_lines(text, 0, size, delimiter, quote, place, [&](int64_t newline) {
+    add(newline);
+    found.end = newline + 1;
+    return found.end < stop;
+  });
+  if (unfinished && complete && found.end < size) {
+    add(size);
+    found.end = size;
+    found.unclosed = place == Place::kInside;
   }
-  return lines;
+  return found;
+}
+
+int64_t skip_line(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
+                  Place& place) {
+  int64_t end = -1;
+  scan_lines(text, begin, size, delimiter, quote, place, [&](int64_t newline) {
+    end = newline + 1;
+    return false;
+  });
+  return end;
 }
 
 const char* malformed_reason(Malformed why) {
@@ -236,7 +325,7 @@ const char* malformed_reason(Malformed why) {
     case Malformed::kTooLong:
       return "too long a line";
     case Malformed::kOpenQuote:
-      return "a quote that is not closed in this line";
+      return "a quote that is not closed";
     case Malformed::kAfterQuote:
       return "text after the closing quote";
     case Malformed::kMissing:

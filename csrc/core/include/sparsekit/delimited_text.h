@@ -40,9 +40,28 @@ struct Line {
   int64_t begin, end;  // without its newline
 };
 
-// The lines of a text, with "\n" or "\r\n" at their ends, which the last one may lack. Blank ones
-// are left out if `skip_blank`.
-std::vector<Line> find_lines(const char* text, int64_t size, bool skip_blank);
+// A place in a text: outside quoted fields, inside one, or just behind one, where another quote
+// goes on with it.
+enum class Place : uint8_t { kOutside, kInside, kBehind };
+
+struct FoundLines {
+  std::vector<Line> lines;
+  int64_t end = 0;        // behind the last one and its newline
+  bool unclosed = false;  // the last one ends within a quoted field
+};
+
+// The lines that begin in [0, stop) of a text, which begins with one. A line ends with "\n" or
+// "\r\n" outside quoted fields, or where the text ends, if that is `complete`; else an unfinished
+// one is left out. A field is quoted if it begins with `quote` (0: none is); two quotes in it are
+// text. Blank lines are left out if `skip_blank`.
+FoundLines find_lines(const char* text, int64_t size, int64_t stop, char delimiter, char quote,
+                      bool skip_blank, bool complete);
+
+// Where a line ends that goes on at `begin`: behind its newline, or -1 if that is not in the text.
+// `place` is that of `begin`, and afterwards that of the end of the text. The byte before `begin`
+// must be there, unless the line begins with the text.
+int64_t skip_line(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
+                  Place& place);
 
 // Why a line cannot be read.
 enum class Malformed : int32_t {
