@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsekit import hashing
+from sparsekit.data import CsvReader
 from sparsekit.datasets import (
     DatasetUnavailableError,
     Ratings,
@@ -62,12 +63,16 @@ def test_reads_ids_of_any_size(tmp_path):
         HEADER.replace("\n", "\r\n") + "1\t2\t4\t9\r\n",
         "\ufeff" + HEADER + "\n1\t2\t4\t9\n\n",
         HEADER + "1\t2\t4\t9",
-        HEADER + "+1\t02\t+.4e+1\t9.\n",
+        HEADER + "1\t2\t+.4e+1\t9.\n",
         "1\t2\t4\t9\n",
         "1::2::4::9\n",
         "1,2,4.0,9\r\n",
         "userId,movieId,rating,timestamp\n1,2,4.0,9\n",
         'timestamp,"user_id",item,"a, b",rating\n9,"1", 2,"x ""y""\nz","4"\n',
+        '"user_id"\t"item_id"\t"rating"\t"timestamp"\n"1"\t"2"\t"4"\t"9"\n',
+        '"1"::"2"::4::9\n',
+        "1,2,4.0,9\r",
+        HEADER.replace("\n", "\r") + "1\t2\t4\t9\r",
     ],
     ids=[
         "other order and columns",
@@ -81,6 +86,10 @@ def test_reads_ids_of_any_size(tmp_path):
         "CSV without a header",
         "MovieLens' ratings.csv",
         "quoted CSV",
+        "quoted TSV",
+        "quotes with ::",
+        "CSV with returns alone",
+        "TSV with returns alone",
     ],
 )
 def test_reads_variants(tmp_path, text):
@@ -133,7 +142,22 @@ def test_malformed_files_are_refused_with_the_line(tmp_path, text, message):
 
 def test_ids_that_are_no_integers_are_hashed(tmp_path, monkeypatch):
     monkeypatch.setattr(ratings_module._Ids, "BLOCK", 3)
-    texts = ["anna", "5", "2.5", "1_0", "\u0663", "1" * 5000, str(2**63), f"{-(2**63) - 1}", "anna"]
+    texts = [
+        "anna",
+        "5",
+        "007",
+        "+7",
+        "-0",
+        "00",
+        'a "b"',
+        "2.5",
+        "1_0",
+        "\u0663",
+        "1" * 5000,
+        str(2**63),
+        f"{-(2**63) - 1}",
+        "anna",
+    ]
     rows = "".join(f"{text}\tb {text}\t3\t4\n" for text in texts)
     ratings = read_ratings(write(tmp_path, HEADER + rows))
     expected = hashing.xxh64(texts)
@@ -141,6 +165,24 @@ def test_ids_that_are_no_integers_are_hashed(tmp_path, monkeypatch):
     assert torch.equal(ratings.users, expected)
     assert ratings.users[0].item() == XXH64_OF_ANNA
     assert torch.equal(ratings.items, hashing.xxh64([f"b {text}" for text in texts]))
+
+
+def test_an_id_has_the_key_that_the_readers_give_it(tmp_path):
+    """However it is quoted, in whatever layout."""
+    texts = ["anna", "007", "+7", "a\tb", "a::b", "a,b", 'a "b"', "two\nlines"]
+    expected = hashing.xxh64(texts)
+    for mark in ("\t", "::", ","):
+        quoted = [[f'"{text.replace(chr(34), chr(34) * 2)}"', '"7"', "3", "4"] for text in texts]
+        lines = [mark.join(row) for row in (["user_id", "item_id", "rating", "timestamp"], *quoted)]
+        path = write(tmp_path, "\n".join(lines))
+        ratings = read_ratings(path)
+        assert torch.equal(ratings.users, expected)
+        assert ratings.items.tolist() == [7] * len(texts)
+        if len(mark) == 1:
+            sparse = {"user_id": "hash", "item_id": "int"}
+            (batch,) = CsvReader(path, 99, sparse=sparse, delimiter=mark)
+            assert torch.equal(batch.sparse["user_id"][0], ratings.users)
+            assert torch.equal(batch.sparse["item_id"][0], ratings.items)
 
 
 def test_binary_file_is_refused(tmp_path):

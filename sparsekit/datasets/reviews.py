@@ -9,9 +9,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from .._content import lines_of
 from ..errors import DataFormatError
 from .ratings import Ratings
 
@@ -30,9 +32,15 @@ __all__ = [
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 # Numbers of what is no word of the vocabulary.
 PADDING, UNKNOWN = 0, 1
-# What Amazon's review files call each field; the time may be missing.
-FIELDS = {"reviewerID": str, "asin": str, "overall": (int, float), "reviewText": str}
-TIME = "unixReviewTime"
+# What Amazon's review files call each field, until 2018 and since, and what they are.
+FIELDS: dict[str, tuple[str, Any]] = {
+    "reviewerID": ("user_id", str),
+    "asin": ("asin", str),
+    "overall": ("rating", (int, float)),
+    "reviewText": ("text", str),
+    "unixReviewTime": ("timestamp", (int, float)),
+}
+MISSING = {"reviewText": "", "unixReviewTime": None}
 
 
 def words_of(text: str) -> list[str]:
@@ -224,24 +232,26 @@ def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
 def read_reviews(path: str | os.PathLike[str]) -> Reviews:
     """Read a file of JSON lines with Amazon's names.
 
-    A line is an object with ``reviewerID``, ``asin`` and ``reviewText``, texts, ``overall``, the
-    rating, and perhaps ``unixReviewTime``; without it, reviews are in the order of the file. Users
-    and items are numbered from 0, in the order of their names.
+    A line is an object with ``reviewerID`` and ``asin``, texts, ``overall``, the rating, and
+    perhaps ``reviewText`` and ``unixReviewTime``; or, as in the files of 2023, with ``user_id``,
+    ``asin``, ``rating``, ``text`` and ``timestamp``. A review without a text, or with null, has no
+    words; one without a time has that of the review before it. Users and items are numbered from
+    0, in the order of their names. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        DataFormatError: a malformed line, or no line; the message has its number.
+        DataFormatError: a malformed line, or no line, whose number the message has; or no text, by
+            its first bytes.
         OSError: the file cannot be read.
     """
     source = os.fspath(path)
-    rows = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(_review(line, number))
-            except ValueError as error:
-                raise DataFormatError(f"{source}:{number}: {error}") from None
+    rows: list[tuple[str, str, float, list[str], float]] = []
+    for number, line in enumerate(lines_of(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_review(line, rows[-1][-1] if rows else 0.0))
+        except (ValueError, OverflowError, RecursionError) as error:
+            raise DataFormatError(f"{source}:{number}: {error}") from None
     if not rows:
         raise DataFormatError(f"{source}: no reviews")
     users, items, stars, texts, times = zip(*rows, strict=True)
@@ -256,18 +266,24 @@ def read_reviews(path: str | os.PathLike[str]) -> Reviews:
     )
 
 
-def _review(line: bytes, number: int) -> tuple[str, str, float, list[str], float]:
+def _review(line: str, before: float) -> tuple[str, str, float, list[str], float]:
+    """User, item, rating, words and time; that is `before` if the line has none."""
     review = json.loads(line)
     if not isinstance(review, dict):
         raise ValueError(f"must be an object, is {line[:40]!r}")
-    for name, kind in FIELDS.items():
-        value = review.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, (other, kind) in FIELDS.items():
+        value = review.get(name, review.get(other))
+        if value is None and name in MISSING:
+            value = MISSING[name]
+        elif not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"{name} is {repr(value)[:40]}")
-    stars, time = float(review["overall"]), float(review.get(TIME, number))
+        values[name] = value
+    stars = float(values["overall"])
+    time = before if values["unixReviewTime"] is None else float(values["unixReviewTime"])
     if not (abs(stars) < 1e6 and abs(time) < 1e300):  # true of nan as well
-        raise ValueError(f"overall is {stars}, {TIME} is {time}")
-    return review["reviewerID"], review["asin"], stars, words_of(review["reviewText"]), time
+        raise ValueError(f"overall is {stars}, unixReviewTime is {time}")
+    return values["reviewerID"], values["asin"], stars, words_of(values["reviewText"]), time
 
 
 def _numbered(names: Sequence[str]) -> torch.Tensor:
