@@ -61,6 +61,16 @@ def check_folder(file: str | None, option: str = "--save", *, folder: bool = Fal
         raise UsageError(f"{option} {file}: cannot write into {path.parent}")
 
 
+def check_other_file(option: str, written: str | None, read: str | None) -> None:
+    """Raise before the work if a file would be overwritten that is read, whatever its names are."""
+    try:
+        same = written is not None and read is not None and os.path.samefile(written, read)
+    except OSError:  # one is not there
+        return
+    if same:
+        raise UsageError(f"{option} {written}: is the file that is read, {read}; choose another")
+
+
 def why(error: OSError, path: str) -> str:
     """What the system says of a file that could not be read, and which one may have been meant."""
     hint = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""

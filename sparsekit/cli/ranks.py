@@ -19,7 +19,16 @@ from ..train.launch import RankError, run_on_ranks, start_rank
 from ..train.logs import Log
 from ..train.progress import Progress
 from . import checkpoints
-from .common import EXPECTED, UsageError, check_folder, discard_output, number, rank, writing
+from .common import (
+    EXPECTED,
+    UsageError,
+    check_folder,
+    check_other_file,
+    discard_output,
+    number,
+    rank,
+    writing,
+)
 from .first_steps import profile_fit
 
 # Reads the data, on one process.
@@ -85,6 +94,7 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     Both are functions of a module, so that they can be sent by name.
     """
     check_folder(args.save)
+    check_other_file("--save", args.save, data if isinstance(data := args.data, str) else None)
     check_folder(args.log, "--log-to", folder=True)
     if not dist.is_torchelastic_launched() or int(os.environ.get("RANK", 0)) == 0:
         checkpoints.prepare(args)

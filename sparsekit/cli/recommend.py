@@ -8,7 +8,7 @@ import itertools
 from .._arguments import Parser
 from ..datasets import DatasetUnavailableError, movielens_100k_titles
 from ..models import Recommendations, load_recommender, recommend
-from .common import UsageError, check_folder, number, set_threads, why, writing
+from .common import UsageError, check_folder, check_other_file, number, set_threads, why, writing
 
 # What models that were trained on it say.
 MOVIELENS = "MovieLens-100K"
@@ -36,6 +36,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _recommend(args: argparse.Namespace) -> int:
     check_folder(args.out, "--out")
+    check_other_file("--out", args.out, args.model)
     set_threads(None)
     try:
         model = load_recommender(args.model)

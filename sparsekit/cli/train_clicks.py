@@ -145,6 +145,9 @@ def _yaml(config: RunConfig) -> str:
 
 def _load(args: argparse.Namespace) -> tuple[Adult, Adult] | None:
     config = _config(args)
+    for file in (*config.data.train, *config.data.validation, *config.data.test):
+        if Path(file).is_fifo():
+            raise UsageError(f"{file}: is a pipe, but each epoch reads anew; write it to a file")
     if config.data.train:
         return None
     try:
