@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import secrets
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,6 +22,45 @@ from .ops.hash_table import SLOTS_PER_BUCKET
 # Keys and table have been checked when these are called.
 _find = torch.ops.sparsekit.hash_table_find.default
 _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
+
+
+class RowsOf:
+    """A table's way to the layer whose rows it hands out; copies of a table go without."""
+
+    def __init__(self, layer: torch.nn.Module | None = None) -> None:
+        self._layer = None if layer is None else weakref.ref(layer)
+        self._changing = False
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around whatever may give rows other keys: states of optimizers follow their keys.
+
+        If it raises, they do so at the next step. Within another one it does nothing.
+        """
+        layer = None if self._layer is None or self._changing else self._layer()
+        weight: Any = getattr(layer, "weight", None)
+        if not hasattr(weight, "note_keys"):
+            yield
+            return
+        weight.note_keys()
+        try:
+            self._changing = True
+            yield
+        finally:
+            self._changing = False
+        weight.follow_keys()
+
+    def clear_from(self, row: int) -> None:
+        """Zero the rows from this one on, which have no keys any more."""
+        layer: Any = None if self._layer is None else self._layer()
+        if layer is not None:
+            layer.weight.detach()[row:].zero_()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowsOf:
+        return RowsOf()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowsOf, ()
 
 
 class HashTable(torch.nn.Module):
@@ -54,6 +96,8 @@ class HashTable(torch.nn.Module):
     buckets: torch.Tensor
     hash_seed: torch.Tensor
     size: torch.Tensor
+    # A layer sets its own; see `ShardedTable`.
+    rows_of = RowsOf()
 
     def __init__(
         self,
@@ -81,10 +125,12 @@ class HashTable(torch.nn.Module):
 
     def clear_(self) -> None:
         """Drop all keys."""
-        ops.hash_table_clear_(self.buckets)
-        # Not from torch's generators, whose streams are the user's.
-        self.hash_seed.fill_(secrets.randbits(64) - 2**63)
-        self.size.zero_()
+        with self.rows_of.changing():
+            ops.hash_table_clear_(self.buckets)
+            # Not from torch's generators, whose streams are the user's.
+            self.hash_seed.fill_(secrets.randbits(64) - 2**63)
+            self.size.zero_()
+            self.rows_of.clear_from(0)
 
     def _apply(self, *args: Any, **kwargs: Any) -> HashTable:
         was_meta = self.buckets.is_meta
@@ -232,10 +278,12 @@ class HashTable(torch.nn.Module):
             assign = local_metadata.get("assign_to_params_buffers", False)
             try:
                 restored = self.restored(entries, None if assign else buffers["buckets"].device)
-                if assign:
-                    saved.replace_all([(buffers, restored)])
-                else:
-                    saved.copy_all([(buffers[name], new) for name, new in restored.items()])
+                with self.rows_of.changing():
+                    if assign:
+                        saved.replace_all([(buffers, restored)])
+                    else:
+                        saved.copy_all([(buffers[name], new) for name, new in restored.items()])
+                    self.rows_of.clear_from(int(restored["size"]))
             except (TypeError, ValueError) as error:
                 error_messages.append(str(error))
             state_dict.update({prefix + name: own for name, own in buffers.items()})

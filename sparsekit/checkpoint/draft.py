@@ -151,7 +151,7 @@ class Draft:
     def end(self) -> None:
         """Remove what has the draft's name: what was written, or what a published one replaced."""
         try:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            discard(self.folder)
         finally:
             if self._lock is not None:
                 self._lock.close()
@@ -208,6 +208,19 @@ def _replace(draft: Path, target: Path) -> None:
         remove(old)
 
 
+def discard(folder: Path) -> None:
+    """Remove a folder of files, as far as that can be done."""
+    if folder.is_symlink():
+        return
+    # As rmtree does, but that can leak a descriptor where it is interrupted.
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            os.unlink(folder / name)
+        os.rmdir(folder)
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # with folders in it, or files that others remove
+
+
 def recover(folder: Path) -> None:
     """Put back what a killed process had set aside, and has not replaced."""
     for path in entries(folder):
@@ -226,7 +239,7 @@ def remove(path: Path) -> None:
     gone = _beside(path, "gone")
     with contextlib.suppress(OSError):
         os.rename(path, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        discard(gone)
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -236,7 +249,7 @@ def remove_abandoned(folder: Path) -> None:
         if _DRAFT.match(path.name):
             _remove_if_abandoned(path)
         elif _GONE.match(path.name) or _OLD.match(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            discard(path)
 
 
 def _remove_if_abandoned(draft: Path) -> None:
@@ -247,12 +260,12 @@ def _remove_if_abandoned(draft: Path) -> None:
             draft.rmdir()  # its writer may just have made it, and then makes it again
         names = {path.name for path in entries(draft)}
         if names and _WRITER not in names:  # what an exchange has left, or half a removal
-            shutil.rmtree(draft, ignore_errors=True)
+            discard(draft)
         return
     except OSError:
         return  # somebody writes
     try:
         # Locked meanwhile: who has just made it notices, and makes it again.
-        shutil.rmtree(draft, ignore_errors=True)
+        discard(draft)
     finally:
         lock.close()

@@ -106,6 +106,10 @@ class TablePlan:
 
     def load(self) -> None:
         """Replace the layer's rows, and the optimizer's states of them."""
+        with self.layer.rows_changing():
+            self._load()
+
+    def _load(self) -> None:
         layer, table = self.layer, self.table
         columns: dict[str, torch.Tensor] = {"vectors": layer.weight.detach()}
         if self.optimizer is not None:
@@ -136,6 +140,8 @@ class TablePlan:
         if self.optimizer is not None:
             kept = {name: value for name, value in columns.items() if name != "vectors"}
             self.optimizer.state[layer.weight] = kept | self._settings()
+            if isinstance(layer.weight, EmbeddingWeight):
+                layer.weight.is_stepped_by(self.optimizer)
 
     def _count(self, layer: ShardedTable) -> int:
         return self.table.shards[layer.rank].size if self._same_place() else 0

@@ -242,6 +242,8 @@ class Snapshot:
         for layer in layers.values():
             layer.refuse_meta()
             layer._catch_up()
+            if layer.table is not None:
+                layer.weight.follow_keys()  # of states that were loaded and not used so far
         table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
         names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self.optimizers: list[dict[str, Any]] = []

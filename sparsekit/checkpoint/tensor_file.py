@@ -89,6 +89,8 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
         kind = str(tensor.layout).removeprefix("torch.")
         kind = "a distributed tensor" if kind == "strided" else f"a tensor that is {kind}"
         raise CheckpointError(f"{name}: {kind} cannot be saved here; keep a dense one")
+    if tensor.is_meta:
+        raise CheckpointError(f"{name}: a tensor on meta cannot be saved: it has no values")
     if tensor.dtype not in _CODES:
         listed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _CODES)
         raise CheckpointError(

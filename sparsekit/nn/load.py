@@ -87,10 +87,11 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
     # What the optimizer has left undone belongs to the rows that go.
     layer._catch_up()
     layer.looked_at = set()
-    if assign:
-        _replace(layer, weight, seed, owners, table)
-    else:
-        _copy(layer, weight, seed, owners, table)
+    with layer.rows_changing():
+        if assign:
+            _replace(layer, weight, seed, owners, table)
+        else:
+            _copy(layer, weight, seed, owners, table)
 
 
 def _owners(layer: ShardedTable, entries: dict[str, Any]) -> torch.Tensor | None:
@@ -161,6 +162,7 @@ def _replace(
         (layer._buffers, buffers),
     ]
     if layer.table is not None:
+        parameter.belongs_to(layer.table)
         pairs.append((layer.table._buffers, table))
     saved.replace_all(pairs)
 

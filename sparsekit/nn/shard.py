@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from ..distributed.sharded import Sharded
 from ..distributed.world import group_of
 from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
-from ..table import HashTable
+from ..table import HashTable, RowsOf
 from .init_function import resolve
 from .load import entries_of, load, own_entries, refuse_lost_values
 from .lookup.tables import Kept
@@ -146,7 +147,6 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         for place, value in enumerate((self.rank, self.world_size)):
             self.shard[place] = value
         if self.table is not None:
-            weight.zero_()
             self.table.clear_()
         else:
             self.initializer.fill_(weight, self.rank, self.world_size, seed=seed)
@@ -161,6 +161,24 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             )
         super().__setattr__(name, value)
         self.__dict__["changes"] = self.changes + 1
+        if name in ("weight", "table"):
+            self._tie()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tie()
+
+    def _tie(self) -> None:
+        """Have the weight know its table, and the other way round, as soon as there are both."""
+        table = getattr(self, "table", None)
+        if table is not None:
+            table.rows_of = RowsOf(self)
+            if isinstance(self.weight, EmbeddingWeight):
+                self.weight.belongs_to(table)
+
+    def rows_changing(self) -> AbstractContextManager[None]:
+        """Around whatever may give rows other keys; see `RowsOf.changing`."""
+        return nullcontext() if self.table is None else self.table.rows_of.changing()
 
     def __prepare_scriptable__(self) -> None:
         # torch.jit.script asks every module of a model for what is to be scripted in its place.

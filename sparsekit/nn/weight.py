@@ -8,12 +8,14 @@ from typing import Any, cast
 import torch
 
 from ..distributed.shard_gradient import ShardGradient
+from ..table import HashTable
+from .row_states import follow_keys
 
 
 class EmbeddingWeight(torch.nn.Parameter):
     """The parameter of an embedding layer, so that optimizers can tell it from dense ones.
 
-    An optimizer may set two functions, which copies do without.
+    An optimizer may set two functions, which copies do without, as without all else.
     """
 
     # Called with the weight before rows are read or written, with the rows, or None for all.
@@ -23,6 +25,10 @@ class EmbeddingWeight(torch.nn.Parameter):
     update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
     # Whether an optimizer has moved all rows, those without a key too.
     moved: bool = False
+    # The hash table whose rows these are, as long as it lives; see `belongs_to`.
+    _table: "weakref.ref[HashTable] | None" = None
+    # Those that may have states of these rows, as long as they live; see `is_stepped_by`.
+    _optimizers: "weakref.WeakSet[torch.optim.Optimizer] | None" = None
     # Address and number of the rows of the coalesced gradient that is on its way to ``grad``.
     _on_its_way: "tuple[int, int] | None" = None
     # The layer's name, if other ranks have other rows of it.
@@ -32,6 +38,46 @@ class EmbeddingWeight(torch.nn.Parameter):
         """Have the optimizer finish what it has left undone for these rows, or for all."""
         if self.before_read is not None:
             self.before_read(self, rows)
+
+    def belongs_to(self, table: HashTable) -> None:
+        """Note whose rows these are."""
+        self._table = weakref.ref(table)
+
+    def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have this optimizer's states follow the keys from now on."""
+        if self._optimizers is None:
+            self._optimizers = weakref.WeakSet()
+        self._optimizers.add(optimizer)
+
+    def keys(self) -> torch.Tensor | None:
+        """The key of each row in use, int64; None without a hash table."""
+        table = None if self._table is None else self._table()
+        return None if table is None else table.keys()
+
+    def note_keys(self) -> None:
+        """Write into states of optimizers which keys they are of, as these are about to change."""
+        self.catch_up()  # what is due belongs to the keys that go
+        keys: torch.Tensor | None = None
+        for optimizer in list(self._optimizers or ()):
+            state = optimizer.state.get(self)
+            if state and "keys" not in state:
+                if keys is None:
+                    try:
+                        keys = self.keys()
+                    except ValueError:  # after to_empty there is anything in a table
+                        keys = torch.empty(0, dtype=torch.int64, device=self.device)
+                state["keys"] = keys
+
+    def follow_keys(self) -> None:
+        """Have states of optimizers be those of the keys that rows have now."""
+        for optimizer in list(self._optimizers or ()):
+            if "keys" in optimizer.state.get(self, ()):
+                self.settle(optimizer)
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """The same of one optimizer."""
+        if (keys := self.keys()) is not None:
+            follow_keys(optimizer, self, keys)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
         self.catch_up()

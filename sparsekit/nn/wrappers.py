@@ -151,7 +151,33 @@ def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
         )
 
 
+def _follow_keys(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer of torch follow the keys of the tables that it steps."""
+    weights = _tables_under(optimizer)
+    if weights and _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
+        optimizer.register_load_state_dict_post_hook(_loaded)
+    for weight in weights:
+        weight.is_stepped_by(optimizer)
+        if "keys" in optimizer.state.get(weight, ()):
+            weight.settle(optimizer)
+
+
+def _loaded(optimizer: torch.optim.Optimizer) -> None:
+    """Note that states do not tell of which keys they are."""
+    for weight in _tables_under(optimizer):
+        if weight in optimizer.state:
+            optimizer.state[weight]["keys"] = None
+
+
+def _tables_under(optimizer: torch.optim.Optimizer) -> list[EmbeddingWeight]:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [p for p in parameters if isinstance(p, EmbeddingWeight)]
+
+
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if hasattr(optimizer, "initial_values"):
+        return  # one of ours, which does all of this by itself
+    _follow_keys(optimizer)
     if isinstance(optimizer, _KINDS):
         _refuse_sparse(optimizer)
         return

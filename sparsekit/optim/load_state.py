@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import ops
 from ..distributed.dtensor import local
 from ..nn.weight import EmbeddingWeight
 from .update_call import row_steps
@@ -35,7 +36,7 @@ def loaded_state(
     parameter: torch.Tensor,
     group: dict[str, Any],
     values: Mapping[str, Any],
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor | None]:
     """A copy of a saved state that fits a parameter.
 
     Raises:
@@ -79,7 +80,20 @@ def loaded_state(
         _check_rows_beyond(name, own, saved, tensor, parameter, initial[own])
         tensor[:rows].copy_(saved[: len(tensor)])
     step = torch.tensor(count, dtype=torch.int64, device=parameter.device)
-    return {"step": step, **states}
+    return {"step": step, **states, **_of_keys(name, values.get("keys"), parameter)}
+
+
+def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """The entry of a saved state whose rows are not known to be those of the table."""
+    now = weight.keys() if isinstance(weight, EmbeddingWeight) else None
+    if now is None:
+        return {}
+    if not isinstance(saved, torch.Tensor) or saved.dtype != torch.int64 or saved.dim() != 1:
+        return {"keys": None}  # as in states of torch
+    if len(ops.unique(saved)[0]) < len(saved):
+        raise ValueError(f"{name}: the state to load is damaged: keys has one of them twice")
+    keys = saved[: len(weight)].to(now.device, copy=True)
+    return {} if torch.equal(keys, now[: len(keys)]) else {"keys": keys}
 
 
 def _rows(tensor: torch.Tensor) -> int:

@@ -92,9 +92,15 @@ class RowOptimizer(torch.optim.Optimizer):
                         f"updated in backward by another optimizer; remove() what its "
                         f"fuse_in_backward has returned"
                     )
+            self._follow_keys(group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _follow_keys(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if isinstance(parameter, EmbeddingWeight):
+                parameter.is_stepped_by(self)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
         """Raise ValueError for a setting out of range."""
@@ -196,7 +202,12 @@ class RowOptimizer(torch.optim.Optimizer):
         return False
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Have rows finish what is due under another optimizer, which then lets go of them."""
+        """Have rows finish what is due under another optimizer, which then lets go of them.
+
+        States that may be of other rows are brought to those that the table has now.
+        """
+        if "keys" in self.state.get(parameter, ()) and isinstance(parameter, EmbeddingWeight):
+            parameter.settle(self)
         before_read = getattr(parameter, "before_read", None)
         if before_read is not None and getattr(before_read, "__self__", self) is not self:
             before_read(parameter, None)
@@ -289,6 +300,15 @@ class RowOptimizer(torch.optim.Optimizer):
             new = self._new_states(parameter, group) | new
         state.update(new | state)  # all at once
 
+    def initial_values(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, float]:
+        """Name and value of each state of a row that no step has touched."""
+        initial = self._initial_states(group)
+        if self._has_row_step(group):
+            # Where rows do not count their steps, such a row has made all, without a gradient.
+            counts = self._per_row(group)
+            initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
+        return initial
+
     def _new_states(
         self, parameter: torch.Tensor, group: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
@@ -315,6 +335,23 @@ class RowOptimizer(torch.optim.Optimizer):
         own = {"_layers": {}, "_attached": None} | self.__dict__
         kept = {name: own[name] for name in ("_layers", "_attached")}
         super().__setstate__({"_updated": set(), **kept, **state})  # all at once
+        for group in self.param_groups:
+            self._follow_keys(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See torch.optim.Optimizer.
+
+        Beside the states of a table's rows there is the key of each, ``keys`` int64 ``[n]``.
+        """
+        packed = super().state_dict()
+        states = packed["state"]
+        for group, of_group in zip(self.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], of_group["params"], strict=True):
+                known = isinstance(parameter, EmbeddingWeight) and number in states
+                keys = parameter.keys() if known and "keys" not in states[number] else None
+                if keys is not None:
+                    states[number] = {**states[number], "keys": keys}
+        return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, also one of torch's optimizer of that name or from another device.

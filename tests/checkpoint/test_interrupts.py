@@ -59,6 +59,8 @@ class Attacked:
         self.attempts = {}  # step -> what was to be saved
         self.announced = -1
         self.lengths = {}  # call -> its bytecodes
+        self.seconds = {}  # call -> how long it took
+        self.by_signal = self.by_bytecode = 0  # interruptions
 
     def change(self):
         if self.chance.random() < 0.15:
@@ -115,13 +117,18 @@ class Attacked:
             length = self.lengths.get(kind, 3000)
             whole = interrupt(call, self.chance.randrange(1, length))
             self.lengths[kind] = whole or length
+            self.by_bytecode += whole is None
             return
-        signal.setitimer(signal.ITIMER_REAL, self.chance.uniform(1e-5, 0.01))
+        begin = time.monotonic()
         try:
+            longest = self.seconds.get(kind, 0.01)
+            signal.setitimer(signal.ITIMER_REAL, self.chance.uniform(1e-5, longest))
             call()
             signal.setitimer(signal.ITIMER_REAL, 0)
+            self.seconds[kind] = time.monotonic() - begin
         except Interrupted:
             torch.set_grad_enabled(True)
+            self.by_signal += 1
 
     def check(self):
         self.keep.wait()
@@ -169,6 +176,7 @@ def test_interrupted_at_any_moment(tmp_path):
         run.check()
     finally:
         signal.signal(signal.SIGALRM, before)
+    assert min(run.by_signal, run.by_bytecode) > MOMENTS / 8  # or it has tried little
     left = [path.name for path in run.folder.iterdir() if path.name[0] == "."]
     assert left == [".lock"]
     deadline = time.monotonic() + 60

@@ -241,6 +241,35 @@ def test_two_jobs_in_one_folder(pools, tmp_path):
     assert Checkpoints(tmp_path).load(*made()).step == 0
 
 
+def odd_path(rank, world, folder):
+    """Saved and loaded, and refused once it is there."""
+    folder = folder / os.fsdecode(b"caf\xe9")
+    model, optimizers = made()
+    train(model, optimizers, 0, 1, part(rank, world))
+    keep = Checkpoints(folder, complete_every=9)
+    keep.save(0, model, optimizers)
+    train(model, optimizers, 1, 2, part(rank, world))
+    if rank == 1:
+        keep._marks = None  # as after an interrupt; all ranks write all rows then
+    keep.async_save(1, model, optimizers)
+    keep.wait()
+    with pytest.raises(RuntimeError, match="there is something already"):
+        checkpoint.save(model, folder / "step-000000000001", optimizers)
+    loaded, of_loaded = made(seed=1)
+    assert keep.load(loaded, of_loaded).step == 1
+    for name, value in contents(model, optimizers).items():
+        if name.startswith(("users ", "rows ")):  # the dense part is rank 0's
+            assert torch.equal(contents(loaded, of_loaded)[name], value), name
+    keep.close()
+    late = Checkpoints(folder)
+    with pytest.raises(RuntimeError, match="checkpoints of another run, up to step-000000000001"):
+        late.claim(1, model)
+
+
+def test_a_path_that_is_no_utf_8(pools, tmp_path):
+    pools[2](odd_path, 2, tmp_path)
+
+
 def die_while_others_save(rank, world, folder):
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))

@@ -1,0 +1,92 @@
+"""States of optimizers belong to keys, and follow them when rows come to stand for other keys.
+
+A state that may be of other rows than the table's has an entry "keys" beside its tensors: the key
+of each of its rows, or None in a state that was loaded and does not tell. The entry goes in the
+same step as the states come to be those of the table's rows, so an interruption before is made up
+for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+
+from ..table import HashTable
+
+
+def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: torch.Tensor) -> None:
+    """Have an optimizer's states of a weight be those of the keys that its rows have now.
+
+    Keys that the states lack begin as new ones do.
+
+    Args:
+        optimizer: any, with or without states of this weight.
+        weight: ``[capacity, dim]``.
+        keys: int64 ``[rows in use]``, of each row.
+    """
+    state = optimizer.state.get(weight)
+    if not state or "keys" not in state:
+        return
+    before = state["keys"]
+    if before is None:
+        del state["keys"]
+        return
+    before = before.to(keys.device)
+    initial = _initial_values(optimizer, weight)
+    names = [
+        name
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and value.shape[:1] == weight.shape[:1]
+        and name != "keys"
+    ]
+    end = len(before) or len(weight)  # without any keys, rows may be those of a lost table
+    both = min(len(before), len(keys))
+    differs = (before[:both] != keys[:both]).nonzero()
+    same = int(differs[0]) if len(differs) else both
+    sparse = any(state[name].is_sparse for name in names)
+    if same == both and not sparse:
+        # In place, since another copy may have no room. Twice is as good as once.
+        for name in names:
+            state[name][same:end].fill_(initial.get(name, 0.0))
+        del state["keys"]
+        return
+    lookup = HashTable(max(1, len(before)), device=keys.device)
+    lookup.find_or_insert(before)
+    of_rows = lookup.find(keys)  # the row that a key had
+    rows = (of_rows >= 0).nonzero().squeeze(1)
+    taken = of_rows[rows]
+    moved: dict[str, torch.Tensor] = {}
+    for name in names:
+        if state[name].is_sparse:
+            moved[name] = _moved_sparse(state[name], taken, rows)
+    strided = {name: state[name] for name in names if name not in moved}
+    for name, tensor in copy.deepcopy(strided).items():  # neighbours in memory stay neighbours
+        tensor.fill_(initial.get(name, 0.0))
+        tensor[rows] = state[name][taken]
+        moved[name] = tensor
+    rest = {name: value for name, value in state.items() if name != "keys"}
+    optimizer.state[weight] = {**rest, **moved}
+
+
+def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Mapping[str, float]:
+    """Each state of a row that no step has touched, by name; 0 for those that are not there."""
+    group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
+    own: Callable[..., Mapping[str, float]] | None = getattr(optimizer, "initial_values", None)
+    if own is not None:
+        return own(weight, group)
+    return {"sum": group.get("initial_accumulator_value", 0.0)}  # torch's Adagrad
+
+
+def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """The rows of a sparse tensor, as torch's SGD has its momentum, at other places."""
+    places = torch.full(state.shape[:1], -1, dtype=torch.int64, device=state.device)
+    places[rows] = to
+    coalesced = state.coalesce()
+    now = places[coalesced.indices()[0]]
+    kept = now >= 0
+    return torch.sparse_coo_tensor(
+        now[kept].unsqueeze(0), coalesced.values()[kept], state.shape, check_invariants=False
+    ).coalesce()

@@ -1,0 +1,304 @@
+"""Checkpoints of changes follow the one that they say, whatever was restored or failed before."""
+
+import copy
+import sys
+import threading
+import zlib
+from datetime import timedelta
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit import checkpoint
+from sparsekit.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    background,
+    checksum,
+    draft,
+    snapshot,
+    tensor_file,
+)
+from sparsekit.checkpoint.manifest_file import read_manifest
+
+from .models import assert_equal, contents, made, train
+
+
+def keeps_changes(folder):
+    return Checkpoints(folder, complete_every=99, keep=99)
+
+
+def loads_as_it_is(path, model, optimizers):
+    loaded, of_loaded = made(seed=1)
+    checkpoint.load(loaded, path, of_loaded)
+    assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
+
+
+def complete(path):
+    """Which tables have all their rows; None without a base."""
+    manifest = read_manifest(path)
+    written = {name: table.complete for name, table in manifest.tables.items()}
+    return written if manifest.base else None
+
+
+def test_back_to_an_earlier_state(tmp_path):
+    """Rows that came since stand for other keys then."""
+    model, optimizers = made()
+    keep = keeps_changes(tmp_path)
+    train(model, optimizers, 0, 1)
+    earlier = copy.deepcopy((model.state_dict(), [each.state_dict() for each in optimizers]))
+    for step in range(4):
+        train(model, optimizers, 2 * step, 2 * step + 2)
+        loads_as_it_is(keep.save(step, model, optimizers), model, optimizers)
+        if step % 2:
+            model.load_state_dict(earlier[0])
+            for optimizer, state in zip(optimizers, earlier[1], strict=True):
+                optimizer.load_state_dict(copy.deepcopy(state))
+    assert complete(tmp_path / "step-000000000003") == {"users": False, "rows": False}
+
+
+def table(*keys, value=1.0):
+    layer = sparsekit.Embedding(20, 2, name="ids", seed=3)
+    layer.assign(torch.tensor(keys, dtype=torch.int64), torch.full((len(keys), 2), value))
+    return layer
+
+
+def test_other_keys_with_the_same_bytes(tmp_path):
+    keep, layer = keeps_changes(tmp_path), table(1, 2)
+    earlier = copy.deepcopy(layer.state_dict())
+    layer.assign(torch.tensor([3, 4]), torch.ones(2, 2))
+    keep.save(0, layer)
+    for step, keys in ((1, [5, 6]), (2, [7]), (3, [])):
+        layer.load_state_dict(earlier)
+        layer.assign(torch.tensor(keys, dtype=torch.int64), torch.ones(len(keys), 2))
+        path = keep.save(step, layer)
+        loaded = table()
+        checkpoint.load(loaded, path)
+        assert loaded.table.keys().tolist() == [1, 2, *keys]
+    swapped = table(2, 1, *range(3, 9))
+    keep.save(4, table(1, 2, *range(3, 9)))
+    keep.save(5, swapped)
+    assert keep.load(loaded).step == 5
+    assert loaded.table.keys().tolist() == [2, 1, *range(3, 9)]
+
+
+def test_a_copy_through_the_same_checkpoints(tmp_path):
+    """An average, or the best so far; they have other rows for other keys."""
+    model, optimizers = made()
+    keep = keeps_changes(tmp_path)
+    train(model, optimizers, 0, 1)
+    average, of_average = copy.deepcopy((model, optimizers))
+    for step in range(3):
+        train(model, optimizers, step, step + 1)
+        train(average, of_average, step + 10, step + 11)
+        loads_as_it_is(keep.save(2 * step, model, optimizers), model, optimizers)
+        loads_as_it_is(keep.save(2 * step + 1, average, of_average), average, of_average)
+
+
+def test_another_module_through_the_same_checkpoints(tmp_path):
+    keep = keeps_changes(tmp_path)
+    both = torch.nn.ModuleDict({"a": table(1, 2), "b": table(3)})
+    one = torch.nn.ModuleDict({"b": both["b"]})
+    for step, module in enumerate((both, one, both, one, one)):
+        path = keep.save(step, module)
+        loaded = copy.deepcopy(module)
+        for layer in loaded.values():
+            layer.reset_parameters()
+        checkpoint.load(loaded, path)
+        for name, layer in module.items():
+            assert loaded[name].table.keys().tolist() == layer.table.keys().tolist()
+    assert complete(tmp_path / "step-000000000002") == {"a": True, "b": False}
+
+
+def test_new_rows_of_zeros(tmp_path):
+    keep, layer = keeps_changes(tmp_path), table(1)
+    keep.save(0, layer)
+    layer.assign(torch.tensor([2]), torch.zeros(1, 2))
+    keep.save(1, layer)
+    loaded = table()
+    assert keep.load(loaded).step == 1
+    assert loaded.table.keys().tolist() == [1, 2]
+    assert loaded.weight[:2].tolist() == [[1, 1], [0, 0]]
+
+
+SAVE = sys.modules["sparsekit.checkpoint.save"]  # whose name the function took
+FAILURES = {
+    "the draft": (draft.Draft, "_locked", OSError(28, "No space left")),
+    "the copy": (snapshot.Copies, "of", RuntimeError("no memory")),
+    "the snapshot": (snapshot, "random_state", CheckpointError("no")),
+    "a file": (SAVE, "write", CheckpointError("no")),
+    "the manifest": (SAVE, "write_manifest", CheckpointError("no")),
+    "the rename": (draft, "_replace", OSError(28, "No space left")),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_after_a_failure_nothing_is_taken_as_saved(tmp_path, monkeypatch, what, in_background):
+    if what == "the copy" and not in_background:
+        pytest.skip("save makes none")
+    model, optimizers = made()
+    keep = keeps_changes(tmp_path)
+    keep.save(0, model, optimizers)
+    train(model, optimizers, 0, 2)
+    where, name, error = FAILURES[what]
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as context:
+        context.setattr(where, name, fail)
+        save = (lambda *a: keep.async_save(*a).wait()) if in_background else keep.save
+        with pytest.raises(CheckpointError):
+            save(1, model, optimizers)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".lock", "step-000000000000"]
+    loads_as_it_is(keep.save(2, model, optimizers), model, optimizers)
+    train(model, optimizers, 2, 3)
+    path = keep.save(3, model, optimizers)
+    loads_as_it_is(path, model, optimizers)
+    assert complete(path) == {"users": False, "rows": False}
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_the_start_of_a_thread_is_interrupted(tmp_path, monkeypatch, runs):
+    """It runs nonetheless, or it does not: Python does not say."""
+    model, optimizers = made()
+    keep = keeps_changes(tmp_path)
+    keep.save(0, model, optimizers)
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if runs:
+            start(thread)
+            while not (tmp_path / "step-000000000001").exists():
+                pass
+        raise KeyboardInterrupt
+
+    train(model, optimizers, 0, 1)
+    with monkeypatch.context() as context:
+        context.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            keep.async_save(1, model, optimizers)
+    keep.wait()
+    assert keep.latest().name == f"step-{runs:012d}"
+    for step in (2, 3):
+        train(model, optimizers, step, step + 1)
+        loads_as_it_is(keep.save(step, model, optimizers), model, optimizers)
+    keep.close()
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_the_start_of_a_checksum_is_interrupted(tmp_path, monkeypatch, runs):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if runs:
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checksum, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(table(1), tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+def test_checksums_of_large_columns(tmp_path, monkeypatch):
+    """One thread at a time adds up, however long it takes."""
+    monkeypatch.setattr(checksum, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(tensor_file, "PIECE", 16)
+    done = []
+
+    def slow(piece, before):
+        done.append(len(piece))
+        if len(done) in (3, 4):
+            threading.Event().wait(0.05)
+        return zlib.crc32(piece, before)
+
+    monkeypatch.setattr(checksum, "zlib", type("", (), {"crc32": staticmethod(slow)}))
+    path = checkpoint.save(table(*range(9)), tmp_path / "a")
+    assert len(done) > 10
+    checkpoint.load(table(), path)
+
+
+def test_somebody_writes_to_rows_that_are_saved(tmp_path, monkeypatch):
+    """The checksum is of what is in the file."""
+    layer, add = table(*range(9)), checksum.Summed._add
+    monkeypatch.setattr(tensor_file, "PIECE", 16)
+
+    def write_to_rows(summed, view):
+        layer.weight.detach().add_(1)
+        add(summed, view)
+        layer.weight.detach().add_(1)
+
+    with monkeypatch.context() as context:
+        context.setattr(checksum.Summed, "_add", write_to_rows)
+        path = checkpoint.save(layer, tmp_path / "a")
+    checkpoint.load(layer, path)
+
+
+def test_late_rows_are_saved_as_they_are_now(tmp_path):
+    model, optimizers = made("Adam")
+    train(model, optimizers, 0, 4)
+    path = checkpoint.save(model, tmp_path / "a")  # without the optimizer
+    loaded, _ = made("Adam", seed=1)
+    checkpoint.load(loaded, path)
+    for name in ("users", "rows"):
+        ours, theirs = getattr(model, name), getattr(loaded, name)
+        ours.state_dict()  # brings all rows up to date
+        assert torch.equal(theirs.weight, ours.weight)
+
+
+def test_a_copy_of_another_dtype(tmp_path):
+    """The memory that is kept for copies is not for tables of the same name and shape only."""
+    keep = Checkpoints(tmp_path)
+    for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
+        layer = sparsekit.Embedding(20, 2, name="ids", dtype=dtype)
+        layer.assign(torch.tensor([5]), torch.full((1, 2), 1 / 3, dtype=dtype))
+        keep.async_save(step, layer).wait()
+        loaded = sparsekit.Embedding(20, 2, name="ids", dtype=dtype)
+        keep.load(loaded)
+        assert torch.equal(loaded.weight, layer.weight)
+    keep.close()
+
+
+class Clock:
+    """Time that passes only while it is slept."""
+
+    def __init__(self, at_look):
+        self.now, self.looks, self._at_look = 0.0, 0, at_look
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, _):
+        self.now += 1
+        self.looks += 1
+        self._at_look(self.looks)
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
+    """Its patience begins again whenever a file has grown."""
+    writing = checkpoint.save.__globals__["Writing"](table(1), tmp_path / "a", None, None, 0, None)
+    writing.begin()
+    writing.write_own()
+    writing.together.world_size = 2
+
+    def at_look(looks):
+        if grows:
+            with open(writing.draft.folder / "table-0000-rank-0001.safetensors", "ab") as file:
+                file.write(b"more")
+        if looks == 50:
+            (writing.draft.folder / "rank-0001.part").touch()
+
+    monkeypatch.setattr(background, "time", Clock(at_look))
+    monkeypatch.setattr(background.settings, "timeout", timedelta(seconds=5))
+    if grows:
+        background._wait_for_others(writing)
+    else:
+        with pytest.raises(CheckpointError, match=r"ranks \[1\] have written nothing for 5 s"):
+            background._wait_for_others(writing)
+    writing.end()
+    assert not list(tmp_path.iterdir())

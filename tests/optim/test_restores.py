@@ -1,0 +1,19 @@
+"""Training and restoring in random order, against a model of keys.
+
+SPARSEKIT_RESTORES=300 runs so many sequences of each optimizer; by default it is 1.
+"""
+
+import os
+
+import pytest
+
+from .restores import NAMES, run
+
+SEQUENCES = int(os.environ.get("SPARSEKIT_RESTORES", "1"))
+
+
+@pytest.mark.time_limit(3600 if SEQUENCES > 1 else 180)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_come_back(name):
+    for seed in range(SEQUENCES):
+        run(name, seed)
