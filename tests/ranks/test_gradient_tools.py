@@ -216,6 +216,25 @@ def test_the_group_may_be_given(two_ranks):
     assert [[float(norm) for norm in norms] for norms in two_ranks(clip_alone)] == [[3, 5], [4, 5]]
 
 
+def twice(rank, strategy):
+    """Gradients of gradients: of the output's they are as ever, of the table's they are refused."""
+    layer = sparsekit.DistributedEmbedding("sum", 90, DIM, 1, NNZ, name="layer", strategy=strategy)
+    keys = torch.arange(6).view(2, 1, 3) + rank
+    out = layer(keys)
+    (of_output,) = torch.autograd.grad(out.pow(3).sum(), out, create_graph=True)
+    (of_table,) = torch.autograd.grad(of_output.sum(), layer.weight)
+    (expected,) = torch.autograd.grad((3 * layer(keys).square()).sum(), layer.weight)
+    torch.testing.assert_close(of_table.to_dense(), expected.to_dense())
+    (of_table,) = torch.autograd.grad(layer(keys).pow(3).sum(), layer.weight, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^layer: a gradient of the table"):
+        of_table.to_dense().sum().backward()
+
+
+@pytest.mark.parametrize("strategy", ["all_to_all", "reduce_scatter"])
+def test_a_gradient_of_a_sharded_gradient_is_refused(two_ranks, strategy):
+    two_ranks(twice, strategy)
+
+
 def check(rank, broken, use_hashtable):
     """What check_finite_gradients says when these ranks have broken rows; and the first's key.
 

@@ -10,7 +10,8 @@ import torch
 
 from ...distributed.exchange import Parts
 from ..request import Request
-from .grouped import explain, new_outs
+from .explain import explain
+from .grouped import new_outs
 from .layout import ALIGNMENT, Layout
 from .sources import sources_of
 from .tables import Alike

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from ..inputs import Bags, offsets_of
 from ..request import Request, one_by_one
 from ..slots import NO_LIMIT
 from .grouped import Grouped
+from .second import Gradients, differentiable
 from .tables import Tables
 
 if TYPE_CHECKING:
@@ -272,6 +273,25 @@ class _WayBack:
     grouped: Grouped
     saved: list[torch.Tensor | None]
 
+    def gradients(self, grads: Gradients) -> Gradients:
+        """Those of this rank's weights, given those of the sums, which all are there."""
+        given = cast("Sequence[torch.Tensor]", grads)
+        exchange, owned = self.exchange, self.owned
+        theirs, own = self.sizes
+
+        def write(to: Parts) -> None:
+            each = zip(given, self.like, strict=True)
+            _write_to_all(to, [grad.to(rows.dtype) for grad, rows in each])
+
+        with exchange.lock, exchange.alone():
+            come = exchange.send(self.plan, write, own, theirs)()
+            parts = unpack(come, self.like, [one.bags.counts for one in owned])
+            vectors = [
+                one.gradient(part.to(grad.dtype))
+                for one, part, grad in zip(owned, parts, given, strict=True)
+            ]
+            return self.grouped.gradients(vectors, self.saved)
+
 
 class _Sums(torch.autograd.Function):
     """The sums of this rank's bags, of all tables, which send their gradients to all ranks."""
@@ -284,21 +304,10 @@ class _Sums(torch.autograd.Function):
         return tuple(sums)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
-        exchange, owned = way_back.exchange, way_back.owned
-        theirs, own = way_back.sizes
 
-        def write(to: Parts) -> None:
-            each = zip(grads, way_back.like, strict=True)
-            _write_to_all(to, [grad.to(rows.dtype) for grad, rows in each])
+        def again(of_gradients: Gradients) -> Gradients:
+            return way_back.grouped.pooled_again(of_gradients, grads, way_back.saved)
 
-        with exchange.lock, exchange.alone():
-            come = exchange.send(way_back.plan, write, own, theirs)()
-            parts = unpack(come, way_back.like, [one.bags.counts for one in owned])
-            vectors = [
-                one.gradient(part.to(grad.dtype))
-                for one, part, grad in zip(owned, parts, grads, strict=True)
-            ]
-            return None, None, *way_back.grouped.gradients(vectors, way_back.saved)
+        return None, None, *differentiable(way_back.gradients, again, grads)

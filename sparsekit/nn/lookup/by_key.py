@@ -21,6 +21,7 @@ from .layout import ALIGNMENT, Layout
 from .owned import Owned
 from .pooled_here import as_vectors
 from .rows import exchange_rows
+from .second import Gradients, differentiable
 from .tables import Tables
 
 
@@ -217,10 +218,16 @@ class _Outputs(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
         exchange, saved = way_back.exchange, ctx.saved_tensors
-        with exchange.lock, exchange.alone():
-            come = way_back.gradients(grads)
-            return None, None, *way_back.owned.gradients(*come, saved)
+
+        def make(grads: Gradients) -> Gradients:
+            with exchange.lock, exchange.alone():
+                come = way_back.gradients(grads)
+                return way_back.owned.gradients(*come, saved)
+
+        def again(of_gradients: Gradients) -> Gradients:
+            return way_back.owned.grouped.pooled_again(of_gradients, grads, saved)
+
+        return None, None, *differentiable(make, again, grads)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from ... import ops
-from ...errors import TableFullError
 from ...ops._group import split_by_table
 from ..request import Request, one_by_one
 from ..weight import Update, deliver_gradients, update_of_all
+from .explain import explain_refusal
 from .max_norm import limit_norms
 from .numbered import numbered
+from .second import Gradients, pooled_again
 from .sources import Sources, sources_of
 from .tables import Alike, Tables
 
@@ -135,6 +136,12 @@ class Grouped:
         """
         return self._gradients([[grad] for grad in grads], saved, features)
 
+    def pooled_again(
+        self, of_gradients: Gradients, grads: Gradients, saved: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """See `second.pooled_again`."""
+        return pooled_again(self._calls, of_gradients, grads, saved)
+
     def _gradients(
         self,
         grads: Sequence[Sequence[torch.Tensor | None]],
@@ -180,6 +187,7 @@ class _Call:
             sources = sources_of(requests, tables, self.weights[0])
         self._sources: Any = sources
         self._sample_weights, self._features = sources.sample_weights, sources.features
+        self.shards_of = tables.shards_of
         self.width = sources.width
 
     def find(self) -> None:
@@ -210,7 +218,7 @@ class _Call:
                         *hash_tables[:2], tables.described, *asked
                     )
         except Exception as refusal:
-            self._explain(refusal)
+            explain_refusal(refusal, self._requests, self._tables.tables)
         if tables.inserts and not tables.seen:
             tables.have_keys()
         if (now := _numbers(sizes)) != before:
@@ -289,10 +297,35 @@ class _Call:
             in_backward(taking, updates, update if everything else None)
             return [None] * len(self.weights)
         delivered: list[torch.Tensor | None] = [None] * len(self.weights)
-        shards_of = [self._tables.shards_of[t] for t in taken]
+        shards_of = [self.shards_of[t] for t in taken]
         for t, gradient in zip(taken, deliver_gradients(updates(), shards_of), strict=True):
             delivered[t] = gradient
         return delivered
+
+    def pool_again(
+        self,
+        vectors: Gradients,
+        grads: Gradients,
+        saved: Sequence[Any],
+        outs: list[torch.Tensor | None],
+    ) -> None:
+        """See `second.pooled_again`: add to outs."""
+        positions = self._tables.positions if self.width is None else [0]
+        given = self._tables.filled(
+            [grads[i] for i in positions], self._tables.dims, self._features
+        )
+        index, rows, counts, bags, first_keys = saved
+        tables = [
+            torch.zeros_like(weight) if own is None else own.to_dense().contiguous()
+            for weight, own in zip(self.weights, vectors, strict=True)
+        ]
+        own_outs = [torch.zeros_like(grad) for grad in given]
+        found = index, rows, counts, bags, self._features
+        with torch._C._AutoDispatchBelowAutograd():
+            _pool(own_outs, tables, *found, self._sample_weights, first_keys, [], [], None)
+        for i, out in zip(positions, own_outs, strict=True):
+            before = outs[i]
+            outs[i] = out if before is None else before + out
 
     def _entries(self, bags: torch.Tensor) -> list[slice]:
         """The entries of each table."""
@@ -331,32 +364,6 @@ class _Call:
                 late[t].catch_up(rows.to(torch.int64))
             if t in limits:
                 limit_norms(self.weights[t], rows, *limits[t])
-
-    def _explain(self, refusal: Exception) -> NoReturn:
-        """Raise what the op has refused, in the words of a layer."""
-        explain(self._requests)
-        if isinstance(refusal, RuntimeError):
-            if "another thread" in str(refusal):
-                names = ", ".join(table.name for table in self._tables.tables)
-                raise RuntimeError(f"{names}: {refusal}") from None
-            for table in self._tables.tables:
-                self._refuse_if_full(table)
-        raise refusal
-
-    def _refuse_if_full(self, table: ShardedTable) -> None:
-        if table.table is None:
-            return
-        keys = torch.cat([r.keys.to(torch.int64) for r in self._requests if r.table is table])
-        new = ops.unique(keys[table.table.find(keys) < 0])[0]
-        size = len(table.table)
-        if size + len(new) > table.capacity:
-            raise TableFullError(table.name, table.rank, size, table.capacity, len(new)) from None
-
-
-def explain(requests: Sequence[Request]) -> None:
-    """Raise what an op has refused of requests, in the words of a layer, if that is it."""
-    for request in requests:
-        request.check()
 
 
 def new_outs(

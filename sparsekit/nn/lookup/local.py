@@ -11,6 +11,7 @@ import torch
 from ..request import Request
 from .grouped import Grouped
 from .pooled_here import as_vectors
+from .second import differentiable
 from .tables import Tables
 
 
@@ -48,6 +49,15 @@ class _Outputs(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return None, None, *ctx.grouped.gradients(grads, ctx.saved_tensors)
+        grouped: Grouped = ctx.grouped
+        saved = ctx.saved_tensors
+        return (
+            None,
+            None,
+            *differentiable(
+                lambda grads: grouped.gradients(grads, saved),
+                lambda of_gradients: grouped.pooled_again(of_gradients, grads, saved),
+                grads,
+            ),
+        )

@@ -1,0 +1,45 @@
+"""What an op has refused, in the words of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from ... import ops
+from ...errors import TableFullError
+from ..request import Request
+
+if TYPE_CHECKING:
+    from ..shard import ShardedTable
+
+
+def explain(requests: Sequence[Request]) -> None:
+    """Raise what an op has refused of requests, if that is it."""
+    for request in requests:
+        request.check()
+
+
+def explain_refusal(
+    refusal: Exception, requests: Sequence[Request], tables: Sequence[ShardedTable]
+) -> NoReturn:
+    """Raise what the op that finds or inserts keys has refused."""
+    explain(requests)
+    if isinstance(refusal, RuntimeError):
+        if "another thread" in str(refusal):
+            names = ", ".join(table.name for table in tables)
+            raise RuntimeError(f"{names}: {refusal}") from None
+        for table in tables:
+            _refuse_if_full(table, requests)
+    raise refusal
+
+
+def _refuse_if_full(table: ShardedTable, requests: Sequence[Request]) -> None:
+    if table.table is None:
+        return
+    keys = torch.cat([r.keys.to(torch.int64) for r in requests if r.table is table])
+    new = ops.unique(keys[table.table.find(keys) < 0])[0]
+    size = len(table.table)
+    if size + len(new) > table.capacity:
+        raise TableFullError(table.name, table.rank, size, table.capacity, len(new)) from None

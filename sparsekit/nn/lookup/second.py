@@ -1,0 +1,90 @@
+"""Gradients of weights that may have gradients themselves, as a penalty on them or MAML needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def differentiable(
+    make: Callable[[Gradients], Gradients],
+    again: Callable[[Gradients], Gradients],
+    grads: Gradients,
+) -> Gradients:
+    """The gradients of weights, in the backward of a lookup.
+
+    Args:
+        make: makes them from those of the outputs, of which they are a linear function.
+        again: makes the gradients of the outputs' gradients from those of the weights' gradients.
+        grads: of the outputs.
+    """
+    if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+        gradients: Gradients = _Gradients.apply(make, again, *grads)
+        return gradients
+    with torch.no_grad():
+        return make(grads)
+
+
+class _Call(Protocol):
+    """What has pooled the vectors of some tables."""
+
+    weights: list[Any]
+    shards_of: list[str | None]
+
+    def pool_again(
+        self,
+        vectors: Gradients,
+        grads: Gradients,
+        saved: Sequence[Any],
+        outs: list[torch.Tensor | None],
+    ) -> None:
+        """Pool other vectors of the same rows, and add them to the outputs."""
+
+
+def pooled_again(
+    calls: Sequence[_Call],
+    of_gradients: Gradients,
+    grads: Gradients,
+    saved: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor | None]:
+    """Gradients of the outputs' gradients, given those of the weights': a lookup in them.
+
+    Args:
+        calls: which have pooled the outputs.
+        of_gradients: for each weight of each call, sparse or dense; None where there is none.
+        grads: of the outputs.
+        saved: what the calls have saved.
+
+    Raises:
+        NotImplementedError: tables that are sharded.
+    """
+    if names := [name for call in calls for name in call.shards_of if name is not None]:
+        raise NotImplementedError(
+            f"{', '.join(names)}: a gradient of the table's gradient, as of a penalty on it or for "
+            f"MAML, is there on one rank only, and this table is sharded over several; on those, "
+            f"only gradients of a layer's output can have gradients"
+        )
+    each = len(saved) // len(calls)
+    given = iter(of_gradients)
+    outs: list[torch.Tensor | None] = [None] * len(grads)
+    for k, call in enumerate(calls):
+        vectors = [next(given) for _ in call.weights]
+        call.pool_again(vectors, grads, saved[k * each : (k + 1) * each], outs)
+    return [None if grad is None else out for grad, out in zip(grads, outs, strict=True)]
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, make: Any, again: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.again = again
+        ctx.set_materialize_grads(False)
+        return tuple(make(grads))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *of_gradients: torch.Tensor | None) -> Any:
+        return None, None, *ctx.again(of_gradients)
