@@ -113,6 +113,7 @@ class DcpState:
             )
 
         plan = together.do(what, check)
+        together.do(what, plan.hand_out)
         together.do(what, plan.carry_out)
         self.missing, self.unexpected = plan.missing, plan.unexpected
         self._source = self._load_from = None

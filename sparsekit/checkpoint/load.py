@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +15,16 @@ from ..errors import CheckpointError
 from ..nn.shard import ShardedTable
 from .encoding import decoded
 from .folder import chain, check_files, resolved
-from .load_table import Chain, Folder, Links, TablePlan, file_in
+from .load_optimizer import OptimizerPlan
+from .load_table import Chain, Links, TablePlan, file_in
 from .manifest import DENSE, rank_file
 from .snapshot import (
     Optimizers,
     Stateful,
+    check_random_state,
     dense_tensors,
     listed,
     named_tables,
-    parameter_names,
     restore_random_state,
     unwrapped,
 )
@@ -63,10 +63,11 @@ def load(
 
     Tables may have another placement, another capacity if their rows fit, and a hash table or none;
     each rank reads the rows that it owns, piece by piece. All that can be found out beforehand is,
-    and the module is as it was if something does not fit or a file is damaged. On as many ranks as
-    have saved, and with tables made alike, rows get their old places, and torch's random numbers go
-    on as they would have, so that training goes on bit for bit on the CPU. With several ranks it is
-    a collective.
+    and the module is as it was if something does not fit or a file is damaged, or if an object of
+    state refuses its own, which these take over first. Meanwhile keys need 21 bytes for each row of
+    a hash table's capacity. On as many ranks as have saved, and with tables made alike, rows get
+    their old places, and torch's random numbers go on as they would have, so that training goes on
+    bit for bit on the CPU. With several ranks it is a collective.
 
     Args:
         module: made as the one that was saved.
@@ -99,6 +100,7 @@ def load(
         return Plan(module, links, listed(optimizer), state or {}, strict, cast)
 
     plan = together.do(what, check)
+    together.do(what, plan.hand_out)
     together.do(what, plan.carry_out)
     return Loaded(found, newest.step, plan.missing, plan.unexpected)
 
@@ -185,7 +187,7 @@ class Plan:
         layers: Mapping[str, ShardedTable],
         optimizers: Sequence[torch.optim.Optimizer],
         tensors: Mapping[str, torch.Tensor],
-    ) -> list[_OptimizerPlan]:
+    ) -> list[OptimizerPlan]:
         saved = self._manifest.optimizers
         if optimizers and len(optimizers) != len(saved):
             raise CheckpointError(
@@ -196,15 +198,25 @@ class Plan:
         loaded: dict[torch.Tensor, TablePlan] = {plan.layer.weight: plan for plan in self._tables}
         try:
             return [
-                _OptimizerPlan(
+                OptimizerPlan(
                     self._folder, number, optimizer, saved[number], names, tensors, loaded
                 )
                 for number, optimizer in enumerate(optimizers)
             ]
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except CheckpointError as error:
+            raise self._named("optimizers", error) from None
+        except (
+            ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise CheckpointError(
                 f"{self._folder}: is damaged: optimizers: {error!r:.200}"
             ) from error
+
+    def _named(self, what: str, error: CheckpointError) -> CheckpointError:
+        """An error that says of which checkpoint it is."""
+        text = str(error)
+        known = text.startswith(str(self._folder))
+        return error if known else CheckpointError(f"{self._folder}: {what}: {text}")
 
     def _rank_state(self, rank: int) -> dict[str, Any]:
         """What this rank has saved of its own, or rank 0 if other ranks have saved."""
@@ -213,14 +225,32 @@ class Plan:
         number = rank if same else 0
         with file_in(self._folder, rank_file(number)) as file:
             tensors = {name: file.read(name) for name in file.places}
-        values = decoded(self._manifest.ranks[number], tensors)
+        try:
+            values = decoded(self._manifest.ranks[number], tensors)
+        except CheckpointError as error:
+            raise self._named(f"ranks[{number}]", error) from None
+        values = values if isinstance(values, dict) else {}
         if not isinstance(values.get("state"), dict) or not isinstance(values.get("random"), dict):
             raise CheckpointError(f"{self._folder}: ranks[{number}] lacks state or random")
+        if not all(isinstance(name, str) for name in values["state"]):
+            raise CheckpointError(f"{self._folder}: ranks[{number}].state has what is no name")
+        try:
+            check_random_state(values["random"])
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._folder}: ranks[{number}].random is damaged: {error!s:.200}"
+            ) from None
         return cast(dict[str, Any], values)
+
+    def hand_out(self) -> None:
+        """Have other objects take over their states, which they may refuse."""
+        for name, each in self._state.items():
+            if name in self._own["state"]:
+                each.load_state_dict(self._own["state"][name])
 
     @torch.no_grad()
     def carry_out(self) -> None:
-        """Change the module, the optimizers and other objects."""
+        """Change the module and the optimizers."""
         for tensor, value in self._dense:
             tensor.copy_(value)
         for table in self._tables:
@@ -229,9 +259,6 @@ class Plan:
             optimizer.load()
         for table in self._tables:
             table.load()
-        for name, each in self._state.items():
-            if name in self._own["state"]:
-                each.load_state_dict(self._own["state"][name])
         if self._same_ranks:
             restore_random_state(self._own["random"])
 
@@ -251,50 +278,3 @@ def _some(what: str, names: Sequence[str]) -> str:
         return ""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{what} {', '.join(names[:5])}{more}; "
-
-
-class _OptimizerPlan:
-    """An optimizer whose saved state has been found to fit."""
-
-    def __init__(
-        self,
-        folder: Folder,
-        number: int,
-        optimizer: torch.optim.Optimizer,
-        saved: Mapping[str, Any],
-        names: Mapping[torch.Tensor, str],
-        tensors: Mapping[str, torch.Tensor],
-        tables: Mapping[torch.Tensor, TablePlan],
-    ) -> None:
-        self._optimizer = optimizer
-        kind = type(optimizer).__name__
-        if saved.get("kind") != kind:
-            raise CheckpointError(
-                f"{folder}: optimizer {number} is {saved.get('kind')}, and {kind} was given"
-            )
-        groups = decoded(saved.get("groups"), tensors)
-        states = decoded(saved.get("state"), tensors)
-        own_names = parameter_names(optimizer, names)
-        numbers = {name: i for i, name in enumerate(own_names.values())}
-        own = [sorted(own_names[p] for p in g["params"]) for g in optimizer.param_groups]
-        theirs = [sorted(group["params"]) for group in groups]
-        if own != theirs:
-            differs = sorted(set(itertools.chain(*own)) ^ set(itertools.chain(*theirs)))
-            raise CheckpointError(
-                f"{folder}: optimizer {number}, {kind}, has other parameters: "
-                f"{', '.join(differs[:5]) or 'in other groups'}"
-            )
-        self._loaded = {
-            "state": {numbers[name]: values for name, values in states.items()},
-            "param_groups": [
-                {**of_group, "params": [numbers[own_names[p]] for p in group["params"]]}
-                for of_group, group in zip(groups, optimizer.param_groups, strict=True)
-            ],
-        }
-        for parameter in own_names:
-            plan = tables.get(parameter)
-            if plan is not None and plan.table.optimizer == number:
-                plan.optimizer = optimizer
-
-    def load(self) -> None:
-        self._optimizer.load_state_dict(self._loaded)

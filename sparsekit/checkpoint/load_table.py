@@ -8,11 +8,13 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, TableFullError
 from ..nn.shard import ShardedTable
 from ..nn.weight import EmbeddingWeight
 from ..optim.load_state import untouched
 from ..optim.row_optimizer import RowOptimizer
+from ..saved_state import copy_all
+from ..table import HashTable
 from .encoding import decoded
 from .manifest import Manifest, Table
 from .snapshot import owners_crc
@@ -34,7 +36,14 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 class TablePlan:
-    """A layer and where its rows are."""
+    """A layer and where its rows are.
+
+    All keys are looked through at once: they get their rows in a table of their own, which takes
+    21 bytes for each row of the layer's capacity until `load` has copied it.
+
+    Raises:
+        CheckpointError: a table that does not fit the layer, or a key that cannot be there.
+    """
 
     optimizer: torch.optim.Optimizer | None = None
 
@@ -43,7 +52,17 @@ class TablePlan:
         self.layer = layer
         self.table = links[-1][1].tables[name]
         self._parts = parts_of(links, name)
+        self._same_place = self._is_same_place()
         self._check(links[-1][0], cast)
+        self._new_table: HashTable | None = None
+        if layer.table is not None:
+            self._new_table = HashTable(
+                layer.capacity,
+                device=layer.weight.device,
+                load_factor=layer.table.load_factor,
+                name=layer.name,
+            )
+        self._place_keys()
 
     def _check(self, folder: Folder, cast: bool) -> None:
         layer, table = self.layer, self.table
@@ -64,15 +83,18 @@ class TablePlan:
                 f"{folder}: table {self.name} has {table.size} rows, and {layer.world_size} "
                 f"rank(s) with a capacity of {layer.capacity} have room for {rooms}"
             )
-        size = table.shards[layer.rank].size if self._same_place() else self._count_own()
-        if size > layer.capacity:
-            raise CheckpointError(
-                f"{folder}: table {self.name} has {size} rows for rank {layer.rank}, whose "
-                f"capacity is {layer.capacity}; give it a larger one (a layer's "
-                f"max_vocabulary_size_per_gpu, or num_embeddings)"
-            )
+        if self._same_place and table.shards[layer.rank].size > layer.capacity:
+            raise self._too_many(folder, table.shards[layer.rank].size)
 
-    def _same_place(self) -> bool:
+    def _too_many(self, folder: Folder, rows: int) -> CheckpointError:
+        layer = self.layer
+        return CheckpointError(
+            f"{folder}: table {self.name} has {rows} rows for rank {layer.rank}, whose capacity is "
+            f"{layer.capacity}; give it a larger one (a layer's max_vocabulary_size_per_gpu, or "
+            f"num_embeddings)"
+        )
+
+    def _is_same_place(self) -> bool:
         """Whether this rank's rows are those of the file of its number, in all parts."""
         layer = self.layer
         return all(
@@ -83,26 +105,97 @@ class TablePlan:
             for _, table in self._parts
         )
 
-    def _count_own(self) -> int:
-        """Rows for this rank; of a chain those of the complete part."""
-        layer, count = self.layer, 0
-        rows = layer.capacity * layer.world_size
-        for number, (folder, table) in enumerate(self._parts):
-            for shard in table.shards:
-                with opened(folder, table, shard.file, shard.rows) as file:
-                    for begin, keys in key_pieces(file, shard.rows):
-                        if layer.table is None:
-                            bad = ((keys < 0) | (keys >= rows)).nonzero()
-                            if len(bad):
-                                raise CheckpointError(
-                                    f"{file.path}: table {self.name}: key "
-                                    f"{int(keys[bad[0, 0]])} of row {begin + int(bad[0, 0])} is no "
-                                    f"row number in [0, {rows}), as the module has them, without a "
-                                    f"hash table"
-                                )
-                        if number == 0:
-                            count += len(layer.owned(keys.to(layer.weight.device)))
-        return count
+    def _place_keys(self) -> None:
+        """Give the keys of all parts their rows, in the order in which `load` reads them."""
+        folder, rows = self._parts[-1][0], self.layer.capacity * self.layer.world_size
+        numbers = torch.empty(0, dtype=torch.bool)  # rows that have come, without a hash table
+        if self._new_table is None:
+            numbers = torch.zeros(rows, dtype=torch.bool)
+        for number, (at, part) in enumerate(self._parts):
+            count = 0
+            for file, begin, keys in self._own_keys(at, part, 8):
+                self._check_keys(file, begin, keys)
+                own = self._own(keys)
+                count += len(own)
+                if self._new_table is None:
+                    numbers[own.cpu()] = True
+                    continue
+                try:
+                    self._new_table.find_or_insert(own)
+                except TableFullError as error:
+                    raise self._too_many(folder, error.size + error.refused) from None
+            found = int(numbers.sum()) if self._new_table is None else len(self._new_table)
+            if number == 0 and found != count:
+                raise self._twice(at, count, found)
+        if self._same_place and found != self.table.shards[self.layer.rank].size:
+            raise self._twice(folder, self.table.shards[self.layer.rank].size, found)
+
+    def _twice(self, folder: Folder, rows: int, keys: int) -> CheckpointError:
+        why = "a key is there twice" if keys < rows else "keys are missing in its base"
+        return CheckpointError(
+            f"{folder}: table {self.name} should have {rows} rows, and has {keys} keys: {why}"
+        )
+
+    def _own_keys(
+        self, at: Folder, part: Table, row_bytes: int
+    ) -> Iterator[tuple[TensorFile, int, torch.Tensor]]:
+        """Keys of a part, piece by piece, of all files that may have some of this rank."""
+        for shard in [part.shards[self.layer.rank]] if self._same_place else part.shards:
+            with opened(at, part, shard.file, shard.rows) as file:
+                for begin, keys in key_pieces(file, shard.rows, row_bytes):
+                    yield file, begin, keys.to(self.layer.weight.device)
+
+    def _own(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys if self._same_place else keys[self.layer.owned(keys)]
+
+    def _check_keys(self, file: TensorFile, begin: int, keys: torch.Tensor) -> None:
+        """Raise unless the layer can be asked for each key, and this rank has it if it must."""
+        layer = self.layer
+        least, most, what = -(2**63), 2**63 - 1, ""
+        if layer.table is None:
+            most = layer.capacity * layer.world_size - 1
+            least, what = (
+                0,
+                f"no row number in [0, {most + 1}), as the module has them, without a hash table",
+            )
+        elif layer.key_dtype == torch.int32:
+            least, most = -(2**31), 2**31 - 1
+            what = "no int32, which the layer takes; make it with key_dtype=torch.int64"
+        bad = ((keys < least) | (keys > most)).nonzero() if what else keys[:0, None]
+        if not len(bad) and self._same_place and layer.world_size > 1:
+            what = f"one of another rank than {layer.rank}, whose file this is"
+            ours = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
+            ours[layer.owned(keys)] = True
+            bad = (~ours).nonzero()
+        if len(bad):
+            row = int(bad[0, 0])
+            raise CheckpointError(
+                f"{file.path}: table {self.name}: key {int(keys[row])} of row {begin + row} is "
+                f"{what}"
+            )
+
+    def check_states(self, settings: Mapping[str, Any]) -> None:
+        """Raise unless the optimizer, with these settings of its group, has the states saved."""
+        optimizer, saved = self.optimizer, self.table.states
+        step = decoded(self.table.settings, {}).get("step", 0)
+        if isinstance(step, torch.Tensor) and not isinstance(optimizer, RowOptimizer):
+            step = step.item()
+        counts = (int,) if isinstance(optimizer, RowOptimizer) else (int, float)
+        if type(step) not in counts or not 0 <= step < 2**63:
+            raise CheckpointError(
+                f"table {self.name}: step must be a number >= 0, got {step!r:.80}"
+            )
+        if isinstance(optimizer, RowOptimizer):
+            names = [*optimizer._initial_states(dict(settings))]
+            names += ["row_step"] if optimizer._has_row_step(dict(settings)) else []
+            single = {"row_step", *optimizer.row_states}
+            expected = {name: () if name in single else (self.table.dim,) for name in names}
+            if expected != {name: state.shape for name, state in saved.items()}:
+                raise CheckpointError(
+                    f"table {self.name}: {type(optimizer).__name__} keeps "
+                    f"{', '.join(sorted(expected))} for each row, and the checkpoint has "
+                    f"{', '.join(f'{n} {list(s.shape)}' for n, s in sorted(saved.items()))}"
+                )
 
     def load(self) -> None:
         """Replace the layer's rows, and the optimizer's states of them."""
@@ -118,33 +211,23 @@ class TablePlan:
             layer.weight.moved = False
         layer.looked_at = set()
         layer.seed.fill_(table.seed)
-        if layer.table is not None:
-            layer.table.clear_()
-        elif self._count(layer) < layer.capacity or not self._same_place():
+        if layer.table is not None and self._new_table is not None:
+            copy_all(zip(layer.table.tensors(), self._new_table.tensors(), strict=True))
+            self._new_table = None
+        elif not self._same_place or table.shards[layer.rank].size < layer.capacity:
             layer.initializer.fill_(
                 layer.weight.detach(), layer.rank, layer.world_size, seed=table.seed
             )
-        for folder, part in self._parts:
-            shards = [part.shards[layer.rank]] if self._same_place() else part.shards
-            for shard in shards:
-                with opened(folder, part, shard.file, shard.rows) as file:
-                    self._take(file, shard.rows, columns)
+        for number, (folder, part) in enumerate(self._parts):
+            for file, begin, keys in self._own_keys(folder, part, self._row_bytes()):
+                self._take(file, begin, keys, columns, first=number == 0)
         if layer.table is not None:
-            if self._same_place() and len(layer.table) != table.shards[layer.rank].size:
-                raise CheckpointError(
-                    f"{self._parts[-1][0]}: table {self.name} should have "
-                    f"{table.shards[layer.rank].size} rows, and has {len(layer.table)}: a key is "
-                    f"there twice"
-                )
             layer.weight.detach()[len(layer.table) :].zero_()
         if self.optimizer is not None:
             kept = {name: value for name, value in columns.items() if name != "vectors"}
             self.optimizer.state[layer.weight] = kept | self._settings()
             if isinstance(layer.weight, EmbeddingWeight):
                 layer.weight.is_stepped_by(self.optimizer)
-
-    def _count(self, layer: ShardedTable) -> int:
-        return self.table.shards[layer.rank].size if self._same_place() else 0
 
     def _settings(self) -> dict[str, Any]:
         settings = cast(dict[str, Any], decoded(self.table.settings, {}))
@@ -169,34 +252,40 @@ class TablePlan:
                 )
                 for name, state in self.table.states.items()
             }
-        lacking = sorted(fresh.keys() ^ self.table.states.keys())
-        if lacking:
-            raise CheckpointError(
-                f"table {self.name}: {type(optimizer).__name__} keeps {', '.join(sorted(fresh))} "
-                f"for each row, and the checkpoint has {', '.join(sorted(self.table.states))}"
-            )
         return fresh
 
-    def _take(self, file: TensorFile, rows: int, columns: Mapping[str, torch.Tensor]) -> None:
+    def _take(
+        self,
+        file: TensorFile,
+        begin: int,
+        keys: torch.Tensor,
+        columns: Mapping[str, torch.Tensor],
+        first: bool,
+    ) -> None:
+        """Read the rows of a piece of keys; ``first``: of the part whose keys came first."""
         layer = self.layer
-        device = layer.weight.device
-        everything = self._same_place()
-        for begin, keys in key_pieces(file, rows, self._row_bytes()):
-            keys = keys.to(device)
-            mine = None if everything else layer.owned(keys)
-            own = keys if mine is None else keys[mine]
-            if not len(own):
-                continue
-            into = own // layer.world_size if layer.table is None else _inserted(layer, own)
-            first = int(into[0])
-            in_order = bool((into == torch.arange(first, first + len(into), device=device)).all())
-            for name, column in columns.items():
-                values = file.read(name, begin, len(keys)).to(device)
-                values = values if mine is None else values[mine]
-                if in_order:
-                    column[first : first + len(into)].copy_(values)
-                else:
-                    column[into] = values.to(column.dtype)
+        mine = None if self._same_place else layer.owned(keys)
+        own = keys if mine is None else keys[mine]
+        if not len(own):
+            return
+        if layer.table is None:
+            into = own // layer.world_size
+        elif first and mine is None:
+            into = torch.arange(begin, begin + len(own), device=keys.device)
+        else:
+            into = layer.table.find(own)
+        start = int(into[0])
+        if start < 0:
+            raise CheckpointError(f"{file.path}: has changed while it was loaded")
+        numbers = torch.arange(start, start + len(into), device=keys.device)
+        in_order = torch.equal(into, numbers)
+        for name, column in columns.items():
+            values = file.read(name, begin, len(keys)).to(keys.device)
+            values = values if mine is None else values[mine]
+            if in_order:
+                column[start : start + len(into)].copy_(values)
+            else:
+                column[into] = values.to(column.dtype)
 
     def _row_bytes(self) -> int:
         states = (
@@ -204,10 +293,6 @@ class TablePlan:
             for state in self.table.states.values()
         )
         return self.table.dim * self.layer.weight.dtype.itemsize + sum(states)
-
-
-def _inserted(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
-    return cast(Any, layer.table).find_or_insert(keys)
 
 
 def parts_of(
@@ -240,9 +325,7 @@ def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
     return file
 
 
-def key_pieces(
-    file: TensorFile, rows: int, row_bytes: int = 8
-) -> Iterator[tuple[int, torch.Tensor]]:
+def key_pieces(file: TensorFile, rows: int, row_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Keys piece by piece, with the number of the first."""
     step = max(1, PIECE // row_bytes)
     for begin in range(0, rows, step):

@@ -368,6 +368,15 @@ def random_state() -> dict[str, torch.Tensor]:
     return state
 
 
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Raise RuntimeError, TypeError or ValueError where `restore_random_state` would."""
+    for device, each in state.items():
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"{device} is no tensor")
+        if device == "cpu" or (device == "cuda" and torch.cuda.is_available()):
+            torch.Generator(device).set_state(each)
+
+
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
     """Set torch's generators as they were; an imported checkpoint says nothing of them."""
     if "cpu" not in state:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Rows that are compared at a time.
 _ROWS = 1 << 18
+# Of torch's optimizers, which would change what a step does.
+_OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov")
 
 
 def untouched(
@@ -29,6 +31,43 @@ def untouched(
         if not optimizer._per_row(group):
             states["row_step"].fill_(step)  # they have made all steps, without a gradient
     return states
+
+
+def loaded_states(
+    optimizer: RowOptimizer, state_dict: dict[str, Any]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """States of parameters as an optimizer's `load_state_dict` takes them over; changes nothing.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    own_name = type(optimizer).__name__
+    loaded: dict[torch.Tensor, dict[str, Any]] = {}
+    # torch itself raises if groups do not match, so they need not here.
+    for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+        settings = {**group, **optimizer.defaults, **saved}
+        for name in _OTHER_SETTINGS:
+            if saved.get(name) and name not in optimizer.defaults:
+                raise ValueError(
+                    f"{own_name}: the state to load has {name}={saved[name]}, which "
+                    f"there is not here"
+                )
+        coupled = saved.get("weight_decay") and saved.get("decoupled_weight_decay") is False
+        if coupled and "decoupled_weight_decay" not in optimizer.defaults:
+            raise ValueError(
+                f"{own_name}: the state to load has a weight_decay of "
+                f"{saved['weight_decay']} that is part of the gradient; here it is decoupled"
+            )
+        optimizer._check_settings(settings)
+        for index, parameter in zip(saved["params"], group["params"], strict=False):
+            values = state_dict["state"].get(index)
+            if values:
+                try:
+                    loaded[parameter] = loaded_state(optimizer, parameter, settings, values)
+                except ValueError as error:
+                    of = f"parameter {index} of shape {tuple(parameter.shape)}"
+                    raise ValueError(f"{error}, for {of}") from None
+    return loaded
 
 
 def loaded_state(

@@ -15,7 +15,7 @@ from ..errors import check_int
 from ..memory import prefer_huge_pages
 from ..nn.weight import EmbeddingWeight, update_of
 from ..ops._checks import accumulate_dtype
-from .load_state import loaded_state
+from .load_state import loaded_states
 from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, row_steps, rows_of
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -365,35 +365,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 room for or fewer than are in use, or with settings that this one does not have;
                 nothing has been changed.
         """
-        loaded: dict[torch.Tensor, dict[str, Any]] = {}
-        # torch itself raises if groups do not match, so they need not here.
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
-            settings = {**group, **self.defaults, **saved}
-            for name in _OTHER_SETTINGS:
-                if saved.get(name) and name not in self.defaults:
-                    raise ValueError(
-                        f"{type(self).__name__}: the state to load has {name}={saved[name]}, which "
-                        f"there is not here"
-                    )
-            coupled = saved.get("weight_decay") and saved.get("decoupled_weight_decay") is False
-            if coupled and "decoupled_weight_decay" not in self.defaults:
-                raise ValueError(
-                    f"{type(self).__name__}: the state to load has a weight_decay of "
-                    f"{saved['weight_decay']} that is part of the gradient; here it is decoupled"
-                )
-            self._check_settings(settings)
-            for index, parameter in zip(saved["params"], group["params"], strict=False):
-                values = state_dict["state"].get(index)
-                if values:
-                    try:
-                        loaded[parameter] = loaded_state(self, parameter, settings, values)
-                    except ValueError as error:
-                        of = f"parameter {index} of shape {tuple(parameter.shape)}"
-                        raise ValueError(f"{error}, for {of}") from None
+        loaded = loaded_states(self, state_dict)
         # By number, torch would cast the states to the parameters' dtype, which is not that of all
         # of them; what it finds by parameter it takes as it is.
         super().load_state_dict({**state_dict, "state": loaded})
-
-
-# Of torch's optimizers, which would change what a step does.
-_OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov")

@@ -300,6 +300,7 @@ def test_odd_dumps_are_imported_or_refused(tmp_path, capsys, kind):
         assert out.exists() == (status == 0)
     assert peak() - before < 100 << 20
     assert open_files() == files
+    print(results)
     assert min(results.values()) > 0, results
 
 

@@ -223,6 +223,37 @@ def test_a_damaged_file_is_named_on_all_ranks(pools, tmp_path):
         file.write_bytes(content)
 
 
+def too_small(rank, world, folder):
+    """Load a chain whose rows are more than rank 1 has room for, though no part of it is."""
+    model, optimizers = made(capacity=30, placement="modulo", rows=ROWS // world)
+    train_first_rows(model, optimizers)
+    before = contents(model, optimizers)
+    with pytest.raises(RuntimeError) as caught:
+        checkpoint.load(model, folder, optimizers)
+    assert_equal(contents(model, optimizers), before)
+    return str(caught.value)
+
+
+def train_first_rows(model, optimizers):
+    (model.users(torch.arange(6).view(6, 1, 1)).sum() + model.top[0].weight.sum()).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_rows_of_a_whole_chain_are_counted_before_anything_is_changed(pools, tmp_path):
+    model, optimizers = made(capacity=64, placement="modulo", rows=ROWS)
+    train_first_rows(model, optimizers)
+    keep = Checkpoints(tmp_path, complete_every=3)
+    for step in range(3):
+        odd = torch.arange(15 * step, 15 * step + 15) * 2 + 1
+        model.users.assign(odd, torch.rand(15, 8))
+        keep.save(step, model, optimizers)
+    keep.close()
+    for text in pools[2](too_small, 2, tmp_path):
+        assert "table users has" in text, text
+        assert "for rank 1, whose capacity is 30" in text, text
+
+
 def other_job(rank, world, folder):
     model, optimizers = made()
     keep = Checkpoints(folder)

@@ -1,0 +1,135 @@
+"""An optimizer of a checkpoint: whether its state fits another, and that state into it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..optim.load_state import loaded_states
+from ..optim.row_optimizer import RowOptimizer
+from .encoding import decoded
+from .load_table import Folder, TablePlan
+from .snapshot import parameter_names
+
+
+class OptimizerPlan:
+    """An optimizer whose saved state has been found to fit."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        number: int,
+        optimizer: torch.optim.Optimizer,
+        saved: Mapping[str, Any],
+        names: Mapping[torch.Tensor, str],
+        tensors: Mapping[str, torch.Tensor],
+        tables: Mapping[torch.Tensor, TablePlan],
+    ) -> None:
+        self._optimizer = optimizer
+        kind = type(optimizer).__name__
+        if saved.get("kind") != kind:
+            raise CheckpointError(
+                f"{folder}: optimizer {number} is {saved.get('kind')}, and {kind} was given"
+            )
+        groups = decoded(saved.get("groups"), tensors)
+        states = decoded(saved.get("state"), tensors)
+        _check_shapes(groups, states)
+        own_names = parameter_names(optimizer, names)
+        numbers = {name: i for i, name in enumerate(own_names.values())}
+        own = [sorted(own_names[p] for p in g["params"]) for g in optimizer.param_groups]
+        theirs = [sorted(group["params"]) for group in groups]
+        if own != theirs:
+            differs = sorted(set(itertools.chain(*own)) ^ set(itertools.chain(*theirs)))
+            raise CheckpointError(
+                f"{folder}: optimizer {number}, {kind}, has other parameters: "
+                f"{', '.join(differs[:5]) or 'in other groups'}"
+            )
+        self._loaded: dict[str, Any] = {
+            "state": {numbers[name]: values for name, values in states.items()},
+            "param_groups": [
+                {**of_group, "params": [numbers[own_names[p]] for p in group["params"]]}
+                for of_group, group in zip(groups, optimizer.param_groups, strict=True)
+            ],
+        }
+        for of_group, group in zip(groups, optimizer.param_groups, strict=True):
+            settings = {**group, **optimizer.defaults, **of_group}
+            for parameter in group["params"]:
+                plan = tables.get(parameter)
+                if plan is not None and plan.table.optimizer is not None:
+                    if plan.table.optimizer != number:
+                        raise ValueError(f"table {plan.name} is of {plan.table.optimizer}")
+                    plan.optimizer = optimizer
+                    plan.check_states(settings)
+        self._try()
+
+    def _try(self) -> None:
+        """Raise whatever `load` would raise, with the optimizer as it is."""
+        for own, saved in zip(
+            self._optimizer.param_groups, self._loaded["param_groups"], strict=True
+        ):
+            for name, value in saved.items():
+                if name in own and name != "params" and not _alike(own[name], value):
+                    raise TypeError(f"{name} is {value!r:.80}, and {own[name]!r:.80} here")
+        for kept, loaded in self._states():
+            for name, value in loaded.items():
+                if isinstance(known := kept.get(name), torch.Tensor):
+                    one = torch.as_tensor(value)  # a number may stand for a tensor of one
+                    if one.shape != known.shape:
+                        raise ValueError(f"{name} is {list(one.shape)}, not {list(known.shape)}")
+        if isinstance(self._optimizer, RowOptimizer):
+            loaded_states(self._optimizer, self._loaded)
+        else:
+            _twin(self._optimizer).load_state_dict(self._loaded)
+
+    def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """What is kept now for a parameter, and what will be."""
+        parameters = itertools.chain(*(g["params"] for g in self._optimizer.param_groups))
+        for number, parameter in enumerate(parameters):
+            if number in self._loaded["state"]:
+                yield self._optimizer.state.get(parameter, {}), self._loaded["state"][number]
+
+    def load(self) -> None:
+        """Have the optimizer take over what was saved."""
+        self._optimizer.load_state_dict(self._loaded)
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer like it, of which nothing is the other's that loading a state changes."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups = [dict(group) for group in optimizer.param_groups]
+    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # for once is enough
+    twin._optimizer_load_state_dict_post_hooks = OrderedDict()
+    return twin
+
+
+def _check_shapes(groups: Any, states: Any) -> None:
+    """Raise TypeError unless these are groups and states of optimizers."""
+    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        raise TypeError("groups must be a list of objects")
+    for group in groups:
+        names = group.get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError("params must be a list of names")
+    if not isinstance(states, dict) or not all(isinstance(s, dict) for s in states.values()):
+        raise TypeError("state must be an object of objects")
+
+
+def _alike(own: Any, value: Any) -> bool:
+    """Whether a saved setting can stand where the optimizer has its own."""
+    if own is None or value is None:
+        return True
+    if isinstance(own, list | tuple):
+        fits = isinstance(value, list | tuple) and len(own) == len(value)
+        return fits and all(map(_alike, own, value))
+    if isinstance(own, str):
+        return isinstance(value, str)
+    if isinstance(own, bool | int | float | torch.Tensor):
+        number = not isinstance(value, torch.Tensor) or not value.dim()
+        return isinstance(value, bool | int | float | torch.Tensor) and number
+    return True
