@@ -54,9 +54,10 @@ class Background:
             writing.begin()
             writing.together.do(f"copy for {writing.draft.target}", self._copy)
             self._task.start()
-        except BaseException:
+        except BaseException as error:
             if self.lost():
-                self._fail("was interrupted before it had begun")
+                if not isinstance(error, Exception):  # which the other ranks do not know of
+                    self._fail("was interrupted before it had begun")
                 writing.end()
                 self.waited = True
             raise

@@ -144,7 +144,7 @@ def retain(folder: Path, keep: int, written: Path) -> list[str]:
     found = list(steps_in(folder).values())
     whole: list[Path] = []
     broken: list[str] = []
-    needed = {written}
+    needed: set[Path] = set()
     for path in reversed(found):
         if len(whole) < keep or path == written:
             try:
