@@ -122,8 +122,9 @@ $(READY): requirements.txt
 
 # Not $(BIN)/pip, which runs python3: setup.py would take that for another environment and compile
 # everything once more. Built before pip does it, which would hide the progress.
-$(READY_DEV): $(READY) requirements-dev.txt pyproject.toml
+$(READY_DEV): $(READY) requirements-dev.txt requirements-dev-no-deps.txt pyproject.toml
 	$(BIN)/pip install --quiet --no-compile --requirement requirements-dev.txt
+	$(BIN)/pip install --quiet --no-compile --no-deps --requirement requirements-dev-no-deps.txt
 	$(WITH_CUDA) $(BIN)/python setup.py --quiet build_ext --inplace
 	$(WITH_CUDA) $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	@touch $@

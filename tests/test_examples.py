@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import patience
 
 ROOT = Path(__file__).parent.parent
 # Each with the packages that it needs.
@@ -22,6 +23,7 @@ NEEDS = {
     "huggingface": ["transformers", "accelerate"],
     "quickstart": [],
     "train_dlrm": [],
+    "two_tower": [],
 }
 
 
@@ -62,7 +64,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                 )
             )
     try:
-        codes = [rank.wait(150) for rank in ranks]
+        codes = [rank.wait(patience(150)) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -76,7 +78,10 @@ def test_example(name: str, request: pytest.FixtureRequest) -> None:
         pytest.skip(f"needs {', '.join(absent(name))}, which is not installed")
     printed = request.getfixturevalue("printed")
     (loss,) = re.findall(r"^loss (\d\.\d+)$", printed[name], re.MULTILINE)
-    assert float(loss) < 0.3
+    if name == "two_tower":  # by chance 0.05
+        assert float(re.findall(r"^recall@10 (.*)$", printed[name], re.MULTILINE)[0]) > 0.9
+    else:
+        assert float(loss) < 0.3
     if name in ("fsdp2", "lightning_auto"):
         assert loss == re.findall(r"^loss (.*)$", printed["ddp"], re.MULTILINE)[0]
 
@@ -84,5 +89,5 @@ def test_example(name: str, request: pytest.FixtureRequest) -> None:
 def test_examples_are_short() -> None:
     lengths = {path.stem: len(path.read_text().splitlines()) for path in ROOT.glob("examples/*.py")}
     assert lengths.keys() == {*NEEDS, "model"}
-    assert lengths.pop("quickstart") < 60
+    assert max(lengths.pop("quickstart"), lengths.pop("two_tower")) < 60
     assert max(lengths.values()) <= 45, lengths

@@ -86,7 +86,11 @@ def test_torchrec_dlrm():
 
 
 def test_widedeep():
-    models = pytest.importorskip("pytorch_widedeep.models", exc_type=ImportError)
+    models = pytest.importorskip(
+        "pytorch_widedeep.models",
+        reason="pytorch-widedeep is no part of requirements-dev-no-deps.txt, which says why",
+        exc_type=ImportError,
+    )
     columns = {"of_a": 0, "of_b": 1}
     sizes = [("of_a", 30, 8), ("of_b", 30, 8)]
 
