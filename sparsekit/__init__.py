@@ -20,6 +20,7 @@ from .nn import (  # noqa: E402
     EmbeddingGroup,
     Feature,
     group_embedding_lookup_sparse,
+    load_torch_state_dict,
     replace_embeddings,
 )
 from .optim import split_embedding_variable_from_others  # noqa: E402
@@ -58,6 +59,7 @@ __all__ = [
     "group_embedding_lookup_sparse",
     "hashing",
     "init",
+    "load_torch_state_dict",
     "nn",
     "ops",
     "optim",

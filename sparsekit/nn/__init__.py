@@ -7,6 +7,7 @@ from .embedding import All2AllDenseEmbedding, DistributedEmbedding
 from .features import Feature
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
 from .init import Constant, Initializer, Normal, Uniform
+from .load_torch import load_torch_state_dict
 from .replace import Replacement, replace_embeddings
 from .weight import EmbeddingWeight
 
@@ -24,5 +25,6 @@ __all__ = [
     "Replacement",
     "Uniform",
     "group_embedding_lookup_sparse",
+    "load_torch_state_dict",
     "replace_embeddings",
 ]

@@ -1,0 +1,128 @@
+"""Loading the state of a model of torch's embedding layers into one whose layers were swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import ops
+from .dropin_embedding import Embedding
+from .shard import ShardedTable
+from .vectors import FLOATING, assign_own
+from .weight import EmbeddingWeight
+
+_WHERE = "load_torch_state_dict"
+
+
+def load_torch_state_dict(
+    model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
+) -> Any:
+    """Load what the model saved before `replace_embeddings`, in one call.
+
+    Where torch's state has only ``<layer>.weight`` ``[n, dim]`` of a layer that is sparsekit's
+    here, ids 0..n-1 get its vectors, and keys that the layer had are dropped. All else is loaded by
+    ``model.load_state_dict``. All is looked at before anything is changed. On several ranks call it
+    on all, with the same state; each keeps the rows that it owns.
+
+    Args:
+        model: with sparsekit's layers in place of torch's, at the same names.
+        state_dict: of the model with torch's layers.
+        strict: whether names must be the same on both sides.
+
+    Returns:
+        As ``load_state_dict``: ``missing_keys`` and ``unexpected_keys``.
+
+    Raises:
+        TypeError: a layer's weight in the state is no floating-point tensor.
+        ValueError: it has another dim or more rows than there is room for, a vector at padding_idx
+            that is not zeros, names that differ, or another tensor of another shape; naming it.
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ShardedTable)
+    }
+    weights: dict[str, torch.Tensor] = {}
+    for name, layer in layers.items():
+        prefix = f"{name}." if name else ""
+        if f"{prefix}weight" in state_dict and f"{prefix}seed" not in state_dict:
+            weights[f"{prefix}weight"] = _checked(name, layer, state_dict[f"{prefix}weight"])
+    rest = {name: value for name, value in state_dict.items() if name not in weights}
+    own = model.state_dict()
+    given = tuple(name.removesuffix("weight") for name in weights)
+    missing = [n for n in own if n not in state_dict and not (given and n.startswith(given))]
+    unexpected = [name for name in rest if name not in own]
+    if strict and (missing or unexpected):
+        raise ValueError(
+            f"{_WHERE}: the state lacks {', '.join(missing[:5]) or 'nothing'}, and has besides "
+            f"{', '.join(unexpected[:5]) or 'nothing'}; pass strict=False to load what both have"
+        )
+    for name, value in rest.items():
+        shape = getattr(value, "shape", None)
+        is_dense = name in own and not any(name.startswith(f"{each}.") for each in layers)
+        if is_dense and shape != own[name].shape:
+            raise ValueError(
+                f"{_WHERE}: {name} has shape {list(own[name].shape)}, and in the state "
+                f"{list(shape) if shape is not None else type(value).__name__}"
+            )
+    found = model.load_state_dict(rest, strict=False)
+    for name, weight in weights.items():
+        _load(layers[name.removesuffix("weight").removesuffix(".")], weight)
+    return type(found)(missing, unexpected)
+
+
+def _checked(name: str, layer: ShardedTable, weight: Any) -> torch.Tensor:
+    layer.refuse_meta()
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in FLOATING:
+        what = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
+        raise TypeError(f"{_WHERE}: {name}: weight must be a floating-point tensor, got {what}")
+    dim, rooms = layer.embedding_vec_size, layer.capacity * layer.world_size
+    if weight.dim() != 2 or weight.shape[1] != dim:
+        raise ValueError(
+            f"{_WHERE}: {name}: weight in the state has shape {list(weight.shape)}, and the layer "
+            f"takes [n, {dim}]"
+        )
+    counts = ops.bucketize(_ids(weight, weight.device), layer.world_size, _owners(layer, weight))[1]
+    if len(weight) > rooms or int(counts.max()) > layer.capacity:
+        raise ValueError(
+            f"{_WHERE}: {name}: weight in the state has {len(weight)} rows, and there is room for "
+            f"{layer.capacity} on each of {layer.world_size} rank(s); make the layer with more, "
+            f"such as extra_rows of replace_embeddings"
+        )
+    padding = layer.padding_key
+    inside = padding is not None and 0 <= padding < len(weight)
+    if isinstance(layer, Embedding) and inside and bool(weight[padding].any()):
+        raise ValueError(
+            f"{_WHERE}: {name}: the vector at padding_idx={padding} in the state is not zeros, "
+            f"which a padding's is in sparsekit; zero it in the state first"
+        )
+    return weight.detach()
+
+
+def _ids(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.arange(len(weight), device=device)
+
+
+def _owners(layer: ShardedTable, weight: torch.Tensor) -> torch.Tensor | None:
+    return None if layer.owners is None else layer.owners.to(weight.device)
+
+
+@torch.no_grad()
+def _load(layer: ShardedTable, weight: torch.Tensor) -> None:
+    layer._catch_up()
+    if isinstance(layer.weight, EmbeddingWeight):
+        layer.weight.moved = False
+    layer.looked_at = set()
+    device = layer.weight.device
+    ids = _ids(weight, device).to(layer.key_dtype)
+    with layer.rows_changing():
+        if layer.table is not None:
+            layer.table.clear_()
+            layer.weight.zero_()
+        else:
+            layer.initializer.fill_(
+                layer.weight, layer.rank, layer.world_size, seed=int(layer.seed)
+            )
+        assign_own(layer, ids, weight.to(device))

@@ -1,0 +1,77 @@
+"""A whole state of torch's layers, loaded into a model whose layers were swapped."""
+
+import pytest
+import torch
+
+import sparsekit
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user = torch.nn.Embedding(20, 4, padding_idx=0)
+        self.again = self.user
+        self.tags = torch.nn.EmbeddingBag(9, 3, mode="sum")
+        self.top = torch.nn.Sequential(torch.nn.Linear(7, 2), torch.nn.BatchNorm1d(2))
+
+    def forward(self, ids):
+        return self.top(torch.cat([self.again(ids), self.tags(ids.view(-1, 1) % 9)], 1))
+
+
+def swapped(**options):
+    torch.manual_seed(1)
+    model = Model()
+    sparsekit.replace_embeddings(model, verbose=False, **options)
+    return model
+
+
+@pytest.mark.parametrize("use_hashtable", [True, False])
+def test_a_whole_state_in_one_call(use_hashtable):
+    torch.manual_seed(0)
+    theirs, ids = Model(), torch.arange(20)
+    theirs(ids)  # the batch norm's buffers
+    model = swapped(extra_rows=5, use_hashtable=use_hashtable)
+    optimizer = sparsekit.optim.LazyAdam(model.parameters())
+    extra = torch.tensor([22, 23])
+    model.user(extra).sum().backward()
+    optimizer.step()
+    found = sparsekit.load_torch_state_dict(model, theirs.state_dict())
+    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    assert torch.equal(model.eval()(ids), theirs.eval()(ids))
+    assert model.user is model.again
+    if use_hashtable:
+        assert model.user.table.keys().tolist() == list(range(20))  # and 22, 23 are gone
+    model.train()(ids).sum().backward()
+    optimizer.step()
+
+
+WRONG = {
+    "user.weight": {
+        "rows": (torch.zeros(21, 4), r"user: weight in the state has 21 rows.* room for 20"),
+        "dim": (torch.zeros(20, 5), r"user: weight in the state has shape \[20, 5\].*\[n, 4\]"),
+        "dtype": (torch.zeros(20, 4, dtype=torch.int64), "user: weight must be a floating-point"),
+        "no tensor": (5, "user: weight must be a floating-point tensor, got int"),
+        "padding": (torch.ones(20, 4), "user: the vector at padding_idx=0"),
+    },
+    "top.0.weight": {"dense": (torch.zeros(3, 7), r"top\.0\.weight has shape \[2, 7\].*\[3, 7\]")},
+    "other": {"unexpected": (torch.zeros(1), "has besides other")},
+    "tags.weight": {"missing": (None, "lacks tags.weight")},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [(n, kind) for n, kinds in WRONG.items() for kind in kinds]
+)
+def test_what_does_not_fit_is_refused_and_nothing_changed(name, kind):
+    value, match = WRONG[name][kind]
+    model, state = swapped(), Model().state_dict()
+    before = {key: each.clone() for key, each in model.state_dict().items()}
+    state[name] = value
+    if value is None:
+        del state[name]
+    with pytest.raises((TypeError, ValueError), match=f"load_torch_state_dict: .*{match}"):
+        sparsekit.load_torch_state_dict(model, state)
+    assert all(torch.equal(each, before[key]) for key, each in model.state_dict().items())
+    if kind in ("unexpected", "missing"):
+        found = sparsekit.load_torch_state_dict(model, state, strict=False)
+        assert [*found.missing_keys, *found.unexpected_keys][:1] == [name]
