@@ -1,6 +1,7 @@
 """Trains a small model with an installed sparsekit, for wheel_check.sh."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ def main() -> None:
     package = Path(sparsekit.__file__).resolve()
     assert Path(sys.prefix).resolve() in package.parents, f"not the installed wheel: {package}"
     assert torch.__version__.startswith(sys.argv[1]), torch.__version__
+
+    assert version("sparsekit-torch") == sparsekit.__version__
 
     assert not (package.parent / "lib" / "simt").exists(), "the tests' library is in the wheel"
 
