@@ -4,20 +4,28 @@ SPARSEKIT_FUZZ_FILES=10000 tries as many in place of 1,000; `make sanitize` trie
 AddressSanitizer.
 """
 
+import bz2
+import functools
 import gzip
+import json
+import lzma
 import os
 import random
+import tracemalloc
 
 import pytest
 import torch
 
 from sparsekit.data import CriteoReader, CsvReader, Keys, ParquetReader
+from sparsekit.datasets import read_adult, read_ratings
+from sparsekit.datasets.reviews import read_reviews
 from sparsekit.errors import DataFormatError
 
 from .criteo import random_lines
 
 CASES = int(os.environ.get("SPARSEKIT_FUZZ_FILES", "1000"))
 PIECES = [b"\n", b"\r\n", b"\r", b"\0", b'"', b'""', b",", b"\t", b"-", b"+", b".", b"e", b"|"]
+PIECES += [b'"a\nb"', b',"', b'",', b"::", b"{", b"}", b"null", b"1" * 400]
 PIECES += [b" ", b"\xff", b"\xef\xbb\xbf", b"1e400", b"nan", b"9" * 30, b"f" * 17, b"x" * 300]
 
 
@@ -77,7 +85,9 @@ def kinds(draw, path):
         "user": Keys(draw.choice(["int", "hash"]), missing=draw.choice([None, 5])),
         "tags": Keys("hash", separator="|"),
     }
-    text = 'user,tags,price,click\n12,"a|b",0.5,1\n-7,,1e3,0\n,"x""y|",,1\n99,é|é,-2,0\n'
+    text = (
+        'user,tags,price,click\n12,"a|b",0.5,1\n-7,"\n3,c,4,1\n",1e3,0\n,"x""y|",,1\n99,é|é,-2,0\n'
+    )
     return text, lambda **more: CsvReader(
         path, 3, sparse=sparse, dense=["price"], label="click", **settings, **more
     )
@@ -99,7 +109,72 @@ def test_text(tmp_path):
         if content[:2] != b"\x1f\x8b":
             path.write_bytes(gzip.compress(content, 1))
             assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), case  # noqa: B023
+        if case % 4 == 0 and isinstance(whole[0], int):  # and ranks share the rows
+            shares = [make(rank=rank, world_size=2, block_bytes=30) for rank in (0, 1)]
+            batches = [batch for share in shares for batch in share]
+            assert sum(share.skipped for share in shares) == whole[0], case
+            for place in (0, 1):  # labels and numbers
+                expected = [part[place] for part in whole[1]]
+                found = [batch[place] for batch in batches]
+                assert torch.equal(torch.cat([*found]), torch.cat([*expected, found[0][:0]])), case
     assert CASES * 0.1 < parsed < CASES * 0.9  # both ways are tried
+
+
+ADULT_ROW = (
+    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, "
+)
+ADULT_ROW += "Male, 2174, 0, 40, United-States, <=50K\n"
+REVIEW = {
+    "reviewerID": "A1",
+    "asin": "007",
+    "overall": 4.0,
+    "reviewText": "good\n",
+    "unixReviewTime": 9,
+}
+SETS = {
+    "tabs": (read_ratings, "user_id\titem_id\trating\ttimestamp\n" + '1\t"a\tb"\t3.5\t9\n' * 4),
+    "colons": (read_ratings, '1::"a::b"::3::9\n' * 4),
+    "commas": (read_ratings, "userId,movieId,rating,timestamp\n" + '1,"a\nb",4.0,9\n' * 2),
+    "people": (read_adult, "|1x3 Cross validator\n" + ADULT_ROW * 3),
+    "reviews": (
+        read_reviews,
+        json.dumps(REVIEW) + "\n" + json.dumps({**REVIEW, "reviewText": None}),
+    ),
+}
+
+
+PACKS = [gzip.compress, bz2.compress, functools.partial(lzma.compress, preset=0)]
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_data_sets(tmp_path, kind):
+    """What is loaded whole: an error that is stated, or as many rows as come out of a copy."""
+    read, text = SETS[kind]
+    path, parsed = tmp_path / "x", 0
+    cases = CASES // 20
+    tracemalloc.start()
+    for case in range(cases):
+        draw = random.Random(case)
+        content = mutate(draw, text.encode())
+        found = []
+        for pack in (bytes, draw.choice(PACKS)):
+            # Then the compressed file itself has faults, too.
+            packed = (
+                mutate(draw, pack(content)) if case % 2 and pack is not bytes else pack(content)
+            )
+            path.write_bytes(packed)
+            try:
+                found.append(len(read(path)))
+            except DataFormatError as error:
+                found.append(str(error))
+        if case % 2 == 0 and content[:2] not in (b"\x1f\x8b", b"BZ"):
+            assert found[0] == found[1], case
+        parsed += isinstance(found[0], int)
+        assert all(isinstance(each, int) or str(path) in each for each in found)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 20 << 20  # what packs and unpacks takes up to 8 MiB
+    assert cases * 0.1 < parsed < cases * 0.95
 
 
 def test_gzip(tmp_path):
@@ -130,7 +205,7 @@ def test_parquet(tmp_path):
         parquet.write_table(pa.table(columns), path, row_group_size=7, **settings)
         wholes.append(path.read_bytes())
     # Faults in the structure, of which these are few, have tests/data/test_fuzz_parquet.py.
-    cases = CASES // 5
+    cases = CASES // 20
     for case in range(cases):
         draw = random.Random(case)
         path.write_bytes(mutate(draw, draw.choice(wholes)))
