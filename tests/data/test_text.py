@@ -334,6 +334,18 @@ def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
     assert batch.rows == 52
 
 
+def test_the_end_of_a_long_line_is_found_piece_by_piece(tmp_path):
+    text = "a,b\n1,x\n2," + 'y"' * 150 + ',"u""\n3,v"\n4,z\n'
+    path = write(tmp_path / "x.csv", text, compress=True)
+    for block_bytes in range(1, 9):
+        reader = CsvReader(
+            path, 9, dense=["a"], on_error="skip", max_line_bytes=99, block_bytes=block_bytes
+        )
+        (batch,) = reader
+        assert batch.dense.view(-1).tolist() == [1, 4]
+        assert reader.skipped == 1
+
+
 def test_a_long_field_with_newlines_is_skipped_whole(tmp_path):
     field = '"' + 'not,a row\n""' * 5000 + '"'
     for compress in (False, True):
