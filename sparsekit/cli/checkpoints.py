@@ -92,11 +92,6 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def resumes(args: argparse.Namespace) -> bool:
-    """Whether there is a checkpoint to go on from."""
-    return args.resume and latest(args.checkpoint) is not None
-
-
 def _shaping(args: argparse.Namespace) -> dict[str, Any]:
     """The options that decide on the result."""
     chosen = {name: value for name, value in vars(args).items() if name not in _FREE}

@@ -127,16 +127,13 @@ def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
 
 
 def logs(args: argparse.Namespace) -> list[Log]:
-    """Where a trainer's records go: the file in ``--log-to``, which a new run begins anew."""
+    """Where a trainer's records go: the file in ``--log-to``."""
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)
-    file = folder / "metrics.jsonl"
     with writing("--log-to", args.log):
         folder.mkdir(exist_ok=True)
-        if not checkpoints.resumes(args):
-            file.unlink(missing_ok=True)
-    return [JsonLines(file)]
+    return [JsonLines(folder / "metrics.jsonl")]
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:

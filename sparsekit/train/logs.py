@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+from .progress import Progress
 
 # A record is a dict with "kind": "step" or "epoch", and "step": updates made so far.
 Record = Mapping[str, Any]
@@ -19,10 +21,23 @@ class Log(Protocol):
         """Keep a record."""
 
 
-class JsonLines:
-    """Appends each record to a file as a line of JSON, at once.
+def go_on(logs: Sequence[Log], step: int, stream: TextIO | None) -> None:
+    """Have logs go on behind a step, those that can; lines that are no records are named."""
+    for log in logs:
+        if isinstance(log, JsonLines | TensorBoard):
+            damaged = log.forget_after(step) or []
+            if damaged:
+                listed = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
+                text = f"line {listed} was no record of training and is gone"
+                Progress(f"{log}:", 0, stream).finish(text)
 
-    The first record opens the file, so that ranks that write none do not touch it.
+
+class JsonLines:
+    """Writes each record to a file as a line of JSON, at once.
+
+    The first record begins the file anew, so that an older run's are not taken for this one's,
+    unless `forget_after` was called before, as a trainer that goes on does. Ranks that write no
+    record do not touch the file.
 
     Args:
         path: of the file; its folder is made if it is missing.
@@ -33,28 +48,47 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._mode = "w"
+
+    def __str__(self) -> str:
+        return os.fspath(self._path)
 
     def write(self, record: Record) -> None:
-        """Append a line. Numbers that are not finite become null, which JSON has no word for."""
+        """Add a line. Numbers that are not finite become null, which JSON has no word for."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "a", encoding="utf-8") as file:
+        with open(self._path, self._mode, encoding="utf-8") as file:
+            self._mode = "a"
             file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
-    def forget_after(self, step: int) -> None:
-        """Remove what a run has written beyond a step, to which it goes back."""
+    def forget_after(self, step: int) -> list[int]:
+        """Go on behind a step: remove what a run has written beyond it.
+
+        Returns:
+            The numbers of lines, from 1, that were no records and are removed as well; without the
+            last one, which a killed process may have left half written.
+        """
+        self._mode = "a"
         if not self._path.exists():
-            return
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
-        # The last line of a killed process may be half a line.
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+            return []
+        kept, damaged = [], []
+        for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, TypeError, KeyError):
+                damaged.append(number)
         part = self._path.with_name(f"{self._path.name}.part")
-        part.write_text("".join(kept), encoding="utf-8")
+        part.write_bytes(b"".join(kept))
         os.replace(part, self._path)
+        return damaged
 
 
 class TensorBoard:
     """Writes the numbers of each record as scalars, such as ``epoch/metrics/test AUC``.
+
+    What an older run has written into the folder is hidden, as `JsonLines` removes it.
 
     Args:
         folder: for TensorBoard's files.
@@ -71,7 +105,13 @@ class TensorBoard:
                 "TensorBoard needs the package tensorboard: pip install 'sparsekit-torch[train]'"
             ) from error
         self._writer: Any = None
-        self._make = lambda: SummaryWriter(os.fspath(folder))
+        self._step = -1  # events behind it are hidden
+        self._make = lambda: SummaryWriter(os.fspath(folder), purge_step=self._step + 1)
+
+    def forget_after(self, step: int) -> None:
+        """Go on behind a step: hide what a run has written beyond it."""
+        if self._writer is None:
+            self._step = step
 
     def write(self, record: Record) -> None:
         """Write the record's numbers at its step."""

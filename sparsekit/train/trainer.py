@@ -17,7 +17,7 @@ from ..distributed import Exchange, exchange_of
 from ..errors import check_int
 from .feed import Ranks, Share, of_loader, of_tensors, set_epoch, steps_of
 from .fit_data import FitData
-from .logs import JsonLines, Log
+from .logs import Log, go_on
 from .losses import Losses
 from .progress import Progress
 from .resume import Epoch, Position
@@ -179,13 +179,18 @@ class Trainer:
             DataFormatError: an epoch has no sample, as of a file without rows, or of a generator
                 that the one before has used up.
             RuntimeError: ranks that would train differently.
-            CheckpointError: a checkpoint cannot be written or read.
+            CheckpointError: a checkpoint cannot be written or read, or the folder has those of
+                another run, which this one does not go on from.
             DivergedError: the loss of a step is infinite or NaN; raised at the next record of the
                 logs or the end of the epoch, on all ranks.
         """
         if resume:
             self._resume()
         fit, device = self._agree(data, epochs, batch_size, global_batch_size)
+        if self.checkpoints is not None:
+            self.checkpoints.claim(self.steps + 1, self.model)
+        if self.steps and self._rank == 0:
+            go_on(self.logs, self.steps, self.stream)
         self.interrupted = False
         last = epochs if resume else len(self.history) + epochs
         try:
@@ -248,9 +253,6 @@ class Trainer:
         found = self.checkpoints.load(self.model, self.optimizers, state={"trainer": self})
         if found is None or (dist.is_initialized() and dist.get_rank() > 0):
             return
-        for log in self.logs:
-            if isinstance(log, JsonLines):
-                log.forget_after(self.steps)
         text = f"from {found.path}, {len(self.history)} epochs"
         if self._place is not None and self._place.batches:
             text += f" and {self._place.batches} batches"

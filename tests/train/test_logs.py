@@ -8,6 +8,7 @@ import torch
 
 import sparsekit
 from sparsekit.train import JsonLines, Telemetry, TensorBoard, Trainer
+from sparsekit.train.logs import go_on
 from sparsekit.train.plots import plot_run, plot_scaling, read_run
 
 
@@ -98,6 +99,62 @@ def test_tensorboard_gets_each_number(tmp_path):
     scalars = [(e.step, e.value) for e in events.Scalars("epoch/metrics/AUC")]
     assert scalars == [(5, 0.75), (10, 0.75)]
     assert "step/tables/items/rows" in events.Tags()["scalars"]
+
+    train([TensorBoard(tmp_path)], epochs=1)  # an older run's events are hidden
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("epoch/metrics/AUC")] == [(5, 0.75)]
+    again = TensorBoard(tmp_path)
+    again.forget_after(4)
+    again.write({"kind": "step", "step": 6, "loss": 1.0})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [e.step for e in events.Scalars("step/loss")] == [2, 4, 6]
+
+
+def test_a_new_run_begins_the_file_anew(tmp_path):
+    """Pictures of two runs in one file would go to and fro."""
+    path = tmp_path / "metrics.jsonl"
+    train([JsonLines(path)], epochs=3)
+    path.write_text(path.read_text() + '{"kind": "ste')
+    log = JsonLines(path)
+    assert len(path.read_text().splitlines()) == 11  # until there is a record
+    train([log], epochs=1)
+    assert [record["step"] for record in read_run(tmp_path)] == [2, 4, 5]
+
+
+def test_a_second_fit_and_a_loaded_state_go_on(tmp_path):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    model = torch.nn.Linear(1, 1)
+
+    def make(logs):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        losses = lambda model, batch: (model(batch)[:, 0], 0.0)  # noqa: E731
+        return Trainer(model, losses, [sgd], stream=io.StringIO(), logs=logs)
+
+    trainer = make([log])
+    trainer.fit([torch.ones(2, 1)] * 3, epochs=1)
+    trainer.fit([torch.ones(2, 1)] * 3, epochs=1)
+    state = trainer.state_dict()
+    trainer.fit([torch.ones(2, 1)] * 3, epochs=1)
+    assert [record["step"] for record in read_run(tmp_path)] == [3, 6, 9]
+    again = make([JsonLines(tmp_path / "metrics.jsonl")])
+    again.load_state_dict(state)
+    again.fit([torch.ones(2, 1)], epochs=1)
+    assert [record["step"] for record in read_run(tmp_path)] == [3, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"{bad", b'{"kind": "step"}', b"[1]", b"null", b'{"step": "1"}', b"\0\0\0", b"\xff", b""],
+)
+def test_damaged_lines_do_not_stop_what_goes_on(tmp_path, damaged):
+    path = tmp_path / "metrics.jsonl"
+    records = [json.dumps({"kind": "epoch", "step": step}).encode() for step in (1, 2, 3)]
+    path.write_bytes(b"\n".join([records[0], damaged, *records[1:], b'{"kind": "ep']))
+    log, stream = JsonLines(path), io.StringIO()
+    go_on([log], 2, stream)
+    assert stream.getvalue() == f"{path}: line 2 was no record of training and is gone\n"
+    log.write({"kind": "epoch", "step": 3})
+    assert [record["step"] for record in read_run(tmp_path)] == [1, 2, 3]
 
 
 def test_pictures(tmp_path):

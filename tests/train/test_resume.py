@@ -9,6 +9,7 @@ import torch
 import sparsekit
 from sparsekit.checkpoint import Checkpoints
 from sparsekit.data import CsvReader, Keys, Prefetcher
+from sparsekit.errors import CheckpointError
 from sparsekit.optim import Adam, Ftrl, LazyAdam
 from sparsekit.train import JsonLines, Trainer, resume
 from sparsekit.train.stopping import EarlyStopping
@@ -176,6 +177,27 @@ def test_accumulated_batches(tmp_path):
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path / "b", accumulate=2, last=33), tensors())
     assert_same(fit(trainer_for(tmp_path / "b", accumulate=2), tensors()), expected)
+
+
+def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
+    """Its checkpoints would stay the latest, and this run's be thrown away."""
+    old, steps = fit(trainer_for(tmp_path), few(20)), []
+
+    def losses(model, batch):
+        steps.append(batch)
+        return losses_until(10**9)(model, batch)
+
+    anew = trainer_for(tmp_path, loss=losses)
+    with pytest.raises(CheckpointError, match=r"another run, up to step-.*9, and the first"):
+        anew.fit(tensors(), epochs=EPOCHS, batch_size=BATCH)
+    assert steps == []
+    anew.checkpoints.close()
+    assert_same(fit(trainer_for(tmp_path), few(20)), old)
+    # A second call of fit goes on in its own folder.
+    one = trainer_for(tmp_path / "other")
+    for _ in range(2):
+        one.fit(tensors(), epochs=1, batch_size=BATCH)
+    assert one.checkpoints.latest().name == "step-000000000038"
 
 
 def test_logs_go_on(tmp_path):
