@@ -174,9 +174,28 @@ def _tables_under(optimizer: torch.optim.Optimizer) -> list[EmbeddingWeight]:
     return [p for p in parameters if isinstance(p, EmbeddingWeight)]
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     if hasattr(optimizer, "initial_values"):
-        return  # one of ours, which does all of this by itself
+        return None  # one of ours, which does all of this by itself
+    by_name = "closure" in kwargs
+    closure = kwargs["closure"] if by_name else args[1] if len(args) > 1 else None
+    if not callable(closure):
+        _look_at(optimizer)
+        return None
+
+    def looked_at() -> Any:
+        # There are no keys and gradients of this step before.
+        loss = closure()
+        _look_at(optimizer)
+        return loss
+
+    if by_name:
+        return args, {**kwargs, "closure": looked_at}
+    return (args[0], looked_at, *args[2:]), kwargs
+
+
+def _look_at(optimizer: torch.optim.Optimizer) -> None:
+    """Follow keys, and raise for gradients that the optimizer cannot take."""
     _follow_keys(optimizer)
     if isinstance(optimizer, _KINDS):
         _refuse_sparse(optimizer)

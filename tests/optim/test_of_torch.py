@@ -29,6 +29,37 @@ def test_which_of_ours_to_use(name):
     assert torch.equal(dense, torch.ones(2, 2))
 
 
+@pytest.mark.parametrize("name", ["Adam", "SparseAdam"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_which_of_ours_to_use_where_a_closure_computes_the_gradients(name, by_name):
+    """As trainers such as Lightning call optimizers."""
+    layer, dense = sparsekit.Embedding(9, 2, name="t"), torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = getattr(torch.optim, name)([layer.weight, dense])
+    before = layer(torch.arange(3)).detach().clone()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.arange(3)).sum() + dense.sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(TypeError, match=rf"^torch\.optim\.{name} does not .* use sparsekit\.optim"):
+        optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+    assert torch.equal(layer(torch.arange(3)), before)
+    assert torch.equal(dense, torch.ones(2, 2))
+    # A gradient of the step before does not matter, and the closure's loss is returned.
+    taken = layer.weight.grad if name == "SparseAdam" else dense.grad
+    weight = layer.weight if name == "SparseAdam" else dense
+
+    def other():
+        optimizer.zero_grad()
+        weight.grad = taken
+        return 5.0
+
+    assert optimizer.step(other) == 5.0
+    assert not torch.equal(weight, torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("name", ["SparseAdam", "Adagrad", "SGD", "momentum"])
 def test_those_that_take_them_do(name):
     layer, _ = with_gradient()
