@@ -21,6 +21,7 @@ from .logs import Log, go_on
 from .losses import Losses
 from .progress import Progress
 from .resume import Epoch, Position
+from .spinning import Spinning
 from .step import LossFn, Step
 from .stopping import EarlyStopping, ended_early
 from .telemetry import Telemetry
@@ -118,6 +119,7 @@ class Trainer:
         self._exchange: Exchange | None = None  # with the other ranks, once fit is called
         self._step = Step(model, self.optimizers, self.schedulers, clip_norm, autocast)
         self._telemetry = Telemetry(model)
+        self._spinning = Spinning()
         self._samples = self._updates = 0  # of an epoch, once they are known
         self._place: Position | None = None  # in mid-epoch, to be saved or from a checkpoint
 
@@ -326,7 +328,9 @@ class Trainer:
         losses = Losses(device, group, self._updates)
         stream = self.stream if self._rank == 0 else io.StringIO()
         with Progress(title, self._samples, stream) as progress, contextlib.closing(shares):
+            self._spinning.begin()
             self._train(place, shares, losses, progress, title)
+            hint = self._spinning.hint()
             self._samples, self._updates = progress.done, losses.steps
             mean = losses.mean(title)
             seconds = progress.seconds
@@ -337,7 +341,7 @@ class Trainer:
             self.history.append(epoch)
             self._log({"kind": "epoch", "step": self.steps, **asdict(epoch)})
             shown = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
-            progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s")
+            progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s{hint}")
 
     def _train(
         self,

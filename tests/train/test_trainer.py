@@ -1,12 +1,13 @@
 """The trainer: what it reports, in which order it trains, and how it ends."""
 
 import io
+import itertools
 
 import pytest
 import torch
 
 import sparsekit
-from sparsekit.train import DivergedError, Progress, Trainer
+from sparsekit.train import DivergedError, Progress, Trainer, spinning
 
 
 class Recorder(torch.nn.Module):
@@ -205,6 +206,30 @@ def test_plain_output_is_one_line_an_epoch():
     assert first.startswith("epoch 1/2  loss 3.5000  RMSE 0.5000  ")
     assert second.startswith("epoch 2/2  loss 3.5000")
     assert second.endswith(" samples/s")
+
+
+@pytest.mark.parametrize("case", ["shared", "idle", "short", "one thread", "passive"])
+def test_a_hint_where_threads_spin_on_shared_cores(monkeypatch, case):
+    """Once; by what the system counts."""
+    seconds, switches = (3.0 if case == "short" else 8.0), (70 if case == "idle" else 200)
+    readings = itertools.count()
+    monkeypatch.setattr(spinning, "_now", lambda: ((n := next(readings)) * seconds, n * switches))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if case == "one thread" else 2)
+    for name in spinning.CHOSEN:
+        monkeypatch.delenv(name, raising=False)
+    if case == "passive":
+        monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    stream = io.StringIO()
+    make(stream=stream).fit((torch.arange(4.0),), epochs=2, batch_size=2)
+    lines = [line.partition(" ")[0] for line in stream.getvalue().splitlines()]
+    assert lines == (["epoch", "hint:", "epoch"] if case == "shared" else ["epoch", "epoch"])
+    assert ("OMP_WAIT_POLICY=passive" in stream.getvalue()) == (case == "shared")
+
+
+def test_the_system_counts_switches():
+    (begin, before), (end, after) = spinning._now(), spinning._now()
+    assert end > begin
+    assert after >= before >= 0
 
 
 def test_terminal_output_rewrites_its_line(monkeypatch):

@@ -1,0 +1,52 @@
+"""Notices that training waits for its own threads, on cores that other processes use too."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+import torch
+
+# Of an epoch that is long enough to be measured, and of switches that another process asked for.
+LEAST_S = 5.0
+SWITCHES_PER_THREAD_S = 10.0
+# Whoever sets one of these has chosen how threads wait.
+CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+
+
+class Spinning:
+    """Compares how often the process was made to leave a core with what an idle machine does.
+
+    The threads of OpenMP spin for each other at the end of every parallel loop, of which a training
+    step has dozens. On a core that another process uses as well, the one that is waited for may be
+    off for a whole time slice, and the one that spins loses its slice by it. Threads that sleep
+    are woken at once.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to measure."""
+        self._begin = _now()
+
+    def hint(self) -> str:
+        """A line about what would make training faster, once if it would; else nothing."""
+        seconds, switches = (now - was for now, was in zip(_now(), self._begin, strict=True))
+        threads = torch.get_num_threads()
+        chosen = any(name in os.environ for name in CHOSEN)
+        few = switches < SWITCHES_PER_THREAD_S * threads * seconds
+        if self._told or threads == 1 or chosen or seconds < LEAST_S or few:
+            return ""
+        self._told = True
+        return (
+            f"\nhint: other processes use these cores, and torch's {threads} threads spin while "
+            f"they wait for each other; OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive, set before "
+            f"Python starts, may be many times faster"
+        )
+
+
+def _now() -> tuple[float, int]:
+    return time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
