@@ -45,6 +45,25 @@ def check(model, loss_of, swapped):
     assert losses[-10:].mean() < losses[:10].mean()
 
 
+def test_huggingface_bert():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 4}
+    config = transformers.BertConfig(
+        vocab_size=50, num_hidden_layers=1, num_attention_heads=2, **sizes
+    )
+    model = transformers.BertModel(config).eval()
+    model.resize_token_embeddings(60)  # before, since it asks for a torch.nn.Embedding
+    ids = torch.tensor([[1, 2, 59]])
+    expected = model(ids).last_hidden_state
+    replaced = sparsekit.replace_embeddings(model, "*word*", extra_rows=5, verbose=False)
+    assert [one.reason for one in replaced] == [""]
+    assert torch.equal(model(ids).last_hidden_state, expected)
+    model.train()(ids + 10**12)
+    assert len(model.get_input_embeddings().table) == 63
+    with pytest.raises(TypeError, match=r"not an instance of .*torch\.nn"):
+        model.resize_token_embeddings(70)
+
+
 def test_recbole_bpr():
     bpr = pytest.importorskip("recbole.model.general_recommender.bpr")
     names = {"USER_ID_FIELD": "user", "ITEM_ID_FIELD": "item", "NEG_PREFIX": "not_"}

@@ -72,13 +72,19 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
     # The largest norm of a row that is read, and which norm; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
+    # Whether the name was given; one that was not also says how large the table is.
+    _named: bool = True
     # How often an attribute has been set, for those who keep what follows from some.
     changes: int = 0
 
     def __init__(self, options: TableOptions) -> None:
         super().__init__()
         name = options.name
-        self.name = f"{type(self).__name__}_{next(_names)}" if name is None else name
+        self._named = name is not None
+        if name is None:  # with what tells it from others in an error
+            rows, dim = options.max_vocabulary_size_per_gpu, options.embedding_vec_size
+            name = f"{type(self).__name__}_{next(_names)} ({rows} rows of {dim})"
+        self.name = name
         self.kept = Kept()
         # Modes (inserting or not) in which the weight has been looked at before the first key.
         self.looked_at: set[bool] = set()
@@ -281,7 +287,7 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
                 f"tables again on all ranks"
             )
         return (
-            f"{self.name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
+            f"{self._short_name} (dim {self.embedding_vec_size}, {self.weight.dtype}, "
             f"{'training' if self.training else 'evaluation'}, "
             f"{'hash table' if self.table is not None else 'row numbers'}, "
             f"placement {self._placed()}{', gradients' if gradients else ''}"
@@ -292,6 +298,11 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             f"{'' if self.max_norm is None else f', max_norm {self.max_norm} of {self.norm_type}'}"
             f"{'' if self.table is not None else f', {self.capacity} rows'})"
         )
+
+    @property
+    def _short_name(self) -> str:
+        """The name without the number of rows, in which ranks may differ."""
+        return self.name if self._named else self.name.partition(" (")[0]
 
     def _hint_at_seed(self) -> str:
         """What helps where ranks have drawn different seeds."""
@@ -374,6 +385,6 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         if self.table is not None:
             rows = "" if self.weight.is_meta else f", rows={len(self.table)}"
         return (
-            f"name={self.name!r}, capacity={self.capacity}, dim={self.embedding_vec_size}, "
+            f"name={self._short_name!r}, capacity={self.capacity}, dim={self.embedding_vec_size}, "
             f"dtype={self.weight.dtype}{rows}"
         )

@@ -393,3 +393,16 @@ def test_a_weight_that_does_not_fit_is_refused_before_keys_are_inserted(weight):
     with pytest.raises(ValueError, match=r"movies: weight must be contiguous and of shape \(100"):
         layer((VALUES, OFFSETS))
     assert len(layer.table) == 0
+
+
+def test_a_layer_without_a_name_is_called_by_its_size():
+    """Several such layers are told apart by it; a name that is given stays as it is."""
+    layer = sparsekit.Embedding(2, 4)
+    with pytest.raises(TableFullError, match=r"^Embedding_\d+ \(2 rows of 4\): the table on"):
+        layer(torch.tensor([1, 2, 3]))
+    with pytest.raises(TypeError, match=r"^Embedding_\d+ \(2 rows of 4\): "):
+        layer(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match=r"^EmbeddingBag_\d+ \(3 rows of 5\): on_full must be"):
+        sparsekit.EmbeddingBag(3, 5, on_full="grow")
+    assert "rows of" not in repr(layer)
+    assert sparsekit.Embedding(2, 4, name="a (b)").name == "a (b)"

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import subprocess
 import sys
 import time
@@ -330,3 +331,13 @@ def test_no_thread_of_gloo_is_left_when_python_ends(ending, tmp_path):
         alone, of_program, of_layer, at_end = map(int, output.split())
         assert alone < of_program < of_layer
         assert at_end == (of_program if ending == "raise" else alone)
+
+
+def of_several_sizes(rank):
+    sparsekit.nn.shard._names = itertools.count()  # ranks may have made other layers before
+    layer = sparsekit.Embedding(10 + rank, 3, seed=1)
+    return layer(torch.tensor([5])).shape
+
+
+def test_ranks_may_have_room_for_different_numbers_without_a_name(two_ranks):
+    assert two_ranks(of_several_sizes) == [(1, 3)] * 2
