@@ -252,3 +252,20 @@ def test_states_of_another_optimizer_of_that_name(tmp_path):
     with pytest.raises(CheckpointError, match="table ids: SGD keeps"):
         checkpoint.load(model, tmp_path / "a", optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_key_that_is_there_twice_in_another_kind_of_table(tmp_path):
+    """Where the layer's rows are not those of the file, whose size tells nothing of them."""
+    model = OfInt32(torch.int64)
+    model.ids.assign(torch.arange(5), torch.rand(5, 2))
+    checkpoint.save(model, tmp_path / "a")
+    file = tmp_path / "a" / "table-0000-rank-0000.safetensors"
+    content = file.read_bytes().replace(struct.pack("<2q", 3, 4), struct.pack("<2q", 3, 3))
+    file.write_bytes(content)
+    entry = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    rewritten(tmp_path / "a", lambda values: values["files"].update({file.name: entry}))
+    plain = torch.nn.ModuleDict({"ids": sparsekit.Embedding(9, 2, name="ids", use_hashtable=False)})
+    before = plain["ids"].weight.detach().clone()
+    with pytest.raises(CheckpointError, match="should have 5 rows, and has 4 keys: a key is there"):
+        checkpoint.load(plain, tmp_path / "a", strict=False)
+    assert torch.equal(plain["ids"].weight, before)
