@@ -334,8 +334,9 @@ def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
     assert batch.rows == 52
 
 
-def test_the_end_of_a_long_line_is_found_piece_by_piece(tmp_path):
-    text = "a,b\n1,x\n2," + 'y"' * 150 + ',"u""\n3,v"\n4,z\n'
+@pytest.mark.parametrize("quotes", [150, 151])
+def test_the_end_of_a_long_line_is_found_piece_by_piece(tmp_path, quotes):
+    text = "a,b\n1,x\n2," + 'y"' * quotes + ',"u""\n3,v"\n4,z\n'
     path = write(tmp_path / "x.csv", text, compress=True)
     for block_bytes in range(1, 9):
         reader = CsvReader(
