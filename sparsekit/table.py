@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import weakref
 from collections.abc import Iterator
@@ -121,7 +122,36 @@ class HashTable(torch.nn.Module):
         self.register_buffer("buckets", prefer_huge_pages(buckets))
         for word in ("hash_seed", "size"):
             self.register_buffer(word, torch.empty(1, dtype=torch.int64, device=device))
+        # The process that may insert keys where processes share the memory.
+        self._maker = os.getpid()
         self.clear_()
+
+    def refuse_sharing(self) -> None:
+        """Raise RuntimeError if this process would insert into a table that another one has made.
+
+        What one inserts the others do not wait for, and two keys would get the same row.
+        """
+        buckets = self.tensors()[0]
+        if self._maker != os.getpid() and buckets.is_cpu and buckets.is_shared():
+            raise RuntimeError(
+                f"{self.name}: processes share this table's memory, and only process "
+                f"{self._maker}, which made it, may insert keys; this is process {os.getpid()}. "
+                f"Look keys up in evaluation here (eval(), or insert=False), and train in several "
+                f"processes as ranks: see docs/trainers.md"
+            )
+
+    def _note_maker(self) -> None:
+        """Note that what is not shared so far is this process's."""
+        if not self.tensors()[0].is_shared():
+            self._maker = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._note_maker()  # to be passed to another process, for one
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"_maker": os.getpid(), **state})
+        self._note_maker()
 
     def clear_(self) -> None:
         """Drop all keys."""
@@ -134,6 +164,7 @@ class HashTable(torch.nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> HashTable:
         was_meta = self.buckets.is_meta
+        self._note_maker()  # before share_memory, for one
         super()._apply(*args, **kwargs)
         if was_meta and not self.buckets.is_meta:
             self.clear_()  # there was nothing in it, and is anything now
@@ -169,6 +200,7 @@ class HashTable(torch.nn.Module):
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
         state = self.tensors()
+        self.refuse_sharing()
         try:
             rows, status = _find_or_insert(*state, keys, self.capacity)
         except RuntimeError as error:

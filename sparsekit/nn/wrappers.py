@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from ..distributed.sharded import sharded_tensors
+from ..saved_state import copy_all
 from .shard import ShardedTable
 from .weight import EmbeddingWeight
 
@@ -60,7 +62,14 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
             f"{of_average[0].name}: AveragedModel(use_buffers=True) would average keys; leave it "
             f"out, and average other buffers by torch.optim.swa_utils.update_bn"
         )
-    for mine, theirs in zip(of_average, tables_of(model).values(), strict=True):
+    _begin_averages(averaged.module, model)
+    type(averaged).update_parameters(averaged, model)
+
+
+def _begin_averages(averaged: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Give rows of an average whose keys it does not know yet their initial vectors."""
+    tables = zip(tables_of(averaged).values(), tables_of(model).values(), strict=True)
+    for mine, theirs in tables:
         theirs._catch_up()
         if theirs.owners is not None and mine.owners is not None:
             owners = theirs.owners.to(mine.weight.device)
@@ -75,7 +84,31 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
         rows = new.nonzero().squeeze(1)
         rows, keys = (tensor.to(mine.weight.device) for tensor in (rows, keys[rows]))
         mine.initializer.write_(mine.weight.data, keys, rows, seed=int(mine.seed))
-    type(averaged).update_parameters(averaged, model)
+
+
+def _average_tables_of_lightning() -> None:
+    """Have Lightning's StochasticWeightAveraging do so too; called once it has been imported."""
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        module = sys.modules.get(f"{package}.callbacks.stochastic_weight_avg")
+        callback = getattr(module, "StochasticWeightAveraging", None)
+        if callback is not None and not hasattr(callback.update_parameters, "__wrapped__"):
+            for name in ("transfer_weights", "update_parameters"):
+                setattr(callback, name, staticmethod(_knowing_keys(getattr(callback, name))))
+
+
+def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of an average and its model, after both have the same keys in the same rows."""
+
+    @functools.wraps(function)
+    def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _begin_averages(average, model)
+        tables = tables_of(average).values(), tables_of(model).values()
+        for mine, theirs in zip(*tables, strict=True):
+            if mine.table is not None and theirs.table is not None:
+                copy_all(zip(mine.table.buffers(), theirs.table.buffers(), strict=True))
+        return function(average, model, *args, **kwargs)
+
+    return called
 
 
 def _refuse_fsdp(fsdp: Any, model: torch.nn.Module) -> None:
@@ -95,6 +128,8 @@ def _first(model: torch.nn.Module) -> ShardedTable:
 def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     if module is None:
         return
+    if isinstance(module, ShardedTable):
+        _average_tables_of_lightning()
     if name == "module":
         if isinstance(parent, DistributedDataParallel):
             _spare_tables(parent, module)

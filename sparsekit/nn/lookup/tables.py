@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import ref
@@ -96,6 +97,7 @@ class Alike:
         ]
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
+        self._process = -1  # that has been found to be one that may insert
         self.features: dict[Any, torch.Tensor] = {}
 
     @property
@@ -108,12 +110,17 @@ class Alike:
 
         Raises:
             TypeError, ValueError: a weight that a lookup cannot take.
-            RuntimeError: as `ShardedTable.prepare`.
+            RuntimeError: as `ShardedTable.prepare`, or as `HashTable.refuse_sharing`.
         """
         weights = self._weights()
         if [weight.shape for weight in weights] != self._shapes:
             for table in self.tables:
                 check_weight(table)
+        if self.inserts and self._process != os.getpid():  # a fork has all that has been kept
+            for table in self.tables:
+                if table.table is not None:
+                    table.table.refuse_sharing()
+            self._process = os.getpid()
         if not self.seen:
             for table in self.tables:
                 table.prepare(self.inserts)

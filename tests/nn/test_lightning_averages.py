@@ -1,0 +1,32 @@
+"""Averages that Lightning's StochasticWeightAveraging makes of tables that grow."""
+
+import copy
+
+import pytest
+import torch
+
+import sparsekit
+
+swa = pytest.importorskip("lightning.pytorch.callbacks.stochastic_weight_avg")
+
+
+def test_rows_that_come_late_begin_with_their_initial_vectors():
+    """The same as under AveragedModel, which is told of keys by its buffers."""
+    model = torch.nn.Sequential(sparsekit.Embedding(50, 3, name="t"), torch.nn.Linear(3, 1))
+    averaged = copy.deepcopy(model)
+    of_torch = torch.optim.swa_utils.AveragedModel(model)
+    callback, count = swa.StochasticWeightAveraging(swa_lrs=0.1), torch.tensor(0)
+    optimizer = sparsekit.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, mode="catch_up")
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(3 * step, 3 * step + 5)).sum().backward()
+        optimizer.step()
+        if step < 3:
+            callback.update_parameters(averaged, model, count, swa.StochasticWeightAveraging.avg_fn)
+            of_torch.update_parameters(model)
+    keys = torch.arange(20)
+    expected = of_torch.module[0].vectors(keys)
+    assert torch.allclose(averaged[0].vectors(keys), expected)
+    callback.transfer_weights(averaged, model)
+    assert torch.allclose(model[0].vectors(keys), expected)
+    assert torch.equal(model[1].weight, of_torch.module[1].weight)
