@@ -23,6 +23,7 @@ from sparsekit.checkpoint import (
 from sparsekit.checkpoint.manifest_file import read_manifest
 
 from .models import assert_equal, contents, made, train
+from .test_crashes import held_up
 
 
 def keeps_changes(folder):
@@ -171,16 +172,16 @@ def test_the_start_of_a_thread_is_interrupted(tmp_path, monkeypatch, runs):
     def interrupted(thread):
         if runs:
             start(thread)
-            while not (tmp_path / "step-000000000001").exists():
-                pass
         raise KeyboardInterrupt
 
     train(model, optimizers, 0, 1)
-    with monkeypatch.context() as context:
-        context.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            keep.async_save(1, model, optimizers)
-    keep.wait()
+    with held_up(monkeypatch) as go_on:
+        with monkeypatch.context() as context:
+            context.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                keep.async_save(1, model, optimizers)
+        threading.Timer(0.1, go_on).start()
+        keep.wait()
     assert keep.latest().name == f"step-{runs:012d}"
     for step in (2, 3):
         train(model, optimizers, step, step + 1)

@@ -166,7 +166,7 @@ def killed_in_publish(path, monkeypatch, exchanges):
 
 
 @pytest.mark.parametrize("exchanges", [False, True])
-@pytest.mark.parametrize("then", ["load", "save"])
+@pytest.mark.parametrize("then", ["load", "latest", "save"])
 def test_killed_while_a_step_is_replaced(tmp_path, monkeypatch, exchanges, then):
     filled(tmp_path, 0)
     if exchanges and not draft.exchange(*(tmp_path / name for name in (step(0), step(0)))):
@@ -174,6 +174,8 @@ def test_killed_while_a_step_is_replaced(tmp_path, monkeypatch, exchanges, then)
     killed_in_publish(tmp_path, monkeypatch, exchanges)
     if then == "load":
         assert number_of(tmp_path) == exchanges
+    if then == "latest":
+        assert checkpoint.latest(tmp_path) == tmp_path / step(0)
     Checkpoints(tmp_path).save(1, layer_of(2))
     assert number_of(tmp_path / step(0)) == exchanges
     assert names(tmp_path) == [step(0), step(1)]
@@ -246,6 +248,19 @@ def test_two_saves_to_one_path(tmp_path, first, second, monkeypatch):
         first(layer_of(1), tmp_path / "a")
     assert number_of(tmp_path / "a") == 2
     assert names(tmp_path) == ["a"]
+
+
+def test_a_draft_whose_writer_comes_while_it_is_looked_at(tmp_path, monkeypatch):
+    path = tmp_path / f".a.part-{'0' * 32}"
+    path.mkdir()
+
+    def lock(path, make):
+        path.touch()
+        raise FileNotFoundError  # as it was a moment ago
+
+    monkeypatch.setattr(draft, "Lock", lock)
+    draft.remove_abandoned(tmp_path)
+    assert os.listdir(path) == [".writer"]
 
 
 @pytest.mark.parametrize("moment", ["before the lock", "before it is locked"])
