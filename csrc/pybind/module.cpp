@@ -1,4 +1,4 @@
-// What an op schema cannot carry: bulk hashing of values, reading of text, communicators of NCCL
+// Beyond what an op schema carries: bulk hashing of values, reading of text, communicators of NCCL
 // and through shared memory, and facts about the build. Only the glue to Python is here, which is
 // slow to compile; the work is in hash_values.cpp. For the same reason arrays are buffers here,
 // without pybind11/numpy.h.

@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// How long an abort waits for a call of another thread that it has stopped.
+// Time that an abort waits for a call of another thread that it has stopped.
 constexpr std::chrono::seconds kPatience{10};
 
 // One thread at a time sends. Meanwhile others may check, and abort what it waits for.

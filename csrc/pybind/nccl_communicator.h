@@ -11,7 +11,7 @@ namespace sparsekit {
 // Adds the class NcclCommunicator.
 void add_nccl_communicator(pybind11::module_& module);
 
-// Of the nccl.h that this was built with.
+// Version of the nccl.h that this was built with.
 const char* nccl_version();
 
 }  // namespace sparsekit

@@ -167,7 +167,7 @@ void Communicator::check_usable() const {
   }
 }
 
-// Whether anything could be sent or received.
+// True if anything could be sent or received.
 bool Communicator::advance() {
   bool any = false;
   for (Peer& peer : peers_) {

@@ -18,7 +18,7 @@ using Clock = std::chrono::steady_clock;
 
 // The collectives of one rank.
 //
-// What goes from one rank to another is a stream of messages, one for each collective and in their
+// One rank sends another a stream of messages, one for each collective and in their
 // order, each a word with its size and then its bytes. So a rank knows to which collective a byte
 // belongs by counting, and each call works on all collectives that have begun: a rank that waits
 // for the second one reads what comes for the first, and nobody waits in a circle.

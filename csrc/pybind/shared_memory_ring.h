@@ -44,7 +44,7 @@ class RingWriter {
   RingWriter(RingState* state, char* bytes, uint64_t capacity)
       : state_(state), bytes_(bytes), capacity_(capacity) {}
 
-  // How many bytes can be put. If none, the reader will see that we wait for some.
+  // Number of bytes that can be put. If none, the reader will see that we wait for some.
   uint64_t room() {
     if (const uint64_t free = free_bytes()) return free;
     state_->full.store(1);

@@ -24,7 +24,7 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
 }
 
-// Of a segment: bells, then the states of rings, then their bytes, each from a multiple of this.
+// A segment holds bells, the states of rings, then their bytes, each from a multiple of this.
 constexpr uint64_t kPage = 4096;
 
 constexpr uint64_t pages(uint64_t size) {

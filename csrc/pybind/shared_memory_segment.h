@@ -41,10 +41,10 @@ class Segment {
   RingWriter writer(int from, int to) const;
   RingReader reader(int from, int to) const;
 
-  // Of a ring: the largest power of two up to 1 MiB with which all of them take at most 64 MiB, but
+  // Bytes of a ring: the largest power of two up to 1 MiB with which all take at most 64 MiB, but
   // at least 4 KiB.
   static uint64_t ring_bytes(int world_size);
-  // Of the file.
+  // Size of the shared file in bytes.
   static uint64_t total_bytes(int world_size);
 
  private:

@@ -1,6 +1,6 @@
 #include "sparsekit/bucketize.h"
 
-#include "engine.h"
+#include "device_context.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size,
   Tensor counts = new_output(keys, {world_size}, ScalarType::Long);
   Tensor permutation = new_output(keys, {n}, ScalarType::Long);
   const DeviceCount count = device_count(n, num_keys, op, "num_keys");
-  const Engine engine(keys);
+  const DeviceContext context(keys);
   int64_t bad = -1;
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
@@ -37,8 +37,8 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size,
       const Workspace memory(cuda::bucketize_workspace_bytes(n, world_size), keys);
       cuda::bucketize(data<Key>(keys), count, owners, mutable_data<Key>(by_owner),
                       mutable_data<int64_t>(counts), mutable_data<int64_t>(permutation),
-                      engine.bad(Complaint::kOwner), memory.data(), engine.stream());
-      if (map.has_value()) bad = engine.found(Complaint::kOwner, kVirtualShards);
+                      context.error_word(DeviceError::kOwner), memory.data(), context.stream());
+      if (map.has_value()) bad = context.error_position(DeviceError::kOwner, kVirtualShards);
     } else {
       const Workspace memory(cpu::bucketize_workspace_bytes(n, world_size), keys);
       bad = cpu::bucketize(data<Key>(keys), count.get(), owners, mutable_data<Key>(by_owner),
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor> bucketize(Tensor keys, int64_t world_size,
                            memory.data(), torch_parallel_for());
     }
   });
-  check(bad < 0, op, ": owners[", bad, "] is ", bad < 0 ? 0 : engine.value(*map, bad),
+  check(bad < 0, op, ": owners[", bad, "] is ", bad < 0 ? 0 : context.value(*map, bad),
         ", but must be a rank, in [0, ", world_size, ")");
   return {by_owner, counts, permutation};
 }

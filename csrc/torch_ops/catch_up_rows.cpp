@@ -27,7 +27,7 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
   check(numbers.size(0) <= kMostSteps - first_step + 1, op, ": ", numbers.size(0), " steps from ",
         first_step, " on go beyond step 2^31 - 1, the last that row_step can have");
   numbers = packed(numbers);
-  const Engine engine(weight);
+  const DeviceContext context(weight);
   const MissedSteps missed{data<double>(numbers), first_step, numbers.size(0)};
   int64_t bad = -1;
   dispatch_rows(weight, op, "weight", [&](auto tag) {
@@ -45,8 +45,8 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
         const int64_t* row_numbers = rows ? int64_data(*rows) : nullptr;
         if constexpr (kOnDevice) {
           cuda::catch_up_rows(table, row_numbers, n, chosen, missed,
-                              engine.bad(Complaint::kCatchUpRow), engine.stream());
-          bad = engine.found(Complaint::kCatchUpRow, rows ? n : 0);
+                              context.error_word(DeviceError::kCatchUpRow), context.stream());
+          bad = context.error_position(DeviceError::kCatchUpRow, rows ? n : 0);
         } else {
           bad = cpu::catch_up_rows(table, row_numbers, n, chosen, missed, torch_parallel_for());
         }
@@ -57,7 +57,7 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
     });
   });
   if (bad >= 0) {
-    index_error(op, ": rows[", bad, "] is ", engine.value(*rows, bad), ", but weight has ",
+    index_error(op, ": rows[", bad, "] is ", context.value(*rows, bad), ", but weight has ",
                 weight.size(0), " rows");
   }
 }

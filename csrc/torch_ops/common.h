@@ -1,4 +1,4 @@
-// What every op needs between torch and core: checks with the op's and argument's name, dtype
+// Shared by every op between torch and core: checks with the op's and argument's name, dtype
 // dispatch, torch's thread pool. Only torch's stable ABI, never ATen or c10.
 #pragma once
 

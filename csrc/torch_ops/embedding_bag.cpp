@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "engine.h"
+#include "device_context.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -39,7 +39,7 @@ struct BagArguments {
     }
     bags = Bags{int64_data(rows), rows.numel(), int64_data(offsets), offsets.numel() - 1};
     if constexpr (!kOnDevice)
-      check_offset(op, cpu::check_offsets(bags, torch_parallel_for()), Engine(rows));
+      check_offset(op, cpu::check_offsets(bags, torch_parallel_for()), DeviceContext(rows));
   }
 
   // As if every entry had a row of its own.
@@ -54,30 +54,31 @@ struct BagArguments {
     return data<Acc<T>>(*sample_weights);
   }
 
-  void check_offset(const char* op, int64_t bad, const Engine& engine) const {
+  void check_offset(const char* op, int64_t bad, const DeviceContext& context) const {
     if (bad < 0) return;
     check(false, op, ": offsets must rise from 0 to len(rows) = ", bags.n, ", but offsets[", bad,
-          "] is ", engine.value(offsets, bad));
+          "] is ", context.value(offsets, bad));
   }
 
-  void check_row(const char* op, int64_t bad, int64_t num_rows, const Engine& engine) const {
+  void check_row(const char* op, int64_t bad, int64_t num_rows,
+                 const DeviceContext& context) const {
     if (bad < 0) return;
-    index_error(op, ": rows[", bad, "] is ", engine.value(rows, bad), ", but weight has ", num_rows,
-                " rows");
+    index_error(op, ": rows[", bad, "] is ", context.value(rows, bad), ", but weight has ",
+                num_rows, " rows");
   }
 
-  // What the device has found, when checks are on. Both words are read before one is raised, so
+  // With checks on, raises what the device has found. Reads both words before it raises one, so
   // that none stays behind.
-  void check_found(const char* op, int64_t num_rows, const Engine& engine) const {
-    const int64_t bad_offset = engine.found(Complaint::kBagOffset, offsets.numel());
-    const int64_t bad_row = engine.found(Complaint::kBagRow, rows.numel());
-    check_offset(op, bad_offset, engine);
-    check_row(op, bad_row, num_rows, engine);
+  void check_found(const char* op, int64_t num_rows, const DeviceContext& context) const {
+    const int64_t bad_offset = context.error_position(DeviceError::kBagOffset, offsets.numel());
+    const int64_t bad_row = context.error_position(DeviceError::kBagRow, rows.numel());
+    check_offset(op, bad_offset, context);
+    check_row(op, bad_row, num_rows, context);
   }
 };
 
-cuda::BagErrors errors_of(const Engine& engine) {
-  return {engine.bad(Complaint::kBagOffset), engine.bad(Complaint::kBagRow)};
+cuda::BagErrors errors_of(const DeviceContext& context) {
+  return {context.error_word(DeviceError::kBagOffset), context.error_word(DeviceError::kBagRow)};
 }
 
 Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combiner,
@@ -91,7 +92,7 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
   check_row_size(dim, op, "weight");
   arguments.check_dim_of_rows(op, dim);
   check_elements({arguments.bags.num_bags, dim}, op, "a result");
-  const Engine engine(weight);
+  const DeviceContext context(weight);
   Tensor out = new_output(weight, {arguments.bags.num_bags, dim});
   dispatch_rows(weight, op, "weight", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -99,14 +100,14 @@ Tensor embedding_bag(Tensor weight, Tensor rows, Tensor offsets, int64_t combine
     if constexpr (kOnDevice) {
       const Workspace memory(cuda::embedding_bag_workspace_bytes<T>(arguments.bags, dim), weight);
       cuda::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags, weights,
-                          arguments.combiner, mutable_data<T>(out), errors_of(engine),
-                          memory.data(), engine.stream());
-      arguments.check_found(op, num_rows, engine);
+                          arguments.combiner, mutable_data<T>(out), errors_of(context),
+                          memory.data(), context.stream());
+      arguments.check_found(op, num_rows, context);
     } else {
       const int64_t bad =
           cpu::embedding_bag(data<T>(weight), num_rows, dim, arguments.bags, weights,
                              arguments.combiner, mutable_data<T>(out), torch_parallel_for());
-      arguments.check_row(op, bad, num_rows, engine);
+      arguments.check_row(op, bad, num_rows, context);
     }
   });
   return out;
@@ -126,7 +127,7 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
   check_row_size(dim, op, "grad");
   arguments.check_dim_of_rows(op, dim);
   check_elements({num_rows, dim}, op, "a result");
-  const Engine engine(grad);
+  const DeviceContext context(grad);
   Tensor out = new_output(grad, {num_rows, dim});
   dispatch_rows(grad, op, "grad", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -136,8 +137,8 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
           cuda::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim, num_rows), grad);
       cuda::embedding_bag_backward(data<T>(grad), num_rows, dim, arguments.bags, weights,
                                    arguments.combiner, deterministic, mutable_data<T>(out),
-                                   errors_of(engine), memory.data(), engine.stream());
-      arguments.check_found(op, num_rows, engine);
+                                   errors_of(context), memory.data(), context.stream());
+      arguments.check_found(op, num_rows, context);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();
       const Workspace memory(cpu::embedding_bag_backward_workspace_bytes<T>(arguments.bags, dim,
@@ -146,7 +147,7 @@ Tensor embedding_bag_backward(Tensor grad, Tensor rows, Tensor offsets, int64_t 
       const int64_t bad = cpu::embedding_bag_backward(
           data<T>(grad), num_rows, dim, arguments.bags, weights, arguments.combiner,
           mutable_data<T>(out), memory.data(), parallel_for);
-      arguments.check_row(op, bad, num_rows, engine);
+      arguments.check_row(op, bad, num_rows, context);
     }
   });
   return out;
@@ -165,11 +166,11 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
   check_dtype(grad, weight.scalar_type(), op, "grad");
   check_row_size(weight.size(1), op, "weight");
   arguments.check_dim_of_rows(op, weight.size(1));
-  const Engine engine(weight);
+  const DeviceContext context(weight);
   if constexpr (!kOnDevice) {
     for (int64_t i = 0; i < arguments.bags.n; ++i) {
       if (arguments.bags.rows[i] >= weight.size(0)) {
-        arguments.check_row(op, i, weight.size(0), engine);
+        arguments.check_row(op, i, weight.size(0), context);
       }
     }
   }
@@ -182,8 +183,8 @@ Tensor embedding_bag_backward_sample_weights(Tensor grad, Tensor weight, Tensor 
     if constexpr (kOnDevice) {
       cuda::embedding_bag_backward_sample_weights(
           data<T>(grad), data<T>(weight), weight.size(0), weight.size(1), arguments.bags, weights,
-          arguments.combiner, mutable_data<Acc<T>>(out), errors_of(engine), engine.stream());
-      arguments.check_found(op, weight.size(0), engine);
+          arguments.combiner, mutable_data<Acc<T>>(out), errors_of(context), context.stream());
+      arguments.check_found(op, weight.size(0), context);
     } else {
       cpu::embedding_bag_backward_sample_weights(data<T>(grad), data<T>(weight), weight.size(1),
                                                  arguments.bags, weights, arguments.combiner,

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "engine.h"
+#include "device_context.h"
 
 namespace sparsekit::ops {
 

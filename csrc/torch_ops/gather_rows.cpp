@@ -1,6 +1,6 @@
 #include "sparsekit/gather_rows.h"
 
-#include "engine.h"
+#include "device_context.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -17,19 +17,19 @@ Tensor gather_rows(Tensor table, Tensor rows) {
   check_elements({rows.numel(), table.size(1)}, op, "a result");
   Tensor out = new_output(table, {rows.numel(), table.size(1)});
   const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
-  const Engine engine(table);
+  const DeviceContext context(table);
   int64_t bad = -1;
   if constexpr (kOnDevice) {
     cuda::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
-                      rows.numel(), out.mutable_data_ptr(), engine.bad(Complaint::kGatherRow),
-                      engine.stream());
-    bad = engine.found(Complaint::kGatherRow, rows.numel());
+                      rows.numel(), out.mutable_data_ptr(),
+                      context.error_word(DeviceError::kGatherRow), context.stream());
+    bad = context.error_position(DeviceError::kGatherRow, rows.numel());
   } else {
     bad = cpu::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
                            rows.numel(), out.mutable_data_ptr(), torch_parallel_for());
   }
   if (bad >= 0) {
-    index_error(op, ": rows[", bad, "] is ", engine.value(rows, bad), ", but table has ",
+    index_error(op, ": rows[", bad, "] is ", context.value(rows, bad), ", but table has ",
                 table.size(0), " rows");
   }
   return out;

@@ -1,4 +1,4 @@
-// What the ops on many tables take: sources of keys, and features, which say what each table is
+// Arguments of the ops on many tables: sources of keys, and features, which say what each table is
 // asked. sparsekit/ops/_group.py says what the columns mean.
 #pragma once
 
@@ -7,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "engine.h"
+#include "device_context.h"
 #include "sparsekit/embedding_bag.h"
 #include "sparsekit/group.h"
 #include "sparsekit/init_rows.h"
@@ -18,7 +18,7 @@ constexpr int64_t kFeatureColumns = 9;
 constexpr int64_t kTableColumns = 3;
 constexpr int64_t kInitializerColumns = 3;
 
-// Where the vectors of a feature's bags lie, in one of a list of tensors.
+// Place of the vectors of a feature's bags in one of a list of tensors.
 struct Placement {
   Combiner combiner;
   int64_t tensor, begin, stride;
@@ -153,7 +153,7 @@ class GroupInput : public GroupFeatures {
   }
 
   // On the CPU: checks what offsets are, and finds out how many entries there are of what.
-  void check_offsets(const Engine& engine) {
+  void check_offsets(const DeviceContext& context) {
     const ParallelFor parallel_for = torch_parallel_for();
     for (size_t place = 0; place < by_source_.size(); ++place) {
       const Feature& feature = features[by_source_[place]];
@@ -162,15 +162,16 @@ class GroupInput : public GroupFeatures {
       const bool is_first = before == nullptr || before->source != feature.source;
       const bool is_last = place + 1 == by_source_.size() ||
                            features[by_source_[place + 1]].source != feature.source;
-      if (is_first && source.offset(0) != 0) wrong_offset(feature.source, 0, engine);
+      if (is_first && source.offset(0) != 0) wrong_offset(feature.source, 0, context);
       const int64_t rest = is_first ? 0 : before->first_bag + before->bags;
-      check_bags(feature.source, rest, feature.first_bag, kAny, engine, parallel_for);
+      check_bags(feature.source, rest, feature.first_bag, kAny, context, parallel_for);
       check_bags(feature.source, feature.first_bag, feature.first_bag + feature.bags,
-                 feature.max_nnz, engine, parallel_for);
+                 feature.max_nnz, context, parallel_for);
       if (!is_last) continue;
-      check_bags(feature.source, feature.first_bag + feature.bags, source.bags, kAny, engine,
+      check_bags(feature.source, feature.first_bag + feature.bags, source.bags, kAny, context,
                  parallel_for);
-      if (source.offset(source.bags) != source.n) wrong_offset(feature.source, source.bags, engine);
+      if (source.offset(source.bags) != source.n)
+        wrong_offset(feature.source, source.bags, context);
     }
     int64_t entry = 0;
     for (Feature& feature : features) {
@@ -183,7 +184,7 @@ class GroupInput : public GroupFeatures {
   }
 
   // Raises what cuda::begin_group has found, with checks on.
-  void raise_found(const Engine& engine) const {
+  void raise_found(const DeviceContext& context) const {
     std::vector<int64_t> first_offset, first_key;
     int64_t offset = 0, key = 0;
     for (const Source& source : sources) {
@@ -192,9 +193,9 @@ class GroupInput : public GroupFeatures {
       offset += source.bags + 1;
       key += source.n;
     }
-    const int64_t bad_offset = engine.found(Complaint::kGroupOffset, offset);
-    const int64_t long_bag = engine.found(Complaint::kGroupBag, offset);
-    const int64_t bad_key = engine.found(Complaint::kGroupKey, key);
+    const int64_t bad_offset = context.error_position(DeviceError::kGroupOffset, offset);
+    const int64_t long_bag = context.error_position(DeviceError::kGroupBag, offset);
+    const int64_t bad_key = context.error_position(DeviceError::kGroupKey, key);
     const auto within = [](const std::vector<int64_t>& begins, int64_t position) {
       const auto after = std::upper_bound(begins.begin(), begins.end(), position);
       const int64_t s = after - begins.begin() - 1;
@@ -202,7 +203,7 @@ class GroupInput : public GroupFeatures {
     };
     if (bad_offset >= 0) {
       const auto [s, position] = within(first_offset, bad_offset);
-      wrong_offset(s, position, engine);
+      wrong_offset(s, position, context);
     }
     if (long_bag >= 0) {
       const auto [s, bag] = within(first_offset, long_bag);
@@ -213,17 +214,17 @@ class GroupInput : public GroupFeatures {
     }
     if (bad_key >= 0) {
       const auto [s, position] = within(first_key, bad_key);
-      wrong_key(s, position, engine);
+      wrong_key(s, position, context);
     }
   }
 
-  [[noreturn]] void wrong_offset(int64_t s, int64_t position, const Engine& engine) const {
+  [[noreturn]] void wrong_offset(int64_t s, int64_t position, const DeviceContext& context) const {
     throw std::invalid_argument(message(op_, ": offsets[", s, "] must rise from 0 to len(keys[", s,
                                         "]) = ", sources[s].n, ", but its element ", position,
-                                        " is ", value(offsets_[s], position, engine)));
+                                        " is ", value(offsets_[s], position, context)));
   }
-  [[noreturn]] void wrong_key(int64_t s, int64_t position, const Engine& engine) const {
-    index_error(op_, ": keys[", s, "][", position, "] is ", value(keys_[s], position, engine),
+  [[noreturn]] void wrong_key(int64_t s, int64_t position, const DeviceContext& context) const {
+    index_error(op_, ": keys[", s, "][", position, "] is ", value(keys_[s], position, context),
                 ", which is no row of its table, that has no hash table");
   }
 
@@ -277,11 +278,11 @@ class GroupInput : public GroupFeatures {
     }
   }
 
-  void check_bags(int64_t s, int64_t first, int64_t last, int64_t most, const Engine& engine,
-                  const ParallelFor& parallel_for) const {
+  void check_bags(int64_t s, int64_t first, int64_t last, int64_t most,
+                  const DeviceContext& context, const ParallelFor& parallel_for) const {
     const cpu::BagCheck bad = cpu::check_bags(sources[s], first, last, most, parallel_for);
     if (bad.what == cpu::BadBag::kNone) return;
-    if (bad.what == cpu::BadBag::kOffset) wrong_offset(s, bad.position, engine);
+    if (bad.what == cpu::BadBag::kOffset) wrong_offset(s, bad.position, context);
     long_bag_of(s, bad.position, most);
   }
 
@@ -291,10 +292,10 @@ class GroupInput : public GroupFeatures {
   }
 
   // An element of a tensor of either width.
-  static int64_t value(const Tensor& tensor, int64_t i, const Engine& engine) {
-    if (tensor.scalar_type() == ScalarType::Long) return engine.value(tensor, i);
+  static int64_t value(const Tensor& tensor, int64_t i, const DeviceContext& context) {
+    if (tensor.scalar_type() == ScalarType::Long) return context.value(tensor, i);
     const Tensor one = torch::stable::narrow(const_cast<Tensor&>(tensor), 0, i, 1);
-    return engine.value(torch::stable::to(one, ScalarType::Long), 0);
+    return context.value(torch::stable::to(one, ScalarType::Long), 0);
   }
 
   std::vector<Tensor> keys_, offsets_;  // what sources point to

@@ -25,7 +25,7 @@ struct RowLayout {
     return distance < width ? RowLayout{0, 0} : RowLayout{width, distance};
   }
 
-  // Whether vectors that would be so placed in a contiguous tensor lie in one row each.
+  // True if vectors with this placement in a contiguous tensor lie within one row each.
   bool has(const Placement& placement, int64_t count, int64_t dim) const {
     if (width == 0) return false;
     const bool each = count <= 1 || placement.stride % width == 0 || distance == 0;
@@ -36,7 +36,7 @@ struct RowLayout {
   }
 };
 
-// What forward and backward share, checked; keeps the memory that features point to.
+// Checked arguments that forward and backward share; owns the memory that features point to.
 class GroupArguments {
  public:
   GroupFeatures group;
@@ -149,11 +149,11 @@ class GroupArguments {
 
   int64_t count_of(size_t t) const { return counts ? int64_data(*counts)[t] : 0; }
 
-  // What the device has found in index and rows, with checks on.
-  void check_found(const Engine& engine) const {
-    const int64_t bad_index = engine.found(Complaint::kGroupIndex, entries);
-    const int64_t bad_row = engine.found(Complaint::kBagRow, entries);
-    engine.found(Complaint::kBagOffset, entries + bags.numel());
+  // With checks on, raises for what the device has found in index and rows.
+  void check_found(const DeviceContext& context) const {
+    const int64_t bad_index = context.error_position(DeviceError::kGroupIndex, entries);
+    const int64_t bad_row = context.error_position(DeviceError::kBagRow, entries);
+    context.error_position(DeviceError::kBagOffset, entries + bags.numel());
     if (bad_index >= 0) index_error(op_, ": index[", bad_index, "] is no number of its table");
     if (bad_row >= 0) index_error(op_, ": an entry has a row that its table does not have");
   }
@@ -175,7 +175,7 @@ class GroupArguments {
     return packed(tensor);
   }
 
-  // What has an element for each key of a source.
+  // Appends tensors that have an element for each key of a source.
   void add_of_sources(const std::vector<Tensor>& given, std::vector<Tensor>& list,
                       const char* name) const {
     for (const Feature& feature : group.features) {
@@ -197,7 +197,7 @@ class GroupArguments {
     if (sample_weights.empty() && keys.empty()) return;
     const int64_t s = group.features[f].source;
     of.first_key = int64_data(*first_keys) + f;
-    // What is copied is not weighted.
+    // Copied vectors take no weights.
     if (!sample_weights.empty() && sample_weights[s].numel() > 0 &&
         of.combiner != Combiner::kNone) {
       check_dtype(sample_weights[s], kAccumulateType<T>, op_, "sample_weights");

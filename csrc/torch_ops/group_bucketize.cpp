@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
   check_list_device(like, offsets, op, "offsets");
   check_list_device(like, owners, op, "owners");
   std::vector<RoutedTable> tables = routed_tables(op, owners, maps, ends, world_size, input);
-  const Engine engine(like);
+  const DeviceContext context(like);
   const auto results = new_bags(input, like);
   Tensor by_owner = new_output(like, {input.entries}, ScalarType::Long);
   Tensor counts = new_output(like, {world_size, num_tables}, ScalarType::Long);
@@ -73,13 +73,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
       return cuda::group_bucketize_workspace_bytes(whole, world_size, distinct);
     };
     const DeviceCall device(input, call, bytes, results, like);
-    device.begin(input, engine);
+    device.begin(input, context);
     cuda::group_bucketize(device.call, device.bags, world_size, distinct, process_seed(), to,
-                          engine.bad(Complaint::kGroupOwners), device.memory.data(),
-                          engine.stream());
-    bad = engine.found(Complaint::kGroupOwners, num_tables);
+                          context.error_word(DeviceError::kGroupOwners), device.memory.data(),
+                          context.stream());
+    bad = context.error_position(DeviceError::kGroupOwners, num_tables);
   } else {
-    begin_on_cpu(input, tables, results, engine);
+    begin_on_cpu(input, tables, results, context);
     const ParallelFor parallel_for = torch_parallel_for();
     std::vector<int32_t> order(tables.size());
     const Workspace memory(
@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
   return {by_owner, counts, numbers, inverse, places, results.first, results.second};
 }
 
-// What group_exchange_rows is asked, checked but for what only bags and places say.
+// Arguments of group_exchange_rows, checked except for the values of bags and places.
 struct Exchanged {
   const char* op;
   int64_t num_tables, world_size, entries;
@@ -172,7 +172,7 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
   const Exchanged asked("group_exchange_rows", places, bags, features, come, steps);
   const int64_t num_tables = asked.num_tables;
   Tensor rows = new_output(asked.places, {asked.entries}, ScalarType::Int);
-  const Engine engine(asked.places);
+  const DeviceContext context(asked.places);
   if (num_tables == 0) return rows;
   if constexpr (kOnDevice) {
     const cuda::ExchangeCall call{num_tables,
@@ -184,17 +184,17 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
                                   data<int32_t>(asked.bags),
                                   data<int32_t>(asked.places)};
     const Workspace memory(cuda::exchange_rows_workspace_bytes(call), rows);
-    cuda::exchange_rows(
-        call, mutable_data<int32_t>(rows),
-        {engine.bad(Complaint::kExchangePlace), engine.bad(Complaint::kExchangeTable)},
-        memory.data(), engine.stream());
-    const int64_t bad_place = engine.found(Complaint::kExchangePlace, asked.entries);
-    const int64_t bad_table = engine.found(Complaint::kExchangeTable, num_tables);
+    cuda::exchange_rows(call, mutable_data<int32_t>(rows),
+                        {context.error_word(DeviceError::kExchangePlace),
+                         context.error_word(DeviceError::kExchangeTable)},
+                        memory.data(), context.stream());
+    const int64_t bad_place = context.error_position(DeviceError::kExchangePlace, asked.entries);
+    const int64_t bad_table = context.error_position(DeviceError::kExchangeTable, num_tables);
     if (bad_table >= 0) {
-      asked.check_bounds(bad_table, engine.value(asked.bags, asked.first_bags[bad_table]),
-                         engine.value(asked.bags, asked.first_bags[bad_table + 1]));
+      asked.check_bounds(bad_table, context.value(asked.bags, asked.first_bags[bad_table]),
+                         context.value(asked.bags, asked.first_bags[bad_table + 1]));
     }
-    if (bad_place >= 0) asked.wrong_place(bad_place, engine.value(asked.places, bad_place));
+    if (bad_place >= 0) asked.wrong_place(bad_place, context.value(asked.places, bad_place));
   } else {
     const auto* bounds = data<int32_t>(asked.bags);
     const auto* given = data<int32_t>(asked.places);

@@ -1,4 +1,4 @@
-// What the ops that take keys of many tables have in common: how a call begins on each engine.
+// Begins a call of an op that takes keys of many tables, on each engine.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace sparsekit::ops {
 
-// What says where an op runs.
+// Returns the tensor whose device an op runs on.
 inline const Tensor& first_of(const std::vector<Tensor>& keys, const std::vector<Tensor>& others,
                               const Tensor& otherwise) {
   return !keys.empty() ? keys[0] : !others.empty() ? others[0] : otherwise;
@@ -37,12 +37,13 @@ struct DeviceCall {
         memory(workspace_bytes(call), like) {}
 
   // Fills the bags, and raises what is wrong with the input, with checks on.
-  void begin(const GroupInput& input, const Engine& engine) const {
-    cuda::begin_group(call, bags,
-                      {engine.bad(Complaint::kGroupOffset), engine.bad(Complaint::kGroupBag),
-                       engine.bad(Complaint::kGroupKey)},
-                      memory.data(), engine.stream());
-    input.raise_found(engine);
+  void begin(const GroupInput& input, const DeviceContext& context) const {
+    cuda::begin_group(
+        call, bags,
+        {context.error_word(DeviceError::kGroupOffset), context.error_word(DeviceError::kGroupBag),
+         context.error_word(DeviceError::kGroupKey)},
+        memory.data(), context.stream());
+    input.raise_found(context);
   }
 
  private:
@@ -61,8 +62,8 @@ struct DeviceCall {
 // they have.
 template <class Table>
 void begin_on_cpu(GroupInput& input, std::vector<Table>& tables,
-                  const std::pair<Tensor, Tensor>& results, const Engine& engine) {
-  input.check_offsets(engine);
+                  const std::pair<Tensor, Tensor>& results, const DeviceContext& context) {
+  input.check_offsets(context);
   int64_t entry = 0;
   for (Table& table : tables) {
     table.first_entry = entry;
@@ -73,7 +74,7 @@ void begin_on_cpu(GroupInput& input, std::vector<Table>& tables,
       const int64_t bad =
           cpu::check_keys(input.sources[feature.source], feature.first_key,
                           feature.first_key + feature.n, table.end, torch_parallel_for());
-      if (bad >= 0) input.wrong_key(feature.source, bad, engine);
+      if (bad >= 0) input.wrong_key(feature.source, bad, context);
     }
     table.n = entry - table.first_entry;
   }

@@ -74,7 +74,7 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
   overlaps.read("initializers", initializers);
   overlaps.check();
   if (weights.empty()) return;
-  const Engine engine(index);
+  const DeviceContext context(index);
   dispatch_rows(weights[0], op, "weights", [&](auto tag) {
     using T = typename decltype(tag)::type;
     std::vector<PooledTable<T>> tables;
@@ -101,13 +101,13 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
       const Workspace memory(cuda::group_embedding_bag_workspace_bytes(
                                  tables.data(), num, asked.data(), count, arguments.entries),
                              index);
-      cuda::group_embedding_bag(tables.data(), num, asked.data(), count, arguments.entries,
-                                data<int32_t>(arguments.index),
-                                arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
-                                arguments.counts ? int64_data(*arguments.counts) : nullptr,
-                                engine.bad(Complaint::kBagRow), engine.bad(Complaint::kGroupIndex),
-                                memory.data(), engine.stream());
-      arguments.check_found(engine);
+      cuda::group_embedding_bag(
+          tables.data(), num, asked.data(), count, arguments.entries,
+          data<int32_t>(arguments.index), arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
+          arguments.counts ? int64_data(*arguments.counts) : nullptr,
+          context.error_word(DeviceError::kBagRow), context.error_word(DeviceError::kGroupIndex),
+          memory.data(), context.stream());
+      arguments.check_found(context);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();
       const int64_t units_bytes = (count + 8) / 8 * 64;
@@ -138,12 +138,12 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
   });
 }
 
-// What the gradients of all tables are made of, checked.
+// Checked inputs of the gradients of all tables.
 class Gradients {
  public:
   Tensors grads;  // of outputs
   const GroupArguments arguments;
-  const Engine engine;
+  const DeviceContext context;
   std::vector<int64_t> counts;     // of rows, for each table; or the most that there can be
   int64_t rows = 0, elements = 0;  // of all tables, where counts are known
 
@@ -154,7 +154,7 @@ class Gradients {
       : grads(grads_in),
         arguments(op, grads, "grads", index, rows_in, counts_in, bags, features, sample_weights,
                   first_keys, {}, static_cast<int64_t>(dims.size())),
-        engine(index),
+        context(index),
         counts(dims.size()),
         op_(op),
         dims_(dims),
@@ -232,9 +232,9 @@ class Gradients {
     if constexpr (kOnDevice) {
       const cuda::GroupSums<T> sums = on_device(tables);
       const Workspace memory(cuda::group_embedding_bag_backward_workspace_bytes(sums), index);
-      cuda::group_embedding_bag_backward(sums, engine.bad(Complaint::kGroupIndex), memory.data(),
-                                         engine.stream());
-      arguments.check_found(engine);
+      cuda::group_embedding_bag_backward(sums, context.error_word(DeviceError::kGroupIndex),
+                                         memory.data(), context.stream());
+      arguments.check_found(context);
     } else {
       std::vector<int32_t> order(tables.size());
       const ParallelFor parallel_for = torch_parallel_for();
@@ -257,13 +257,13 @@ class Gradients {
     const cuda::GroupSums<T> sums = on_device(tables);
     const Workspace memory(cuda::group_embedding_bag_backward_at_workspace_bytes(sums),
                            arguments.index);
-    cuda::group_embedding_bag_backward_at(sums, room, engine.bad(Complaint::kGroupIndex),
-                                          engine.bad(Complaint::kBagRow), memory.data(),
-                                          engine.stream());
-    const int64_t bad_row = engine.found(Complaint::kBagRow, arguments.entries);
-    arguments.check_found(engine);
+    cuda::group_embedding_bag_backward_at(sums, room, context.error_word(DeviceError::kGroupIndex),
+                                          context.error_word(DeviceError::kBagRow), memory.data(),
+                                          context.stream());
+    const int64_t bad_row = context.error_position(DeviceError::kBagRow, arguments.entries);
+    arguments.check_found(context);
     if (bad_row < 0) return;
-    index_error(op_, ": rows[", bad_row, "] is ", engine.value(*arguments.rows, bad_row),
+    index_error(op_, ": rows[", bad_row, "] is ", context.value(*arguments.rows, bad_row),
                 ", which is no row of its table");
   }
 
@@ -277,18 +277,18 @@ class Gradients {
     const cuda::GroupSums<T> sums = on_device(summed);
     const Workspace memory(cuda::group_embedding_bag_update_workspace_bytes(sums), arguments.index);
     cuda::group_embedding_bag_update(
-        sums, tables.data(), rule, number, rounding, engine.bad(Complaint::kGroupIndex),
-        engine.bad(Complaint::kUpdateRow), [this] { arguments.check_found(engine); }, memory.data(),
-        engine.stream());
-    const BadRow bad = found_bad_row(engine, tables.size());
+        sums, tables.data(), rule, number, rounding, context.error_word(DeviceError::kGroupIndex),
+        context.error_word(DeviceError::kUpdateRow), [this] { arguments.check_found(context); },
+        memory.data(), context.stream());
+    const BadRow bad = found_bad_row(context, tables.size());
     if (bad.table < 0) return;
     int64_t first_bag = 0;
     for (const Feature& feature : arguments.group.features) {
       if (feature.table < bad.table) first_bag += feature.bags;
     }
-    const int64_t first = engine.value(arguments.bags, first_bag);
+    const int64_t first = context.value(arguments.bags, first_bag);
     const auto at = std::clamp<int64_t>(first + bad.position, 0, arguments.entries - 1);
-    index_error(op_, ": one of rows is ", engine.value(*arguments.rows, at),
+    index_error(op_, ": one of rows is ", context.value(*arguments.rows, at),
                 ", which is no row of table ", bad.table);
   }
 
@@ -296,7 +296,7 @@ class Gradients {
   int64_t num_tables() const { return static_cast<int64_t>(dims_.size()); }
 
   void read_counts() {
-    engine.read(int64_data(*arguments.counts), num_tables(), counts.data());
+    context.read(int64_data(*arguments.counts), num_tables(), counts.data());
     for (size_t t = 0; t < dims_.size(); ++t) {
       check(counts[t] >= 0, op_, ": counts[", t, "] is ", counts[t]);
       check_elements({counts[t], dims_[t]}, op_, "a gradient");
@@ -381,7 +381,7 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& units, cons
                       [[maybe_unused]] bool deterministic) {
   const char* op = "group_embedding_bag_backward_at_";
   check(!grads.empty() || dims.empty(), op, ": grads must not be empty");
-  // Where sums go does not depend on how many there are, so nobody waits for that on a device.
+  // The place of a sum does not depend on their number, so nothing waits for a count on a device.
   const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
                             first_keys, 1, !kOnDevice);
   check_list(units.size(), dims.size(), op, "units");
@@ -483,7 +483,7 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
       const GradientTaker<T> taker(update);
       gradients.sum(summed, true, &taker);
     }
-    if (counted) count_steps(gradients.engine, tables);
+    if (counted) count_steps(gradients.context, tables);
   });
 }
 

@@ -75,17 +75,17 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& h
   check_list_device(like, buckets, op, "buckets");
   check_list_device(like, hash_seeds, op, "hash_seeds");
   GroupTables group(op, buckets, hash_seeds, tables, input);
-  const Engine engine(like);
+  const DeviceContext context(like);
   const auto results = new_bags(input, like);
   Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
   if constexpr (kOnDevice) {
     const DeviceCall device(input, device_call(group, nullptr), cuda::group_find_workspace_bytes,
                             results, like);
-    device.begin(input, engine);
+    device.begin(input, context);
     cuda::group_find(device.call, device.bags, mutable_data<int32_t>(rows), device.memory.data(),
-                     engine.stream());
+                     context.stream());
   } else {
-    begin_on_cpu(input, group.tables, results, engine);
+    begin_on_cpu(input, group.tables, results, context);
     const auto count = static_cast<int64_t>(input.features.size());
     const Workspace memory((count + 1) * static_cast<int64_t>(sizeof(int64_t)), like);
     cpu::group_find(group.tables.data(), input.sources.data(), input.features.data(), count,
@@ -164,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   const std::vector<NewRows> new_rows = new_rows_of(op, weights, seeds, initializers, group);
   overlaps.check();
   const Exclusive alone(buckets, op);
-  const Engine engine(like);
+  const DeviceContext context(like);
   const auto count = static_cast<int64_t>(group.tables.size());
   const auto results = new_bags(input, like);
   Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
@@ -176,17 +176,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     if constexpr (kOnDevice) {
       const DeviceCall device(input, device_call(group, new_rows.data()),
                               cuda::group_find_workspace_bytes, results, like);
-      device.begin(input, engine);
+      device.begin(input, context);
       const Tensor status = new_output(like, {2 * count}, ScalarType::Long);
       cuda::group_find_or_insert<T>(device.call, device.bags, process_seed(),
                                     mutable_data<int32_t>(rows), mutable_data<int32_t>(inverse),
                                     mutable_data<int64_t>(counts), mutable_data<int64_t>(status),
-                                    device.memory.data(), engine.stream());
+                                    device.memory.data(), context.stream());
       std::vector<int64_t> host_status(2 * count);
-      engine.read(int64_data(status), 2 * count, host_status.data());
+      context.read(int64_data(status), 2 * count, host_status.data());
       for (int64_t t = 0; t < count; ++t) refused[t] = host_status[2 * t + 1];
     } else {
-      begin_on_cpu(input, group.tables, results, engine);
+      begin_on_cpu(input, group.tables, results, context);
       for (const GroupTable& table : group.tables) {
         if (table.buckets != nullptr) {
           check_size_value(*table.size, table.num_buckets, op, "a size");
@@ -215,7 +215,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   for (int64_t t = 0; t < count; ++t) {
     if (refused[t] == 0) continue;
     const Tensor& size = sizes[group.hash_tables[t]];
-    throw std::runtime_error(message(op, ": table ", t, " is full: ", engine.value(size, 0),
+    throw std::runtime_error(message(op, ": table ", t, " is full: ", context.value(size, 0),
                                      " of its ", group.tables[t].capacity, " rows are in use, and ",
                                      refused[t],
                                      " of the keys are new; none of them has been inserted"));

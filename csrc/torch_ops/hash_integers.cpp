@@ -1,6 +1,6 @@
 #include "sparsekit/hash_integers.h"
 
-#include "engine.h"
+#include "device_context.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -12,11 +12,11 @@ Tensor hash_integers(Tensor values, bool is_unsigned, int64_t seed) {
   values = packed(values);
   const int64_t n = values.numel();
   Tensor codes = new_output(values, {n});
-  const Engine engine(values);
+  const DeviceContext context(values);
   const auto bits = static_cast<uint64_t>(seed);
   if constexpr (kOnDevice) {
     cuda::hash_integers(int64_data(values), n, is_unsigned, bits, mutable_data<int64_t>(codes),
-                        engine.stream());
+                        context.stream());
   } else {
     cpu::hash_integers(int64_data(values), n, is_unsigned, bits, mutable_data<int64_t>(codes),
                        torch_parallel_for());

@@ -17,9 +17,9 @@ void no_rows_beyond(const DeviceCount& count, const Tensor& rows) {
 void clear(Tensor buckets) {
   check_buckets(buckets, "hash_table_clear_", "buckets");
   const Exclusive alone(buckets, "hash_table_clear_");
-  const Engine engine(buckets);
+  const DeviceContext context(buckets);
   if constexpr (kOnDevice) {
-    cuda::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), engine.stream());
+    cuda::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), context.stream());
   } else {
     cpu::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), torch_parallel_for());
   }
@@ -36,13 +36,13 @@ Tensor find(Tensor buckets, Tensor hash_seed, Tensor keys, std::optional<Tensor>
   check_dim(keys, 1, op, "keys");
   keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
-  const Engine engine(buckets);
+  const DeviceContext context(buckets);
   Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
   dispatch_keys(keys, op, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
       cuda::hash_table_find(data<Bucket>(buckets), buckets.size(0), int64_data(hash_seed),
-                            data<Key>(keys), count, mutable_data<int64_t>(rows), engine.stream());
+                            data<Key>(keys), count, mutable_data<int64_t>(rows), context.stream());
     } else {
       cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed),
                            data<Key>(keys), count.get(), mutable_data<int64_t>(rows),
@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tens
   keys = packed(keys);
   const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
   const Exclusive alone(buckets, op);
-  const Engine engine(buckets);
+  const DeviceContext context(buckets);
   Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
   Tensor status = new_output(keys, {2}, ScalarType::Long);
   dispatch_keys(keys, op, [&](auto tag) {
@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tens
                                       int64_data(hash_seed), mutable_data<int64_t>(size), capacity,
                                       data<Key>(keys), count, mutable_data<int64_t>(rows),
                                       mutable_data<int64_t>(status), memory.data(),
-                                      engine.stream());
+                                      context.stream());
     } else {
       const int64_t size_before = *int64_data(size);
       check_size_value(size_before, buckets.size(0), op);
@@ -118,9 +118,9 @@ Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
   check_same_device(op, {{"buckets", buckets}, {"hash_seed", hash_seed}, {"size", size}});
   check_word(hash_seed, op, "hash_seed");
   check_word(size, op, "size");
-  const Engine engine(buckets);
+  const DeviceContext context(buckets);
   int64_t n = 0;
-  engine.read(int64_data(size), 1, &n);
+  context.read(int64_data(size), 1, &n);
   check_size_value(n, buckets.size(0), op);
   Tensor keys = new_output(buckets, {n});
   Tensor rows = new_output(buckets, {n});
@@ -129,8 +129,8 @@ Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
     Tensor unsound = new_output(buckets, {1});
     cuda::hash_table_keys(data<Bucket>(buckets), buckets.size(0), int64_data(hash_seed), n,
                           mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),
-                          mutable_data<int64_t>(unsound), engine.stream());
-    sound = engine.value(unsound, 0) == 0;
+                          mutable_data<int64_t>(unsound), context.stream());
+    sound = context.value(unsound, 0) == 0;
   } else {
     sound = cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed), n,
                                  mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),

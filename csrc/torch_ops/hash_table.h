@@ -1,7 +1,7 @@
-// What every op that takes a hash table checks of it.
+// Checks of hash tables, shared by every op that takes one.
 #pragma once
 
-#include "engine.h"
+#include "device_context.h"
 #include "sparsekit/hash_table.h"
 
 namespace sparsekit::ops {

@@ -40,7 +40,7 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
   }
   const int64_t* first_row = status ? int64_data(*status) : nullptr;
   check_row_size(out.size(1), op, "out");
-  const Engine engine(out);
+  const DeviceContext context(out);
   const Initializer initializer{static_cast<uint64_t>(seed),
                                 static_cast<Distribution>(distribution), static_cast<float>(a),
                                 static_cast<float>(b)};
@@ -50,16 +50,16 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
     int64_t bad = -1;
     if constexpr (kOnDevice) {
       cuda::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys), row_numbers,
-                      n, first_row, initializer, nullptr, engine.bad(Complaint::kInitRow),
-                      engine.stream());
-      bad = engine.found(Complaint::kInitRow, rows ? n : 0);
+                      n, first_row, initializer, nullptr, context.error_word(DeviceError::kInitRow),
+                      context.stream());
+      bad = context.error_position(DeviceError::kInitRow, rows ? n : 0);
     } else {
       bad = cpu::init_rows(mutable_data<T>(out), out.size(0), out.size(1), int64_data(keys),
                            row_numbers, n, first_row ? std::max<int64_t>(0, *first_row) : 0,
                            initializer, torch_parallel_for());
     }
     if (bad >= 0) {
-      index_error(op, ": rows[", bad, "] is ", engine.value(*rows, bad), ", but out has ",
+      index_error(op, ": rows[", bad, "] is ", context.value(*rows, bad), ", but out has ",
                   out.size(0), " rows");
     }
   });

@@ -22,7 +22,7 @@ constexpr size_t kMostBytes = size_t{1} << 47;
 // returned to the system: several steps of a training loop, whose sizes repeat.
 constexpr uint64_t kPatience = 128;
 
-// What may be idle however little is in use.
+// Idle bytes allowed however little is in use.
 constexpr size_t kAlwaysIdle = size_t{64} << 20;
 
 // A block is taken for what has at least this part of its size. Loops whose sizes vary then find
@@ -156,7 +156,7 @@ class Pool {
     munmap(block.memory, block.size);
   }
 
-  // What is idle is bounded by what has been in use lately: else every new size would stay for
+  // Idle memory is bounded by the recent peak in use: else every new size would stay for
   // kPatience further ones.
   void trim() {
     while (idle_bytes_ > peak_.bytes() + kAlwaysIdle) unmap(idle_.begin());

@@ -14,7 +14,7 @@ constexpr size_t kLargeBytes = size_t{2} << 20;
 // At least so many bytes with any content, or nullptr when there is no memory. Any thread.
 void* take_large_memory(size_t bytes);
 
-// What take_large_memory has returned.
+// Gives back memory of take_large_memory.
 void give_back_large_memory(void* memory);
 
 // Asks for pages of 2 MiB in memory that has not been touched yet. A hint, which may be ignored.

@@ -1,4 +1,4 @@
-// What an op writes to must not share memory with its other arguments: a kernel that has checked a
+// Refuses outputs that share memory with other arguments of an op: a kernel that has checked a
 // size, a key or a row number relies on it while it writes.
 #pragma once
 
@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "engine.h"
+#include "device_context.h"
 
 namespace sparsekit::ops {
 
@@ -69,7 +69,7 @@ class Overlaps {
   }
   void written(const char* list, const std::vector<Tensor>& tensors) { add(list, tensors, true); }
   void read(const char* list, const std::vector<Tensor>& tensors) { add(list, tensors, false); }
-  // What is added from here on is of this table, for an op on several.
+  // Arguments added from here on belong to this table, for an op on several.
   void of_table(size_t table) { table_ = static_cast<int64_t>(table); }
 
   void check() const {
@@ -113,8 +113,8 @@ class Overlaps {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Whether there is an overlap at all: in the order of the addresses where arguments begin, each
-  // is compared with those that have not ended there.
+  // Looks for any overlap: in the order of the addresses where arguments begin, each is compared
+  // with those that have not ended there.
   bool any() const {
     struct Begin {
       uintptr_t address;

@@ -1,4 +1,4 @@
-// What the ops of optimizers take: a weight, its states, and the name and settings of a rule.
+// Arguments of optimizer ops: a weight, its states, and the name and settings of a rule.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace sparsekit::ops {
 
-// What a rule can have. It is the number of states that is checked first.
+// Names of states in errors. The number of states is checked first.
 constexpr const char* kStateNames[kMostStates] = {"states[0]", "states[1]", "states[2]"};
 
 // The states must be [num_rows, dim], but the last one of a row-wise rule [num_rows, 1] or

@@ -4,7 +4,7 @@
 // With num_keys (num_grads, one number for each table), where the keys are, an op takes only that
 // many of them: on a device the kernel reads it, so that ops can follow one another without a word
 // from the host.
-#include "engine.h"
+#include "device_context.h"
 
 SPARSEKIT_LIBRARY(m) {
   m.def("hash_table_clear_(Tensor(a!) buckets) -> ()");
@@ -48,7 +48,7 @@ SPARSEKIT_LIBRARY(m) {
       "init_rows_(Tensor(a!) out, Tensor keys, Tensor? rows, Tensor? status, int seed,"
       " int distribution, float a, float b) -> ()");
 
-  // Of many tables: see sparsekit/ops/_group.py for tables, initializers and features.
+  // Ops on many tables; sparsekit/ops/_group.py explains tables, initializers and features.
   m.def(
       "group_find(Tensor[] buckets, Tensor[] hash_seeds, Tensor tables, Tensor[] keys,"
       " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor bags, Tensor first_keys)");

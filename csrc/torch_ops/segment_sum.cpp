@@ -1,6 +1,6 @@
 #include "sparsekit/segment_sum.h"
 
-#include "engine.h"
+#include "device_context.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -18,7 +18,7 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
   const int64_t n = values.size(0), dim = values.size(1);
   check_row_size(dim, op, "data");
   check_elements({num_segments, dim}, op, "a result");
-  const Engine engine(values);
+  const DeviceContext context(values);
   Tensor out = new_output(values, {num_segments, dim});
   dispatch_rows(values, op, "data", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -27,8 +27,9 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
       const Workspace memory(cuda::segment_sum_workspace_bytes<T>(n, dim, num_segments), values);
       cuda::unsorted_segment_sum(data<T>(values), int64_data(segment_ids), n, dim, num_segments,
                                  deterministic, mutable_data<T>(out),
-                                 engine.bad(Complaint::kSegmentId), memory.data(), engine.stream());
-      bad = engine.found(Complaint::kSegmentId, n);
+                                 context.error_word(DeviceError::kSegmentId), memory.data(),
+                                 context.stream());
+      bad = context.error_position(DeviceError::kSegmentId, n);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();
       const Workspace memory(
@@ -38,7 +39,7 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
                                     mutable_data<T>(out), memory.data(), parallel_for);
     }
     if (bad >= 0) {
-      index_error(op, ": segment_ids[", bad, "] is ", engine.value(segment_ids, bad),
+      index_error(op, ": segment_ids[", bad, "] is ", context.value(segment_ids, bad),
                   ", but num_segments is ", num_segments);
     }
   });

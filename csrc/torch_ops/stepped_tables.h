@@ -1,4 +1,4 @@
-// What the ops take that make an optimizer's step on several tables.
+// Arguments of the ops that make an optimizer's step on several tables.
 #pragma once
 
 #include <algorithm>
@@ -103,19 +103,19 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
 
 // On a device: the bad row that a call for so many tables has reported. With checks off there is
 // none.
-inline BadRow found_bad_row(const Engine& engine, size_t num_tables) {
+inline BadRow found_bad_row(const DeviceContext& context, size_t num_tables) {
   const int64_t limit = cuda::position_of_table(static_cast<int64_t>(num_tables), 0);
-  const int64_t found = engine.found(Complaint::kUpdateRow, limit);
+  const int64_t found = context.error_position(DeviceError::kUpdateRow, limit);
   if (found < 0) return {};
   return {cuda::table_of_position(found), cuda::position_in_table(found)};
 }
 
 template <class T>
-void count_steps(const Engine& engine, const std::vector<SteppedTable<T>>& tables) {
+void count_steps(const DeviceContext& context, const std::vector<SteppedTable<T>>& tables) {
   if constexpr (kOnDevice) {
     std::vector<int64_t*> steps;
     for (const SteppedTable<T>& table : tables) steps.push_back(table.step);
-    cuda::count_steps(steps.data(), static_cast<int64_t>(steps.size()), engine.stream());
+    cuda::count_steps(steps.data(), static_cast<int64_t>(steps.size()), context.stream());
   } else {
     for (const SteppedTable<T>& table : tables) ++*table.step;
   }

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <limits>
 
-#include "engine.h"
+#include "device_context.h"
 #include "process_seed.h"
 
 namespace sparsekit::ops {
@@ -34,7 +34,7 @@ struct Padded {
 };
 
 // Writes the number of distinct keys to *num_unique, which is where the engine is.
-Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_keys,
+Padded unique_of(const DeviceContext& context, Tensor keys, std::optional<Tensor> num_keys,
                  int64_t* num_unique, const char* op) {
   check_dim(keys, 1, op, "keys");
   const int64_t n = keys.numel();
@@ -52,7 +52,7 @@ Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_ke
       const Workspace memory(cuda::unique_workspace_bytes(n), keys);
       cuda::unique(data<Key>(keys), count, process_seed(), mutable_data<Key>(unique_keys),
                    mutable_data<int64_t>(inverse), mutable_data<int64_t>(counts), num_unique,
-                   memory.data(), engine.stream());
+                   memory.data(), context.stream());
     } else {
       const Workspace memory(cpu::unique_workspace_bytes(n), keys);
       *num_unique = cpu::unique(data<Key>(keys), count.get(), process_seed(),
@@ -64,12 +64,12 @@ Padded unique_of(const Engine& engine, Tensor keys, std::optional<Tensor> num_ke
 }
 
 std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
-  const Engine engine(keys);
+  const DeviceContext context(keys);
   const Workspace word(sizeof(int64_t), keys);
   auto* where = static_cast<int64_t*>(word.data());
-  const Padded padded = unique_of(engine, keys, std::nullopt, where, "unique");
+  const Padded padded = unique_of(context, keys, std::nullopt, where, "unique");
   int64_t num_unique = 0;
-  engine.read(where, 1, &num_unique);
+  context.read(where, 1, &num_unique);
   return {trimmed(padded.unique_keys, num_unique), padded.inverse,
           trimmed(padded.counts, num_unique)};
 }
@@ -78,8 +78,8 @@ std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> unique_padded(Tensor keys,
                                                          std::optional<Tensor> num_keys) {
   Tensor num_unique = new_output(keys, {1}, ScalarType::Long);
-  const Padded padded =
-      unique_of(Engine(keys), keys, num_keys, mutable_data<int64_t>(num_unique), "unique_padded");
+  const Padded padded = unique_of(DeviceContext(keys), keys, num_keys,
+                                  mutable_data<int64_t>(num_unique), "unique_padded");
   return {padded.unique_keys, padded.inverse, padded.counts, num_unique};
 }
 

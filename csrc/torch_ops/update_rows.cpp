@@ -65,20 +65,21 @@ RowGradients<T> read_gradients(const Lists& lists, size_t i, const char* op) {
 
 // As cpu::update_rows, but with checks off it sees no bad row.
 template <class Rule, class T>
-BadRow update_on_device(const Engine& engine, const std::vector<SteppedTable<T>>& tables,
+BadRow update_on_device(const DeviceContext& context, const std::vector<SteppedTable<T>>& tables,
                         const std::vector<RowGradients<T>>& gradients, const int64_t* counts,
                         const Rule& rule, StepNumber number, Rounding rounding) {
   const auto num_tables = static_cast<int64_t>(tables.size());
   std::optional<Tensor> copy;
   if (num_tables > cuda::kTablesOfLaunch) {
-    copy = engine.kept(tables.data(), num_tables * static_cast<int64_t>(sizeof(SteppedTable<T>)));
+    copy = context.cached_copy(tables.data(),
+                               num_tables * static_cast<int64_t>(sizeof(SteppedTable<T>)));
   }
   const auto* on_device = copy ? data<SteppedTable<T>>(*copy) : nullptr;
   cuda::update_rows(tables.data(), on_device, gradients.data(), num_tables, counts, rule, number,
-                    rounding, engine.bad(Complaint::kUpdateRow), engine.stream());
+                    rounding, context.error_word(DeviceError::kUpdateRow), context.stream());
   const bool by_row = std::any_of(gradients.begin(), gradients.end(),
                                   [](const RowGradients<T>& own) { return own.rows != nullptr; });
-  return found_bad_row(engine, by_row ? tables.size() : 0);
+  return found_bad_row(context, by_row ? tables.size() : 0);
 }
 
 template <class Rule, class T>
@@ -93,11 +94,11 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
   });
   lists.check_overlaps(num_grads, number.counted);
 
-  const Engine engine(lists.weights[0]);
+  const DeviceContext context(lists.weights[0]);
   const int64_t* exact = num_grads.has_value() ? int64_data(*num_grads) : nullptr;
   BadRow bad;
   if constexpr (kOnDevice) {
-    bad = update_on_device(engine, tables, gradients, exact, rule, number, rounding);
+    bad = update_on_device(context, tables, gradients, exact, rule, number, rounding);
   } else {
     for (size_t i = 0; exact != nullptr && i < count; ++i) {
       gradients[i].n = DeviceCount{gradients[i].n, exact + i}.get();
@@ -109,10 +110,10 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
     const auto i = static_cast<size_t>(bad.table);
     const std::string table = count == 1 ? "" : message(": table ", i);
     index_error(kOp, table, ": rows[", bad.position, "] is ",
-                engine.value(lists.rows[i], bad.position), ", but weight has ",
+                context.value(lists.rows[i], bad.position), ", but weight has ",
                 tables[i].table.num_rows, " rows");
   }
-  if (number.counted) count_steps(engine, tables);
+  if (number.counted) count_steps(context, tables);
 }
 
 void update_rows(std::vector<Tensor> weights, std::vector<Tensor> states,

@@ -1,4 +1,4 @@
-// What the sum of a bag is divided by.
+// Divisors of pooled sums.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace sparsekit::cpu {
 
-// Of weights begin, ..., end - 1, for kMean or kSqrtn.
+// Adds up weights begin, ..., end - 1, squared for kSqrtn.
 template <class A>
 [[gnu::noinline]] A total_weight(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   A total = 0;
@@ -25,7 +25,7 @@ template <class A>
   return total;
 }
 
-// Of the bag with the entries from begin to end; 0 for a bag that pools to zeros.
+// Divisor of the bag with the entries from begin to end; 0 for a bag that pools to zeros.
 template <class A>
 inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (begin == end) return 0;

@@ -74,7 +74,7 @@ class DistinctKeys {
   // Keys that are worth a thread of their own.
   static constexpr int64_t kWorth = 8192;
 
-  // What n entries of one table need; two of the parts only if one thread does it all.
+  // Memory for n entries of one table; two of the arrays only if one thread does it all.
   struct Memory {
     int64_t* keys;     // [n] distinct ones
     int64_t* scratch;  // [n]

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kGrain = 65536;
 
-// Whether the offsets of bags begin, ..., end - 1 are good. Without a branch in the loop, so that
-// several are compared at a time.
+// Checks the offsets of bags begin, ..., end - 1, without a branch in the loop, so that several are
+// compared at a time.
 template <class Offset>
 bool good_offsets(const Offset* offsets, int64_t begin, int64_t end, int64_t n, int64_t most) {
   bool bad = false;

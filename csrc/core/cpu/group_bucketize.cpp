@@ -24,7 +24,7 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
     owner_of_key[j] = static_cast<int32_t>(owner);
     ++counts[owner * stride];
   }
-  // What is a count now is a place while keys are put there, and becomes a count again.
+  // Counts become places while keys are put there, and counts again afterwards.
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {
     const int64_t count = counts[r * stride];

@@ -138,7 +138,7 @@ int64_t work_of(const SummedTable<T>& table) {
   return table.n * table.dim;
 }
 
-// What the gradient of a table needs.
+// Scratch memory for the gradient of a table.
 template <class T>
 struct Memory {
   RowSort sort;
@@ -217,7 +217,7 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
     const int64_t num_rows = table.num_rows;
     parallel_for(0, table.n, 65536, [=](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        // What is beyond stays so, and is found by the sum.
+        // A number out of range stays so; the sum reports it.
         const int64_t number = index[i];
         numbers[i] = static_cast<uint64_t>(number) < static_cast<uint64_t>(num_rows)
                          ? place[number]

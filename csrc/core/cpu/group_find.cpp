@@ -28,7 +28,7 @@ struct Lookup {
   int64_t* refused;
   WriteNewRows write;
 
-  // Of the distinct keys of a table. found [n] is scratch.
+  // Finds the rows of a table's distinct keys. found [n] is scratch.
   void find_rows(int64_t t, const int64_t* keys, int64_t* found,
                  const ParallelFor& parallel_for) const {
     const GroupTable& table = tables[t];

@@ -97,8 +97,8 @@ struct Table {
   int64_t capacity;
 };
 
-// Of a key that was absent when it was looked up; meanwhile it may have come in, as an earlier
-// entry of the same call.
+// Inserts a key that was absent when it was looked up, unless an earlier entry of the same call has
+// brought it in since.
 inline Inserted find_or_insert_key(Table& table, int64_t home, int64_t key, int64_t* row) {
   *row = find_from(table.buckets, table.num_buckets, home, key);
   if (*row >= 0) return Inserted::kAll;

@@ -13,7 +13,7 @@ namespace sparsekit::cpu {
 
 // Marks the number of a first occurrence.
 constexpr uint32_t kFirst = uint32_t{1} << 31;
-// In place of the number of a key that there is not.
+// Sentinel: key not found.
 constexpr uint32_t kAbsent = ~uint32_t{0};
 
 // A key and how often it has come, side by side, since both are needed at once.
@@ -71,13 +71,13 @@ class Numbering {
                });
   }
 
-  // Where the entries of a range of keys may begin when those of several ranges, with `keys` keys
-  // in all, lie before them: each then has room for entries_for() of its keys.
+  // First entry of a range of keys that comes after `ranges` others with `keys` keys in all: each
+  // then has room for entries_for() of its keys.
   static int64_t entries_before(int64_t ranges, int64_t keys) {
     return (48 * ranges + 16 * keys / 5) / 16 * 16;
   }
 
-  // How many distinct keys there have been.
+  // Number of distinct keys so far.
   uint32_t size() const { return size_; }
 
  private:
@@ -148,7 +148,7 @@ class Numbering {
     }
   }
 
-  // Whether a key is new is nothing that a branch could predict either. So all keys of a block are
+  // No branch could predict which keys are new, either. So all keys of a block are
   // looked up first, and those that are missing go in afterwards. While nearly all are new, a
   // branch does predict it.
   template <class Given, class Visit>

@@ -30,8 +30,8 @@ constexpr int64_t kRun = 1024;
 // Entries for each segment from which on a second set of sums pays.
 constexpr int64_t kEntriesForTwoPieces = 4;
 
-// What a thread remembers of a segment: how far from the first sum (in elements) its run is summed,
-// and in the low bits how many entries of the run there have been.
+// Progress of a thread in a segment: distance (in elements) from the first sum to the one of its
+// current run, and in the low bits the entries of that run so far.
 using Progress = int64_t;
 constexpr int kMetBits = 11;
 constexpr Progress kMet = (Progress{1} << kMetBits) - 1;
@@ -90,7 +90,7 @@ struct SegmentWorkspace {
     num_pieces = n / kEntriesForTwoPieces >= std::max(num_segments, kRun) ? 2 : 1;
     column_parts =
         std::clamp<int64_t>(row_bytes / kLeastWidth, 1, std::max<int64_t>(threads / num_pieces, 1));
-    // What all parts remember shall not be much larger than the sums.
+    // Keep the progress of all parts from growing much larger than the sums.
     const int64_t most_parts = std::max<int64_t>(row_bytes, 64) / sizeof(Progress);
     run_parts = std::max<int64_t>(std::min(threads / num_pieces, most_parts) / column_parts, 1);
     const auto take = [&](auto*& array, int64_t count) {
@@ -140,20 +140,20 @@ inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t wi
   for (; j < width; ++j) sum[j] = before[j] + (kScaled ? scale * load(row[j]) : load(row[j]));
 }
 
-// What is to be added, and the progress of its segment before.
+// A row to add, and the progress of its segment so far.
 template <class T>
 struct Addition {
   const T* row;
   Progress before;
 };
 
-// Of two addresses or numbers, where the compiler would make a branch of ?: that is mispredicted.
+// Selects one of two numbers without a branch; for ?: the compiler makes one that is mispredicted.
 template <class I>
 inline I select(bool first, I one, I other) {
   return other ^ ((one ^ other) & -static_cast<I>(first));
 }
 
-// Which of `run_parts` threads a run is for. Neighbouring elements go to the same one, since they
+// Assigns a run to one of `run_parts` threads. Neighbouring elements go to the same one, since they
 // can share a cache line. Not seeded: offsets chosen to go to one thread only make it work alone.
 inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
   return bucket_of_hash(hash_key(offset >> 6), run_parts);

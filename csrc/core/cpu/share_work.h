@@ -1,4 +1,4 @@
-// How threads share out many jobs of different sizes.
+// Shares out many jobs of different sizes among threads.
 #pragma once
 
 #include <algorithm>

@@ -32,7 +32,7 @@ inline void prefetch_row(const T* row, int64_t dim) {
   asm volatile("");  // see prefetch()
 }
 
-// What a register holds, and how many a loop may keep its sums in.
+// Bytes of a vector register, and registers that a loop may keep its sums in.
 #ifdef __AVX512F__
 constexpr int kVectorBytes = 64;
 constexpr int kSumRegisters = 16;

@@ -217,7 +217,7 @@ class Parts {
  private:
   int64_t begin_of(int64_t chunk) const { return n_ * chunk / chunks_; }
 
-  // Where the keys of a chunk begin within a part; those of the chunk after the last: its end.
+  // First key of a chunk within a part; for the chunk after the last, the part's end.
   uint32_t& start(int64_t chunk, int64_t part) { return start_[chunk * parts_ + part]; }
 
   void choose_parts(int64_t chunk, const Key* keys) {
@@ -341,7 +341,7 @@ class Parts {
   uint32_t* entries_;
 };
 
-// How many of `size` keys, taken at equal distances, are distinct.
+// Estimates the distinct count from `size` evenly spaced keys.
 template <class Key>
 int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t seed,
                            void* workspace) {
@@ -355,15 +355,15 @@ int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t see
   return numbering.size();
 }
 
-// Whether most keys are distinct, going by some of them. Of s out of m keys that are equally
-// frequent s * s / 2m are repeats, and of n most are distinct if m > n.
+// Guesses from a sample whether most keys are distinct. Of s keys drawn from m that are equally
+// frequent, s * s / 2m are repeats; of n keys most are distinct if m > n.
 template <class Key>
 bool mostly_distinct(const Key* keys, int64_t n, int64_t seed, void* workspace) {
   const int64_t repeated = kSample - distinct_of_sample(keys, n, kSample, seed, workspace);
   return repeated * n <= kSample * kSample / 2;
 }
 
-// Whether so many keys are best moved to parts.
+// Decides whether to move the keys to parts.
 template <class Key>
 bool seldom_repeat(const Key* keys, int64_t n, int64_t seed, void* workspace) {
   return static_cast<double>(distinct_of_sample(keys, n, kLargeSample, seed, workspace)) >

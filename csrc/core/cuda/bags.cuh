@@ -1,4 +1,4 @@
-// What every kernel on bags needs: which entries a bag has, when offsets may be wrong, and what its
+// Shared by every kernel on bags: the entries of a bag, even if offsets are wrong, and what its
 // sum is divided by.
 #pragma once
 
@@ -48,13 +48,13 @@ SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   return range.begin <= i && i < range.end ? low : -1;
 }
 
-// What a weight adds to the total that the divisor comes from.
+// Summand of a weight in the total that the divisor comes from.
 template <class A>
 SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
   return combiner == Combiner::kMean ? weight : weight * weight;
 }
 
-// What a pooled sum is divided by; 0 for a bag that pools to zeros.
+// Divisor of a pooled sum; 0 for a bag that pools to zeros.
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};

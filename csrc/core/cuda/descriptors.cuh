@@ -1,4 +1,4 @@
-// How a launch for many tables learns about them.
+// Brings descriptors of many tables to a launch.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ constexpr int kGroupThreads = 256;
 // On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
 constexpr int kGroupBlocksAtOnce = 2;
 
-// What a launch brings along as its parameter: 4 KB with every driver, 32 KB where there is more.
+// Descriptors as a parameter of the launch: 4 KB with every driver, 32 KB where there is more.
 template <int kWords>
 struct Brought {
   static constexpr int kMost = kWords;
@@ -42,7 +42,7 @@ class Descriptors {
     return (n * static_cast<int64_t>(sizeof(D)) + 15) / 16 * 16;
   }
 
-  // Where the first array will be; each further one lies behind the one before. add() returns
+  // Begins the first array here; each further one lies behind the one before. add() returns
   // where.
   explicit Descriptors(const void* device)
       : device_(static_cast<char*>(const_cast<void*>(device))) {}

@@ -99,7 +99,7 @@ SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combine
   }
 }
 
-// What each entry is to the segment sum over rows: the gradient of its bag, scaled.
+// Entries of the segment sum over rows: the scaled gradients of their bags.
 template <class A>
 struct BagEntries {
   int32_t* bag;          // [n], -1 for an entry of no bag; null when there are sample weights
@@ -159,7 +159,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
   int64_t row[kInFlight];
   for (int j = 0; j < kInFlight; ++j) row[j] = first + j < in.bags.n ? in.bags.rows[first + j] : -1;
-  // What to multiply; null for zeros.
+  // Gradient to multiply; null for zeros.
   const T *g[kInFlight], *x[kInFlight];
   int64_t bag = -1;
   for (int j = 0; j < kInFlight; ++j) {

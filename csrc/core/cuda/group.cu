@@ -17,13 +17,13 @@ SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
     return clamped_offset(group.source(feature.source), last_bag, first) - first;
   };
   sum_up(group.num_features, count, [&](int f, int64_t before) {
-    // Where offsets are bad, there might be more entries than results have room for.
+    // Bad offsets could claim more entries than results have room for.
     group.entry[f] = before < group.most ? static_cast<int32_t>(before) : group.most;
     if (f < group.num_features) group.first_keys[f] = first_key(f);
   });
 }
 
-// Where bag i of all features begins; for i = num_bags, where the last one ends.
+// Begin of bag i of all features; for i = num_bags, the end of the last one.
 SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num_bags,
                                 int32_t* bags, int64_t* long_bag) {
   if (i == num_bags) {
@@ -38,7 +38,7 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   const int64_t at = clamped_offset(source, bag, group.first_keys[f]) - group.first_keys[f];
   const int64_t count = group.entry[f + 1] - group.entry[f];
   bags[i] = static_cast<int32_t>(group.entry[f] + (at < count ? at : count));
-  // Of bad offsets the difference may be anything.
+  // Bad offsets can have any difference.
   const int64_t low = offset_at(source, bag), high = offset_at(source, bag + 1);
   const bool good = 0 <= low && low <= high && high <= source.n;
   if (good && high - low > feature.max_nnz) {
@@ -118,7 +118,7 @@ const AskedTable& asked(const GroupCall& call, int64_t t) {
   return call.tables[t];
 }
 
-// Whether there is a table that does not take any key.
+// True if some table does not take every key.
 bool limits_keys(const GroupCall& call) {
   for (int64_t t = 0; t < call.num_tables; ++t) {
     if (asked(call, t).end >= 0) return true;
@@ -174,7 +174,7 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
   return tables;
 }
 
-// Where arrays of descriptors lie, one behind the other.
+// Begins of arrays of descriptors, one behind the other.
 struct DescriptorSizes {
   int64_t bytes = 0;
 

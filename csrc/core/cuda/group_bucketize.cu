@@ -49,7 +49,7 @@ SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bo
   }
 }
 
-// How many of the sorted entries belong to pieces before this one.
+// Number of sorted entries that belong to pieces before this one.
 SPARSEKIT_DEVICE int32_t entries_before(const Pieces& pieces, int32_t entries, int64_t piece) {
   int32_t begin = 0;
   for (int32_t count = entries; count > 0;) {

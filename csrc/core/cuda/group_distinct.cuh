@@ -77,7 +77,7 @@ SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* sl
   }
 }
 
-// Which entries have a key that none before them has. Clears `words` besides.
+// Marks the entries whose key no earlier entry has. Clears `words` as well.
 SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
                                    Ranks first_seen, int64_t* words, int64_t num_words) {
   for (int64_t i = simt::global_thread(); i < num_words; i += simt::global_threads()) words[i] = 0;
@@ -100,7 +100,7 @@ struct FirstEntries {
   static int64_t num_slots(const GroupCall& call) {
     return slots_before(call.entries, call.num_tables);
   }
-  // Of an entry whose key has that slot.
+  // Looks up an entry whose key has that slot.
   SPARSEKIT_DEVICE int32_t entry(int32_t slot) const { return slots[static_cast<uint32_t>(slot)]; }
   // Number of a key among those of its table, whose entries start with `begin`.
   SPARSEKIT_DEVICE int32_t number(int32_t first, int32_t begin) const {

@@ -232,7 +232,7 @@ RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& fe
                       apart ? feature.out : reinterpret_cast<const T*>(sizeof(T)));
 }
 
-// Which bags may be long, and the shape that suits them all.
+// Bags that may be long, and the shape that suits them all.
 struct LongShape {
   bool any = false;
   int64_t dim = 0;

@@ -6,7 +6,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// How the features of a call pool.
+// Combiners of the features of a call.
 struct Ways {
   bool weighted = false, scaled = false, divided = false;
 

@@ -69,7 +69,7 @@ struct SummedTables {
   SPARSEKIT_DEVICE Gradients gradients(int i) const { return Gradients(runs, shares[i].table); }
 };
 
-// How an update walks the rows of a table. Wide accesses only where those of bags may be so, too.
+// Walks the rows of a table in an update. Accesses are wide only where those of bags may be, too.
 template <class Rule, class T>
 RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sums, bool per_row) {
   constexpr int kWidth = kWide<Acc<T>>;

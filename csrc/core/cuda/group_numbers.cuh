@@ -1,4 +1,4 @@
-// What sums of many tables need first: where each table's entries, rows and chunks are, which row
+// Prepares sums of many tables: where each table's entries, rows and chunks are, which row
 // each entry is added to, and the order of the rows.
 #pragma once
 

@@ -124,7 +124,7 @@ struct GradientRows {
   const SumFeature<T>* features;
   int num_features;
   int64_t dim;
-  // Of the first feature, mostly the only one.
+  // The first feature, mostly the only one.
   const T* grad;
   int64_t stride;
   int32_t first_bag;
@@ -181,7 +181,7 @@ SPARSEKIT_DEVICE T divided_sum(Acc<T> sum, Acc<T> divide_by) {
   return divide_by == Acc<T>{1} ? rounded : store<T>(load(rounded) / divide_by);
 }
 
-// Where a level's entries of a table are, and where those of the next begin.
+// Range of a level's entries of a table, and begin of the next level's.
 struct Begins {
   const int32_t* begins;
   int32_t scale;

@@ -12,7 +12,7 @@ constexpr int kDrawColumns = 4;
 template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 
-// Whether rows of T from `out` on are aligned for accesses of kDrawWidth.
+// True if rows of T from `out` on are aligned for accesses of kDrawWidth.
 template <class T>
 SPARSEKIT_HOST_DEVICE bool draws_are_aligned(const T* out, int64_t dim) {
   return dim % kDrawColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;

@@ -38,13 +38,13 @@ struct Pooling {
   SPARSEKIT_DEVICE int64_t offset(int64_t bag) const { return bags.offsets[bag]; }
   SPARSEKIT_DEVICE Range range(int64_t bag) const { return bag_range(bags, bag); }
   SPARSEKIT_DEVICE T* vector(int64_t bag) const { return out + bag * dim; }
-  // Of a long bag, among all bags of a launch.
+  // Number of the long bag among all bags of a launch.
   SPARSEKIT_DEVICE int64_t number(int64_t bag) const { return bag; }
 
   SPARSEKIT_DEVICE void check(int64_t position) const {
     if (position <= bags.num_bags) check_offset(bags, position, errors.bad_offset);
   }
-  // What entry i stands for: a row, or -1 for zeros.
+  // Row of entry i, or -1 for zeros.
   SPARSEKIT_DEVICE int64_t row(int64_t i, bool report) const {
     const int64_t row = bags.rows[i];
     if (row < num_rows) return row < 0 ? -1 : row;
@@ -67,7 +67,7 @@ struct Entries {
   int64_t row[kInFlight];  // -1 where there is none
   Acc<T> weight[kInFlight];
 
-  // Of the `count` entries from `begin`, those after the first `from`.
+  // Takes the `count` entries from `begin` without the first `from`.
   template <class In>
   SPARSEKIT_DEVICE void look_up(const In& in, int64_t begin, int from, int count, bool report) {
     for (int j = 0; j < kInFlight; ++j) {
@@ -223,7 +223,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
                                           int64_t first, int64_t element) {
   const int64_t last = first + kBags < in.num_bags() ? first + kBags : in.num_bags();
   int64_t before = first < last ? in.offset(first) : 0;
-  // Whether the entries do lie side by side, and are few.
+  // True if the entries do lie side by side, and are few.
   bool plain = before >= 0;
   for (int j = 0; j < kBags; ++j) {
     const int64_t bag = first + j;

@@ -1,4 +1,4 @@
-// How the elements of a row are spread over lanes, the same for every kernel on rows.
+// Spreads the elements of a row over lanes, the same way for every kernel on rows.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ inline simt::Grid grid_for_rows(int64_t n, const RowShape& shape, int threads = 
   return grid;
 }
 
-// Which row this tile has, and which elements of it this lane.
+// The row of this tile, and the elements of it that this lane has.
 SPARSEKIT_DEVICE int64_t tile_of_thread(int log2_lanes) {
   return simt::global_thread() >> log2_lanes;
 }

@@ -59,7 +59,7 @@ struct Entry {
   int32_t value;
 };
 
-// How a run of entries with equal keys lies in a tile's range: all in it, begun before it, or
+// Position of a run of entries with equal keys in a tile's range: all in it, begun before it, or
 // begun in it and going on after it.
 enum class Run { kWhole, kHead, kTail };
 
@@ -115,7 +115,7 @@ SPARSEKIT_DEVICE uint32_t segment_key(int64_t id, int64_t i, int64_t num_segment
   return static_cast<uint32_t>(id < 0 || id >= num_segments ? num_segments : id);
 }
 
-// What is summed: entry i, for i in [0, n), is row values[i], or row i when `values` is null, of
+// Summands: entry i, for i in [0, n), is row values[i], or row i when `values` is null, of
 // segment ids[i]. Entries with a value or id below 0 are dropped. *bad as in unsorted_segment_sum.
 struct Segments {
   const int64_t* ids;

@@ -107,7 +107,7 @@ SPARSEKIT_DEVICE T* from_number(uint64_t number) {
   return static_cast<T*>(__cvta_global_to_generic(number));
 }
 
-// What has been read from memory is read again after this, in place of being kept in registers.
+// Makes the compiler read memory again instead of keeping values in registers.
 SPARSEKIT_DEVICE void free_registers() {
   asm volatile("" ::: "memory");
 }

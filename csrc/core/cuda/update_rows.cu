@@ -22,7 +22,7 @@ struct GivenGradients {
   }
 };
 
-// What tables of a launch have to do.
+// Work of the tables of a launch.
 template <class T, int kTables>
 struct GivenTables {
   static constexpr int kMost = kTables;

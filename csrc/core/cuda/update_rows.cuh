@@ -13,7 +13,7 @@ constexpr int kUpdateThreads = 256;
 // On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
 constexpr int kUpdateBlocksAtOnce = 2;
 
-// What one table of a launch has to do: its blocks are those from first_block on to that of the
+// Work of one table of a launch: its blocks are those from first_block on to that of the
 // next one. They are `columns` times as many as its grid has rows of blocks; see row_shape.h.
 struct Share {
   int32_t first_block;
@@ -29,7 +29,7 @@ struct Share {
         log2_lanes(static_cast<uint16_t>(shape.log2_lanes)) {}
 };
 
-// Which of the tables has a block.
+// Finds the table of a block.
 template <class Tables>
 SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
   int first = 0, count = tables.count;
@@ -85,7 +85,7 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const Numbers& number
   return {sums.first / count, kTwo ? sums.second / count : 0};
 }
 
-// What the threads of a block share: their table, its gradients, and the numbers of its step.
+// Shared by the threads of a block: their table, its gradients, and the numbers of its step.
 template <class T, class Gradients, class Numbers>
 struct Block {
   RowTable<T> table;
@@ -206,12 +206,12 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
   }
 }
 
-// How the rows of a table are spread over lanes. The states fill their accesses; BFloat16 weights
+// Spreads the rows of a table over lanes. The states fill their accesses; BFloat16 weights
 // beside them have half as many bytes.
 template <class Rule, class T>
 RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
   RowShape shape = shape_of(table, kElementStates<Rule>, grad);
-  // What is one for a row must be done by one tile.
+  // A state with one number for a row must be updated by one tile.
   if (Rule::kRowMeans > 0 || per_row) shape.columns = 1;
   return shape;
 }

@@ -23,7 +23,7 @@ void expect(ncclResult_t result, const char* function) {
   throw std::runtime_error(message);
 }
 
-// What has gone wrong in the background, on the network for example. Looks at a few words.
+// Throws what has gone wrong in the background, on the network for example. Reads a few words.
 void expect_no_error(ncclComm_t communicator, const char* function) {
   ncclResult_t state = ncclSuccess;
   expect(library().get_async_error(communicator, &state), "ncclCommGetAsyncError");

@@ -96,7 +96,7 @@ extern "C" SPARSEKIT_VISIBLE const void* sparsekit_simt_records(int64_t* count) 
   return records == nullptr ? nullptr : records->data();
 }
 
-// Whether bytes include those of plain loads and stores.
+// True if bytes include those of plain loads and stores.
 extern "C" SPARSEKIT_VISIBLE int sparsekit_simt_sees_bytes() {
   return sparsekit::simt::host::sees_plain_accesses;
 }

@@ -1,4 +1,4 @@
-// What the kernels of a launch do to device memory, and the list of what a thread has asked of the
+// Counts what the kernels of a launch do to device memory, and lists what a thread has asked of the
 // device. Tests read it through the functions at the end of counts.cpp.
 #pragma once
 
@@ -41,7 +41,7 @@ class Traffic {
   int64_t atomics_ = 0, accessed_ = 0;
 };
 
-// Whether the calling thread wants what it asks of the device to be listed.
+// True if the calling thread wants its requests to the device listed.
 bool is_counting();
 void add_record(const Record& record);
 
@@ -54,7 +54,7 @@ Range own_stack();
 
 // Launches being counted, of any thread: while there are none, an access costs one look at this.
 extern std::atomic<int> counted_launches;
-// Whether kernels were compiled so that their plain loads and stores are seen (accesses.cpp).
+// True if kernels were compiled so that their plain loads and stores are seen (accesses.cpp).
 extern bool sees_plain_accesses;
 
 }  // namespace sparsekit::simt::host

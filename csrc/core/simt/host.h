@@ -19,7 +19,7 @@ namespace sparsekit::simt {
 
 namespace host {
 
-// Where the running fiber is.
+// Position of the running fiber.
 struct Position {
   int thread;
   int block_size;
@@ -31,7 +31,7 @@ struct Position {
 
 enum class Collective { kShuffle, kBallot, kMatch, kSync };
 enum class Access { kRead, kWrite, kAtomic };
-// What the host asks of the device: a kernel, a memset, what a library does (any number of
+// A request of the host to the device: a kernel, a memset, what a library does (any number of
 // kernels), or to wait for words from it.
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 

@@ -32,7 +32,7 @@ SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   if (thread() == 0) atomic_add(sum, part[0]);
 }
 
-// How many threads hold a claim on one of 64 places: 64 if claims are atomic.
+// Counts the threads that hold a claim on one of 64 places: 64 if claims are atomic.
 SPARSEKIT_KERNEL claim_kernel(int32_t* places, int32_t* claims, bool atomic) {
   int32_t* place = &places[global_thread() % 64];
   bool mine = false;

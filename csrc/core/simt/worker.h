@@ -67,7 +67,7 @@ struct Launch {
   }
 };
 
-// Where the workers of a group meet: at a barrier of the kernel, or at the end of a block.
+// Meeting point of the workers of a group: a barrier of the kernel, or the end of a block.
 class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };

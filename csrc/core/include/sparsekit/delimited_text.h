@@ -10,7 +10,7 @@ namespace sparsekit {
 
 enum class FieldKind : uint8_t { kSkip, kFloat, kHash, kInteger, kHex };
 
-// How the text of one field of a line is read.
+// Describes how the text of one field of a line is read.
 struct Field {
   FieldKind kind = FieldKind::kSkip;
 

@@ -8,8 +8,7 @@
 
 namespace sparsekit::cuda {
 
-// What position words hold while nothing bad was found: every byte the same, so that a fill sets
-// it.
+// Value of a position word while nothing bad was found: all bytes are equal, so a memset sets it.
 constexpr int kNoPositionByte = 0x7F;
 constexpr int64_t kNoPosition = 0x7F7F7F7F7F7F7F7F;
 
@@ -29,7 +28,7 @@ inline int64_t position_in_table(int64_t both) {
 // Fills device memory with one byte, in the order of the stream. Does not wait.
 void fill_bytes(void* device, int byte, int64_t bytes, void* stream);
 
-// Whether work on the stream is being recorded in a CUDA graph, when nothing may wait for it.
+// True while the stream is recorded into a CUDA graph, when nothing may wait for it.
 bool is_capturing(void* stream);
 
 struct Piece {
@@ -44,7 +43,7 @@ void read_back(const Piece* pieces, int count, void* stream);
 // Copies to the device, in the order of the stream. The host's memory may change right after.
 void copy_to_device(void* device, const void* host, int64_t bytes, void* stream);
 
-// How often read_back has waited in this process.
+// Counts the waits of read_back in this process.
 int64_t num_waits();
 
 }  // namespace sparsekit::cuda

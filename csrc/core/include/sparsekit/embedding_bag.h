@@ -8,7 +8,7 @@
 
 namespace sparsekit {
 
-// How the rows x_i of a bag, with weights w_i (1 when there are none), become one vector:
+// Combines the rows x_i of a bag, with weights w_i (1 when there are none), to one vector:
 //   sum: S = sum w_i x_i;   mean: S / sum w_i;   sqrtn: S / sqrt(sum w_i^2).
 // A divisor of zero, as of an empty bag, gives zeros. With kNone a bag has at most one row, which
 // is copied; only the ops on many tables know it.

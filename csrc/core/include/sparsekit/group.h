@@ -1,4 +1,4 @@
-// What an op on many tables is asked: inputs of keys, and which table each of their bags asks.
+// Arguments of an op on many tables: sources of keys, and the table that each of their bags asks.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Feature {
   int64_t first_key, n, first_entry;
 };
 
-// What one of the tables of a call is asked.
+// Features and entries of one table of a call.
 struct AskedTable {
   int64_t first_feature, features;
   int64_t first_entry, n;  // on the host, only where offsets are
@@ -51,8 +51,8 @@ struct BagCheck {
   int64_t position = -1;  // of the offset, or the bag
 };
 
-// Whether offsets of the bags [first, last) of a source rise, stay within its keys, and no bag has
-// more than `most` of them.
+// Checks that offsets of the bags [first, last) of a source rise and stay within its keys, and that
+// no bag has more than `most` keys.
 BagCheck check_bags(const Source& source, int64_t first, int64_t last, int64_t most,
                     const ParallelFor& parallel_for);
 
@@ -98,7 +98,7 @@ struct GroupErrors {
   int64_t* bad_key;
 };
 
-// Where its results on entries are: what cpu::write_bags writes.
+// Output of cpu::write_bags: the bags that entries belong to.
 struct GroupBags {
   int32_t* bags;        // [num_bags + 1]
   int64_t* first_keys;  // [num_features]

@@ -14,7 +14,7 @@ struct RoutedTable : AskedTable {
   Owners owners;
 };
 
-// Where the results of group_bucketize go.
+// Output of group_bucketize.
 struct RoutedKeys {
   int64_t* keys;     // [entries] the keys for rank 0, table by table; those for rank 1; and so on
   int64_t* counts;   // [world_size, tables] keys
@@ -57,7 +57,7 @@ void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_
 // As on the CPU, with call.routed. Nothing waits for the host.
 namespace cuda {
 
-// Of the workspace, which begin_group is given first.
+// Size of the workspace, which begin_group is given first.
 int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_size, bool distinct);
 
 // world_size * num_tables < 2^31. *bad_owners is the smallest number of a table whose owners name a
@@ -66,7 +66,7 @@ void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world
                      bool distinct, int64_t seed, const RoutedKeys& to, int64_t* bad_owners,
                      void* workspace, void* stream);
 
-// What exchange_rows is asked.
+// Arguments of exchange_rows.
 struct ExchangeCall {
   int64_t num_tables, world_size, entries;
   const int64_t* first_bags;  // [num_tables + 1] of each table among those of all
@@ -76,7 +76,7 @@ struct ExchangeCall {
   const int32_t* places;  // [entries]
 };
 
-// What is wrong with it: the smallest position of a place, and of a table whose bags do not rise to
+// Errors found: the smallest position of a bad place, and of a table whose bags do not rise to
 // at most `entries`, or which has fewer entries than keys that have come.
 struct ExchangeErrors {
   int64_t* bad_place;

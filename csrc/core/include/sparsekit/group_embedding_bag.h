@@ -12,7 +12,7 @@
 
 namespace sparsekit {
 
-// What pooling reads of a table.
+// The part of a table that pooling reads.
 template <class T>
 struct PooledTable {
   const T* weight;
@@ -22,7 +22,7 @@ struct PooledTable {
   // position here.
   const int32_t* rows;
   int64_t num_listed;
-  // Of the vectors that entries with a negative row stand for; if the seed is null, zeros.
+  // Entries with a negative row read the initial vector of this seed; zeros if it is null.
   const int64_t* seed;
   Initializer initializer;  // without its seed
 };
@@ -37,7 +37,7 @@ struct FeatureBags {
   T* out;
   const T* grad;
   int64_t stride;
-  // Of the source, or null. Those of the feature begin at first_key.
+  // All weights of the source, or null; the feature's own begin at first_key.
   const Acc<T>* sample_weights;
   const void* keys;
   bool wide_keys;
@@ -56,7 +56,7 @@ struct FeatureBags {
 // Gradients of a table begin at a multiple of this many elements, for loads of many in one.
 constexpr int64_t kPartElements = 16;
 
-// What the gradient of a table is made of.
+// Inputs of the gradient of one table.
 template <class T>
 struct SummedTable {
   const FeatureBags<T>* features;
@@ -92,14 +92,14 @@ class GradientTaker {
   void* context_;
 };
 
-// Where the sums of all tables go: that of table t's row r begins at out + r * units[t].
+// Output of all tables: the sum for row r of table t begins at out + r * units[t].
 template <class T>
 struct SumRoom {
   T* out;
   int64_t elements;      // of out
   const int64_t* units;  // [tables]
 
-  // How many rows there are that begin a vector of `dim` elements within out.
+  // Number of rows whose vector of `dim` elements fits within out.
   int64_t num_rows(int64_t t, int64_t dim) const {
     return elements < dim ? 0 : (elements - dim) / units[t] + 1;
   }
@@ -156,8 +156,8 @@ void group_embedding_bag(const PooledTable<T>* tables, int64_t num_tables,
                          const int32_t* index, const int32_t* rows, const int64_t* counts,
                          int64_t* bad_row, int64_t* bad_index, void* workspace, void* stream);
 
-// What gradients are sums of. Features of one table and the next lie side by side, as do their
-// bags, gradients and sorted rows.
+// Summands of the gradients of all tables. Features lie table by table, and so do their bags,
+// gradients and sorted rows.
 template <class T>
 struct GroupSums {
   const SummedTable<T>* tables;

@@ -9,7 +9,7 @@
 
 namespace sparsekit {
 
-// Where the rows of one of the tables are. Without buckets a key is its row times world_size, plus
+// One table of a lookup. Without buckets a key is its row times world_size, plus
 // something less than world_size.
 struct GroupTable : AskedTable {
   Bucket* buckets;
@@ -20,7 +20,7 @@ struct GroupTable : AskedTable {
   int64_t capacity, world_size;
 };
 
-// Where the vectors of a table's new rows go.
+// Output for the vectors of a table's new rows.
 struct NewRows {
   void* weight;  // [capacity, dim]
   int64_t dim;
@@ -57,7 +57,7 @@ void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const Ne
 // On a device, all tables in the same launches.
 namespace cuda {
 
-// Of the workspace, which begin_group is given first.
+// Size of the workspace, which begin_group is given first.
 int64_t group_find_workspace_bytes(const GroupCall& call);
 
 // rows[e] as on the CPU; -1 for a key that is out of range.

@@ -19,7 +19,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t eight_digits(uint64_t value) {
   return tens | (twos - 10 * tens) << 8;
 }
 
-// How many of the lowest bytes are zero, at most 7.
+// Counts the lowest bytes that are zero, at most 7.
 SPARSEKIT_HOST_DEVICE inline int zero_bytes(uint64_t word) {
   int count = 0;
   if ((word & 0xFFFFFFFFu) == 0) count += 4, word >>= 32;
@@ -75,7 +75,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool nega
   return steps::finish(hash);
 }
 
-// Of the 64 bits of an integer, which are signed or not.
+// Hashes the decimal text of an integer, given its 64 bits, signed or not.
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal_of_bits(int64_t value, bool is_unsigned,
                                                            uint64_t seed) {
   const bool negative = value < 0 && !is_unsigned;

@@ -16,10 +16,10 @@ constexpr int kSlotsPerBucket = 5;
 struct Bucket {
   int64_t keys[kSlotsPerBucket];
   int32_t rows[kSlotsPerBucket];
-  // How many keys looked here, found the bucket full and moved on. 0 ends the search for a key.
+  // Keys that looked here, found the bucket full and moved on. 0 ends the search for a key.
   int32_t spilled;
 
-  // Whether keys that are not here may be further on. A bucket that is not full has never been
+  // True if keys that are not here may be further on. A bucket that is not full has never been
   // passed, so a count that says otherwise is damage, which must not send every search on.
   SPARSEKIT_HOST_DEVICE bool passed() const {
     return spilled > 0 && rows[kSlotsPerBucket - 1] >= 0;
@@ -50,7 +50,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t seed, int6
   return bucket_of_hash(hash_key(key ^ seed), num_buckets);
 }
 
-// How many buckets a key in bucket `b` has passed.
+// Number of buckets that a key in bucket `b` has passed.
 SPARSEKIT_HOST_DEVICE inline int64_t buckets_passed(int64_t b, int64_t key, int64_t seed,
                                                     int64_t num_buckets) {
   const int64_t distance = b - home_bucket(key, seed, num_buckets);

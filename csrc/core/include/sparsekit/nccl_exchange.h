@@ -1,8 +1,8 @@
 // The native exchange: bytes from rank to rank over libnccl. Its functions are found at run time,
 // so nothing here needs NCCL or CUDA until it is called, and nccl.h is needed by core/nccl alone.
 //
-// What fails throws std::runtime_error with NCCL's own message. Whoever gets an exception about a
-// communicator should abort it; it is of no use any more. Communicators block: calls that need
+// A failure throws std::runtime_error with NCCL's own message. A communicator that has thrown is
+// unusable and should be aborted. Communicators block: calls that need
 // other ranks wait for them without a limit of time, until the communicator is revoked or aborted.
 #pragma once
 
@@ -13,13 +13,13 @@ struct ncclComm;
 
 namespace sparsekit::nccl {
 
-// What all ranks of a communicator must have in common.
+// Identifies a communicator; the same on all its ranks.
 using UniqueId = std::array<char, 128>;
 
-// Of the nccl.h that this was compiled with, such as "2.30.7".
+// Version of the nccl.h that this was compiled with, such as "2.30.7".
 const char* header_version();
 
-// Of the library, such as 23007. Opens it: libnccl.so.2, the one that torch has loaded if it has,
+// Opens the library and returns its version, such as 23007: libnccl.so.2 as torch has loaded it,
 // or what SPARSEKIT_NCCL_LIBRARY names.
 int library_version();
 

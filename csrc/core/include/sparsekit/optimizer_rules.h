@@ -1,4 +1,4 @@
-// What each optimizer does to one element of a row, the same for both engines.
+// The arithmetic of each optimizer on one element of a row, shared by both engines.
 //
 // A rule is a struct of the optimizer's settings with
 //   kStates       how many states belong to it, each an element for every element of the weight;
@@ -52,7 +52,7 @@ SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
 template <class Rule>
 constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
 
-// What a rule wants the means of, and those means, which are 0 for a row of no elements. Not an
+// Terms that a rule averages over a row, or their means; 0 for a row of no elements. Not an
 // array, which would cost the CUDA kernel 6 registers.
 template <class A>
 struct RowMeans {
@@ -91,7 +91,7 @@ struct Sgd {
     w -= k.lr * g;
   }
 
-  // Of lr and nothing.
+  // Takes lr; the second number is unused.
   template <class A>
   SPARSEKIT_HOST_DEVICE Numbers<A> without_gradient(double step_lr, double) const {
     return {static_cast<A>(step_lr), static_cast<A>(momentum), A{0}, nesterov};
@@ -148,7 +148,7 @@ struct Adam {
     w = w * k.keep - k.step_size * (s[0] / (std::sqrt(v) + k.eps));
   }
 
-  // Of step_size and eps_t.
+  // Takes step_size and eps_t.
   template <class A>
   SPARSEKIT_HOST_DEVICE Numbers<A> without_gradient(double step_size, double step_eps) const {
     return {static_cast<A>(step_size),

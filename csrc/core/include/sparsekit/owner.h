@@ -1,4 +1,4 @@
-// Which rank a key lives on.
+// Maps a key to the rank that it lives on.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   return static_cast<int64_t>(x >> 48);  // the last step, x ^ (x >> 33), leaves these bits alone
 }
 
-// How keys are placed on world_size ranks, in [1, kMaxWorldSize].
+// Placement of keys on world_size ranks, in [1, kMaxWorldSize].
 struct Owners {
   const int16_t* map = nullptr;  // [kVirtualShards], the rank of each; null: unsigned key modulo
   uint64_t world_size = 1;

@@ -1,4 +1,4 @@
-// How core runs in parallel without a thread pool of its own: the caller brings one.
+// Runs core in parallel on a thread pool that the caller brings; core has none of its own.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class ParallelFor {
   template <class F>
   void operator()(int64_t begin, int64_t end, int64_t grain, F&& body) const {
     if (begin >= end) return;
-    // What is too little to be cut need not go through the caller's pool.
+    // Too little work to be cut: skip the caller's pool.
     if (end - begin <= grain) return static_cast<void>(body(begin, end));
     using Callable = std::remove_reference_t<F>;
     run_(

@@ -29,7 +29,7 @@ SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
   return static_cast<int32_t>(step < kMost ? step : kMost);
 }
 
-// How new weights become BFloat16: to the nearest, or up or down at random, with the odds that make
+// Rounds new weights to BFloat16: to the nearest, or up or down at random, with the odds that make
 // the mean exact. Other types keep their bits.
 struct Rounding {
   bool stochastic;

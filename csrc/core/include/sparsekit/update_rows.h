@@ -26,7 +26,7 @@ struct RowGradients {
   int64_t n;
 };
 
-// Which step it is: *step, or, if the steps made before are counted there, one more. With per_row a
+// Number of the step: *step, or one more if that counts the steps made before. With per_row a
 // row counts its own steps in row_step and takes the numbers of that count, for rules with kPerRow;
 // else row_step, if there is one, is set to the step. A count beyond what row_step can have stays
 // at its largest number.

@@ -20,7 +20,7 @@ constexpr int kTogether = 32;    // texts of one length that are hashed together
 constexpr int kFew = 5;          // fewer are hashed one by one
 constexpr size_t kTooLong = 64;  // bytes; such a text does not wait for others
 
-// How far ahead of the current text the cache is asked for codes and for bytes of text.
+// Prefetch distances ahead of the current text, in codes and in bytes of text.
 constexpr size_t kCodesAhead = 256;
 constexpr size_t kBytesAhead = 1024;
 

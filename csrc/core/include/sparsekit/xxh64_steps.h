@@ -24,7 +24,7 @@ inline uint64_t load64(const uint8_t* p) {
          uint64_t{p[4]} << 32 | uint64_t{p[5]} << 40 | uint64_t{p[6]} << 48 | uint64_t{p[7]} << 56;
 }
 
-// Of fewer than 8 bytes.
+// Loads fewer than 8 bytes.
 inline uint64_t load_few(const uint8_t* p, size_t size) {
   if (size >= 4) return load32(p) | load32(p + size - 4) << 8 * (size - 4);
   uint64_t word = 0;
@@ -40,7 +40,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t absorb(uint64_t accumulator, uint64_t lane
   return rotate_left(accumulator + lane * kPrime2, 31) * kPrime1;
 }
 
-// What comes after the stripes of 32 bytes: 8 bytes, 4 bytes, 1 byte.
+// Mix in the rest after the stripes of 32 bytes: 8 bytes, 4 bytes, 1 byte.
 SPARSEKIT_HOST_DEVICE inline uint64_t add8(uint64_t hash, uint64_t word) {
   return rotate_left(hash ^ absorb(0, word), 27) * kPrime1 + kPrime4;
 }

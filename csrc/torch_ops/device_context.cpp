@@ -1,4 +1,4 @@
-#include "engine.h"
+#include "device_context.h"
 
 #include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -28,31 +28,19 @@ bool checks_wanted() {
 
 std::atomic<bool> checks_on{checks_wanted()};
 
-struct Kind {
+struct ErrorInfo {
   const char* op;
   const char* argument;
 };
-constexpr Kind kKinds[] = {
-    {"gather_rows", "rows"},
-    {"init_rows_", "rows"},
-    {"update_rows_", "rows"},
-    {"catch_up_rows_", "rows"},
-    {"unsorted_segment_sum", "segment_ids"},
-    {"embedding_bag", "offsets"},
-    {"embedding_bag", "rows"},
-    {"group_find", "offsets"},
-    {"group_find", "max_nnz of bag"},
-    {"group_find", "keys"},
-    {"group_embedding_bag_", "index"},
-    {"bucketize", "owners"},
-    {"group_bucketize", "owners of table"},
-    {"group_exchange_rows", "places"},
-    {"group_exchange_rows", "come"},
+constexpr ErrorInfo kErrors[] = {
+#define SPARSEKIT_INFO(name, op, argument) {op, argument},
+    SPARSEKIT_DEVICE_ERRORS(SPARSEKIT_INFO)
+#undef SPARSEKIT_INFO
 };
-constexpr int64_t kNumKinds = sizeof(kKinds) / sizeof(Kind);
+constexpr int64_t kNumErrors = sizeof(kErrors) / sizeof(ErrorInfo);
 
 // The device's words for complaints, made at its first use and kept for good.
-int64_t* complaints_of(const Tensor& on, void* stream) {
+int64_t* error_words_of(const Tensor& on, void* stream) {
   static std::mutex mutex;
   static auto* devices = new std::map<int32_t, Tensor>;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -63,9 +51,9 @@ int64_t* complaints_of(const Tensor& on, void* stream) {
       throw std::runtime_error(
           "sparsekit: the first op on a device cannot be captured in a graph; run one before");
     }
-    Tensor words = torch::stable::new_empty(on, {kNumKinds}, ScalarType::Long);
+    Tensor words = torch::stable::new_empty(on, {kNumErrors}, ScalarType::Long);
     cuda::fill_bytes(words.mutable_data_ptr(), cuda::kNoPositionByte,
-                     kNumKinds * static_cast<int64_t>(sizeof(int64_t)), stream);
+                     kNumErrors * static_cast<int64_t>(sizeof(int64_t)), stream);
     // Waits, so that other streams find the words ready.
     int64_t word = 0;
     const cuda::Piece piece{&word, words.const_data_ptr(), sizeof word};
@@ -79,7 +67,7 @@ int64_t* complaints_of(const Tensor& on, void* stream) {
 
 #if defined(SPARSEKIT_ENGINE_CUDA)
 
-struct Engine::Guard {
+struct DeviceContext::Guard {
   torch::stable::accelerator::DeviceGuard guard;
 };
 
@@ -104,57 +92,58 @@ void* current_stream(int32_t device) {
 
 }  // namespace
 
-Engine::Engine(const Tensor& on)
+DeviceContext::DeviceContext(const Tensor& on)
     : guard_(new Guard{torch::stable::accelerator::DeviceGuard(on.get_device_index())}),
       on_(on),
       stream_(current_stream(on.get_device_index())),
-      complaints_(complaints_of(on, stream_)) {
+      error_words_(error_words_of(on, stream_)) {
   begin();
 }
 
 #else
 
-struct Engine::Guard {};
+struct DeviceContext::Guard {};
 
-Engine::Engine(const Tensor& on) : on_(on), complaints_(complaints_of(on, nullptr)) {
+DeviceContext::DeviceContext(const Tensor& on)
+    : on_(on), error_words_(error_words_of(on, nullptr)) {
   begin();
 }
 
 #endif
 
-Engine::~Engine() = default;
+DeviceContext::~DeviceContext() = default;
 
-int64_t* Engine::bad(Complaint complaint) const {
-  return complaints_ + static_cast<int64_t>(complaint);
+int64_t* DeviceContext::error_word(DeviceError error) const {
+  return error_words_ + static_cast<int64_t>(error);
 }
 
 // With checks on, what a call finds must be its own.
-void Engine::begin() const {
+void DeviceContext::begin() const {
   if (!checking()) return;
-  int64_t positions[kNumKinds];
-  const cuda::Piece piece{positions, complaints_, sizeof positions};
+  int64_t positions[kNumErrors];
+  const cuda::Piece piece{positions, error_words_, sizeof positions};
   cuda::read_back(&piece, 1, stream_);
   raise_left_over(positions);
 }
 
-bool Engine::checking() const {
+bool DeviceContext::checking() const {
   return checks_on && !cuda::is_capturing(stream_);
 }
 
-int64_t Engine::found(Complaint complaint, int64_t limit) const {
+int64_t DeviceContext::error_position(DeviceError error, int64_t limit) const {
   if (!checking()) return -1;
-  int64_t positions[kNumKinds];
-  const cuda::Piece piece{positions, complaints_, sizeof positions};
+  int64_t positions[kNumErrors];
+  const cuda::Piece piece{positions, error_words_, sizeof positions};
   cuda::read_back(&piece, 1, stream_);
-  const int64_t position = positions[static_cast<int64_t>(complaint)];
+  const int64_t position = positions[static_cast<int64_t>(error)];
   if (position == cuda::kNoPosition) return -1;
   // Another stream of this device may have reported as well.
   if (position >= limit) raise_left_over(positions);
-  cuda::fill_bytes(bad(complaint), cuda::kNoPositionByte, sizeof position, stream_);
+  cuda::fill_bytes(error_word(error), cuda::kNoPositionByte, sizeof position, stream_);
   return position;
 }
 
-int64_t Engine::value(const Tensor& words, int64_t i) const {
+int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
   const auto read = [&](auto value) {
     const cuda::Piece piece{&value, data<decltype(value)>(words) + i, sizeof value};
     cuda::read_back(&piece, 1, stream_);
@@ -173,7 +162,7 @@ int64_t Engine::value(const Tensor& words, int64_t i) const {
 // Each stream has copies of its own: a copy is made before the first kernel that reads it, and
 // once it is dropped, its memory goes to nobody before the last one, both without a wait. A graph
 // is captured on another stream than the step before, but behind it, and keeps what it has found.
-Tensor Engine::kept(const void* bytes, int64_t count) const {
+Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   struct Copy {
     int32_t device;
     void* stream;
@@ -214,27 +203,27 @@ Tensor Engine::kept(const void* bytes, int64_t count) const {
   return tensor;
 }
 
-void Engine::read(const int64_t* device, int64_t count, int64_t* host) const {
+void DeviceContext::read(const int64_t* device, int64_t count, int64_t* host) const {
   if (cuda::is_capturing(stream_)) {
     throw std::runtime_error(
         "sparsekit: an op whose result has a size that only the device knows cannot be captured in "
         "a graph");
   }
-  int64_t positions[kNumKinds];
+  int64_t positions[kNumErrors];
   const cuda::Piece pieces[] = {{host, device, count * static_cast<int64_t>(sizeof(int64_t))},
-                                {positions, complaints_, sizeof positions}};
+                                {positions, error_words_, sizeof positions}};
   cuda::read_back(pieces, 2, stream_);
   raise_left_over(positions);
 }
 
 // Raises what an earlier call has left, if it has left anything.
-void Engine::raise_left_over(const int64_t* positions) const {
-  for (int64_t kind = 0; kind < kNumKinds; ++kind) {
+void DeviceContext::raise_left_over(const int64_t* positions) const {
+  for (int64_t kind = 0; kind < kNumErrors; ++kind) {
     if (positions[kind] == cuda::kNoPosition) continue;
-    cuda::fill_bytes(complaints_, cuda::kNoPositionByte, kNumKinds * sizeof(int64_t), stream_);
+    cuda::fill_bytes(error_words_, cuda::kNoPositionByte, kNumErrors * sizeof(int64_t), stream_);
     const int64_t table = cuda::table_of_position(positions[kind]);
-    index_error(kKinds[kind].op, table == 0 ? "" : message(": table ", table), ": ",
-                kKinds[kind].argument, "[", cuda::position_in_table(positions[kind]),
+    index_error(kErrors[kind].op, table == 0 ? "" : message(": table ", table), ": ",
+                kErrors[kind].argument, "[", cuda::position_in_table(positions[kind]),
                 "] was out of range in an earlier call on this device; it was left out. Set "
                 "SPARSEKIT_CHECKED=1 to have the call itself raise");
   }
@@ -248,8 +237,8 @@ extern "C" __attribute__((visibility("default"))) int sparsekit_set_checked(int 
   return sparsekit::ops::checks_on.exchange(on != 0);
 }
 
-// How often ops have waited for a device. They do so without torch, whose own count, that of
-// torch.cuda.set_sync_debug_mode, therefore leaves them out.
+// Counts how often ops have waited for a device. They wait without torch, so that
+// torch.cuda.set_sync_debug_mode does not see them.
 extern "C" __attribute__((visibility("default"))) int64_t sparsekit_num_waits() {
   return sparsekit::cuda::num_waits();
 }

@@ -1,4 +1,4 @@
-// Which engine a build of torch_ops calls. The same files are compiled for each:
+// Chooses the engine that a build of torch_ops calls. The same files are compiled for each:
 //   SPARSEKIT_ENGINE_CPU   ops of `sparsekit` on CPU tensors, by sparsekit::cpu
 //   SPARSEKIT_ENGINE_CUDA  ops of `sparsekit` on CUDA tensors, by sparsekit::cuda
 //   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors: the CUDA kernels, run on the
@@ -31,39 +31,44 @@
 
 namespace sparsekit::ops {
 
-// What can be wrong with values that only the device sees.
-enum class Complaint {
-  kGatherRow,
-  kInitRow,
-  kUpdateRow,
-  kCatchUpRow,
-  kSegmentId,
-  kBagOffset,
-  kBagRow,
-  kGroupOffset,
-  kGroupBag,
-  kGroupKey,
-  kGroupIndex,
-  kOwner,
-  kGroupOwners,
-  kExchangePlace,
-  kExchangeTable
+// Kinds of bad values that only the device sees, with the op and argument that errors name.
+#define SPARSEKIT_DEVICE_ERRORS(X)                      \
+  X(kGatherRow, "gather_rows", "rows")                  \
+  X(kInitRow, "init_rows_", "rows")                     \
+  X(kUpdateRow, "update_rows_", "rows")                 \
+  X(kCatchUpRow, "catch_up_rows_", "rows")              \
+  X(kSegmentId, "unsorted_segment_sum", "segment_ids")  \
+  X(kBagOffset, "embedding_bag", "offsets")             \
+  X(kBagRow, "embedding_bag", "rows")                   \
+  X(kGroupOffset, "group_find", "offsets")              \
+  X(kGroupBag, "group_find", "max_nnz of bag")          \
+  X(kGroupKey, "group_find", "keys")                    \
+  X(kGroupIndex, "group_embedding_bag_", "index")       \
+  X(kOwner, "bucketize", "owners")                      \
+  X(kGroupOwners, "group_bucketize", "owners of table") \
+  X(kExchangePlace, "group_exchange_rows", "places")    \
+  X(kExchangeTable, "group_exchange_rows", "come")
+
+enum class DeviceError {
+#define SPARSEKIT_NAME(name, op, argument) name,
+  SPARSEKIT_DEVICE_ERRORS(SPARSEKIT_NAME)
+#undef SPARSEKIT_NAME
 };
 
 #if defined(SPARSEKIT_ENGINE_CPU)
 
 constexpr bool kOnDevice = false;
 
-class Engine {
+class DeviceContext {
  public:
-  explicit Engine(const Tensor&) {}
+  explicit DeviceContext(const Tensor&) {}
   void* stream() const { return nullptr; }
-  int64_t* bad(Complaint) const { return nullptr; }
-  int64_t found(Complaint, int64_t) const { return -1; }
+  int64_t* error_word(DeviceError) const { return nullptr; }
+  int64_t error_position(DeviceError, int64_t) const { return -1; }
   int64_t value(const Tensor& words, int64_t i) const {
     return dtype_of(words) == ScalarType::Short ? data<int16_t>(words)[i] : int64_data(words)[i];
   }
-  Tensor kept(const void*, int64_t) const { return {}; }
+  Tensor cached_copy(const void*, int64_t) const { return {}; }
   void read(const int64_t* words, int64_t count, int64_t* host) const {
     std::copy(words, words + count, host);
   }
@@ -80,22 +85,22 @@ constexpr bool kOnDevice = true;
 // Kernels report the smallest bad position of each kind to a word per device. Reading that word
 // means waiting for the device, so a call does it only when checks are on (SPARSEKIT_CHECKED=1 or
 // sparsekit.checked(True)); else the next call that waits anyway raises the error.
-class Engine {
+class DeviceContext {
  public:
-  explicit Engine(const Tensor& on);
-  ~Engine();
+  explicit DeviceContext(const Tensor& on);
+  ~DeviceContext();
 
   void* stream() const { return stream_; }
-  int64_t* bad(Complaint complaint) const;
+  int64_t* error_word(DeviceError error) const;
   // The position, below `limit`, that this call's kernel has reported, or -1. Always -1 with checks
   // off and while a graph is captured.
-  int64_t found(Complaint complaint, int64_t limit) const;
+  int64_t error_position(DeviceError error, int64_t limit) const;
   // An element of an int64, int32 or int16 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
   // A copy of these bytes on the device, to be held until the kernels that read it are launched.
   // Nobody may write to it. It is there already if this stream has asked for the same bytes lately:
   // what is the same in every step is copied once.
-  Tensor kept(const void* bytes, int64_t count) const;
+  Tensor cached_copy(const void* bytes, int64_t count) const;
   // Copies `count` words to the host, and raises what earlier calls have left.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
@@ -108,7 +113,7 @@ class Engine {
   std::unique_ptr<Guard> guard_;
   Tensor on_;
   void* stream_ = nullptr;
-  int64_t* complaints_ = nullptr;
+  int64_t* error_words_ = nullptr;
 };
 
 #endif
