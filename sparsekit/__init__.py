@@ -24,7 +24,7 @@ from .nn import (  # noqa: E402
     replace_embeddings,
 )
 from .optim import split_embedding_variable_from_others  # noqa: E402
-from .table import HashTable  # noqa: E402
+from .tables.hash_table import HashTable  # noqa: E402
 
 __version__: str = _pybind.build_info()["version"]
 

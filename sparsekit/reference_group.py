@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import reference
-from .ops._group import FEATURE_COLUMNS, GROUP_COMBINERS, split_by_table
+from .ops._group import GROUP_COMBINERS, FeatureColumn, split_by_table
 from .ops.init_rows import DISTRIBUTIONS
 
 Tensors = Sequence[torch.Tensor]
@@ -34,7 +34,7 @@ class _Feature:
 def _features(keys: Tensors, offsets: Tensors, features: torch.Tensor) -> Iterator[_Feature]:
     entry = 0
     for values in features.tolist():
-        row = dict(zip(FEATURE_COLUMNS, values, strict=True))
+        row = dict(zip(FeatureColumn.__members__, values, strict=True))
         source = row["source"]
         bounds = offsets[source].to(torch.int64)
         if len(bounds) == 0:
@@ -217,7 +217,7 @@ def _pooled(
 ) -> Iterator[_Pooled]:
     first_bag = 0
     for f, values in enumerate(features.tolist()):
-        row = dict(zip(FEATURE_COLUMNS, values, strict=True))
+        row = dict(zip(FeatureColumn.__members__, values, strict=True))
         bounds = bags[first_bag : first_bag + row["bags"] + 1].to(torch.int64)
         first_bag += row["bags"]
         begin, end = int(bounds[0]), int(bounds[-1])

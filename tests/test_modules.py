@@ -12,8 +12,8 @@ import sparsekit
 
 PACKAGE = Path(sparsekit.__file__).parent
 MOST_LINES = 400
-# What a call of a layer took before a lookup was one path, halved.
-MOST_ENTRIES = 17
+# Entries into files by one forward, on one rank.
+MOST_ENTRIES = 12
 
 
 def files(package):
@@ -26,16 +26,12 @@ def files(package):
 
 
 class Imports(ast.NodeVisitor):
-    """The modules that a file imports, in functions too, but not for type checkers only."""
+    """The modules that a file imports, in functions and for type checkers too."""
 
     def __init__(self, name, path, modules):
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         self.modules, self.found = modules, set()
         self.visit(ast.parse(path.read_text()))
-
-    def visit_If(self, node):
-        if "TYPE_CHECKING" not in ast.dump(node.test):
-            self.generic_visit(node)
 
     def visit_Import(self, node):
         self.found |= {alias.name for alias in node.names} & set(self.modules)
@@ -73,7 +69,7 @@ def test_no_circle_among_modules():
         ("from p.sub import b", True),
         ("import p.sub.b", True),
         ("def f():\n    from .b import g", True),
-        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import g", False),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import g", True),
         ("from .c import g", False),
     ],
 )
@@ -128,5 +124,5 @@ def test_a_forward_enters_few_files(training):
     keys = torch.tensor([[[7, -1, 7], [10**12, 0, 3]]])
     layer(keys)  # the first call of a layer looks at more
     found = entries(lambda: layer(keys))
-    assert "nn/lookup/local.py: outputs" in found
+    assert "lookup/local.py: outputs" in found
     assert len(found) <= MOST_ENTRIES, "\n".join(found)

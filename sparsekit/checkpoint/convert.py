@@ -19,7 +19,7 @@ import torch
 from .. import _pybind, hashing
 from ..distributed.world import settings
 from ..errors import CheckpointError
-from ..table import HashTable
+from ..tables.hash_table import HashTable
 from .draft import published
 from .folder import chain, resolved
 from .load_table import parts_of

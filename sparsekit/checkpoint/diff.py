@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from ..table import HashTable
+from ..tables.hash_table import HashTable
 from .folder import chain, resolved
 from .load_table import Chain, parts_of
 from .manifest import DENSE, Table

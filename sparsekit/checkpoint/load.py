@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
-from ..nn.shard import ShardedTable
+from ..tables.embedding_table import EmbeddingTable
 from .encoding import decoded
 from .folder import chain, check_files, resolved
 from .load_optimizer import OptimizerPlan
@@ -184,7 +184,7 @@ class Plan:
     def _match_optimizers(
         self,
         module: torch.nn.Module,
-        layers: Mapping[str, ShardedTable],
+        layers: Mapping[str, EmbeddingTable],
         optimizers: Sequence[torch.optim.Optimizer],
         tensors: Mapping[str, torch.Tensor],
     ) -> list[OptimizerPlan]:
@@ -254,7 +254,7 @@ class Plan:
         for tensor, value in self._dense:
             tensor.copy_(value)
         for table in self._tables:
-            table.layer._catch_up()  # what is due belongs to the rows that go
+            table.layer.catch_up()  # what is due belongs to the rows that go
         for optimizer in self._optimizers:
             optimizer.load()
         for table in self._tables:

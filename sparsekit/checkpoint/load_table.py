@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from ..errors import CheckpointError, TableFullError
-from ..nn.shard import ShardedTable
-from ..nn.weight import EmbeddingWeight
 from ..optim.load_state import untouched
 from ..optim.row_optimizer import RowOptimizer
-from ..saved_state import copy_all
-from ..table import HashTable
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.hash_table import HashTable
+from ..tables.saved_state import copy_all
+from ..tables.weight import EmbeddingWeight
 from .encoding import decoded
 from .manifest import Manifest, Table
 from .snapshot import owners_crc
@@ -47,7 +47,7 @@ class TablePlan:
 
     optimizer: torch.optim.Optimizer | None = None
 
-    def __init__(self, name: str, layer: ShardedTable, links: Links, cast: bool) -> None:
+    def __init__(self, name: str, layer: EmbeddingTable, links: Links, cast: bool) -> None:
         self.name = name
         self.layer = layer
         self.table = links[-1][1].tables[name]
@@ -209,7 +209,7 @@ class TablePlan:
             columns |= self._fresh_states(self.optimizer)
         if isinstance(layer.weight, EmbeddingWeight):
             layer.weight.moved = False
-        layer.looked_at = set()
+        layer.checked_modes = set()
         layer.seed.fill_(table.seed)
         if layer.table is not None and self._new_table is not None:
             copy_all(zip(layer.table.tensors(), self._new_table.tensors(), strict=True))

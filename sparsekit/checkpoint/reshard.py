@@ -15,8 +15,8 @@ import torch
 
 from .. import ops
 from ..errors import CheckpointError
-from ..nn.owners import even_map
-from ..table import HashTable
+from ..tables.hash_table import HashTable
+from ..tables.owners import even_map
 from .draft import published
 from .folder import chain, check_files, resolved
 from .load_table import opened, parts_of

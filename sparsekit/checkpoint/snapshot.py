@@ -12,10 +12,10 @@ import torch
 
 from ..errors import CheckpointError
 from ..memory import prefer_huge_pages
-from ..nn.shard import ShardedTable
 from ..nn.wrappers import tables_of
 from ..ops.hash_table import SLOTS_PER_BUCKET
-from ..table import HashTable
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.hash_table import HashTable
 from .encoding import encoded, scalar
 from .manifest_file import ROW_DTYPES
 from .tensor_file import Column, carried, check_storable, column_of
@@ -55,7 +55,7 @@ def table_file(number: int, rank: int) -> str:
     return f"table-{number:04d}-rank-{rank:04d}.safetensors"
 
 
-def named_tables(module: torch.nn.Module) -> dict[str, ShardedTable]:
+def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
     """Tables by their names in checkpoints; that of a layer alone is ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
 
@@ -67,7 +67,7 @@ def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
-def owners_crc(layer: ShardedTable) -> int | None:
+def owners_crc(layer: EmbeddingTable) -> int | None:
     """CRC-32 of the map that places keys; None without one."""
     owners = layer.owners
     return None if owners is None else zlib.crc32(owners.cpu().numpy().astype("<i2").tobytes())
@@ -124,7 +124,7 @@ class TableShard:
     """
 
     name: str
-    layer: ShardedTable
+    layer: EmbeddingTable
     columns: dict[str, torch.Tensor]
     size: int
     facts: dict[str, Any]
@@ -241,7 +241,7 @@ class Snapshot:
         layers = named_tables(module)
         for layer in layers.values():
             layer.refuse_meta()
-            layer._catch_up()
+            layer.catch_up()
             if layer.table is not None:
                 layer.weight.follow_keys()  # of states that were loaded and not used so far
         table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
@@ -311,7 +311,7 @@ def parameter_names(
 
 
 def _shard(
-    name: str, layer: ShardedTable, optimizer: int | None, kept: Mapping[str, Any]
+    name: str, layer: EmbeddingTable, optimizer: int | None, kept: Mapping[str, Any]
 ) -> TableShard:
     columns = {"vectors": layer.weight.detach()}
     settings: dict[str, Any] = {}

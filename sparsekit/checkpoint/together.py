@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ..distributed import exchange_of
+from ..distributed.exchange import attempt
 from ..errors import CheckpointError
 from .snapshot import named_tables
 
@@ -46,15 +47,12 @@ class Together:
         """Call a function on each rank; what it raises on one, all raise."""
         if self._exchange is None:
             return make()
-        made: list[T] = []
-
-        def offer() -> None:
-            made.append(make())
-
+        made = attempt(make)
+        error = made if isinstance(made, Exception) else None
         # A path may be no UTF-8.
-        plan = f"checkpoint: {what}".encode(errors="backslashreplace").decode()
-        self._exchange.meet(plan, offer)
-        return made[0]
+        titled = f"checkpoint: {what}".encode(errors="backslashreplace").decode()
+        self._exchange.agree(titled, error)
+        return cast(T, made)
 
     def on_first(self, what: str, make: Callable[[], None]) -> None:
         """Call a function on rank 0; what it raises, all raise."""

@@ -7,8 +7,9 @@ that the ranks compute.
 import torch
 import torch.distributed as dist
 
-from .exchange import HEAD_BYTES, Exchange, Parts, padded
+from .exchange import Exchange
 from .shared_memory import SharedMemoryTransport
+from .wire import Parts, part_bytes
 from .world import exchange_of
 
 
@@ -73,7 +74,7 @@ class _Bucket:
         self._pieces = [buffer[r * longest : (r + 1) * longest] for r in range(ranks)]
         self._own = self._pieces[exchange.rank]
         # Whole words, whatever the piece.
-        self._sizes = [HEAD_BYTES + padded(piece.nbytes) for piece in self._pieces]
+        self._sizes = [part_bytes(piece.nbytes) for piece in self._pieces]
         self._received = self._exchange.send(
             self._what, self._write_pieces, self._sizes, self._sizes_of_own
         )
@@ -110,4 +111,4 @@ class _Bucket:
 
 def _elements(parts: Parts, rank: int, like: torch.Tensor) -> torch.Tensor:
     """As many as there are in like, of a rank's part."""
-    return parts.part(rank, HEAD_BYTES + like.nbytes).view(like.dtype)
+    return parts.payload(rank, like.nbytes).view(like.dtype)

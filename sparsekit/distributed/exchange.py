@@ -15,7 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -24,47 +24,41 @@ import torch.distributed as dist
 from .reports import INTERRUPTED, RemoteError, brief, of_rank, where_they_differ
 from .streams import own_stream
 from .transport import TorchTransport, Transport
+from .wire import Parts, padded, part_bytes, read_heads, write_heads
 
 # Words of the block that begins a lookup, and those of them in front of the counts of tables: the
 # hash of what it is, 1 for an error, and three numbers for whoever exchanges. Counts for which
 # there is no room follow by themselves.
 _BLOCK, _FACTS = 512, 5
-# Bytes in front of each part of what follows: that hash, and 1 for an error.
-HEAD_BYTES = 16
 
 
 @dataclass
-class Offer:
-    """What a rank says of itself before it begins."""
+class Proposal:
+    """A rank's word to the others before it begins."""
 
-    counts: torch.Tensor  # int64 [world_size, tables], of each table, what a rank will be sent
+    what: str  # it is about to do, the same on all ranks
+    counts: torch.Tensor  # int64 [world_size, tables], rows of each table that a rank will be sent
     facts: tuple[int, int, int] = (0, 0, 0)
-    plan: str | None = None  # in full, if it was not known before
 
 
 @dataclass
-class Agreed:
-    """What each rank has said before it began."""
+class Agreement:
+    """The proposals of all ranks, which fit one another."""
 
     facts: list[list[int]]
     counts: np.ndarray  # int64 [world_size, tables], what this rank will be sent
     own: np.ndarray  # and what it will send
 
 
-class Parts(NamedTuple):
-    """Those for the ranks, or from them, in the order of the ranks but for this one's own."""
-
-    data: torch.Tensor  # uint8, with room for other things
-    begins: list[int]  # where each rank's part begins, with its head
-    words: np.ndarray = np.empty((0, 0), np.int64)  # [world_size - 1, n], see `Exchange.send`
-
-    def part(self, rank: int, size: int) -> torch.Tensor:
-        """The bytes behind a rank's head, of a part of this size with its head."""
-        begin = self.begins[rank]
-        return self.data[begin + HEAD_BYTES : begin + size]
+Made = TypeVar("Made")
 
 
-Made = TypeVar("Made", bound=Offer | None)
+def attempt(make: Callable[[], Made]) -> Made | Exception:
+    """What a function makes, or the error that it raises, for `Exchange.agree`."""
+    try:
+        return make()
+    except Exception as error:
+        return error
 
 
 class Exchange:
@@ -115,25 +109,20 @@ class Exchange:
         # What it is for, as `exchange_of` was told.
         self.purpose = "layers"
 
-    def meet(self, plan: str, make: Callable[[], Made]) -> tuple[Made, Agreed]:
-        """Make an offer, and agree with the other ranks that all do what theirs say.
+    def agree(self, what: str, proposal: Proposal | Exception | None) -> Agreement:
+        """Agree with the other ranks that all do what their proposals say.
 
         Args:
-            plan: what this rank is about to do, unless the offer has it in full.
-            make: makes the offer; None if nothing follows.
+            what: this rank is about to do, unless its proposal says it.
+            proposal: None if nothing follows; or an error, which is raised on all ranks.
 
         Raises:
-            What make raises on any rank, on all of them.
-            RuntimeError: ranks disagree about the plan, or the exchange broke down before.
+            The error of any rank, on all of them.
+            RuntimeError: ranks disagree about what they do, or the exchange broke down before.
         """
-        try:
-            offer = make()
-        except Exception as error:
-            self._agree(plan, None, error)
-            raise
-        return offer, self._agree(plan if offer is None else offer.plan or plan, offer)
-
-    def _agree(self, plan: str, offer: Offer | None, error: Exception | None = None) -> Agreed:
+        error = proposal if isinstance(proposal, Exception) else None
+        offer = proposal if isinstance(proposal, Proposal) else None
+        plan = what if offer is None else offer.what
         self._check_open(plan)
         code, ranks = _code(plan), self.world_size
         facts = (0, 0, 0) if offer is None else offer.facts
@@ -159,19 +148,19 @@ class Exchange:
         if offer is not None and tables > counts.shape[1]:
             rest = self._rest(plan, offer.counts[:, counts.shape[1] :])
             counts = np.concatenate([counts, rest], axis=1)
-        return Agreed(came[:, 2:_FACTS].tolist(), counts[:ranks], counts[ranks:])
+        return Agreement(came[:, 2:_FACTS].tolist(), counts[:ranks], counts[ranks:])
 
     def _rest(self, plan: str, counts: torch.Tensor) -> np.ndarray:
         """Exchange the counts that the block has no room for, of as many tables on all ranks."""
         ranks, tables = counts.shape
-        size = HEAD_BYTES + padded(8 * tables)
+        size = part_bytes(8 * tables)
 
         def write(parts: Parts) -> None:
             for rank, words in enumerate(counts):
-                parts.part(rank, size).view(torch.int64)[:tables] = words
+                parts.payload(rank, 8 * tables).view(torch.int64)[:] = words
 
         come = self.send(f"counts: {plan}", write, [size] * ranks, [size] * ranks)()
-        received = [come.part(rank, size).view(torch.int64)[:tables] for rank in range(ranks)]
+        received = [come.payload(rank, 8 * tables).view(torch.int64) for rank in range(ranks)]
         return torch.cat([torch.stack(received), counts]).cpu().numpy()
 
     def expect(self, sizes: Sequence[int]) -> None:
@@ -198,7 +187,7 @@ class Exchange:
 
         Args:
             what: this is, the same on all ranks.
-            write: writes the parts for the ranks, behind `HEAD_BYTES` that are filled in here.
+            write: writes the payloads of the parts for the ranks.
             splits: bytes for each rank, multiples of 8, or of what data is wider than that.
             sizes: bytes from each rank, the same.
             words: int64 with which each part begins behind its head, to be read with it; those of
@@ -230,34 +219,18 @@ class Exchange:
         except Exception as raised:
             error = raised
         with self._awaited():
-            self._write_heads(data, outgoing, [code, int(error is not None)])
+            write_heads(data, self._of_others(outgoing), [code, int(error is not None)])
         begun = self._begin(data[first:last], to_others, room, data[:first])
 
         def finish() -> Parts:
             with self._answered(what):
                 begun()
-            heads = self._heads(data, incoming, words)
+            heads = read_heads(data, self._of_others(incoming), words)
             if error is not None or (heads[:, :2] != (code, 0)).any():
                 self._raise_together(what, error)
             return Parts(data, incoming, heads[:, 2:])
 
         return finish
-
-    def _write_heads(self, data: torch.Tensor, begins: Sequence[int], head: list[int]) -> None:
-        words: Any = data.view(torch.int64)
-        if data.is_cpu:
-            words = words.numpy()  # in a tenth of the time
-        for begin in self._of_others(begins):
-            for word, value in enumerate(head):
-                words[begin // 8 + word] = value  # on a device a kernel: nothing is copied there
-
-    def _heads(self, data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:
-        size = HEAD_BYTES // 8 + words
-        firsts = [begin // 8 for begin in self._of_others(begins)]
-        heads = [data.view(torch.int64)[first : first + size] for first in firsts]
-        # In one piece, since on a device each reading waits for it.
-        read = torch.cat(heads).tolist() if heads else []
-        return np.array(read, dtype=np.int64).reshape(len(heads), size)
 
     def _of_others(self, of_ranks: Sequence[int]) -> list[int]:
         return [value for rank, value in enumerate(of_ranks) if rank != self.rank]
@@ -392,8 +365,3 @@ def _code(plan: str) -> int:
 def _begins(sizes: Sequence[int], first: int = 0) -> list[int]:
     """Where parts of these sizes begin, one behind the other."""
     return list(itertools.accumulate(sizes[:-1], initial=first))
-
-
-def padded(size: int) -> int:
-    """Every part begins at a multiple of 16 bytes, so that it can be viewed as any dtype."""
-    return (size + 15) // 16 * 16

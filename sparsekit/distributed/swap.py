@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .exchange import HEAD_BYTES, Exchange, Parts, padded
+from .exchange import Exchange
+from .wire import Parts, part_bytes
 
 
 def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
@@ -41,12 +42,11 @@ class _Swap(torch.autograd.Function):
 
 def _swapped(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
     other = 1 - exchange.rank
-    size = HEAD_BYTES + padded(tensor.nbytes)
+    size = part_bytes(tensor.nbytes)
     sizes = [size if rank == other else 0 for rank in range(2)]
 
     def elements(parts: Parts) -> torch.Tensor:
-        part = parts.part(other, HEAD_BYTES + tensor.nbytes)
-        return part.view(tensor.dtype).view(tensor.shape)
+        return parts.payload(other, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
     def write(parts: Parts) -> None:
         elements(parts).copy_(tensor)

@@ -9,7 +9,7 @@ import torch
 
 from ..datasets import Ratings
 from ..nn import DistributedEmbedding, EmbeddingGroup, Uniform
-from ..table import HashTable
+from ..tables.hash_table import HashTable
 from . import saved
 
 # Biases and vectors start small, so that the first predictions are near the mean.

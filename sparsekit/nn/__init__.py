@@ -1,15 +1,15 @@
 """Layers and initializers."""
 
+from ..tables.initializers import Constant, Initializer, Normal, Uniform
+from ..tables.weight import EmbeddingWeight
 from . import wrappers  # noqa: F401 (has torch tell it of models with tables)
 from .dropin_embedding import Embedding
 from .dropin_embedding_bag import EmbeddingBag
 from .embedding import All2AllDenseEmbedding, DistributedEmbedding
 from .features import Feature
 from .group import EmbeddingGroup, group_embedding_lookup_sparse
-from .init import Constant, Initializer, Normal, Uniform
 from .load_torch import load_torch_state_dict
 from .replace import Replacement, replace_embeddings
-from .weight import EmbeddingWeight
 
 __all__ = [
     "All2AllDenseEmbedding",

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from .init import Initializer, Normal
-from .options import TableOptions, check_count
-from .shard import ShardedTable
-from .vectors import assign_own
+from ..lookup.access import assign_own
+from ..tables.initializers import Initializer, Normal
+from ..tables.options import TableOptions, check_count
+from .layer import EmbeddingLayer
 
 _Layer = TypeVar("_Layer", bound="DropIn")
 
 
-class DropIn(ShardedTable):
+class DropIn(EmbeddingLayer):
     """What both have in common: a table by torch's names.
 
     Args:

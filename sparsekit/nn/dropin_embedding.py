@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from .._compiling import uncompiled
+from ..lookup import Asked, look_up, refused
+from ..lookup.request import Request, ask_vectors
+from ..tables.initializers import Initializer
 from .dropin import DropIn, rows_of, with_vectors
-from .init import Initializer
-from .lookup import look_up
-from .request import Request, ask_vectors
 from .torch_words import refuse_absent
 
 
@@ -181,8 +181,12 @@ class Embedding(DropIn):
     @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each id; see Shape above."""
-        return look_up(self.kept, [self], lambda _: [self.request(input)])[0]
+        try:
+            asked: Asked = [self.request(input)]
+        except BaseException as error:
+            asked = refused([self], error)
+        return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, keys: torch.Tensor) -> Request:
-        """See `ShardedTable`."""
+        """See `EmbeddingLayer`."""
         return ask_vectors(self, keys)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from .._compiling import uncompiled
 from ..errors import check_choice
+from ..lookup import Asked, look_up, refused
+from ..lookup.request import Request, ask_bags
+from ..tables.initializers import Initializer
 from .dropin import DropIn, rows_of, with_vectors
 from .embedding import STRATEGIES
-from .init import Initializer
-from .lookup import look_up
-from .request import Request, ask_bags
 from .torch_words import refuse_absent
 
 MODES = ("sum", "mean", "max")
@@ -173,12 +173,14 @@ class EmbeddingBag(DropIn):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Pool the vectors of each bag's ids; see Shape above."""
-        return look_up(
-            self.kept, [self], lambda _: [self._asked(input, offsets, per_sample_weights)]
-        )[0]
+        try:
+            asked: Asked = [self._asked(input, offsets, per_sample_weights)]
+        except BaseException as error:
+            asked = refused([self], error)
+        return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
-        """See `ShardedTable`: bags in any form of one slot, and ``[bags, m]``."""
+        """See `EmbeddingLayer`: bags in any form of one slot, and ``[bags, m]``."""
         return self._bags(inputs, sample_weights)
 
     def _asked(self, input: Any, offsets: Any, weights: Any) -> Request:

@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 from .._compiling import uncompiled
 from ..errors import check_choice
-from .init import Initializer
-from .lookup import look_up
-from .options import TableOptions, check_count
-from .request import Request, ask_bags, ask_vectors
-from .shard import ShardedTable
-from .slots import check_combiner, check_max_nnz
+from ..lookup import Asked, look_up, refused
+from ..lookup.request import Request, ask_bags, ask_vectors
+from ..lookup.slots import check_combiner, check_max_nnz
+from ..tables.initializers import Initializer
+from ..tables.options import TableOptions, check_count
+from .layer import EmbeddingLayer
 from .torch_words import explain_torch_words
 
 STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 
 
-class DistributedEmbedding(ShardedTable):
+class DistributedEmbedding(EmbeddingLayer):
     """Embedding bags over an unbounded vocabulary, in several slots.
 
     `EmbeddingBag` is the one that is called like torch's.
@@ -185,10 +185,14 @@ class DistributedEmbedding(ShardedTable):
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
         """
-        return look_up(self.kept, [self], lambda _: [self.request(inputs, sample_weights)])[0]
+        try:
+            asked: Asked = [self.request(inputs, sample_weights)]
+        except BaseException as error:
+            asked = refused([self], error)
+        return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
-        """See `ShardedTable`."""
+        """See `EmbeddingLayer`."""
         return ask_bags(
             self,
             inputs,
@@ -208,7 +212,7 @@ class DistributedEmbedding(ShardedTable):
         )
 
 
-class All2AllDenseEmbedding(ShardedTable):
+class All2AllDenseEmbedding(EmbeddingLayer):
     """One vector for each key, not pooled, in several slots.
 
     `Embedding` is the one that is called like torch's.
@@ -287,10 +291,14 @@ class All2AllDenseEmbedding(ShardedTable):
     @uncompiled
     def forward(self, keys: torch.Tensor) -> torch.Tensor:
         """Look up the vector of each key; see Shape above."""
-        return look_up(self.kept, [self], lambda _: [self.request(keys)])[0]
+        try:
+            asked: Asked = [self.request(keys)]
+        except BaseException as error:
+            asked = refused([self], error)
+        return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, keys: torch.Tensor) -> Request:
-        """See `ShardedTable`."""
+        """See `EmbeddingLayer`."""
         request = ask_vectors(self, keys)
         slots = self.slot_num, self.nnz_per_slot
         if self.dynamic_input:

@@ -9,19 +9,19 @@ from typing import Any, cast
 import torch
 
 from ..errors import check_choice
-from .inputs import Bags, check_bags, read_bags
-from .lookup import Tables, keep
-from .request import (
+from ..lookup import LookupPlan, remember
+from ..lookup.inputs import Bags, check_bags, read_bags
+from ..lookup.request import (
     GROUP,
+    LazyRequests,
     Request,
-    SharedBags,
     check_key_dtype,
     leave_padding_out,
     name_of,
     vectors_of_bags,
 )
-from .shard import ShardedTable
-from .slots import NO_LIMIT, POOLINGS, check_max_nnz, within
+from ..lookup.slots import NO_LIMIT, POOLINGS, check_max_nnz, within
+from ..tables.embedding_table import EmbeddingTable
 
 OUTPUTS = ("dict", "concatenated", "keyed")
 
@@ -46,11 +46,11 @@ class Feature:
 
 
 @dataclass(slots=True)
-class Asked:
+class BoundFeature:
     """A feature, all of it settled, and the table that it asks."""
 
     name: str
-    table: ShardedTable
+    table: EmbeddingTable
     feature: Feature
 
     @property
@@ -69,7 +69,7 @@ class Asked:
         )
 
 
-def whole(name: str, layer: ShardedTable) -> str | Feature:
+def whole(name: str, layer: EmbeddingTable) -> str | Feature:
     """The feature that a layer is by itself. What it does in several slots is not asked of that."""
     if getattr(layer, "slot_num", 1) == 1:
         return name
@@ -77,7 +77,7 @@ def whole(name: str, layer: ShardedTable) -> str | Feature:
 
 
 def settled(
-    features: Mapping[str, str | Feature], layers: Mapping[str, ShardedTable]
+    features: Mapping[str, str | Feature], layers: Mapping[str, EmbeddingTable]
 ) -> dict[str, Feature]:
     """Features with the defaults of their layers.
 
@@ -93,7 +93,7 @@ def settled(
     return found
 
 
-def _settled(name: str, feature: str | Feature, layers: Mapping[str, ShardedTable]) -> Feature:
+def _settled(name: str, feature: str | Feature, layers: Mapping[str, EmbeddingTable]) -> Feature:
     where = f"{GROUP}: features[{name!r}]"
     if isinstance(feature, str):
         feature = Feature(feature)
@@ -117,7 +117,7 @@ def _settled(name: str, feature: str | Feature, layers: Mapping[str, ShardedTabl
     return replace(feature, max_nnz=NO_LIMIT if most is None else most, truncate=truncate)
 
 
-def _of_layer(where: str, name: str, layer: ShardedTable, setting: str) -> Any:
+def _of_layer(where: str, name: str, layer: EmbeddingTable, setting: str) -> Any:
     """A setting of the layer, None if it has none."""
     value = getattr(layer, setting, None)
     if isinstance(value, tuple):
@@ -129,7 +129,7 @@ def _of_layer(where: str, name: str, layer: ShardedTable, setting: str) -> Any:
 
 
 def check_joined(
-    output: str, features: Mapping[str, Feature], layers: Mapping[str, ShardedTable]
+    output: str, features: Mapping[str, Feature], layers: Mapping[str, EmbeddingTable]
 ) -> None:
     """Raise unless the vectors of all features can be columns of one output."""
     dtype = None
@@ -149,7 +149,7 @@ def check_joined(
 
 
 def ask_each(
-    asked: Sequence[Asked], inputs: Mapping[str, Any], weights: Mapping[str, Any]
+    asked: Sequence[BoundFeature], inputs: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> list[Request]:
     """Read the bags of each feature, given by name. Changes nothing."""
     requests = []
@@ -162,36 +162,38 @@ def ask_each(
     return requests
 
 
-def asked_of(features: Mapping[str, Feature], tables: Sequence[ShardedTable]) -> list[Asked]:
+def asked_of(
+    features: Mapping[str, Feature], tables: Sequence[EmbeddingTable]
+) -> list[BoundFeature]:
     """Features with their tables."""
     each = zip(features.items(), tables, strict=True)
-    return [Asked(name, table, feature) for (name, feature), table in each]
+    return [BoundFeature(name, table, feature) for (name, feature), table in each]
 
 
 def ask_keyed(
-    tables: Tables, features: Mapping[str, Feature], inputs: Any, sample_weights: Any, join: bool
+    plan: LookupPlan, features: Mapping[str, Feature], inputs: Any, sample_weights: Any, join: bool
 ) -> Sequence[Request]:
     """Read a KeyedJaggedTensor, which may have other features besides. Changes nothing.
 
     On one rank requests share its bags, so that none of it is copied.
 
     Args:
-        tables: one for each feature.
+        plan: of the tables, one for each feature.
         features: by name.
         inputs: the tensor.
         sample_weights: see `read_bags`.
         join: whether outputs are to be columns of one.
     """
-    first = tables.asked[0]
+    first = plan.tables[0]
     bags = read_bags(inputs, sample_weights, GROUP, first.weight.device)
     names = tuple(inputs.keys())
     bags = replace(bags, slot_major=False, slots=None)
     # All that is looked at below, but for what the ops look at themselves.
     form = names, bags.count, bags.values.dtype, join
-    if (read := tables.derived.get(form)) is not None:
-        return cast(SharedBags, read(bags))
+    if (read := plan.derived.get(form)) is not None:
+        return cast(LazyRequests, read(bags))
     places = {key: i for i, key in enumerate(names)}
-    asked = asked_of(features, tables.asked)
+    asked = asked_of(features, plan.tables)
     _check_names(names, asked)
     batch, rest = divmod(bags.count, len(names))
     if batch < 0 or rest != 0:
@@ -200,7 +202,7 @@ def ask_keyed(
             f"{max(bags.count, 0)} bags"
         )
     # Otherwise each call of an op would check all bags.
-    share = len(tables.alike) == 1
+    share = len(plan.batches) == 1
 
     def requests(bags: Bags) -> list[Request]:
         cut: list[Bags] = []
@@ -223,14 +225,14 @@ def ask_keyed(
     shapes = [(batch,)] * len(asked)
     width = sum(one.table.embedding_vec_size for one in asked) if join else None
 
-    def shared(bags: Bags) -> SharedBags:
-        return SharedBags(bags, shapes, width, lambda: requests(bags), form)
+    def shared(bags: Bags) -> LazyRequests:
+        return LazyRequests(bags, shapes, width, lambda: requests(bags), form)
 
-    keep(tables.derived, form, shared)
+    remember(plan.derived, form, shared)
     return shared(bags)
 
 
-def _check_names(names: Sequence[str], asked: Sequence[Asked]) -> None:
+def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
     """Raise unless each feature is a key of the input, once. The order may be another one."""
     if missing := [one for one in asked if one.name not in names]:
         others = [name for name in names if name not in {one.name for one in asked}]
@@ -254,7 +256,7 @@ def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
 
 
 def _request(
-    one: Asked, bags: Bags, count: int | None = None, first_bag: int | None = None
+    one: BoundFeature, bags: Bags, count: int | None = None, first_bag: int | None = None
 ) -> Request:
     """What a feature asks: bags, or a run of them."""
     most, truncate = cast(int, one.feature.max_nnz), bool(one.feature.truncate)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .._compiling import uncompiled
 from ..errors import check_choice
+from ..lookup import Asked, PlanCache, Route, begin, finish, look_up, refused
+from ..lookup.inputs import is_keyed_jagged
+from ..lookup.request import GROUP, Request, ask_bags
+from ..lookup.slots import POOLINGS
+from ..tables.embedding_table import EmbeddingTable
 from .any_names import LayersByName, name_in_state
 from .features import (
     OUTPUTS,
@@ -23,11 +28,7 @@ from .features import (
     share_columns,
     whole,
 )
-from .inputs import is_keyed_jagged
-from .lookup import Kept, Route, Tables, begin, finish, look_up
-from .request import GROUP, Request, ask_bags
-from .shard import ShardedTable
-from .slots import POOLINGS
+from .layer import EmbeddingLayer
 
 
 class EmbeddingGroup(torch.nn.Module):
@@ -66,7 +67,7 @@ class EmbeddingGroup(torch.nn.Module):
 
     def __init__(
         self,
-        layers: Mapping[str, ShardedTable],
+        layers: Mapping[str, EmbeddingLayer],
         features: Mapping[str, str | Feature] | None = None,
         output: str = "dict",
     ) -> None:
@@ -78,7 +79,7 @@ class EmbeddingGroup(torch.nn.Module):
         if not layers:
             raise ValueError("EmbeddingGroup: layers must not be empty")
         for name, layer in layers.items():
-            if not isinstance(layer, ShardedTable):
+            if not isinstance(layer, EmbeddingLayer):
                 raise TypeError(
                     f"EmbeddingGroup: layers[{name!r}] must be an embedding layer of sparsekit, "
                     f"got {type(layer).__name__}"
@@ -102,9 +103,9 @@ class EmbeddingGroup(torch.nn.Module):
             self._check_slots(f"output={output!r}")
         if output == "keyed":
             keyed_tensor_class()
-        self._kept = Kept()
-        # What prefetch has begun, and its inputs.
-        self._begun: tuple[Any, list[Sequence[Request]], Route] | None = None
+        self._plan_cache = PlanCache()
+        # Inputs of prefetch, and the lookup that it has begun.
+        self._begun: tuple[Any, Route] | None = None
 
     @uncompiled
     def forward(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> Any:
@@ -125,11 +126,10 @@ class EmbeddingGroup(torch.nn.Module):
             And what the layers raise.
         """
         if self._begun is None:
-            asked: list[Sequence[Request]] = []
-            ask = self._ask(asked, inputs, sample_weights)
-            outputs = look_up(self._kept, self._tables(), ask)
+            tables = self._tables()
+            outputs = look_up(self._plan_cache, tables, self._ask(tables, inputs, sample_weights))
         else:
-            (expected, asked, route), self._begun = self._begun, None
+            (expected, route), self._begun = self._begun, None
             error = None
             if expected is not inputs:
                 error = ValueError(
@@ -162,36 +162,34 @@ class EmbeddingGroup(torch.nn.Module):
         """
         if self._begun is not None:
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
-        asked: list[Sequence[Request]] = []
-        ask = self._ask(asked, inputs, sample_weights)
-        self._begun = inputs, asked, begin(self._kept, self._tables(), ask)
+        tables = self._tables()
+        asked = self._ask(tables, inputs, sample_weights)
+        self._begun = inputs, begin(self._plan_cache, tables, asked)
 
     def __getstate__(self) -> dict[str, Any]:
         # A prefetched batch stays with this group; a copy of it looks up all by itself.
         return {**self.__dict__, "_begun": None}
 
-    def _tables(self) -> list[ShardedTable]:
+    def _tables(self) -> list[EmbeddingLayer]:
         layers: dict[str, Any] = self.layers._modules
         return [layers[name] for name in self._layers_asked]
 
     def _ask(
-        self, asked: list[Sequence[Request]], inputs: Any, weights: Mapping[str, Any] | None
-    ) -> Callable[[Tables], Sequence[Request]]:
-        """What puts the requests, one for each feature, into `asked`."""
-
-        def ask(tables: Tables) -> Sequence[Request]:
-            join = self.output != "dict"
+        self, tables: Sequence[EmbeddingTable], inputs: Any, weights: Mapping[str, Any] | None
+    ) -> Asked:
+        """The requests, one for each feature, or what is wrong with the inputs."""
+        join = self.output != "dict"
+        try:
             if is_keyed_jagged(inputs):
                 self._check_slots("a KeyedJaggedTensor")
-                requests = ask_keyed(tables, self.features, inputs, weights, join)
-            else:
-                requests = self._ask_each(inputs, {} if weights is None else weights)
-                if join:
-                    share_columns(requests)
-            asked.append(requests)
+                plan = self._plan_cache.plan_for(tables)
+                return ask_keyed(plan, self.features, inputs, weights, join)
+            requests = self._ask_each(inputs, {} if weights is None else weights)
+            if join:
+                share_columns(requests)
             return requests
-
-        return ask
+        except BaseException as error:
+            return refused(tables, error)
 
     def _check_slots(self, what: str) -> None:
         """Raise for a layer with several slots, if no features say what is in them."""
@@ -234,7 +232,7 @@ class EmbeddingGroup(torch.nn.Module):
 
 @uncompiled
 def group_embedding_lookup_sparse(
-    params: Sequence[ShardedTable],
+    params: Sequence[EmbeddingLayer],
     sp_ids: Sequence[Any],
     combiners: Sequence[str],
     sp_weights: Sequence[Any] | None = None,
@@ -269,14 +267,15 @@ def group_embedding_lookup_sparse(
             )
     _check_shared(name, params)
 
-    def ask(_: Tables) -> list[Request]:
-        calls = zip(params, sp_ids, weights, combiners, strict=True)
-        return [ask_bags(*call, slot_num=1) for call in calls]
+    calls = zip(params, sp_ids, weights, combiners, strict=True)
+    try:
+        asked: Asked = [ask_bags(*call, slot_num=1) for call in calls]
+    except BaseException as error:
+        asked = refused(params, error)
+    return [output.squeeze(1) for output in look_up(PlanCache(), params, asked)]
 
-    return [output.squeeze(1) for output in look_up(Kept(), params, ask)]
 
-
-def _check_names(layers: Mapping[str, ShardedTable]) -> None:
+def _check_names(layers: Mapping[str, EmbeddingLayer]) -> None:
     """Raise for two layers of one name, whose equal keys would start from equal vectors."""
     by_name: dict[str, str] = {}
     for name, layer in layers.items():
@@ -289,7 +288,7 @@ def _check_names(layers: Mapping[str, ShardedTable]) -> None:
             )
 
 
-def _check_shared(name: str, layers: Sequence[ShardedTable]) -> None:
+def _check_shared(name: str, layers: Sequence[EmbeddingLayer]) -> None:
     for layer in layers:
         if layer.process_group is not layers[0].process_group:
             raise ValueError(f"{name}: {layer.name} and {layers[0].name} have two process groups")

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..lookup.access import assign_own
+from ..ops._checks import FLOATING
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.weight import EmbeddingWeight
 from .dropin_embedding import Embedding
-from .shard import ShardedTable
-from .vectors import FLOATING, assign_own
-from .weight import EmbeddingWeight
 
 _WHERE = "load_torch_state_dict"
 
@@ -42,7 +43,7 @@ def load_torch_state_dict(
     layers = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, ShardedTable)
+        if isinstance(module, EmbeddingTable)
     }
     weights: dict[str, torch.Tensor] = {}
     for name, layer in layers.items():
@@ -73,7 +74,7 @@ def load_torch_state_dict(
     return type(found)(missing, unexpected)
 
 
-def _checked(name: str, layer: ShardedTable, weight: Any) -> torch.Tensor:
+def _checked(name: str, layer: EmbeddingTable, weight: Any) -> torch.Tensor:
     layer.refuse_meta()
     if not isinstance(weight, torch.Tensor) or weight.dtype not in FLOATING:
         what = weight.dtype if isinstance(weight, torch.Tensor) else type(weight).__name__
@@ -105,16 +106,16 @@ def _ids(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.arange(len(weight), device=device)
 
 
-def _owners(layer: ShardedTable, weight: torch.Tensor) -> torch.Tensor | None:
+def _owners(layer: EmbeddingTable, weight: torch.Tensor) -> torch.Tensor | None:
     return None if layer.owners is None else layer.owners.to(weight.device)
 
 
 @torch.no_grad()
-def _load(layer: ShardedTable, weight: torch.Tensor) -> None:
-    layer._catch_up()
+def _load(layer: EmbeddingTable, weight: torch.Tensor) -> None:
+    layer.catch_up()
     if isinstance(layer.weight, EmbeddingWeight):
         layer.weight.moved = False
-    layer.looked_at = set()
+    layer.checked_modes = set()
     device = layer.weight.device
     ids = _ids(weight, device).to(layer.key_dtype)
     with layer.rows_changing():

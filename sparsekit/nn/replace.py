@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import check_int
 from ..ops._checks import ROW_DTYPES
+from ..tables.initializers import Normal
 from .dropin import DropIn
 from .dropin_embedding import Embedding
 from .dropin_embedding_bag import EmbeddingBag
-from .init import Normal
 from .references import Reference, readers, references
 
 _OF_TORCH = torch.nn.Embedding, torch.nn.EmbeddingBag

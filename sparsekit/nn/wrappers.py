@@ -19,14 +19,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from ..distributed.sharded import sharded_tensors
-from ..saved_state import copy_all
-from .shard import ShardedTable
-from .weight import EmbeddingWeight
+from ..tables.saved_state import copy_all
+from ..tables.weight import EmbeddingWeight
+from .layer import EmbeddingLayer
 
 
-def tables_of(module: torch.nn.Module) -> dict[str, ShardedTable]:
+def tables_of(module: torch.nn.Module) -> dict[str, EmbeddingLayer]:
     """The tables in a module, by name."""
-    return {n: layer for n, layer in module.named_modules() if isinstance(layer, ShardedTable)}
+    return {n: layer for n, layer in module.named_modules() if isinstance(layer, EmbeddingLayer)}
 
 
 def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
@@ -70,7 +70,7 @@ def _begin_averages(averaged: torch.nn.Module, model: torch.nn.Module) -> None:
     """Give rows of an average whose keys it does not know yet their initial vectors."""
     tables = zip(tables_of(averaged).values(), tables_of(model).values(), strict=True)
     for mine, theirs in tables:
-        theirs._catch_up()
+        theirs.catch_up()
         if theirs.owners is not None and mine.owners is not None:
             owners = theirs.owners.to(mine.weight.device)
             if not torch.equal(owners, mine.owners):
@@ -121,14 +121,14 @@ def _refuse_fsdp(fsdp: Any, model: torch.nn.Module) -> None:
             )
 
 
-def _first(model: torch.nn.Module) -> ShardedTable:
+def _first(model: torch.nn.Module) -> EmbeddingLayer:
     return next(iter(tables_of(model).values()))
 
 
 def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     if module is None:
         return
-    if isinstance(module, ShardedTable):
+    if isinstance(module, EmbeddingLayer):
         _average_tables_of_lightning()
     if name == "module":
         if isinstance(parent, DistributedDataParallel):

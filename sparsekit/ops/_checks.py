@@ -7,6 +7,7 @@ import torch
 
 KEY_DTYPES = (torch.int64, torch.int32)
 ROW_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+FLOATING = (*ROW_DTYPES, torch.float16)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:

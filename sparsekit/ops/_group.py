@@ -5,7 +5,7 @@
 each key a bag of its own.
 
 **features**, int64 ``[F, 9]``, says which table each bag asks. A row is a run of bags of one
-source; its columns are `FEATURE_COLUMNS`:
+source; its columns are those of `FeatureColumn`:
 
 - ``table``: rows come in order of their tables.
 - ``source``, ``first_bag``, ``bags``: bags first_bag to first_bag + bags - 1 of that source. A bag
@@ -16,7 +16,7 @@ source; its columns are `FEATURE_COLUMNS`:
 - ``tensor``, ``begin``, ``stride``: bag b of the feature is
   ``tensors[tensor].view(-1)[begin + b * stride:][:dim]``, in outputs and in their gradients.
 
-**tables**, int64 ``[T, 3]``; its columns are `TABLE_COLUMNS`:
+**tables**, int64 ``[T, 3]``; its columns are:
 
 - ``hash_table``: index in the lists of hash tables, or -1 if keys are row numbers.
 - ``capacity``: most rows.
@@ -33,6 +33,7 @@ elements beyond the last entry are undefined.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -40,18 +41,21 @@ import torch
 from ._checks import KEY_DTYPES, check_tensor, explain
 from .embedding_bag import COMBINERS
 
-FEATURE_COLUMNS = (
-    "table",
-    "source",
-    "first_bag",
-    "bags",
-    "combiner",
-    "max_nnz",
-    "tensor",
-    "begin",
-    "stride",
-)
-TABLE_COLUMNS = ("hash_table", "capacity", "world_size")
+
+class FeatureColumn(IntEnum):
+    """Columns of ``features``."""
+
+    table = 0
+    source = 1
+    first_bag = 2
+    bags = 3
+    combiner = 4
+    max_nnz = 5
+    tensor = 6
+    begin = 7
+    stride = 8
+
+
 GROUP_COMBINERS = {**COMBINERS, "none": 3}
 SAMPLE_WEIGHT_DTYPES = (torch.float32, torch.float64)
 

@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..distributed.dtensor import local
-from ..nn.weight import EmbeddingWeight
+from ..tables.weight import EmbeddingWeight
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 

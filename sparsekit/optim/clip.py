@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .._compiling import uncompiled
 from ..distributed.dtensor import groups_of, local
 from ..distributed.world import group_of
-from ..nn.weight import EmbeddingWeight, update_of
+from ..tables.weight import EmbeddingWeight, update_of
 
 
 @uncompiled

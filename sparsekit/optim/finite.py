@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from ..distributed.dtensor import local
 from ..distributed.world import group_of
-from ..nn.shard import ShardedTable
-from ..nn.weight import update_of
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.weight import update_of
 
 _LINES = 8  # of a message; when one gradient is not finite, often all of them are
 
@@ -60,14 +60,14 @@ def check_finite_gradients(
         raise TypeError(
             f"check_finite_gradients: module must be a torch.nn.Module, got {type(module).__name__}"
         )
-    layers = [m for m in module.modules() if isinstance(m, ShardedTable)]
+    layers = [m for m in module.modules() if isinstance(m, EmbeddingTable)]
     for layer in layers:
         if update_of(layer.weight) is not None:
             raise ValueError(
                 f"check_finite_gradients: {layer.name} is updated in backward, which leaves no "
                 f"gradient to look at"
             )
-    tables: dict[torch.nn.Parameter, ShardedTable] = {layer.weight: layer for layer in layers}
+    tables: dict[torch.nn.Parameter, EmbeddingTable] = {layer.weight: layer for layer in layers}
     found = []
     for name, parameter in module.named_parameters():
         bad = None if parameter.grad is None else _first_bad(local(parameter.grad))
@@ -106,7 +106,7 @@ def _first_bad(grad: torch.Tensor) -> tuple[list[int], float, int] | None:
     return first, value, rows
 
 
-def _of_table(table: ShardedTable, bad: tuple[list[int], float, int]) -> Report:
+def _of_table(table: EmbeddingTable, bad: tuple[list[int], float, int]) -> Report:
     (row, column), value, rows = bad
     key: int | None = row * table.world_size + table.rank
     if table.table is not None:

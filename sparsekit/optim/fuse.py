@@ -4,8 +4,8 @@ import weakref
 
 import torch
 
-from ..nn.shard import ShardedTable
-from ..nn.weight import EmbeddingWeight, update_of
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.weight import EmbeddingWeight, update_of
 from .row_optimizer import RowOptimizer
 
 
@@ -56,7 +56,7 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
             f"{type(optimizer).__name__}"
         )
     own = {p for group in optimizer.param_groups for p in group["params"]}
-    layers = [m for m in module.modules() if isinstance(m, ShardedTable) and m.weight in own]
+    layers = [m for m in module.modules() if isinstance(m, EmbeddingTable) and m.weight in own]
     if not layers:
         raise ValueError(
             f"fuse_in_backward: no embedding layer in {type(module).__name__} has a weight among "

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from .. import ops
 from ..distributed.dtensor import local
-from ..nn.weight import EmbeddingWeight
+from ..tables.weight import EmbeddingWeight
 from .update_call import row_steps
-
-if TYPE_CHECKING:
-    from .row_optimizer import RowOptimizer
 
 # Rows that are compared at a time.
 _ROWS = 1 << 18
@@ -21,8 +18,28 @@ _ROWS = 1 << 18
 _OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov")
 
 
+class StatesOfRows(Protocol):
+    """The part of a `RowOptimizer` that tells which states a parameter has."""
+
+    rule: ClassVar[str]
+    defaults: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+
+    def _check_settings(self, group: dict[str, Any]) -> None: ...
+
+    def _new_states(
+        self, parameter: torch.Tensor, group: dict[str, Any]
+    ) -> dict[str, torch.Tensor]: ...
+
+    def _initial_states(self, group: dict[str, Any]) -> dict[str, float]: ...
+
+    def _has_row_step(self, group: dict[str, Any]) -> bool: ...
+
+    def _per_row(self, group: dict[str, Any]) -> bool: ...
+
+
 def untouched(
-    optimizer: RowOptimizer, parameter: torch.Tensor, group: dict[str, Any], step: int
+    optimizer: StatesOfRows, parameter: torch.Tensor, group: dict[str, Any], step: int
 ) -> dict[str, torch.Tensor]:
     """New states of rows after some steps, none of which has touched them."""
     states = optimizer._new_states(parameter, group)
@@ -34,7 +51,7 @@ def untouched(
 
 
 def loaded_states(
-    optimizer: RowOptimizer, state_dict: dict[str, Any]
+    optimizer: StatesOfRows, state_dict: dict[str, Any]
 ) -> dict[torch.Tensor, dict[str, Any]]:
     """States of parameters as an optimizer's `load_state_dict` takes them over; changes nothing.
 
@@ -71,7 +88,7 @@ def loaded_states(
 
 
 def loaded_state(
-    optimizer: RowOptimizer,
+    optimizer: StatesOfRows,
     parameter: torch.Tensor,
     group: dict[str, Any],
     values: Mapping[str, Any],

@@ -13,8 +13,8 @@ from .._compiling import uncompiled
 from ..distributed.dtensor import local
 from ..errors import check_int
 from ..memory import prefer_huge_pages
-from ..nn.weight import EmbeddingWeight, update_of
 from ..ops._checks import accumulate_dtype
+from ..tables.weight import EmbeddingWeight, update_of
 from .load_state import loaded_states
 from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, row_steps, rows_of
 

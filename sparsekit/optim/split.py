@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..nn.weight import EmbeddingWeight
+from ..tables.weight import EmbeddingWeight
 
 Named = tuple[str, torch.nn.Parameter]
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed import Exchange
-from ..nn.shard import ShardedTable
+from ..tables.embedding_table import EmbeddingTable
 
 # Of which lines of buckets are looked at, since a table may have many millions.
 SAMPLED_LINES = 4096
@@ -28,7 +28,7 @@ class Telemetry:
     """  # noqa: D400, D415  a list
 
     def __init__(self, model: torch.nn.Module) -> None:
-        layers = [layer for layer in model.modules() if isinstance(layer, ShardedTable)]
+        layers = [layer for layer in model.modules() if isinstance(layer, EmbeddingTable)]
         self._layers = {layer.name: layer for layer in layers}
         self._rows = dict.fromkeys(self._layers, 0)
         self._steps = self._bytes_sent = 0
@@ -78,7 +78,7 @@ class Telemetry:
         return since
 
 
-def _here(layer: ShardedTable) -> tuple[int, int, int]:
+def _here(layer: EmbeddingTable) -> tuple[int, int, int]:
     if layer.table is None:
         return -1, layer.capacity, 0
     buckets, _, _ = layer.table.tensors()

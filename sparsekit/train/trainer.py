@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..checkpoint import Checkpoints
 from ..distributed import Exchange, exchange_of
+from ..distributed.exchange import attempt
 from ..errors import check_int
 from .feed import Ranks, Share, of_loader, of_tensors, set_epoch, steps_of
 from .fit_data import FitData
@@ -288,7 +289,7 @@ class Trainer:
             return fit, device
         seed = self._generator.initial_seed()
         plan = f"train on {fit}, {epochs} epochs after {len(self.history)}, seed {seed}"
-        self._exchange.meet(f"{plan}, {self.accumulate} batches a step", check)
+        self._exchange.agree(f"{plan}, {self.accumulate} batches a step", attempt(check))
         return fit, device
 
     def _first_place(self, fit: FitData) -> Position:

@@ -13,7 +13,7 @@ from sparsekit.checkpoint import CheckpointError
 from sparsekit.checkpoint.encoding import decoded
 from sparsekit.checkpoint.manifest import CHECKSUM, MANIFEST, rank_file
 from sparsekit.checkpoint.tensor_file import TensorFile
-from sparsekit.nn.owners import even_map
+from sparsekit.tables.owners import even_map
 
 from .models import assert_equal, contents, made, saved_chain
 from .numpy_reader import read_file, read_manifest, read_table

@@ -8,7 +8,7 @@ import sparsekit
 from sparsekit import _pybind
 from sparsekit.distributed import Exchange, nccl
 from sparsekit.distributed.streams import own_stream
-from sparsekit.nn import shard
+from sparsekit.tables import embedding_table
 
 from .fake import BUILT, LONG, one_rank
 from .test_exchange import DTYPES, exchanges, step_of_a_layer
@@ -92,7 +92,7 @@ class TestDevice:
     def test_prefetch_beside_a_busy_stream(self, on_device, monkeypatch):
         """Keys are made late, and the memory of a batch is used again as soon as it is free."""
         exchange = Exchange(None, on_device.device, on_device)
-        monkeypatch.setattr(shard, "exchange_of", lambda *_: exchange)
+        monkeypatch.setattr(embedding_table, "exchange_of", lambda *_: exchange)
         group, twin = (
             sparsekit.EmbeddingGroup(
                 {

@@ -9,9 +9,9 @@ from conftest import assert_close, generator, randn
 import sparsekit
 from sparsekit import _pybind
 from sparsekit.distributed import Exchange
-from sparsekit.distributed.exchange import Offer
-from sparsekit.distributed.packing import pack, packed_sizes, unpack
-from sparsekit.nn import shard
+from sparsekit.distributed.exchange import Proposal
+from sparsekit.distributed.wire import pack, packed_sizes, unpack
+from sparsekit.tables import embedding_table
 
 from .fake import BUILT, calls, in_process_of_its_own, on_threads, one_rank
 
@@ -135,8 +135,8 @@ def exchanges(transport):
         torch.full((sum(rows[exchange.rank]),), 0.5, device=exchange.device),
     ]
     own = rows[exchange.rank]
-    offer = Offer(torch.tensor(own, device=exchange.device).view(size, 1), (1, 2, exchange.rank))
-    _, agreed = exchange.meet("the same", lambda: offer)
+    counts = torch.tensor(own, device=exchange.device).view(size, 1)
+    agreed = exchange.agree("", Proposal("the same", counts, (1, 2, exchange.rank)))
     assert agreed.own.tolist() == [[n] for n in own]
     assert agreed.facts == [[1, 2, rank] for rank in range(size)]
     counts = [rows[rank][exchange.rank] for rank in range(size)]
@@ -161,7 +161,10 @@ def step_of_a_layer(transport):
     """A step whose keys and vectors go through the transport is one without it."""
     results = []
     for exchange in (None, Exchange(None, transport.device, transport)):
-        before, shard.exchange_of = shard.exchange_of, lambda *_, found=exchange: found
+        before, embedding_table.exchange_of = (
+            embedding_table.exchange_of,
+            lambda *_, found=exchange: found,
+        )
         try:
             layer = sparsekit.DistributedEmbedding(
                 "mean", 50, 4, 2, 3, name="items", device=transport.device
@@ -171,7 +174,7 @@ def step_of_a_layer(transport):
             out.backward(randn(8, 2, 4).to(transport.device))
             results.append((out.detach(), layer.weight.grad.to_dense()))
         finally:
-            shard.exchange_of = before
+            embedding_table.exchange_of = before
     assert exchange.collectives == 4
     for one, other in zip(*results, strict=True):
         assert_close(one, other)

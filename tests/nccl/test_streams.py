@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 import sparsekit
 from sparsekit.distributed import Exchange
 from sparsekit.distributed.streams import NoStream, OwnStream, own_stream
-from sparsekit.nn import shard
+from sparsekit.tables import embedding_table
 
 from .fake import CPU, calls, on_threads
 from .streams import Noted, Stream, Streams, note_collectives
@@ -35,7 +35,7 @@ def each_rank_has_its_exchange(fake):
 
 
 def find_exchanges_by_thread(rank):
-    shard.exchange_of = lambda *_: _local.exchange
+    embedding_table.exchange_of = lambda *_: _local.exchange
 
 
 class Rank:

@@ -10,8 +10,8 @@ import torch
 from torch.nn.utils import parametrize
 
 from sparsekit import DistributedEmbedding, EmbeddingGroup, optim
+from sparsekit.lookup.plan import PlanCache, remember
 from sparsekit.nn import Constant
-from sparsekit.nn.lookup.tables import Kept, keep
 from tests.nn.keyed import Keyed
 
 KEYS = torch.tensor([3, 9, 3, 10**15]).view(4, 1, 1)
@@ -115,7 +115,7 @@ def test_a_layer_is_freed_with_its_last_reference():
 def test_a_copy_begins_anew(make):
     made = called(layer())
     copied = make(made)
-    assert copied.kept is not made.kept
+    assert copied.plan_cache is not made.plan_cache
     copied.weight = torch.nn.Parameter(torch.full_like(made.weight, 5.0))
     assert (copied(KEYS) == 5).all()
     assert not (made(KEYS) == 5).any()
@@ -144,26 +144,26 @@ def test_batches_of_ever_other_sizes():
         assert torch.equal(out, torch.cat([of_each["a"], of_each["b"]], 1))
         keys = inputs(batch=batch).values()[:batch]
         assert torch.equal(both.layers["a"](keys.view(batch, 1, 1))[:, 0], of_each["a"])
-    (tables,) = [both._kept.of(both._tables(), None)]
+    (tables,) = [both._plan_cache.plan_for(both._tables())]
     assert 0 < len(tables.derived) <= 64
-    assert 0 < len(tables.alike[0].features) <= 64
+    assert 0 < len(tables.batches[0].features) <= 64
 
 
 def test_what_is_kept_is_bounded():
     values = {}
     for form in range(1000):
-        keep(values, form, form)
+        remember(values, form, form)
         assert values[form] == form
         assert len(values) <= 64
 
 
 def test_tables_are_kept_until_an_attribute_is_set():
-    made, kept = called(layer()), Kept()
-    tables = kept.of([made], None)
-    assert kept.of([made], None) is tables
+    made, cache = called(layer()), PlanCache()
+    tables = cache.plan_for([made])
+    assert cache.plan_for([made]) is tables
     made.eval()
-    assert kept.of([made], None) is not tables
-    assert kept.of([made, made], None) is not kept.of([made], None)
+    assert cache.plan_for([made]) is not tables
+    assert cache.plan_for([made, made]) is not cache.plan_for([made])
 
 
 @pytest.mark.parametrize("how", ["remove", "drop"])

@@ -396,7 +396,7 @@ def test_new_ids_start_like_the_old_ones():
 def test_options_are_for_all_layers():
     model = model_of()
     replace_embeddings(model, use_hashtable=False, gradient_reduction="sum", verbose=False)
-    tables = [m for m in model.modules() if isinstance(m, sparsekit.nn.shard.ShardedTable)]
+    tables = [m for m in model.modules() if isinstance(m, sparsekit.nn.layer.EmbeddingLayer)]
     assert len(tables) == 4
     assert all(m.table is None and m.gradient_reduction == "sum" for m in tables)
 

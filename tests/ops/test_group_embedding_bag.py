@@ -13,7 +13,7 @@ from conftest import (
 
 from sparsekit import ops
 from sparsekit.ops._checks import accumulate_dtype
-from sparsekit.ops._group import FEATURE_COLUMNS
+from sparsekit.ops._group import FeatureColumn
 
 from .group_bags import (
     backward,
@@ -164,7 +164,7 @@ def test_rows_without_entries_have_zeros(device, kept):
 )
 def test_places_that_are_refused(device, column, value):
     group, found = small(device)
-    group.features[0][FEATURE_COLUMNS.index(column)] = value
+    group.features[0][FeatureColumn[column]] = value
     outs = group.outs()
     with pytest.raises(ValueError, match=r"features\[0\] has .* outs\[-?\d\]"):
         pool(group, outs, found)

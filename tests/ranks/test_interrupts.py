@@ -150,18 +150,18 @@ def in_call(rank, way, *arguments):
 BETWEEN = [
     *(("all_to_all", "distributed.Exchange.send", number) for number in (1, 2, 3)),
     *(
-        ("all_to_all", f"nn.lookup.{name}", 1)
+        ("all_to_all", f"lookup.{name}", 1)
         for name in (
-            "asked.Asked.write_keys",
-            "owned.Owned.answer",
-            "asked.Asked.pool",
-            "asked.Asked.write_gradients",
-            "owned.Owned.gradients",
+            "key_client.KeyClient.write_keys",
+            "key_server.KeyServer.answer",
+            "key_client.KeyClient.pool",
+            "key_client.KeyClient.write_gradients",
+            "key_server.KeyServer.features_at",
         )
     ),
     *(
-        ("reduce_scatter", f"nn.lookup.by_bag.{name}", 1)
-        for name in ("write_payload", "_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
+        ("reduce_scatter", f"lookup.by_bag.{name}", 1)
+        for name in ("write_bags", "_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
     ),
 ]
 # What begins a collective of each backend.

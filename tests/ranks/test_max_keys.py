@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sparsekit
-from sparsekit.nn.lookup.by_key import ByKey
+from sparsekit.lookup.by_key import ByKey
 
 from .test_faults import raised
 

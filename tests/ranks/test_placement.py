@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.optim.swa_utils import AveragedModel
 
 import sparsekit
-from sparsekit.nn.lookup.tables import Alike
-from sparsekit.nn.owners import even_map
+from sparsekit.lookup.plan import TableBatch
+from sparsekit.tables.owners import even_map
 
 from .pool import Ranks
 from .test_faults import raised
@@ -196,13 +196,13 @@ def kept(rank):
     module = layer()
     made = []
     with pytest.MonkeyPatch.context() as patch:
-        xxh64 = sparsekit.nn.owners.hashing.xxh64
+        xxh64 = sparsekit.tables.owners.hashing.xxh64
 
         def count(values, *rest):
             made.extend(value for value in values if len(value) == 2 * 65536)
             return xxh64(values, *rest)
 
-        patch.setattr(sparsekit.nn.owners.hashing, "xxh64", count)
+        patch.setattr(sparsekit.tables.owners.hashing, "xxh64", count)
         for _ in range(3):
             module(keys(9))
         assert len(made) == 1
@@ -224,7 +224,7 @@ def groups_may_mix(rank):
         layer("e"),
     ]
     tables[4].owners = reversed_map(tables[4])
-    maps, numbers = Alike(range(6), [*tables, tables[0]], True).owners()
+    maps, numbers = TableBatch(range(6), [*tables, tables[0]], True).owners()
     assert numbers == [0, -1, 0, -1, 1]
     assert maps[0] is tables[0].owners
     assert maps[1] is tables[4].owners

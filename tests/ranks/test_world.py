@@ -334,7 +334,8 @@ def test_no_thread_of_gloo_is_left_when_python_ends(ending, tmp_path):
 
 
 def of_several_sizes(rank):
-    sparsekit.nn.shard._names = itertools.count()  # ranks may have made other layers before
+    # Ranks may have made other layers before.
+    sparsekit.tables.embedding_table._names = itertools.count()
     layer = sparsekit.Embedding(10 + rank, 3, seed=1)
     return layer(torch.tensor([5])).shape
 

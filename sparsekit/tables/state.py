@@ -1,22 +1,108 @@
-"""Loading of the states of layers, and what is refused of weights that were written to."""
+"""The tensors of a table, and how their state is saved and loaded."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
-from .. import saved_state as saved
-from ..ops._checks import ROW_DTYPES
+from ..distributed import Exchange
+from ..distributed.sharded import Sharded
+from ..ops._checks import FLOATING, ROW_DTYPES
 from ..ops.bucketize import VIRTUAL_SHARDS
+from . import saved_state as saved
+from .hash_table import HashTable
+from .own_shard import OwnShard, exchange_ref
 from .owners import check_ranks_of, shared
-from .vectors import FLOATING
 from .weight import EmbeddingWeight
 
-if TYPE_CHECKING:
-    from .shard import ShardedTable
-
 _INT64 = (torch.int64,)
+
+
+class TableTensors(torch.nn.Module, Sharded):
+    """Base of `EmbeddingTable`: its tensors, loaded all together or not at all.
+
+    Attributes:
+        name: begins errors.
+        rank, world_size: which share of the table this is.
+        capacity: rows of this share.
+        embedding_vec_size: elements of a vector.
+        placement: how keys are placed on ranks.
+        weight: ``[capacity, dim]``.
+        table: from keys to rows; None without the hash table.
+        seed: int64 ``[1]``, of the initial vectors.
+        shard: int64 ``[2]``, rank and world size.
+        owners: int16 ``[65536]``, the rank of each virtual shard; None where there is no such map.
+        checked_modes: modes (inserting or not) in which the weight was checked before any key.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    capacity: int
+    embedding_vec_size: int
+    placement: str
+    weight: EmbeddingWeight
+    table: HashTable | None
+    seed: torch.Tensor
+    shard: torch.Tensor
+    owners: torch.Tensor | None
+    checked_modes: set[bool]
+
+    def process_exchange(self) -> Exchange | None:
+        """The way to the other ranks, or None where there are none."""
+        raise NotImplementedError
+
+    def sharded_state(self) -> Iterable[str]:
+        """See `Sharded`: all that a table consists of, but not what a subclass has added."""
+        return own_entries(self)
+
+    def catch_up(self, rows: torch.Tensor | None = None) -> None:
+        """Have the optimizer finish what it has left undone for these rows, or for all."""
+        # There may be another kind of tensor in place of the weight, under functional_call for one.
+        weight = self.weight
+        if isinstance(weight, EmbeddingWeight) and weight.before_read is not None:
+            weight.catch_up(rows)
+
+    def rows_changing(self) -> AbstractContextManager[None]:
+        """Around whatever may give rows other keys; see `RowsOf.changing`."""
+        return nullcontext() if self.table is None else self.table.rows_of.changing()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_messages: list[str],
+    ) -> None:
+        rest = strict, missing_keys, unexpected_keys, error_messages
+        entries = entries_of(state_dict, prefix)
+        if entries:
+            try:
+                load(self, entries, local_metadata.get("assign_to_params_buffers", False))
+            except (TypeError, ValueError) as error:
+                error_messages.append(str(error))
+            # torch has nothing left to do here, nor in the table.
+            state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        if entries and not isinstance(self.weight, EmbeddingWeight):
+            # torch.__future__.set_swap_module_params_on_conversion makes it a plain parameter.
+            self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        self.catch_up()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.world_size > 1:
+            name = f"{prefix}shard"
+            exchange = exchange_ref(self.process_exchange())
+            destination[name] = OwnShard.of(destination[name], self.name, exchange)
 
 
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -26,7 +112,7 @@ def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
     return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
 
 
-def own_entries(layer: ShardedTable) -> dict[str, torch.Tensor]:
+def own_entries(layer: TableTensors) -> dict[str, torch.Tensor]:
     """The layer's tensors by their names in a state, those of its table too."""
     own = {"weight": layer.weight, "seed": layer.seed, "shard": layer.shard}
     if layer.owners is not None:
@@ -36,7 +122,7 @@ def own_entries(layer: ShardedTable) -> dict[str, torch.Tensor]:
     return own
 
 
-def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
+def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
     """Take over the entries of a saved state: all of them, or none if one does not fit.
 
     A hash table's state may have been saved at another capacity, if its rows fit.
@@ -85,8 +171,8 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
             f"has {len(weight)}"
         )
     # What the optimizer has left undone belongs to the rows that go.
-    layer._catch_up()
-    layer.looked_at = set()
+    layer.catch_up()
+    layer.checked_modes = set()
     with layer.rows_changing():
         if assign:
             _replace(layer, weight, seed, owners, table)
@@ -94,7 +180,7 @@ def load(layer: ShardedTable, entries: dict[str, Any], assign: bool) -> None:
             _copy(layer, weight, seed, owners, table)
 
 
-def _owners(layer: ShardedTable, entries: dict[str, Any]) -> torch.Tensor | None:
+def _owners(layer: TableTensors, entries: dict[str, Any]) -> torch.Tensor | None:
     """Those of a state, where the layer has owners."""
     if ("owners" in entries) != (layer.owners is not None):
         if layer.world_size == 1:
@@ -116,7 +202,7 @@ def _owners(layer: ShardedTable, entries: dict[str, Any]) -> torch.Tensor | None
 
 
 def _copy(
-    layer: ShardedTable,
+    layer: TableTensors,
     weight: torch.Tensor,
     seed: torch.Tensor,
     owners: torch.Tensor | None,
@@ -141,7 +227,7 @@ def _copy(
 
 
 def _replace(
-    layer: ShardedTable,
+    layer: TableTensors,
     weight: torch.Tensor,
     seed: torch.Tensor,
     owners: torch.Tensor | None,
@@ -167,7 +253,7 @@ def _replace(
     saved.replace_all(pairs)
 
 
-def refuse_lost_values(layer: ShardedTable) -> None:
+def refuse_lost_values(layer: TableTensors) -> None:
     """Raise if the weight was written to before any row had a key, which new keys would undo."""
     weight = layer.weight
     moved = isinstance(weight, EmbeddingWeight) and weight.moved  # by an optimizer

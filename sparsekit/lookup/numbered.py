@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ... import ops
+from .. import ops
 
 
 def numbered(

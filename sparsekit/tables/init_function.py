@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .init import Constant, Initializer, Normal, Uniform
+from .initializers import Constant, Initializer, Normal, Uniform
 
 _aten = torch.ops.aten
 # Standard deviations that no normal draw goes beyond: u is at least 2^-32 in sqrt(-2 log(u)).

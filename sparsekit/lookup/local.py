@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 
-from ..request import Request
-from .grouped import Grouped
-from .pooled_here import as_vectors
+from .plan import LookupPlan
+from .record import LookupRecord
+from .request import Request
 from .second import differentiable
-from .tables import Tables
+from .table_ops import run
+from .unpooled import as_vectors
 
 
 @dataclass
 class Local:
     """One call of several tables on one rank."""
 
-    tables: Tables
+    plan: LookupPlan
     requests: Sequence[Request]
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
@@ -27,12 +28,12 @@ class Local:
         if error is not None:
             raise error
         asked, finished = as_vectors(self.requests)
-        grouped = Grouped(self.tables)
-        outputs: Sequence[torch.Tensor] = grouped.look_up(asked)
+        pooled, record, found = run(self.plan, asked)
+        outputs: Sequence[torch.Tensor] = pooled
         if torch.is_grad_enabled():
-            takers = grouped.takers()
-            if any(weight.requires_grad for weight in takers):
-                outputs = _Outputs.apply(grouped, outputs, *takers)
+            weights = record.autograd_inputs
+            if any(weight.requires_grad for weight in weights):
+                outputs = _Outputs.apply(record, found, pooled, *weights)
         return finished(outputs)
 
 
@@ -41,23 +42,28 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, grouped: Grouped, outputs: list[torch.Tensor], *weights: torch.Tensor
+        ctx: Any,
+        record: LookupRecord,
+        found: list[torch.Tensor | None],
+        outputs: list[torch.Tensor],
+        *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.grouped = grouped
+        ctx.record = record
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*grouped.saved())
+        ctx.save_for_backward(*found)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        grouped: Grouped = ctx.grouped
-        saved = ctx.saved_tensors
+        record: LookupRecord = ctx.record
+        found = ctx.saved_tensors
         return (
             None,
             None,
+            None,
             *differentiable(
-                lambda grads: grouped.gradients(grads, saved),
-                lambda of_gradients: grouped.pooled_again(of_gradients, grads, saved),
+                lambda grads: record.gradients(grads, found),
+                lambda of_gradients: record.pooled_again(of_gradients, grads, found),
                 grads,
             ),
         )

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from ..distributed.shard_gradient import ShardGradient
-from ..table import HashTable
+from .hash_table import HashTable
 from .row_states import follow_keys
 
 

@@ -1,4 +1,4 @@
-"""Requests as the ops on many tables take them."""
+"""Requests, described for the ops on many tables."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import torch
 
-from ...ops._checks import accumulate_dtype
-from ...ops._group import GROUP_COMBINERS
-from ..request import Request, SharedBags
-from .tables import Alike, keep
+from ..ops._checks import accumulate_dtype
+from ..ops._group import GROUP_COMBINERS
+from .plan import TableBatch, remember
+from .request import LazyRequests, Request
 
 
 @dataclass(slots=True)
-class Sources:
-    """See `sparsekit/ops/_group.py`."""
+class Descriptors:
+    """Requests as the ops on many tables take them; see `sparsekit/ops/_group.py`."""
 
     keys: list[torch.Tensor]
     offsets: list[torch.Tensor]
@@ -28,16 +28,16 @@ class Sources:
     width: int | None  # all columns, if all have columns of one output
 
 
-def sources_of(requests: Sequence[Request], tables: Alike, weight: torch.Tensor) -> Sources:
+def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tensor) -> Descriptors:
     """Describe requests. Those of the same bags share a source.
 
     Args:
         requests: one for each of the tables.
-        tables: what is asked.
+        batch: the tables.
         weight: any of the weights.
     """
     shapes: Sequence[tuple[int, ...]]
-    if type(requests) is SharedBags:
+    if type(requests) is LazyRequests:
         of_requests, shapes, width = [requests.bags], requests.shapes, requests.width
         numbers, form = [0] * len(shapes), requests.form
     else:
@@ -58,10 +58,10 @@ def sources_of(requests: Sequence[Request], tables: Alike, weight: torch.Tensor)
                 for r, s in zip(requests, numbers, strict=True)
             ]
         )
-    features = tables.features.get(form)
+    features = batch.features.get(form)
     if features is None:
-        features = _features(requests, tables.places, numbers, width is not None)
-        keep(tables.features, form, features)
+        features = _features(requests, batch.places, numbers, width is not None)
+        remember(batch.features, form, features)
     sample_weights: list[torch.Tensor] = []
     if any(bags.weights is not None for bags in of_requests):
         dtype = accumulate_dtype(weight.dtype)
@@ -69,7 +69,7 @@ def sources_of(requests: Sequence[Request], tables: Alike, weight: torch.Tensor)
         given = (bags.weights for bags in of_requests)
         sample_weights = [none if w is None else w.detach().to(dtype) for w in given]
     none = no_offsets(of_requests[0].values.device)
-    return Sources(
+    return Descriptors(
         [bags.values for bags in of_requests],
         [none if bags.offsets is None else bags.offsets for bags in of_requests],
         sample_weights,

@@ -13,12 +13,12 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import increment_version
 
-from . import ops
+from .. import ops
+from ..errors import TableFullError, check_int
+from ..memory import prefer_huge_pages
+from ..ops._checks import KEY_DTYPES
+from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
-from .errors import TableFullError, check_int
-from .memory import prefer_huge_pages
-from .ops._checks import KEY_DTYPES
-from .ops.hash_table import SLOTS_PER_BUCKET
 
 # Keys and table have been checked when these are called.
 _find = torch.ops.sparsekit.hash_table_find.default
@@ -97,7 +97,7 @@ class HashTable(torch.nn.Module):
     buckets: torch.Tensor
     hash_seed: torch.Tensor
     size: torch.Tensor
-    # A layer sets its own; see `ShardedTable`.
+    # A layer sets its own; see `EmbeddingTable`.
     rows_of = RowsOf()
 
     def __init__(

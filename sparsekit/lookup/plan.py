@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 
-from ...distributed.exchange import Exchange
-from ..request import check_weight
-
-if TYPE_CHECKING:
-    from ..shard import ShardedTable
+from ..distributed.exchange import Exchange
+from ..ops._group import FeatureColumn
+from ..tables.embedding_table import EmbeddingTable
+from .request import check_weight
 
 # What is kept for inputs of different forms, of different batch sizes for one.
 _MOST_FORMS = 64
@@ -30,8 +29,8 @@ class Tensors(NamedTuple):
     sizes: list[torch.Tensor]
 
 
-class Alike:
-    """Tables of one dtype, all of which insert keys or none: those of one call of the ops.
+class TableBatch:
+    """LookupPlan of one dtype, all of which insert keys or none: those of one call of the ops.
 
     Tensors are read at each call, since a state that is loaded may bring new ones. The tables
     themselves are not kept alive, so that a layer may keep this and is freed all the same as soon
@@ -58,11 +57,11 @@ class Alike:
     """
 
     def __init__(
-        self, positions: Sequence[int], asked: Sequence[ShardedTable], inserts: bool
+        self, positions: Sequence[int], asked: Sequence[EmbeddingTable], inserts: bool
     ) -> None:
         self.positions = positions
         self.inserts = inserts
-        places: dict[ShardedTable, int] = {}
+        places: dict[EmbeddingTable, int] = {}
         self.places = [places.setdefault(table, len(places)) for table in asked]
         tables = list(places)
         for table in tables:
@@ -101,16 +100,16 @@ class Alike:
         self.features: dict[Any, torch.Tensor] = {}
 
     @property
-    def tables(self) -> list[ShardedTable]:
+    def tables(self) -> list[EmbeddingTable]:
         """The tables, each once."""
-        return [cast("ShardedTable", table()) for table in self._tables]
+        return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def tensors(self) -> Tensors:
         """The tensors of a lookup, which comes next.
 
         Raises:
             TypeError, ValueError: a weight that a lookup cannot take.
-            RuntimeError: as `ShardedTable.prepare`, or as `HashTable.refuse_sharing`.
+            RuntimeError: as `EmbeddingTable.prepare`, or as `HashTable.refuse_sharing`.
         """
         weights = self._weights()
         if [weight.shape for weight in weights] != self._shapes:
@@ -162,98 +161,100 @@ class Alike:
             of_tables.append(number)
         return maps, of_tables
 
-    def filled(
+    def grads_or_zeros(
         self, grads: Sequence[torch.Tensor | None], dims: Sequence[int], features: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The gradients of requests, with zeros for those that there are not."""
+        """Gradients of all requests; zeros where there is none."""
         given = [grad for grad in grads if grad is not None]
         if len(given) == len(grads):
             return given
         bags = features.new_zeros(len(grads))
-        bags.index_add_(0, features[:, 6], features[:, 3])
+        column = features.T
+        bags.index_add_(0, column[FeatureColumn.tensor], column[FeatureColumn.bags])
         each = zip(grads, bags.tolist(), self.places, strict=True)
         return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
 
     def have_keys(self) -> None:
         """Note that keys have been inserted."""
         for table in self.tables:
-            table.looked_at.add(True)
+            table.checked_modes.add(True)
         self.seen = True
 
 
-class Tables:
-    """Tables that are asked in one call, in this order; any of them more than once.
+class LookupPlan:
+    """All that a call needs to know of its tables, any of which may be asked more than once.
 
     Attributes:
-        alike: the tables by what one call of the ops can take.
+        batches: the tables, by what one call of the ops can take.
         columns: where each of these has its tables, among all of them.
-        derived: what a caller has made of the tables for some form of input; see `keep`.
+        derived: what a caller has made of the tables for some form of input; see `remember`.
         most_keys: of each table that a rank may ask another one for, if all of them have a limit.
+        fits_alone: whether `check_exchange` has found that the tables are those of one process.
     """
 
-    def __init__(self, asked: Sequence[ShardedTable]) -> None:
-        self._asked = [ref(table) for table in asked]
-        self._changes = [table.changes for table in asked]
+    def __init__(self, tables: Sequence[EmbeddingTable]) -> None:
+        self._tables = [ref(table) for table in tables]
+        self._changes = [table.changes for table in tables]
         positions: dict[tuple[Any, ...], list[int]] = {}
-        for i, table in enumerate(asked):
+        for i, table in enumerate(tables):
             key = (
                 *(table.weight.dtype, table.dtype_on_wire),
                 *(table.inserts, table.gradient_divisor),
             )
             positions.setdefault(key, []).append(i)
-        self.alike = [
-            Alike(own, [asked[i] for i in own], inserts)
+        self.batches = [
+            TableBatch(own, [tables[i] for i in own], inserts)
             for (_, _, inserts, _), own in positions.items()
         ]
-        ends = list(itertools.accumulate(len(alike.dims) for alike in self.alike))
+        ends = list(itertools.accumulate(len(batch.dims) for batch in self.batches))
         self.columns = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         self.derived: dict[Any, Any] = {}
-        tables = [table for alike in self.alike for table in alike.tables]
-        most = [table.max_keys_per_rank for table in tables if table.strategy != "reduce_scatter"]
+        distinct = [table for batch in self.batches for table in batch.tables]
+        most = [t.max_keys_per_rank for t in distinct if t.strategy != "reduce_scatter"]
         limits = [limit for limit in most if limit is not None]
-        self.most_keys = limits if len(limits) == len(tables) else None
-        self._plan: tuple[Any, str] = None, ""
-        self._fits_alone = False
+        self.most_keys = limits if len(limits) == len(distinct) else None
+        self._signature: tuple[Any, str] = None, ""
+        self.fits_alone = False
         # Not kept alive: it ends with its group.
         self._fits: ref[Exchange] | None = None
 
-    def are(self, asked: Sequence[ShardedTable]) -> bool:
-        """Whether these are the tables, and nothing has been changed about them."""
-        return self.asked == asked and self._changes == [table.changes for table in asked]
+    def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
+        """True if it is that of these tables, and nothing about them has changed since."""
+        return self.tables == tables and self._changes == [table.changes for table in tables]
 
-    def up_to_date(self) -> Tables:
-        """These, or those made anew, if something has been changed since."""
-        asked = self.asked
-        return self if self.are(asked) else Tables(asked)
+    def up_to_date(self) -> LookupPlan:
+        """Return this plan, or a new one if something about its tables has changed since."""
+        tables = self.tables
+        return self if self.is_of(tables) else LookupPlan(tables)
 
     @property
-    def asked(self) -> list[ShardedTable]:
+    def tables(self) -> list[EmbeddingTable]:
         """A table for each request."""
-        return [cast("ShardedTable", table()) for table in self._asked]
+        return [cast(EmbeddingTable, table()) for table in self._tables]
 
-    def plan(self) -> str:
-        """What all ranks must agree on before they look something up.
+    def signature(self) -> str:
+        """The facts that all ranks must agree on before they look something up.
 
         Raises:
             RuntimeError: a table has been overwritten by that of another rank.
             ValueError: a table's owners has something that is no rank.
         """
         # All that may have changed, as far as it takes to see that nothing has.
-        buffers = [of_table for alike in self.alike for of_table in alike.buffers]
+        buffers = [of_table for batch in self.batches for of_table in batch.buffers]
         # In one piece, since on a device each reading waits for it.
         numbers = torch.cat([b[name] for b in buffers for name in ("seed", "shard")]).tolist()
-        maps = [owners for alike in self.alike for owners in alike.owners()[0]]
+        maps = [owners for batch in self.batches for owners in batch.owners()[0]]
         versions = [-1 if owners.is_inference() else owners._version for owners in maps]
-        taking = [taken for alike in self.alike for taken in alike.take_gradients()]
+        taking = [taken for batch in self.batches for taken in batch.take_gradients()]
         now = numbers, versions, taking
-        if self._plan[0] != now:
-            tables = [table for alike in self.alike for table in alike.tables]
+        if self._signature[0] != now:
+            tables = [table for batch in self.batches for table in batch.tables]
             of_tables = {
-                table: table.plan(numbers[3 * i], numbers[3 * i + 1 : 3 * i + 3], taking[i])
+                table: table.signature(numbers[3 * i], numbers[3 * i + 1 : 3 * i + 3], taking[i])
                 for i, table in enumerate(tables)
             }
-            self._plan = now, ", ".join([of_tables[table] for table in self.asked])
-        return self._plan[1]
+            self._signature = now, ", ".join([of_tables[table] for table in self.tables])
+        return self._signature[1]
 
     def check_exchange(self, exchange: Exchange | None) -> None:
         """Check that this is what all tables were made for, and have in common.
@@ -262,10 +263,10 @@ class Tables:
             RuntimeError: a table was made on another rank, or for another number of them.
             ValueError: the tables have two process groups or devices.
         """
-        fits = self._fits_alone if exchange is None else self._fits and self._fits() is exchange
+        fits = self.fits_alone if exchange is None else self._fits and self._fits() is exchange
         if fits:
             return
-        asked = self.asked
+        asked = self.tables
         first = asked[0]
         group, device = first.process_group, first.weight.device
         ranks = (exchange.rank, exchange.world_size) if exchange else (0, 1)
@@ -278,34 +279,37 @@ class Tables:
                     f"{table.name} and {first.name} have two process groups or devices"
                 )
         if exchange is None:
-            self._fits_alone = True
+            self.fits_alone = True
         else:
             self._fits = ref(exchange)
 
 
-def keep(values: dict[Any, Any], form: Any, value: Any) -> None:
+def remember(values: dict[Any, Any], form: Any, value: Any) -> None:
     """Keep a value that follows from some form of input."""
     if len(values) >= _MOST_FORMS:
         values.clear()
     values[form] = value
 
 
-class Kept:
-    """The `Tables` of a caller's last call. A copy of the caller begins anew."""
+class PlanCache:
+    """The plan of a caller's last call. A copy of the caller begins anew."""
 
     def __init__(self) -> None:
-        self._tables: Tables | None = None
+        self._plan: LookupPlan | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
-        return Kept()
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlanCache:
+        return PlanCache()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Kept, ()
+        return PlanCache, ()
 
-    def of(self, asked: Sequence[ShardedTable], exchange: Exchange | None) -> Tables:
-        """Those of this call; see `Tables.check_exchange`."""
-        tables = self._tables
-        if tables is None or not tables.are(asked):
-            tables = self._tables = Tables(asked)
-        tables.check_exchange(exchange)
-        return tables
+    def plan_for(self, tables: Sequence[EmbeddingTable]) -> LookupPlan:
+        """The plan of a call of these tables.
+
+        Raises:
+            RuntimeError: a table is on meta.
+        """
+        plan = self._plan
+        if plan is None or not plan.is_of(tables):
+            plan = self._plan = LookupPlan(tables)
+        return plan

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ..table import HashTable
+from .hash_table import HashTable
 
 
 def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: torch.Tensor) -> None:

@@ -10,9 +10,9 @@ from typing import cast
 
 import torch
 
-from ...ops.embedding_bag import COMBINERS
-from ...ops.embedding_bag import _checked as _embedding_bag
-from ..request import Request, SharedBags, one_by_one
+from ..ops.embedding_bag import COMBINERS
+from ..ops.embedding_bag import _checked as _embedding_bag
+from .request import LazyRequests, Request, one_by_one
 
 
 def as_vectors(
@@ -36,7 +36,7 @@ def _finished(request: Request, asked: Request, output: torch.Tensor) -> torch.T
 
 
 def _any_such(requests: Sequence[Request]) -> bool:
-    if type(requests) is SharedBags:  # all of them sums
+    if type(requests) is LazyRequests:  # all of them sums
         all_bags = [requests.bags]
     else:
         # A combiner or several: "max" is part of no other.

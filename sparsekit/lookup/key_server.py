@@ -1,90 +1,81 @@
-"""What an owner does for all ranks: it answers keys with vectors, and takes their gradients."""
+"""An owner of keys, who answers all ranks with their vectors, and takes the gradients of those."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import torch
 
-from ...distributed.exchange import HEAD_BYTES, Parts
-from ...ops._group import GROUP_COMBINERS
-from ..request import Request, one_by_one
-from .grouped import Grouped
-from .layout import Layout
-from .sources import Sources, no_offsets
-from .tables import Tables
-
-_BEGIN = 7  # the column of features that says where vectors are
+from ..distributed.wire import Layout, Parts
+from ..ops._group import GROUP_COMBINERS, FeatureColumn
+from .descriptors import Descriptors, no_offsets
+from .plan import LookupPlan
+from .record import LookupResult
+from .request import Request, one_by_one
+from .table_ops import run_into
 
 
-class Owned:
+class KeyServer:
     """The keys that all ranks ask this one for.
 
     They are found where they have come, their vectors are written where they are sent from, and the
     gradients of those are read where they have come.
 
     Args:
-        tables: which are asked.
+        plan: of the tables that are asked.
         come: the keys.
         keys: where they are.
         vectors: where their vectors are to be, and their gradients.
-
-    Attributes:
-        grouped: the lookup of them.
     """
 
-    def __init__(self, tables: Tables, come: Parts, keys: Layout, vectors: Layout) -> None:
-        self.grouped = Grouped(tables)
-        self._tables = tables
+    def __init__(self, plan: LookupPlan, come: Parts, keys: Layout, vectors: Layout) -> None:
+        self._plan = plan
         self._vectors = vectors
-        self._keys = [
-            come.part(rank, size).view(torch.int64) for rank, size in enumerate(keys.sizes)
-        ]
-        self._first = (keys.begins([0] * len(keys.sizes)) - HEAD_BYTES) // 8
+        sizes, begins = keys.payloads
+        self._keys = [come.payload(rank, size).view(torch.int64) for rank, size in enumerate(sizes)]
+        self._first = begins // 8
         self._features: list[torch.Tensor] = []
 
-    def answer(self, memory: Sequence[torch.Tensor], of_parts: Sequence[int]) -> None:
+    def answer(self, memory: Sequence[torch.Tensor], of_parts: Sequence[int]) -> LookupResult:
         """Write the vectors of all keys; in training, keys that are new go in.
 
         Args:
-            memory: for each of `Tables.alike`, where to.
+            memory: for each of `LookupPlan.batches`, where to.
             of_parts: the byte at which each rank's part begins between ranks.
         """
         begins = self._vectors.begins(of_parts)
         offsets = [no_offsets(self._keys[0].device)] * len(self._keys)
         asked = []
-        for alike, columns in zip(self._tables.alike, self._tables.columns, strict=True):
+        for batch, columns in zip(self._plan.batches, self._plan.columns, strict=True):
             features = _features(
                 self._vectors.counts[:, columns],
                 self._first[:, columns],
-                begins[:, columns] // alike.wire_dtype.itemsize,
-                alike.dims,
+                begins[:, columns] // batch.wire_dtype.itemsize,
+                batch.dims,
             )
             self._features.append(features)
-            sources = Sources(self._keys, offsets, [], features, [], 1)
-            asked.append((_OnDemand(partial(self._requests, columns)), sources))
-        self.grouped.fill(asked, memory)
+            descriptors = Descriptors(self._keys, offsets, [], features, [], 1)
+            asked.append((_OnDemand(partial(self._requests, columns)), descriptors))
+        return run_into(self._plan, asked, memory)
 
-    def gradients(
-        self, memory: Sequence[torch.Tensor], of_parts: Sequence[int], saved: Sequence[Any]
-    ) -> list[torch.Tensor | None]:
-        """See `Grouped.gradients`; of those that have come for all vectors, as in `answer`."""
+    def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
+        """Features of `answer`, but for vectors in parts that begin there."""
         begins = self._vectors.begins(of_parts)
         features = []
-        each = zip(self._tables.alike, self._tables.columns, self._features, strict=True)
-        for alike, columns, of_answer in each:
+        each = zip(self._plan.batches, self._plan.columns, self._features, strict=True)
+        for batch, columns, of_answer in each:
             moved = of_answer.clone()
-            moved[:, _BEGIN] = torch.from_numpy(
-                (begins[:, columns] // alike.wire_dtype.itemsize).T.reshape(-1)
+            moved[:, FeatureColumn.begin] = torch.from_numpy(
+                (begins[:, columns] // batch.wire_dtype.itemsize).T.reshape(-1)
             )
             features.append(moved)
-        return self.grouped.gradients_at(memory, saved, features)
+        return features
 
     def _requests(self, columns: slice) -> list[Request]:
-        tables = [table for alike in self._tables.alike for table in alike.tables]
+        tables = [table for batch in self._plan.batches for table in batch.tables]
         made = []
         for t in range(len(tables))[columns]:
             parts = [
@@ -105,14 +96,17 @@ def _features(
 ) -> torch.Tensor:
     """Of all ``[world_size, tables]``: a feature for each table and rank, a bag for each key."""
     world_size, tables = counts.shape
-    rows = np.empty((tables, world_size, 9), dtype=np.int64)
-    rows[:, :, 0] = np.arange(tables)[:, None]
-    rows[:, :, 1] = np.arange(world_size)
-    rows[:, :, 2], rows[:, :, 3] = first.T, counts.T
-    rows[:, :, 4], rows[:, :, 5] = GROUP_COMBINERS["none"], 1
-    rows[:, :, 6], rows[:, :, _BEGIN] = 0, begins.T
-    rows[:, :, 8] = np.array(dims)[:, None]
-    return torch.from_numpy(rows.reshape(-1, 9))
+    column = np.empty((len(FeatureColumn), tables, world_size), dtype=np.int64)
+    column[FeatureColumn.table] = np.arange(tables)[:, None]
+    column[FeatureColumn.source] = np.arange(world_size)
+    column[FeatureColumn.first_bag] = first.T
+    column[FeatureColumn.bags] = counts.T
+    column[FeatureColumn.combiner] = GROUP_COMBINERS["none"]
+    column[FeatureColumn.max_nnz] = 1
+    column[FeatureColumn.tensor] = 0
+    column[FeatureColumn.begin] = begins.T
+    column[FeatureColumn.stride] = np.array(dims)[:, None]
+    return torch.from_numpy(column.reshape(len(FeatureColumn), -1).T.copy())
 
 
 class _OnDemand(Sequence[Request]):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,19 +12,14 @@ from torch.nn import Parameter
 from .. import ops
 from .._compiling import refuse_script
 from ..distributed import Exchange, exchange_of
-from ..distributed.sharded import Sharded
 from ..distributed.world import group_of
 from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
-from ..table import HashTable, RowsOf
+from .hash_table import HashTable, RowsOf
 from .init_function import resolve
-from .load import entries_of, load, own_entries, refuse_lost_values
-from .lookup.tables import Kept
 from .options import TableOptions, drawn_seed
-from .own_shard import OwnShard, exchange_ref
 from .owners import CodeOfMap, even_map
-from .request import Request
-from .vectors import VectorsByKey
+from .state import TableTensors, refuse_lost_values
 from .weight import EmbeddingWeight
 
 _names = itertools.count()
@@ -54,8 +47,8 @@ def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, 
     return (exchange.rank, exchange.world_size) if exchange else (0, 1)
 
 
-class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
-    """One process's share of an embedding table; base class of the layers.
+class EmbeddingTable(TableTensors):
+    """One process's share of an embedding table: storage, and where keys live.
 
     Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
     ``table`` (a `HashTable`, absent without the hash table), ``seed`` int64 [1], ``shard`` int64
@@ -65,10 +58,6 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
     and before there are any keys.
     """
 
-    weight: EmbeddingWeight
-    seed: torch.Tensor
-    shard: torch.Tensor
-    owners: torch.Tensor | None
     # The largest norm of a row that is read, and which norm; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
@@ -85,9 +74,7 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             rows, dim = options.max_vocabulary_size_per_gpu, options.embedding_vec_size
             name = f"{type(self).__name__}_{next(_names)} ({rows} rows of {dim})"
         self.name = name
-        self.kept = Kept()
-        # Modes (inserting or not) in which the weight has been looked at before the first key.
-        self.looked_at: set[bool] = set()
+        self.checked_modes = set()
         options = options.checked(self.name)
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
@@ -121,14 +108,14 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         self.register_buffer("seed", torch.empty(1, dtype=torch.int64, device=device))
         # Which part of the table this is, so that none is loaded in place of another.
         self.register_buffer("shard", torch.empty(2, dtype=torch.int64, device=device))
-        self.placement = options.placement
+        self.placement = cast(str, options.placement)
         placed = options.placement == "hash" and self.world_size > 1
         self.register_buffer("owners", even_map(self.world_size, device) if placed else None)
         self._code_of_map = CodeOfMap()
         shape = (self.capacity, self.embedding_vec_size)
         weight = torch.empty(shape, dtype=options.dtype, device=device)
         self.weight = EmbeddingWeight(prefer_huge_pages(weight))
-        self.table: HashTable | None = None
+        self.table = None
         if use_hashtable:
             self.table = HashTable(self.capacity, device=device, name=self.name)
             self.table.rank = self.rank
@@ -141,11 +128,11 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         A layer without name and seed draws another seed. Owners and states of optimizers stay as
         they are. Nothing is sent, so call it on all ranks alike.
         """
-        self._catch_up()
+        self.catch_up()
         weight = self.weight
         if isinstance(weight, EmbeddingWeight):
             weight.moved = False
-        self.looked_at = set()
+        self.checked_modes = set()
         if weight.is_meta:
             return
         seed = drawn_seed() if self._given_seed is None else self._given_seed
@@ -182,21 +169,9 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             if isinstance(self.weight, EmbeddingWeight):
                 self.weight.belongs_to(table)
 
-    def rows_changing(self) -> AbstractContextManager[None]:
-        """Around whatever may give rows other keys; see `RowsOf.changing`."""
-        return nullcontext() if self.table is None else self.table.rows_of.changing()
-
     def __prepare_scriptable__(self) -> None:
         # torch.jit.script asks every module of a model for what is to be scripted in its place.
         refuse_script(self.name)
-
-    def request(self, *inputs: Any) -> Request:
-        """Check the input of a call. Changes nothing."""
-        raise NotImplementedError
-
-    def sharded_state(self) -> Iterable[str]:
-        """See `Sharded`: all that a table consists of, but not what a subclass has added."""
-        return own_entries(self)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -267,8 +242,8 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
 
-    def plan(self, seed: int, shard: list[int], gradients: bool) -> str:
-        """What all ranks must agree on before they look something up.
+    def signature(self, seed: int, shard: list[int], gradients: bool) -> str:
+        """The facts that all ranks must agree on before they look something up.
 
         Args:
             seed: what the tensor holds.
@@ -310,49 +285,9 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
             return ""
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_messages: list[str],
-    ) -> None:
-        rest = strict, missing_keys, unexpected_keys, error_messages
-        entries = entries_of(state_dict, prefix)
-        if entries:
-            try:
-                load(self, entries, local_metadata.get("assign_to_params_buffers", False))
-            except (TypeError, ValueError) as error:
-                error_messages.append(str(error))
-            # torch has nothing left to do here, nor in the table.
-            state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if entries and not isinstance(self.weight, EmbeddingWeight):
-            # torch.__future__.set_swap_module_params_on_conversion makes it a plain parameter.
-            self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
-
-    def _catch_up(self, rows: torch.Tensor | None = None) -> None:
-        # There may be another kind of tensor in place of the weight, under functional_call for one.
-        weight = self.weight
-        if isinstance(weight, EmbeddingWeight) and weight.before_read is not None:
-            weight.catch_up(rows)
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        self._catch_up()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.world_size > 1:
-            name = f"{prefix}shard"
-            exchange = exchange_ref(self.process_exchange())
-            destination[name] = OwnShard.of(destination[name], self.name, exchange)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> ShardedTable:
+    def _apply(self, *args: Any, **kwargs: Any) -> EmbeddingTable:
         # While the optimizer's state is still where the weight is, and of its dtype.
-        self._catch_up()
+        self.catch_up()
         owners, was_meta = self.owners, self.weight.is_meta
         super()._apply(*args, **kwargs)
         device = self.weight.device
@@ -374,10 +309,10 @@ class ShardedTable(torch.nn.Module, Sharded, VectorsByKey):
         Raises:
             RuntimeError: something has written to the weight that the first keys would undo.
         """
-        if self.table is not None and inserts not in self.looked_at:
+        if self.table is not None and inserts not in self.checked_modes:
             refuse_lost_values(self)
             if not inserts:
-                self.looked_at.add(False)
+                self.checked_modes.add(False)
 
     def extra_repr(self) -> str:
         """Name, shape and the settings that matter."""

@@ -6,24 +6,20 @@ On several ranks each rank names the keys it likes, which go to the ranks that o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from .. import ops
 from .._compiling import uncompiled
-from ..distributed.exchange import Exchange, Offer
-from ..distributed.packing import pack, packed_sizes, unpack
+from ..distributed.exchange import Exchange, Proposal, attempt
+from ..distributed.wire import pack, packed_sizes, unpack
 from ..errors import check_int
-from ..ops._checks import KEY_DTYPES, ROW_DTYPES, check_same_device, check_tensor
+from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
+from ..tables.embedding_table import EmbeddingTable
 from .inputs import is_padding
-from .lookup.grouped import insert
 from .request import check_keys
-
-if TYPE_CHECKING:
-    from .shard import ShardedTable
-
-FLOATING = (*ROW_DTYPES, torch.float16)
+from .table_ops import insert
 
 
 class Items(NamedTuple):
@@ -38,78 +34,10 @@ class Items(NamedTuple):
     vectors: torch.Tensor
 
 
-class VectorsByKey:
-    """What a `ShardedTable` says of its vectors by key."""
-
-    def vectors(self, keys: torch.Tensor) -> torch.Tensor:
-        """The vectors of keys: a copy, without gradient. Inserts nothing, in training neither.
-
-        They are what a lookup in evaluation reads: an absent key's vector is the one that it would
-        start from, that of a padding key is zeros. With several ranks it is a collective, to which
-        each brings keys of its own, or none; vectors come as they are, whatever wire_dtype.
-
-        Args:
-            keys: int64 or int32 of any shape; repeats allowed.
-
-        Returns:
-            ``[*keys.shape, dim]`` in the dtype of weight.
-
-        Raises:
-            TypeError, ValueError: a wrong dtype or device.
-            IndexError: a key out of range, without the hash table.
-            RuntimeError: on meta; or ranks disagree.
-        """
-        return _vectors(cast("ShardedTable", self), keys)
-
-    def assign(self, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Give keys these vectors, for instance pretrained ones; absent keys are inserted.
-
-        Where a key is given more than once, the last vector counts. With several ranks it is a
-        collective, to which each brings keys of its own, the same ones or none: they go to the
-        ranks that own them, and the vector of the highest rank counts. States of optimizers stay as
-        they are: a row that has a key keeps its own, and a new row has what the optimizer begins
-        with. What is assigned to a padding key is never looked up.
-
-        Args:
-            keys: int64 or int32 ``[n]``.
-            vectors: floating point ``[n, dim]``, rounded to the dtype of weight.
-
-        Raises:
-            TypeError, ValueError: a wrong dtype, shape or device; nothing has been changed.
-            IndexError: a key out of range, without the hash table; nothing has been changed.
-            TableFullError: more new keys than free rows; this rank's part is as it was, those of
-                ranks that had room are not.
-            RuntimeError: on meta; or ranks disagree.
-        """
-        _assign(cast("ShardedTable", self), keys, vectors)
-
-    def items(self, chunk: int = 65536) -> Iterator[Items]:
-        """The keys of this rank's rows and their vectors, piece by piece.
-
-        No collective: each rank has keys of its own, which together are all there are. Keys come in
-        the order of rows, from row 0 on, so the i-th one is that of row i, of optimizer states too.
-        They are read at the first step, vectors step by step; insert nothing meanwhile. Without the
-        hash table all rows have keys.
-
-        Args:
-            chunk: most rows in a piece.
-
-        Yields:
-            ``keys`` int64 ``[n]`` and ``vectors`` ``[n, dim]``, a copy in the dtype of weight.
-
-        Raises:
-            TypeError, ValueError: chunk is no int in [1, 2^31 - 1].
-            RuntimeError: on meta.
-        """
-        layer = cast("ShardedTable", self)
-        chunk = check_int(layer.name, "chunk", chunk, 1, 2**31 - 1)
-        layer.refuse_meta()
-        return _items(layer, chunk)
-
-
 @uncompiled
 @torch.no_grad()
-def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
+def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
+    """See `EmbeddingLayer.vectors`."""
 
     def checked() -> torch.Tensor:
         return _checked_keys(layer, keys).reshape(-1)
@@ -123,7 +51,7 @@ def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
         asked = way.send("keys", way.keys)
         vectors = _exchanged(
             exchange,
-            f"vectors: {way.plan}",
+            f"vectors: {way.signature}",
             lambda: _own_vectors(layer, asked),
             way.theirs,
             way.own,
@@ -136,7 +64,8 @@ def _vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
 
 @uncompiled
 @torch.no_grad()
-def _assign(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+    """See `EmbeddingLayer.assign`."""
 
     def checked() -> torch.Tensor:
         return _checked_pairs(layer, keys, vectors)[0]
@@ -151,12 +80,13 @@ def _assign(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> N
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
         # Where a table is full, all ranks raise.
-        exchange.meet(f"assigned: {way.plan}", lambda: _write(layer, come, values))
+        written = attempt(lambda: _write(layer, come, values))
+        exchange.agree(f"assigned: {way.signature}", written)
 
 
 @torch.no_grad()
-def assign_own(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-    """`VectorsByKey.assign`, called with the same on all ranks, which need not talk then."""
+def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+    """`EmbeddingLayer.assign`, called with the same on all ranks, which need not talk then."""
     keys, vectors = _checked_pairs(layer, keys, vectors)
     if layer.world_size > 1:
         mine = layer.owned(keys)
@@ -164,7 +94,14 @@ def assign_own(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -
     _write(layer, keys, vectors)
 
 
-def _items(layer: ShardedTable, chunk: int) -> Iterator[Items]:
+def items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
+    """See `EmbeddingLayer.items`."""
+    chunk = check_int(layer.name, "chunk", chunk, 1, 2**31 - 1)
+    layer.refuse_meta()
+    return _items(layer, chunk)
+
+
+def _items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
     if layer.table is not None:
         keys = layer.table.keys()
     else:
@@ -176,7 +113,7 @@ def _items(layer: ShardedTable, chunk: int) -> Iterator[Items]:
         yield Items(of_chunk, _read(layer, rows))
 
 
-def _checked_keys(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
+def _checked_keys(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     """Keys of any shape as int64, which the table can take.
 
     Raises:
@@ -192,7 +129,7 @@ def _checked_keys(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _checked_pairs(
-    layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor
+    layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     checked = _checked_keys(layer, keys)
     check_tensor(layer.name, "keys", keys, KEY_DTYPES, 1)
@@ -214,7 +151,7 @@ def _checked_pairs(
     return checked, vectors
 
 
-def _own_vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
+def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
     """What a lookup in evaluation reads for int64 keys ``[n]`` of this rank: ``[n, dim]``."""
     layer.prepare(inserts=False)
     rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
@@ -229,14 +166,14 @@ def _own_vectors(layer: ShardedTable, keys: torch.Tensor) -> torch.Tensor:
     return vectors
 
 
-def _read(layer: ShardedTable, rows: torch.Tensor) -> torch.Tensor:
+def _read(layer: EmbeddingTable, rows: torch.Tensor) -> torch.Tensor:
     """Vectors of rows; zeros for negative ones."""
     if getattr(layer.weight, "before_read", None) is not None:
-        layer._catch_up(ops.unique(rows[rows >= 0])[0])
+        layer.catch_up(ops.unique(rows[rows >= 0])[0])
     return ops.gather_rows(layer.weight.detach(), rows)
 
 
-def _write(layer: ShardedTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
+def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
     """Give this rank's int64 keys these vectors; of equal keys the last one counts."""
     distinct, numbers, _ = ops.unique(keys)
     if len(distinct) < len(keys):
@@ -261,13 +198,13 @@ class _ToOwners:
         order: where each of them has been.
         own: keys for each rank.
         theirs: keys from each rank.
-        plan: names this call on all ranks.
+        signature: names this call on all ranks.
     """
 
     def __init__(
         self,
         exchange: Exchange,
-        layer: ShardedTable,
+        layer: EmbeddingTable,
         what: str,
         keys: Callable[[], torch.Tensor],
     ) -> None:
@@ -275,15 +212,15 @@ class _ToOwners:
         # As of a lookup: counted before anything can fail.
         exchange.lookups += 1
 
-        def offer() -> Offer:
+        def propose() -> Proposal:
             layer.check_ranks(exchange)
             seed, *shard = torch.cat([layer.seed, layer.shard]).tolist()
-            plan = layer.plan(seed, shard, False)
-            self.plan = f"{what} of {plan}, lookup number {exchange.lookups}"
+            of_layer = layer.signature(seed, shard, False)
+            self.signature = f"{what} of {of_layer}, lookup number {exchange.lookups}"
             self.keys, counts, self.order = ops.bucketize(keys(), exchange.world_size, layer.owners)
-            return Offer(counts.unsqueeze(1), plan=self.plan)
+            return Proposal(self.signature, counts.unsqueeze(1))
 
-        _, agreed = exchange.meet(what, offer)
+        agreed = exchange.agree(what, attempt(propose))
         self.own: list[int] = agreed.own[:, 0].tolist()
         self.theirs: list[int] = agreed.counts[:, 0].tolist()
         # All that may follow, before any of it can go wrong.
@@ -294,7 +231,12 @@ class _ToOwners:
     def send(self, what: str, values: torch.Tensor) -> torch.Tensor:
         """Send values, one for each key in the order of keys; those of the keys that come."""
         return _exchanged(
-            self._exchange, f"{what}: {self.plan}", lambda: values, self.own, self.theirs, values
+            self._exchange,
+            f"{what}: {self.signature}",
+            lambda: values,
+            self.own,
+            self.theirs,
+            values,
         )
 
 

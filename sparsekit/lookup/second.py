@@ -30,10 +30,15 @@ def differentiable(
 
 
 class _Call(Protocol):
-    """What has pooled the vectors of some tables."""
+    """A call that has pooled the vectors of some tables."""
 
-    weights: list[Any]
-    shards_of: list[str | None]
+    @property
+    def weights(self) -> list[Any]:
+        """Of those tables."""
+
+    @property
+    def shards_of(self) -> list[str | None]:
+        """Names of those tables that have other rows on other ranks."""
 
     def pool_again(
         self,

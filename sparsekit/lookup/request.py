@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch
 
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES, accumulate_dtype
+from ..tables.embedding_table import EmbeddingTable
 from .inputs import (
     Bags,
     check_bags,
@@ -20,9 +21,6 @@ from .inputs import (
     without_padding,
 )
 from .slots import NO_LIMIT, slot_by_slot, within
-
-if TYPE_CHECKING:
-    from .shard import ShardedTable
 
 # What errors about the input of a whole group begin with.
 GROUP = "EmbeddingGroup"
@@ -37,7 +35,7 @@ class Request:
     be called, except to say what it was that they refused.
     """
 
-    table: ShardedTable
+    table: EmbeddingTable
     bags: Bags  # without padding
     # "none": a bag has at most one key, and its vector; without one zeros. A tuple: one for each
     # slot, and bags lie slot by slot.
@@ -140,8 +138,8 @@ class Request:
         return pooled.view(slots, batch, pooled.shape[1]).transpose(0, 1).contiguous()
 
 
-class SharedBags(Sequence[Request]):
-    """Requests for runs of the same bags, which are only made if somebody looks at one.
+class LazyRequests(Sequence[Request]):
+    """Requests for runs of the same bags, made only when one is looked at.
 
     Args:
         bags: of all of them.
@@ -180,13 +178,13 @@ class SharedBags(Sequence[Request]):
         return self._made[i]
 
 
-def name_of(table: ShardedTable, feature: str | None) -> str:
+def name_of(table: EmbeddingTable, feature: str | None) -> str:
     """How errors call a table, or what a feature of a group asks of it."""
     return table.name if feature is None else f"{table.name}: feature {feature!r}"
 
 
 def ask_bags(
-    table: ShardedTable,
+    table: EmbeddingTable,
     inputs: Any,
     sample_weights: Any,
     combiner: str | tuple[str, ...],
@@ -233,7 +231,7 @@ def leave_padding_out(request: Request) -> None:
         request.bags = without_padding(request.bags, request.table.padding_key)
 
 
-def ask_vectors(table: ShardedTable, keys: torch.Tensor) -> Request:
+def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
     """Read keys of any shape for a table, or jagged ones. Changes nothing."""
     name = table.name
     if is_jagged(keys):
@@ -267,19 +265,19 @@ def vectors_of_bags(request: Request) -> Request:
     return made
 
 
-def one_by_one(table: ShardedTable, keys: torch.Tensor) -> Request:
+def one_by_one(table: EmbeddingTable, keys: torch.Tensor) -> Request:
     """The vector of each key, of keys that have been checked."""
     return Request(table, Bags(keys, None, None), "none", 1, (len(keys),), checked=True)
 
 
-def check_key_dtype(table: ShardedTable, keys: torch.Tensor) -> None:
+def check_key_dtype(table: EmbeddingTable, keys: torch.Tensor) -> None:
     """Raise TypeError for keys wider than those of the table."""
     if keys.dtype != table.key_dtype and table.key_dtype == torch.int32:
         raise TypeError(f"{table.name}: keys must be {table.key_dtype}, got {keys.dtype}")
 
 
 def check_keys(
-    table: ShardedTable, keys: torch.Tensor, name: str | None = None, bags: Bags | None = None
+    table: EmbeddingTable, keys: torch.Tensor, name: str | None = None, bags: Bags | None = None
 ) -> None:
     """Check that a table can take keys, padding included.
 
@@ -309,7 +307,7 @@ def check_keys(
         )
 
 
-def check_weight(table: ShardedTable) -> None:
+def check_weight(table: EmbeddingTable) -> None:
     """Raise unless the weight is what a lookup needs; else it would fail with keys inserted."""
     weight = table.weight
     if weight.dtype not in ROW_DTYPES:  # after half(), for instance

@@ -14,7 +14,7 @@ from .. import _pybind, hashing
 from ..distributed.world import WIRE_DTYPES, settings
 from ..errors import check_choice, check_int
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
-from .init import Initializer
+from .initializers import Initializer
 
 PLACEMENTS = ("hash", "modulo")
 

@@ -10,8 +10,8 @@ import torch
 
 from ..errors import check_choice
 from ..ops.embedding_bag import COMBINERS
+from ..tables.options import check_count
 from .inputs import Bags, offsets_of
-from .options import check_count
 
 # Stands for bags of any length.
 NO_LIMIT = 2**63 - 1

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...ops._checks import accumulate_dtype
+from ..ops._checks import accumulate_dtype
 
 
 @torch.no_grad()

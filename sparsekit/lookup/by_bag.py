@@ -9,26 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
-from ... import ops
-from ...distributed.exchange import HEAD_BYTES, Exchange, Parts, padded
-from ...distributed.packing import pack, packed_sizes, unpack
-from ...ops._checks import accumulate_dtype
-from ..inputs import Bags, offsets_of
-from ..request import Request, one_by_one
-from ..slots import NO_LIMIT
-from .grouped import Grouped
+from .. import ops
+from ..distributed.exchange import Exchange
+from ..distributed.wire import (
+    Parts,
+    RaggedBags,
+    bags_bytes,
+    pack,
+    packed_sizes,
+    part_bytes,
+    read_bags_of,
+    unpack,
+    write_bags,
+    write_to_all,
+)
+from ..ops._checks import accumulate_dtype
+from ..tables.embedding_table import EmbeddingTable
+from .inputs import Bags, offsets_of
+from .plan import LookupPlan
+from .record import LookupRecord, LookupResult
+from .request import Request, one_by_one
 from .second import Gradients, differentiable
-from .tables import Tables
-
-if TYPE_CHECKING:
-    from ..shard import ShardedTable
-
-# Bags, keys, and whether there are weights, of a table.
-_HEAD_BYTES = 24
+from .slots import NO_LIMIT
+from .table_ops import run
 
 
 def can_go_by_bag(request: Request) -> bool:
@@ -37,42 +44,38 @@ def can_go_by_bag(request: Request) -> bool:
 
 
 def payload_bytes(requests: Sequence[Request]) -> int:
-    """Length of what `write_payload` writes for a rank."""
-    sizes = [_HEAD_BYTES * len(requests)]
-    for request in requests:
-        sizes += [8 * (len(request.offsets) - 1), 8 * len(request.keys)]
-        if request.weights is not None:
-            sizes.append(_sum_dtype(request.table).itemsize * len(request.keys))
-    return HEAD_BYTES + sum(map(padded, sizes))
+    """Size of the part with the bags of requests, the same for every rank."""
+    return bags_bytes(
+        [
+            (
+                len(request.offsets) - 1,
+                len(request.keys),
+                0
+                if request.weights is None
+                else _sum_dtype(request.table).itemsize * len(request.keys),
+            )
+            for request in requests
+        ]
+    )
 
 
 def bytes_to_move(requests: Sequence[Request]) -> int:
     """What goes to other ranks and comes from them, heads and the backward left out."""
-    per_rank = payload_bytes(requests) - HEAD_BYTES
+    per_rank = payload_bytes(requests) - part_bytes(0)
     for request in requests:
         row = request.table.embedding_vec_size * request.table.sum_dtype_on_wire.itemsize
         per_rank += (len(request.offsets) - 1) * row
     return per_rank * (requests[0].table.world_size - 1)
 
 
-def write_payload(to: Parts, requests: Sequence[Request]) -> None:
-    """Tell all ranks the keys, bags and weights of this one."""
-    heads = [[len(r.offsets) - 1, len(r.keys), int(r.weights is not None)] for r in requests]
-    arrays = [torch.tensor(heads, device="cpu").to(requests[0].keys.device)]
-    for request in requests:
-        arrays += [request.offsets.diff(), request.keys.to(torch.int64)]
-        if request.weights is not None:
-            arrays.append(request.weights.detach().to(_sum_dtype(request.table)))
-    _write_to_all(to, arrays)
+def _ragged(request: Request) -> RaggedBags:
+    weights = request.weights
+    if weights is not None:
+        weights = weights.detach().to(_sum_dtype(request.table))
+    return RaggedBags(request.offsets.diff(), request.keys.to(torch.int64), weights)
 
 
-def _write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
-    """Write the same to the parts for all ranks."""
-    for begin in to.begins:
-        pack(Parts(to.data, [begin]), arrays, [[len(array)] for array in arrays])
-
-
-def _sum_dtype(table: ShardedTable) -> torch.dtype:
+def _sum_dtype(table: EmbeddingTable) -> torch.dtype:
     """Dtype in which a bag's vectors are added."""
     return accumulate_dtype(table.weight.dtype)
 
@@ -81,20 +84,19 @@ class ByBag:
     """One call of several tables that pool, of whose bags every rank adds up a part."""
 
     def __init__(
-        self, exchange: Exchange, plan: str, tables: Tables, requests: Sequence[Request]
+        self, exchange: Exchange, signature: str, plan: LookupPlan, requests: Sequence[Request]
     ) -> None:
         self.exchange = exchange
-        self.tables = tables
         self.plan = plan
+        self.signature = signature
         self.requests = requests
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Send this rank's bags to all ranks; sizes are the bytes from each."""
         ranks = self.exchange.world_size
-        self._sizes = sizes
         self._received = self.exchange.send(
-            f"bags: {self.plan}",
-            lambda parts: write_payload(parts, self.requests),
+            f"bags: {self.signature}",
+            lambda parts: write_bags(parts, [_ragged(request) for request in self.requests]),
             [sizes[self.exchange.rank]] * ranks,
             sizes,
         )
@@ -105,11 +107,8 @@ class ByBag:
         tables = [request.table for request in self.requests]
         owned = [
             _Owned(table, bags)
-            for table, bags in zip(
-                tables, _bags_of_ranks(tables, self._received(), self._sizes), strict=True
-            )
+            for table, bags in zip(tables, _bags_of_ranks(tables, self._received()), strict=True)
         ]
-        grouped = Grouped(self.tables)
 
         # A vector for each bag: of all ranks, and of this one.
         like = [
@@ -118,14 +117,15 @@ class ByBag:
             )
             for table in tables
         ]
+        looked_up: list[LookupResult] = []
 
         def add_up(to: Parts) -> None:
             if error is not None:
                 raise error
-            outputs = grouped.look_up([one.request for one in owned])
+            looked_up.append(run(self.plan, [one.request for one in owned]))
             sums = [
                 one.sums(output).to(rows.dtype)
-                for one, output, rows in zip(owned, outputs, like, strict=True)
+                for one, output, rows in zip(owned, looked_up[0].outputs, like, strict=True)
             ]
             pack(to, sums, [one.bags.counts for one in owned])
 
@@ -134,14 +134,15 @@ class ByBag:
         sizes = packed_sizes(like, theirs), packed_sizes(like, own)
         for each in sizes:
             exchange.expect(each)
-        parts = unpack(exchange.send(f"sums: {self.plan}", add_up, *sizes)(), like, own)
+        parts = unpack(exchange.send(f"sums: {self.signature}", add_up, *sizes)(), like, own)
         totals = [
             part.to(_sum_dtype(table)).view(ranks, count[0], part.shape[1]).sum(0)
             for table, part, count in zip(tables, parts, own, strict=True)
         ]
-        plan = f"gradients: {self.plan}"
-        way_back = _WayBack(exchange, plan, like, owned, sizes, grouped, grouped.saved())
-        sums = _Sums.apply(way_back, totals, *grouped.takers())
+        _, record, found = looked_up[0]
+        signature = f"gradients: {self.signature}"
+        way_back = _WayBack(exchange, signature, like, owned, sizes, record, found)
+        sums = _Sums.apply(way_back, totals, *record.autograd_inputs)
         return [
             request.shaped(_divided(total, request).to(request.table.weight.dtype))
             for request, total in zip(self.requests, sums, strict=True)
@@ -158,49 +159,25 @@ class _Bags:
     weights: torch.Tensor | None  # [m]
 
 
-def _bags_of_ranks(
-    tables: Sequence[ShardedTable], come: Parts, sizes: Sequence[int]
-) -> list[_Bags]:
-    """For each table, out of the payloads of all ranks."""
-    of_ranks = [_unpacked(tables, come.part(r, size)) for r, size in enumerate(sizes)]
+def _bags_of_ranks(tables: Sequence[EmbeddingTable], come: Parts) -> list[_Bags]:
+    """For each table, out of the bags of all ranks."""
+    dtypes = [_sum_dtype(table) for table in tables]
+    of_ranks = [read_bags_of(come, rank, dtypes) for rank in range(len(come.begins))]
     return [_owned(table, of_table) for table, *of_table in zip(tables, *of_ranks, strict=True)]
 
 
-# What a rank's payload has of one table: how many keys each bag has, the keys, and their weights.
-_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-def _unpacked(tables: Sequence[ShardedTable], part: torch.Tensor) -> list[_Part]:
-    """Undo `payload`."""
-    head = part[: _HEAD_BYTES * len(tables)].view(torch.int64).view(-1, 3)
-    words = head.new_empty(0)
-    like, counts = [head], [[len(tables)]]
-    for table, (num_bags, num_keys, weighted) in zip(tables, head.tolist(), strict=True):
-        like += [words, words]
-        counts += [[num_bags], [num_keys]]
-        if weighted:
-            like.append(words.new_empty(0, dtype=_sum_dtype(table)))
-            counts.append([num_keys])
-    # The head of the part has been cut off.
-    arrays = iter(unpack(Parts(part, [-HEAD_BYTES]), like, counts)[1:])
-    return [
-        (next(arrays), next(arrays), next(arrays) if weighted else None)
-        for _, _, weighted in head.tolist()
-    ]
-
-
-def _owned(table: ShardedTable, parts: Sequence[_Part]) -> _Bags:
-    lengths = torch.cat([part[0] for part in parts])
-    keys = torch.cat([part[1] for part in parts])
+def _owned(table: EmbeddingTable, parts: Sequence[RaggedBags]) -> _Bags:
+    lengths = torch.cat([part.counts for part in parts])
+    keys = torch.cat([part.keys for part in parts])
     mine = table.owned(keys)
     weights = None
-    if any(part[2] is not None for part in parts):
+    if any(part.weights is not None for part in parts):
         # A rank may have weights where others have none.
         filled = [
             torch.ones_like(k, dtype=_sum_dtype(table)) if w is None else w for _, k, w in parts
         ]
         weights = torch.cat(filled)[mine]
-    counts = [len(part[0]) for part in parts]
+    counts = [len(part.counts) for part in parts]
     offsets = torch.searchsorted(mine, offsets_of(lengths))
     return _Bags(counts, keys[mine], offsets, weights)
 
@@ -234,7 +211,7 @@ class _Owned:
     where that is another one, this asks for vectors and adds them up itself.
     """
 
-    def __init__(self, table: ShardedTable, bags: _Bags) -> None:
+    def __init__(self, table: EmbeddingTable, bags: _Bags) -> None:
         self.bags = bags
         self._adds = _sum_dtype(table) != table.weight.dtype
         if self._adds:
@@ -266,12 +243,12 @@ class _WayBack:
     """What the gradients of one call need."""
 
     exchange: Exchange
-    plan: str
+    signature: str
     like: list[torch.Tensor]  # of each table's vectors on their way
     owned: list[_Owned]
     sizes: tuple[list[int], list[int]]  # of sums, for the ranks and from them
-    grouped: Grouped
-    saved: list[torch.Tensor | None]
+    record: LookupRecord
+    found: list[torch.Tensor | None]
 
     def gradients(self, grads: Gradients) -> Gradients:
         """Those of this rank's weights, given those of the sums, which all are there."""
@@ -281,16 +258,16 @@ class _WayBack:
 
         def write(to: Parts) -> None:
             each = zip(given, self.like, strict=True)
-            _write_to_all(to, [grad.to(rows.dtype) for grad, rows in each])
+            write_to_all(to, [grad.to(rows.dtype) for grad, rows in each])
 
         with exchange.lock, exchange.alone():
-            come = exchange.send(self.plan, write, own, theirs)()
+            come = exchange.send(self.signature, write, own, theirs)()
             parts = unpack(come, self.like, [one.bags.counts for one in owned])
             vectors = [
                 one.gradient(part.to(grad.dtype))
                 for one, part, grad in zip(owned, parts, given, strict=True)
             ]
-            return self.grouped.gradients(vectors, self.saved)
+            return self.record.gradients(vectors, self.found)
 
 
 class _Sums(torch.autograd.Function):
@@ -308,6 +285,6 @@ class _Sums(torch.autograd.Function):
         way_back: _WayBack = ctx.way_back
 
         def again(of_gradients: Gradients) -> Gradients:
-            return way_back.grouped.pooled_again(of_gradients, grads, way_back.saved)
+            return way_back.record.pooled_again(of_gradients, grads, way_back.found)
 
         return None, None, *differentiable(way_back.gradients, again, grads)

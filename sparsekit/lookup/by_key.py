@@ -7,22 +7,23 @@ of those vectors the same way back, and the owner adds up what the ranks have se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from ...distributed.exchange import HEAD_BYTES, Agreed, Exchange, Parts, padded
-from ..request import Request
-from .asked import Asked
-from .layout import ALIGNMENT, Layout
-from .owned import Owned
-from .pooled_here import as_vectors
+from ..distributed.exchange import Agreement, Exchange
+from ..distributed.wire import ALIGNMENT, Layout, Parts
+from .key_client import KeyClient
+from .key_server import KeyServer
+from .plan import LookupPlan
+from .record import LookupRecord, LookupResult
+from .request import Request
 from .rows import exchange_rows
 from .second import Gradients, differentiable
-from .tables import Tables
+from .unpooled import as_vectors
 
 
 class ByKey:
@@ -30,16 +31,16 @@ class ByKey:
 
     Args:
         exchange: the way to them.
-        tables: which.
-        plan: what the call is, the same on all ranks.
+        plan: of the tables.
+        signature: what the call is, the same on all ranks.
     """
 
-    def __init__(self, exchange: Exchange, tables: Tables, plan: str) -> None:
+    def __init__(self, exchange: Exchange, plan: LookupPlan, signature: str) -> None:
         self.exchange = exchange
-        self.tables = tables
         self.plan = plan
-        self._asked: list[Asked] = []
-        self._row_bytes = [row for alike in tables.alike for row in alike.row_bytes]
+        self.signature = signature
+        self._clients: list[KeyClient] = []
+        self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
         # Where the keys of all ranks lie; with max_keys_per_rank that comes with them.
         self._keys: Layout | None = None
 
@@ -51,19 +52,19 @@ class ByKey:
                 distinct keys for a rank than its max_keys_per_rank.
         """
         asked, self._finished = as_vectors(requests)
-        for alike in self.tables.alike:
+        for batch in self.plan.batches:
             own = asked
-            if len(self.tables.alike) > 1:
-                own = [asked[i] for i in alike.positions]
-            self._asked.append(Asked(alike, own, self.exchange.world_size))
-        if self.tables.most_keys is not None:
+            if len(self.plan.batches) > 1:
+                own = [asked[i] for i in batch.positions]
+            self._clients.append(KeyClient(batch, own, self.exchange.world_size))
+        if self.plan.most_keys is not None:
             self._own_counts = np.array(self.counts.tolist())
-            self._refuse_more_than(self.tables.most_keys)
+            self._refuse_more_than(self.plan.most_keys)
 
     @property
     def counts(self) -> torch.Tensor:
         """int64 ``[world_size, tables]``, keys that this rank asks each rank for."""
-        counts = [asked.counts for asked in self._asked]
+        counts = [client.counts for client in self._clients]
         return counts[0] if len(counts) == 1 else torch.cat(counts, 1)
 
     def bytes_to_move(self) -> int:
@@ -78,15 +79,15 @@ class ByKey:
     def bytes_of_bags(self) -> int:
         """What would move by bag, but for the keys."""
         others = self.exchange.world_size - 1
-        return sum(asked.bytes_of_bags() * others for asked in self._asked)
+        return sum(client.bytes_of_bags() * others for client in self._clients)
 
-    def begin(self, agreed: Agreed) -> None:
+    def begin(self, agreed: Agreement) -> None:
         """Send the keys, as many as all ranks have agreed on."""
-        exchange, most = self.exchange, self.tables.most_keys
+        exchange, most = self.exchange, self.plan.most_keys
         if most is not None:
             # What may come from now on without a handshake.
             exchange.expect([self._size_at_once(most)] * exchange.world_size)
-            exchange.at_once.add(self.tables.plan())
+            exchange.at_once.add(self.plan.signature())
         words = [8] * len(self._row_bytes)
         own_keys, self._keys = Layout(agreed.own, words), Layout(agreed.counts, words)
 
@@ -94,23 +95,29 @@ class ByKey:
             self._write_keys(parts, own_keys)
 
         sizes = own_keys.sizes, self._keys.sizes
-        self._received = exchange.send(f"keys: {self.plan}", write, *sizes)
+        self._received = exchange.send(f"keys: {self.signature}", write, *sizes)
         self._own, self._theirs = self._expected(agreed.own), self._expected(agreed.counts)
 
-    def begin_at_once(self, ask: Callable[[Tables], Sequence[Request]]) -> None:
-        """Send the keys, and with them how many they are, in parts of a size that all know."""
-        most, exchange = cast("list[int]", self.tables.most_keys), self.exchange
+    def begin_at_once(self, requests: Sequence[Request] | Exception) -> None:
+        """Send the keys, and with them how many they are, in parts of a size that all know.
+
+        Args:
+            requests: or an error, which all ranks raise in `outputs`.
+        """
+        most, exchange = cast("list[int]", self.plan.most_keys), self.exchange
         size = self._size_at_once(most)
 
         def write(parts: Parts) -> None:
-            self.ask(ask(self.tables))
+            if isinstance(requests, Exception):
+                raise requests
+            self.ask(requests)
             for rank, counts in enumerate(self.counts):
-                parts.part(rank, size).view(torch.int64)[: len(most)] = counts
+                parts.payload(rank, 8 * len(most)).view(torch.int64)[:] = counts
             self._own = self._expected(self._own_counts)
             self._write_keys(parts, self._behind_counts(self._own_counts))
 
         sizes = [size] * exchange.world_size
-        what = f"keys at once: {self.plan}"
+        what = f"keys at once: {self.signature}"
         self._received = exchange.send(what, write, sizes, sizes, words=len(most))
 
     def _size_at_once(self, most: Sequence[int]) -> int:
@@ -119,12 +126,12 @@ class ByKey:
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
         """Where so many keys lie in parts that have counts as well."""
-        words = [8] * len(self._row_bytes)
-        return Layout(counts, words, head_bytes=HEAD_BYTES + padded(8 * len(words)))
+        tables = len(self._row_bytes)
+        return Layout(counts, [8] * tables, words=tables)
 
     def _write_keys(self, parts: Parts, keys: Layout) -> None:
-        for asked, columns in zip(self._asked, self.tables.columns, strict=True):
-            asked.write_keys(parts, keys, columns)
+        for client, columns in zip(self._clients, self.plan.columns, strict=True):
+            client.write_keys(parts, keys, columns)
 
     def _expected(self, counts: np.ndarray) -> Layout:
         """Where vectors, or gradients, of so many keys lie, which will come."""
@@ -137,7 +144,7 @@ class ByKey:
         if (counts <= most).all():
             return
         rank, t = np.argwhere(counts > most)[0]
-        table = [table for alike in self.tables.alike for table in alike.tables][t]
+        table = [table for batch in self.plan.batches for table in batch.tables][t]
         raise ValueError(
             f"{table.name}: {counts[rank, t]} distinct keys for rank {rank}, but "
             f"max_keys_per_rank is {most[t]}; set a larger one on all ranks, or None for no limit"
@@ -151,45 +158,50 @@ class ByKey:
             own = self._own_counts[exchange.rank]
             counts = np.insert(come.words, exchange.rank, own, axis=0)
             self._keys, self._theirs = self._behind_counts(counts), self._expected(counts)
-        owned = Owned(self.tables, come, self._keys, self._theirs)
+        server = KeyServer(self.plan, come, self._keys, self._theirs)
+        answered: list[LookupResult] = []
 
         def answer(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
             if error is not None:
                 raise error
-            owned.answer(memory, begins)
+            answered.append(server.answer(memory, begins))
 
         layouts = self._theirs, self._own
-        rows = exchange_rows(exchange, f"vectors: {self.plan}", self.tables, answer, *layouts)
-        way_back = _WayBack(exchange, self.plan, self.tables, self._asked, *layouts, owned)
+        rows = exchange_rows(exchange, f"vectors: {self.signature}", self.plan, answer, *layouts)
+        _, record, found = answered[0]
+        way_back = _WayBack(
+            exchange, self.signature, self.plan, self._clients, *layouts, server, record
+        )
         outputs = way_back.pooled(*rows)
-        takers = owned.grouped.takers()
-        if torch.is_grad_enabled() and any(weight.requires_grad for weight in takers):
-            outputs = list(_Outputs.apply(way_back, outputs, *takers))
+        weights = record.autograd_inputs
+        if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
+            outputs = list(_Outputs.apply(way_back, found, outputs, *weights))
         return self._finished(outputs)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _WayBack:
-    """What the outputs of one call are made of, and where their gradients go."""
+    """Where the outputs of one call come from, and where their gradients go."""
 
     exchange: Exchange
-    plan: str
-    tables: Tables
-    asked: list[Asked]
+    signature: str
+    plan: LookupPlan
+    clients: list[KeyClient]
     theirs: Layout
     own: Layout
-    owned: Owned
+    server: KeyServer
+    record: LookupRecord
 
     def pooled(self, come: list[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
         """The outputs of all requests, or the one that they are columns of."""
         outputs: dict[int, torch.Tensor] = {}
         joined: list[torch.Tensor] = []
-        for asked, columns, rows in zip(self.asked, self.tables.columns, come, strict=True):
-            outs = asked.pool(rows, begins, self.own, columns, joined)
-            if asked.width is not None:
+        for client, columns, rows in zip(self.clients, self.plan.columns, come, strict=True):
+            outs = client.pool(rows, begins, self.own, columns, joined)
+            if client.width is not None:
                 joined = outs
             else:
-                outputs.update(zip(asked.tables.positions, outs, strict=True))
+                outputs.update(zip(client.batch.positions, outs, strict=True))
         return joined or [outputs[i] for i in range(len(outputs))]
 
     def gradients(
@@ -198,11 +210,11 @@ class _WayBack:
         """Those of the vectors of this rank's rows, given those of the outputs."""
 
         def write(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
-            for asked, columns, rows in zip(self.asked, self.tables.columns, memory, strict=True):
-                asked.write_gradients(rows, begins, self.own, columns, grads)
+            for client, columns, rows in zip(self.clients, self.plan.columns, memory, strict=True):
+                client.write_gradients(rows, begins, self.own, columns, grads)
 
-        what = f"gradients: {self.plan}"
-        return exchange_rows(self.exchange, what, self.tables, write, self.own, self.theirs)
+        what = f"gradients: {self.signature}"
+        return exchange_rows(self.exchange, what, self.plan, write, self.own, self.theirs)
 
 
 class _Outputs(torch.autograd.Function):
@@ -210,24 +222,30 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, way_back: _WayBack, outputs: list[torch.Tensor], *weights: torch.Tensor
+        ctx: Any,
+        way_back: _WayBack,
+        found: list[torch.Tensor | None],
+        outputs: list[torch.Tensor],
+        *weights: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.way_back = way_back
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*way_back.owned.grouped.saved())
+        ctx.save_for_backward(*found)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         way_back: _WayBack = ctx.way_back
-        exchange, saved = way_back.exchange, ctx.saved_tensors
+        exchange, found = way_back.exchange, ctx.saved_tensors
+        record = way_back.record
 
         def make(grads: Gradients) -> Gradients:
             with exchange.lock, exchange.alone():
-                come = way_back.gradients(grads)
-                return way_back.owned.gradients(*come, saved)
+                memory, begins = way_back.gradients(grads)
+                features = way_back.server.features_at(begins)
+                return record.gradients_at(memory, found, features)
 
         def again(of_gradients: Gradients) -> Gradients:
-            return way_back.owned.grouped.pooled_again(of_gradients, grads, saved)
+            return record.pooled_again(of_gradients, grads, found)
 
-        return None, None, *differentiable(make, again, grads)
+        return None, None, None, *differentiable(make, again, grads)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
-from ... import ops
-from ...errors import TableFullError
-from ..request import Request
-
-if TYPE_CHECKING:
-    from ..shard import ShardedTable
+from .. import ops
+from ..errors import TableFullError
+from ..tables.embedding_table import EmbeddingTable
+from .request import Request
 
 
 def explain(requests: Sequence[Request]) -> None:
@@ -22,7 +20,7 @@ def explain(requests: Sequence[Request]) -> None:
 
 
 def explain_refusal(
-    refusal: Exception, requests: Sequence[Request], tables: Sequence[ShardedTable]
+    refusal: Exception, requests: Sequence[Request], tables: Sequence[EmbeddingTable]
 ) -> NoReturn:
     """Raise what the op that finds or inserts keys has refused."""
     explain(requests)
@@ -35,7 +33,7 @@ def explain_refusal(
     raise refusal
 
 
-def _refuse_if_full(table: ShardedTable, requests: Sequence[Request]) -> None:
+def _refuse_if_full(table: EmbeddingTable, requests: Sequence[Request]) -> None:
     if table.table is None:
         return
     keys = torch.cat([r.keys.to(torch.int64) for r in requests if r.table is table])

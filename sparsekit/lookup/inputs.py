@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -35,11 +35,11 @@ class Bags:
     slots: int | None = None  # of a sample, where the form says it
     order: torch.Tensor | None = None  # [n] where each value stood in the input; None: in place
     start: int = 0  # where the first value stood, without an order
+    count: int = field(init=False)  # of bags; -1 if offsets have no element
 
-    @property
-    def count(self) -> int:
-        """How many bags there are; -1 if offsets have no element."""
-        return self.values.numel() if self.offsets is None else self.offsets.numel() - 1
+    def __post_init__(self) -> None:
+        offsets = self.offsets
+        self.count = self.values.numel() if offsets is None else offsets.numel() - 1
 
     def place(self, i: int) -> int:
         """Where value i stood in the input."""

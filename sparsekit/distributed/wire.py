@@ -1,0 +1,220 @@
+"""The bytes that ranks send to each other: where everything lies in a message, and nothing else.
+
+A message has a part for each rank. A part begins with a head, the hash of what it is and 1 for an
+error; behind it come arrays of rows, or the pieces of tables by a `Layout`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+_HEAD_BYTES = 16
+
+# Vectors begin at multiples of this many bytes, or their tables' pieces do.
+ALIGNMENT = 16
+
+
+class Parts(NamedTuple):
+    """Parts for the ranks, or from them, in the order of the ranks but for this one's own."""
+
+    data: torch.Tensor  # uint8, with room for other things
+    begins: list[int]  # where each rank's part begins, with its head
+    words: np.ndarray = np.empty((0, 0), np.int64)  # [world_size - 1, n], see `Exchange.send`
+
+    def payload(self, rank: int, size: int) -> torch.Tensor:
+        """The first bytes behind the head of a rank's part."""
+        begin = self.begins[rank] + _HEAD_BYTES
+        return self.data[begin : begin + size]
+
+
+def padded(size: int) -> int:
+    """Every part begins at a multiple of 16 bytes, so that it can be viewed as any dtype."""
+    return (size + 15) // 16 * 16
+
+
+def part_bytes(payload: int) -> int:
+    """Size of a part with so many bytes behind its head."""
+    return _HEAD_BYTES + padded(payload)
+
+
+def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) -> None:
+    """Write the same head to parts that begin there."""
+    words: Any = data.view(torch.int64)
+    if data.is_cpu:
+        words = words.numpy()  # in a tenth of the time
+    for begin in begins:
+        for word, value in enumerate(head):
+            words[begin // 8 + word] = value  # on a device a kernel: nothing is copied there
+
+
+def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:
+    """int64 ``[parts, 2 + words]``: heads of parts that begin there, and the words behind them."""
+    size = _HEAD_BYTES // 8 + words
+    heads = [data.view(torch.int64)[begin // 8 : begin // 8 + size] for begin in begins]
+    # In one piece, since on a device each reading waits for it.
+    read = torch.cat(heads).tolist() if heads else []
+    return np.array(read, dtype=np.int64).reshape(len(heads), size)
+
+
+class Layout:
+    """Where rows lie in parts: of each part, behind its head, the rows table by table.
+
+    Args:
+        counts: int64 ``[world_size, tables]``, rows.
+        row_bytes: of each table.
+        alignment: bytes of which the piece of each table has a multiple.
+        words: int64 words between the head and the pieces.
+
+    Attributes:
+        counts: those.
+        sizes: bytes of each part.
+    """
+
+    def __init__(
+        self, counts: np.ndarray, row_bytes: Sequence[int], alignment: int = 1, words: int = 0
+    ) -> None:
+        self.counts = counts
+        sizes = counts * np.array(row_bytes, dtype=np.int64)
+        if alignment > 1:
+            sizes += -sizes % alignment
+        # int64 [world_size, 1 + tables], where pieces begin and end.
+        self._bounds = np.empty((len(counts), 1 + len(row_bytes)), dtype=np.int64)
+        self._bounds[:, 0] = 0
+        np.cumsum(sizes, axis=1, out=self._bounds[:, 1:])
+        self._bounds += part_bytes(8 * words)
+        self.sizes: list[int] = self._bounds[:, -1].tolist()
+
+    @property
+    def payloads(self) -> tuple[list[int], np.ndarray]:
+        """Bytes behind the head of each part, and int64 ``[world_size, tables]``, where in them."""
+        return [size - _HEAD_BYTES for size in self.sizes], self._bounds[:, :-1] - _HEAD_BYTES
+
+    def begins(self, of_parts: Sequence[int]) -> np.ndarray:
+        """int64 ``[world_size, tables]``, the byte at which each piece begins.
+
+        Args:
+            of_parts: the byte at which each part begins.
+        """
+        return self._bounds[:, :-1] + np.array(of_parts, dtype=np.int64)[:, None]
+
+    def range_of(self, rank: int, columns: slice) -> tuple[int, int]:
+        """First byte of the pieces of these tables, within the part, and the end of the last."""
+        return int(self._bounds[rank, columns.start]), int(self._bounds[rank, columns.stop])
+
+
+def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> None:
+    """Write several arrays of rows to the parts for the ranks, array by array behind the heads.
+
+    Args:
+        to: what is written to.
+        arrays: ``[n_t, dim_t]`` or ``[n_t]`` of any dtypes; the rows for rank 0 first.
+        counts: of each array, its rows for each rank.
+    """
+    rest = [array.contiguous().view(-1).view(torch.uint8) for array in arrays]
+    for pieces in _pieces(to, arrays, counts):
+        for t, piece in enumerate(pieces):
+            piece.copy_(rest[t][: len(piece)])
+            rest[t] = rest[t][len(piece) :]
+
+
+def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> list[int]:
+    """The bytes for, or from, each rank of what `pack` writes; see there and `unpack`."""
+    sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
+    return [part_bytes(sum(map(padded, of_rank))) for of_rank in zip(*sizes, strict=True)]
+
+
+def unpack(
+    come: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Undo `pack` at the receiver: arrays of rows, rank 0's first.
+
+    Args:
+        come: what the ranks have sent.
+        like: for each array, a tensor of its dtype and row shape.
+        counts: for each array, its rows from each rank.
+    """
+    of_arrays = zip(*_pieces(come, like, counts), strict=True)
+    return [
+        torch.cat(pieces).view(array.dtype).view(sum(count), *array.shape[1:])
+        for pieces, array, count in zip(of_arrays, like, counts, strict=True)
+    ]
+
+
+def _pieces(
+    parts: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
+) -> Iterator[list[torch.Tensor]]:
+    """For each rank, the bytes of each array."""
+    sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
+    for begin, of_rank in zip(parts.begins, zip(*sizes, strict=True), strict=True):
+        at, pieces = begin + _HEAD_BYTES, []
+        for size in of_rank:
+            pieces.append(parts.data[at : at + size])
+            at += padded(size)
+        yield pieces
+
+
+def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
+    row = array.element_size() * math.prod(array.shape[1:])
+    return [count * row for count in counts]
+
+
+class RaggedBags(NamedTuple):
+    """Bags of one table, as they are sent whole."""
+
+    counts: torch.Tensor  # int64 [bags], keys in each
+    keys: torch.Tensor  # int64 [n]
+    weights: torch.Tensor | None  # [n]
+
+
+def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
+    """Size of a part with the bags of tables: of each how many, their keys, bytes of weights."""
+    arrays = [24 * len(bags)]
+    for count, keys, weights in bags:
+        arrays += [8 * count, 8 * keys, *([weights] if weights else [])]
+    return part_bytes(sum(map(padded, arrays)))
+
+
+def write_bags(to: Parts, bags: Sequence[RaggedBags]) -> None:
+    """Write the bags of each table to the parts for all ranks, all the same."""
+    heads = [[len(one.counts), len(one.keys), int(one.weights is not None)] for one in bags]
+    arrays = [torch.tensor(heads, device="cpu").to(bags[0].keys.device)]
+    for one in bags:
+        arrays += [array for array in one if array is not None]
+    write_to_all(to, arrays)
+
+
+def write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
+    """Write the same arrays to the parts for all ranks."""
+    for begin in to.begins:
+        pack(Parts(to.data, [begin]), arrays, [[len(array)] for array in arrays])
+
+
+def read_bags_of(come: Parts, rank: int, weight_dtypes: Sequence[torch.dtype]) -> list[RaggedBags]:
+    """The bags of each table that a rank has written with `write_bags`.
+
+    Args:
+        come: what the ranks have sent.
+        rank: which of them.
+        weight_dtypes: of each table's sample weights, if there are any.
+    """
+    tables = len(weight_dtypes)
+    heads = come.payload(rank, 24 * tables).view(torch.int64).view(tables, 3)
+    words = heads.new_empty(0)
+    like, counts = [heads], [[tables]]
+    of_tables = heads.tolist()
+    for dtype, (num_bags, num_keys, weighted) in zip(weight_dtypes, of_tables, strict=True):
+        like += [words, words]
+        counts += [[num_bags], [num_keys]]
+        if weighted:
+            like.append(words.new_empty(0, dtype=dtype))
+            counts.append([num_keys])
+    arrays = iter(unpack(Parts(come.data, [come.begins[rank]]), like, counts)[1:])
+    return [
+        RaggedBags(next(arrays), next(arrays), next(arrays) if weighted else None)
+        for _, _, weighted in of_tables
+    ]

@@ -1,0 +1,210 @@
+"""A lookup as its backward needs it: gradients of rows from gradients of bags."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import ops
+from ..ops._group import FeatureColumn, split_by_table
+from ..tables.weight import Update, deliver_gradients, update_of_all
+from .numbered import numbered
+from .plan import TableBatch
+from .second import Gradients, pooled_again
+
+# Given what a lookup has found, so there is nothing left to check.
+_backward = torch.ops.sparsekit.group_embedding_bag_backward.default
+_pool = torch.ops.sparsekit.group_embedding_bag_.default
+
+
+class LookupResult(NamedTuple):
+    """Outputs of a lookup, and all that its backward needs.
+
+    Attributes:
+        outputs: one for each request; or one alone, where all requests have columns of it.
+        record: of the lookup, without tensors that autograd should watch over.
+        found: those tensors, for ``save_for_backward``.
+    """
+
+    outputs: list[torch.Tensor]
+    record: LookupRecord
+    found: list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class LookupRecord:
+    """A lookup of tables of this rank, as its backward needs it.
+
+    Attributes:
+        calls: one for each of `LookupPlan.batches`.
+        weights: of all tables, each once.
+        autograd_inputs: tensors that autograd hands gradients to: the weights, or where `fused` one
+            that stands for all. Each input of a backward costs time, and gradients that an
+            optimizer takes do not pass through.
+        fused: whether one optimizer takes all gradients in backward.
+    """
+
+    calls: tuple[CallRecord, ...]
+    weights: list[torch.Tensor]
+    autograd_inputs: list[torch.Tensor]
+    fused: bool
+
+    def gradients(
+        self, grads: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The sparse gradient of each autograd input; None if not wanted, or used up at once.
+
+        Args:
+            grads: of the outputs; None where there is none.
+            found: see `LookupResult`.
+        """
+        calls = len(self.calls)
+        return self._gradients([grads] * calls, found, [None] * calls)
+
+    def gradients_at(
+        self,
+        grads: Sequence[torch.Tensor],
+        found: Sequence[torch.Tensor | None],
+        features: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor | None]:
+        """`gradients` after `table_ops.run_into`.
+
+        Args:
+            grads: of what was written to; as often as that.
+            found: see `LookupResult`.
+            features: as in the descriptors, but for where gradients lie.
+        """
+        return self._gradients([[grad] for grad in grads], found, features)
+
+    def pooled_again(
+        self, of_gradients: Gradients, grads: Gradients, found: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """See `second.pooled_again`."""
+        return pooled_again(self.calls, of_gradients, grads, found)
+
+    def _gradients(
+        self,
+        grads: Sequence[Sequence[torch.Tensor | None]],
+        found: Sequence[torch.Tensor | None],
+        features: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor | None]:
+        gradients: list[torch.Tensor | None] = []
+        each = len(found) // len(self.calls)
+        for k, call in enumerate(self.calls):
+            own = found[k * each : (k + 1) * each]
+            gradients += call.gradients(grads[k], own, features[k])
+        if not self.fused:
+            return gradients
+        # None is left, unless the optimizer has been detached since.
+        left = [(w, g) for w, g in zip(self.weights, gradients, strict=True) if g is not None]
+        if left:
+            torch.autograd.backward([w for w, _ in left], [g for _, g in left])
+        return [None]
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of the ops, as its backward needs it; see `Descriptors`."""
+
+    batch: TableBatch
+    weights: list[torch.Tensor]
+    sample_weights: list[torch.Tensor]
+    features: torch.Tensor
+    width: int | None
+
+    def gradients(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        found: Sequence[Any],
+        features: torch.Tensor | None,
+    ) -> list[torch.Tensor | None]:
+        """The sparse gradient of each weight; see `LookupRecord.gradients`."""
+        features = self.features if features is None else features
+        index, rows, counts, bags, first_keys = found
+        if self.width is None:
+            grads = [grads[i] for i in self.batch.positions]
+        if rows is None:
+            index, rows, counts = numbered(
+                index, entries_of_tables(bags, self.features, len(self.weights))
+            )
+        of_requests = list(grads) * len(self.batch.places) if self.width is not None else grads
+        asked = {t for t, g in zip(self.batch.places, of_requests, strict=True) if g is not None}
+        taken = [t for t, w in enumerate(self.weights) if w.requires_grad and t in asked]
+        if not taken:
+            return [None] * len(self.weights)
+        dims = self.batch.dims
+        if len(taken) < len(dims):
+            wanted = set(taken)  # what is not has vectors without elements
+            dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
+        given = self.batch.grads_or_zeros(grads, dims, features)
+        asked_of = index, rows, counts, bags, features, self.sample_weights, first_keys
+
+        def updates() -> list[Update]:
+            sorted_rows, sums = _backward(
+                given,
+                dims,
+                *asked_of,
+                self.batch.divisor,
+                torch.are_deterministic_algorithms_enabled(),
+            )
+            # Gradients of sums may be wider than the rows.
+            sums = sums.to(self.weights[0].dtype)
+            parts = split_by_table(dims, counts.tolist(), sorted_rows, sums)
+            return [(self.weights[t], parts[0][t], parts[1][t]) for t in taken]
+
+        def update(*step: Any, **options: Any) -> None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            options |= {"divisor": self.batch.divisor, "deterministic": deterministic}
+            ops.group_embedding_bag_update_(given, *asked_of, self.weights, *step, **options)
+
+        taking = [self.weights[t] for t in taken]
+        if (in_backward := update_of_all(taking)) is not None:
+            everything = len(taken) == len(self.weights) and given[0].dtype == self.weights[0].dtype
+            in_backward(taking, updates, update if everything else None)
+            return [None] * len(self.weights)
+        delivered: list[torch.Tensor | None] = [None] * len(self.weights)
+        shards_of = [self.batch.shards_of[t] for t in taken]
+        for t, gradient in zip(taken, deliver_gradients(updates(), shards_of), strict=True):
+            delivered[t] = gradient
+        return delivered
+
+    @property
+    def shards_of(self) -> list[str | None]:
+        """Names of tables that have other rows on other ranks."""
+        return self.batch.shards_of
+
+    def pool_again(
+        self,
+        vectors: Gradients,
+        grads: Gradients,
+        found: Sequence[Any],
+        outs: list[torch.Tensor | None],
+    ) -> None:
+        """See `second.pooled_again`: add to outs."""
+        positions = self.batch.positions if self.width is None else [0]
+        own_grads = [grads[i] for i in positions]
+        given = self.batch.grads_or_zeros(own_grads, self.batch.dims, self.features)
+        index, rows, counts, bags, first_keys = found
+        tables = [
+            torch.zeros_like(weight) if own is None else own.to_dense().contiguous()
+            for weight, own in zip(self.weights, vectors, strict=True)
+        ]
+        own_outs = [torch.zeros_like(grad) for grad in given]
+        results = index, rows, counts, bags, self.features
+        with torch._C._AutoDispatchBelowAutograd():
+            _pool(own_outs, tables, *results, self.sample_weights, first_keys, [], [], None)
+        for i, out in zip(positions, own_outs, strict=True):
+            before = outs[i]
+            outs[i] = out if before is None else before + out
+
+
+def entries_of_tables(bags: torch.Tensor, features: torch.Tensor, tables: int) -> list[slice]:
+    """The entries of each table."""
+    last = features.new_zeros(tables + 1)
+    column = features.T
+    last[1:].index_add_(0, column[FeatureColumn.table], column[FeatureColumn.bags])
+    ends = bags[last.cumsum(0).to(bags.device)].tolist()
+    return list(map(slice, ends, ends[1:]))

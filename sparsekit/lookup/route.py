@@ -1,0 +1,189 @@
+"""Which way a lookup goes: here, by key or by bag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from .._compiling import refuse_recording
+from ..distributed.exchange import Exchange, Proposal, attempt
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.own_shard import warn_of_parts_not_saved
+from .by_bag import ByBag, bytes_to_move, can_go_by_bag, payload_bytes
+from .by_key import ByKey
+from .local import Local
+from .plan import LookupPlan, PlanCache
+from .request import Request
+
+# What a call asks of its tables, one request for each; or why it cannot, which all ranks raise.
+Asked = Sequence[Request] | Exception
+
+
+class Route(Protocol):
+    """A lookup that has begun. Nothing has been changed so far."""
+
+    plan: LookupPlan
+
+    def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
+        """The rest of the lookup: an output for each request. With an error, all ranks raise it.
+
+        Where requests have columns of one output, a route may return that one alone.
+        """
+
+
+def refused(tables: Sequence[EmbeddingTable], error: BaseException) -> Exception:
+    """An error that a call's input has raised, to be handed to `look_up`.
+
+    An interrupt is raised here, once the call is counted, so that no other rank takes the next call
+    of this one for it.
+    """
+    if isinstance(error, Exception):
+        return error
+    exchange = _exchange(tables)
+    if exchange is not None:
+        exchange.lookups += 1
+    raise error
+
+
+def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> list[torch.Tensor]:
+    """Call several layers together.
+
+    Args:
+        cache: what is kept from call to call.
+        tables: of the layers: the same ones, in the same order, on every rank.
+        asked: see there.
+    """
+    # Refuse before any collective: exporting a model on one rank would hang.
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        refuse_recording(tables[0].name)
+    exchange = _exchange(tables)
+    if exchange is None:
+        return _begin_here(cache, tables, asked).outputs()
+    with exchange.lock:
+        return _begin_on_ranks(exchange, cache, tables, asked).outputs()
+
+
+def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Route:
+    """The first part of `look_up`, which does not wait for the keys to arrive.
+
+    On a device it waits for what the current stream has by now, and for nothing that comes later.
+    """
+    exchange = _exchange(tables)
+    if exchange is None:
+        return _begin_here(cache, tables, asked)
+    with exchange.stream.ahead():
+        return _begin_on_ranks(exchange, cache, tables, asked)
+
+
+def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
+    """The rest of a lookup that `begin` has begun; see `Route.outputs`."""
+    # It may have begun long ago.
+    route.plan = route.plan.up_to_date()
+    return route.outputs(error)
+
+
+def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
+    # Which most processes have none of; to find that out from a layer takes longer.
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return tables[0].process_exchange()
+
+
+def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Local:
+    plan = cache.plan_for(tables)
+    if not plan.fits_alone:
+        plan.check_exchange(None)
+    if isinstance(asked, Exception):
+        raise asked
+    return Local(plan, asked)
+
+
+@dataclass(kw_only=True)
+class _Proposal(Proposal):
+    """What a rank would send by key, which is the way that is taken unless the other is shorter."""
+
+    by_key: ByKey
+    requests: Sequence[Request]
+
+
+def _begin_on_ranks(
+    exchange: Exchange, cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
+) -> ByKey | ByBag:
+    # Counted before anything can fail or be interrupted, so that all ranks count alike.
+    exchange.lookups += 1
+
+    def by_key_of(plan: LookupPlan) -> ByKey:
+        signature = f"look up in {plan.signature()}, lookup number {exchange.lookups}"
+        return ByKey(exchange, plan, signature)
+
+    def plan_of_call() -> LookupPlan:
+        plan = cache.plan_for(tables)
+        plan.check_exchange(exchange)
+        return plan
+
+    def agreed_before() -> LookupPlan | None:
+        plan = plan_of_call()
+        return plan if plan.signature() in exchange.at_once else None
+
+    def propose() -> _Proposal:
+        by_key = by_key_of(plan_of_call())
+        if isinstance(asked, Exception):
+            raise asked
+        by_key.ask(asked)
+        facts = *_compare(by_key, asked), exchange.parts_saved
+        return _Proposal(by_key.signature, by_key.counts, facts, by_key=by_key, requests=asked)
+
+    # A plan that cannot be made is an error that the handshake tells the others.
+    plan = attempt(agreed_before) if exchange.at_once else None
+    if isinstance(plan, LookupPlan):
+        by_key = by_key_of(plan)
+        by_key.begin_at_once(asked)
+        return by_key
+
+    # A bad input here is an error on all ranks, none of which has changed anything yet.
+    proposal = attempt(propose)
+    agreed = exchange.agree("look up", proposal)
+    proposal = cast(_Proposal, proposal)
+    by_key = proposal.by_key
+    exchange.parts_saved = 0
+    warn_of_parts_not_saved([saved for *_, saved in agreed.facts])
+    if all(by_bag for by_bag, *_ in agreed.facts):
+        by_bag = ByBag(exchange, by_key.signature, by_key.plan, proposal.requests)
+        by_bag.begin([size for _, size, _ in agreed.facts])
+        return by_bag
+    by_key.begin(agreed)
+    return by_key
+
+
+def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
+    """1 if this rank would rather go by bag, and what it would then send to each rank; else zeros.
+
+    Forward and backward move the same numbers of vectors, so one of them is counted.
+    """
+    if by_key.plan.most_keys is not None:
+        return 0, 0
+    tables = by_key.plan.tables
+    strategies = {table.strategy for table in tables}
+    forced = "reduce_scatter" in strategies
+    if "all_to_all" in strategies and not forced:
+        return 0, 0
+    # Mostly that tells, without a look at the requests.
+    if not forced and by_key.bytes_of_bags() >= by_key.bytes_to_move():
+        return 0, 0
+    if "all_to_all" in strategies or not all(map(can_go_by_bag, requests)):
+        if forced:
+            raise ValueError(
+                f"{tables[0].name}: strategy='reduce_scatter' pools on other ranks, which "
+                f"goes neither with sample_weights that need a gradient nor in a group with layers "
+                f"that do not add up or have strategy='all_to_all'"
+            )
+        return 0, 0
+    for request in requests:
+        request.check()
+    if not forced and bytes_to_move(requests) >= by_key.bytes_to_move():
+        return 0, 0
+    return 1, payload_bytes(requests)

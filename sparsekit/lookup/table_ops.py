@@ -1,0 +1,247 @@
+"""Calls of the ops on many tables: rows of keys, vectors of bags, gradients of rows."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.autograd.graph import increment_version
+
+from .. import ops
+from ..tables.embedding_table import EmbeddingTable
+from ..tables.weight import update_of_all
+from .descriptors import Descriptors, describe
+from .explain import explain_refusal
+from .max_norm import limit_norms
+from .plan import LookupPlan, TableBatch
+from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
+from .request import Request, one_by_one
+
+# What is passed to them has been read by a request; what they refuse, it explains.
+_find = torch.ops.sparsekit.group_find.default
+_find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
+_pool = torch.ops.sparsekit.group_embedding_bag_.default
+_new_out = torch.ops.sparsekit.group_embedding_bag_out.default
+
+# From this size on the CPU's memory is worth keeping; see csrc/torch_ops/large_memory.h.
+_LARGE_BYTES = 2 << 20
+
+
+def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
+    """Look requests up in tables of this rank, without gradient; in training, new keys go in.
+
+    Args:
+        plan: of the tables.
+        requests: one for each.
+
+    Raises:
+        TypeError, ValueError, IndexError: keys or offsets that a table cannot take; nothing has
+            been changed.
+        TableFullError: a table is full. Tables that had room keep their new keys.
+        RuntimeError: another thread is inserting into one of the tables.
+    """
+    batches = plan.batches
+    if len(batches) == 1:
+        call = TableOps(batches[0], requests, None)
+        return _result([call], call.run())
+    # Else the first call would have inserted its keys when the second is refused.
+    for request in requests:
+        request.check()
+    outputs: dict[int, torch.Tensor] = {}
+    joined: list[torch.Tensor] = []
+    calls = []
+    for batch in batches:
+        call = TableOps(batch, [requests[i] for i in batch.positions], None)
+        calls.append(call)
+        outs = call.run(joined)
+        if call.width is not None:
+            joined = outs
+        else:
+            outputs.update(zip(batch.positions, outs, strict=True))
+    return _result(calls, joined or [outputs[i] for i in range(len(outputs))])
+
+
+def run_into(
+    plan: LookupPlan,
+    asked: Sequence[tuple[Sequence[Request], Descriptors]],
+    outs: Sequence[torch.Tensor],
+) -> LookupResult:
+    """`run` of checked keys, with the outputs where the descriptors say.
+
+    Args:
+        plan: of the tables.
+        asked: for each of `LookupPlan.batches` the requests, and their descriptors.
+        outs: for each of those what is written to.
+    """
+    calls = []
+    for batch, (requests, descriptors), out in zip(plan.batches, asked, outs, strict=True):
+        call = TableOps(batch, requests, descriptors)
+        calls.append(call)
+        call.run([out])
+    return _result(calls, list(outs))
+
+
+def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupResult:
+    weights = [weight for call in calls for weight in call.weights]
+    fused = update_of_all(weights) is not None
+    inputs = weights
+    if fused:
+        inputs = [next((weight for weight in weights if weight.requires_grad), weights[0])]
+    record = LookupRecord(tuple([call.record() for call in calls]), weights, inputs, fused)
+    return LookupResult(outputs, record, [tensor for call in calls for tensor in call.found()])
+
+
+def insert(table: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
+    """Rows, int64, of distinct keys of this rank; new ones go in, also in evaluation."""
+    call = TableOps(TableBatch([0], [table], inserts=True), [one_by_one(table, keys)], None)
+    call.find()
+    return cast(torch.Tensor, call.rows).to(torch.int64)
+
+
+class TableOps:
+    """One call of each op for the tables of a batch: rows of keys, then vectors of bags.
+
+    With a width, there is one output for the columns of all.
+    """
+
+    def __init__(
+        self, batch: TableBatch, requests: Sequence[Request], descriptors: Descriptors | None
+    ) -> None:
+        self._batch = batch
+        self._requests = requests
+        self._tensors = batch.tensors()
+        self.weights = self._tensors.weights
+        if descriptors is None:
+            descriptors = describe(requests, batch, self.weights[0])
+        self._descriptors = descriptors
+        self.width = descriptors.width
+
+    def run(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Outputs of the requests; with a width, `outs` if an earlier call has made it."""
+        self.find()
+        return self._pool(outs)
+
+    def record(self) -> CallRecord:
+        """The part of the call that backward needs beside `found`."""
+        given = self._descriptors
+        return CallRecord(
+            self._batch, self.weights, given.sample_weights, given.features, self.width
+        )
+
+    def found(self) -> tuple[torch.Tensor | None, ...]:
+        """Results of `find`: index, rows, counts, bags and first_keys."""
+        return self._index, self.rows, self._counts, self._bags, self._first_keys
+
+    def find(self) -> None:
+        """Find rows; insert keys that are new where tables do that. See `run` of the module."""
+        tables, sources = self._batch, self._descriptors
+        _, seeds, *hash_tables = self._tensors
+        asked = sources.keys, sources.offsets, sources.features
+        # Weights whose rows may have missed steps of an optimizer, by table.
+        late = {t: w for t, w in enumerate(self.weights) if getattr(w, "before_read", None)}
+        self.rows: torch.Tensor | None = None
+        self._counts: torch.Tensor | None = None
+        # On a device only the device knows whether keys are new, and mostly none is.
+        sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []
+        before = _numbers(sizes)
+        if late and tables.inserts:
+            self._catch_up_free_rows(late)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                if tables.inserts:
+                    self.rows, self._index, self._counts, self._bags, self._first_keys = (
+                        _find_or_insert(
+                            *hash_tables, self.weights, seeds, tables.described,
+                            tables.initializers, *asked
+                        )
+                    )  # fmt: skip
+                else:
+                    self._index, self._bags, self._first_keys = _find(
+                        *hash_tables[:2], tables.described, *asked
+                    )
+        except Exception as refusal:
+            explain_refusal(refusal, self._requests, self._batch.tables)
+        if tables.inserts and not tables.seen:
+            tables.have_keys()
+        if (now := _numbers(sizes)) != before:
+            # A backward that saved a weight would use its new rows in silence.
+            each = zip(tables.hashed, before, now, strict=True)
+            increment_version([self.weights[t] for t, then, size in each if size > then])
+        if late or tables.max_norms:
+            self._prepare(late)
+
+    def _pool(self, outs: list[torch.Tensor] | None) -> list[torch.Tensor]:
+        sources = self._descriptors
+        outs = outs or new_outs(self._batch, sources.shapes, self.width, self.weights[0])
+        found = self._index, self.rows, self._counts, self._bags, sources.features
+        given = sources.sample_weights, self._first_keys
+        with torch._C._AutoDispatchBelowAutograd():
+            if self._batch.inserts:
+                _pool(outs, self.weights, *found, *given, [], [], None)
+            else:
+                # Keys that are not there read their initial vectors.
+                unseen = sources.keys, self._tensors.seeds, self._batch.initializers
+                _pool(outs, self.weights, *found, *given, *unseen)
+        return outs
+
+    def _catch_up_free_rows(self, late: dict[int, Any]) -> None:
+        """Have rows that new keys may get make the steps they have missed.
+
+        A row may have moved before it had a key; what it has missed is not its new vector's.
+        """
+        for t, weight in late.items():
+            table = self._batch.tables[t]
+            if table.table is None:
+                continue
+            size = len(table.table)
+            keys = sum(len(r.keys) for r in self._requests if r.table is table)
+            end = min(size + keys, table.capacity)
+            weight.catch_up(torch.arange(size, end, device=weight.device))
+
+    def _prepare(self, late: dict[int, Any]) -> None:
+        """Have the rows that are about to be read make the steps they have missed; limit norms."""
+        limits = self._batch.max_norms
+        features = self._descriptors.features
+        entries = entries_of_tables(self._bags, features, len(self.weights))
+        counts = None if self._counts is None else self._counts.tolist()
+        for t in {**late, **limits}:
+            own = entries[t]
+            if counts is None or self.rows is None:
+                rows = ops.unique(self._index[own])[0]
+            else:
+                rows = self.rows[own.start : own.start + counts[t]]
+            if t in late:
+                late[t].catch_up(rows.to(torch.int64))
+            if t in limits:
+                limit_norms(self.weights[t], rows, *limits[t])
+
+
+def new_outs(
+    batch: TableBatch, shapes: Sequence[tuple[int, ...]], width: int | None, like: torch.Tensor
+) -> list[torch.Tensor]:
+    """Outputs of requests of these shapes, or the one of which they have columns."""
+    if width is not None:
+        return [_output(like, shapes[0][0], width)]
+    each = zip(shapes, batch.places, strict=True)
+    return [_output(like, *shape, batch.dims[t]) for shape, t in each]
+
+
+def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Memory for an output, with any content.
+
+    On the CPU it is that of an earlier output if it is large: new memory can take longer to come
+    than to be filled.
+    """
+    num_elements = math.prod(shape)
+    if num_elements * like.element_size() < _LARGE_BYTES:
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    return _new_out(like.detach(), num_elements).view(shape)
+
+
+def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:
+    """The elements of tensors of one, on the CPU; an op would be a good part of a small lookup."""
+    at = ctypes.c_int64.from_address
+    return [at(size.data_ptr()).value for size in sizes]

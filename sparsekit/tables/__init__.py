@@ -1,0 +1,1 @@
+"""Tables: what one rank stores. Keys and their rows, vectors, and how both are saved and loaded."""
