@@ -85,6 +85,7 @@ def test_what_is_read_together_is_bounded(tmp_path, counts, monkeypatch):
     assert rows_of(ParquetReader(path, 64, label="a")) == list(range(400))
     footer = parquet.read_metadata(path)
     sizes = [[footer.row_group(i).total_byte_size for i in groups] for groups in counts.reads]
+    assert len(sizes) > 2
     for groups, following in itertools.pairwise(sizes):
         assert len(groups) > 1
         assert sum(groups) <= 2000 < sum(groups) + following[0]
@@ -101,13 +102,16 @@ def test_the_same_batches_and_states_as_one_by_one(tmp_path, monkeypatch, shuffl
         reader = ParquetReader(files, 16, **settings, rank=rank, world_size=world_size)
         found = []
         for _ in range(2):
+            epoch = []
             for step, batch in enumerate(reader):
-                found.append((batch.label, *batch.sparse["b"]))
+                epoch.append((batch.label, *batch.sparse["b"]))
                 if step == 1:
                     state = reader.state_dict()
             resumed = ParquetReader(files, 16, **settings, rank=rank, world_size=world_size)
             resumed.load_state_dict(state)
-            found += [(batch.label, *batch.sparse["b"]) for batch in resumed]
+            rest = [(batch.label, *batch.sparse["b"]) for batch in resumed]
+            same(rest, epoch[2:])
+            found += epoch
         return found, state
 
     together = [batches(rank) for rank in range(world_size)]
@@ -115,9 +119,20 @@ def test_the_same_batches_and_states_as_one_by_one(tmp_path, monkeypatch, shuffl
     for rank, (found, state) in enumerate(together):
         expected, expected_state = batches(rank)
         assert state == expected_state
-        assert len(found) == len(expected)
-        for ours_, theirs in zip(found, expected, strict=True):
-            assert all(map(torch.equal, ours_, theirs))
+        same(found, expected)
+
+
+def same(batches, expected):
+    assert len(batches) == len(expected)
+    for one, other in zip(batches, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_groups_of_several_files(tmp_path, counts):
+    """Those of one file are read together, although files may have other groups."""
+    files = [write(tmp_path / f"{i}.parquet", 70, 3 + i, 70 * i) for i in range(3)]
+    assert rows_of(ParquetReader(files, 16, label="a")) == list(range(210))
+    assert counts.reads == [list(range(24)), list(range(18)), list(range(14))]
 
 
 def test_rows_before_a_damaged_group_are_read_and_it_is_named(tmp_path):
