@@ -108,9 +108,8 @@ class DcpState:
         def check() -> Plan:
             source.check_read(state_dict)
             links = [(source, source.manifest)]
-            return Plan(
-                self._module, links, self._optimizers, self._state, self._strict, self._cast
-            )
+            settings = self._strict, self._cast
+            return Plan(self._module, together, links, self._optimizers, self._state, *settings)
 
         plan = together.do(what, check)
         together.do(what, plan.hand_out)

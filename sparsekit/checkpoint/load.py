@@ -97,7 +97,7 @@ def load(
     def check() -> Plan:
         if verify:
             _verify(links, together.rank, together.world_size)
-        return Plan(module, links, listed(optimizer), state or {}, strict, cast)
+        return Plan(module, together, links, listed(optimizer), state or {}, strict, cast)
 
     plan = together.do(what, check)
     together.do(what, plan.hand_out)
@@ -120,13 +120,13 @@ class Plan:
     def __init__(
         self,
         module: torch.nn.Module,
+        together: Together,
         links: Links,
         optimizers: Sequence[torch.optim.Optimizer],
         state: Mapping[str, Stateful],
         strict: bool,
         cast: bool,
     ) -> None:
-        self._links = links
         self._folder, self._manifest = links[-1]
         self._state = state
         layers = named_tables(module)
@@ -151,7 +151,7 @@ class Plan:
         ]
         self._dense = self._match_dense(dense_tensors(module), dense, cast)
         self._optimizers = self._match_optimizers(module, layers, optimizers, dense)
-        own = self._rank_state(next(iter(layers.values())).rank if layers else _rank())
+        own = self._rank_state(together)
         unknown = sorted(state.keys() - own["state"].keys())
         if unknown and strict:
             raise CheckpointError(
@@ -218,11 +218,10 @@ class Plan:
         known = text.startswith(str(self._folder))
         return error if known else CheckpointError(f"{self._folder}: {what}: {text}")
 
-    def _rank_state(self, rank: int) -> dict[str, Any]:
-        """What this rank has saved of its own, or rank 0 if other ranks have saved."""
-        same = self._manifest.world_size == _world_size(self._tables)
-        self._same_ranks = same
-        number = rank if same else 0
+    def _rank_state(self, together: Together) -> dict[str, Any]:
+        """The state that this rank has saved of its own, or rank 0 if other ranks have saved."""
+        self._same_ranks = self._manifest.world_size == together.world_size
+        number = together.rank if self._same_ranks else 0
         with file_in(self._folder, rank_file(number)) as file:
             tensors = {name: file.read(name) for name in file.places}
         try:
@@ -261,16 +260,6 @@ class Plan:
             table.load()
         if self._same_ranks:
             restore_random_state(self._own["random"])
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size(tables: Sequence[TablePlan]) -> int:
-    if tables:
-        return tables[0].layer.world_size
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _some(what: str, names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint.models import assert_equal, contents, keys_of_step, made, train
 
 from sparsekit import checkpoint
@@ -260,6 +261,20 @@ def other_job(rank, world, folder):
     with pytest.raises(RuntimeError, match="another job writes checkpoints there") as caught:
         keep.save(0, model, optimizers)
     return str(caught.value)
+
+
+def without_tables(rank, world, folder):
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    model = torch.nn.Linear(2, 1)
+    torch.manual_seed(rank)
+    checkpoint.save(model, folder / str(rank), process_group=alone)
+    expected = torch.rand(9)
+    checkpoint.load(model, folder / str(rank), process_group=alone)
+    assert torch.equal(torch.rand(9), expected)
+
+
+def test_random_numbers_go_on_in_a_group_that_has_no_tables(pools, tmp_path):
+    pools[2](without_tables, 2, tmp_path)
 
 
 def test_two_jobs_in_one_folder(pools, tmp_path):
