@@ -13,20 +13,22 @@ from typing import Any
 import torch
 
 from .. import checkpoint
+from .._content import lines_of
 from ..checkpoint.manifest_file import read_manifest
 from ..data import Batch, CsvReader, Keys, ParquetReader
 from ..data.columns import Columns
 from ..data.reader import Reader
 from ..errors import DataFormatError
 from ..models import DLRM, DeepFM, QuantileBuckets
-from .checkpoints import RUN
 from .clicks_config import DeepFMConfig, DLRMConfig, RunConfig
 from .common import UsageError, check_folder, rank, why, writing
 
 MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
 FORMAT = "sparsekit clicks 1"
-# Beside run.json, which has these entries.
 _MODEL = "model"
+# Beside it, with these entries. No name that a folder of checkpoints has: run.json says what a run
+# was started with, and would be written over, or this would.
+_NOTE = "model.json"
 _ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
 
 
@@ -78,18 +80,18 @@ def save(
     if rank() == 0:
         with writing("--save", args.run_folder):
             folder.mkdir(exist_ok=True)
-            (folder / RUN).write_text(json.dumps(run, indent=1) + "\n")
+            (folder / _NOTE).write_text(json.dumps(run, indent=1) + "\n")
     checkpoint.save(model, folder / _MODEL)  # appears at once, so without it there is no model
 
 
 def read(folder: str) -> dict[str, Any]:
-    """What `save` has written beside the model.
+    """The note that `save` has written beside the model.
 
     Raises:
         UsageError: the folder is something else, or cannot be read.
     """
     try:
-        run = json.loads((Path(folder) / RUN).read_text())
+        run = json.loads((Path(folder) / _NOTE).read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         run = None
     except OSError as error:
@@ -141,8 +143,8 @@ def with_buckets(run: dict[str, Any], file: str, out: Path) -> None:
     buckets = QuantileBuckets(run["buckets"])
     added = [f"{name} bucket" for name in buckets.edges]
     there = Columns(None, tuple(run["dense"]), {n: Keys() for n in run["sparse"] if n not in added})
-    with open(file, newline="", encoding="utf-8-sig") as source, out.open("w", newline="") as copy:
-        rows = csv.reader(source, skipinitialspace=True)
+    with out.open("w", newline="", encoding="utf-8") as copy:
+        rows = csv.reader(lines_of(file), skipinitialspace=True)
         names = next(rows, [])
         there.check_there("predict", file, names)
         writer = csv.writer(copy)

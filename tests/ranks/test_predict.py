@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import gzip
 import io
 import json
 import re
@@ -130,7 +131,9 @@ def test_buckets_of_the_census_come_with_the_model(tmp_path, capsys, monkeypatch
     _, test = people.split(train_clicks.TEST_FRACTION, train_clicks.SPLIT_SEED)
     with file.open("w", newline="") as opened:
         csv.writer(opened).writerows([test.columns, *zip(*test.columns.values(), strict=True)])
-    here(capsys, ["predict", run, "--data", str(file), "--out", str(out)])
+    packed = tmp_path / "people"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    here(capsys, ["predict", run, "--data", str(packed), "--out", str(out)])
     assert_as_tested(read(out), test.labels.tolist(), printed)
     lines = file.read_text().splitlines()
     for wrong, message in (
@@ -158,7 +161,10 @@ def test_what_is_refused(clicks, tmp_path, capsys):
     both = ["--save", str(run), "--checkpoint", str(run)]
     refused(train(clicks, *both), "run: is the folder of --checkpoint; pass another one")
     refused(train(clicks, "--save", str(clicks)), "clicks.csv: is a file")
+    run.mkdir()
+    (run / "run.json").write_text("of a run's checkpoints")
     here(capsys, train(clicks, "--save", str(run)))
+    assert (run / "run.json").read_text() == "of a run's checkpoints"
     refused(train(clicks, "--save", str(run)), "run: has a model already; pass another folder")
     other = tmp_path / "other.csv"
     other.write_text("click,user,items,price\n1,user 1,2,3\n")
@@ -170,6 +176,6 @@ def test_what_is_refused(clicks, tmp_path, capsys):
     other.write_text("user,item,price\nuser 1,2,3\nuser 1,2,cheap\n")
     refused([*predicted, str(other)], "line 3, column 3 ('price'): not a finite number")
     refused([*predicted, f"{clicks}x"], "clicks.csvx does not exist; did you mean")
-    record = run / "run.json"
+    record = run / "model.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "what": "other"}))
     refused([*predicted, str(clicks)], "run: no folder that `sparsekit train dlrm --save`")
