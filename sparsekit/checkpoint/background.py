@@ -143,7 +143,7 @@ def _wait_for_others(writing: Writing) -> None:
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text()}")
         if missing:
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, so somebody writes
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, so that rank writes
                 if size != (size := sum(file.stat().st_size for file in folder.iterdir())):
                     grown = time.monotonic()
             if time.monotonic() - grown > patience:
@@ -169,7 +169,8 @@ def async_save(
     the next, for which the call is quicker.
 
     Returns:
-        What tells when it is done; all ranks call ``wait()`` on it, before they save again.
+        A `Background`, which tells when it is done; all ranks call ``wait()`` on it before they
+        save again.
     """
     target = Path(path).absolute()
     writing = Writing(module, target, optimizer, state, checked_step(step), process_group)

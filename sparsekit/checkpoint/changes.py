@@ -29,7 +29,7 @@ _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)  # od
 
 
 class Fingerprints:
-    """Of a table's rows."""
+    """Fingerprints of a table's rows."""
 
     def __init__(self, rows: int) -> None:
         self.of_rows = np.zeros(rows, dtype=np.uint64)
@@ -115,7 +115,7 @@ class MarkedTable:
 
 @dataclass
 class Marks:
-    """What a process keeps of a checkpoint, so that the next one can have the changes since.
+    """Marks that a process keeps of a checkpoint, so that the next has only the changes since.
 
     They are of that checkpoint and no other: whoever uses them sees first that it is on disk.
 

@@ -28,7 +28,7 @@ def _begin_to_write(file: int, begin: int, count: int) -> None:
 class Summed:
     """Writes pieces, and adds up their CRC-32 in another thread meanwhile.
 
-    A piece is copied first: its memory may be that of a table to which somebody writes.
+    A piece is copied first: its memory may be that of a table that changes meanwhile.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Summed:
         return memoryview(room)  # type: ignore[arg-type]
 
     def crc32(self) -> int:
-        """Of all that was written."""
+        """CRC-32 of all that was written."""
         self._wait()
         return self._crc
 

@@ -23,7 +23,7 @@ from ..tables.hash_table import HashTable
 from .draft import published
 from .folder import chain, resolved
 from .load_table import parts_of
-from .manifest import DENSE, Manifest, Shard, Table, rank_file
+from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .npz_source import name_note, npz
 from .reshard import ColumnWriter, Told, columns_of, live_pieces, verify
@@ -97,7 +97,7 @@ def import_tables(
         files: dict[str, Written] = {}
         tables = {}
         for number, (name, source) in enumerate(named.items()):
-            file = f"table-{number:04d}-rank-0000.safetensors"
+            file = table_file(number, 0)
             tables[name] = _table(name, source, file)
             writer = ColumnWriter(draft.folder / file, columns_of(tables[name], source.rows))
             with contextlib.closing(_distinct(source)) as pieces:

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from .dcp_source import FORMAT, NEEDS_LOAD_FROM, NOTES, VERSION, DcpSource, ToSave, stem
 from .load import Plan
-from .manifest import DENSE, new_id, rank_file
+from .manifest import DENSE, new_id, rank_file, table_file
 from .snapshot import (
     Optimizers,
     Snapshot,
     Stateful,
     TableShard,
     listed,
-    table_file,
     unwrapped,
 )
 from .together import Together

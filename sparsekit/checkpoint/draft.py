@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .lock import Lock
 from .manifest import new_id
 
-# In a draft, locked for as long as somebody writes.
+# In a draft, locked as long as its process writes.
 _WRITER = ".writer"
 _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
 # A checkpoint that is about to be replaced, where that takes two renames.
@@ -30,7 +30,7 @@ _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 
 
 def entries(folder: Path) -> list[Path]:
-    """What a folder has; nothing if there is no such folder.
+    """Paths of all that a folder has; none if there is no such folder.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -263,7 +263,7 @@ def _remove_if_abandoned(draft: Path) -> None:
             discard(draft)
         return
     except OSError:
-        return  # somebody writes
+        return  # its process writes
     try:
         # Locked meanwhile: who has just made it notices, and makes it again.
         discard(draft)

@@ -87,7 +87,7 @@ class OptimizerPlan:
             _twin(self._optimizer).load_state_dict(self._loaded)
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """What is kept now for a parameter, and what will be."""
+        """The state of each parameter as it is, and as it will be."""
         parameters = itertools.chain(*(g["params"] for g in self._optimizer.param_groups))
         for number, parameter in enumerate(parameters):
             if number in self._loaded["state"]:
@@ -103,7 +103,7 @@ def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # for once is enough
+    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # they run once, in load
     twin._optimizer_load_state_dict_post_hooks = OrderedDict()
     return twin
 

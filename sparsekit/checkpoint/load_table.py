@@ -100,7 +100,7 @@ class TablePlan:
         return all(
             len(table.shards) == layer.world_size
             and (layer.world_size == 1 or table.placement == layer.placement)
-            and table.owners == owners_crc(layer)
+            and table.owners == owners_crc(layer.owners)
             and (layer.table is not None or not table.hash_table)
             for _, table in self._parts
         )

@@ -60,7 +60,7 @@ class Lock:
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-# Of folders; what is in one process is one job.
+# Locks of folders, one for all of a process, which is one job.
 _of_folders: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 

@@ -140,6 +140,11 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:04d}.safetensors"
 
 
+def table_file(number: int, rank: int) -> str:
+    """File of a rank's part of a table."""
+    return f"table-{number:04d}-rank-{rank:04d}.safetensors"
+
+
 def write_small(path: Path, content: bytes) -> None:
     """Write a file that is not there yet, and have it reach the disk."""
     try:

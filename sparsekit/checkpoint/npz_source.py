@@ -48,7 +48,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class _Array:
-    """What the header of an array says."""
+    """Shape, dtype and order of an array, as its header says."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -72,7 +72,7 @@ def npz(path: Path) -> list[Source]:
 
 
 def name_note(table: str) -> bytes:
-    """What the comment of an archive says, so that the name of its table need not be its file's."""
+    """The comment of an archive, so that the name of its table need not be its file's."""
     return json.dumps({"table": table}).encode()
 
 

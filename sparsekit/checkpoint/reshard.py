@@ -20,10 +20,10 @@ from ..tables.owners import even_map
 from .draft import published
 from .folder import chain, check_files, resolved
 from .load_table import opened, parts_of
-from .manifest import DENSE, Manifest, Shard, Table, rank_file
+from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
+from .snapshot import owners_crc
 from .tensor_file import (
-    DTYPES,
     PIECE,
     Column,
     TensorFile,
@@ -33,7 +33,7 @@ from .tensor_file import (
     plain_file,
 )
 
-# Told after each piece: bytes read.
+# Called with the bytes of each file or piece that has been read.
 Told = Callable[[int], None]
 
 
@@ -126,7 +126,7 @@ def _reshard_table(
     with live_pieces(parts) as pieces:
         for _, _, keys, kept in pieces:
             counts += ops.bucketize(keys[kept], world_size, owners)[1]
-    names = [f"table-{number:04d}-rank-{rank:04d}.safetensors" for rank in range(world_size)]
+    names = [table_file(number, rank) for rank in range(world_size)]
     writers = [
         ColumnWriter(folder / file, columns_of(table, int(count)))
         for file, count in zip(names, counts, strict=True)
@@ -145,9 +145,8 @@ def _reshard_table(
     capacity = max(table.capacity, *sizes)
     if not table.hash_table:
         capacity = max(1, *sizes)
-    crc = None if owners is None else zlib.crc32(owners.numpy().astype("<i2").tobytes())
     return replace(
-        table, capacity=capacity, owners=crc, complete=True,
+        table, capacity=capacity, owners=owners_crc(owners), complete=True,
         shards=tuple(
             Shard(rank, file, size, size)
             for rank, (file, size) in enumerate(zip(names, sizes, strict=True))
@@ -188,14 +187,13 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
 
 
 def columns_of(table: Table, rows: int) -> list[Column]:
-    """What a table's file has, for so many rows."""
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    """Columns of a table's file with this number of rows, which the caller writes."""
     columns = [
         Column("keys", torch.int64, (rows,), list),
-        Column("vectors", dtypes[table.dtype], (rows, table.dim), list),
+        Column("vectors", getattr(torch, table.dtype), (rows, table.dim), list),
     ]
     return columns + [
-        Column(name, dtypes[state.dtype], (rows, *state.shape), list)
+        Column(name, getattr(torch, state.dtype), (rows, *state.shape), list)
         for name, state in table.states.items()
     ]
 

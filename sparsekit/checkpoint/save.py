@@ -26,17 +26,11 @@ from .manifest import (
     Table,
     new_id,
     rank_file,
+    table_file,
     write_small,
 )
 from .manifest_file import write_manifest
-from .snapshot import (
-    Optimizers,
-    Snapshot,
-    Stateful,
-    listed,
-    table_file,
-    unwrapped,
-)
+from .snapshot import Optimizers, Snapshot, Stateful, listed, unwrapped
 from .tensor_file import Written, column_of, write
 from .together import Together
 

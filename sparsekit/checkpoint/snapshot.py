@@ -50,11 +50,6 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             return module
 
 
-def table_file(number: int, rank: int) -> str:
-    """File of a rank's part of a table."""
-    return f"table-{number:04d}-rank-{rank:04d}.safetensors"
-
-
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
     """Tables by their names in checkpoints; that of a layer alone is ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
@@ -67,9 +62,8 @@ def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
-def owners_crc(layer: EmbeddingTable) -> int | None:
+def owners_crc(owners: torch.Tensor | None) -> int | None:
     """CRC-32 of the map that places keys; None without one."""
-    owners = layer.owners
     return None if owners is None else zlib.crc32(owners.cpu().numpy().astype("<i2").tobytes())
 
 
@@ -345,7 +339,7 @@ def _shard(
         "capacity": layer.capacity,
         "hash_table": layer.table is not None,
         "placement": layer.placement,
-        "owners": owners_crc(layer),
+        "owners": owners_crc(layer.owners),
         "seed": int(layer.seed),
         "initializer": str(layer.initializer),
         "optimizer": optimizer,

@@ -59,7 +59,7 @@ class Source:
 
 
 def rows_at_a_time(dim: int, itemsize: int) -> int:
-    """How many rows make a piece."""
+    """Number of rows in a piece."""
     return max(1, PIECE // (8 + dim * itemsize))  # with their keys
 
 

@@ -50,7 +50,7 @@ _CODES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
 # NumPy has no bfloat16, and this module only carries bytes.
 _CARRIED: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
@@ -99,7 +99,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 
 
 def rows_per_piece(row_bytes: int) -> int:
-    """How many rows make a piece."""
+    """Number of rows in a piece."""
     return max(1, PIECE // max(row_bytes, 1))
 
 
@@ -268,7 +268,7 @@ class TensorFile:
 def _place(entry: Any, begin: int) -> Place:
     shape = entry["shape"]
     first, last = entry["data_offsets"]
-    dtype = DTYPES[entry["dtype"]]
+    dtype = _DTYPES[entry["dtype"]]
     numbers = [first, last, *shape]
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"a size or place is no number >= 0: {numbers}")

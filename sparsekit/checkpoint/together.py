@@ -59,7 +59,7 @@ class Together:
         self.do(what, make if self.rank == 0 else lambda: None)
 
     def text_of_first(self, what: str, make: Callable[[], str]) -> str:
-        """What a function returns on rank 0: a path, or any text, of at most 4096 bytes.
+        """The result of a function on rank 0: a path, or any text, of at most 4096 bytes.
 
         Raises:
             CheckpointError: it is longer.

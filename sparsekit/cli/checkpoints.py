@@ -25,7 +25,7 @@ _FREE = {
 }  # fmt: skip
 # Options that name files of data: of models that load them, and of those that read them as streams.
 _DATA = ("data", "data.train", "data.validation", "data.test")
-# Of a larger file only the beginning and the end are compared.
+# Only the beginning and the end of a larger file are compared.
 _WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 

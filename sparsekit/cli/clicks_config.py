@@ -61,7 +61,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainerConfig:
-    """Of `Trainer`."""
+    """Settings of `Trainer`."""
 
     epochs: int = 3
     # Rounded up to a multiple of the number of ranks.

@@ -19,7 +19,7 @@ _KEPT_FILES = 64
 
 
 class Shape(NamedTuple):
-    """What a footer says of its file."""
+    """Rows, sizes and schema of a file, from its footer."""
 
     rows: list[int]  # of each row group
     sizes: list[int]  # of each, bytes without compression
@@ -86,7 +86,7 @@ class ParquetFiles:
                         self._check(path, file)
                     self._keep(path, which, file.metadata)
                     yield file
-        # What a damaged page leads to is not always an error of Arrow's own.
+        # A damaged page may also lead to an error that is not one of Arrow's own.
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             place = f", {place}" if place else ""
             raise DataFormatError(f"{path}{place}: {error}") from error

@@ -21,7 +21,7 @@ _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
 # For the batch that is being read when an iteration is left. Nothing can stop a source that waits
 # for longer, on a network for instance: it is left to its thread.
 _GRACE_S = 2.0
-# Of each source the thread that still reads a batch of an iteration that was left.
+# Source -> the thread that still reads a batch of it for an iteration that was left.
 _left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 
 

@@ -197,7 +197,7 @@ class Reader(IterableDataset):
         self._epoch, self._step, self._resumed, self.skipped = epoch, step, step, skipped
 
     def _reaches(self, epoch: int, step: int) -> bool:
-        """Whether an epoch has so many batches here; counts no more rows than are passed over."""
+        """Whether an epoch has this many batches; counts no more rows than are passed over."""
         shards = self._shard()[1]
         if shards > 1:
             return step <= self._steps(shards)

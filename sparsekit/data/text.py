@@ -145,8 +145,8 @@ class CriteoReader(CsvReader):
 
     A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs;
     all but the label may be missing. (The display advertising challenge, and the days of Criteo 1TB
-    click logs, gzip or not.) Features are called C1 to C26; a key is the number that a category
-    is. `dense` has I1 to I13.
+    click logs, compressed or not.) Features are called C1 to C26; a key is the number that a
+    category is. `dense` has I1 to I13.
 
     Args:
         files: One path or several, in the order of their rows.

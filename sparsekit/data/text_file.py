@@ -19,7 +19,8 @@ _PIECE = 4096
 _INSIDE = 1  # a quoted field: a place of _pybind.skip_line
 
 # Makes a chunk of lines of a text. The text begins at byte `start` of the file, or with line `line`
-# of it, counted from 1; the other number is 0. Whether the last line's quote is never closed.
+# of it, counted from 1; the other number is 0. The flag says that the last line's quote is never
+# closed.
 MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chunk]
 
 
@@ -128,7 +129,7 @@ class TextFile:
         return list(self._blocks)
 
     def lines(self, text: bytes, stop: int, complete: bool) -> _pybind.TextLines:
-        """Those that begin in [0, stop); the text's end ends the last one if it is complete."""
+        """The lines that begin in [0, stop); the text's end ends the last one if it is complete."""
         return _pybind.TextLines(text, stop, *self._marks, self._skip_blank, complete)
 
     def skip_line(self, text: bytes, more: Callable[[], bytes]) -> tuple[bytes, int, bool]:

@@ -32,7 +32,7 @@ __all__ = [
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
 # Numbers of what is no word of the vocabulary.
 PADDING, UNKNOWN = 0, 1
-# What Amazon's review files call each field, until 2018 and since, and what they are.
+# Names of each field in Amazon's review files, until 2018 and since, and its type.
 FIELDS: dict[str, tuple[str, Any]] = {
     "reviewerID": ("user_id", str),
     "asin": ("asin", str),

@@ -70,7 +70,7 @@ class FitData:
 
     @functools.cached_property
     def facts(self) -> dict[str, int]:
-        """What tells these data from others: of tensors by their contents, else by sizes.
+        """Facts that tell these data from others: of tensors their contents, else sizes.
 
         A reader has none: its own state tells.
         """

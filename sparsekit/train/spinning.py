@@ -8,7 +8,7 @@ import time
 
 import torch
 
-# Of an epoch that is long enough to be measured, and of switches that another process asked for.
+# An epoch from this length on is measured; more switches than these tell of another process.
 LEAST_S = 5.0
 SWITCHES_PER_THREAD_S = 10.0
 # Whoever sets one of these has chosen how threads wait.

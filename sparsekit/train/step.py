@@ -125,7 +125,7 @@ class Step:
 
 
 def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """What loss_fn has returned, if it is losses and a penalty."""
+    """Losses and penalty as loss_fn has returned them; TypeError or ValueError if it has not."""
     pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not pair or not isinstance(returned[0], torch.Tensor):
         got = type(returned).__name__

@@ -170,7 +170,8 @@ class Trainer:
                 ends where it would have ended. Data must be those of the checkpoint, and in
                 mid-epoch their batches too: tensors are compared by size and checksum, readers by
                 their state, other loaders by size. In mid-epoch a loader needs as many ranks as
-                have saved, or begins its epoch again; tensors are the same for any number.
+                have saved, or begins its epoch again; tensors go on with any number, given
+                global_batch_size.
 
         Returns:
             The history.
