@@ -169,9 +169,8 @@ class Trainer:
                 Then epochs counts those that are in it, so that the same script, started again,
                 ends where it would have ended. Data must be those of the checkpoint, and in
                 mid-epoch their batches too: tensors are compared by size and checksum, readers by
-                their state, other loaders by size. In mid-epoch a loader needs as many ranks as
-                have saved, or begins its epoch again; tensors go on with any number, given
-                global_batch_size.
+                their state, other loaders by size. There a loader on another number of ranks begins
+                its epoch again, and tensors go on if global_batch_size is the same.
 
         Returns:
             The history.
