@@ -43,6 +43,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written or read; the message names the file and what is wrong."""
 
 
+class ResumeError(ValueError):
+    """A trainer that would go on from the checkpoint of a run on other data, or made otherwise."""
+
+
 class DivergedError(ArithmeticError):
     """Training has left the range of floating point numbers; its weights are of no use any more."""
 

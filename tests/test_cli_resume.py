@@ -157,6 +157,21 @@ def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
     assert cli.main(run) == 0
 
 
+def test_what_the_trainer_refuses_is_one_line(tmp_path, capsys):
+    """As where a script has made the checkpoints, so that there is no note of the data."""
+    data, folder = write_data(tmp_path, "ratings"), tmp_path / "a"
+    run = command("ratings", data, folder, "--resume", "--ranks", "1", "--epochs", "1")
+    assert cli.main(run) == 0
+    (folder / checkpoints.RUN).unlink()
+    data.write_text(data.read_text().replace(",5,", ",4,"))
+    gc.collect()  # the lock of the folder goes with the run
+    capsys.readouterr()
+    assert cli.main(run) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sparsekit: Trainer: the checkpoint is of a run on data with checksum=")
+    assert error.count("\n") == 1
+
+
 def test_the_ends_of_a_large_file_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_WHOLE_BYTES", 100)
     monkeypatch.setattr(checkpoints, "_END_BYTES", 10)

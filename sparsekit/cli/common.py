@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from .._nearest import did_you_mean_file
 from ..datasets import DatasetUnavailableError, RatingsFormatError
-from ..errors import CheckpointError, DataFormatError
+from ..errors import CheckpointError, DataFormatError, ResumeError
 
 
 class UsageError(Exception):
@@ -27,6 +27,7 @@ EXPECTED = (
     RatingsFormatError,
     DataFormatError,
     CheckpointError,
+    ResumeError,
 )
 
 

@@ -1,6 +1,6 @@
 """Training loops."""
 
-from ..errors import DivergedError
+from ..errors import DivergedError, ResumeError
 from .logs import JsonLines, TensorBoard
 from .progress import Progress
 from .resume import Epoch
@@ -15,6 +15,7 @@ __all__ = [
     "Epoch",
     "JsonLines",
     "Progress",
+    "ResumeError",
     "Telemetry",
     "TensorBoard",
     "Trainer",

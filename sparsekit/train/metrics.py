@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
+Evaluate = Callable[[torch.nn.Module], dict[str, float]]
+
 # Probabilities of 0 and 1 count as being this far inside, or one wrong sample is an infinite loss.
 MARGIN = 1e-7
+
+
+def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
+    """What evaluate returns of a model that is being trained."""
+    model.eval()
+    with torch.no_grad():
+        metrics = evaluate(model)
+    model.train()
+    return metrics
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
+from ..errors import ResumeError
 from .feed import Share
 from .fit_data import FitData
 from .progress import Progress
@@ -77,15 +78,18 @@ class Position:
         than readers only the sizes are known, and compared in mid-epoch.
 
         Raises:
-            ValueError: they are others.
+            ResumeError: they are others.
         """
         if self.reader is not None:
             if not hasattr(fit.data, "load_state_dict"):
-                raise ValueError(
+                raise ResumeError(
                     f"Trainer: the checkpoint is of a run on a reader, and now there is "
                     f"{'a tuple' if fit.of_tensors else type(fit.data).__name__}"
                 )
-            fit.data.load_state_dict({**self.reader, "step": self._batches_there(fit)})
+            try:
+                fit.data.load_state_dict({**self.reader, "step": self._batches_there(fit)})
+            except ValueError as error:
+                raise ResumeError(f"Trainer: the checkpoint is of other data: {error}") from error
         if not self.data:
             return
         now = fit.facts
@@ -94,7 +98,7 @@ class Position:
             compared = list(self.data)
         for name in compared:
             if self.data[name] != now.get(name):
-                raise ValueError(
+                raise ResumeError(
                     f"Trainer: the checkpoint is of a run on data with {name}={self.data[name]}, "
                     f"and these have {now.get(name)}. Pass the same, or load only model and "
                     f"optimizers (Checkpoints.load) and call fit without resume"
@@ -135,7 +139,7 @@ class Position:
         passed = sum(1 for _ in itertools.islice(shares, self.batches))
         torch.set_rng_state(now)
         if passed < self.batches:
-            raise ValueError(
+            raise ResumeError(
                 f"Trainer: the checkpoint is behind batch {self.batches} of an epoch, which has "
                 f"{passed} batches here"
             )

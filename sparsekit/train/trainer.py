@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -15,19 +15,18 @@ import torch.distributed as dist
 from ..checkpoint import Checkpoints
 from ..distributed import Exchange, exchange_of
 from ..distributed.exchange import attempt
-from ..errors import check_int
+from ..errors import ResumeError, check_int
 from .feed import Ranks, Share, of_loader, of_tensors, set_epoch, steps_of
 from .fit_data import FitData
 from .logs import Log, go_on
 from .losses import Losses
+from .metrics import Evaluate, evaluated
 from .progress import Progress
 from .resume import Epoch, Position
 from .spinning import Spinning
 from .step import LossFn, Step
 from .stopping import EarlyStopping, ended_early
 from .telemetry import Telemetry
-
-Evaluate = Callable[[torch.nn.Module], dict[str, float]]
 
 
 class Trainer:
@@ -123,6 +122,7 @@ class Trainer:
         self._spinning = Spinning()
         self._samples = self._updates = 0  # of an epoch, once they are known
         self._place: Position | None = None  # in mid-epoch, to be saved or from a checkpoint
+        self._resumed: FitData | None = None  # what a checkpoint must fit while it is loaded
 
     @property
     def _rank(self) -> int:
@@ -177,8 +177,9 @@ class Trainer:
 
         Raises:
             TypeError: a batch that is nothing of the above.
-            ValueError: data is empty or of unequal lengths, or not that of the checkpoint, a number
-                is out of range, or stop asks for a metric that there is not.
+            ValueError: data is empty or of unequal lengths, a number is out of range, or stop asks
+                for a metric that there is not.
+            ResumeError: data or schedulers are not those of the checkpoint; nothing is loaded.
             DataFormatError: an epoch has no sample, as of a file without rows, or of a generator
                 that the one before has used up.
             RuntimeError: ranks that would train differently.
@@ -187,9 +188,9 @@ class Trainer:
             DivergedError: the loss of a step is infinite or NaN; raised at the next record of the
                 logs or the end of the epoch, on all ranks.
         """
-        if resume:
-            self._resume()
         fit, device = self._agree(data, epochs, batch_size, global_batch_size)
+        if resume:
+            self._resume(fit)
         if self.checkpoints is not None:
             self.checkpoints.claim(self.steps + 1, self.model)
         if self.steps and self._rank == 0:
@@ -203,8 +204,7 @@ class Trainer:
                 shares = self._shares(fit, device)
                 title = f"epoch {len(self.history) + 1}/{last}"
                 self._epoch(place, shares, title, evaluate, device)
-                if self.checkpoints is not None:
-                    self._save(self._first_place(fit))
+                self._save(self._first_place(fit))
                 done = ended_early(stop, self.history, self._exchange)
             if self._place is not None and not self._place.batches:
                 self._place = None  # the next call may have other data
@@ -236,10 +236,13 @@ class Trainer:
         """Have the next call of fit go on from there.
 
         Raises:
-            ValueError: it has another number of schedulers.
+            ResumeError: it has another number of schedulers.
         """
+        place = None if state["place"] is None else Position(**state["place"])
+        if place is not None and self._resumed is not None:
+            place.check(self._resumed)
         if len(state["schedulers"]) != len(self.schedulers):
-            raise ValueError(
+            raise ResumeError(
                 f"Trainer: the state has {len(state['schedulers'])} schedulers, and there are "
                 f"{len(self.schedulers)}"
             )
@@ -248,25 +251,28 @@ class Trainer:
         self.steps = state["steps"]
         self.history = [Epoch(**epoch) for epoch in state["history"]]
         self._generator.set_state(state["order"])
-        self._place = None if state["place"] is None else Position(**state["place"])
+        self._place = place
 
-    def _resume(self) -> None:
+    def _resume(self, fit: FitData) -> None:
         if self.checkpoints is None:
             raise ValueError("Trainer: resume=True needs checkpoints")
-        found = self.checkpoints.load(self.model, self.optimizers, state={"trainer": self})
-        if found is None or (dist.is_initialized() and dist.get_rank() > 0):
+        self._resumed = fit
+        try:
+            found = self.checkpoints.load(self.model, self.optimizers, state={"trainer": self})
+        finally:
+            self._resumed = None
+        if found is None or self._rank > 0:
             return
-        text = f"from {found.path}, {len(self.history)} epochs"
-        if self._place is not None and self._place.batches:
-            text += f" and {self._place.batches} batches"
-        Progress("resumed", 0, self.stream).finish(f"{text} are done")
+        batches = self._place.batches if self._place else 0
+        done = f"{len(self.history)} epochs" + f" and {batches} batches" * bool(batches)
+        Progress("resumed", 0, self.stream).finish(f"from {found.path}, {done} are done")
 
     def _save(self, place: Position) -> None:
         if self.checkpoints is None:
             return
         self._place = place
-        state = {"trainer": self}
-        self.checkpoints.async_save(self.steps, self.model, self.optimizers, state=state)
+        own = {"trainer": self}
+        self.checkpoints.async_save(self.steps, self.model, self.optimizers, state=own)
         self._place = None
 
     def _agree(
@@ -335,7 +341,7 @@ class Trainer:
             self._samples, self._updates = progress.done, losses.steps
             mean = losses.mean(title)
             seconds = progress.seconds
-            metrics = {} if evaluate is None else self._evaluate(evaluate)
+            metrics = {} if evaluate is None else evaluated(self.model, evaluate)
             tables = self._telemetry.read(self.steps, self._exchange)
             rate = progress.done / seconds
             epoch = Epoch(len(self.history) + 1, mean, seconds, rate, metrics, tables)
@@ -391,10 +397,3 @@ class Trainer:
         if self._rank == 0:
             for log in self.logs:
                 log.write(record)
-
-    def _evaluate(self, evaluate: Evaluate) -> dict[str, float]:
-        self.model.eval()
-        with torch.no_grad():
-            metrics = evaluate(self.model)
-        self.model.train()
-        return metrics

@@ -1,5 +1,6 @@
 """A run that was interrupted and goes on gives what it would have given."""
 
+import contextlib
 import io
 import json
 
@@ -11,7 +12,7 @@ from sparsekit.checkpoint import Checkpoints
 from sparsekit.data import CsvReader, Keys, Prefetcher
 from sparsekit.errors import CheckpointError
 from sparsekit.optim import Adam, Ftrl, LazyAdam
-from sparsekit.train import JsonLines, Trainer, resume
+from sparsekit.train import JsonLines, ResumeError, Trainer, resume
 from sparsekit.train.stopping import EarlyStopping
 
 SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps an epoch
@@ -238,15 +239,33 @@ def test_what_does_not_go_together(tmp_path):
     with pytest.raises(ValueError, match="checkpoint_every=5 needs checkpoints"):
         Trainer(trainer.model, trainer.loss_fn, [], checkpoint_every=5)
     with pytest.raises(ValueError, match="resume=True needs checkpoints"):
-        Trainer(trainer.model, trainer.loss_fn, []).fit(tensors(), epochs=1, resume=True)
+        Trainer(trainer.model, trainer.loss_fn, []).fit(few(8), epochs=1, batch_size=8, resume=True)
     fit(trainer, tensors())
     other = trainer_for(tmp_path)
     other.schedulers.pop()
-    with pytest.raises(ValueError, match="2 schedulers, and there are 1"):
+    with unchanged(other), pytest.raises(ResumeError, match="2 schedulers, and there are 1"):
         fit(other, tensors())
+    other = trainer_for(tmp_path)
+    with unchanged(other), pytest.raises(ValueError, match="tensors need batch_size"):
+        other.fit(tensors(), epochs=1, resume=True)
     more = trainer_for(tmp_path)
     more.fit(tensors(), epochs=EPOCHS + 1, batch_size=BATCH, resume=True)
     assert [epoch.number for epoch in more.history] == [1, 2, 3, 4]
+
+
+@contextlib.contextmanager
+def unchanged(trainer):
+    """Neither the trainer nor what it trains is changed by a refusal."""
+
+    def state():
+        objects = [trainer.model, *trainer.optimizers, trainer]
+        rows = list(trainer.model.items.items())
+        return str([rows, *(each.state_dict() for each in objects)])
+
+    before = state()
+    yield
+    assert state() == before
+    trainer.checkpoints.close()
 
 
 def few(samples):
@@ -284,9 +303,8 @@ def test_other_data_are_refused_in_mid_epoch(tmp_path, name):
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path, last=16), data())
     again = trainer_for(tmp_path)
-    with pytest.raises(ValueError, match=message):
+    with unchanged(again), pytest.raises(ResumeError, match=message):
         again.fit(other(), epochs=EPOCHS, batch_size=size, resume=True)
-    again.checkpoints.close()
     fit(trainer_for(tmp_path), data())
 
 
@@ -294,9 +312,8 @@ def test_other_data_are_refused_by_a_finished_run(tmp_path):
     """Its figures would stand beside others of those data."""
     fit(trainer_for(tmp_path), tensors())
     again = trainer_for(tmp_path)
-    with pytest.raises(ValueError, match="checksum="):
+    with unchanged(again), pytest.raises(ResumeError, match="checksum="):
         fit(again, changed(3))
-    assert again.steps == 57
     larger = trainer_for(tmp_path)  # between epochs another size of batches is a choice
     larger.fit(tensors(), epochs=EPOCHS + 1, batch_size=50, resume=True)
     assert larger.steps == 57 + 3
@@ -307,8 +324,14 @@ def test_a_reader_is_not_replaced_by_tensors(tmp_path):
         return (model(batch.sparse.values().view(2, -1).T) - batch.label).square(), 0.0
 
     fit(trainer_for(tmp_path / "run", loss=of_batch), reader(tmp_path, False))
-    with pytest.raises(ValueError, match="of a run on a reader, and now there is a tuple"):
-        fit(trainer_for(tmp_path / "run"), tensors())
+    again = trainer_for(tmp_path / "run")
+    with unchanged(again), pytest.raises(ResumeError, match="on a reader, and now there is a tup"):
+        fit(again, tensors())
+    lines = (tmp_path / "data.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "data.csv").write_text("".join(lines[:-1]))
+    again = trainer_for(tmp_path / "run")
+    with unchanged(again), pytest.raises(ResumeError, match=r"of other data: .* saved with files="):
+        fit(again, reader(tmp_path, False))
 
 
 def test_fewer_batches_than_are_done(tmp_path):
@@ -321,5 +344,5 @@ def test_fewer_batches_than_are_done(tmp_path):
 
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path, last=16), Stream(150))
-    with pytest.raises(ValueError, match="behind batch 14 of an epoch, which has 7 batches here"):
+    with pytest.raises(ResumeError, match="behind batch 14 of an epoch, which has 7 batches here"):
         fit(trainer_for(tmp_path), Stream(50))
