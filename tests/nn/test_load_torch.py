@@ -31,13 +31,17 @@ def test_a_whole_state_in_one_call(use_hashtable):
     theirs, ids = Model(), torch.arange(20)
     theirs(ids)  # the batch norm's buffers
     model = swapped(extra_rows=5, use_hashtable=use_hashtable)
-    optimizer = sparsekit.optim.LazyAdam(model.parameters())
+    optimizer = sparsekit.optim.Adam(model.parameters())
     extra = torch.tensor([22, 23])
-    model.user(extra).sum().backward()
-    optimizer.step()
+    initial = model.user.vectors(extra)
+    for keys in (extra, ids):  # then rows of the former are late
+        optimizer.zero_grad()
+        model.user(keys).sum().backward()
+        optimizer.step()
     found = sparsekit.load_torch_state_dict(model, theirs.state_dict())
     assert (found.missing_keys, found.unexpected_keys) == ([], [])
     assert torch.equal(model.eval()(ids), theirs.eval()(ids))
+    assert torch.equal(model.user.vectors(extra), initial)
     assert model.user is model.again
     if use_hashtable:
         assert model.user.table.keys().tolist() == list(range(20))  # and 22, 23 are gone
@@ -75,3 +79,13 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(name, kind):
     if kind in ("unexpected", "missing"):
         found = sparsekit.load_torch_state_dict(model, state, strict=False)
         assert [*found.missing_keys, *found.unexpected_keys][:1] == [name]
+
+
+def test_a_weight_is_looked_at_again_after_an_optimizer_moved_all_rows():
+    layer = sparsekit.Embedding(5, 2, name="t")
+    layer.weight.grad = torch.ones(5, 2)
+    sparsekit.optim.SGD([layer.weight], lr=0.1).step()
+    sparsekit.load_torch_state_dict(layer, {"weight": torch.zeros(0, 2)})
+    layer.weight.data.fill_(7)
+    with pytest.raises(RuntimeError, match="t: weight was written to before"):
+        layer.eval()(torch.tensor([1]))

@@ -23,6 +23,15 @@ def defaulted(weight):
     return penalty
 
 
+def unset(weight):
+    def read(known=True):
+        return weight if known else later
+
+    if weight is None:
+        later = weight
+    return read
+
+
 # What a model keeps beside its modules, how the kept weight is read from it, and what it is called.
 KEPT = {
     # As deepctr-torch does.
@@ -38,6 +47,7 @@ KEPT = {
     "object": (lambda m: types.SimpleNamespace(of=m.tags.weight), lambda k: k.of, ".of"),
     "closure": (
         lambda m: (lambda weight: lambda: weight)(m.tags.weight), lambda k: k(), ""),
+    "closure not yet whole": (lambda m: unset(m.tags.weight), lambda k: k(), ""),
     "default": (lambda m: defaulted(m.tags.weight), lambda k: k(), ".__defaults__[1]"),
     "layer": (lambda m: [m.tags], lambda k: k[0].weight, "[0]"),
     "hidden module": (lambda m: [nn.Sequential(m.tags)], lambda k: k[0][0].weight, ""),
@@ -119,9 +129,9 @@ def test_what_a_model_keeps_may_lead_in_circles_or_far(monkeypatch):
     model = model_of()
     model.kept = [model, [[] for _ in range(3000)], list(range(10**5))]
     model.kept.append(model.kept)
-    model.last = {"tags": model.tags.weight}
+    model.last = [[{"tags": model.tags.weight}]]  # in turn with the lists
     replace_embeddings(model, verbose=False)
-    assert model.last["tags"] is model.tags.weight
+    assert model.last[0][0]["tags"] is model.tags.weight
 
 
 class Next(nn.Module):
@@ -131,6 +141,7 @@ class Next(nn.Module):
         super().__init__()
         self.item = nn.Embedding(20, 4)
         self.other = nn.Embedding(20, 4)
+        nn.init.ones_(self.item.weight)
         self.reset()
 
     def reset(self):
@@ -154,6 +165,7 @@ def test_code_that_reads_a_weight_is_warned_of(options):
         assert said == []
         return
     (one,) = said
-    assert "Next.forward reads item.weight and Next.scores reads item.weight" in one
+    reads = "Next.forward reads item.weight and Next.scores reads item.weight"
+    assert one.startswith(f"replace_embeddings: {reads}, which now")
     assert "25 rows for 20 ids" in one
     assert caught[0].filename == __file__

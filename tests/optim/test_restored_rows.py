@@ -65,8 +65,9 @@ def test_a_new_key_in_the_row_of_a_dropped_one(kind, way, fused, tmp_path):
         before = after
 
 
-def test_states_follow_keys_to_other_rows():
-    layer, other = table(), table()
+@pytest.mark.parametrize("copied", [lambda layer: layer, copy.deepcopy])
+def test_states_follow_keys_to_other_rows(copied):
+    layer, other = copied(table()), table()
     optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
     train(layer, optimizer, [1, 2, 3], 1000.0)
     other(torch.tensor([7, 3, 1]))
