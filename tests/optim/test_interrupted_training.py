@@ -193,6 +193,33 @@ def test_interrupted_anywhere_while_all_rows_catch_up(name):
     check(side, twin)
 
 
+@pytest.mark.parametrize(
+    ("name", "op"), [("LazyAdam", "group_embedding_bag_update_"), ("Adam", "update_rows_")]
+)
+def test_an_update_that_is_interrupted_as_it_returns_is_not_made_again(monkeypatch, name, op):
+    side, keys = Side(name, True), torch.arange(6)
+    side.step(keys)
+    update = getattr(sparsekit.ops, op)
+
+    def interrupted(*args, **options):
+        update(*args, **options)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sparsekit.ops, op, interrupted)
+        with pytest.raises(Interrupted):
+            side.single(keys).sum().backward()
+    before, steps = side.single.weight.detach().clone(), side.steps()
+    assert steps == [1, 2]
+    with pytest.raises(RuntimeError, match=r"two updates of single without step\(\)"):
+        side.single(keys).sum().backward()
+    assert side.steps() == steps
+    assert same_bits(side.single.weight, before)
+    side.settle()
+    side.step(keys)
+    assert side.steps() == [2, 3]
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_after_an_interrupted_sweep(monkeypatch, way):
     """The rows of a parameter that is no layer's, which nobody else can have catch up."""
