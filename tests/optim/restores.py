@@ -5,6 +5,7 @@ parameters, which other suites compare with torch and NumPy; here only rows coul
 """
 
 import copy
+import functools
 import random
 import tempfile
 from pathlib import Path
@@ -145,13 +146,28 @@ class Side:
 class Saved:
     """A moment to go back to: states in memory, and a checkpoint."""
 
-    def __init__(self, side, folder):
+    def __init__(self, side, save):
         layer, optimizer = side.layer, side.optimizer
         self.layer = copy.deepcopy(layer.state_dict())
         self.optimizer = copy.deepcopy(optimizer.state_dict())
         self.model = copy.deepcopy(side.model)
-        self.path = folder
-        checkpoint.save(layer, folder, optimizer)
+        self.path = save(layer, optimizer)
+
+
+def saver(rng, folder, checkpoints, number):
+    """Some way to save a layer and its optimizer, complete or what has changed; returns where."""
+
+    def in_background(layer, optimizer):
+        return checkpoints.async_save(number, layer, optimizer).wait()
+
+    complete = folder / str(number)
+    return rng.choice(
+        [
+            lambda layer, optimizer: checkpoint.save(layer, complete, optimizer) and complete,
+            *[functools.partial(checkpoints.save, number)] * 2,
+            in_background,
+        ]
+    )
 
 
 def restore(rng, side, saved, way):
@@ -185,18 +201,21 @@ def run(name, seed, operations=14):
     sides = [Side(name, fused=ours and rng.random() < 0.3) for _ in range(2)]
     saved = []
     ways = ["module", "both", "checkpoint", "checkpoint both", *(["states alone"] if ours else [])]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        # Both sides, their copies and those made anew save through the same one.
+        checkpoints = checkpoint.Checkpoints(folder / "all", keep=99, complete_every=3)
         for number in range(operations):
             place = rng.randrange(2)
             side = sides[place]
-            action = rng.choice(["train"] * 3 + ["save", "restore", "restore", "reset", "copy"])
+            action = rng.choice(["train"] * 3 + ["save"] * 2 + ["restore", "restore", "reset", "copy"])
             if action == "train" or not side.model.vectors:
                 for _ in range(rng.randint(1, 3)):
                     side.train(rng, rng.sample(universe, 6))
                     side.check()
                 side.check_states()
             elif action == "save":
-                saved.append(Saved(side, Path(folder) / str(number)))
+                saved.append(Saved(side, saver(rng, folder, checkpoints, number)))
             elif action == "restore" and saved:
                 if rng.random() < 0.3:
                     capacity = rng.choice([CAPACITY, 30, 99]) if ours else CAPACITY
@@ -210,3 +229,4 @@ def run(name, seed, operations=14):
                 if not ours:
                     side.train(rng, universe)  # as after a restore of both
             side.check()
+        checkpoints.close()
