@@ -208,7 +208,9 @@ def run(name, seed, operations=14):
         for number in range(operations):
             place = rng.randrange(2)
             side = sides[place]
-            action = rng.choice(["train"] * 3 + ["save"] * 2 + ["restore", "restore", "reset", "copy"])
+            action = rng.choice(
+                ["train"] * 3 + ["save"] * 2 + ["restore", "restore", "reset", "copy"]
+            )
             if action == "train" or not side.model.vectors:
                 for _ in range(rng.randint(1, 3)):
                     side.train(rng, rng.sample(universe, 6))
