@@ -17,7 +17,7 @@ def hashed(folder, content, *options, name="x.csv"):
     path, out = folder / name, folder / "out.parquet"
     path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
     assert cli.main(["hash", str(path), "--out", str(out), *options]) == 0
-    assert not (folder / "out.parquet.part").exists()
+    assert not list(folder.glob("*.part"))
     return parquet.read_table(out).to_pydict()
 
 
@@ -77,6 +77,17 @@ def test_malformed_lines(tmp_path, capsys):
     columns = hashed(tmp_path, text, "--skip-malformed", "--int", "b")
     assert columns == {"a": [code("x"), code("z")], "b": [1, 2]}
     assert "2 rows, 1 malformed left out" in capsys.readouterr().out
+
+
+def test_a_file_stays_as_it_was_if_another_cannot_be_written_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsekit.cli.hash._BATCH", 1)  # so that rows have been written
+    hashed(tmp_path, "a,b\nx,1\nz,2\n")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    malformed = tmp_path / "y.csv"
+    malformed.write_text("a,b\nx,1\ny\n")
+    assert cli.main(["hash", str(malformed), "--out", str(tmp_path / "out.parquet")]) == 2
+    malformed.unlink()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,23 @@ def test_what_is_read_is_not_written_over(link, capfd, tmp_path):
         assert file.read_text() == content
     error = error_of(capfd, "recommend", str(file), "--out", str(other))
     assert f"--out {other}: is the file that is read" in error
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("{}\n")
+    error = error_of(capfd, "plot", str(tmp_path), "--out", str(log))
+    assert f"--out {log}: is the file that is read" in error
+    assert log.read_text() == "{}\n"
+
+
+def test_two_results_are_not_written_to_one_file(capfd, tmp_path):
+    (tmp_path / "u.data").write_text(LAYOUTS["u.data"][0])
+    os.symlink(tmp_path, tmp_path / "here")
+    for command, option, other in (
+        ([*COMMANDS["autoencoder"], "u.data"], "--recs", "--save"),
+        (["scaling"], "--plot", "--json"),
+    ):
+        error = error_of(capfd, *command, other, "x", option, str(tmp_path / "here" / "x"))
+        assert f"{option} {tmp_path}/here/x: is the file of {other}" in error
+        assert not (tmp_path / "x").exists()
 
 
 def test_a_stream_is_read_as_a_file_is(tmp_path):

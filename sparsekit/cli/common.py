@@ -72,6 +72,12 @@ def check_other_file(option: str, written: str | None, read: str | None) -> None
         raise UsageError(f"{option} {written}: is the file that is read, {read}; choose another")
 
 
+def check_apart(option: str, file: str | None, other_option: str, other: str | None) -> None:
+    """Raise before the work if two results would be written to one file."""
+    if file is not None and other is not None and os.path.realpath(file) == os.path.realpath(other):
+        raise UsageError(f"{option} {file}: is the file of {other_option}; choose another")
+
+
 def why(error: OSError, path: str) -> str:
     """What the system says of a file that could not be read, and which one may have been meant."""
     hint = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._arguments import Parser
 from ..train.plots import plot_run
-from .common import UsageError, check_folder, why
+from .common import UsageError, check_folder, check_other_file, why
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -25,6 +25,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _plot(args: argparse.Namespace) -> int:
     check_folder(args.out, "--out")
+    check_other_file("--out", args.out, f"{args.folder}/metrics.jsonl")
     out = Path(args.folder) / "plot.png" if args.out is None else Path(args.out)
     try:
         plot_run(args.folder, out)

@@ -14,6 +14,7 @@ from ..data import Prefetcher
 from ..models.saved import replacing
 from ..train.metrics import gather
 from . import clicks_run, ranks
+from .checkpoints import RUN
 from .common import UsageError, check_folder, check_other_file, rank, set_threads, why, writing
 
 BATCH = 4096
@@ -40,7 +41,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     check_folder(args.out, "--out")
-    for file in args.data:
+    for file in (*args.data, f"{args.folder}/{RUN}"):
         check_other_file("--out", args.out, file)
     return ranks.start(args, _load, _predict)
 

@@ -16,7 +16,7 @@ from .._arguments import Parser
 from ..train.launch import run_on_ranks, start_rank
 from ..train.plots import plot_scaling
 from ..train.scaling import Case, predicted, samples_per_second
-from .common import UsageError, check_folder, number, rank, writing
+from .common import UsageError, check_apart, check_folder, number, rank, writing
 
 WORLDS = (8, 64, 512)  # for which speed-up is predicted
 
@@ -70,6 +70,7 @@ _numbers.__name__ = "numbers"  # argparse names it in "invalid numbers value"
 def _scaling(args: argparse.Namespace) -> int:
     check_folder(args.json, "--json")
     check_folder(args.plot, "--plot")
+    check_apart("--plot", args.plot, "--json", args.json)
     case = Case(**{option.name: getattr(args, option.name) for option in dataclasses.fields(Case)})
     cores = len(os.sched_getaffinity(0))
     print(

@@ -23,7 +23,16 @@ from ..models import (
 from ..train import Trainer
 from ..train.metrics import ndcg_at_k, precision_at_k, recall_at_k
 from . import checkpoints, ranks
-from .common import UsageError, check_folder, check_other_file, number, rank, set_threads, writing
+from .common import (
+    UsageError,
+    check_apart,
+    check_folder,
+    check_other_file,
+    number,
+    rank,
+    set_threads,
+    writing,
+)
 from .recommend import MOVIELENS
 from .train_ratings import load_ratings
 
@@ -98,6 +107,7 @@ def add(models: argparse._SubParsersAction[Parser]) -> None:
 def _train(args: argparse.Namespace) -> int:
     check_folder(args.recs, "--recs")
     check_other_file("--recs", args.recs, args.data)
+    check_apart("--recs", args.recs, "--save", args.save)
     if args.original and args.dim is not None:
         raise UsageError(f"--dim {args.dim}: --original has layers of its own")
     return ranks.train(args, load_ratings, _fit_and_report)

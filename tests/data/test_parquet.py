@@ -1,5 +1,6 @@
 import itertools
 import math
+import os
 from datetime import date
 from decimal import Decimal
 
@@ -199,6 +200,14 @@ def test_columns_that_do_not_fit(tmp_path, settings, message):
     path = write(tmp_path / "x.parquet", columns)
     with pytest.raises(ValueError, match=f"^ParquetReader: .*{message}"):
         ParquetReader(path, 10, **settings)
+
+
+@pytest.mark.time_limit(30)
+def test_pipes_and_devices_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(DataFormatError, match=f"^{path}: is no regular file, from which alone"):
+            ParquetReader(path, 5, label="a")
 
 
 def test_batches_over_row_groups_and_chunks(tmp_path):

@@ -143,4 +143,5 @@ def test_a_source_that_waits_is_left_and_its_place_is_not_mixed_up(monkeypatch):
     assert list(another) == [3, 4, 5, 6]
     assert threads() == []
     ahead.load_state_dict({"place": 4})
+    assert ahead.state_dict() == {"place": 4}
     assert list(ahead) == [5, 6]

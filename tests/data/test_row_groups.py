@@ -154,11 +154,14 @@ def test_rows_before_a_damaged_group_are_read_and_it_is_named(tmp_path):
 
 def test_a_row_of_groups_read_together_is_named(tmp_path):
     path = tmp_path / "x.parquet"
-    table = pa.table({"a": [0.0] * 23 + [float("inf")] + [0.0] * 6})
-    parquet.write_table(table, path, row_group_size=7)
-    for shuffle in (False, True):
-        with pytest.raises(DataFormatError, match=r"x\.parquet, row 24, column 'a': an inf"):
-            list(ParquetReader(path, 500, dense=["a"], shuffle=shuffle))
+    for row in (1, 7, 8, 15, 22, 24, 28, 30):  # groups begin with rows 1, 8, 15, 22 and 29
+        table = pa.table({"a": [0.0] * (row - 1) + [float("inf")] + [0.0] * (30 - row)})
+        parquet.write_table(table, path, row_group_size=7)
+        for shuffle in (False, True):
+            with pytest.raises(
+                DataFormatError, match=rf"x\.parquet, row {row}, column 'a': an inf"
+            ):
+                list(ParquetReader(path, 500, dense=["a"], shuffle=shuffle))
 
 
 def test_a_kept_footer_belongs_to_its_file(tmp_path, counts):
@@ -175,6 +178,27 @@ def test_a_kept_footer_belongs_to_its_file(tmp_path, counts):
         rows_of(reader)
     path.unlink()
     with pytest.raises(DataFormatError, match=r"x\.parquet, row group 0: .*No such file"):
+        rows_of(reader)
+
+
+def test_a_file_written_anew_in_place_is_known_by_its_time(tmp_path):
+    path = tmp_path / "x.parquet"
+    table = pa.table({"a": range(30)})
+
+    def write_groups(*parts):
+        settings = {"use_dictionary": False, "compression": "none", "write_statistics": False}
+        with open(path, "wb") as file, parquet.ParquetWriter(file, table.schema, **settings) as to:
+            for first, rows in parts:
+                to.write_table(table.slice(first, rows))
+        return path.stat()
+
+    before = write_groups((0, 10), (10, 20))
+    reader = ParquetReader(path, 64, label="a")
+    assert rows_of(reader) == list(range(30))
+    after = write_groups((0, 20), (20, 10))
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    os.utime(path, ns=(0, before.st_mtime_ns + 1))
+    with pytest.raises(DataFormatError, match=r"x\.parquet: written anew since the reader was"):
         rows_of(reader)
 
 

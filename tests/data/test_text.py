@@ -334,6 +334,19 @@ def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
     assert batch.rows == 52
 
 
+@pytest.mark.parametrize("compress", [False, True])
+def test_lines_are_counted_within_names_and_long_lines(tmp_path, compress):
+    text = 'a,"b\nb"\n1,"x\nx"\n2,"' + "y\n" * 100 + '"\n3,"u\n'
+    path = write(tmp_path / "x.csv", text, compress)
+    for block_bytes in (5, 150, 8 << 20):
+        reader = CsvReader(
+            path, 9, dense=["a"], on_error="skip", max_line_bytes=99, block_bytes=block_bytes
+        )
+        with pytest.raises(DataFormatError, match=r"x\.csv, line 106, .* quote that is not closed"):
+            list(reader)
+        assert reader.skipped == 1
+
+
 @pytest.mark.parametrize("quotes", [150, 151])
 def test_the_end_of_a_long_line_is_found_piece_by_piece(tmp_path, quotes):
     text = "a,b\n1,x\n2," + 'y"' * quotes + ',"u""\n3,v"\n4,z\n'

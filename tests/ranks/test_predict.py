@@ -166,6 +166,19 @@ def test_what_is_refused(clicks, tmp_path, capsys):
     here(capsys, train(clicks, "--save", str(run)))
     assert (run / "run.json").read_text() == "of a run's checkpoints"
     refused(train(clicks, "--save", str(run)), "run: has a model already; pass another folder")
+    for read in (clicks, run / "run.json"):
+        content = read.read_text()
+        command = [
+            "predict",
+            str(run),
+            "--out",
+            str(read),
+            "--data",
+            str(tmp_path / "x"),
+            str(clicks),
+        ]
+        refused(command, f"--out {read}: is the file that is read")
+        assert read.read_text() == content
     other = tmp_path / "other.csv"
     other.write_text("click,user,items,price\n1,user 1,2,3\n")
     refused([*predicted, str(other)], f"{other} has no column 'item'; did you mean items?")
