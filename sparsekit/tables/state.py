@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import ops
 from ..distributed import Exchange
 from ..distributed.sharded import Sharded
 from ..ops._checks import FLOATING, ROW_DTYPES
@@ -173,6 +174,8 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
             f"{layer.name}: the state is damaged: {int(table['size'])} rows are in use, but weight "
             f"has {len(weight)}"
         )
+    if table and layer.key_dtype == torch.int32:
+        _refuse_wide_keys(layer.name, table)
     # What the optimizer has left undone belongs to the rows that go.
     layer.catch_up()
     layer.checked_modes = set()
@@ -181,6 +184,17 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
             _replace(layer, weight, seed, owners, table)
         else:
             _copy(layer, weight, seed, owners, table)
+
+
+def _refuse_wide_keys(name: str, table: dict[str, torch.Tensor]) -> None:
+    keys = ops.hash_table_keys(table["buckets"], table["hash_seed"], table["size"])
+    wide = (keys != keys.to(torch.int32)).nonzero()
+    if len(wide):
+        row = int(wide[0, 0])
+        raise ValueError(
+            f"{name}: key {int(keys[row])} of row {row} is no int32, which the layer takes; make "
+            f"it with key_dtype=torch.int64"
+        )
 
 
 def _owners(layer: TableTensors, entries: dict[str, Any]) -> torch.Tensor | None:

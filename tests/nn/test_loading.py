@@ -215,6 +215,17 @@ def test_a_table_within_a_model_takes_the_keys_of_another_capacity(assign):
     assert model["users"].capacity == 7
 
 
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("key", [2**31, -(2**31) - 1])
+def test_keys_that_an_int32_layer_cannot_be_asked_for(key, assign):
+    fits = [2**31 - 1, -(2**31), 7]
+    layer = single(key_dtype=torch.int32)
+    layer.load_state_dict(state_of(trained(fits)), assign=assign)
+    assert layer.table.keys().tolist() == fits
+    why = f"layer: key {key} of row 3 is no int32, which the layer takes; make it with key_dtype"
+    refused(layer, state_of(trained([*fits, key, 8])), why, assign=assign)
+
+
 def test_counts_of_spilled_keys_are_not_taken_over():
     saved = trained()
     state = state_of(saved)
