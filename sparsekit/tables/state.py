@@ -45,6 +45,7 @@ class TableTensors(torch.nn.Module, Sharded):
     world_size: int
     capacity: int
     embedding_vec_size: int
+    key_dtype: torch.dtype
     placement: str
     weight: EmbeddingWeight
     table: HashTable | None

@@ -1,6 +1,8 @@
 """sparsekit checkpoint: import, export and diff."""
 
+import importlib.util
 import json
+import os
 import re
 import struct
 import sys
@@ -143,7 +145,7 @@ def test_sok2(tmp_path, capsys, pieces):
         ("t-key", 304, struct.pack("<q", 5), "key 5 is there twice, the second time in row 1"),
     ],
 )
-def test_damaged_sok2_is_refused(tmp_path, file, place, content, names):
+def test_damaged_sok2_is_refused(tmp_path, pieces, file, place, content, names):
     write_sok2(tmp_path / "dump", [sok2_table("t", 1, "q", [5, 6, 7], 4)])
     with open(tmp_path / "dump" / file, "r+b") as opened:
         opened.seek(*((0, 2) if place is None else (place,)))
@@ -376,6 +378,34 @@ def test_damaged_checkpoints_are_neither_exported_nor_compared(saved, tmp_path):
         with pytest.raises(CheckpointError, match="table-0000-rank-0000"):
             work()
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_made_of_a_checkpoint_reaches_the_disk(saved, tmp_path, monkeypatch):
+    folder, synced, fsync = saved[0], [], os.fsync
+
+    def record(file):
+        number = file if isinstance(file, int) else file.fileno()
+        synced.append(os.readlink(f"/proc/self/fd/{number}"))
+        fsync(number)
+
+    def imported(out):
+        return checkpoint.import_tables(checkpoint.sources_of("npz", tmp_path / "npz"), out)
+
+    monkeypatch.setattr(os, "fsync", record)
+    for name, make in {
+        "npz": lambda out: checkpoint.export(folder, out, "npz"),
+        "parquet": lambda out: checkpoint.export(folder, out, "parquet"),
+        "safetensors": lambda out: checkpoint.export(folder, out, "safetensors"),
+        "two ranks": lambda out: checkpoint.reshard(folder, out, 2),
+        "imported": imported,
+    }.items():
+        if name == "parquet" and not importlib.util.find_spec("pyarrow"):
+            continue
+        synced.clear()
+        out = make(tmp_path / name)
+        made = {file.name for file in out.iterdir()}
+        assert made <= {os.path.basename(file) for file in synced}, name
+        assert synced[-1] == str(tmp_path), name
 
 
 def test_diff_of_shapes_and_nan(tmp_path):

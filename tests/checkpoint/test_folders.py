@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import socket
 import warnings
 
 import pytest
@@ -207,6 +208,17 @@ def test_a_failed_rename_puts_back_what_was_there(tmp_path, monkeypatch, exchang
     keep.close()
 
 
+def test_a_file_system_that_cannot_exchange_names(tmp_path, monkeypatch):
+    filled(tmp_path, 0)
+    keep = Checkpoints(tmp_path)
+    keep.load(layer_of(9))
+    monkeypatch.setattr(draft, "_EXCHANGE", 1 << 20)  # no flag that the system knows
+    keep.save(0, layer_of(1))
+    assert number_of(tmp_path) == 1
+    assert names(tmp_path) == [step(0)]
+    keep.close()
+
+
 def test_a_reader_between_the_two_renames(tmp_path, monkeypatch):
     filled(tmp_path, 0)
     keep = Checkpoints(tmp_path)
@@ -304,6 +316,13 @@ def test_the_lock_of_an_unclosed_one_goes_with_it(tmp_path):
     del keep
     assert another_job()
     assert not [each for each in os.listdir("/proc/self/fd") if _is_lock(each, tmp_path)]
+
+
+def test_a_lock_names_its_last_owner_alone(tmp_path):
+    (tmp_path / ".lock").write_text("process 123456789 on a host with a long name")
+    lock = lock_folder(tmp_path)
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+    lock.close()
 
 
 def _is_lock(number, path):
