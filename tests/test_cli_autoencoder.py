@@ -141,12 +141,14 @@ def test_titles_of_movielens_are_of_its_films():
         (["recommend", "missing"], "missing: No such file"),
         (["recommend", __file__], "test_cli_autoencoder.py: no model that sparsekit train"),
         (["recommend", "ratings"], "ratings: holds a model of 'sparsekit ratings 1'; needed is '"),
+        (["recommend", "foreign"], "foreign: no model that sparsekit train --save has written"),
         (["recommend", "missing", "--out", "no/recs.tsv"], "--out no/recs.tsv: cannot write"),
     ],
 )
 def test_files_that_are_no_use(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("ratings", {"format": ratings.FORMAT})  # as of `train ratings --save`
+    write("foreign", {"format": "pt 2"})
     assert cli.main(arguments) == 2
     errors = capsys.readouterr().err
     assert message in errors

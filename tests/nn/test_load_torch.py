@@ -31,7 +31,7 @@ def test_a_whole_state_in_one_call(use_hashtable):
     theirs, ids = Model(), torch.arange(20)
     theirs(ids)  # the batch norm's buffers
     model = swapped(extra_rows=5, use_hashtable=use_hashtable)
-    optimizer = sparsekit.optim.Adam(model.parameters())
+    optimizer = sparsekit.optim.Adam(model.parameters(), mode="catch_up")
     extra = torch.tensor([22, 23])
     initial = model.user.vectors(extra)
     for keys in (extra, ids):  # then rows of the former are late

@@ -165,6 +165,9 @@ def test_a_state_that_does_not_fit_changes_nothing():
     state["state"][1]["exp_avg"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"exp_avg must have shape \(12, 5\), got \(3, 3\)"):
         optimizer.load_state_dict(state)
+    state["state"], state["param_groups"][0]["lr"] = before["state"], -1
+    with pytest.raises(ValueError, match="LazyAdam: lr must be >= 0, got -1"):
+        optimizer.load_state_dict(state)
     for index, weight in enumerate(weights):
         assert same_bits(optimizer.state[weight]["exp_avg"], before["state"][index]["exp_avg"])
 

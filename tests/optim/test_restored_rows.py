@@ -127,3 +127,27 @@ def test_states_of_a_table_tell_their_keys():
     moments = of_other.state[other.weight]["exp_avg"][:3, 0].tolist()
     assert moments[1] == 0
     assert moments[0] == moments[2] != 0
+
+
+def test_a_state_of_more_keys_than_there_are_rows_now():
+    layer = table()
+    optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
+    train(layer, optimizer, [1, 2])
+    layer(torch.arange(3, 9))
+    small = sparsekit.Embedding(5, 2, name="t", dtype=torch.float64)
+    small(torch.tensor([8, 2]))
+    of_small = optim.Adagrad(small.parameters(), lr=0.1)
+    of_small.load_state_dict(optimizer.state_dict())
+    train(small, of_small, [8], 2.0)
+    assert of_small.state[small.weight]["sum"][:3, 0].tolist() == [4, 1, 0]
+
+
+def test_a_key_that_is_new_to_adam_has_made_all_steps():
+    layer, other = table(), table()
+    optimizer = optim.Adam(layer.parameters())
+    for _ in range(3):
+        train(layer, optimizer, [1, 2])
+    other(torch.tensor([2, 7]))
+    layer.load_state_dict(other.state_dict())
+    (state,) = optimizer.state_dict()["state"].values()
+    assert state["row_step"].tolist() == [3] * 100
