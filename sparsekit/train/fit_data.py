@@ -68,6 +68,15 @@ class FitData:
             return "batches of loaders"
         return f"{self._lengths} samples in batches of {self.batch}"
 
+    @property
+    def _loader(self) -> Any:
+        return self.data.batches if isinstance(self.data, Prefetcher) else self.data
+
+    @property
+    def is_reader(self) -> bool:
+        """Whether it has a state, from which it goes on by itself; of a Prefetcher, its source."""
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+
     @functools.cached_property
     def facts(self) -> dict[str, int]:
         """Facts that tell these data from others: of tensors their contents, else sizes.
@@ -77,9 +86,9 @@ class FitData:
         if self.of_tensors:
             sizes = {"samples": self.samples, "checksum": checksum(self.data)}
             return {**sizes, "global_batch_size": self.batch}
-        loader = self.data.batches if isinstance(self.data, Prefetcher) else self.data
-        if hasattr(loader, "load_state_dict"):
+        if self.is_reader:
             return {}
+        loader = self._loader
         found = {
             "batches": _length(loader),
             "samples": _length(getattr(loader, "dataset", None)),

@@ -64,10 +64,9 @@ class Position:
     data: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
-    def begin(generator: torch.Generator, data: Any, facts: dict[str, int]) -> Position:
+    def begin(generator: torch.Generator, fit: FitData, facts: dict[str, int]) -> Position:
         """The beginning of an epoch."""
-        state = getattr(data, "state_dict", None)
-        reader = state() if callable(state) and hasattr(data, "load_state_dict") else None
+        reader = fit.data.state_dict() if fit.is_reader else None
         random = torch.get_rng_state()
         return Position(generator.get_state(), random, reader, _ranks(), data=facts)
 
@@ -81,7 +80,7 @@ class Position:
             ResumeError: they are others.
         """
         if self.reader is not None:
-            if not hasattr(fit.data, "load_state_dict"):
+            if not fit.is_reader:
                 raise ResumeError(
                     f"Trainer: the checkpoint is of a run on a reader, and now there is "
                     f"{'a tuple' if fit.of_tensors else type(fit.data).__name__}"

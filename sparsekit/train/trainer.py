@@ -301,7 +301,7 @@ class Trainer:
     def _first_place(self, fit: FitData) -> Position:
         """The beginning of the epoch to come."""
         facts = {} if self.checkpoints is None else fit.facts
-        return Position.begin(self._generator, fit.data, facts)
+        return Position.begin(self._generator, fit, facts)
 
     def _begin(self, fit: FitData) -> Position:
         """Where to go on in the epoch to come."""

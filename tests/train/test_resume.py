@@ -12,7 +12,7 @@ from sparsekit.checkpoint import Checkpoints
 from sparsekit.data import CsvReader, Keys, Prefetcher
 from sparsekit.errors import CheckpointError
 from sparsekit.optim import Adam, Ftrl, LazyAdam
-from sparsekit.train import JsonLines, ResumeError, Trainer, resume
+from sparsekit.train import DivergedError, JsonLines, ResumeError, Trainer, resume
 from sparsekit.train.stopping import EarlyStopping
 
 SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps an epoch
@@ -180,6 +180,20 @@ def test_accumulated_batches(tmp_path):
     assert_same(fit(trainer_for(tmp_path / "b", accumulate=2), tensors()), expected)
 
 
+def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path, last=16), tensors())  # saved behind step 14
+    passed, steps = losses_until(10**9), []
+
+    def losses(model, batch):
+        steps.append(batch)
+        of_samples, penalty = passed(model, batch)
+        return of_samples * (float("nan") if len(steps) == 3 else 1), penalty
+
+    with pytest.raises(DivergedError, match="from step 17 of 19 on"):
+        fit(trainer_for(tmp_path, loss=losses), tensors())
+
+
 def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
     """Its checkpoints would stay the latest, and this run's be thrown away."""
     old, steps = fit(trainer_for(tmp_path), few(20)), []
@@ -290,6 +304,10 @@ OTHER_DATA = {
     "no tensors": (tensors, lambda: batches(150), None, "samples=150, and these have None"),
     "fewer batches": (lambda: batches(150), lambda: batches(100), None, "batches=19, .* have 13"),
     "a loader": (loader, lambda: batches(150), None, "samples=150, and these have None"),
+    "a prefetched loader": (
+        lambda: Prefetcher(loader()), lambda: Prefetcher(batches(100)), None,
+        "batches=19, .* have 13",
+    ),
     "a loader's batches": (
         loader, lambda: torch.utils.data.DataLoader(Ordered(), 4, shuffle=True), None,
         "batches=19, and these have 38",
