@@ -13,7 +13,7 @@ import sparsekit
 @pytest.mark.parametrize(
     "module",
     [
-        "table",
+        "tables.hash_table",
         "hashing.values",
         "hashing.split_hash",
         "models.deepconn",

@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .. import _pybind
 from .._content import Content, open_content
@@ -55,8 +55,8 @@ class TextFile:
         self._pipe: tuple[io.BufferedReader, bytes] | None = None
         file = open_content(path)
         try:
-            assert isinstance(file.raw, Content)
-            self.regular, self._plain = file.raw.regular, file.raw.plain
+            content = cast(Content, file.raw)
+            self.regular, self._plain = content.regular, content.plain
             text, first = self._begin(file, header)
         except BaseException:
             file.close()

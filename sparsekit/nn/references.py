@@ -46,16 +46,17 @@ class Reference:
 
     def element(self, i: int) -> Reference:
         """The place of an element in the tuple here, which is exchanged with it."""
+        name, change = f"{self.name}[{i}]", self.set
+        if change is None:
+            return Reference(name, lambda: self.get()[i], None)
 
         def write(value: Any) -> None:
             elements = list(self.get())
             elements[i] = value
             kind = type(self.get())
-            assert self.set is not None
-            self.set(kind._make(elements) if hasattr(kind, "_make") else kind(elements))
+            change(kind._make(elements) if hasattr(kind, "_make") else kind(elements))
 
-        name = f"{self.name}[{i}]"
-        return Reference(name, lambda: self.get()[i], None if self.set is None else write)
+        return Reference(name, lambda: self.get()[i], write)
 
     def within(self, name: str, value: Any) -> Reference:
         """The place of a key or an element here that cannot be another one."""

@@ -221,8 +221,8 @@ def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) ->
 def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[Reference]]) -> None:
     for layer, drop_in in new.items():
         for place in held[layer]:
-            assert place.set is not None
-            place.set(drop_in if place.get() is layer else drop_in.weight)
+            if place.set is not None:  # else the layer would have been left
+                place.set(drop_in if place.get() is layer else drop_in.weight)
     for parent in list(model.modules()):
         for attribute, module in list(parent._modules.items()):
             if module in new:

@@ -55,7 +55,7 @@ def fit(model, epochs, batch_size, seed=5, loss_fn=None):
         stream=io.StringIO(),
     )
     rows = torch.arange(len(model.history.users))
-    return trainer.fit((rows,), epochs=epochs, batch_size=batch_size)
+    return trainer.fit((rows,), epochs=epochs, global_batch_size=batch_size)
 
 
 # TF's RMSProp
