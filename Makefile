@@ -35,6 +35,9 @@ NVCC := $(firstword $(wildcard $(addsuffix /nvcc,$(subst :, ,$(PATH)) $(CUDA_HOM
 WITH_CUDA := SPARSEKIT_CUDA=$${SPARSEKIT_CUDA:-$(if $(NVCC),1,0)}
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Tests start some hundred processes and a run one for each rank. Where bytecode is not kept, as images
+# of containers like to have it, each compiles the sources of torch anew: 5 s of its 7.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test systems sanitize fuzz lint format wheel check-wheel check-torch bench cuda-report cuda-sass cuda-counts build clean distclean help
 

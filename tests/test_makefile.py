@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,13 @@ def test_requirements_that_have_changed(tree):
     touch(tree / "requirements-dev.txt")
     assert steps(tree, "test") == {"dev requirements", "editable", "build", "tests"}
     assert steps(tree, "demo") == {"demo"}
+
+
+def test_bytecode_is_kept_whatever_the_machine_says(tree):
+    show = f"show:; @{sys.executable} -c 'import sys; print(sys.dont_write_bytecode)'"
+    output = subprocess.run(
+        ["make", "--eval", show, "--no-print-directory", "show"],
+        cwd=tree, capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    ).stdout  # fmt: skip
+    assert output == "False\n"
