@@ -26,8 +26,10 @@ def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
 
     Functions are sent by name, so they must be at the top of a module.
     """
-    # Forks of one process that has imported torch, which takes seconds, and has computed nothing.
-    get_context("forkserver").set_forkserver_preload(["torch.distributed", "sparsekit"])
+    # Forks of one process that has imported torch, and torch._dynamo, which the first optimizer of
+    # a process does, and either takes seconds; it has computed nothing.
+    preload = ["torch.distributed", "torch._dynamo", "sparsekit"]
+    get_context("forkserver").set_forkserver_preload(preload)
     with tempfile.TemporaryDirectory() as folder:
         arguments_of_rank = (world, folder, function, arguments)
         start_processes(_rank, arguments_of_rank, nprocs=world, start_method="forkserver")

@@ -456,8 +456,3 @@ def test_python_m_and_a_reader_that_goes_away():
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
-    done = subprocess.run(
-        [sys.executable, "-m", "sparsekit", "info"], capture_output=True, text=True
-    )
-    assert done.returncode == 0
-    assert "version: " in done.stdout

@@ -1,4 +1,4 @@
-"""Twenty seconds of the fuzzer on each backend, and that it reports what it is for."""
+"""Ten seconds of the fuzzer on each backend, and that it reports what it is for."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def fuzz(*arguments, before=""):
 
 @pytest.mark.parametrize("backend", ["cpu", "simt"])
 def test_ops_and_layers_equal_the_reference(backend):
-    seconds = os.environ.get("SPARSEKIT_FUZZ_SECONDS", "20")
+    seconds = os.environ.get("SPARSEKIT_FUZZ_SECONDS", "10")
     code, printed = fuzz("--backend", backend, "--seconds", seconds, "--seed", str(SEED))
     assert code == 0, printed
     assert "no mismatch" in printed

@@ -1,4 +1,4 @@
-"""The stand-in for libnccl, compiled once for each file of tests, and a process that has it."""
+"""The stand-in for libnccl, compiled once, and a process of each file of tests that has it."""
 
 import shutil
 import subprocess
@@ -22,10 +22,14 @@ def compiled(folder, *options):
     return library
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("nccl"))
+
+
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory):
+def fake(library):
     """Calls a function in a process whose libnccl is fake_nccl.cpp."""
-    library = compiled(tmp_path_factory.mktemp("nccl"))
     with in_process_of_its_own(library) as call:
         call.library = library
         yield call

@@ -393,12 +393,11 @@ def run_damaged(body):
     assert done.returncode == 0, done.stderr
 
 
-def test_random_bytes_in_the_buckets():
-    run_damaged("for seed in range(7): use(random.Random(seed).randbytes, seed)")
-
-
-def test_damage_that_leaves_no_free_slot():
-    run_damaged("for byte in 0x00, 0x01, 0x7F: use(lambda n: bytes([byte]) * n, 0)")
+def test_random_bytes_in_the_buckets_and_some_that_leave_no_free_slot():
+    run_damaged(
+        "for seed in range(7): use(random.Random(seed).randbytes, seed)\n"
+        "for byte in 0x00, 0x01, 0x7F: use(lambda n: bytes([byte]) * n, 0)"
+    )
 
 
 def test_a_call_that_finds_no_free_slot_changes_nothing():

@@ -98,9 +98,17 @@ def any_ranks(request):
     pool.close()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("optimizer", ["SGD", "LazyAdam"])
-@pytest.mark.parametrize("use_hashtable", [True, False])
+# Of the eight ways of these three with each combiner the four in which every pair occurs.
+SETTINGS = [
+    (use_hashtable, optimizer, dtype)
+    for i, use_hashtable in enumerate([True, False])
+    for j, optimizer in enumerate(["SGD", "LazyAdam"])
+    for k, dtype in enumerate(TOLERANCE)
+    if (i + j + k) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("use_hashtable", "optimizer", "dtype"), SETTINGS)
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
     world_size = any_ranks.world_size

@@ -16,7 +16,7 @@ import pytest
 import torch
 from peak_memory import forget_peak, peak
 from split_hash import columns_of, expected_columns
-from xxh64_oracle import unsigned
+from xxh64_oracle import oracle, unsigned
 
 import sparsekit
 from sparsekit import optim
@@ -69,9 +69,12 @@ def test_a_code_does_not_depend_on_neighbours_or_frame():
 
 
 def test_a_code_does_not_depend_on_pythonhashseed():
+    values = ["3", 3, "item_42", "é", b"\xff", None, 2**80]
     program = (
-        "from sparsekit.hashing import SplitHashEncoder as E; encoder = E({'a': 50, 'b': 9000}); "
-        "print(encoder.encode({'b': ['x', 3], 'a': [None, b'y']}, to='bags')[0].tolist())"
+        "from sparsekit.hashing import SplitHashEncoder as E, xxh64; "
+        "encoder = E({'a': 50, 'b': 9000}); "
+        "print(encoder.encode({'b': ['x', 3], 'a': [None, b'y']}, to='bags')[0].tolist()); "
+        f"print(xxh64({values!r}).tolist())"
     )
     path = [str(Path(sparsekit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     run = subprocess.run(
@@ -87,7 +90,9 @@ def test_a_code_does_not_depend_on_pythonhashseed():
         for b, a in rows
         for column in expected_columns(a, 50) + [32 + c for c in expected_columns(b, 9000)]
     ]
-    assert json.loads(run.stdout) == expected
+    columns, codes = map(json.loads, run.stdout.splitlines())
+    assert columns == expected
+    assert codes == [oracle(value) for value in values]
 
 
 def test_int_str_bytes_and_none_follow_the_rules():
