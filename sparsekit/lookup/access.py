@@ -17,6 +17,7 @@ from ..distributed.wire import pack, packed_sizes, unpack
 from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
 from ..tables.embedding_table import EmbeddingTable
+from ..tables.weight import count_own_writes
 from .inputs import is_padding
 from .request import check_keys
 from .table_ops import insert
@@ -182,6 +183,7 @@ def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         vectors = vectors[last.scatter_reduce_(0, numbers, places, "amax")]
     rows = insert(layer, distinct)
     layer.weight.index_copy_(0, rows, vectors.to(layer.weight.dtype))
+    count_own_writes([layer.weight])
 
 
 class _ToOwners:

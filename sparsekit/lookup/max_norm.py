@@ -3,6 +3,7 @@
 import torch
 
 from ..ops._checks import accumulate_dtype
+from ..tables.weight import count_own_writes
 
 
 @torch.no_grad()
@@ -27,3 +28,4 @@ def limit_norms(
     # A change of the weight is one to a backward that has saved it.
     if len(scaled):
         weight.detach()[rows[above]] = scaled.to(weight.dtype)
+        count_own_writes([weight])

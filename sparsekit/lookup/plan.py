@@ -120,7 +120,7 @@ class TableBatch:
                 if table.table is not None:
                     table.table.refuse_sharing()
             self._process = os.getpid()
-        if not self.seen:
+        if not self.seen or self._written(weights):
             for table in self.tables:
                 table.prepare(self.inserts)
             self.seen = not self.inserts  # which is so once keys are in
@@ -137,6 +137,17 @@ class TableBatch:
         if not torch.is_grad_enabled():
             return [False] * len(self.dims)
         return [weight.requires_grad for weight in self._weights()]
+
+    def _written(self, weights: list[Any]) -> bool:
+        """Whether somebody may have written to weights since they were looked at."""
+        try:
+            for t in self.hashed:
+                weight = weights[t]
+                if weight._version != weight.noted_version:
+                    return True
+        except (AttributeError, RuntimeError):  # one that is no layer's, or has no version
+            return True
+        return False
 
     def _weights(self) -> list[Any]:
         try:

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from .. import ops
 from ..tables.embedding_table import EmbeddingTable
-from ..tables.weight import update_of_all
+from ..tables.weight import count_own_writes, update_of_all
 from .descriptors import Descriptors, describe
 from .explain import explain_refusal
 from .max_norm import limit_norms
@@ -169,7 +169,9 @@ class TableOps:
         if (now := _numbers(sizes)) != before:
             # A backward that saved a weight would use its new rows in silence.
             each = zip(tables.hashed, before, now, strict=True)
-            increment_version([self.weights[t] for t, then, size in each if size > then])
+            changed = [self.weights[t] for t, then, size in each if size > then]
+            increment_version(changed)
+            count_own_writes(changed)
         if late or tables.max_norms:
             self._prepare(late)
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.optim.swa_utils import AveragedModel
 
 from ..distributed.sharded import sharded_tensors
 from ..tables.saved_state import copy_all
-from ..tables.weight import EmbeddingWeight
+from ..tables.weight import EmbeddingWeight, own_writes
 from .layer import EmbeddingLayer
 
 
@@ -62,13 +66,19 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
             f"{of_average[0].name}: AveragedModel(use_buffers=True) would average keys; leave it "
             f"out, and average other buffers by torch.optim.swa_utils.update_bn"
         )
-    _begin_averages(averaged.module, model)
-    type(averaged).update_parameters(averaged, model)
+    with _begin_averages(averaged.module, model):
+        type(averaged).update_parameters(averaged, model)
 
 
-def _begin_averages(averaged: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Give rows of an average whose keys it does not know yet their initial vectors."""
-    tables = zip(tables_of(averaged).values(), tables_of(model).values(), strict=True)
+def _begin_averages(
+    averaged: torch.nn.Module, model: torch.nn.Module
+) -> AbstractContextManager[None]:
+    """Give rows of an average whose keys it does not know yet their initial vectors.
+
+    Returns:
+        What goes around the averaging.
+    """
+    tables = list(zip(tables_of(averaged).values(), tables_of(model).values(), strict=True))
     for mine, theirs in tables:
         theirs.catch_up()
         if theirs.owners is not None and mine.owners is not None:
@@ -84,6 +94,8 @@ def _begin_averages(averaged: torch.nn.Module, model: torch.nn.Module) -> None:
         rows = new.nonzero().squeeze(1)
         rows, keys = (tensor.to(mine.weight.device) for tensor in (rows, keys[rows]))
         mine.initializer.write_(mine.weight.data, keys, rows, seed=int(mine.seed))
+        mine.weight.moved |= theirs.weight.moved
+    return own_writes([mine.weight for mine, _ in tables])
 
 
 def _average_tables_of_lightning() -> None:
@@ -101,12 +113,12 @@ def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        _begin_averages(average, model)
-        tables = tables_of(average).values(), tables_of(model).values()
-        for mine, theirs in zip(*tables, strict=True):
-            if mine.table is not None and theirs.table is not None:
-                copy_all(zip(mine.table.buffers(), theirs.table.buffers(), strict=True))
-        return function(average, model, *args, **kwargs)
+        with _begin_averages(average, model):
+            tables = tables_of(average).values(), tables_of(model).values()
+            for mine, theirs in zip(*tables, strict=True):
+                if mine.table is not None and theirs.table is not None:
+                    copy_all(zip(mine.table.buffers(), theirs.table.buffers(), strict=True))
+            return function(average, model, *args, **kwargs)
 
     return called
 
@@ -232,6 +244,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
 def _look_at(optimizer: torch.optim.Optimizer) -> None:
     """Follow keys, and raise for gradients that the optimizer cannot take."""
     _follow_keys(optimizer)
+    for weight in _tables_under(optimizer):
+        weight.begin_writing()
+        weight.moved |= weight.grad is not None and not weight.grad.is_sparse
     if isinstance(optimizer, _KINDS):
         _refuse_sparse(optimizer)
         return
@@ -251,5 +266,12 @@ def _look_at(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+    if not hasattr(optimizer, "initial_values"):
+        for weight in _tables_under(optimizer):
+            weight.end_writing()
+
+
 register_module_module_registration_hook(_on_registration)
 register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

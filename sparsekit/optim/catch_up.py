@@ -14,7 +14,7 @@ import torch
 
 from .. import ops
 from ..distributed.dtensor import local
-from ..tables.weight import EmbeddingWeight
+from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
@@ -120,6 +120,7 @@ class CatchUpOptimizer(RowOptimizer):
                     self.rule,
                     missed.settings,
                 )
+                count_own_writes([parameter])
             if rows is None:
                 missed.drop(count)
                 if (

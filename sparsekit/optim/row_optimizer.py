@@ -14,7 +14,7 @@ from ..distributed.dtensor import local
 from ..errors import check_int
 from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
-from ..tables.weight import EmbeddingWeight, update_of
+from ..tables.weight import EmbeddingWeight, count_own_writes, update_of
 from .load_state import loaded_states
 from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, row_steps, rows_of
 
@@ -247,6 +247,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 [as_rows(w, *update) for w, update in zip(call.weights, taken, strict=True)],
                 call.steps, self.rule, self._settings(group), **self._options(group),
             )  # fmt: skip
+            count_own_writes([parameter for parameter, _, _ in taken])
 
     def _update_summing(
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
@@ -266,6 +267,7 @@ class RowOptimizer(torch.optim.Optimizer):
             call.states, call.row_steps, call.steps, self.rule, self._settings(group),
             **self._options(group),
         )  # fmt: skip
+        count_own_writes(weights)
         return True
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -307,10 +307,14 @@ class EmbeddingTable(TableTensors):
         """What comes before a lookup.
 
         Raises:
-            RuntimeError: something has written to the weight that the first keys would undo.
+            RuntimeError: something has written to the weight that new keys would undo.
         """
-        if self.table is not None and inserts not in self.checked_modes:
-            refuse_lost_values(self)
+        if self.table is None:
+            return
+        weight = self.weight
+        written = isinstance(weight, EmbeddingWeight) and weight.written()
+        if written or inserts not in self.checked_modes:
+            refuse_lost_values(self, written)
             if not inserts:
                 self.checked_modes.add(False)
 

@@ -15,9 +15,10 @@ from ..ops._checks import FLOATING, ROW_DTYPES
 from ..ops.bucketize import VIRTUAL_SHARDS
 from . import saved_state as saved
 from .hash_table import HashTable
+from .initializers import Constant, Initializer
 from .own_shard import OwnShard, exchange_ref
 from .owners import check_ranks_of, shared
-from .weight import EmbeddingWeight
+from .weight import SEEN_ROWS, EmbeddingWeight, free_rows_hold, own_writes
 
 _INT64 = (torch.int64,)
 
@@ -52,6 +53,7 @@ class TableTensors(torch.nn.Module, Sharded):
     shard: torch.Tensor
     owners: torch.Tensor | None
     checked_modes: set[bool]
+    initializer: Initializer
 
     def process_exchange(self) -> Exchange | None:
         """The way to the other ranks, or None where there are none."""
@@ -91,7 +93,8 @@ class TableTensors(torch.nn.Module, Sharded):
                 error_messages.append(str(error))
             # torch has nothing left to do here, nor in the table.
             state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        with own_writes([self.weight]):
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if entries and not isinstance(self.weight, EmbeddingWeight):
             # torch.__future__.set_swap_module_params_on_conversion makes it a plain parameter.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
@@ -266,18 +269,40 @@ def _replace(
         parameter.belongs_to(layer.table)
         pairs.append((layer.table._buffers, table))
     saved.replace_all(pairs)
+    parameter.follow_keys()
 
 
-def refuse_lost_values(layer: TableTensors) -> None:
-    """Raise if the weight was written to before any row had a key, which new keys would undo."""
-    weight = layer.weight
-    moved = isinstance(weight, EmbeddingWeight) and weight.moved  # by an optimizer
-    in_use = layer.table is None or len(layer.table) > 0
-    if not in_use and not moved and bool(weight.detach().any()):
+def refuse_lost_values(layer: TableTensors, written: bool) -> None:
+    """Raise if rows without a key were written to, which new keys would undo.
+
+    Args:
+        layer: one with a hash table.
+        written: whether somebody has written to its weight since it was last looked at; else only a
+            table without keys is looked at.
+    """
+    weight = layer.weight.detach()
+    keys = 0 if layer.table is None else len(layer.table)
+    what = ""
+    if keys == 0:
+        if bool(weight.any()) or (written and layer.initializer != Constant(0.0)):
+            what = "before any of its rows had a key"
+    elif written:
+        what = _lost_beside(layer, weight, keys)
+    if what and not getattr(layer.weight, "moved", False):  # by an optimizer
         raise RuntimeError(
-            f"{layer.name}: weight was written to before any of its rows had a key, and a new key "
-            f"starts from the layer's initializer. For other initial values give the layer an "
-            f"embedding_initializer, such as sparsekit.nn.Constant(7.0); for pretrained vectors of "
-            f"known keys call assign(keys, vectors). To drop what was written: "
-            f"torch.nn.init.zeros_(layer.weight)"
+            f"{layer.name}: weight was written to {what}, and a new key starts from the layer's "
+            f"initializer. For other initial values give the layer an embedding_initializer, such "
+            f"as sparsekit.nn.Constant(7.0); for pretrained vectors of known keys call "
+            f"assign(keys, vectors). To drop what was written: reset_parameters(), which drops "
+            f"keys as well"
         )
+    if keys and written:
+        layer.weight.note_version()
+
+
+def _lost_beside(layer: TableTensors, weight: torch.Tensor, keys: int) -> str:
+    """What would be lost of a write to a table with keys; most writes lose nothing."""
+    if free_rows_hold(weight, keys):
+        return f"past its {keys} keys, in rows that have none"
+    zeros = layer.initializer != Constant(0.0) and not bool(weight[: min(keys, SEEN_ROWS)].any())
+    return "as zeros, rows without a key too" if zeros and not bool(weight[:keys].any()) else ""

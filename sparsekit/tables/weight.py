@@ -1,7 +1,8 @@
 """The parameter of an embedding layer, and how it gets its gradient."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -11,11 +12,14 @@ from ..distributed.shard_gradient import ShardGradient
 from .hash_table import HashTable
 from .row_states import follow_keys
 
+# Rows that are looked at after a write, of each kind.
+SEEN_ROWS = 64
+
 
 class EmbeddingWeight(torch.nn.Parameter):
     """The parameter of an embedding layer, so that optimizers can tell it from dense ones.
 
-    An optimizer may set two functions, which copies do without, as without all else.
+    An optimizer may set two functions, which copies do without, as without most else.
     """
 
     # Called with the weight before rows are read or written, with the rows, or None for all.
@@ -25,6 +29,9 @@ class EmbeddingWeight(torch.nn.Parameter):
     update_in_backward: "weakref.WeakMethod[Callable[..., None]] | None" = None
     # Whether an optimizer has moved all rows, those without a key too.
     moved: bool = False
+    # The version after the last write that was looked at, or that is the library's own; see
+    # `written`. None while such a write is under way, or after an interrupted one.
+    noted_version: int | None = None
     # The hash table whose rows these are, as long as it lives; see `belongs_to`.
     _table: "weakref.ref[HashTable] | None" = None
     # Those that may have states of these rows, as long as they live; see `is_stepped_by`.
@@ -42,6 +49,39 @@ class EmbeddingWeight(torch.nn.Parameter):
     def belongs_to(self, table: HashTable) -> None:
         """Note whose rows these are."""
         self._table = weakref.ref(table)
+        if self.noted_version is None:
+            self._note_rows()
+
+    def _note_rows(self) -> None:
+        """Take rows as they are, those without a key too, which may have been moved and saved."""
+        self.note_version()
+        table = None if self._table is None else self._table()
+        if table is not None and not self.is_meta and (keys := len(table)):
+            self.moved |= free_rows_hold(self, keys)
+
+    def note_version(self) -> None:
+        """Have looked at all that was written so far."""
+        self.noted_version = -1 if self.is_inference() else self._version
+
+    def written(self) -> bool:
+        """Whether somebody else has written to rows since: by torch's count of writes.
+
+        Writes to ``weight.data`` are not counted, nor is one under inference mode to a weight made
+        there.
+        """
+        if self.noted_version is None:
+            self.note_version()
+        return not self.is_inference() and self._version != self.noted_version
+
+    def begin_writing(self) -> None:
+        """Have what is written from here to `end_writing` be no one else's; see `own_writes`."""
+        if not self.written():
+            self.noted_version = None
+
+    def end_writing(self) -> None:
+        """See `begin_writing`."""
+        if self.noted_version is None:
+            self.note_version()
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> None:
         """Have this optimizer's states follow the keys from now on."""
@@ -57,6 +97,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     def note_keys(self) -> None:
         """Write into states of optimizers which keys they are of, as these are about to change."""
         self.catch_up()  # what is due belongs to the keys that go
+        self.noted_version = None  # as does what was written
         keys: torch.Tensor | None = None
         for optimizer in list(self._optimizers or ()):
             state = optimizer.state.get(self)
@@ -70,6 +111,7 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def follow_keys(self) -> None:
         """Have states of optimizers be those of the keys that rows have now."""
+        self._note_rows()
         for optimizer in list(self._optimizers or ()):
             if "keys" in optimizer.state.get(self, ()):
                 self.settle(optimizer)
@@ -81,11 +123,46 @@ class EmbeddingWeight(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EmbeddingWeight":
         self.catch_up()
-        return super().__deepcopy__(memo)
+        copied: EmbeddingWeight = super().__deepcopy__(memo)
+        copied.moved = self.moved
+        if self.written():
+            copied.noted_version = -1  # so has the copy been
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self.catch_up()
         return EmbeddingWeight, (self.data, self.requires_grad)
+
+
+def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
+    """Whether rows that no key has, which are zeros, have been written to, as far as is looked at.
+
+    These are the ones that come next and some of the others: whoever writes row by row does so
+    often, and must not wait for all of them each time.
+    """
+    free = weight.detach()[keys:]
+    step = max(1, len(free) // SEEN_ROWS)
+    return bool(free[:SEEN_ROWS].any()) or bool(free[::step].any())
+
+
+@contextmanager
+def own_writes(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Around the library's own writes to weights of layers among these."""
+    each = list(weights)
+    for weight in each:
+        if isinstance(weight, EmbeddingWeight):
+            weight.begin_writing()
+    yield
+    for weight in each:
+        if isinstance(weight, EmbeddingWeight):  # torch may have swapped it for another kind
+            weight.end_writing()
+
+
+def count_own_writes(weights: Iterable[torch.Tensor]) -> None:
+    """Note one of the library's own to each of these weights, each counted once by torch."""
+    for weight in weights:
+        if isinstance(weight, EmbeddingWeight) and weight.noted_version is not None:
+            weight.noted_version += 1
 
 
 def update_of(weight: torch.Tensor) -> Callable[..., None] | None:

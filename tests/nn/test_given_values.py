@@ -12,6 +12,9 @@ from sparsekit import TableFullError, nn, optim
 from .bags import single, vectors
 
 WRITES = {
+    "zeros_": lambda layer: torch.nn.init.zeros_(layer.weight),
+    "constant_ of 0": lambda layer: torch.nn.init.constant_(layer.weight, 0),
+    "fill_ of 0": lambda layer: layer.weight.detach().fill_(0),
     "constant_": lambda layer: torch.nn.init.constant_(layer.weight, 7.0),
     "xavier_uniform_": lambda layer: torch.nn.init.xavier_uniform_(layer.weight),
     "data": lambda layer: layer.weight.data.normal_(),
@@ -34,9 +37,141 @@ def test_values_that_a_new_key_would_undo_are_refused(write, training):
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"layer: weight was .* initializer.*assign\(keys"):
             vectors(layer, [1, 2])
+    with pytest.raises(RuntimeError, match="weight was written to"):
+        vectors(copy.deepcopy(layer), [1, 2])
     assert len(layer.table) == 0
-    torch.nn.init.zeros_(layer.weight)
+    layer.reset_parameters()
     assert same_bits(vectors(layer, [1, 2]), vectors(single(), [1, 2]))
+
+
+def _ones_at(layer, rows):
+    with torch.no_grad():
+        layer.weight[rows] = 1
+
+
+BESIDE = {
+    "ones_": lambda layer: torch.nn.init.ones_(layer.weight),
+    "zeros_": lambda layer: torch.nn.init.zeros_(layer.weight),
+    "row that comes next": lambda layer: _ones_at(layer, len(layer.table)),
+    "rows that come last": lambda layer: _ones_at(layer, slice(-9, None)),
+}
+
+
+def _restored(layer):
+    other = single()
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+ROWS_WITH_KEYS = {
+    "looked up": lambda: (layer := single(), vectors(layer, [1, 2]))[0],
+    "evaluated": lambda: (layer := single(), vectors(layer, [1]), vectors(layer.eval(), [1]))[0],
+    "copied": lambda: copy.deepcopy(ROWS_WITH_KEYS["looked up"]()),
+    "loaded": lambda: _restored(ROWS_WITH_KEYS["looked up"]()),
+    "stepped": lambda: _stepped(optim.SGD),
+    "stepped by torch": lambda: _stepped(torch.optim.SGD),
+    "from_pretrained": lambda: nn.Embedding.from_pretrained(torch.ones(3, 5), num_embeddings=300),
+}
+
+
+def _stepped(kind):
+    layer = single()
+    layer((torch.tensor([1, 2]), torch.arange(3))).sum().backward()
+    kind(layer.parameters(), lr=0.1).step()
+    return layer
+
+
+def _look_up(layer):
+    keys = torch.tensor([1, 7])
+    return layer(keys) if isinstance(layer, nn.Embedding) else vectors(layer, [1, 7])
+
+
+@pytest.mark.parametrize("rows", ROWS_WITH_KEYS)
+@pytest.mark.parametrize("write", BESIDE)
+def test_values_of_rows_without_a_key_are_refused_beside_some_that_have_one(rows, write):
+    layer = ROWS_WITH_KEYS[rows]()
+    keys = layer.table.keys()
+    BESIDE[write](layer)
+    for one in (layer, layer, copy.deepcopy(layer)):
+        with pytest.raises(RuntimeError, match=r"weight was written to .* initializer.*assign"):
+            _look_up(one)
+    assert layer.table.keys().equal(keys)
+    layer.reset_parameters()
+    _look_up(layer)
+
+
+@pytest.mark.parametrize("rows", ROWS_WITH_KEYS)
+def test_writes_to_rows_with_keys_are_kept(rows):
+    layer = ROWS_WITH_KEYS[rows]().train()
+    size = len(layer.table)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+        layer.weight[:size] = 3
+        assert (_look_up(layer)[0] == 3).all()
+        layer.weight[len(layer.table) - 1] = 4
+        assert (_look_up(layer)[1] == 4).all()
+        torch.nn.init.zeros_(layer.weight[: len(layer.table)][1:])
+        _look_up(layer)
+
+
+def test_zeros_where_vectors_start_from_zeros():
+    layer = single(embedding_initializer=nn.Constant(0.0))
+    for keys in ([1], [1, 2]):
+        torch.nn.init.zeros_(layer.weight)
+        assert (vectors(layer, keys) == 0).all()
+
+
+@pytest.mark.parametrize("kind", [optim.LazyAdam, torch.optim.Adam])
+def test_optimizers_may_move_rows_without_a_key(kind):
+    layer = single()
+    vectors(layer, [1])
+    layer.weight.grad = torch.ones_like(layer.weight)
+    kind(layer.parameters(), lr=0.1).step()
+    for one in (layer, copy.deepcopy(layer), _restored(layer)):
+        assert bool(one.weight[3:].any())
+        one.assign(torch.tensor([1]), torch.ones(1, 5))
+        with torch.no_grad():
+            one.weight.mul_(2)
+        assert same_bits(vectors(one, [2]), vectors(single(), [2]))
+
+
+def test_own_writes_of_zeros_are_no_such_write():
+    layer = single()
+    layer.assign(torch.tensor([1, 2]), torch.zeros(2, 5))
+    assert (vectors(layer, [1, 2]) == 0).all()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    layer((torch.tensor([1]), torch.arange(2))).sum().mul(0).backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert (vectors(layer, [1, 2]) == 0).all()
+
+
+@pytest.mark.parametrize("kind", [optim.LazyAdam, optim.Adam, optim.SGD])
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_are_known_to_be_no_such_write(kind, fused):
+    """Or each lookup would have to look at rows."""
+    layer = single()
+    optimizer = kind(layer.parameters(), lr=0.1)
+    if fused:
+        optim.fuse_in_backward(optimizer, layer)
+    for keys in ([1, 2], [2, 3], [1, 3]):
+        layer((torch.tensor(keys), torch.arange(3))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert layer.weight._version == layer.weight.noted_version
+    limited = nn.Embedding(300, 5, max_norm=0.01)
+    for _ in range(2):
+        limited(torch.tensor([1, 2]))
+        assert limited.weight._version == limited.weight.noted_version
+
+
+def test_averages_may_come_before_keys():
+    model = single()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    assert same_bits(vectors(averaged.module, [1]), vectors(single(), [1]))
+    vectors(model, [1])
+    averaged.update_parameters(model)
+    vectors(averaged.module, [1, 2])
 
 
 def test_evaluation_before_does_not_hide_them():
@@ -64,7 +199,7 @@ def test_what_is_no_such_write():
     ):
         layer.load_state_dict(layer.state_dict())
         vectors(layer, [1])
-        torch.nn.init.ones_(layer.weight)  # of a row in use, and others
+        torch.nn.init.ones_(layer.weight[:1])  # of a row in use
         assert (vectors(layer, [1]) == 1).all()
         assert (vectors(copy.deepcopy(layer), [1]) == 1).all()
     moved = single()
