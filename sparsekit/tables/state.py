@@ -266,6 +266,7 @@ def _replace(
         (layer._buffers, buffers),
     ]
     if layer.table is not None:
+        parameter.note_version()  # its rows are looked at below, with their own keys
         parameter.belongs_to(layer.table)
         pairs.append((layer.table._buffers, table))
     saved.replace_all(pairs)
@@ -282,27 +283,26 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
     """
     weight = layer.weight.detach()
     keys = 0 if layer.table is None else len(layer.table)
-    what = ""
+    what, undo = "", "call reset_parameters(), which drops keys too"
     if keys == 0:
         if bool(weight.any()) or (written and layer.initializer != Constant(0.0)):
             what = "before any of its rows had a key"
-    elif written:
-        what = _lost_beside(layer, weight, keys)
+    elif written and free_rows_hold(weight, keys):
+        what = f"past its {keys} keys, in rows that have none"
+        undo = f"write zeros to weight[{keys}:] under torch.no_grad()"
+    elif written and layer.initializer != Constant(0.0) and _are_zeros(weight[:keys]):
+        what = "as zeros, rows without a key too"
     if what and not getattr(layer.weight, "moved", False):  # by an optimizer
         raise RuntimeError(
             f"{layer.name}: weight was written to {what}, and a new key starts from the layer's "
             f"initializer. For other initial values give the layer an embedding_initializer, such "
             f"as sparsekit.nn.Constant(7.0); for pretrained vectors of known keys call "
-            f"assign(keys, vectors). To drop what was written: reset_parameters(), which drops "
-            f"keys as well"
+            f"assign(keys, vectors). To drop what was written, {undo}"
         )
     if keys and written:
         layer.weight.note_version()
 
 
-def _lost_beside(layer: TableTensors, weight: torch.Tensor, keys: int) -> str:
-    """What would be lost of a write to a table with keys; most writes lose nothing."""
-    if free_rows_hold(weight, keys):
-        return f"past its {keys} keys, in rows that have none"
-    zeros = layer.initializer != Constant(0.0) and not bool(weight[: min(keys, SEEN_ROWS)].any())
-    return "as zeros, rows without a key too" if zeros and not bool(weight[:keys].any()) else ""
+def _are_zeros(rows: torch.Tensor) -> bool:
+    # Most writes end with the first rows.
+    return not bool(rows[:SEEN_ROWS].any()) and not bool(rows.any())

@@ -152,6 +152,7 @@ class Saved:
         self.optimizer = copy.deepcopy(optimizer.state_dict())
         self.model = copy.deepcopy(side.model)
         self.path = save(layer, optimizer)
+        side.model.keep_states()  # a checkpoint drops loaded states of keys that the table lacks
 
 
 def saver(rng, folder, checkpoints, number):
