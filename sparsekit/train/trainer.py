@@ -193,8 +193,8 @@ class Trainer:
             self._resume(fit)
         if self.checkpoints is not None:
             self.checkpoints.claim(self.steps + 1, self.model)
-        if self.steps and self._rank == 0:
-            go_on(self.logs, self.steps, self.stream)
+        if self.steps:
+            self._on_first(lambda: go_on(self.logs, self.steps, self.stream))
         self.interrupted = False
         last = epochs if resume else len(self.history) + epochs
         try:
@@ -394,6 +394,16 @@ class Trainer:
         self._log(record)
 
     def _log(self, record: dict[str, Any]) -> None:
-        if self._rank == 0:
+        def write() -> None:
             for log in self.logs:
                 log.write(record)
+
+        self._on_first(write)
+
+    def _on_first(self, write: Callable[[], None]) -> None:
+        """Call a function of the logs on rank 0; what it raises, all ranks raise."""
+        error = attempt(write) if self._rank == 0 else None
+        if self._exchange is not None:
+            self._exchange.agree("write records of training", error)
+        elif error is not None:
+            raise error

@@ -1,5 +1,6 @@
 """The trainer on N ranks: the same weights and losses as on one."""
 
+import errno
 import io
 import json
 import math
@@ -286,6 +287,23 @@ def test_all_ranks_name_the_step_in_which_one_diverged(ranks, bad_rank):
         assert isinstance(outcome, Raised)
         assert outcome.type == "DivergedError", outcome.trace
         assert "from step 2 of 4 on" in outcome.message
+
+
+class FullDisk:
+    def write(self, record):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+
+def log_to(rank, make_log):
+    model = torch.nn.Linear(1, 1)
+    trainer = Trainer(model, lambda m, b: (m(b[0]).sum(1), 0.0), [], logs=[make_log()])
+    trainer.fit((torch.ones(4, 1),), epochs=1, batch_size=1)
+
+
+def test_all_ranks_raise_what_a_log_of_the_first_raises(two_ranks):
+    for outcome in two_ranks.outcomes(log_to, FullDisk):
+        assert isinstance(outcome, Raised)
+        assert "No space left on device" in outcome.message, outcome.trace
 
 
 def fit_differently(rank, batch_size):
