@@ -110,7 +110,8 @@ class Content(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if hasattr(self, "_file"):  # else it could not be opened
+            self._file.close()
         super().close()
 
 

@@ -151,7 +151,8 @@ def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
     assert cli.main(run) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert f"{data}: has changed since the run in --checkpoint" in said.err
+    assert f"{data}: has changed since the run in --checkpoint {tmp_path / 'a'} was" in said.err
+    assert "started; put it back" in said.err  # the size is the same
     assert said.err.count("\n") == 1
     data.write_text(text)
     assert cli.main(run) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import itertools
 import os
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from .. import _pybind, hashing
+from .._extras import needed
 from ..distributed.world import settings
 from ..errors import CheckpointError
 from ..tables.hash_table import HashTable
@@ -193,7 +193,7 @@ def export(
     """
     if format not in FORMATS:
         raise ValueError(f"export: format={format!r} is none of {', '.join(FORMATS)}")
-    parquet = _pyarrow_parquet() if format == "parquet" else None
+    parquet = needed("pyarrow.parquet", "format 'parquet'") if format == "parquet" else None
     verify(path, told)
     links = chain(resolved(path))
     with published(out) as draft:
@@ -222,15 +222,6 @@ def _stem(name: str, taken: Container[str]) -> str:
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".")[:_LONGEST_STEM] or "_"
     numbered = (f"{safe}-{number}" for number in itertools.count(1))
     return next(stem for stem in itertools.chain([safe], numbered) if stem not in taken)
-
-
-def _pyarrow_parquet() -> Any:
-    try:
-        return importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ImportError(
-            "format 'parquet' needs pyarrow: pip install 'sparsekit-torch[data]'"
-        ) from error
 
 
 def _sync(path: Path) -> None:
@@ -285,7 +276,7 @@ def _write_npz(path: Path, parts: Parts, name: str) -> None:
 
 def _write_parquet(parquet: Any, path: Path, parts: Parts, name: str) -> None:
     """Row group after row group; a vector is a list of fixed size."""
-    arrow = importlib.import_module("pyarrow")
+    arrow = needed("pyarrow", "format 'parquet'")
     columns = columns_of(parts[-1][1], 0)
 
     def batch(values: Mapping[str, torch.Tensor]) -> Any:

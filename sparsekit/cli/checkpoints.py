@@ -126,10 +126,11 @@ def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) 
     before = json.loads((folder / RUN).read_text())
     for path, was in before.pop("contents", {}).items():
         if contents.get(path, was) != was:
+            size, before_size = contents[path][0], was[0]
+            sizes = f" (it had {before_size:,} bytes, and has {size:,})" * (size != before_size)
             raise UsageError(
-                f"{path}: has changed since the run in --checkpoint {folder} was started (it had "
-                f"{was[0]:,} bytes, and has {contents[path][0]:,}); put it back, or use "
-                f"another folder"
+                f"{path}: has changed since the run in --checkpoint {folder} was started{sizes}; "
+                f"put it back, or use another folder"
             )
     for name in sorted(before.keys() | now.keys()):
         if before.get(name) != now.get(name):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._arguments import Parser
+from .._extras import needed
 from ..data import Batch, CriteoReader, CsvReader, Keys, ParquetReader
 from ..data.parquet_file import ParquetFiles
 from ..data.reader import Reader
@@ -59,10 +60,9 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _hash(args: argparse.Namespace) -> int:
     try:
-        import pyarrow
-        from pyarrow import parquet
+        pyarrow, parquet = needed("pyarrow", "hash"), needed("pyarrow.parquet", "hash")
     except ImportError as error:
-        raise UsageError("hash needs pyarrow: pip install 'sparsekit-torch[data]'") from error
+        raise UsageError(str(error)) from error
     check_folder(args.out, "--out")
     check_other_file("--out", args.out, args.file)
     try:

@@ -138,9 +138,7 @@ def _yaml(config: RunConfig) -> str:
     try:
         return to_yaml(config)
     except ImportError as error:
-        raise UsageError(
-            "YAML needs the package pyyaml: pip install 'sparsekit-torch[train]'"
-        ) from error
+        raise UsageError(str(error)) from error
 
 
 def _load(args: argparse.Namespace) -> tuple[Adult, Adult] | None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .._extras import needed
 from ..errors import DataFormatError
 
 __all__ = ["ParquetFiles", "Shape"]
@@ -60,13 +61,8 @@ class ParquetFiles:
             DataFormatError: no Parquet file, a damaged one, or one that cannot be opened; one that
                 has changed since it was opened first; or an error of Arrow's inside the context.
         """
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise ImportError(
-                "ParquetReader needs pyarrow: pip install 'sparsekit-torch[data]'"
-            ) from error
+        user = "ParquetReader"
+        pyarrow, parquet = needed("pyarrow", user), needed("pyarrow.parquet", user)
         try:
             with pyarrow.OSFile(os.fspath(path)) as source:
                 about = os.fstat(source.fileno())

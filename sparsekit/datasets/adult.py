@@ -8,12 +8,12 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from .._content import lines_of
+from .._extras import needed
 from ..errors import DataFormatError
 from .decimals import finite
 from .fetch import PackagedFile
@@ -128,7 +128,7 @@ def adult(
     """
     if data is not None:
         return read_adult(data)
-    parquet = _pyarrow_parquet()
+    parquet = needed("pyarrow.parquet", "the Adult census data is packaged as Parquet, which")
     content, _ = ADULT.read(cache_dir)
     table = parquet.read_table(io.BytesIO(content))
     # Whole numbers as text, as in a CSV file.
@@ -153,17 +153,6 @@ def read_adult(path: str | os.PathLike[str]) -> Adult:
         OSError: the file cannot be read.
     """
     return _adult(_read_csv(lines_of(path), os.fspath(path)))
-
-
-def _pyarrow_parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(
-            "the Adult census data is packaged as Parquet, which needs pyarrow: "
-            "pip install 'sparsekit-torch[data]'"
-        ) from error
-    return pyarrow.parquet
 
 
 def _adult(columns: dict[str, np.ndarray]) -> Adult:

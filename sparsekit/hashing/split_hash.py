@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from .._extras import needed
 from ..errors import check_int
 from .values import checked_seed, xxh64
 
@@ -292,16 +293,11 @@ def check_same_features(path: str, saved: dict[str, int], asked: dict[str, int])
 def _scipy_csr(
     entries: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]
 ) -> Any:
-    try:
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise ImportError(
-            f"{_NAME}: to='scipy' needs scipy: pip install 'sparsekit-torch[data]'"
-        ) from error
+    sparse = needed("scipy.sparse", f"{_NAME}: to='scipy'")
     # As scipy itself would have them: 32 bits where that is enough.
     small = max(*shape, len(keys)) < 2**31
     index = torch.int32 if small else torch.int64
     parts = (part.cpu().numpy() for part in (entries, keys.to(index), offsets.to(index)))
-    matrix = csr_array(tuple(parts), shape)
+    matrix = sparse.csr_array(tuple(parts), shape)
     matrix.has_canonical_format = True  # and so its indices are sorted; it need not look
     return matrix

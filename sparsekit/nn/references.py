@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
     of_memory = {_memory(layer.weight): layer for layer in layers}
     of_memory.pop(0, None)
     found: dict[Any, list[Reference]] = {layer: [] for layer in layers}
-    containers = deque([_attributes_of_modules(model)])
+    containers = deque([] if not found else [_attributes_of_modules(model)])
     seen = {id(module) for module in model.modules()}
     looked_at = 0
     while containers and looked_at < _MOST_OBJECTS:
@@ -102,6 +103,13 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
         elif id(value) not in seen:
             seen.add(id(value))
             containers.append(_inside(place, value))
+    if containers:
+        warnings.warn(
+            f"replace_embeddings: the model leads to more than {_MOST_OBJECTS:,} objects, of which "
+            f"the rest was not looked at; whatever else there uses a swapped layer or its weight "
+            f"goes on with the old one",
+            stacklevel=3,
+        )
     return found
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,14 +220,23 @@ def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) ->
 
 
 def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[Reference]]) -> None:
-    for layer, drop_in in new.items():
-        for place in held[layer]:
-            if place.set is not None:  # else the layer would have been left
-                place.set(drop_in if place.get() is layer else drop_in.weight)
-    for parent in list(model.modules()):
-        for attribute, module in list(parent._modules.items()):
-            if module in new:
-                setattr(parent, attribute, new[module])
+    undo: list[Callable[[], None]] = []
+    try:
+        for layer, drop_in in new.items():
+            for place in held[layer]:
+                if place.set is not None:  # else the layer would have been left
+                    old = place.get()
+                    undo.append(functools.partial(place.set, old))
+                    place.set(drop_in if old is layer else drop_in.weight)
+        for parent in list(model.modules()):
+            for attribute, module in list(parent._modules.items()):
+                if module in new:
+                    undo.append(functools.partial(parent._modules.__setitem__, attribute, module))
+                    setattr(parent, attribute, new[module])
+    except BaseException:  # a __setattr__ may refuse
+        for step in reversed(undo):
+            step()
+        raise
 
 
 def _warn_of_readers(old: Any, new: Any, where: Sequence[str]) -> None:

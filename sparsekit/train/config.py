@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+from .._extras import needed
 from .._nearest import did_you_mean
 
 Config = TypeVar("Config")
@@ -26,12 +27,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         ImportError: the package pyyaml is not installed.
         OSError: it cannot be read.
     """
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError(
-            "YAML needs the package pyyaml: pip install 'sparsekit-torch[train]'"
-        ) from error
+    yaml = needed("yaml", "YAML")
     with open(path, encoding="utf-8") as file:
         try:
             loaded = yaml.safe_load(file)
@@ -51,7 +47,7 @@ def to_yaml(config: Any) -> str:
     Raises:
         ImportError: the package pyyaml is not installed.
     """
-    import yaml
+    yaml = needed("yaml", "YAML")
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from .._extras import needed
 from .progress import Progress
 
 # A record is a dict with "kind": "step" or "epoch", and "step": updates made so far.
@@ -29,6 +30,8 @@ def go_on(logs: Sequence[Log], step: int, stream: TextIO | None) -> None:
             if damaged:
                 listed = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
                 text = f"line {listed} was no record of training and is gone"
+                if len(damaged) > 1:
+                    text = f"lines {listed} were no records of training and are gone"
                 Progress(f"{log}:", 0, stream).finish(text)
 
 
@@ -98,12 +101,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard needs the package tensorboard: pip install 'sparsekit-torch[train]'"
-            ) from error
+        needed("tensorboard", "TensorBoard")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer: Any = None
         self._step = -1  # events behind it are hidden
         self._make = lambda: SummaryWriter(os.fspath(folder), purge_step=self._step + 1)

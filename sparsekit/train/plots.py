@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._extras import needed
+
 # Of tables in one picture; those with most rows are shown.
 MOST_TABLES = 8
 OF_TABLES = {
@@ -160,13 +162,5 @@ def _line(
 
 
 def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError(
-            "plots need the package matplotlib: pip install 'sparsekit-torch[train]'"
-        ) from error
-    matplotlib.use("Agg")  # no screen
-    from matplotlib import pyplot
-
-    return pyplot
+    needed("matplotlib", "a plot").use("Agg")  # no screen
+    return needed("matplotlib.pyplot", "a plot")

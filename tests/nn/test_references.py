@@ -130,8 +130,27 @@ def test_what_a_model_keeps_may_lead_in_circles_or_far(monkeypatch):
     model.kept = [model, [[] for _ in range(3000)], list(range(10**5))]
     model.kept.append(model.kept)
     model.last = [[{"tags": model.tags.weight}]]  # in turn with the lists
-    replace_embeddings(model, verbose=False)
+    with pytest.warns(UserWarning, match="more than 3,000 objects, of which the rest was not"):
+        replace_embeddings(model, verbose=False)
     assert model.last[0][0]["tags"] is model.tags.weight
+
+
+class Refusing(nn.Module):
+    def __setattr__(self, name, value):
+        if name == "last" and hasattr(self, name):
+            raise TypeError("frozen")
+        super().__setattr__(name, value)
+
+
+def test_a_model_that_refuses_a_layer_is_as_it_was():
+    model = Refusing()
+    model.first, model.last = nn.Embedding(5, 2), nn.Embedding(5, 2)
+    model.kept = [model.first, model.last.weight]
+    before = [model.first, model.last, *model.kept]
+    with pytest.raises(TypeError, match="frozen"):
+        replace_embeddings(model, verbose=False)
+    after = [model.first, model.last, *model.kept]
+    assert all(one is other for one, other in zip(before, after, strict=True))
 
 
 class Next(nn.Module):

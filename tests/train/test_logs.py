@@ -149,10 +149,11 @@ def test_a_second_fit_and_a_loaded_state_go_on(tmp_path):
 def test_damaged_lines_do_not_stop_what_goes_on(tmp_path, damaged):
     path = tmp_path / "metrics.jsonl"
     records = [json.dumps({"kind": "epoch", "step": step}).encode() for step in (1, 2, 3)]
-    path.write_bytes(b"\n".join([records[0], damaged, *records[1:], b'{"kind": "ep']))
+    path.write_bytes(b"\n".join([records[0], damaged, *records[1:], damaged, damaged, b'{"kind']))
     log, stream = JsonLines(path), io.StringIO()
     go_on([log], 2, stream)
-    assert stream.getvalue() == f"{path}: line 2 was no record of training and is gone\n"
+    said = f"{path}: lines 2, 5, 6 were no records of training and are gone\n"
+    assert stream.getvalue() == said
     log.write({"kind": "epoch", "step": 3})
     assert [record["step"] for record in read_run(tmp_path)] == [1, 2, 3]
 
