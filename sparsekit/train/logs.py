@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from .._extras import needed
+from ..distributed.exchange import Exchange, attempt
 from .progress import Progress
 
 # A record is a dict with "kind": "step" or "epoch", and "step": updates made so far.
@@ -22,8 +23,34 @@ class Log(Protocol):
         """Keep a record."""
 
 
-def go_on(logs: Sequence[Log], step: int, stream: TextIO | None) -> None:
-    """Have logs go on behind a step, those that can; lines that are no records are named."""
+def write_record(logs: Sequence[Log], record: Record, exchange: Exchange | None) -> None:
+    """Have rank 0 keep a record; what that raises, all ranks raise."""
+
+    def write() -> None:
+        for log in logs:
+            log.write(record)
+
+    _on_first(exchange, write)
+
+
+def go_on(
+    logs: Sequence[Log], step: int, stream: TextIO | None, exchange: Exchange | None = None
+) -> None:
+    """Have the logs of rank 0 go on behind a step, those that can.
+
+    Lines that are no records are named. What is raised, all ranks raise.
+    """
+    _on_first(exchange, lambda: _forget_after(logs, step, stream))
+
+
+def _on_first(exchange: Exchange | None, act: Callable[[], None]) -> None:
+    if exchange is None:
+        act()
+    else:
+        exchange.agree("write records of training", attempt(act) if exchange.rank == 0 else None)
+
+
+def _forget_after(logs: Sequence[Log], step: int, stream: TextIO | None) -> None:
     for log in logs:
         if isinstance(log, JsonLines | TensorBoard):
             damaged = log.forget_after(step) or []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, TextIO
 
@@ -18,7 +18,7 @@ from ..distributed.exchange import attempt
 from ..errors import ResumeError, check_int
 from .feed import Ranks, Share, of_loader, of_tensors, set_epoch, steps_of
 from .fit_data import FitData
-from .logs import Log, go_on
+from .logs import Log, go_on, write_record
 from .losses import Losses
 from .metrics import Evaluate, evaluated
 from .progress import Progress
@@ -194,7 +194,7 @@ class Trainer:
         if self.checkpoints is not None:
             self.checkpoints.claim(self.steps + 1, self.model)
         if self.steps:
-            self._on_first(lambda: go_on(self.logs, self.steps, self.stream))
+            go_on(self.logs, self.steps, self.stream, self._exchange)
         self.interrupted = False
         last = epochs if resume else len(self.history) + epochs
         try:
@@ -346,7 +346,8 @@ class Trainer:
             rate = progress.done / seconds
             epoch = Epoch(len(self.history) + 1, mean, seconds, rate, metrics, tables)
             self.history.append(epoch)
-            self._log({"kind": "epoch", "step": self.steps, **asdict(epoch)})
+            record = {"kind": "epoch", "step": self.steps, **asdict(epoch)}
+            write_record(self.logs, record, self._exchange)
             shown = "".join(f"  {name} {value:.4f}" for name, value in metrics.items())
             progress.finish(f" loss {epoch.loss:.4f}{shown}  {rate:,.0f} samples/s{hint}")
 
@@ -391,19 +392,4 @@ class Trainer:
             "bytes_sent_per_step": self._telemetry.bytes_sent(self._exchange) / steps,
             "tables": self._telemetry.read(self.steps, self._exchange),
         }
-        self._log(record)
-
-    def _log(self, record: dict[str, Any]) -> None:
-        def write() -> None:
-            for log in self.logs:
-                log.write(record)
-
-        self._on_first(write)
-
-    def _on_first(self, write: Callable[[], None]) -> None:
-        """Call a function of the logs on rank 0; what it raises, all ranks raise."""
-        error = attempt(write) if self._rank == 0 else None
-        if self._exchange is not None:
-            self._exchange.agree("write records of training", error)
-        elif error is not None:
-            raise error
+        write_record(self.logs, record, self._exchange)
