@@ -150,6 +150,12 @@ class Pipe:
         except BrokenPipeError:
             pass
 
+    def done(self):
+        """Let the thread end, even if nobody has opened the pipe or read to its end."""
+        # Without waiting for a writer, who may have gone.
+        os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK))
+        self.thread.join()
+
 
 PAIRS = [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in names]
 
@@ -179,16 +185,17 @@ def test_layouts(layout, name, capfd, tmp_path):
 @pytest.mark.parametrize(("layout", "name"), [p for p in PAIRS if p[1] != "deepfm"])
 def test_pipes(layout, name, capfd, tmp_path):
     pipe = Pipe(tmp_path / "pipe", gzip.compress(LAYOUTS[layout][0].encode()))
-    if name.startswith("dlrm"):
-        error = error_of(capfd, *command(name, pipe.path))
-        assert (
-            error == f"sparsekit: {pipe.path}: is a pipe, but each epoch reads anew; write it "
-            "to a file\n"
-        )
-        os.close(os.open(pipe.path, os.O_RDONLY))  # lets the thread end
-    else:
-        assert cli.main(command(name, pipe.path)) == 0
-    pipe.thread.join()
+    try:
+        if name.startswith("dlrm"):
+            error = error_of(capfd, *command(name, pipe.path))
+            assert (
+                error == f"sparsekit: {pipe.path}: is a pipe, but each epoch reads anew; write it "
+                "to a file\n"
+            )
+        else:
+            assert cli.main(command(name, pipe.path)) == 0
+    finally:
+        pipe.done()
 
 
 def refused():
@@ -279,16 +286,18 @@ def test_a_stream_is_read_as_a_file_is(tmp_path):
         itertools.product((bytes, gzip.compress, bz2.compress, lzma.compress), (7, 1000))
     ):
         pipe = Pipe(tmp_path / f"pipe{number}", pack(content))
-        reader = CsvReader(pipe.path, 999, block_bytes=block_bytes, **settings)
-        with pytest.raises(DataFormatError, match="is a pipe, whose rows cannot be counted"):
-            reader.count_rows()
-        (batch,) = reader
-        assert torch.equal(batch.dense, expected.dense)
-        assert torch.equal(batch.sparse.values(), expected.sparse.values())
-        assert reader.skipped == 1
-        with pytest.raises(DataFormatError, match="is a pipe, read once already; write it"):
-            list(reader)
-        pipe.thread.join()
+        try:
+            reader = CsvReader(pipe.path, 999, block_bytes=block_bytes, **settings)
+            with pytest.raises(DataFormatError, match="is a pipe, whose rows cannot be counted"):
+                reader.count_rows()
+            (batch,) = reader
+            assert torch.equal(batch.dense, expected.dense)
+            assert torch.equal(batch.sparse.values(), expected.sparse.values())
+            assert reader.skipped == 1
+            with pytest.raises(DataFormatError, match="is a pipe, read once already; write it"):
+                list(reader)
+        finally:
+            pipe.done()
 
 
 def test_hash_keeps_a_text_with_newlines_whole(tmp_path):

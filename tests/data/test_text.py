@@ -2,35 +2,16 @@ import csv
 import gzip
 import io
 import math
-import struct
-import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-import xxhash
 
 from sparsekit.data import CriteoReader, CsvReader, Keys
 from sparsekit.errors import DataFormatError
 
 from .criteo import DENSE, SPARSE, random_lines, read_lines, rows_of
-
-
-def write(path, content, compress=False):
-    content = content if isinstance(content, bytes) else content.encode()
-    path.write_bytes(gzip.compress(content) if compress else content)
-    return path
-
-
-def xxh(text, seed=0):
-    text = text.encode() if isinstance(text, str) else text
-    return struct.unpack("<q", struct.pack("<Q", xxhash.xxh64_intdigest(text, seed)))[0]
-
-
-def one(path, **settings):
-    """The only batch of a CSV file."""
-    (batch,) = CsvReader(path, 1000, **settings)
-    return batch
+from .written import one, write, xxh
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -202,50 +183,6 @@ def test_malformed_lines_are_named_or_skipped(tmp_path, line, column, reason, co
     assert reader.skipped == (0 if reason is None else 2)
 
 
-def test_a_line_longer_than_blocks_is_skipped_whole(tmp_path):
-    for compress in (False, True):
-        text = "a,b\n1,x\n2," + "y" * 100_000 + "\n3,z\n"
-        path = write(tmp_path / "x.csv", text, compress)
-        settings = {"dense": ["a"], "sparse": ["b"], "on_error": "skip", "max_line_bytes": 99}
-        for block_bytes in (7, 5000, 1 << 20):
-            reader = CsvReader(path, 10, block_bytes=block_bytes, **settings)
-            (batch,) = reader
-            assert batch.dense.view(-1).tolist() == [1, 3]
-            assert reader.skipped == 1
-        settings["max_line_bytes"] = 1 << 20
-        batch = one(path, block_bytes=64, **settings)
-        assert batch.sparse.values().tolist() == [xxh("x"), xxh("y" * 100_000), xxh("z")]
-
-
-def test_a_long_line_with_a_return_where_it_is_cut(tmp_path):
-    # Cut behind "\r" it would look like a line of just the size that is allowed.
-    path = write(tmp_path / "x", "a,b\n1," + "y" * 97 + "\r" + "z" * 100_000 + "\n", True)
-    for block_bytes in (50, 104, 105, 106):
-        settings = {"dense": ["a"], "max_line_bytes": 99, "block_bytes": block_bytes}
-        with pytest.raises(DataFormatError, match="too long a line"):
-            list(CsvReader(path, 10, **settings))
-    whole = "a,b\n1," + "y" * 97 + "\r"
-    path = write(tmp_path / "y", whole + "z" * (200 - len(whole)) + "\n2,x\n", True)
-    for block_bytes in range(1, 120):
-        reader = CsvReader(path, 10, sparse=["b"], max_line_bytes=99, block_bytes=block_bytes)
-        with pytest.raises(DataFormatError, match="too long a line"):
-            list(reader)
-
-
-def test_memory_is_bounded_by_blocks_and_lines(tmp_path):
-    rows = "".join(f"{row},{'z' * 90}\n" for row in range(100_000))
-    for compress in (False, True):
-        for text in ("a,b\n" + rows, "a,b\n1," + "y" * 10_000_000 + "\n"):
-            path = write(tmp_path / "x", text, compress)
-            settings = {"dense": ["a"], "sparse": ["b"], "on_error": "skip"}
-            reader = CsvReader(path, 100, block_bytes=50_000, max_line_bytes=1000, **settings)
-            tracemalloc.start()
-            for _ in reader:
-                pass
-            assert tracemalloc.get_traced_memory()[1] < 1_000_000
-            tracemalloc.stop()
-
-
 def test_quotes(tmp_path):
     path = write(tmp_path / "x.csv", '"a","b""c",d\n"1","x,""y""",""\n2,"",it"s\n')
     batch = one(path, dense=["a"], sparse=['b"c', "d"])
@@ -332,48 +269,6 @@ def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
             assert reader.skipped == 1  # the line before it
     (batch,) = CsvReader(path, 100, dense=["a"], quote=None, on_error="skip")
     assert batch.rows == 52
-
-
-@pytest.mark.parametrize("compress", [False, True])
-def test_lines_are_counted_within_names_and_long_lines(tmp_path, compress):
-    text = 'a,"b\nb"\n1,"x\nx"\n2,"' + "y\n" * 100 + '"\n3,"u\n'
-    path = write(tmp_path / "x.csv", text, compress)
-    for block_bytes in (5, 150, 8 << 20):
-        reader = CsvReader(
-            path, 9, dense=["a"], on_error="skip", max_line_bytes=99, block_bytes=block_bytes
-        )
-        with pytest.raises(DataFormatError, match=r"x\.csv, line 106, .* quote that is not closed"):
-            list(reader)
-        assert reader.skipped == 1
-
-
-@pytest.mark.parametrize("quotes", [150, 151])
-def test_the_end_of_a_long_line_is_found_piece_by_piece(tmp_path, quotes):
-    text = "a,b\n1,x\n2," + 'y"' * quotes + ',"u""\n3,v"\n4,z\n'
-    path = write(tmp_path / "x.csv", text, compress=True)
-    for block_bytes in range(1, 9):
-        reader = CsvReader(
-            path, 9, dense=["a"], on_error="skip", max_line_bytes=99, block_bytes=block_bytes
-        )
-        (batch,) = reader
-        assert batch.dense.view(-1).tolist() == [1, 4]
-        assert reader.skipped == 1
-
-
-def test_a_long_field_with_newlines_is_skipped_whole(tmp_path):
-    field = '"' + 'not,a row\n""' * 5000 + '"'
-    for compress in (False, True):
-        path = write(tmp_path / "x.csv", f"a,b\n1,x\n2,{field}\n3,y\n", compress)
-        settings = {"dense": ["a"], "sparse": ["b"], "on_error": "skip", "max_line_bytes": 99}
-        for block_bytes in (300, 5000, 1 << 20):
-            reader = CsvReader(path, 10, block_bytes=block_bytes, **settings)
-            assert reader.count_rows() == 3
-            (batch,) = reader
-            assert batch.dense.view(-1).tolist() == [1, 3]
-            assert reader.skipped == 1
-        settings["max_line_bytes"] = 1 << 20
-        batch = one(path, block_bytes=300, **settings)
-        assert batch.sparse.values()[1] == xxh('not,a row\n"' * 5000)
 
 
 @pytest.mark.parametrize(
@@ -495,6 +390,21 @@ def test_missing_numbers_have_a_value_of_choice(tmp_path):
     assert one(path, dense=["b", "a"]).dense.tolist() == [[0, 1], [2, 0]]
     dense = one(path, dense=["b", "a"], missing=math.nan).dense
     assert dense.isnan().tolist() == [[True, False], [False, True]]
+
+
+def test_columns_that_are_not_read_may_have_any_text(tmp_path):
+    """A column is known by its name, also where that is another's number."""
+    names = ["other", "p", "k", "0", "q", "y", "1"]
+    text = "x,2,one,-,3,4,two\ny,5,,1e999,6,7,\n,8,three,,9,10,four\n"
+    settings = {"dense": ["q", "p"], "sparse": ["1", "k"], "label": "y"}
+    whole = one(write(tmp_path / "x.csv", f"{','.join(names)}\n{text}"), **settings)
+    bare = one(write(tmp_path / "y.csv", text), columns=names, **settings)
+    for batch in (whole, bare):
+        assert batch.dense.tolist() == [[3, 2], [6, 5], [9, 8]]
+        assert batch.label.tolist() == [4, 7, 10]
+        assert batch.sparse.keys() == ["k", "1"]
+        assert batch.sparse.values().tolist() == [xxh(t) for t in ("one", "three", "two", "four")]
+        assert batch.sparse.offsets().tolist() == [0, 1, 1, 2, 3, 3, 4]
 
 
 def test_any_number_of_threads_gives_the_same(tmp_path):

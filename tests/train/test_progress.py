@@ -37,6 +37,25 @@ def test_a_file_gets_a_line_every_half_minute(clock):
     assert len(asked) == 3
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_what_goes_on_counts_the_time_before(clock, live):
+    """The samples of both, over the time of both; that of a pause in between is of neither."""
+    stream = io.StringIO()
+    stream.isatty = lambda: live
+    clock.now += 5000
+    bar = progress.Progress("epoch 1/3", 2000, stream)
+    bar.go_on(900, 60.0)
+    assert (bar.done, bar.seconds) == (900, 60.0)
+    clock.now += 40
+    bar.update(100, lambda: 0.25)
+    begun, end = "epoch 1/3", " loss 0.2500  10 samples/s"
+    expected = f"{begun} 1,000 of 2,000{end}\n"
+    if live:
+        expected = f"\r\033[K{begun} [{'#' * 10}{'.' * 10}]{end}"
+    assert stream.getvalue() == expected
+    assert bar.seconds == 100.0
+
+
 def test_a_file_whose_rows_nobody_has_counted(clock):
     stream = io.StringIO()
     bar = progress.Progress("hash", 0, stream, unit="rows")

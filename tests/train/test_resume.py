@@ -180,6 +180,22 @@ def test_accumulated_batches(tmp_path):
     assert_same(fit(trainer_for(tmp_path / "b", accumulate=2), tensors()), expected)
 
 
+def test_the_last_step_of_an_epoch_is_saved_once(tmp_path, monkeypatch):
+    """As the beginning of the next one, also where it is one of those between two checkpoints."""
+    saved, save = [], Checkpoints.async_save
+
+    def recorded(checkpoints, step, *arguments, state):
+        saved.append((step, state["trainer"].state_dict()["place"]["batches"]))
+        return save(checkpoints, step, *arguments, state=state)
+
+    monkeypatch.setattr(Checkpoints, "async_save", recorded)
+    trainer = trainer_for(tmp_path)
+    trainer.checkpoint_every = 5
+    trainer.fit(few(10 * BATCH), epochs=2, batch_size=BATCH)
+    trainer.checkpoints.close()
+    assert saved == [(5, 5), (10, 0), (15, 5), (20, 0)]
+
+
 def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path, last=16), tensors())  # saved behind step 14
