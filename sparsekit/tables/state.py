@@ -278,8 +278,8 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
 
     Args:
         layer: one with a hash table.
-        written: whether somebody has written to its weight since it was last looked at; else only a
-            table without keys is looked at.
+        written: whether somebody has written to its weight since it was last looked at; else rows
+            with keys are not looked at.
     """
     weight = layer.weight.detach()
     keys = 0 if layer.table is None else len(layer.table)
@@ -287,7 +287,7 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
     if keys == 0:
         if bool(weight.any()) or (written and layer.initializer != Constant(0.0)):
             what = "before any of its rows had a key"
-    elif written and free_rows_hold(weight, keys):
+    elif free_rows_hold(weight, keys):
         what = f"past its {keys} keys, in rows that have none"
         undo = f"write zeros to weight[{keys}:] under torch.no_grad()"
     elif written and layer.initializer != Constant(0.0) and _are_zeros(weight[:keys]):

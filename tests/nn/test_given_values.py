@@ -254,3 +254,19 @@ def test_a_state_without_keys_is_looked_at_again():
     layer.load_state_dict(written.state_dict())
     with pytest.raises(RuntimeError, match="weight was written to"):
         vectors(layer, [1])
+
+
+@pytest.mark.parametrize("of", [lambda w: w, lambda w: w.data], ids=["", "data"])
+def test_averages_by_other_hands_are_refused_where_keys_come_late(of):
+    """As of a library that copies parameters, which would average these rows with zeros."""
+    model = single()
+    vectors(model, [1])
+    averaged = copy.deepcopy(model).eval()
+    vectors(model, [1, 2])
+    with torch.no_grad():
+        of(averaged.weight).mul_(0.9).add_(of(model.weight), alpha=0.1)
+    with pytest.raises(RuntimeError, match=r"written to past its 1 keys.* weight\[1:\]"):
+        vectors(averaged, [1])
+    with torch.no_grad():
+        averaged.weight[1:] = 0
+    vectors(averaged, [1, 2])
