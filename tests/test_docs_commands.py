@@ -16,7 +16,7 @@ from sparsekit.cli import train
 from sparsekit.data import write_criteo_sample
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CHANGELOG = ROOT / "CHANGELOG.md"
 LAUNCHER = re.compile(r"^torchrun .*? -m ")
 

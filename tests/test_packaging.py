@@ -46,7 +46,7 @@ def test_every_message_and_page_installs_this_package():
     for path in (file for name in asked for file in [ROOT / name, *(ROOT / name).rglob("*.*")]):
         if path.suffix in {".py", ".md"}:
             found += re.findall(r"pip install\W+(sparsekit[\w-]*)\[", path.read_text())
-    assert len(found) >= 10
+    assert len(found) >= 5
     assert set(found) == {NAME}
 
 

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, u
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_fits_in_one_reading() -> None:

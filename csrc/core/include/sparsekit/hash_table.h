@@ -30,7 +30,7 @@ static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
 // Mixes every bit of the key into the high bits, which home_bucket() uses. Two rounds of
 // multiply and xor-shift, constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
 // Anyone can make keys that this maps together, so keys from outside are hashed as key ^ seed, with
-// a random seed (docs/architecture.md says what that is good for).
+// a random seed (docs/design/hashing.md says what that is good for).
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
