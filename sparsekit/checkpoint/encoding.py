@@ -27,11 +27,11 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
         value: what a manifest has two levels deep, as ``ranks[0]["state"]["name"]``.
         name: of it, for errors and the tensors.
         tensors: to add to.
-        depth: how deep `decoded` will find it.
+        depth: how deep `check_nesting` will find it.
 
     Raises:
         CheckpointError: something that is no tensor, number, text, None, or a list, tuple or dict
-            of these, or is nested deeper than `decoded` reads; named by its path.
+            of these, or is nested deeper than `check_nesting` lets through; named by its path.
     """
     if depth > MOST_NESTED:
         raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")
@@ -86,54 +86,52 @@ def scalar(tensor: torch.Tensor, name: str) -> Any:
 
 
 def check_nesting(value: Any, depth: int = 0) -> None:
-    """Raise CheckpointError if what `encoded` has made is too deep for `decoded`."""
+    """Raise CheckpointError where levels would be too many for `decoded`, which calls itself."""
     if depth > MOST_NESTED:
         raise CheckpointError(f"a state is nested deeper than {MOST_NESTED}")
     if isinstance(value, dict) and value.keys() in ({_TUPLE}, {_ITEMS}):
-        (value,) = value.values()  # which `decoded` takes as one level
+        (value,) = value.values()  # which are one level with what is in them
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             check_nesting(each, depth + 1)
 
 
-def decoded(value: Any, tensors: Mapping[str, torch.Tensor], depth: int = 0) -> Any:
-    """What `encoded` has written.
+def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `encoded` has written, and `check_nesting` found not too deep.
 
     Raises:
         CheckpointError: a tensor is missing, or it is nothing that encoded writes.
     """
-    if depth > MOST_NESTED:
-        raise CheckpointError(f"a state is nested deeper than {MOST_NESTED}")
     if isinstance(value, list):
-        return [decoded(each, tensors, depth + 1) for each in value]
+        return [decoded(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
     (kind, content), *rest = value.items() or [("", None)]
     if rest or not kind.startswith("$"):
-        return {key: decoded(each, tensors, depth + 1) for key, each in value.items()}
+        return {key: decoded(each, tensors) for key, each in value.items()}
     try:
-        return _special(kind, content, tensors, depth)
+        return _special(kind, content, tensors)
     except CheckpointError:
         raise
     except (TypeError, ValueError, OverflowError, RuntimeError, KeyError):
         raise CheckpointError(f"a state has {value!r:.80}, which stands for nothing") from None
 
 
-def _special(kind: str, content: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+def _special(kind: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The value of an object that JSON has no word for; any error means that there is none."""
     if kind == _TENSOR:
         return tensors[content]
     if kind == _TUPLE and isinstance(content, list):
-        return tuple(decoded(content, tensors, depth))
+        return tuple(decoded(content, tensors))
     if kind == _SCALAR:
         dtype, number = content
-        number = decoded(number, tensors, depth + 1)
+        number = decoded(number, tensors)
         if isinstance(number, int | float):
             return torch.tensor(number, dtype=_SCALARS[dtype])
     if kind == _FLOAT and content in ("inf", "-inf", "nan"):
         return float(content)
     if kind == _ITEMS and isinstance(content, list):
-        pairs = decoded(content, tensors, depth)
+        pairs = decoded(content, tensors)
         if all(isinstance(pair, list) and len(pair) == 2 and _hashable(pair[0]) for pair in pairs):
             return dict(pairs)
     raise ValueError(kind)
