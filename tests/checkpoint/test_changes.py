@@ -15,6 +15,7 @@ from sparsekit.checkpoint import (
     CheckpointError,
     Checkpoints,
     background,
+    changes,
     checksum,
     draft,
     snapshot,
@@ -43,8 +44,13 @@ def complete(path):
     return written if manifest.base else None
 
 
-def test_back_to_an_earlier_state(tmp_path):
-    """Rows that came since stand for other keys then."""
+def test_back_to_an_earlier_state(tmp_path, monkeypatch):
+    """Rows that came since stand for other keys then; looked through and written in pieces."""
+    for module, name, value in (
+        (changes, "_BLOCK", 2000), (changes, "_BUCKETS", 16), (snapshot, "_KEYS", 50),
+        (tensor_file, "PIECE", 500),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     train(model, optimizers, 0, 1)

@@ -12,6 +12,7 @@ import torch
 
 from sparsekit import checkpoint
 from sparsekit.checkpoint import CheckpointError, Checkpoints
+from sparsekit.checkpoint.manifest_file import read_manifest
 from sparsekit.checkpoint.tensor_file import TensorFile
 
 from .models import assert_equal, contents, made, train
@@ -125,6 +126,7 @@ MALICIOUS = {
     "dim": (put("tables", "users", "dim", 2**40), "dim must be a whole number"),
     "dim that fits": (put("tables", "users", "dim", 1), r"shape must be \[\] or \[1\]"),
     "size": (put(*SHARD, "size", 5), "rows must be its size 5"),
+    "size beyond rows": (put(*SHARD, "size", 10**6), "rows must be its size 1000000"),
     "file of another": (put(*SHARD, "file", "table-0001-rank-0000.safetensors"), "file of its own"),
     "no dense file": (lambda values: values["files"].pop("dense.safetensors"), "a list with dense"),
     "a column's name": (
@@ -239,6 +241,20 @@ def test_links_of_a_chain(saved, tmp_path):
     rewritten(folder / "step-000000000000", put("base", base))
     with pytest.raises(CheckpointError, match="goes round in a circle"):
         checkpoint.load(model, folder / "step-000000000001", optimizers)
+    folder = tmp_path / "link"
+    shutil.copytree(saved, folder)
+    (folder / "step-000000000000").rename(folder / "elsewhere")
+    (folder / "step-000000000000").symlink_to(folder / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"since step-000000000000, .* a gap in the chain"):
+        checkpoint.load(model, folder / "step-000000000001", optimizers)
+    size = read_manifest(saved / "step-000000000001").tables["users"].size
+    for wrong in (size - 1, size + 1):
+        folder = tmp_path / str(wrong)
+        shutil.copytree(saved, folder)
+        newest = folder / "step-000000000001"
+        rewritten(newest, put(*SHARD, "size", wrong))
+        with pytest.raises(CheckpointError, match=f"should have {wrong} rows, and has {size} keys"):
+            checkpoint.load(model, newest, optimizers)
     assert len(model.users.table) == 0
 
 

@@ -276,6 +276,10 @@ def test_parts_that_are_not_as_their_note_says(tmp_path):
     dcp.save({"app": state}, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointError, match=r"table-0000-rank-0000: is damaged: vectors should"):
         load(tmp_path, Model())
+    path = tmp_path / "format"
+    dcp.save({"app": state | {"sparsekit_format": "no tensor"}}, checkpoint_id=path)
+    with pytest.raises(CheckpointError, match=rf"{path}: app\.sparsekit_format cannot be read"):
+        load(path, Model())
 
 
 def test_keys_and_rows_in_many_pieces(tmp_path, monkeypatch):

@@ -305,7 +305,8 @@ def test_a_draft_is_not_removed_as_it_is_made(tmp_path, monkeypatch, moment):
 def test_the_lock_of_an_unclosed_one_goes_with_it(tmp_path):
     keep = Checkpoints(tmp_path)
     keep.save(0, layer_of(0))
-    twin = Checkpoints(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    twin = Checkpoints(tmp_path / "link")  # the same job, by another name of the folder
     twin.save(1, layer_of(1))
 
     def another_job():

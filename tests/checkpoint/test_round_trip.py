@@ -157,6 +157,25 @@ def test_optimizers_that_differ(tmp_path):
     assert_equal(contents(model, optimizers), before)
 
 
+def test_parameters_of_no_module_and_settings_of_none(tmp_path):
+    def stepped(rate, **settings):
+        module = torch.nn.Linear(1, 1)
+        outside = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+        optimizer = torch.optim.Adam([*module.parameters(), *outside], **settings)
+        for number, parameter in enumerate([*module.parameters(), *outside]):
+            parameter.grad = torch.full_like(parameter, rate * number)
+        optimizer.step()
+        return module, optimizer
+
+    module, optimizer = stepped(1.0)
+    checkpoint.save(module, tmp_path / "a", optimizer)
+    for settings in ({}, {"foreach": False}):  # None, which is torch's default, or a choice
+        other, loaded = stepped(3.0, **settings)
+        checkpoint.load(other, tmp_path / "a", loaded)
+        for ours, theirs in zip(optimizer.state.values(), loaded.state.values(), strict=True):
+            assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+
+
 def test_other_states(tmp_path):
     model, optimizers = made()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.5**step)
