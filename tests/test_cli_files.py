@@ -198,6 +198,18 @@ def test_pipes(layout, name, capfd, tmp_path):
         pipe.done()
 
 
+@pytest.mark.parametrize("name", ["ratings", "autoencoder", "wide", "deepconn", "dlrm"])
+def test_each_command_computes_with_the_threads_that_were_asked_for(name, tmp_path, monkeypatch):
+    def ask(threads):
+        raise ZeroDivisionError(threads)  # nothing has to be trained
+
+    monkeypatch.setattr(torch, "set_num_threads", ask)
+    file = tmp_path / "file"
+    file.write_text(next(text for text, names in LAYOUTS.values() if name in names))
+    with pytest.raises(ZeroDivisionError, match=r"^3$"):
+        cli.main([*command(name, file), "--threads", "3"])
+
+
 def refused():
     """Name -> content that is no text, and what the message says."""
     archive = io.BytesIO()

@@ -1,10 +1,15 @@
 """Wrong words on the command line: one line, exit code 2, and what was probably meant."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
 from sparsekit import cli
+from sparsekit.cli import ranks, train_ratings
+from sparsekit.cli.common import EXPECTED
+from sparsekit.errors import DivergedError
+from sparsekit.train.launch import RankError
 
 
 @pytest.fixture
@@ -67,6 +72,19 @@ CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
 )  # fmt: skip
 def test_one_line(command, message, folder, capsys):
     assert re.search(message, error_of(capsys, command))
+
+
+@pytest.mark.parametrize("kind", [*EXPECTED, DivergedError, ZeroDivisionError])
+def test_what_a_rank_raises_ends_as_it_would_without_ranks(kind, monkeypatch, capsys):
+    def fail(world_size, *_):
+        raised = {"message": f"{kind.__name__}: why: x", "extraInfo": {"py_callstack": "where\n"}}
+        raise RankError(1, SimpleNamespace(exitcode=1, message=raised))
+
+    monkeypatch.setattr(train_ratings, "load_ratings", lambda args: None)
+    monkeypatch.setattr(ranks, "run_on_ranks", fail)
+    assert cli.main(["train", "ratings", "--ranks", "2"]) == (2 if kind in EXPECTED else 1)
+    said = "rank 1 failed\nwhere" if kind is ZeroDivisionError else "why: x"
+    assert capsys.readouterr().err == f"sparsekit: {said}\n"
 
 
 def test_a_record_that_is_cut_off_is_left_out(folder, capsys):

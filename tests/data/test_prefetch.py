@@ -1,3 +1,4 @@
+import queue
 import threading
 import time
 
@@ -123,6 +124,15 @@ def test_the_state_behind_an_error_is_that_of_the_last_batch():
     with pytest.raises(ValueError, match="broken"):
         list(ahead)
     assert ahead.state_dict() == {"place": 4}
+
+
+def test_a_source_is_not_begun_for_an_iteration_that_was_left():
+    """As while its thread waited for an earlier one; workers would be started for nobody."""
+    source = type("Begun", (), {"__iter__": lambda _: pytest.fail("it is begun")})()
+    ready, ended = queue.SimpleQueue(), threading.Event()
+    ended.set()
+    Prefetcher(source)._read(ready, threading.Semaphore(1), ended)
+    assert ready.empty()
 
 
 @pytest.mark.time_limit(30)

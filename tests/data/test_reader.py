@@ -27,7 +27,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     made = {name: [folder / f"{i}.{name}" for i in range(2)] for name in FORMATS}
     for i, rows in enumerate((range(700), range(700, ROWS))):
-        text = "row,key\n" + "".join(f"{row},{row % 50}\n" for row in rows)
+        text = "key,row\n" + "".join(f"{row % 50},{row}\n" for row in rows)
         made["text"][i].write_text(text)
         made["gzip"][i].write_bytes(gzip.compress(text.encode()))
         table = pa.table({"row": list(rows), "key": [row % 50 for row in rows]})
@@ -210,9 +210,10 @@ def test_a_state_beyond_the_end_is_refused(files, format, world_size):
     for step in (steps + 1, 10**9):
         with pytest.raises(ValueError, match=f"of step {step}, but an epoch has only {steps}"):
             make().load_state_dict({**state, "step": step})
-    for key in ("step", "epoch", "skipped"):
-        with pytest.raises(ValueError, match="not the state of a reader"):
-            make().load_state_dict({**state, key: -1})
+    for key in ("step", "epoch", "skipped", "shards"):
+        for wrong in (-1, 1.0, "1", None):
+            with pytest.raises(ValueError, match="not the state of a reader"):
+                make().load_state_dict({**state, key: wrong})
 
 
 def test_a_state_that_was_loaded_is_kept_until_the_next_batch(files):
@@ -246,8 +247,14 @@ def test_the_beginning_of_an_epoch_is_the_same_for_any_batch_size(files):
     begun = reader(files, "text", shuffle=True)
     first, second = (numbers(list(begun)) for _ in range(2))
     other = reader(files, "text", shuffle=True, batch_size=32)
-    other.load_state_dict({**begun.state_dict(), "epoch": 1})
+    state = {**begun.state_dict(), "epoch": 1}
+    other.load_state_dict(state)
     assert numbers(list(other)) == second != first
+    # And for any number of ranks, which share its rows.
+    shares = [reader(files, "text", shuffle=True, rank=rank, world_size=2) for rank in range(2)]
+    for share in shares:
+        share.load_state_dict(state)
+    assert numbers(itertools.chain(*shares)) == second
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -356,8 +363,10 @@ def test_labels_outside_a_range_are_malformed(files, format, shuffle):
     rows = iter(limited)
     with pytest.raises(DataFormatError, match="the label must be 0 or 0") as caught:
         list(rows)
-    place = re.search(rf"(0|1)\.{format}, (line|row) (\d+), column .*row", str(caught.value))
-    file, kind, number = place.groups()
+    place = re.search(
+        rf"(0|1)\.{format}, (line|row) (\d+), column (2 \('row'\)|'row'): ", str(caught.value)
+    )
+    file, kind, number, _ = place.groups()
     label = int(number) - {"line": 2, "row": 1}[kind] + 700 * int(file)
     assert 0 < label < ROWS
     assert shuffle or label == 1

@@ -348,6 +348,7 @@ def test_one_column_has_rows_without_a_value(tmp_path):
         ({"dense": "a"}, TypeError, "dense must be a list of names, got 'a'"),
         ({"dense": ["c"]}, ValueError, r"x\.csv has no column 'c'; its columns are \['a', 'b'\]"),
         ({"dense": ["a"], "label": "a"}, ValueError, r"columns \['a'\] are named twice"),
+        ({"dense": ["a", "a"]}, ValueError, r"columns \['a'\] are named twice"),
         ({"sparse": ["a", "a"]}, ValueError, r"sparse names \['a'\] twice"),
         ({"sparse": {"a": "text"}}, ValueError, r"sparse\['a'\]: kind must be one of .* 'text'"),
         ({"sparse": {"a": 3}}, TypeError, r"sparse\['a'\] must be Keys"),

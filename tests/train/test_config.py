@@ -95,7 +95,9 @@ def test_wrong_settings():
         with_setting(Outer(), "inner.rl=1")
 
 
-@pytest.mark.parametrize("text", ["a: [", "- 1\n- 2\n", "text", "\x00"])
+@pytest.mark.parametrize(
+    "text", ["a: [", "- 1\n- 2\n", "text", "\x00", "a: !!python/name:os.system"]
+)
 def test_no_settings_in_a_file(tmp_path, text):
     path = tmp_path / "x.yaml"
     path.write_text(text)

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from sparsekit.train.elastic import agree
+from sparsekit.train.elastic import agree, store_of_attempt
 
 
 def names(store, world_size, delays, timeout=20.0):
@@ -36,6 +36,14 @@ def test_each_attempt_has_a_name_of_its_own(delays):
         assert len(set(found)) == 1
         assert found[0] not in seen
         seen.add(found[0])
+
+
+@pytest.mark.parametrize("used", [None, "False"])
+def test_without_a_store_of_its_agent_there_is_none_to_agree_over(monkeypatch, used):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if used is not None:
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", used)
+    assert store_of_attempt() is None
 
 
 def test_a_rank_that_does_not_come():

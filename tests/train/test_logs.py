@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sparsekit
-from sparsekit.train import JsonLines, Telemetry, TensorBoard, Trainer
+from sparsekit.train import JsonLines, Telemetry, TensorBoard, Trainer, progress
 from sparsekit.train.logs import go_on
 from sparsekit.train.plots import plot_run, plot_scaling, read_run
 
@@ -56,6 +56,38 @@ def test_the_loss_of_a_record_is_that_since_the_one_before(tmp_path):
     trainer.fit([(torch.zeros(1),), (torch.zeros(3),)] * 2, epochs=1)
     found = [record["loss"] for record in read_run(tmp_path)]
     assert found == pytest.approx([7 / 4, 18 / 4, 25 / 8])
+
+
+def test_rates_are_of_the_time_since_the_record_before(tmp_path, monkeypatch):
+    """Of an epoch: since its beginning, without that of the evaluation."""
+
+    class Clock:
+        now = 50.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock, seconds = Clock(), iter([1.0, 2.0, 3.0, 5.0] * 2)
+    monkeypatch.setattr(progress, "time", clock)
+    model = torch.nn.Linear(1, 1)
+
+    def loss_fn(model, batch):
+        clock.now += next(seconds)
+        return model(batch)[:, 0], 0.0
+
+    def evaluate(model):
+        clock.now += 100
+        return {}
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    logs, stream = [JsonLines(tmp_path / "metrics.jsonl")], io.StringIO()
+    trainer = Trainer(model, loss_fn, [sgd], stream=stream, logs=logs, log_every=2)
+    trainer.fit([torch.zeros(1, 1), torch.zeros(3, 1)] * 2, epochs=2, evaluate=evaluate)
+    records = read_run(tmp_path)
+    assert [r["samples_per_second"] for r in records] == pytest.approx([4 / 3, 4 / 8, 8 / 11] * 2)
+    assert [r["seconds"] for r in records if r["kind"] == "epoch"] == [11.0, 11.0]
+    assert [epoch.seconds for epoch in trainer.history] == [11.0, 11.0]
+    assert stream.getvalue().splitlines()[1].endswith("  1 samples/s")
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):

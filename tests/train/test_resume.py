@@ -12,7 +12,7 @@ from sparsekit.checkpoint import Checkpoints
 from sparsekit.data import CsvReader, Keys, Prefetcher
 from sparsekit.errors import CheckpointError
 from sparsekit.optim import Adam, Ftrl, LazyAdam
-from sparsekit.train import DivergedError, JsonLines, ResumeError, Trainer, resume
+from sparsekit.train import DivergedError, JsonLines, ResumeError, Trainer, progress, resume
 from sparsekit.train.stopping import EarlyStopping
 
 SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps an epoch
@@ -231,22 +231,39 @@ def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
     assert one.checkpoints.latest().name == "step-000000000038"
 
 
-def test_logs_go_on(tmp_path):
-    def logs(name):
-        return {"logs": [JsonLines(tmp_path / name)], "log_every": 2}
+def test_logs_go_on(tmp_path, monkeypatch):
+    class Clock:
+        now = 0.0
 
-    fit(trainer_for(tmp_path / "a", **logs("a.jsonl")), tensors())
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+
+    def make(folder, name, **options):
+        logs = {"logs": [JsonLines(tmp_path / name)], "log_every": 2}
+        trainer = trainer_for(tmp_path / folder, **logs, **options)
+
+        def tick(*_):
+            clock.now += 1 + trainer.steps % 3
+
+        trainer.model.register_forward_hook(tick)
+        return trainer
+
+    fit(make("a", "a.jsonl"), tensors())
     with pytest.raises(Stopped):
-        fit(trainer_for(tmp_path / "b", last=33, **logs("b.jsonl")), tensors())
+        fit(make("b", "b.jsonl", last=33), tensors())
+    clock.now += 1000
     with open(tmp_path / "b.jsonl", "a") as file:
         file.write('{"kind": "ste')  # a killed process was writing
-    fit(trainer_for(tmp_path / "b", **logs("b.jsonl")), tensors())
+    fit(make("b", "b.jsonl"), tensors())
     one, other = (
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("a.jsonl", "b.jsonl")
     )
-    for name in ("kind", "step", "loss", "lr"):
-        assert [r.get(name) for r in one] == [r.get(name) for r in other]
+    for name in ("kind", "step", "loss", "lr", "samples_per_second", "seconds"):
+        assert [r.get(name) for r in one] == [r.get(name) for r in other], name
 
 
 def test_a_run_that_has_stopped_early_stays_so(tmp_path):

@@ -1,0 +1,85 @@
+"""What the pictures show of a run and of scaling."""
+
+import pytest
+
+from sparsekit.train import JsonLines
+from sparsekit.train.plots import MOST_TABLES, plot_run, plot_scaling
+
+matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+pyplot = pytest.importorskip("matplotlib.pyplot")
+
+
+@pytest.fixture
+def axes(monkeypatch):
+    """Call it after a picture is drawn: title -> axes."""
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    yield lambda: {each.get_title(): each for each in pyplot.gcf().axes}
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def points(line):
+    return [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+
+
+def lines_of(axes):
+    return {line.get_label(): points(line) for line in axes.lines}
+
+
+def test_each_figure_of_a_run_is_where_its_title_says(tmp_path, axes):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (2, 4, 5):
+        names = ("rows", "load", "new_rows_per_step", "skew")
+        tables = {
+            f"t{t}": {name: 10.0 * t + step + i for i, name in enumerate(names)}
+            for t in range(MOST_TABLES + 1)
+        }
+        record = {"step": step, "loss": 1 / step, "samples_per_second": 10.0 * step}
+        record["tables"] = tables | {"no hash table": {"capacity": 1.0}}
+        if step < 5:
+            log.write({"kind": "step", "bytes_sent_per_step": 7.0 * step, **record})
+        else:
+            metrics = {"AUC": 0.75, "log loss": 0.5, "third": 9.0}
+            log.write({"kind": "epoch", "metrics": metrics, **record})
+    plot_run(tmp_path, tmp_path / "run.png")
+    shown = axes()
+    assert lines_of(shown["loss"]) == {
+        "between two records": [(2, 0.5), (4, 0.25)],
+        "of an epoch": [(5, 0.2)],
+    }
+    assert [points(line) for line in shown["samples/s"].lines] == [[(2, 20), (4, 40)]]
+    (sent,) = shown["bytes that rank 0 sends in a step"].lines
+    assert points(sent) == [(2, 14), (4, 28)]
+    assert [points(line) for line in shown["metrics"].lines] == [[(5, 0.75)]]
+    (right,) = [each for each in pyplot.gcf().axes if each.get_ylabel() == "log loss"]
+    assert [points(line) for line in right.lines] == [[(5, 0.5)]]
+    titles = ["rows in the tables", "load: rows / capacity", "new rows in a step"]
+    for i, title in enumerate([*titles, "skew: rows of the fullest rank / mean"]):
+        assert lines_of(shown[title]) == {  # of the largest ones
+            f"t{t}": [(step, 10 * t + step + i) for step in (2, 4, 5)]
+            for t in range(1, MOST_TABLES + 1)
+        }
+    assert pyplot.gcf().get_suptitle() == f"{tmp_path.name}, 5 steps"
+
+
+@pytest.mark.parametrize("forecast", [{}, {8: (4.0, 6.0), 64: (5.0, 30.0)}])
+def test_speed_up_is_over_one_rank(tmp_path, axes, forecast):
+    plot_scaling({1: 10.0, 2: 18.0, 4: 30.0}, forecast, tmp_path / "scaling.png")
+    (shown,) = axes().values()
+    lines = lines_of(shown)
+    assert lines["measured"] == [(1, 1.0), (2, 1.8), (4, 3.0)]
+    assert lines["ideal"] == [(n, n) for n in (1, 2, 4, *forecast)]
+    assert len(shown.collections) == bool(forecast)
+    for area in shown.collections:
+        corners = {tuple(corner) for corner in area.get_paths()[0].vertices.tolist()}
+        assert corners == {(n, y) for n, pair in forecast.items() for y in pair}
+
+
+def test_no_screen_is_asked_for(tmp_path):
+    before = matplotlib.get_backend()
+    matplotlib.use("svg")
+    try:
+        plot_scaling({1: 10.0, 2: 18.0}, {}, tmp_path / "scaling.png")
+        assert matplotlib.get_backend().lower() == "agg"
+    finally:
+        matplotlib.use(before)
