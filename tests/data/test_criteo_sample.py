@@ -1,9 +1,10 @@
 import gzip
 import tracemalloc
 
+import numpy as np
 import pytest
 
-from sparsekit.data import CriteoReader, Keys, write_criteo_sample
+from sparsekit.data import CriteoReader, Keys, criteo_sample, write_criteo_sample
 from sparsekit.data.criteo_sample import CARDINALITIES, KEYS_PER_BAG
 
 
@@ -92,3 +93,26 @@ def test_memory_is_bounded(tmp_path):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.2 * peaks[0]
+
+
+def test_words_are_mixed_by_the_finalizer_of_murmurhash3():
+    words = np.array([0, 1, 2, 0x12345678, 0xFFFFFFFF], np.uint32)
+    expected = []
+    for word in words.tolist():
+        word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
+        word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
+        expected.append(word ^ word >> 16)
+    assert criteo_sample._mix(words).tolist() == expected
+
+
+@pytest.mark.parametrize("column", [0, 1, 5, 8])
+def test_integers_are_written_with_all_their_digits(column):
+    drawn = np.random.default_rng(3).exponential(4.0 ** (column + 1), 2000)
+    expected = drawn.astype(int).clip(max=999_999).tolist()
+    text = criteo_sample._integers(np.random.default_rng(3), 2000, column)
+    found = [bytes(row[row != 0]).decode() for row in text]
+    assert all(each.endswith("\t") for each in found)
+    shown = [(int(each), number) for each, number in zip(found, expected, strict=True) if each[:-1]]
+    assert all(abs(each) == number for each, number in shown)
+    assert any(each < 0 for each, _ in shown) == (column == 1)
+    assert len(shown) / 2000 == pytest.approx(1 - 0.05 * column, abs=0.05)

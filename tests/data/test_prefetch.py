@@ -65,6 +65,15 @@ def test_what_cannot_be_iterated_over():
     assert threads() == []
 
 
+def test_a_thread_that_cannot_be_started_is_named(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(iter(Prefetcher([1])))
+
+
 def test_leaving_early_ends_the_thread():
     for item in Prefetcher(iter(int, 1)):  # endless
         assert item == 0

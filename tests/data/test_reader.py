@@ -104,6 +104,18 @@ def test_more_ranks_than_rows(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_batches_without_rows_have_the_features_of_others(files, format):
+    """In the same order, whichever way they were given."""
+    for names in (["key", "row"], ["row", "key"]):
+        settings = {"label": None, "sparse": dict.fromkeys(names, "int"), "world_size": 2 * ROWS}
+        of_ranks = [reader(files, format, rank=rank, **settings) for rank in range(2)]
+        empty, one = (next(iter(of_rank)) for of_rank in of_ranks)
+        assert (empty.rows, one.rows) == (0, 1)
+        assert empty.sparse.keys() == one.sparse.keys()
+        assert sorted(one.sparse.keys()) == ["key", "row"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_resuming_gives_the_batches_that_were_left(files, format, shuffle, world_size):
@@ -194,9 +206,11 @@ def test_a_state_belongs_to_files_as_they_were(files, format, tmp_path):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_state_beyond_the_end_is_refused(files, format, world_size):
+@pytest.mark.parametrize("batch_size", [64, 50])  # of the last batch less, and all
+def test_a_state_beyond_the_end_is_refused(files, format, world_size, batch_size):
     def make():
-        return reader(files, format, rank=0, world_size=world_size, shuffle=True)
+        settings = {"rank": 0, "world_size": world_size, "shuffle": True}
+        return reader(files, format, batch_size, **settings)
 
     whole = make()
     batches = [batch.label.tolist() for batch in whole]
