@@ -238,9 +238,10 @@ def test_no_run(tmp_path):
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
         read_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"kind": "step", "step": 1}\n{"kind": "other"}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no record of training"):
-        read_run(tmp_path)
+    for line in ('{"kind": "other", "step": 2}', '{"kind": "step"}', '["step", 2]', "{"):
+        path.write_text('{"kind": "step", "step": 1}\n' + line + "\n")
+        with pytest.raises(ValueError, match=r"metrics\.jsonl:2: no record of training"):
+            read_run(tmp_path)
     path.write_text("")
     with pytest.raises(ValueError, match="no record of training yet"):
         plot_run(tmp_path, tmp_path / "run.png")
