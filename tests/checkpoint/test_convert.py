@@ -408,6 +408,20 @@ def test_what_is_made_of_a_checkpoint_reaches_the_disk(saved, tmp_path, monkeypa
         assert synced[-1] == str(tmp_path), name
 
 
+def test_diff_of_a_chain_in_which_all_of_a_part_is_replaced(tmp_path):
+    layer = sparsekit.Embedding(20, 2, name="t")
+    keep = checkpoint.Checkpoints(tmp_path / "chain", complete_every=3)
+    for step, count in enumerate((9, 2, 2)):
+        layer.assign(torch.arange(count), torch.rand(count, 2))
+        keep.save(step, layer)
+    keep.close()
+    whole = checkpoint.save(layer, tmp_path / "whole")
+    for pair in ((tmp_path / "chain", whole), (whole, tmp_path / "chain")):
+        found = checkpoint.diff(*pair)
+        assert not found
+        assert found.tables["table"].same == 9
+
+
 def test_diff_of_shapes_and_nan(tmp_path):
     for number in (0, 1):
         model = torch.nn.ModuleDict({"t": sparsekit.Embedding(9, 2, name="t")})

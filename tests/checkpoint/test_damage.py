@@ -143,6 +143,7 @@ MALICIOUS = {
     "another world size": (put("world_size", 2), "ranks must be 2 entries"),
     "ranks": (put("ranks", ["os.system"]), "must be an object"),
     "state of ranks": (put("ranks", [{"state": 5}]), "lacks state or random"),
+    "ranks of a tuple": (put("ranks", [{"$tuple": [1]}]), "lacks state or random"),
     "tensor": (put("ranks", [{"state": {}, "random": {"$tensor": "x"}}]), "stands for nothing"),
     "optimizers": (put("optimizers", {}), "optimizers must be a list"),
     "groups": (put("optimizers", 0, "groups", 3), "is damaged"),

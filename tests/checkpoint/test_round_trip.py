@@ -157,11 +157,12 @@ def test_optimizers_that_differ(tmp_path):
     assert_equal(contents(model, optimizers), before)
 
 
-def test_parameters_of_no_module_and_settings_of_none(tmp_path):
+def test_groups_and_parameters_of_no_module_and_settings_of_none(tmp_path):
     def stepped(rate, **settings):
         module = torch.nn.Linear(1, 1)
         outside = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-        optimizer = torch.optim.Adam([*module.parameters(), *outside], **settings)
+        groups = [{"params": [*module.parameters()]}, {"params": outside, "lr": rate}]
+        optimizer = torch.optim.Adam(groups, **settings)
         for number, parameter in enumerate([*module.parameters(), *outside]):
             parameter.grad = torch.full_like(parameter, rate * number)
         optimizer.step()
@@ -174,6 +175,7 @@ def test_parameters_of_no_module_and_settings_of_none(tmp_path):
         checkpoint.load(other, tmp_path / "a", loaded)
         for ours, theirs in zip(optimizer.state.values(), loaded.state.values(), strict=True):
             assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+        assert [group["lr"] for group in loaded.param_groups] == [0.001, 1.0]
 
 
 def test_other_states(tmp_path):
