@@ -408,11 +408,12 @@ def test_what_is_made_of_a_checkpoint_reaches_the_disk(saved, tmp_path, monkeypa
         assert synced[-1] == str(tmp_path), name
 
 
-def test_diff_of_a_chain_in_which_all_of_a_part_is_replaced(tmp_path):
-    layer = sparsekit.Embedding(20, 2, name="t")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_diff_of_a_chain_in_which_all_of_a_part_is_replaced(tmp_path, dtype):
+    layer = sparsekit.Embedding(20, 2, name="t", dtype=dtype)
     keep = checkpoint.Checkpoints(tmp_path / "chain", complete_every=3)
     for step, count in enumerate((9, 2, 2)):
-        layer.assign(torch.arange(count), torch.rand(count, 2))
+        layer.assign(torch.arange(count), torch.rand(count, 2).to(dtype))
         keep.save(step, layer)
     keep.close()
     whole = checkpoint.save(layer, tmp_path / "whole")
