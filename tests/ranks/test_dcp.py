@@ -218,6 +218,24 @@ def test_the_dense_part_is_that_of_rank_0(pools, tmp_path):
     assert pools[3](dense_of_rank_0, 3, tmp_path) == [0, 0, 0]
 
 
+def of_a_group(rank, world, folder):
+    """Saved and loaded by this rank alone, though the default group has more."""
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    layers = [
+        sparsekit.Embedding(9, 2, name="ids", seed=seed, process_group=alone) for seed in (rank, 7)
+    ]
+    layers[0].assign(torch.arange(4), torch.full((4, 2), float(rank)))
+    path = folder / str(rank)
+    dcp.save({"app": DcpState(layers[0], process_group=alone)}, checkpoint_id=path, no_dist=True)
+    loads = DcpState(layers[1], load_from=path, process_group=alone)
+    dcp.load({"app": loads}, checkpoint_id=path, no_dist=True)
+    assert torch.equal(layers[1].weight, layers[0].weight)
+
+
+def test_the_process_group_is_that_of_the_layers(pools, tmp_path):
+    pools[2](of_a_group, 2, tmp_path)
+
+
 def background(rank, world, folder):
     model, optimizers = made()
     wrapped = DistributedDataParallel(model)
