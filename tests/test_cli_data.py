@@ -79,9 +79,10 @@ def test_malformed_lines(tmp_path, capsys):
     assert "2 rows, 1 malformed left out" in capsys.readouterr().out
 
 
-def test_a_file_stays_as_it_was_if_another_cannot_be_written_whole(tmp_path, monkeypatch):
+def test_a_file_stays_as_it_was_if_another_cannot_be_written_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sparsekit.cli.hash._BATCH", 1)  # so that rows have been written
     hashed(tmp_path, "a,b\nx,1\nz,2\n")
+    assert "out.parquet 2 rows in" in capsys.readouterr().out
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     malformed = tmp_path / "y.csv"
     malformed.write_text("a,b\nx,1\ny\n")
