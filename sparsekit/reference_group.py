@@ -54,13 +54,13 @@ def bags_of(
     keys: Tensors, offsets: Tensors, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First entry of each bag, then the number of entries; and where features begin in sources."""
-    bags, first_keys, entries = [], [], 0
+    bags, key_starts, entries = [], [], 0
     for feature, row in zip(_features(keys, offsets, features), features.tolist(), strict=True):
         bags += (feature.first_entry + feature.offsets[:-1]).tolist()
         bounds = offsets[row[1]]
-        first_keys.append(int(bounds[row[2]]) if len(bounds) else row[2])
+        key_starts.append(int(bounds[row[2]]) if len(bounds) else row[2])
         entries = feature.first_entry + len(feature.keys)
-    return torch.tensor([*bags, entries], dtype=torch.int32), torch.tensor(first_keys).long()
+    return torch.tensor([*bags, entries], dtype=torch.int32), torch.tensor(key_starts).long()
 
 
 def _of_table(features: Sequence[_Feature], table: int) -> tuple[torch.Tensor, slice]:
@@ -212,7 +212,7 @@ def _pooled(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     keys: Tensors = (),
 ) -> Iterator[_Pooled]:
     first_bag = 0
@@ -222,8 +222,8 @@ def _pooled(
         first_bag += row["bags"]
         begin, end = int(bounds[0]), int(bounds[-1])
         own = slice(0, 0)
-        if first_keys is not None:
-            own = slice(int(first_keys[f]), int(first_keys[f]) + end - begin)
+        if key_starts is not None:
+            own = slice(int(key_starts[f]), int(key_starts[f]) + end - begin)
         weights = sample_weights[row["source"]] if sample_weights else bounds[:0]
         dim, flat = dims[row["table"]], tensors[row["tensor"]].view(-1)
         place = (
@@ -258,14 +258,14 @@ def group_embedding_bag_(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors = (),
-    first_keys: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
     keys: Tensors = (),
     seeds: Tensors = (),
     initializers: torch.Tensor | None = None,
 ) -> None:
     """Pool the bags of each feature, and write them where it says."""
     dims = [weight.shape[1] for weight in weights]
-    listed = list(_pooled(outs, dims, bags, features, sample_weights, first_keys, keys))
+    listed = list(_pooled(outs, dims, bags, features, sample_weights, key_starts, keys))
     for feature in listed:
         found = index[feature.entries].to(torch.int64)
         if rows is not None:
@@ -287,12 +287,12 @@ def group_embedding_bag_backward(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors = (),
-    first_keys: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
     divisor: int = 1,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum, for each table, the gradients of each of its distinct rows, in order of rows."""
-    listed = list(_pooled(grads, dims, bags, features, sample_weights, first_keys))
+    listed = list(_pooled(grads, dims, bags, features, sample_weights, key_starts))
     all_rows, all_sums = [], []
     for t, (dim, count) in enumerate(zip(dims, counts.tolist(), strict=True)):
         # By autograd, of the pooling of vectors that stand for the distinct rows.
@@ -320,7 +320,7 @@ def group_embedding_bag_backward(
 
 def group_embedding_bag_backward_at_(
     out: torch.Tensor,
-    units: Sequence[int],
+    row_strides: Sequence[int],
     grads: Tensors,
     dims: Sequence[int],
     index: torch.Tensor,
@@ -329,7 +329,7 @@ def group_embedding_bag_backward_at_(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors = (),
-    first_keys: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> None:
     """Write the gradients of the distinct rows to their places."""
@@ -337,11 +337,11 @@ def group_embedding_bag_backward_at_(
         dims,
         counts.tolist(),
         *group_embedding_bag_backward(
-            grads, dims, index, rows, counts, bags, features, sample_weights, first_keys
+            grads, dims, index, rows, counts, bags, features, sample_weights, key_starts
         ),
     )
-    for unit, at, gradients in zip(units, own_rows, sums, strict=True):
-        elements = (at * unit)[:, None] + torch.arange(gradients.shape[1])
+    for stride, at, gradients in zip(row_strides, own_rows, sums, strict=True):
+        elements = (at * stride)[:, None] + torch.arange(gradients.shape[1])
         out.view(-1)[elements.view(-1)] = gradients.reshape(-1)
 
 
@@ -353,7 +353,7 @@ def group_embedding_bag_update_(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     weights: Tensors,
     states: Tensors,
     row_steps: Tensors,
@@ -373,7 +373,7 @@ def group_embedding_bag_update_(
         counts.tolist(),
         *group_embedding_bag_backward(
             grads or [weights[0].new_empty(0)], dims, index, rows, counts, bags, features,
-            sample_weights, first_keys, divisor,
+            sample_weights, key_starts, divisor,
         ),
     )  # fmt: skip
     reference.update_rows_(

@@ -148,7 +148,7 @@ def use_what_ranks_need():
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         keys = [integers(-2000, 2000, 9000) for _ in dims]
         features = torch.tensor([[t, t, 0, 9000, 3, 1, t, 0, dim] for t, dim in enumerate(dims)])
-        by_owner, counts, numbers, inverse, places, bags, first_keys = ops.group_bucketize(
+        by_owner, counts, numbers, inverse, places, bags, key_starts = ops.group_bucketize(
             [owners], [0, -1, 0], [-1] * 3, keys, [none] * 3, features, 3
         )
         show(f"bucketize {dtype}", by_owner[: int(numbers.sum())], counts, numbers, inverse)
@@ -160,7 +160,7 @@ def use_what_ranks_need():
         out = torch.zeros(int(sizes.sum()), dtype=dtype)
         grads = [rows(9000, dim, dtype) for dim in dims]
         ops.group_embedding_bag_backward_at_(
-            out, [1] * 3, grads, dims, inverse, rows_of, numbers, bags, features, [], first_keys
+            out, [1] * 3, grads, dims, inverse, rows_of, numbers, bags, features, [], key_starts
         )
         show(f"gradients {dtype}", out)
 

@@ -176,8 +176,8 @@ class GroupInput : public GroupFeatures {
     int64_t entry = 0;
     for (Feature& feature : features) {
       const Source& source = sources[feature.source];
-      feature.first_key = source.offset(feature.first_bag);
-      feature.n = source.offset(feature.first_bag + feature.bags) - feature.first_key;
+      feature.key_start = source.offset(feature.first_bag);
+      feature.n = source.offset(feature.first_bag + feature.bags) - feature.key_start;
       feature.first_entry = entry;
       entry += feature.n;
     }
@@ -185,11 +185,11 @@ class GroupInput : public GroupFeatures {
 
   // Raises what cuda::begin_group has found, with checks on.
   void raise_found(const DeviceContext& context) const {
-    std::vector<int64_t> first_offset, first_key;
+    std::vector<int64_t> first_offset, key_start;
     int64_t offset = 0, key = 0;
     for (const Source& source : sources) {
       first_offset.push_back(offset);
-      first_key.push_back(key);
+      key_start.push_back(key);
       offset += source.bags + 1;
       key += source.n;
     }
@@ -213,7 +213,7 @@ class GroupInput : public GroupFeatures {
       }
     }
     if (bad_key >= 0) {
-      const auto [s, position] = within(first_key, bad_key);
+      const auto [s, position] = within(key_start, bad_key);
       wrong_key(s, position, context);
     }
   }

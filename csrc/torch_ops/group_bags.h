@@ -41,7 +41,7 @@ class GroupArguments {
  public:
   GroupFeatures group;
   Tensor index, bags;
-  std::optional<Tensor> rows, counts, first_keys;
+  std::optional<Tensor> rows, counts, key_starts;
   std::vector<Tensor> sample_weights, keys;
   int64_t entries = 0;
 
@@ -67,12 +67,12 @@ class GroupArguments {
     check(!rows.has_value() || counts.has_value(), op, ": rows need counts");
     if (first_keys_in.has_value()) {
       const auto count = static_cast<int64_t>(group.features.size());
-      first_keys = numbers(*first_keys_in, ScalarType::Long, count, "first_keys");
+      key_starts = numbers(*first_keys_in, ScalarType::Long, count, "key_starts");
     }
     add_of_sources(sample_weights_in, sample_weights, "sample_weights");
     add_of_sources(keys_in, keys, "keys");
     const bool by_source = !sample_weights.empty() || !keys.empty();
-    check(!by_source || first_keys.has_value(), op, ": sample_weights and keys need first_keys");
+    check(!by_source || key_starts.has_value(), op, ": sample_weights and keys need key_starts");
     if constexpr (!kOnDevice) {
       check_bags();
       check_counts();
@@ -196,7 +196,7 @@ class GroupArguments {
   void add_source(int64_t f, FeatureBags<T>& of) const {
     if (sample_weights.empty() && keys.empty()) return;
     const int64_t s = group.features[f].source;
-    of.first_key = int64_data(*first_keys) + f;
+    of.key_start = int64_data(*key_starts) + f;
     // Copied vectors take no weights.
     if (!sample_weights.empty() && sample_weights[s].numel() > 0 &&
         of.combiner != Combiner::kNone) {

@@ -14,7 +14,7 @@ inline const Tensor& first_of(const std::vector<Tensor>& keys, const std::vector
   return !keys.empty() ? keys[0] : !others.empty() ? others[0] : otherwise;
 }
 
-// Bags and first_keys of the call's results, not filled yet.
+// Bags and key_starts of the call's results, not filled yet.
 inline std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
   const auto count = static_cast<int64_t>(input.features.size());
   return {new_output(like, {input.source_bags + 1}, ScalarType::Int),
@@ -72,8 +72,8 @@ void begin_on_cpu(GroupInput& input, std::vector<Table>& tables,
       entry += feature.n;
       if (table.end < 0) continue;
       const int64_t bad =
-          cpu::check_keys(input.sources[feature.source], feature.first_key,
-                          feature.first_key + feature.n, table.end, torch_parallel_for());
+          cpu::check_keys(input.sources[feature.source], feature.key_start,
+                          feature.key_start + feature.n, table.end, torch_parallel_for());
       if (bad >= 0) input.wrong_key(feature.source, bad, context);
     }
     table.n = entry - table.first_entry;

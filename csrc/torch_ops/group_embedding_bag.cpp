@@ -26,7 +26,7 @@ Tensor new_out(Tensor like, int64_t num_elements) {
 void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
           const std::optional<Tensor>& rows, const std::optional<Tensor>& counts,
           const Tensor& bags, const Tensor& features, const Tensors& sample_weights,
-          const std::optional<Tensor>& first_keys, const Tensors& keys, const Tensors& seeds,
+          const std::optional<Tensor>& key_starts, const Tensors& keys, const Tensors& seeds,
           const std::optional<Tensor>& initializers) {
   const char* op = "group_embedding_bag_";
   Tensors weights = weights_in;
@@ -44,7 +44,7 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
   check_same_dtype(weights, op, "weights");
   check_list_device(index, weights, op, "weights");
   const GroupArguments arguments(op, outs, "outs", index, rows, counts, bags, features,
-                                 sample_weights, first_keys, keys,
+                                 sample_weights, key_starts, keys,
                                  static_cast<int64_t>(num_tables));
   for (size_t o = 0; o < outs.size(); ++o) {
     if (!outs[o].is_contiguous()) check_mutable(outs[o], op, Item{"outs", o});
@@ -67,7 +67,7 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
   overlaps.read("counts", counts);
   overlaps.read("bags", bags);
   overlaps.read("sample_weights", sample_weights);
-  overlaps.read("first_keys", first_keys);
+  overlaps.read("key_starts", key_starts);
   overlaps.read("keys", keys);
   overlaps.read("features", features);
   overlaps.read("seeds", seeds);
@@ -150,10 +150,10 @@ class Gradients {
   Gradients(const char* op, const Tensors& grads_in, const std::vector<int64_t>& dims,
             const Tensor& index, const std::optional<Tensor>& rows_in, const Tensor& counts_in,
             const Tensor& bags, const Tensor& features, const Tensors& sample_weights,
-            const std::optional<Tensor>& first_keys, int64_t divisor, bool knows_counts)
+            const std::optional<Tensor>& key_starts, int64_t divisor, bool knows_counts)
       : grads(grads_in),
         arguments(op, grads, "grads", index, rows_in, counts_in, bags, features, sample_weights,
-                  first_keys, {}, static_cast<int64_t>(dims.size())),
+                  key_starts, {}, static_cast<int64_t>(dims.size())),
         context(index),
         counts(dims.size()),
         op_(op),
@@ -350,12 +350,12 @@ std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector
                                          const Tensor& index, const std::optional<Tensor>& rows,
                                          const Tensor& counts, const Tensor& bags,
                                          const Tensor& features, const Tensors& sample_weights,
-                                         const std::optional<Tensor>& first_keys, int64_t divisor,
+                                         const std::optional<Tensor>& key_starts, int64_t divisor,
                                          bool deterministic) {
   const char* op = "group_embedding_bag_backward";
   check(!grads.empty() || dims.empty(), op, ": grads must not be empty");
   const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
-                            first_keys, divisor, true);
+                            key_starts, divisor, true);
   Tensor sorted_rows = new_output(index, {rows ? gradients.rows : 0}, ScalarType::Long);
   Tensor out = new_output(grads.empty() ? index : grads[0], {gradients.elements});
   if (grads.empty()) return {sorted_rows, out};
@@ -374,20 +374,21 @@ std::tuple<Tensor, Tensor> pool_backward(const Tensors& grads, const std::vector
   return {sorted_rows, out};
 }
 
-void pool_backward_at(const Tensor& out, const std::vector<int64_t>& units, const Tensors& grads,
-                      const std::vector<int64_t>& dims, const Tensor& index, const Tensor& rows,
-                      const Tensor& counts, const Tensor& bags, const Tensor& features,
-                      const Tensors& sample_weights, const std::optional<Tensor>& first_keys,
+void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides,
+                      const Tensors& grads, const std::vector<int64_t>& dims, const Tensor& index,
+                      const Tensor& rows, const Tensor& counts, const Tensor& bags,
+                      const Tensor& features, const Tensors& sample_weights,
+                      const std::optional<Tensor>& key_starts,
                       [[maybe_unused]] bool deterministic) {
   const char* op = "group_embedding_bag_backward_at_";
   check(!grads.empty() || dims.empty(), op, ": grads must not be empty");
   // The place of a sum does not depend on their number, so nothing waits for a count on a device.
   const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
-                            first_keys, 1, !kOnDevice);
-  check_list(units.size(), dims.size(), op, "units");
-  for (size_t t = 0; t < units.size(); ++t) {
-    check(units[t] >= 1 && units[t] <= kMostElements, op, ": units[", t,
-          "] must be in [1, 2^44], got ", units[t]);
+                            key_starts, 1, !kOnDevice);
+  check_list(row_strides.size(), dims.size(), op, "row_strides");
+  for (size_t t = 0; t < row_strides.size(); ++t) {
+    check(row_strides[t] >= 1 && row_strides[t] <= kMostElements, op, ": row_strides[", t,
+          "] must be in [1, 2^44], got ", row_strides[t]);
   }
   if (grads.empty()) return;
   check_dtype(out, dtype_of(grads[0]), op, "out");
@@ -401,14 +402,14 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& units, cons
   overlaps.read("counts", counts);
   overlaps.read("bags", bags);
   overlaps.read("sample_weights", sample_weights);
-  overlaps.read("first_keys", first_keys);
+  overlaps.read("key_starts", key_starts);
   overlaps.check();
   dispatch_rows(grads[0], op, "grads", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const std::vector<FeatureBags<T>> features_of =
         gradients.arguments.bags_of<T>(gradients.grads, false);
     const std::vector<SummedTable<T>> tables = gradients.tables<T>(features_of, nullptr, nullptr);
-    const SumRoom<T> room{mutable_data<T>(out), out.numel(), units.data()};
+    const SumRoom<T> room{mutable_data<T>(out), out.numel(), row_strides.data()};
     if constexpr (kOnDevice) {
       gradients.sum_at(tables, room);
     } else {
@@ -416,10 +417,10 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& units, cons
           tables, [&](size_t t) { return room.num_rows(static_cast<int64_t>(t), dims[t]); });
       auto write = [&](int64_t t, const int64_t* own_rows, const T* grad,
                        const ParallelFor& parallel_for) {
-        const int64_t dim = dims[t], unit = units[t];
+        const int64_t dim = dims[t], stride = row_strides[t];
         parallel_for(0, gradients.counts[t], 1024, [=](int64_t begin, int64_t end) {
           for (int64_t j = begin; j < end; ++j) {
-            std::copy_n(grad + j * dim, dim, room.out + own_rows[j] * unit);
+            std::copy_n(grad + j * dim, dim, room.out + own_rows[j] * stride);
           }
         });
       };
@@ -431,7 +432,7 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& units, cons
 
 void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
                  const Tensor& counts, const Tensor& bags, const Tensor& features,
-                 const Tensors& sample_weights, const std::optional<Tensor>& first_keys,
+                 const Tensors& sample_weights, const std::optional<Tensor>& key_starts,
                  const Tensors& weights, const Tensors& states, const Tensors& row_steps,
                  const Tensors& steps, const std::string& rule, const std::vector<double>& settings,
                  int64_t divisor, bool per_row, std::optional<int64_t> rounding_seed, bool counted,
@@ -446,7 +447,7 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
     dims.push_back(weights[t].size(1));
   }
   const Gradients gradients(op, grads, dims, index, rows, counts, bags, features, sample_weights,
-                            first_keys, divisor, !kOnDevice);
+                            key_starts, divisor, !kOnDevice);
   if (!grads.empty()) check_dtype(grads[0], dtype_of(weights[0]), op, "grads");
   const StepNumber number{counted, per_row};
   const Rounding rounding = rounding_of(rounding_seed);
@@ -464,7 +465,7 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
     overlaps.read("bags", bags);
     overlaps.read("features", features);
     overlaps.read("sample_weights", sample_weights);
-    overlaps.read("first_keys", first_keys);
+    overlaps.read("key_starts", key_starts);
     for (size_t t = 0; t < lists.size(); ++t) lists.add_table(overlaps, t, counted);
     overlaps.check();
 

@@ -51,36 +51,37 @@ SPARSEKIT_LIBRARY(m) {
   // Ops on many tables; sparsekit/ops/_group.py explains tables, initializers and features.
   m.def(
       "group_find(Tensor[] buckets, Tensor[] hash_seeds, Tensor tables, Tensor[] keys,"
-      " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor bags, Tensor first_keys)");
+      " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor bags, Tensor key_starts)");
   m.def(
       "group_find_or_insert_(Tensor(a!)[] buckets, Tensor[] hash_seeds, Tensor(b!)[] sizes,"
       " Tensor(c!)[] weights, Tensor[] seeds, Tensor tables, Tensor initializers, Tensor[] keys,"
       " Tensor[] offsets, Tensor features) -> (Tensor rows, Tensor inverse, Tensor counts,"
-      " Tensor bags, Tensor first_keys)");
+      " Tensor bags, Tensor key_starts)");
   m.def(
       "group_bucketize(Tensor[] owners, int[] maps, int[] ends, Tensor[] keys, Tensor[] offsets,"
       " Tensor features, int world_size, bool distinct=True) -> (Tensor keys, Tensor counts, Tensor"
-      " numbers, Tensor inverse, Tensor places, Tensor bags, Tensor first_keys)");
+      " numbers, Tensor inverse, Tensor places, Tensor bags, Tensor key_starts)");
   m.def(
       "group_exchange_rows(Tensor places, Tensor bags, Tensor features, Tensor come, int[] steps)"
       " -> Tensor");
   m.def("group_embedding_bag_out(Tensor like, int num_elements) -> Tensor");
   m.def(
       "group_embedding_bag_(Tensor(a!)[] outs, Tensor[] weights, Tensor index, Tensor? rows,"
-      " Tensor? counts, Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? first_keys,"
+      " Tensor? counts, Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? key_starts,"
       " Tensor[] keys, Tensor[] seeds, Tensor? initializers) -> ()");
   m.def(
       "group_embedding_bag_backward(Tensor[] grads, int[] dims, Tensor index, Tensor? rows,"
       " Tensor counts, Tensor bags, Tensor features, Tensor[] sample_weights,"
-      " Tensor? first_keys, int divisor=1, bool deterministic=True) -> (Tensor rows, Tensor "
+      " Tensor? key_starts, int divisor=1, bool deterministic=True) -> (Tensor rows, Tensor "
       "grads)");
   m.def(
-      "group_embedding_bag_backward_at_(Tensor(a!) out, int[] units, Tensor[] grads, int[] dims,"
+      "group_embedding_bag_backward_at_(Tensor(a!) out, int[] row_strides, Tensor[] grads, int[] "
+      "dims,"
       " Tensor index, Tensor rows, Tensor counts, Tensor bags, Tensor features, Tensor[]"
-      " sample_weights, Tensor? first_keys, bool deterministic=True) -> ()");
+      " sample_weights, Tensor? key_starts, bool deterministic=True) -> ()");
   m.def(
       "group_embedding_bag_update_(Tensor[] grads, Tensor index, Tensor rows, Tensor counts,"
-      " Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? first_keys,"
+      " Tensor bags, Tensor features, Tensor[] sample_weights, Tensor? key_starts,"
       " Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] row_steps, Tensor(d!)[] steps,"
       " str rule, float[] settings, int divisor=1, bool per_row=False, int? rounding_seed=None,"
       " bool count_steps=False, bool deterministic=True) -> ()");

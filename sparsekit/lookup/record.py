@@ -123,7 +123,7 @@ class CallRecord:
     ) -> list[torch.Tensor | None]:
         """The sparse gradient of each weight; see `LookupRecord.gradients`."""
         features = self.features if features is None else features
-        index, rows, counts, bags, first_keys = found
+        index, rows, counts, bags, key_starts = found
         if self.width is None:
             grads = [grads[i] for i in self.batch.positions]
         if rows is None:
@@ -140,7 +140,7 @@ class CallRecord:
             wanted = set(taken)  # what is not has vectors without elements
             dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
         given = self.batch.grads_or_zeros(grads, dims, features)
-        asked_of = index, rows, counts, bags, features, self.sample_weights, first_keys
+        asked_of = index, rows, counts, bags, features, self.sample_weights, key_starts
 
         def updates() -> list[Update]:
             sorted_rows, sums = _backward(
@@ -187,7 +187,7 @@ class CallRecord:
         positions = self.batch.positions if self.width is None else [0]
         own_grads = [grads[i] for i in positions]
         given = self.batch.grads_or_zeros(own_grads, self.batch.dims, self.features)
-        index, rows, counts, bags, first_keys = found
+        index, rows, counts, bags, key_starts = found
         tables = [
             torch.zeros_like(weight) if own is None else own.to_dense().contiguous()
             for weight, own in zip(self.weights, vectors, strict=True)
@@ -195,7 +195,7 @@ class CallRecord:
         own_outs = [torch.zeros_like(grad) for grad in given]
         results = index, rows, counts, bags, self.features
         with torch._C._AutoDispatchBelowAutograd():
-            _pool(own_outs, tables, *results, self.sample_weights, first_keys, [], [], None)
+            _pool(own_outs, tables, *results, self.sample_weights, key_starts, [], [], None)
         for i, out in zip(positions, own_outs, strict=True):
             before = outs[i]
             outs[i] = out if before is None else before + out

@@ -132,7 +132,7 @@ class TableOps:
         )
 
     def found(self) -> tuple[torch.Tensor | None, ...]:
-        """Results of `find`: index, rows, counts, bags and first_keys."""
+        """Results of `find`: index, rows, counts, bags and key_starts."""
         return self._index, self.rows, self._counts, self._bags, self._first_keys
 
     def find(self) -> None:

@@ -119,7 +119,7 @@ def check_numbers(
     counts: torch.Tensor | None,
     bags: torch.Tensor,
     features: torch.Tensor,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
 ) -> None:
     """Raise TypeError or ValueError for what is not as an op that finds rows has returned it."""
     check_tensor(op, "index", index, (torch.int32,), 1)
@@ -128,8 +128,8 @@ def check_numbers(
     if counts is not None:
         check_tensor(op, "counts", counts, (torch.int64,), 1)
     check_tensor(op, "bags", bags, (torch.int32,), 1)
-    if first_keys is not None:
-        check_tensor(op, "first_keys", first_keys, (torch.int64,), 1)
+    if key_starts is not None:
+        check_tensor(op, "key_starts", key_starts, (torch.int64,), 1)
     check_descriptor(op, "features", features, torch.int64)
 
 
@@ -161,11 +161,11 @@ def split_by_table(
 def bags_like(
     like: torch.Tensor, keys: Tensors, offsets: Tensors, features: torch.Tensor
 ) -> Tensors:
-    """Bags and first_keys, as a fake returns them."""
+    """Bags and key_starts, as a fake returns them."""
     each = zip(keys, offsets, strict=True)
     count = sum(o.shape[0] - 1 if o.shape[0] else k.shape[0] for k, o in each)
-    first_keys = like.new_empty([features.shape[0]], dtype=torch.int64)
-    return like.new_empty([count + 1], dtype=torch.int32), first_keys
+    key_starts = like.new_empty([features.shape[0]], dtype=torch.int64)
+    return like.new_empty([count + 1], dtype=torch.int32), key_starts
 
 
 def length_of(keys: Tensors) -> Any:

@@ -26,7 +26,7 @@ def _check_backward(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     divisor: int = 1,
     deterministic: bool = True,
 ) -> None:
@@ -36,13 +36,13 @@ def _check_backward(
         "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
     }
     check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, first_keys)
-    check_devices(op, [index, rows, counts, bags, first_keys, *grads, *sample_weights])
+    check_numbers(op, index, rows, counts, bags, features, key_starts)
+    check_devices(op, [index, rows, counts, bags, key_starts, *grads, *sample_weights])
 
 
 def _check_backward_at(
     out: torch.Tensor,
-    units: Sequence[int],
+    row_strides: Sequence[int],
     grads: Tensors,
     dims: Sequence[int],
     index: torch.Tensor,
@@ -51,7 +51,7 @@ def _check_backward_at(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     deterministic: bool = True,
 ) -> None:
     op = "group_embedding_bag_backward_at_"
@@ -60,8 +60,8 @@ def _check_backward_at(
         "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
     }
     check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, first_keys)
-    check_devices(op, [out, index, rows, counts, bags, first_keys, *grads, *sample_weights])
+    check_numbers(op, index, rows, counts, bags, features, key_starts)
+    check_devices(op, [out, index, rows, counts, bags, key_starts, *grads, *sample_weights])
 
 
 def _check_update(
@@ -72,7 +72,7 @@ def _check_update(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     weights: Tensors,
     states: Tensors,
     row_steps: Tensors,
@@ -86,9 +86,9 @@ def _check_update(
         "weights": (weights, ROW_DTYPES, 2),
     }
     check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, first_keys)
+    check_numbers(op, index, rows, counts, bags, features, key_starts)
     lists_of_all = [*grads, *sample_weights, *weights, *states, *row_steps, *steps]
-    check_devices(op, [index, rows, counts, bags, first_keys, *lists_of_all])
+    check_devices(op, [index, rows, counts, bags, key_starts, *lists_of_all])
 
 
 _backward = GroupOp(torch.ops.sparsekit.group_embedding_bag_backward.default, _check_backward)
@@ -107,7 +107,7 @@ def group_embedding_bag_backward(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors = (),
-    first_keys: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
     divisor: int = 1,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +123,7 @@ def group_embedding_bag_backward(
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
         sample_weights: as in `group_embedding_bag_`.
-        first_keys: as in `group_embedding_bag_`.
+        key_starts: as in `group_embedding_bag_`.
         divisor: divides the sums after they have been rounded to the dtype of grads.
         deterministic: without effect so far; sums always go in the order of entries.
 
@@ -146,7 +146,7 @@ def group_embedding_bag_backward(
         bags,
         features,
         sample_weights,
-        first_keys,
+        key_starts,
         divisor,
         deterministic,
     )
@@ -154,7 +154,7 @@ def group_embedding_bag_backward(
 
 def group_embedding_bag_backward_at_(
     out: torch.Tensor,
-    units: Sequence[int],
+    row_strides: Sequence[int],
     grads: Tensors,
     dims: Sequence[int],
     index: torch.Tensor,
@@ -163,18 +163,18 @@ def group_embedding_bag_backward_at_(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors = (),
-    first_keys: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> None:
     """The gradients of `group_embedding_bag_backward`, written to given places.
 
-    That of a row of table t goes to ``out.view(-1)[row * units[t]:][:dims[t]]``; other elements of
-    out stay as they are. Where those of two rows overlap, either may be there, or parts of both. On
-    CUDA nothing waits for the device.
+    That of a row of table t goes to ``out.view(-1)[row * row_strides[t]:][:dims[t]]``; other
+    elements of out stay as they are. Where those of two rows overlap, either may be there, or parts
+    of both. On CUDA nothing waits for the device.
 
     Args:
         out: contiguous, any shape, in the dtype of grads, changed in place.
-        units: for each table, how many elements of out it is from one row to the next.
+        row_strides: for each table, how many elements of out it is from one row to the next.
         grads: as in `group_embedding_bag_backward`.
         dims: length of a gradient of each table.
         index: as in `group_embedding_bag_backward`.
@@ -184,7 +184,7 @@ def group_embedding_bag_backward_at_(
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
         sample_weights: as in `group_embedding_bag_`.
-        first_keys: as in `group_embedding_bag_`.
+        key_starts: as in `group_embedding_bag_`.
         deterministic: without effect so far; sums always go in the order of entries.
 
     Raises:
@@ -195,7 +195,7 @@ def group_embedding_bag_backward_at_(
     """
     _backward_at(
         out,
-        units,
+        row_strides,
         grads,
         dims,
         index,
@@ -204,7 +204,7 @@ def group_embedding_bag_backward_at_(
         bags,
         features,
         sample_weights,
-        first_keys,
+        key_starts,
         deterministic,
     )
     increment_version(out)
@@ -218,7 +218,7 @@ def group_embedding_bag_update_(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     weights: Tensors,
     states: Tensors,
     row_steps: Tensors,
@@ -247,7 +247,7 @@ def group_embedding_bag_update_(
         bags: int32, as `group_find` returns it.
         features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
         sample_weights: as in `group_embedding_bag_`.
-        first_keys: as in `group_embedding_bag_`.
+        key_starts: as in `group_embedding_bag_`.
         weights: as in `update_rows_`, one for each table, changed in place.
         states: as in `update_rows_`, those of one table after another, changed in place.
         row_steps: as in `update_rows_`, one for each table or none at all.
@@ -273,7 +273,7 @@ def group_embedding_bag_update_(
         bags,
         features,
         sample_weights,
-        first_keys,
+        key_starts,
         weights,
         states,
         row_steps,
@@ -299,11 +299,11 @@ def _(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     divisor: int = 1,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_backward(grads, dims, index, rows, counts, bags, features, sample_weights, first_keys)
+    _check_backward(grads, dims, index, rows, counts, bags, features, sample_weights, key_starts)
     context = torch.library.get_ctx()
     num_rows = 0 if rows is None else context.new_dynamic_size()
     like = grads[0] if grads else index
@@ -316,7 +316,7 @@ def _(
 @torch.library.register_fake("sparsekit::group_embedding_bag_backward_at_")
 def _(
     out: torch.Tensor,
-    units: Sequence[int],
+    row_strides: Sequence[int],
     grads: Tensors,
     dims: Sequence[int],
     index: torch.Tensor,
@@ -325,11 +325,21 @@ def _(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     deterministic: bool = True,
 ) -> None:
     _check_backward_at(
-        out, units, grads, dims, index, rows, counts, bags, features, sample_weights, first_keys
+        out,
+        row_strides,
+        grads,
+        dims,
+        index,
+        rows,
+        counts,
+        bags,
+        features,
+        sample_weights,
+        key_starts,
     )
 
 
@@ -342,7 +352,7 @@ def _(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     weights: Tensors,
     states: Tensors,
     row_steps: Tensors,
@@ -363,7 +373,7 @@ def _(
         bags,
         features,
         sample_weights,
-        first_keys,
+        key_starts,
         weights,
         states,
         row_steps,

@@ -94,7 +94,7 @@ def group_bucketize(
         ``places``, int32 with one element per entry. From the first entry of table t on, it has
         numbers[t] elements: where each of the table's keys, in order of first occurrence, is among
         its keys for rank 0, then those for rank 1 and so on; the rest of its part is undefined.
-        ``bags`` and ``first_keys`` are those of `group_find`.
+        ``bags`` and ``key_starts`` are those of `group_find`.
 
     Raises:
         TypeError: a wrong dtype.

@@ -24,7 +24,7 @@ def _check_pool(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     keys: Tensors,
     seeds: Tensors,
     initializers: torch.Tensor | None,
@@ -37,11 +37,11 @@ def _check_pool(
         "seeds": (seeds, (torch.int64,), 1),
     }
     check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, first_keys)
+    check_numbers(op, index, rows, counts, bags, features, key_starts)
     if initializers is not None:
         check_descriptor(op, "initializers", initializers, torch.float64)
     lists_of_all = [*outs, *weights, *sample_weights, *keys, *seeds]
-    check_devices(op, [index, rows, counts, bags, first_keys, *lists_of_all])
+    check_devices(op, [index, rows, counts, bags, key_starts, *lists_of_all])
 
 
 _pool = GroupOp(torch.ops.sparsekit.group_embedding_bag_.default, _check_pool)
@@ -56,7 +56,7 @@ def group_embedding_bag_(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors = (),
-    first_keys: torch.Tensor | None = None,
+    key_starts: torch.Tensor | None = None,
     keys: Tensors = (),
     seeds: Tensors = (),
     initializers: torch.Tensor | None = None,
@@ -79,7 +79,7 @@ def group_embedding_bag_(
         features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
         sample_weights: empty, or for each source ``[n]``, float64 for float64 rows, else float32;
             without elements for a source that has none.
-        first_keys: int64 ``[F]``, as `group_find` returns it; for sample_weights and keys.
+        key_starts: int64 ``[F]``, as `group_find` returns it; for sample_weights and keys.
         keys: int64 or int32 ``[n]`` for each source; for initializers.
         seeds: int64 ``[1]`` for each table, the seed of its initial vectors.
         initializers: float64 ``[T, 3]`` on the CPU, or None.
@@ -100,7 +100,7 @@ def group_embedding_bag_(
         bags,
         features,
         sample_weights,
-        first_keys,
+        key_starts,
         keys,
         seeds,
         initializers,
@@ -123,7 +123,7 @@ def _(
     bags: torch.Tensor,
     features: torch.Tensor,
     sample_weights: Tensors,
-    first_keys: torch.Tensor | None,
+    key_starts: torch.Tensor | None,
     keys: Tensors,
     seeds: Tensors,
     initializers: torch.Tensor | None,
@@ -137,7 +137,7 @@ def _(
         bags,
         features,
         sample_weights,
-        first_keys,
+        key_starts,
         keys,
         seeds,
         initializers,

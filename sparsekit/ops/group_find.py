@@ -88,7 +88,7 @@ def group_find(
         ``rows``, int32 with one element per entry: the row of its key, -1 if the key is absent.
         ``bags``, int32 ``[bags of all sources + 1]``: the entry at which each bag of the features
         begins, feature by feature, then the number of entries; the rest is undefined.
-        ``first_keys``, int64 ``[F]``: where the first key of each feature is in its source.
+        ``key_starts``, int64 ``[F]``: where the first key of each feature is in its source.
 
     Raises:
         TypeError: a wrong dtype.
@@ -135,7 +135,7 @@ def group_find_or_insert_(
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.
         counts[t] is the number of distinct keys of table t. Their rows, in order of first
         occurrence, are in ``rows`` from the table's first entry on; the rest of its part is
-        undefined. inverse[e] says which of them the key of entry e is. ``bags`` and ``first_keys``
+        undefined. inverse[e] says which of them the key of entry e is. ``bags`` and ``key_starts``
         are those of `group_find`.
 
     Raises:

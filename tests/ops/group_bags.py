@@ -17,9 +17,9 @@ from sparsekit.ops._group import split_by_table
 from .groups import Group, Source
 
 
-def more(group, first_keys, initial):
+def more(group, key_starts, initial):
     """What pooling may take besides."""
-    arguments = {"sample_weights": group.sample_weights, "first_keys": first_keys}
+    arguments = {"sample_weights": group.sample_weights, "key_starts": key_starts}
     if initial:
         arguments["keys"] = group.asked[0]
         arguments |= {"seeds": group.seeds, "initializers": group.initializers}
@@ -28,13 +28,13 @@ def more(group, first_keys, initial):
 
 def pool(group, outs, found, initial=False):
     """Pool what group_find_or_insert_ or group_find has returned."""
-    *numbers, bags, first_keys = found if len(found) == 5 else (found[0], *found[1:])
+    *numbers, bags, key_starts = found if len(found) == 5 else (found[0], *found[1:])
     if len(numbers) == 3:
         rows, inverse, counts = numbers
         numbers = inverse, rows, counts
     else:
         numbers = numbers[0], None, None
-    arguments = more(group, first_keys, initial)
+    arguments = more(group, key_starts, initial)
     ops.group_embedding_bag_(outs, group.weights, *numbers, bags, group.asked[2], **arguments)
 
 
@@ -54,13 +54,13 @@ def in_double(value):
 def check_pool(group, found, initial=False):
     outs = group.outs()
     pool(group, outs, found, initial)
-    *numbers, bags, first_keys = on_cpu(found)
+    *numbers, bags, key_starts = on_cpu(found)
     if len(numbers) == 3:
         rows, inverse, counts = numbers
         numbers = inverse, rows, counts
     else:
         numbers = numbers[0], None, None
-    arguments = {name: in_double(value) for name, value in more(group, first_keys, initial).items()}
+    arguments = {name: in_double(value) for name, value in more(group, key_starts, initial).items()}
     weights, features = in_double(group.weights), group.asked[2]
 
     def pooled(weights):
@@ -89,7 +89,7 @@ def assert_equal_but_for_rounding(actual, expected, magnitude):
 
 
 def backward(group, grads, found, *, with_rows=True, **options):
-    rows, inverse, counts, bags, first_keys = found
+    rows, inverse, counts, bags, key_starts = found
     return ops.group_embedding_bag_backward(
         grads,
         group.dims,
@@ -99,7 +99,7 @@ def backward(group, grads, found, *, with_rows=True, **options):
         bags,
         group.asked[2],
         group.sample_weights,
-        first_keys,
+        key_starts,
         **options,
     )
 
@@ -120,8 +120,8 @@ def check_backward(group, found, divisor=1, with_rows=True):
     if not grads:
         return
     result = backward(group, grads, found, with_rows=with_rows, divisor=divisor)
-    rows, inverse, counts, bags, first_keys = on_cpu(found)
-    rest = in_double(group.sample_weights), first_keys, divisor
+    rows, inverse, counts, bags, key_starts = on_cpu(found)
+    rest = in_double(group.sample_weights), key_starts, divisor
 
     def summed(grads):
         return reference_group.group_embedding_bag_backward(
@@ -153,31 +153,33 @@ def entries_of(group, counts):
 
 
 def places_for(group, found, seed):
-    """Room for the gradients of all rows, in any order and with gaps: out, units and found.
+    """Room for the gradients of all rows, in any order and with gaps: out, row_strides and found.
 
     Units are such that vectors of some tables may be read and written wide.
     """
     draw = random.Random(seed)
     rows, inverse, counts, *rest = found
-    units = [draw.choice([unit for unit in (1, 2, 4, 8) if dim % unit == 0]) for dim in group.dims]
+    row_strides = [
+        draw.choice([stride for stride in (1, 2, 4, 8) if dim % stride == 0]) for dim in group.dims
+    ]
     slots = [(t, j) for t, count in enumerate(counts.tolist()) for j in range(count)]
     draw.shuffle(slots)
     own = [entries.start for entries in entries_of(group, counts)]
     at, places = 0, torch.full_like(rows, -1)
     for t, j in slots:
-        at += -at % units[t] + draw.choice([0, 0, units[t]])
-        places[own[t] + j] = at // units[t]
+        at += -at % row_strides[t] + draw.choice([0, 0, row_strides[t]])
+        places[own[t] + j] = at // row_strides[t]
         at += group.dims[t]
     out = torch.full((at,), 9.0, dtype=group.dtype, device=group.device)
-    return out, units, (places, inverse, counts, *rest)
+    return out, row_strides, (places, inverse, counts, *rest)
 
 
-def backward_at(group, grads, found, out, units, placed):
-    places, inverse, counts, bags, first_keys = placed
+def backward_at(group, grads, found, out, row_strides, placed):
+    places, inverse, counts, bags, key_starts = placed
     weights = group.sample_weights
     ops.group_embedding_bag_backward_at_(
-        out, units, grads, group.dims, inverse, places, counts, bags, group.asked[2], weights,
-        first_keys,
+        out, row_strides, grads, group.dims, inverse, places, counts, bags, group.asked[2], weights,
+        key_starts,
     )  # fmt: skip
 
 
@@ -188,19 +190,19 @@ def check_backward_at(group, found, seed=0):
         return
     counts = found[2]
     sums = sums_of(group, counts, backward(group, grads, found, with_rows=False)[1])
-    out, units, placed = places_for(group, found, seed)
+    out, row_strides, placed = places_for(group, found, seed)
     expected = out.clone()
-    for unit, entries, own in zip(units, entries_of(group, counts), sums, strict=True):
-        for row, gradient in zip((placed[0][entries] * unit).tolist(), own, strict=True):
+    for stride, entries, own in zip(row_strides, entries_of(group, counts), sums, strict=True):
+        for row, gradient in zip((placed[0][entries] * stride).tolist(), own, strict=True):
             expected[row : row + len(gradient)] = gradient
-    backward_at(group, grads, found, out, units, placed)
+    backward_at(group, grads, found, out, row_strides, placed)
     assert same_bits(out, expected)
     rows, inverse, *rest = on_cpu(placed[:4])
 
     def written(grads, fill):
         plain = torch.full(out.shape, fill, dtype=torch.float64)
         reference_group.group_embedding_bag_backward_at_(
-            plain, units, grads, group.dims, inverse, rows, *rest, group.asked[2],
+            plain, row_strides, grads, group.dims, inverse, rows, *rest, group.asked[2],
             in_double(group.sample_weights), placed[4].cpu(),
         )  # fmt: skip
         return plain
@@ -212,11 +214,11 @@ def check_backward_at(group, found, seed=0):
 def check_strided(group, found):
     """Rows anywhere in one piece of memory, as vectors are that ranks have sent."""
     counts = found[2]
-    space, units, placed = places_for(group, found, seed=1)
+    space, row_strides, placed = places_for(group, found, seed=1)
     space = misaligned(space) if len(space) % 2 else space
     given = group.weights
-    for unit, entries, weight in zip(units, entries_of(group, counts), given, strict=True):
-        each = zip(found[0][entries].tolist(), (placed[0][entries] * unit).tolist(), strict=True)
+    for stride, entries, weight in zip(row_strides, entries_of(group, counts), given, strict=True):
+        each = zip(found[0][entries].tolist(), (placed[0][entries] * stride).tolist(), strict=True)
         for row, at in each:
             space[at : at + weight.shape[1]] = weight[row]
     expected = group.outs()
@@ -224,9 +226,9 @@ def check_strided(group, found):
     try:
         group.weights = [
             space.as_strided(
-                (max(0, (len(space) - dim) // unit + 1), dim), (unit, 1), space.storage_offset()
+                (max(0, (len(space) - dim) // stride + 1), dim), (stride, 1), space.storage_offset()
             )
-            for dim, unit in zip(group.dims, units, strict=True)
+            for dim, stride in zip(group.dims, row_strides, strict=True)
         ]
         outs = check_pool(group, placed)
     finally:

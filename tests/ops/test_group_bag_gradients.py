@@ -55,12 +55,12 @@ def test_gradients_of_any_strides(device, kind, dim):
         assert same_bits(result, expected)
 
 
-def at(group, found, out, units=(4,), **changed):
+def at(group, found, out, row_strides=(4,), **changed):
     """Gradients of ones, written to out."""
-    rows, inverse, counts, bags, first_keys = found
+    rows, inverse, counts, bags, key_starts = found
     arguments = {
         "out": out,
-        "units": list(units),
+        "row_strides": list(row_strides),
         "grads": [torch.ones_like(vectors) for vectors in group.outs()],
         "dims": group.dims,
         "index": inverse,
@@ -68,7 +68,7 @@ def at(group, found, out, units=(4,), **changed):
         "counts": counts,
         "bags": bags,
         "features": group.asked[2],
-        "first_keys": first_keys,
+        "key_starts": key_starts,
     }
     ops.group_embedding_bag_backward_at_(**arguments | changed)
 
@@ -116,11 +116,11 @@ def test_numbers_of_gradients_that_are_refused(device, bad):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"units": []}, "units must have 1 element"),
-        ({"units": [0]}, r"units\[0\] must be in \[1, 2\^44\], got 0"),
-        ({"units": [-4]}, r"units\[0\] must be in"),
-        ({"units": [2**62]}, r"units\[0\] must be in"),
-        ({"units": [4, 4]}, "units must have 1 element"),
+        ({"row_strides": []}, "row_strides must have 1 element"),
+        ({"row_strides": [0]}, r"row_strides\[0\] must be in \[1, 2\^44\], got 0"),
+        ({"row_strides": [-4]}, r"row_strides\[0\] must be in"),
+        ({"row_strides": [2**62]}, r"row_strides\[0\] must be in"),
+        ({"row_strides": [4, 4]}, "row_strides must have 1 element"),
         ({"grads": []}, "grads must not be empty"),
         ({"dims": [5]}, r"features\[0\] has 2 vectors of 5"),
         ({"rows": torch.zeros(2, dtype=torch.int32)}, "rows must have size 3"),
@@ -129,7 +129,7 @@ def test_numbers_of_gradients_that_are_refused(device, bad):
 )
 def test_arguments_of_gradients_that_are_refused(device, changed, message):
     group, found = small(device)
-    arguments = {"out": torch.zeros(8), "units": [4]} | changed
+    arguments = {"out": torch.zeros(8), "row_strides": [4]} | changed
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             arguments[name] = value.to(device)

@@ -37,7 +37,7 @@ def first_entries(group):
 
 def defined(group, results):
     """What is defined of the results, those of the places table by table."""
-    by_owner, counts, numbers, inverse, places, bags, first_keys = (r.cpu() for r in results)
+    by_owner, counts, numbers, inverse, places, bags, key_starts = (r.cpu() for r in results)
     begin, keys = 0, []
     for count in counts.sum(1).tolist():
         keys.append(by_owner[begin : begin + count])
@@ -48,7 +48,7 @@ def defined(group, results):
     ]
     num_bags = sum(feature[3] for feature in group.features)
     n = group.entries()
-    return [*keys, counts, numbers, inverse[:n], *own, bags[: num_bags + 1], first_keys]
+    return [*keys, counts, numbers, inverse[:n], *own, bags[: num_bags + 1], key_starts]
 
 
 def check(group, world_size, distinct=True):

@@ -207,9 +207,9 @@ def test_counts_that_are_refused(device, backend):
 
 @pytest.mark.parametrize("bad", [[1, 1, 3], [0, 2, 1], [0, 1, 4], [0, -1, 3], [0, 1, -(2**31)]])
 def test_bags_that_are_refused(device, backend, bad):
-    group, (rows, inverse, counts, _, first_keys) = small(device)
+    group, (rows, inverse, counts, _, key_starts) = small(device)
     bags = torch.tensor(bad, dtype=torch.int32, device=device)
-    found = rows, inverse, counts, bags, first_keys
+    found = rows, inverse, counts, bags, key_starts
     if backend == "cpu":
         with pytest.raises(ValueError, match="bags must"):
             pool(group, group.outs(), found)
@@ -218,7 +218,7 @@ def test_bags_that_are_refused(device, backend, bad):
         with contextlib.suppress(IndexError):
             pool(group, group.outs(), found)
     with pytest.raises(ValueError, match="bags has 2 elements, but features have 2 bags"):
-        pool(group, group.outs(), (rows, inverse, counts, bags[:2], first_keys))
+        pool(group, group.outs(), (rows, inverse, counts, bags[:2], key_starts))
 
 
 @pytest.mark.parametrize("bad", [-1, 1, 4, 2**62])
@@ -256,7 +256,7 @@ def test_a_bag_without_combiner_has_one_key_at_most(device, backend):
     "wrong", ["outs", "weights", "index", "rows", "counts", "bags", "sample_weights", "keys"]
 )
 def test_dtypes_that_are_refused(device, wrong):
-    group, (rows, inverse, counts, bags, first_keys) = small(device)
+    group, (rows, inverse, counts, bags, key_starts) = small(device)
     arguments = {
         "outs": group.outs(),
         "weights": group.weights,
@@ -266,7 +266,7 @@ def test_dtypes_that_are_refused(device, wrong):
         "bags": bags,
         "features": group.asked[2],
         "sample_weights": [torch.ones(3, device=device)],
-        "first_keys": first_keys,
+        "key_starts": key_starts,
         "keys": group.asked[0],
     }
     value = arguments[wrong]

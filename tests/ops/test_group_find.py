@@ -39,23 +39,23 @@ def check(group):
 
     def check_found():
         expected = reference_group.group_find(group.plain_tables, group.tables, *asked)
-        rows, bags, first_keys = group.find()
+        rows, bags, key_starts = group.find()
         assert rows.dtype == torch.int32
         assert torch.equal(rows[:n].cpu(), expected[0][:n])
         assert len(bags) == sum(source.bags for source in group.sources) + 1
         assert torch.equal(bags[: num_bags + 1].cpu(), expected[1])
-        assert torch.equal(first_keys.cpu(), expected[2])
+        assert torch.equal(key_starts.cpu(), expected[2])
 
     check_found()
     for _ in range(2):
-        rows, inverse, counts, bags, first_keys = group.find_or_insert()
+        rows, inverse, counts, bags, key_starts = group.find_or_insert()
         expected = reference_group.group_find_or_insert_(
             group.plain_tables, plain_weights, seeds, group.tables, group.initializers, *asked
         )
         assert torch.equal(counts.cpu(), expected[2])
         assert torch.equal(inverse[:n].cpu(), expected[1][:n])
         assert torch.equal(bags[: num_bags + 1].cpu(), expected[3])
-        assert torch.equal(first_keys.cpu(), expected[4])
+        assert torch.equal(key_starts.cpu(), expected[4])
         entry = 0
         for t, count in enumerate(counts.tolist()):
             own = slice(entry, entry + count)

@@ -85,8 +85,8 @@ def tables_of(group, case, own_steps=False, device=None):
 
 
 def update(group, grads, found, tables, divisor=1, op=ops.group_embedding_bag_update_, **keywords):
-    rows, inverse, counts, bags, first_keys = found
-    asked = bags, group.asked[2], group.sample_weights, first_keys
+    rows, inverse, counts, bags, key_starts = found
+    asked = bags, group.asked[2], group.sample_weights, key_starts
     op(
         grads, inverse, rows, counts, *asked, *tables.lists, tables.rule, tables.settings, divisor,
         **keywords,
@@ -120,11 +120,11 @@ def check(group, case, divisor=1, own_steps=False, reference=False, found=None, 
 
 
 def update_reference(group, grads, found, tables, divisor, **keywords):
-    rows, inverse, counts, bags, first_keys = (tensor.cpu() for tensor in found)
+    rows, inverse, counts, bags, key_starts = (tensor.cpu() for tensor in found)
     weights = [tensor.cpu() for tensor in group.sample_weights]
     reference_group.group_embedding_bag_update_(
         [grad.cpu() for grad in grads], inverse, rows, counts, bags, group.asked[2], weights,
-        first_keys, *tables.lists, tables.rule, tables.settings, divisor, **keywords,
+        key_starts, *tables.lists, tables.rule, tables.settings, divisor, **keywords,
     )  # fmt: skip
 
 
@@ -436,4 +436,4 @@ def test_what_is_written_shares_no_memory(device):
     tables.steps[1] = tables.steps[0]
     refuse("step of table 1 overlaps step of table 0 in memory")
     tables.steps[1] = found[4][2]
-    refuse("step of table 1 overlaps first_keys in memory")
+    refuse("step of table 1 overlaps key_starts in memory")

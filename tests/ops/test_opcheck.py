@@ -114,9 +114,9 @@ def group_rows(made):
 
 def group_bags(made, kind):
     """Arguments of the pooling, or of its backward."""
-    rows, inverse, counts, bags, first_keys = made.find_or_insert()
+    rows, inverse, counts, bags, key_starts = made.find_or_insert()
     keys, _, features = made.asked
-    asked = bags, features, made.sample_weights, first_keys
+    asked = bags, features, made.sample_weights, key_starts
     if kind == "backward":
         return made.outs(), made.dims, inverse, rows, counts, *asked
     if kind == "backward at":
@@ -130,8 +130,8 @@ def group_bags(made, kind):
 
 
 def group_step(made, case, own_steps=False, **keywords):
-    rows, inverse, counts, bags, first_keys = made.find_or_insert()
-    asked = bags, made.asked[2], made.sample_weights, first_keys
+    rows, inverse, counts, bags, key_starts = made.find_or_insert()
+    asked = bags, made.asked[2], made.sample_weights, key_starts
     rule, settings, _ = RULES[case]
     states = [
         state

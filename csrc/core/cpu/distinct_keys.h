@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <numeric>
 
-#include "cpu/numbering.h"
+#include "cpu/distinct_key_map.h"
 #include "cpu/share_work.h"
 #include "cpu/workspace.h"
 #include "sparsekit/group.h"
@@ -87,7 +87,7 @@ class DistinctKeys {
         : keys(workspace.take<int64_t>(n)), scratch(workspace.take<int64_t>(n)) {
       if (alone) {
         distinct = workspace.take<Distinct<int64_t>>(n);
-        entries = workspace.take<uint32_t>(Numbering<int64_t>::entries_for(n));
+        entries = workspace.take<uint32_t>(DistinctKeyMap<int64_t>::entries_for(n));
       } else {
         given = workspace.take<int64_t>(n);
         unique = workspace.take<char>(unique_workspace_bytes(n));
@@ -110,7 +110,7 @@ class DistinctKeys {
   void each_feature(const Table& table, const Use& use) const {
     for (int64_t f = 0; f < table.features; ++f) {
       const Feature& feature = features[table.first_feature + f];
-      with_keys(sources[feature.source], feature.first_key, feature.first_key + feature.n,
+      with_keys(sources[feature.source], feature.key_start, feature.key_start + feature.n,
                 [&](auto keys, int64_t begin, int64_t end) { use(feature, keys, begin, end); });
     }
   }
@@ -134,7 +134,7 @@ class DistinctKeys {
       as_given(t, memory.keys);
       return then(t, memory.keys, memory.scratch, one_thread());
     }
-    Numbering<int64_t> numbering(memory.distinct, table.n, memory.entries, seed);
+    DistinctKeyMap<int64_t> numbering(memory.distinct, table.n, memory.entries, seed);
     each_feature(table, [&](const Feature& feature, auto keys, int64_t begin, int64_t end) {
       int32_t* to = inverse + feature.first_entry;
       numbering.add(keys, begin, end, [=](int64_t i, uint32_t number) {

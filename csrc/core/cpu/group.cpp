@@ -76,12 +76,12 @@ int64_t check_keys(const Source& source, int64_t first, int64_t last, int64_t en
 }
 
 void write_bags(const Source* sources, const Feature* features, int64_t num_features, int32_t* bags,
-                int64_t* first_keys, const ParallelFor& parallel_for) {
+                int64_t* key_starts, const ParallelFor& parallel_for) {
   int64_t entries = 0;
   for (int64_t f = 0; f < num_features; ++f) {
     const Feature& feature = features[f];
     const Source source = sources[feature.source];
-    const int64_t first_bag = feature.first_bag, shift = feature.first_entry - feature.first_key;
+    const int64_t first_bag = feature.first_bag, shift = feature.first_entry - feature.key_start;
     parallel_for(0, feature.bags, kGrain, [=](int64_t begin, int64_t end) {
       const auto write = [=](const auto* offsets) {
         for (int64_t b = begin; b < end; ++b) {
@@ -99,7 +99,7 @@ void write_bags(const Source* sources, const Feature* features, int64_t num_feat
       }
     });
     bags += feature.bags;
-    first_keys[f] = feature.first_key;
+    key_starts[f] = feature.key_start;
     entries = feature.first_entry + feature.n;
   }
   *bags = static_cast<int32_t>(entries);

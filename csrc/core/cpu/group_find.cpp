@@ -68,7 +68,7 @@ void group_find(const GroupTable* tables, const Source* sources, const Feature* 
     const GroupTable& table = tables[feature.table];
     const int64_t first = unit * kGrain, last = std::min(feature.n, first + kGrain);
     int32_t* to = rows + feature.first_entry + first;
-    with_keys(sources[feature.source], feature.first_key + first, feature.first_key + last,
+    with_keys(sources[feature.source], feature.key_start + first, feature.key_start + last,
               [&](auto keys, int64_t begin, int64_t end) {
                 if (table.buckets != nullptr) {
                   hash_table_find(table.buckets, table.num_buckets, table.hash_seed, keys + begin,

@@ -1,12 +1,12 @@
 // Sums of rows by segment; shared by segment_sum and the backward of embedding_bag, which differ
 // only in where the rows lie and what they are multiplied by.
 //
-// Where there are several entries for each segment, positions are cut into two pieces that are
-// summed apart and added at the end. In a piece, entries of a segment are added in the order of
+// Where there are several entries for each segment, positions are cut into two halves that are
+// summed apart and added at the end. In each half, entries of a segment are added in the order of
 // their positions, in runs of kRun; then the sums of the runs are. So the order of additions
 // depends on the ids alone, and a long sum in float stays accurate.
 //
-// Threads share out the pieces, then the columns: each goes through all ids of its piece and adds
+// Threads share out the halves, then the columns: each goes through all ids of its half and adds
 // its columns of every row to sums in memory. So the rows are read once and in order, nobody has
 // more to do than others however the ids are spread, and nothing is sorted. Threads beyond what
 // columns there are share out runs.
@@ -28,7 +28,7 @@ namespace sparsekit::cpu {
 constexpr int64_t kRun = 1024;
 
 // Entries for each segment from which on a second set of sums pays.
-constexpr int64_t kEntriesForTwoPieces = 4;
+constexpr int64_t kEntriesForHalves = 4;
 
 // Progress of a thread in a segment: distance (in elements) from the first sum to the one of its
 // current run, and in the low bits the entries of that run so far.
@@ -46,9 +46,9 @@ constexpr int64_t kLeastWork = 32768;
 // Bytes of a row that are worth a thread: half a cache line.
 constexpr int64_t kLeastWidth = 32;
 
-// A piece's part of the workspace.
+// A half's part of the workspace.
 template <class T>
-struct Piece {
+struct Half {
   int64_t begin, end;  // positions
   Progress* progress;  // [parts, num_segments + 1]; the last is of entries to leave out
   int64_t* runs;       // [most_runs] segments of runs other than the first of their segment
@@ -76,9 +76,9 @@ struct Piece {
 // Lays the workspace out in one block of memory.
 template <class T>
 struct SegmentWorkspace {
-  int64_t num_pieces = 0, column_parts = 0, run_parts = 0;
+  int64_t num_halves = 0, column_parts = 0, run_parts = 0;
   Acc<T>* zeros = nullptr;  // [dim]
-  Piece<T> pieces[2];
+  Half<T> halves[2];
   int64_t bytes = 0;
 
   SegmentWorkspace(void* memory, int64_t n, int64_t dim, int64_t num_segments, T* out,
@@ -87,12 +87,12 @@ struct SegmentWorkspace {
     const int64_t threads = std::clamp<int64_t>(n * std::max<int64_t>(dim, 1) / kLeastWork, 1,
                                                 parallel_for.num_threads());
     const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Acc<T>));
-    num_pieces = n / kEntriesForTwoPieces >= std::max(num_segments, kRun) ? 2 : 1;
+    num_halves = n / kEntriesForHalves >= std::max(num_segments, kRun) ? 2 : 1;
     column_parts =
-        std::clamp<int64_t>(row_bytes / kLeastWidth, 1, std::max<int64_t>(threads / num_pieces, 1));
+        std::clamp<int64_t>(row_bytes / kLeastWidth, 1, std::max<int64_t>(threads / num_halves, 1));
     // Keep the progress of all parts from growing much larger than the sums.
     const int64_t most_parts = std::max<int64_t>(row_bytes, 64) / sizeof(Progress);
-    run_parts = std::max<int64_t>(std::min(threads / num_pieces, most_parts) / column_parts, 1);
+    run_parts = std::max<int64_t>(std::min(threads / num_halves, most_parts) / column_parts, 1);
     const auto take = [&](auto*& array, int64_t count) {
       array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(
           static_cast<char*>(memory) + bytes);
@@ -100,21 +100,21 @@ struct SegmentWorkspace {
     };
     take(zeros, dim);  // first, where memory is aligned
     bytes = (bytes + 7) / 8 * 8;
-    for (int64_t p = 0; p < num_pieces; ++p) {
-      Piece<T>& piece = pieces[p];
-      piece.begin = n * p / num_pieces;
-      piece.end = n * (p + 1) / num_pieces;
-      take(piece.progress, column_parts * run_parts * (num_segments + 1));
-      take(piece.runs, piece.most_runs());
-      take(piece.num_runs, 1);
+    for (int64_t p = 0; p < num_halves; ++p) {
+      Half<T>& half = halves[p];
+      half.begin = n * p / num_halves;
+      half.end = n * (p + 1) / num_halves;
+      take(half.progress, column_parts * run_parts * (num_segments + 1));
+      take(half.runs, half.most_runs());
+      take(half.num_runs, 1);
     }
-    for (int64_t p = 0; p < num_pieces; ++p) {
-      take(pieces[p].run_sum, pieces[p].most_runs() * dim);
-      // The first piece's sums can be where the result shall be, if that is of their type.
+    for (int64_t p = 0; p < num_halves; ++p) {
+      take(halves[p].run_sum, halves[p].most_runs() * dim);
+      // The first half's sums can be where the result shall be, if that is of their type.
       const bool in_place = p == 0 && std::is_same_v<T, Acc<T>>;
-      take(pieces[p].sum, in_place ? 0 : num_segments * dim);
+      take(halves[p].sum, in_place ? 0 : num_segments * dim);
       if constexpr (std::is_same_v<T, Acc<T>>) {
-        if (in_place) pieces[p].sum = out;
+        if (in_place) halves[p].sum = out;
       }
     }
   }
@@ -167,7 +167,7 @@ inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t e
   return space;
 }
 
-// One thread's part of a piece: columns of the runs whose rows are its own. kWidth is the number of
+// One thread's part of a half: columns of the runs whose rows are its own. kWidth is the number of
 // columns, or 0 for any. Returns -1, or the first position whose id is >= num_segments.
 //
 // Block by block the additions are written down, and then made. Whether an entry is its segment's
@@ -175,26 +175,26 @@ inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t e
 // nothing but add, and both ask for what is far ahead.
 template <int kWidth, class T, class Entries>
 int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, const Entries& entries,
-                 const SegmentWorkspace<T>& work, const Piece<T>& piece, int64_t part) {
+                 const SegmentWorkspace<T>& work, const Half<T>& half, int64_t part) {
   using A = Acc<T>;
   const int64_t column_part = part % work.column_parts, run_part = part / work.column_parts;
   const int64_t column = dim * column_part / work.column_parts;
   const int64_t width = kWidth > 0 ? kWidth : dim * (column_part + 1) / work.column_parts - column;
   const bool shares_runs = work.run_parts > 1;
 
-  Progress* progress = piece.progress + part * (num_segments + 1);
+  Progress* progress = half.progress + part * (num_segments + 1);
   for (int64_t s = 0; s <= num_segments; ++s) progress[s] = run_begins_at(s * dim);
   int64_t num_runs = 0;
   // As numbers, since later runs are summed elsewhere than first ones.
   const auto zeros = reinterpret_cast<uintptr_t>(work.zeros);
-  const auto sums = reinterpret_cast<uintptr_t>(piece.sum + column);
-  const int64_t to_run_sum = static_cast<int64_t>(reinterpret_cast<uintptr_t>(piece.run_sum) -
-                                                  reinterpret_cast<uintptr_t>(piece.sum)) /
+  const auto sums = reinterpret_cast<uintptr_t>(half.sum + column);
+  const int64_t to_run_sum = static_cast<int64_t>(reinterpret_cast<uintptr_t>(half.run_sum) -
+                                                  reinterpret_cast<uintptr_t>(half.sum)) /
                              static_cast<int64_t>(sizeof(A));
 
   constexpr int64_t kBlock = 1024;
   constexpr int64_t kAhead = 32;
-  const int64_t last = piece.end - 1;
+  const int64_t last = half.end - 1;
   const int64_t distance = rows_ahead<A>(width);
   Addition<T> additions[kBlock + kRowsAhead];
   A scales[Entries::scaled ? kBlock : 1];
@@ -210,9 +210,9 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
     prefetch_row(addition.row, width);
     prefetch_row(reinterpret_cast<const A*>(sum_of(addition.before)), width);
   };
-  for (int64_t block = piece.begin; block < piece.end; block += kBlock) {
-    const int64_t end = std::min(piece.end, block + kBlock);
-    const int64_t* block_ids = as_int64(ids, block, std::min(piece.end, end + kAhead), space);
+  for (int64_t block = half.begin; block < half.end; block += kBlock) {
+    const int64_t end = std::min(half.end, block + kBlock);
+    const int64_t* block_ids = as_int64(ids, block, std::min(half.end, end + kAhead), space);
     int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
       // Entries to leave out are written down too, and then written over.
@@ -223,7 +223,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
       ask_for_progress(block_ids[std::min(i + kAhead, last) - block]);
       Progress before = progress[id];
       if ((before & kMet) == kRun) {
-        if (part == 0) piece.runs[num_runs] = id;
+        if (part == 0) half.runs[num_runs] = id;
         before = run_begins_at(to_run_sum + num_runs++ * dim);
       }
       progress[id] = before + counts;
@@ -258,7 +258,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
                                reinterpret_cast<const A*>(old), width, reinterpret_cast<A*>(sum));
     }
   }
-  if (part == 0) *piece.num_runs = num_runs;
+  if (part == 0) *half.num_runs = num_runs;
   return -1;
 }
 
@@ -292,11 +292,11 @@ int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t
   std::fill_n(work.zeros, dim, Acc<T>{});
   FirstBad bad;
   const int64_t parts = work.column_parts * work.run_parts;
-  parallel_for(0, work.num_pieces * parts, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, work.num_halves * parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; ++p) {
       const auto sum = [&](auto width) {
         const int64_t position = sum_part<width.value>(ids, dim, num_segments, entries, work,
-                                                       work.pieces[p / parts], p % parts);
+                                                       work.halves[p / parts], p % parts);
         if (position >= 0) bad.report(position);
       };
       with_width<8, 16, 32, 64, 128, 256>(
@@ -306,11 +306,11 @@ int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t
   if (bad.position() >= 0) return bad.position();
 
   parallel_for(0, num_segments, 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t p = 0; p < work.num_pieces; ++p) work.pieces[p].add_runs(begin, end, dim);
+    for (int64_t p = 0; p < work.num_halves; ++p) work.halves[p].add_runs(begin, end, dim);
     for (int64_t s = begin; s < end; ++s) {
       T* target = out + s * dim;
-      const Acc<T>* sum = work.pieces[0].total(s, dim);
-      const Acc<T>* other = work.num_pieces == 2 ? work.pieces[1].total(s, dim) : nullptr;
+      const Acc<T>* sum = work.halves[0].total(s, dim);
+      const Acc<T>* other = work.num_halves == 2 ? work.halves[1].total(s, dim) : nullptr;
       if (sum == nullptr) std::swap(sum, other);
       if (sum == nullptr) {
         std::fill(target, target + dim, T{});

@@ -33,7 +33,7 @@ RowMeans<A> mean_of_row(int64_t dim, const Element& element) {
 
 // One row. `put(value, column)` makes a weight of a value.
 template <class Rule, class T, class Put>
-inline void update_row(const typename Rule::template Numbers<Acc<T>>& numbers, int64_t dim,
+inline void update_row(const typename Rule::template StepConstants<Acc<T>>& numbers, int64_t dim,
                        const T* __restrict__ g, T* __restrict__ w, Acc<T>* __restrict__ s0,
                        Acc<T>* __restrict__ s1, Acc<T>* __restrict__ s2, const Put& put) {
   using A = Acc<T>;
@@ -70,8 +70,8 @@ inline void update_row(const typename Rule::template Numbers<Acc<T>>& numbers, i
 template <class Rule, class T>
 void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int64_t begin,
                  int64_t end, const Rule& rule,
-                 const typename Rule::template Numbers<Acc<T>>& of_step, int64_t t, bool per_row,
-                 Rounding rounding) {
+                 const typename Rule::template StepConstants<Acc<T>>& of_step, int64_t t,
+                 bool per_row, Rounding rounding) {
   using A = Acc<T>;
   const int64_t dim = table.dim;
   const int64_t* rows = gradients.rows;
@@ -134,7 +134,7 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
   // A range of elements has the rows that begin in it.
   parallel_for(0, elements, 16384, [&](int64_t begin, int64_t end) {
     int64_t before = 0, known_step = 0;
-    typename Rule::template Numbers<Acc<T>> of_step{};
+    typename Rule::template StepConstants<Acc<T>> of_step{};
     for (int64_t k = 0; k < num_tables && before < end; ++k) {
       const int64_t each = width(k), n = gradients[k].n, first_element = before;
       before += n * each;

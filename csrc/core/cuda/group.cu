@@ -7,19 +7,19 @@ namespace {
 
 // One block: where the entries and keys of each feature begin.
 SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
-  const auto first_key = [&](int f) {
+  const auto key_start = [&](int f) {
     const DeviceFeature& feature = group.features[f];
     return clamped_offset(group.source(feature.source), feature.first_bag, 0);
   };
   const auto count = [&](int f) {
     const DeviceFeature& feature = group.features[f];
-    const int64_t first = first_key(f), last_bag = feature.first_bag + group.num_bags(f);
+    const int64_t first = key_start(f), last_bag = feature.first_bag + group.num_bags(f);
     return clamped_offset(group.source(feature.source), last_bag, first) - first;
   };
   sum_up(group.num_features, count, [&](int f, int64_t before) {
     // Bad offsets could claim more entries than results have room for.
     group.entry[f] = before < group.most ? static_cast<int32_t>(before) : group.most;
-    if (f < group.num_features) group.first_keys[f] = first_key(f);
+    if (f < group.num_features) group.key_starts[f] = key_start(f);
   });
 }
 
@@ -35,7 +35,7 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   const Source source = group.source(feature.source);
   const int64_t bag = feature.first_bag + (i - feature.first);
   // In the order of the bags whatever offsets are, and no further than the feature's entries.
-  const int64_t at = clamped_offset(source, bag, group.first_keys[f]) - group.first_keys[f];
+  const int64_t at = clamped_offset(source, bag, group.key_starts[f]) - group.key_starts[f];
   const int64_t count = group.entry[f + 1] - group.entry[f];
   bags[i] = static_cast<int32_t>(group.entry[f] + (at < count ? at : count));
   // Bad offsets can have any difference.
@@ -65,7 +65,7 @@ SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* ba
   const int f = group.feature_of(e), t = group.features[f].table;
   if (group.ends[t] < 0 || group.takes(t, group.key(f, e))) return;
   const DeviceSource& source = group.sources[group.features[f].source];
-  simt::atomic_min(bad_key, source.first_key + group.first_keys[f] + (e - group.entry[f]));
+  simt::atomic_min(bad_key, source.key_start + group.key_starts[f] + (e - group.entry[f]));
 }
 
 // A thread for each bag, each offset and, where tables do not take any key, each entry.
@@ -91,7 +91,7 @@ std::vector<DeviceSource> device_sources(const GroupCall& call) {
     source.wide_offsets = of.wide_offsets;
     DeviceSource& next = sources[static_cast<size_t>(s + 1)];
     next.first_offset = source.first_offset + of.bags + 1;
-    next.first_key = source.first_key + static_cast<int32_t>(of.n);
+    next.key_start = source.key_start + static_cast<int32_t>(of.n);
   }
   for (int64_t f = 0; f < call.num_features; ++f) {
     sources[static_cast<size_t>(call.features[f].source)].asked = true;
@@ -216,7 +216,7 @@ DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& ar
   group.num_tables = narrow(call.num_tables);
   group.most = narrow(call.entries);
   group.entry = arena.take<int32_t>(call.num_features + 1);
-  group.first_keys = bags.first_keys;
+  group.key_starts = bags.key_starts;
   return group;
 }
 

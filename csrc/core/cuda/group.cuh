@@ -14,8 +14,8 @@ namespace sparsekit::cuda {
 struct DeviceSource {
   const void* keys;
   const void* offsets;
-  int64_t first_offset;  // counted over all sources, as is first_key; the next one's says how many
-  int32_t first_key;
+  int64_t first_offset;  // counted over all sources, as is key_start; the next one's says how many
+  int32_t key_start;
   bool wide_keys, wide_offsets;
   bool asked;  // by some feature
 };
@@ -61,7 +61,7 @@ struct DeviceGroup {
   int32_t num_sources, num_features, num_tables;
   int32_t most;         // entries that results have room for
   int32_t* entry;       // [num_features + 1] the first of each feature
-  int64_t* first_keys;  // [num_features] where that is in its source
+  int64_t* key_starts;  // [num_features] where that is in its source
 
   SPARSEKIT_DEVICE Source source(int s) const {
     const DeviceSource& of = sources[s];
@@ -69,7 +69,7 @@ struct DeviceGroup {
             of.offsets,
             of.wide_keys,
             of.wide_offsets,
-            sources[s + 1].first_key - of.first_key,
+            sources[s + 1].key_start - of.key_start,
             sources[s + 1].first_offset - of.first_offset - 1};
   }
   SPARSEKIT_DEVICE int64_t num_bags(int f) const {
@@ -82,7 +82,7 @@ struct DeviceGroup {
   }
   SPARSEKIT_DEVICE int64_t key(int f, int32_t e) const {
     const DeviceSource& of = sources[features[f].source];
-    return number_at(of.keys, of.wide_keys, first_keys[f] + (e - entry[f]));
+    return number_at(of.keys, of.wide_keys, key_starts[f] + (e - entry[f]));
   }
   SPARSEKIT_DEVICE int32_t first_entry(int t) const { return entry[first_features[t]]; }
   SPARSEKIT_DEVICE bool takes(int t, int64_t key) const {

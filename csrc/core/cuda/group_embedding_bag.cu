@@ -18,7 +18,7 @@ struct PoolFeature {
   int64_t stride;
   const Acc<T>* sample_weights;  // may be null
   const void* keys;
-  const int64_t* first_key;
+  const int64_t* key_start;
   int64_t first_block;
   int32_t table;
   int32_t first_bag;  // among those of all features
@@ -94,7 +94,7 @@ struct FeaturePooling {
         dim(table.dim),
         limit(group.counts == nullptr ? INT64_MAX : group.counts[feature.table]),
         first_listed(0),
-        key_of_entry(feature.first_key == nullptr ? 0 : *simt::global(feature.first_key) - bags[0]),
+        key_of_entry(feature.key_start == nullptr ? 0 : *simt::global(feature.key_start) - bags[0]),
         combiner(static_cast<Combiner>(feature.combiner)),
         log2_lanes(feature.log2_lanes) {
     if (group.rows == nullptr) return;
@@ -278,7 +278,7 @@ std::vector<PoolFeature<T>> pool_features(const PooledTable<T>* tables,
     feature.stride = of.stride;
     feature.sample_weights = of.sample_weights;
     feature.keys = of.keys;
-    feature.first_key = of.first_key;
+    feature.key_start = of.key_start;
     feature.table = static_cast<int32_t>(of.table);
     feature.num_keys =
         static_cast<int32_t>(std::min<int64_t>(of.num_keys, std::numeric_limits<int32_t>::max()));

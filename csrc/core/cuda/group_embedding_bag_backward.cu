@@ -141,7 +141,7 @@ std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
     feature.grad = of.grad;
     feature.stride = of.stride;
     feature.sample_weights = of.sample_weights;
-    feature.first_key = of.first_key;
+    feature.key_start = of.key_start;
     feature.table = static_cast<int32_t>(of.table);
     feature.num_keys =
         static_cast<int32_t>(std::min<int64_t>(of.num_keys, std::numeric_limits<int32_t>::max()));
@@ -324,7 +324,7 @@ template <class T>
 std::vector<SummedTable<T>> tables_at(const GroupSums<T>& sums, const SumRoom<T>& room) {
   std::vector<SummedTable<T>> tables(sums.tables, sums.tables + sums.num_tables);
   for (size_t t = 0; t < tables.size(); ++t) {
-    const bool apart = room.units[t] % kWide<T> == 0;
+    const bool apart = room.row_strides[t] % kWide<T> == 0;
     tables[t].grad = apart ? room.out : reinterpret_cast<T*>(sizeof(T));
   }
   return tables;
@@ -335,7 +335,7 @@ std::vector<SumTarget> sum_targets(const GroupSums<T>& sums, const SumRoom<T>& r
   std::vector<SumTarget> targets;
   targets.reserve(static_cast<size_t>(sums.num_tables));
   for (int64_t t = 0; t < sums.num_tables; ++t) {
-    targets.push_back({room.units[t], room.num_rows(t, sums.tables[t].dim)});
+    targets.push_back({room.row_strides[t], room.num_rows(t, sums.tables[t].dim)});
   }
   return targets;
 }

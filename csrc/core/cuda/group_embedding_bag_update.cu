@@ -24,7 +24,7 @@ struct SummedGradients {
   SPARSEKIT_DEVICE SummedGradients(const RowRuns<T>& runs, int t)
       : bags(runs.group, t),
         rows(runs.group.rows + runs.group.entry[t]),
-        begins(runs.group.begins + runs.group.first_key(t)),
+        begins(runs.group.begins + runs.group.key_start(t)),
         values(runs.values + runs.group.entry[t]),
         sums(runs.group.sums_over_chunks(t)),
         stride(runs.group.stride),
@@ -105,8 +105,8 @@ void launch_update(const LaunchShares& own, const SummedTables<T>& tables, const
   launch.shares = own.on_device;
   launch.count = static_cast<int32_t>(own.shares.size());
   simt::Grid grid = own.grid;
-  using Numbers = typename Rule::template Numbers<Acc<T>>;
-  grid.shared_bytes = sizeof(Block<T, SummedGradients<T>, Numbers>);
+  using StepConstants = typename Rule::template StepConstants<Acc<T>>;
+  grid.shared_bytes = sizeof(Block<T, SummedGradients<T>, StepConstants>);
   simt::launch("update_rows", update_rows_kernel<Rule, T, kWidth, SummedTables<T>>, grid, stream,
                launch, rule, number, rounding, bad);
 }

@@ -110,7 +110,7 @@ SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_
   if (i >= group.entries) return;
   const int t = group.table_of(i);
   if (i < group.entry[t] || i >= group.entry[t + 1]) {  // behind the last one
-    keys[i] = group.first_key(group.num_tables);
+    keys[i] = group.key_start(group.num_tables);
     values[i] = -1;
     return;
   }
@@ -118,7 +118,7 @@ SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_
   const int64_t number = group.index[i], count = group.row[t + 1] - group.row[t];
   if (number >= count) simt::atomic_min(group.bad_index, i);
   const bool has_row = number >= 0 && number < count && bag >= 0;
-  keys[i] = has_row ? group.first_key(t) + static_cast<uint32_t>(number) : group.no_row(t);
+  keys[i] = has_row ? group.key_start(t) + static_cast<uint32_t>(number) : group.no_row(t);
   values[i] = group.by_entry ? static_cast<int32_t>(i) : bag;
   if (!group.by_entry || bag < 0) return;
   const SumFeature<T>& feature = group.features[group.feature_of_bag(bag)];

@@ -22,7 +22,7 @@ struct SumFeature {
   const T* grad;
   int64_t stride;
   const Acc<T>* sample_weights;  // may be null
-  const int64_t* first_key;
+  const int64_t* key_start;
   int32_t table;
   int32_t first_bag;  // among those of all features
   int32_t num_keys;
@@ -81,8 +81,8 @@ struct SumGroup {
     return good ? range : Range{0, 0};
   }
   // Sort keys of a table's numbers, and one more for its entries without a row.
-  SPARSEKIT_DEVICE uint32_t first_key(int t) const { return static_cast<uint32_t>(row[t] + t); }
-  SPARSEKIT_DEVICE uint32_t no_row(int t) const { return first_key(t + 1) - 1; }
+  SPARSEKIT_DEVICE uint32_t key_start(int t) const { return static_cast<uint32_t>(row[t] + t); }
+  SPARSEKIT_DEVICE uint32_t no_row(int t) const { return key_start(t + 1) - 1; }
 
   // Sums of rows of table t that lie in several chunks: by the one in which they begin, which no
   // other such row does.
@@ -90,7 +90,7 @@ struct SumGroup {
 
   SPARSEKIT_DEVICE A weight_of(const SumFeature<T>& feature, int64_t e) const {
     if (feature.sample_weights == nullptr) return A{1};
-    const int64_t at = *simt::global(feature.first_key) + e - bags[feature.first_bag];
+    const int64_t at = *simt::global(feature.key_start) + e - bags[feature.first_bag];
     const bool there = at >= 0 && at < feature.num_keys;
     return there ? simt::global(feature.sample_weights)[at] : A{0};
   }
@@ -197,11 +197,11 @@ SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& s
                                   uint32_t chunk, int lane, int lanes) {
   const int64_t first = group.entry[t];
   const auto n = static_cast<uint32_t>(group.entry[t + 1] - first);
-  const uint32_t first_key = group.first_key(t), no_row = group.no_row(t);
+  const uint32_t key_start = group.key_start(t), no_row = group.no_row(t);
   // The first key that is not among those of the entries before k.
   const auto next_key = [&](uint32_t k) {
-    const uint32_t key = k == 0 ? first_key : sorted.keys[first + k - 1] + 1;
-    return key < first_key ? first_key : key;
+    const uint32_t key = k == 0 ? key_start : sorted.keys[first + k - 1] + 1;
+    return key < key_start ? key_start : key;
   };
   const uint32_t begin = chunk * kChunk;
   const uint32_t end = n - begin > kChunk ? begin + kChunk : n + 1;
@@ -226,11 +226,11 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   const uint32_t begin = chunk * kChunk;
   const uint32_t end = n - begin > kChunk ? begin + kChunk : n;
   const int64_t slot = 2 * (int64_t{from.chunks[t]} + chunk);
-  const uint32_t first_key = group.first_key(t), no_row = group.no_row(t);
+  const uint32_t key_start = group.key_start(t), no_row = group.no_row(t);
   T* out = (kAllRows ? group.out : group.sums_over_chunks(t)) + element;
   const auto place = [&](uint32_t key) -> int64_t {
     if constexpr (!kAllRows) return group.begins[key] / static_cast<int>(kChunk) * group.stride;
-    const int64_t number = key - first_key;
+    const int64_t number = key - key_start;
     if (group.at != nullptr) return group.at[group.row[t] + number];
     return group.element[t] + number * rows.dim;
   };
@@ -242,7 +242,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
       if (to >= 0) write_row(out + to, zeros);
     }
   };
-  if (kFirst && n == 0) return clear(first_key, no_row);
+  if (kFirst && n == 0) return clear(key_start, no_row);
 
   // Keys on the other side of the chunk's bounds, which only rows in several chunks have as well.
   constexpr uint32_t kNone = ~0u;
@@ -250,14 +250,14 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   const uint32_t after = end == n ? kNone : from.keys[first + end];
   const auto entry = [&](uint32_t k) {
     Entry found{from.keys[first + k], from.values[first + k]};
-    if (found.key < first_key || found.key >= no_row) found.value = -1;
+    if (found.key < key_start || found.key >= no_row) found.value = -1;
     if (kFirst && !kAllRows && found.key != before && found.key != after) found.value = -1;
     return found;
   };
   bool has_head = false, has_tail = false;
   // The first key that may still have no entry.
-  uint32_t next = begin == 0 ? first_key : before + 1;
-  if (next < first_key) next = first_key;
+  uint32_t next = begin == 0 ? key_start : before + 1;
+  if (next < key_start) next = key_start;
   sum_runs<kWidth>(begin, end, n, element, rows, entry,
                    [&](Run run, uint32_t key, const A(&sum)[kWidth]) {
                      has_head = has_head || run == Run::kHead;

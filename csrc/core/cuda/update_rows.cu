@@ -111,8 +111,8 @@ struct Call {
     if (launch.count == 0) return;
     simt::Grid grid =
         share_out_blocks(launch.shares, launch.count, [&](int i) { return launch.given[i].n; });
-    using Numbers = typename Rule::template Numbers<Acc<T>>;
-    grid.shared_bytes = sizeof(Block<T, GivenGradients<T>, Numbers>);
+    using StepConstants = typename Rule::template StepConstants<Acc<T>>;
+    grid.shared_bytes = sizeof(Block<T, GivenGradients<T>, StepConstants>);
     simt::launch("update_rows", update_rows_kernel<Rule, T, kWidth, Tables>, grid, stream, launch,
                  rule, number, rounding, bad);
     launch.count = 0;

@@ -44,8 +44,8 @@ SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
 // The means of a rule over a row, the same on all lanes of its tile; 0 for a negative row. All
 // lanes of the warp call it. Their bits do not depend on kWidth, which only the place of a gradient
 // decides: lanes have the elements that they would have if all accesses were wide.
-template <class Rule, class T, int kWidth, class Numbers, class Gradient>
-SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const Numbers& numbers,
+template <class Rule, class T, int kWidth, class StepConstants, class Gradient>
+SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& numbers,
                                               const Gradient& gradient, const RowTable<T>& table,
                                               int dim, int log2_lanes) {
   using A = Acc<T>;
@@ -86,12 +86,12 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const Numbers& number
 }
 
 // Shared by the threads of a block: their table, its gradients, and the numbers of its step.
-template <class T, class Gradients, class Numbers>
+template <class T, class Gradients, class StepConstants>
 struct Block {
   RowTable<T> table;
   Gradients gradients;
   int64_t tiles;  // of all blocks of the table
-  Numbers numbers;
+  StepConstants numbers;
 };
 
 // Tables has the shares of a launch and, for each of them, table(i) and gradients(i). The latter
@@ -105,7 +105,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
                        Rounding rounding, int64_t* bad) {
   using A = Acc<T>;
   using Gradients = typename Tables::Gradients;
-  using Numbers = typename Rule::template Numbers<A>;
+  using StepConstants = typename Rule::template StepConstants<A>;
   constexpr int kOwn = kElementStates<Rule>;
   const int at_table = table_of_block(tables, simt::block());
   const Share& share = tables.shares[at_table];
@@ -114,7 +114,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
   const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
   const int block = static_cast<int>(simt::block()) - share.first_block;
   // In shared memory, and read again for each row: it would take too many registers.
-  auto& own = *simt::shared<Block<T, Gradients, Numbers>>();
+  auto& own = *simt::shared<Block<T, Gradients, StepConstants>>();
   if (simt::thread() == 0) {
     const bool is_last = at_table + 1 == tables.count;
     const int64_t end = is_last ? simt::blocks() : tables.shares[at_table + 1].first_block;
@@ -124,7 +124,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
     own.numbers = rule.template at<A>(t);
   }
   simt::barrier();
-  Numbers numbers = own.numbers;
+  StepConstants numbers = own.numbers;
 
   const int64_t thread = int64_t{block / columns} * kUpdateThreads + simt::thread();
   const int lane_in_tile = simt::lane() & ((1 << log2_lanes) - 1);

@@ -32,7 +32,7 @@ struct Feature {
   int64_t first_bag, bags;
   int64_t max_nnz;
   // Known on the host only where offsets are:
-  int64_t first_key, n, first_entry;
+  int64_t key_start, n, first_entry;
 };
 
 // Features and entries of one table of a call.
@@ -61,9 +61,9 @@ int64_t check_keys(const Source& source, int64_t first, int64_t last, int64_t en
                    const ParallelFor& parallel_for);
 
 // Writes the entry at which each bag of the features begins, feature by feature, and then the
-// number of entries, to bags [bags of all features + 1]; and first_key of each to first_keys.
+// number of entries, to bags [bags of all features + 1]; and key_start of each to key_starts.
 void write_bags(const Source* sources, const Feature* features, int64_t num_features, int32_t* bags,
-                int64_t* first_keys, const ParallelFor& parallel_for);
+                int64_t* key_starts, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
@@ -101,7 +101,7 @@ struct GroupErrors {
 // Output of cpu::write_bags: the bags that entries belong to.
 struct GroupBags {
   int32_t* bags;        // [num_bags + 1]
-  int64_t* first_keys;  // [num_features]
+  int64_t* key_starts;  // [num_features]
 };
 
 // Comes before all that is done with the entries of a call, in the same workspace. Writes `bags`,

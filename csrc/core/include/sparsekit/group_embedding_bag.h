@@ -37,17 +37,17 @@ struct FeatureBags {
   T* out;
   const T* grad;
   int64_t stride;
-  // All weights of the source, or null; the feature's own begin at first_key.
+  // All weights of the source, or null; the feature's own begin at key_start.
   const Acc<T>* sample_weights;
   const void* keys;
   bool wide_keys;
   int64_t num_keys;
-  const int64_t* first_key;  // null: at 0
+  const int64_t* key_start;  // null: at 0
   int64_t max_nnz;           // on a device
 
   int64_t first_entry() const { return bags[0]; }
   int64_t num_entries() const { return bags[num_bags] - bags[0]; }
-  SPARSEKIT_HOST_DEVICE int64_t first() const { return first_key == nullptr ? 0 : *first_key; }
+  SPARSEKIT_HOST_DEVICE int64_t first() const { return key_start == nullptr ? 0 : *key_start; }
   SPARSEKIT_HOST_DEVICE int64_t key(int64_t i) const {
     return wide_keys ? static_cast<const int64_t*>(keys)[i] : static_cast<const int32_t*>(keys)[i];
   }
@@ -92,16 +92,16 @@ class GradientTaker {
   void* context_;
 };
 
-// Output of all tables: the sum for row r of table t begins at out + r * units[t].
+// Output of all tables: the sum for row r of table t begins at out + r * row_strides[t].
 template <class T>
 struct SumRoom {
   T* out;
-  int64_t elements;      // of out
-  const int64_t* units;  // [tables]
+  int64_t elements;            // of out
+  const int64_t* row_strides;  // [tables]
 
   // Number of rows whose vector of `dim` elements fits within out.
   int64_t num_rows(int64_t t, int64_t dim) const {
-    return elements < dim ? 0 : (elements - dim) / units[t] + 1;
+    return elements < dim ? 0 : (elements - dim) / row_strides[t] + 1;
   }
 };
 

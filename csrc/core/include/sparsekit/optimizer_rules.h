@@ -5,7 +5,7 @@
 //   kRowWise      whether the last of them is one number for a whole row;
 //   kRowMeans     how many means over a row step() depends on, up to two;
 //   kPerRow       whether a row may count its own steps;
-//   Numbers<A>    what the elements of one step share;
+//   StepConstants<A>    what the elements of one step share;
 //   at<A>(t)      those numbers for step t >= 1;
 //   step(...)     the step of one element: gradient g, weight w, states s[kStates].
 // A rule with means has
@@ -73,16 +73,16 @@ struct Sgd {
   bool nesterov;
 
   template <class A>
-  struct Numbers {
+  struct StepConstants {
     A lr, momentum, weight_decay;
     bool nesterov;
   };
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t) const {
     return {static_cast<A>(lr), static_cast<A>(momentum), static_cast<A>(weight_decay), nesterov};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     if (k.weight_decay != 0) g += k.weight_decay * w;
     if constexpr (kMomentum) {
       s[0] = k.momentum * s[0] + g;
@@ -93,7 +93,7 @@ struct Sgd {
 
   // Takes lr; the second number is unused.
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> without_gradient(double step_lr, double) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_lr, double) const {
     return {static_cast<A>(step_lr), static_cast<A>(momentum), A{0}, nesterov};
   }
   int64_t most_replayed() const { return steps_to_vanish(momentum); }
@@ -120,11 +120,11 @@ struct Adam {
   bool rescale_eps;
 
   template <class A>
-  struct Numbers {
+  struct StepConstants {
     A step_size, eps, beta1, rest1, beta2, rest2, keep;
   };
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t t) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t t) const {
     const double root = std::sqrt(1 - std::pow(beta2, static_cast<double>(t)));
     const double step_size = lr * root / (1 - std::pow(beta1, static_cast<double>(t)));
     return {static_cast<A>(step_size),
@@ -136,7 +136,7 @@ struct Adam {
             static_cast<A>(1 - lr * weight_decay)};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     s[0] = k.beta1 * s[0] + k.rest1 * g;
     s[1] = k.beta2 * s[1] + k.rest2 * g * g;
     A v = s[1];
@@ -150,7 +150,7 @@ struct Adam {
 
   // Takes step_size and eps_t.
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> without_gradient(double step_size, double step_eps) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_size, double step_eps) const {
     return {static_cast<A>(step_size),
             static_cast<A>(step_eps),
             static_cast<A>(beta1),
@@ -181,21 +181,21 @@ struct Adagrad {
   bool decoupled;
 
   template <class A>
-  struct Numbers {
+  struct StepConstants {
     A lr, eps, weight_decay, keep;
   };
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t t) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t t) const {
     const double rate = lr / (1 + static_cast<double>(t - 1) * lr_decay);
     return {static_cast<A>(rate), static_cast<A>(eps), static_cast<A>(decoupled ? 0 : weight_decay),
             static_cast<A>(decoupled ? 1 - rate * weight_decay : 1)};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static A decayed(const Numbers<A>& k, A g, A w) {
+  SPARSEKIT_HOST_DEVICE static A decayed(const StepConstants<A>& k, A g, A w) {
     return k.weight_decay != 0 ? g + k.weight_decay * w : g;
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     g = decayed(k, g, w);
     s[0] += g * g;
     w = w * k.keep - k.lr * (g / (std::sqrt(s[0]) + k.eps));
@@ -212,16 +212,17 @@ struct RowWiseAdagrad : Adagrad {
   static constexpr bool kMeansReadWeight = kL2;
   static constexpr bool kMeansReadStates = false;
   template <class A>
-  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const Numbers<A>& k, A g, A w, A*) {
+  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const StepConstants<A>& k, A g, A w, A*) {
     if constexpr (kL2) g = decayed(k, g, w);
     return {g * g, A{0}};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static A of_row(const Numbers<A>&, const RowMeans<A>& means, A before) {
+  SPARSEKIT_HOST_DEVICE static A of_row(const StepConstants<A>&, const RowMeans<A>& means,
+                                        A before) {
     return before + means.first;
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     if constexpr (kL2) g = decayed(k, g, w);
     w = w * k.keep - k.lr * (g / (std::sqrt(s[0]) + k.eps));
   }
@@ -245,11 +246,11 @@ struct RmsProp {
   bool decoupled;
 
   template <class A>
-  struct Numbers {
+  struct StepConstants {
     A lr, alpha, rest, inside, outside, momentum, before, after, weight_decay, keep;
   };
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t) const {
     return {static_cast<A>(lr),
             static_cast<A>(alpha),
             static_cast<A>(1 - alpha),
@@ -262,7 +263,7 @@ struct RmsProp {
             static_cast<A>(decoupled ? 1 - lr * weight_decay : 1)};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     if (k.weight_decay != 0) g += k.weight_decay * w;
     s[0] = k.alpha * s[0] + k.rest * g * g;
     const A scaled = g / (std::sqrt(s[0] + k.inside) + k.outside);
@@ -288,21 +289,21 @@ struct Ftrl {
   double lr, l1, l2, lr_power;
 
   template <class A>
-  struct Numbers {
+  struct StepConstants {
     A lr, l1, l2, power;
     bool root;
   };
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t) const {
     return {static_cast<A>(lr), static_cast<A>(l1), static_cast<A>(2 * l2),
             static_cast<A>(-lr_power), lr_power == -0.5};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static A power(const Numbers<A>& k, A n) {
+  SPARSEKIT_HOST_DEVICE static A power(const StepConstants<A>& k, A n) {
     return k.root ? std::sqrt(n) : std::pow(n, k.power);
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     if (k.lr == 0) return;
     const A before = power(k, s[0]);
     s[0] += g * g;
@@ -322,15 +323,16 @@ struct PartialRowWiseAdam : Adam<false> {
   static constexpr bool kMeansReadWeight = false;
   static constexpr bool kMeansReadStates = false;
   template <class A>
-  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const Numbers<A>&, A g, A, A*) {
+  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const StepConstants<A>&, A g, A, A*) {
     return {g * g, A{0}};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static A of_row(const Numbers<A>& k, const RowMeans<A>& means, A before) {
+  SPARSEKIT_HOST_DEVICE static A of_row(const StepConstants<A>& k, const RowMeans<A>& means,
+                                        A before) {
     return k.beta2 * before + k.rest2 * means.first;
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     s[0] = k.beta1 * s[0] + k.rest1 * g;
     w = w * k.keep - k.step_size * (s[0] / (std::sqrt(s[1]) + k.eps));
   }
@@ -351,35 +353,35 @@ struct Lamb {
   double lr, beta1, beta2, eps, weight_decay;
 
   template <class A>
-  struct Numbers {
+  struct StepConstants {
     A lr, weight_decay;
-    Adam<false>::Numbers<A> adam;
+    Adam<false>::StepConstants<A> adam;
   };
   template <class A>
-  SPARSEKIT_HOST_DEVICE Numbers<A> at(int64_t t) const {
+  SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t t) const {
     const Adam<false> adam{1, beta1, beta2, eps, 0, true};
     return {static_cast<A>(lr), static_cast<A>(weight_decay), adam.at<A>(t)};
   }
   // Moves the moments and returns u.
   template <class A>
-  SPARSEKIT_HOST_DEVICE static A direction(const Numbers<A>& k, A g, A w, A* s) {
+  SPARSEKIT_HOST_DEVICE static A direction(const StepConstants<A>& k, A g, A w, A* s) {
     s[0] = k.adam.beta1 * s[0] + k.adam.rest1 * g;
     s[1] = k.adam.beta2 * s[1] + k.adam.rest2 * g * g;
     return k.adam.step_size * (s[0] / (std::sqrt(s[1]) + k.adam.eps)) + k.weight_decay * w;
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const Numbers<A>& k, A g, A w, A* s) {
+  SPARSEKIT_HOST_DEVICE static RowMeans<A> of_element(const StepConstants<A>& k, A g, A w, A* s) {
     const A u = direction(k, g, w, s);
     return {w * w, u * u};
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static A of_row(const Numbers<A>& k, const RowMeans<A>& means, A) {
+  SPARSEKIT_HOST_DEVICE static A of_row(const StepConstants<A>& k, const RowMeans<A>& means, A) {
     // Written so that a NaN stays.
     if (means.first == 0 || means.second == 0) return k.lr;
     return k.lr * (std::sqrt(means.first) / std::sqrt(means.second));
   }
   template <class A>
-  SPARSEKIT_HOST_DEVICE static void step(const Numbers<A>& k, A g, A& w, A* s) {
+  SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
     const A u = direction(k, g, w, s);
     w -= s[2] * u;
   }

@@ -29,14 +29,14 @@ struct Distinct {
 // branch could predict, so groups are compared as a whole. The table grows with what is in it:
 // where keys repeat it stays in a nearer cache.
 template <class Key>
-class Numbering {
+class DistinctKeyMap {
  public:
-  Numbering() = default;
+  DistinctKeyMap() = default;
 
   // distinct [most], entries [entries_for(most)], aligned to 32 bytes. Keys are hashed with `seed`.
   // If most keys are expected to be distinct there is room for all of them from the start.
-  Numbering(Distinct<Key>* distinct, int64_t most, uint32_t* entries, int64_t seed,
-            bool mostly_distinct = false)
+  DistinctKeyMap(Distinct<Key>* distinct, int64_t most, uint32_t* entries, int64_t seed,
+                 bool mostly_distinct = false)
       : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)), seed_(seed) {
     while (number_bits_ < static_cast<uint64_t>(most)) number_bits_ = 2 * number_bits_ + 1;
     clear(mostly_distinct ? most_entries_ : std::min(most_entries_, kFirstEntries));
