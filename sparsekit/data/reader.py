@@ -313,17 +313,17 @@ class Reader(IterableDataset):
         return np.random.default_rng([self.seed, self._epoch, unit, chunk]).permutation(rows)
 
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
-        batch, faults = chunk.read(rows)
-        if batch is not None and self._labels is not None and batch.label is not None:
-            faults = self._wrong_labels(chunk, rows, batch.label.numpy())
-        if faults and self._on_error == "raise":
-            raise DataFormatError(faults[0][1])
-        if faults:
+        while True:
+            batch, faults = chunk.read(rows)
+            # Only rows that are well-formed have labels to look at.
+            if batch is not None and self._labels is not None and batch.label is not None:
+                faults = self._wrong_labels(chunk, rows, batch.label.numpy())
+            if faults and self._on_error == "raise":
+                raise DataFormatError(faults[0][1])
+            if batch is not None and not faults:
+                return batch
             self.skipped += len(faults)
-            batch, faults = chunk.read(np.delete(rows, [place for place, _ in faults]))
-        if batch is None:
-            raise RuntimeError(f"rows became malformed while they were read: {faults[0][1]}")
-        return batch
+            rows = np.delete(rows, [place for place, _ in faults])
 
     def _wrong_labels(self, chunk: Chunk, rows: np.ndarray, label: np.ndarray) -> list[Fault]:
         least, most, between = self._labels or (-math.inf, math.inf, True)
