@@ -88,6 +88,14 @@ def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(filled), lengths + empty
 
 
+def without_views(table: Any) -> Any:
+    """A table with strings in place of views of them, of which Arrow takes and drops no rows."""
+    for i, column in enumerate(table.columns):
+        if (kind := _without_views(column.type)) != column.type:
+            table = table.set_column(i, table.column_names[i], column.cast(kind))
+    return table
+
+
 def is_list(kind: Any) -> bool:
     """Whether values of a type are bags."""
     from pyarrow import types
@@ -118,6 +126,23 @@ def _is_text(kind: Any) -> bool:
         or types.is_binary_view(kind)
         or types.is_fixed_size_binary(kind)
     )
+
+
+def _without_views(kind: Any) -> Any:
+    from pyarrow import large_binary, large_list, large_string, list_, types
+
+    if types.is_string_view(kind):
+        return large_string()
+    if types.is_binary_view(kind):
+        return large_binary()
+    if not is_list(kind):
+        return kind
+    item = _without_views(kind.value_type)
+    if item == kind.value_type:
+        return kind
+    if types.is_fixed_size_list(kind):
+        return list_(item, kind.list_size)
+    return large_list(item) if types.is_large_list(kind) else list_(item)
 
 
 def _one_array(column: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import DataFormatError
-from .arrow_columns import bags, check_type, floats
+from .arrow_columns import bags, check_type, floats, without_views
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Columns, Keys, Kind
 from .parquet_file import ParquetFiles
@@ -188,7 +188,7 @@ class _Groups:
             raise DataFormatError(
                 f"{path}, {place}: {table.num_rows} rows, where the file's end says {rows}"
             )
-        return _TableChunk(self, groups, table)
+        return _TableChunk(self, groups, without_views(table))
 
     def convert(self, chunk: _TableChunk, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
         """A batch of these rows of a chunk."""

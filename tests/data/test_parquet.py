@@ -68,17 +68,21 @@ def test_the_largest_integers(tmp_path):
     assert bags(batch, "i") == [[-(2**63)], [2**63 - 1]]
 
 
+VIEWS = [pa.string_view(), pa.binary_view()]
 TEXTS = [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()]
 
 
-@pytest.mark.parametrize("kind", TEXTS, ids=str)
+@pytest.mark.parametrize("kind", [*TEXTS, *VIEWS], ids=str)
 def test_text_is_hashed(tmp_path, kind):
+    coded = pa.array(["a", "b", "a", None], pa.string() if kind in VIEWS else kind)
     path = write(
         tmp_path / "x.parquet",
         {
             "one": pa.array(["a", None, "Zürich", ""], kind),
             "many": pa.array([["a", "b"], None, [], ["c", None]], pa.list_(kind)),
-            "coded": pa.array(["a", "b", "a", None], kind).dictionary_encode(),
+            "large": pa.array([["a"], None, ["a", None], []], pa.large_list(kind)),
+            "pair": pa.array([["a", "b"], ["b", "a"], None, [None, "c"]], pa.list_(kind, 2)),
+            "coded": coded.dictionary_encode(),
         },
     )
     sparse = {"one": Keys(seed=3), "many": "hash", "coded": Keys(missing=-5)}
@@ -89,6 +93,19 @@ def test_text_is_hashed(tmp_path, kind):
     ]
     assert bags(batch, "many") == [[code["a"], code["b"]], [], [], [code["c"]]]
     assert bags(batch, "coded") == [[code["a"]], [code["b"]], [code["a"]], [-5]]
+    batch = one(path, sparse=["large", "pair"])
+    assert bags(batch, "large") == [[code["a"]], [], [code["a"]], []]
+    assert bags(batch, "pair") == [[code["a"], code["b"]], [code["b"], code["a"]], [], [code["c"]]]
+    names = ["one", "many", "large", "pair"]
+    in_order, shuffled = (one(path, sparse=names, shuffle=shuffle) for shuffle in (False, True))
+    for name in names:
+        assert sorted(bags(shuffled, name)) == sorted(bags(in_order, name))
+
+
+def test_binary_of_one_size_is_hashed(tmp_path):
+    path = write(tmp_path / "x.parquet", {"a": pa.array([b"ab", None, b"\0d"], pa.binary(2))})
+    batch = one(path, sparse=["a"])
+    assert bags(batch, "a") == [[xxh64([b"ab"]).item()], [], [xxh64([b"\0d"]).item()]]
 
 
 def test_missing_keys_are_put_where_a_bag_is_null_or_empty(tmp_path):
