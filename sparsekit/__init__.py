@@ -30,7 +30,7 @@ __version__: str = _pybind.build_info()["version"]
 
 
 def build_info() -> dict[str, object]:
-    """What this installation was built with and which engine it runs.
+    """How this installation was built, and which engine it runs.
 
     Returns:
         The version, compiler, C++ standard, build type, the torch it was built with and the oldest

@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that there is not."""
+"""Suggests a known name for one that is misspelt."""
 
 from __future__ import annotations
 

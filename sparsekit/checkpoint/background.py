@@ -22,7 +22,7 @@ from .task import Task
 
 # Seconds between two looks at what other ranks have written.
 _LOOK = 0.02
-# Of the thread that writes, added to the process's: on a busy core it gets a tenth.
+# Niceness of the thread that writes, added to the process's: on a busy core it gets a tenth.
 _NICE = 10
 
 

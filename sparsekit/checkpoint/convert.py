@@ -233,7 +233,7 @@ Parts = Sequence[tuple[Path, Table]]
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
-    """Of numbers that NumPy has."""
+    """An array of a dtype that NumPy has: float32 for bfloat16."""
     array: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return array
 

@@ -1,4 +1,4 @@
-"""What a `DcpState` has saved, as the files of a checkpoint."""
+"""Reads what a `DcpState` has saved as if it were the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class DcpSource:
         return self._where
 
     def _found(self, name: str | None) -> str:
-        """What the names of the state's entries begin with."""
+        """Prefix of the names of the state's entries."""
         prefixes = {
             entry.removesuffix(FORMAT).removesuffix("."): entry.removesuffix(FORMAT)
             for entry in self._metadata.state_dict_metadata

@@ -33,7 +33,7 @@ from .together import Together
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` has found.
+    """Result of `load`.
 
     Attributes:
         path: folder of the checkpoint.
@@ -115,7 +115,7 @@ def _verify(links: Chain, rank: int, world_size: int) -> None:
 
 
 class Plan:
-    """What is to be loaded, all of it checked."""
+    """A load that has passed all checks."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ Chain = Sequence[tuple[Path, Manifest]]
 
 
 class Source(Protocol):
-    """What has the tensors of a checkpoint in place of a folder's files."""
+    """Holds the tensors of a checkpoint in place of a folder's files."""
 
     def file(self, name: str) -> TensorFile:
         """That of a name in the manifest."""
@@ -244,7 +244,7 @@ class TablePlan:
             group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
             fresh = untouched(optimizer, weight, group, int(self.table.settings.get("step", 0)))
         else:
-            # Of torch's optimizers Adagrad alone has states that do not begin with zeros.
+            # Adagrad is the only optimizer of torch whose states do not begin with zeros.
             initial = optimizer.defaults.get("initial_accumulator_value", 0.0)
             fresh = {
                 name: weight.detach().new_full(

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, written last and checked before all else."""
+"""The contents list of a checkpoint, ``manifest.json``: written last, checked first."""
 
 from __future__ import annotations
 

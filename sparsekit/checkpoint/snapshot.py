@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: tables, dense tensors, optimizers and other states."""
+"""Collects what a checkpoint holds: tables, dense tensors, optimizers and other states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class Stateful(Protocol):
-    """What can be saved beside a module: a scheduler, a `Trainer`, a reader."""
+    """Anything that can be saved beside a module: a scheduler, a `Trainer`, a reader."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, in lists, tuples and dicts."""
@@ -153,7 +153,7 @@ class TableShard:
     _buckets: torch.Tensor | None = None
 
     def note(self, rank: int, file: str, rows: int, complete: bool) -> dict[str, Any]:
-        """What a rank says of its part, for `manifest_of`."""
+        """Describes this rank's part, for `manifest_of`."""
         part = {"rank": rank, "file": file, "rows": rows, "size": self.size}
         return {**self.facts, "complete": complete, "shard": part}
 
@@ -355,7 +355,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Of torch's generators of this process: the CPU's, and the current GPU's once it is in use."""
+    """States of torch's generators: the CPU's, and the current GPU's once it is in use."""
     state = {"cpu": torch.random.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

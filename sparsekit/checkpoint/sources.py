@@ -108,7 +108,7 @@ def _raw_pieces(
     keys_path: Path, key_dtype: np.dtype[Any], values_path: Path, dtype: np.dtype[Any],
     dim: int, rows: int, head: int,
 ) -> Pieces:  # fmt: skip
-    """Of two files of raw numbers, behind heads that are passed over."""
+    """Reads two files of raw numbers, whose heads are skipped."""
     step = rows_at_a_time(dim, dtype.itemsize)
     with plain(keys_path) as keys, plain(values_path) as values:
         keys.seek(head)

@@ -71,7 +71,7 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

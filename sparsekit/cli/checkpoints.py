@@ -15,9 +15,9 @@ from .common import UsageError, number, rank
 
 DEFAULT_EVERY = 1000
 DEFAULT_KEEP = 3
-# What the run was started with, beside its checkpoints.
+# File beside the checkpoints that lists the options of the run.
 RUN = "run.json"
-# What may differ when a run goes on.
+# Options that may differ when a run goes on.
 _FREE = {
     "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
     "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
@@ -83,7 +83,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    """What a `Trainer` is given."""
+    """Arguments for a `Trainer`."""
     if args.checkpoint is None:
         return {}
     return {

@@ -29,7 +29,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class DLRMConfig:
-    """Of `DLRM`."""
+    """Settings of a `DLRM`."""
 
     rows: int = 100_000
     dim: int = 16
@@ -41,7 +41,7 @@ class DLRMConfig:
 
 @dataclass(frozen=True)
 class DeepFMConfig:
-    """Of `DeepFM`."""
+    """Settings of a `DeepFM`."""
 
     rows: int = 100_000
     dim: int = 16
@@ -50,7 +50,7 @@ class DeepFMConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Of tables, by its name, and of the dense part: Adam."""
+    """Optimizer of the tables, by name; the dense part has Adam."""
 
     name: str = "lazy_adam"
     lr: float = 0.002

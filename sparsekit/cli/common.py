@@ -1,4 +1,4 @@
-"""What the commands share."""
+"""Functions that the commands share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..errors import CheckpointError, DataFormatError, ResumeError
 
 
 class UsageError(Exception):
-    """What the person at the keyboard can put right; shown without a traceback."""
+    """A mistake that the user can put right; shown without a traceback."""
 
 
 EXPECTED = (
@@ -37,7 +37,7 @@ def discard_output() -> None:
 
 
 def number(kind: type, least: float, most: float) -> Callable[[str], float]:
-    """What turns the text of an argument into an int or a float of [least, most]."""
+    """Makes the parser of an argument that is an int or a float in [least, most]."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -79,7 +79,7 @@ def check_apart(option: str, file: str | None, other_option: str, other: str | N
 
 
 def why(error: OSError, path: str) -> str:
-    """What the system says of a file that could not be read, and which one may have been meant."""
+    """Explains why a file could not be read, and suggests which one was meant."""
     hint = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
     return f"{error.strerror or error}{hint}"
 

@@ -1,4 +1,4 @@
-"""What the commands that train have in common: options, and the ranks that share the work."""
+"""Options that the training commands share, and the ranks that do the work."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def logs(args: argparse.Namespace) -> list[Log]:
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:
-    """What each rank does."""
+    """Runs on each rank."""
     start_rank()
     _join()
     loaded = _load_once(args, load) if data is None else pickle.loads(data)

@@ -10,7 +10,7 @@ from ..datasets import DatasetUnavailableError, movielens_100k_titles
 from ..models import Recommendations, load_recommender, recommend
 from .common import UsageError, check_folder, check_other_file, number, set_threads, why, writing
 
-# What models that were trained on it say.
+# Name of the data in models that were trained on it.
 MOVIELENS = "MovieLens-100K"
 
 

@@ -1,4 +1,4 @@
-"""What the readers yield: tensors that layers take as they are."""
+"""Batches that readers yield: tensors that layers take as they are."""
 
 from __future__ import annotations
 

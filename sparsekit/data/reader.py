@@ -1,4 +1,4 @@
-"""What all readers share: the order of rows, which rank reads which, batches and resuming."""
+"""Base of all readers: order of rows, shares of ranks, batches, resuming."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ class Reader(IterableDataset):
         return Batch(label, torch.empty(0, len(self.columns.dense)), keys)
 
     def _plan(self) -> dict[str, Any]:
-        """What decides on which rows are in which batch."""
+        """Settings that decide which rows are in which batch."""
         return {
             "files": self._files,
             "batch_size": self.batch_size,

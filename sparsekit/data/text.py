@@ -24,7 +24,7 @@ __all__ = ["CriteoReader", "CsvReader"]
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HEX = Keys("hex")
 _QUOTE, _MAX_LINE_BYTES = '"', 1 << 20
-# What an error shows of a line.
+# Most characters of a line that an error shows.
 _SHOWN = 60
 
 
@@ -245,7 +245,7 @@ class _Lines:
     def batch(
         self, label: np.ndarray, dense: np.ndarray, values: np.ndarray, offsets: np.ndarray
     ) -> Batch:
-        """What TextLines.parse returned, as tensors."""
+        """Makes tensors of what TextLines.parse returned."""
         return Batch(
             None if self.columns.label is None else torch.from_numpy(label),
             torch.from_numpy(dense),

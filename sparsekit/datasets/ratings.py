@@ -41,7 +41,7 @@ INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 # Stands for a separator of two characters, which the csv module does not take.
 _UNIT = "\x1f"
 
-# What a header may call each column, without underscores and capitals.
+# Names that a header may give each column, without underscores and capitals.
 COLUMNS = {
     "user_id": ("userid", "user"),
     "item_id": ("itemid", "item", "movieid", "movie"),

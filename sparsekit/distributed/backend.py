@@ -1,4 +1,4 @@
-"""What carries an exchange, which all ranks choose together."""
+"""Chooses the transport of an exchange, on all ranks together."""
 
 from __future__ import annotations
 

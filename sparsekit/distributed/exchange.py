@@ -54,7 +54,7 @@ Made = TypeVar("Made")
 
 
 def attempt(make: Callable[[], Made]) -> Made | Exception:
-    """What a function makes, or the error that it raises, for `Exchange.agree`."""
+    """The result of a function, or the error that it raises, for `Exchange.agree`."""
     try:
         return make()
     except Exception as error:
@@ -106,7 +106,7 @@ class Exchange:
         # How many collectives there have been, for tests and benchmarks.
         self.collectives = 0
         self.bytes_sent = 0
-        # What it is for, as `exchange_of` was told.
+        # Purpose, as given to `exchange_of`.
         self.purpose = "layers"
 
     def agree(self, what: str, proposal: Proposal | Exception | None) -> Agreement:

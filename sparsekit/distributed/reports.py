@@ -1,4 +1,4 @@
-"""What an error of ranks says."""
+"""Texts of errors of ranks."""
 
 from __future__ import annotations
 

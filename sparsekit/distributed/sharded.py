@@ -29,7 +29,7 @@ def sharded_tensors(module: torch.nn.Module) -> set[str]:
 
 
 def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What tools that replicate or shard a model are to leave alone: the tables, sharded already.
+    """Tables, which are sharded already: tools that replicate or shard a model must skip them.
 
     Args:
         module: with sparsekit layers anywhere in it, or without.

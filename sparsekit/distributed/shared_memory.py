@@ -145,7 +145,7 @@ class _Meeting:
         self._memory = -1
 
     def offer(self) -> _Offer:
-        """What the others need to reach this rank."""
+        """Opens what the others need to reach this rank, and on rank 0 the shared memory."""
         if self.rank == 0:
             self._memory = self._file(os.memfd_create("sparsekit", _MEMFD_FLAGS))
             # All of it now: what cannot be had later kills the process that touches it.
@@ -204,7 +204,7 @@ def _limit(connection: socket.socket, deadline: float) -> None:
 
 
 def _together(teller: TorchTransport, step: Callable[[], Any]) -> list[Any]:
-    """What a step gives on each rank; where it fails on one, it has failed on all."""
+    """Result of a step on each rank; a step that fails on one rank fails on all."""
     result, reason, lacking = None, "", False
     try:
         result = step()

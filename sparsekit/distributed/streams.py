@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Cuda:
-    """What is used of torch.cuda. The tests have a stand-in, which works without a device."""
+    """The part of torch.cuda in use. Tests have a stand-in that needs no device."""
 
     Stream: Any = torch.cuda.Stream
     Event: Any = torch.cuda.Event
@@ -32,7 +32,7 @@ class Cuda:
 
 
 class NoStream:
-    """In place of `OwnStream` where all is done in the order of the host anyway."""
+    """Replaces `OwnStream` on the CPU, where everything runs in the host's order."""
 
     def ahead(self) -> contextlib.AbstractContextManager[None]:
         """See `OwnStream`."""

@@ -64,7 +64,7 @@ class Transport(ABC):
 def room_for(
     send: torch.Tensor, receive_splits: Sequence[int], received: torch.Tensor | None
 ) -> torch.Tensor:
-    """What `Transport.begin_all_to_all` writes to.
+    """Buffer for `Transport.begin_all_to_all`.
 
     Raises:
         ValueError: it is not what it should be.
@@ -115,7 +115,7 @@ class TorchTransport(Transport):
         return wait
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """What each rank has to say, this one included."""
+        """Collects one object from each rank, this one included."""
         ranks = self.world_size
         sizes = self.all_to_all(
             torch.tensor([len(data)] * ranks, device="cpu"), [1] * ranks, [1] * ranks

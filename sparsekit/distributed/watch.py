@@ -17,7 +17,7 @@ _INTERVAL, _PATIENCE = 1.0, 10.0
 
 
 class Communicator(Protocol):
-    """What is looked after: `_pybind.NcclCommunicator`."""
+    """The communicator that is watched: `_pybind.NcclCommunicator`."""
 
     def check(self) -> None:
         """Raise RuntimeError if it has been aborted, by an error of its own for example."""

@@ -33,7 +33,7 @@ def _close() -> None:
 
 
 class _Settings:
-    """What `init` has set."""
+    """Settings made by `init`."""
 
     seed = 0
     process_group: dist.ProcessGroup | None = None
@@ -42,7 +42,7 @@ class _Settings:
     wire_dtype: torch.dtype | None = None
 
 
-# What vectors and gradients may be rounded to between ranks.
+# Dtypes that vectors and gradients may have between ranks.
 WIRE_DTYPES = (torch.bfloat16,)
 
 settings = _Settings()

@@ -153,7 +153,7 @@ def _checked_pairs(
 
 
 def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """What a lookup in evaluation reads for int64 keys ``[n]`` of this rank: ``[n, dim]``."""
+    """Vectors ``[n, dim]`` of this rank's int64 keys ``[n]``, as evaluation reads them."""
     layer.prepare(inserts=False)
     rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
     absent = rows < 0

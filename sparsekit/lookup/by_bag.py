@@ -60,7 +60,7 @@ def payload_bytes(requests: Sequence[Request]) -> int:
 
 
 def bytes_to_move(requests: Sequence[Request]) -> int:
-    """What goes to other ranks and comes from them, heads and the backward left out."""
+    """Bytes to and from other ranks, without heads and backward."""
     per_rank = payload_bytes(requests) - part_bytes(0)
     for request in requests:
         row = request.table.embedding_vec_size * request.table.sum_dtype_on_wire.itemsize
@@ -151,7 +151,7 @@ class ByBag:
 
 @dataclass
 class _Bags:
-    """What this rank owns of the bags of all ranks, for one table."""
+    """The part of all ranks' bags that this rank owns, for one table."""
 
     counts: list[int]  # bags of each rank
     keys: torch.Tensor  # int64 [m]
@@ -240,7 +240,7 @@ class _Owned:
 
 @dataclass
 class _WayBack:
-    """What the gradients of one call need."""
+    """Saved by one call for its gradients."""
 
     exchange: Exchange
     signature: str
@@ -251,7 +251,7 @@ class _WayBack:
     found: list[torch.Tensor | None]
 
     def gradients(self, grads: Gradients) -> Gradients:
-        """Those of this rank's weights, given those of the sums, which all are there."""
+        """Gradients of this rank's weights, from those of the sums, all of which are given."""
         given = cast("Sequence[torch.Tensor]", grads)
         exchange, owned = self.exchange, self.owned
         theirs, own = self.sizes

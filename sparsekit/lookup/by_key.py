@@ -68,7 +68,7 @@ class ByKey:
         return counts[0] if len(counts) == 1 else torch.cat(counts, 1)
 
     def bytes_to_move(self) -> int:
-        """What goes to other ranks and comes from them, heads and the backward left out."""
+        """Bytes to and from other ranks, without heads and backward."""
         others, world_size = self.exchange.world_size - 1, self.exchange.world_size
         keys = self.counts.sum(0).tolist()
         return sum(
@@ -77,7 +77,7 @@ class ByKey:
         )
 
     def bytes_of_bags(self) -> int:
-        """What would move by bag, but for the keys."""
+        """Bytes that would move by bag, without the keys."""
         others = self.exchange.world_size - 1
         return sum(client.bytes_of_bags() * others for client in self._clients)
 
@@ -207,7 +207,7 @@ class _WayBack:
     def gradients(
         self, grads: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Those of the vectors of this rank's rows, given those of the outputs."""
+        """Gradients of this rank's rows, from those of the outputs."""
 
         def write(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
             for client, columns, rows in zip(self.clients, self.plan.columns, memory, strict=True):

@@ -81,7 +81,7 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
 
 @lru_cache(maxsize=64)
 def no_offsets(device: torch.device) -> torch.Tensor:
-    """What stands for bags of one key each."""
+    """Stands for offsets where each bag has one key."""
     return torch.empty(0, dtype=torch.int64, device=device)
 
 
@@ -98,7 +98,7 @@ def _features(
 
 
 def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
-    """Those of a request: its vectors are tensor `out`, or columns of all."""
+    """Describes a request, whose vectors are tensor `out`, or columns of the joint output."""
     dim = request.table.embedding_vec_size
     combiners = [GROUP_COMBINERS[combiner] for combiner in request.combiners]
     how = request.max_nnz, out or 0

@@ -1,4 +1,4 @@
-"""What an op has refused, in the words of a layer."""
+"""Explains in a layer's words why an op refused its input."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class KeyServer:
 def _features(
     counts: np.ndarray, first: np.ndarray, begins: np.ndarray, dims: Sequence[int]
 ) -> torch.Tensor:
-    """Of all ``[world_size, tables]``: a feature for each table and rank, a bag for each key."""
+    """Describes keys from all ranks: a feature for each table and rank, a bag for each key."""
     world_size, tables = counts.shape
     column = np.empty((len(FeatureColumn), tables, world_size), dtype=np.int64)
     column[FeatureColumn.table] = np.arange(tables)[:, None]

@@ -1,4 +1,4 @@
-"""What a lookup needs of its tables, and what of that stays the same from call to call."""
+"""What a lookup knows of its tables, kept from call to call."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
 from .request import check_weight
 
-# What is kept for inputs of different forms, of different batch sizes for one.
+# Most forms of input that are remembered; a batch size is part of the form.
 _MOST_FORMS = 64
 
 
 class Tensors(NamedTuple):
-    """What the ops are to know of several tables; the last three of those with a hash table."""
+    """Tensors of several tables, for the ops; the last three are those of hash tables."""
 
     weights: list[torch.Tensor]
     seeds: list[torch.Tensor]

@@ -1,4 +1,4 @@
-"""What one call asks of a table: which bags of keys, and what becomes of their vectors."""
+"""Requests: the bags of keys that a call asks of a table, and the shape of the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .inputs import (
 )
 from .slots import NO_LIMIT, slot_by_slot, within
 
-# What errors about the input of a whole group begin with.
+# Prefix of errors about the input of a whole group.
 GROUP = "EmbeddingGroup"
 
 
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """What errors begin with."""
+        """Prefix of errors."""
         return name_of(self.table, self.feature)
 
     @property

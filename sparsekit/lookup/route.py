@@ -19,7 +19,7 @@ from .local import Local
 from .plan import LookupPlan, PlanCache
 from .request import Request
 
-# What a call asks of its tables, one request for each; or why it cannot, which all ranks raise.
+# The requests of a call, one for each table; or its error, which all ranks raise.
 Asked = Sequence[Request] | Exception
 
 
@@ -104,7 +104,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 
 @dataclass(kw_only=True)
 class _Proposal(Proposal):
-    """What a rank would send by key, which is the way that is taken unless the other is shorter."""
+    """Bytes that a rank would send by key, the default route."""
 
     by_key: ByKey
     requests: Sequence[Request]

@@ -1,4 +1,4 @@
-"""What each slot may have for itself, and what that does to the bags of a call."""
+"""Options of single slots, and what they do to the bags of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of vectors that come one by one: the ops on many tables do not pool them.
+"""Pools vectors that come one by one, which the ops on many tables do not.
 
 They are jagged, or pooled by ops that autograd knows: maxima, and weights that need a gradient.
 """

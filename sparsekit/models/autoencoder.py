@@ -17,7 +17,7 @@ from ..optim import LazyAdam, split_embedding_variable_from_others
 from . import saved
 from .rated_items import RatedItems
 
-# What a saved model begins with.
+# Mark of the file format of a saved model.
 FORMAT = "sparsekit autoencoder 1"
 
 

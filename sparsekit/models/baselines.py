@@ -1,4 +1,4 @@
-"""What a rating model has to beat."""
+"""Baselines that a rating model has to beat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models of clicks have in common: tables for named features, and stacks of layers."""
+"""Parts that models of clicks share: tables for named features, stacks of layers."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .rated_items import RatedItems
 
 # Units between the items and the items again.
 HIDDEN = (10, 5, 10)
-# What a saved model begins with.
+# Mark of the file format of a saved model.
 FORMAT = "sparsekit dense autoencoder 1"
 
 

@@ -1,4 +1,4 @@
-"""What each user has rated, as bags for an embedding layer."""
+"""Items that each user has rated, as bags for an embedding layer."""
 
 from __future__ import annotations
 

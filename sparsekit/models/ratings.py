@@ -18,7 +18,7 @@ INITIAL = Uniform(-0.05, 0.05)
 L2_VECTORS = 0.15
 L2_RATED = 0.4
 L2_BIASES = 0.01
-# What a saved model begins with.
+# Mark of the file format of a saved model.
 FORMAT = "sparsekit ratings 1"
 
 

@@ -23,7 +23,7 @@ ITEMS = 4096
 
 
 class Recommender(Protocol):
-    """What recommends: `Autoencoder` and `DenseAutoencoder`."""
+    """A model that recommends: `Autoencoder` or `DenseAutoencoder`."""
 
     history: RatedItems
     source: str
@@ -134,7 +134,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
 
 
 def popular(history: RatedItems, k: int = 10) -> Recommendations:
-    """What has to be beaten: the items that most users have rated; of equals the lowest id."""
+    """The baseline: the items that most users have rated; of equals the lowest id."""
     counts = torch.bincount(history.columns, minlength=len(history.items))
     # Each item's place, so that no two scores are equal.
     order = counts.argsort(descending=True, stable=True)

@@ -58,7 +58,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
-    """What `write` has written.
+    """Reads what `write` has written.
 
     Args:
         path: the file.

@@ -20,7 +20,7 @@ from .buckets import QuantileBuckets
 
 LOSSES = ("bce", "mse")
 OPTIMIZERS = ("adam", "ftrl")
-# What a saved model begins with.
+# Mark of the file format of a saved model.
 FORMAT = "sparsekit wide 1"
 
 
@@ -106,7 +106,7 @@ class WideModel(torch.nn.Module):
         )
 
     def probabilities(self, matrix: Any) -> torch.Tensor:
-        """Of label 1, float32 ``[n]``: the score's sigmoid, or with mse the score cut to [0, 1]."""
+        """Probabilities of label 1, float32 ``[n]``: sigmoid, or with mse the score in [0, 1]."""
         scores = self(matrix)
         return scores.clamp(0, 1) if self.loss == "mse" else scores.sigmoid()
 

@@ -12,7 +12,7 @@ _EMPTY = torch.nn.ModuleDict()
 
 
 def name_in_state(name: str) -> str:
-    """What `LayersByName` calls a module: without dots, and not as one of its own attributes."""
+    """Name of a module in `LayersByName`: without dots, and none of its own attributes."""
     name = name.replace("%", "%25").replace(".", "%2E")
     return f"%{ord(name[0]):02X}{name[1:]}" if name and hasattr(_EMPTY, name) else name
 

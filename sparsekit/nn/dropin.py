@@ -1,4 +1,4 @@
-"""What torch's embedding layers and their drop-ins have in common: a table by torch's names."""
+"""Base of the drop-ins: maps torch's arguments to TableOptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Layer = TypeVar("_Layer", bound="DropIn")
 
 
 class DropIn(EmbeddingLayer):
-    """What both have in common: a table by torch's names.
+    """Base of both drop-ins: a table made from torch's arguments.
 
     Args:
         num_embeddings, embedding_dim, padding_idx, padding_key, max_norm, norm_type, dtype,

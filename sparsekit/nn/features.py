@@ -258,7 +258,7 @@ def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
 def _request(
     one: BoundFeature, bags: Bags, count: int | None = None, first_bag: int | None = None
 ) -> Request:
-    """What a feature asks: bags, or a run of them."""
+    """Input of a feature: bags, or a run of them."""
     most, truncate = cast(int, one.feature.max_nnz), bool(one.feature.truncate)
     request = Request(
         one.table,

@@ -26,7 +26,7 @@ _OF_EACH = "device", "dtype", "name", "num_embeddings", "padding_idx", "padding_
 
 @dataclass(frozen=True)
 class Replacement:
-    """What `replace_embeddings` has done about one layer.
+    """Report of `replace_embeddings` on one layer.
 
     Attributes:
         names: its places in the model, of which a shared layer has several.

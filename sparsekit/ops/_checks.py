@@ -78,7 +78,7 @@ class CheckedOp:
         **tensors: tuple[Sequence[torch.dtype], int],
     ) -> None:
         self._op = op
-        # What calling it comes to, without the way through Python.
+        # The op itself, without the way through Python.
         self._builtin = getattr(op, "op", op)
         self._gradient = gradient
         self._name = str(op).split(".")[1]

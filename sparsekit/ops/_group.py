@@ -1,4 +1,4 @@
-"""What the ops on many tables have in common.
+"""Arguments and checks that the ops on many tables share.
 
 **Sources** are two lists of the same length: ``keys``, int64 or int32 ``[n]`` each, and
 ``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. Offsets without elements make
@@ -67,7 +67,7 @@ class GroupOp:
 
     def __init__(self, op: Callable[..., Any], check: Callable[..., None]) -> None:
         self._op = op
-        # What calling it comes to, without the way through Python.
+        # The op itself, without the way through Python.
         self._builtin = getattr(op, "op", op)
         self._check = check
 
@@ -134,7 +134,7 @@ def check_numbers(
 
 
 def sources(keys: Tensors, offsets: Tensors) -> dict[str, tuple[Tensors, Any, int]]:
-    """What `check_lists` is to know of sources."""
+    """Lists of sources, for `check_lists`."""
     return {"keys": (keys, KEY_DTYPES, 1), "offsets": (offsets, KEY_DTYPES, 1)}
 
 

@@ -30,7 +30,7 @@ class _Missed:
         # None while a step is made or all are dropped. After an interruption there it follows from
         # the parameter's step, which is counted together with the rows.
         self.count: int | None = 0
-        # Of those steps, but for rates; and the names of the states there were.
+        # Settings of those steps but for rates, and the names of their states.
         self.settings: list[float] = []
         self.states: list[str] = []
         self._numbers = torch.empty(64, 2, dtype=torch.float64, device=device)
@@ -91,7 +91,7 @@ class CatchUpOptimizer(RowOptimizer):
         raise NotImplementedError
 
     def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
-        """What `catch_up_rows_` needs of a step."""
+        """Numbers of a step that `catch_up_rows_` needs."""
         raise NotImplementedError
 
     @torch.no_grad()

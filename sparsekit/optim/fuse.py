@@ -10,7 +10,7 @@ from .row_optimizer import RowOptimizer
 
 
 class FusedHandle:
-    """What `fuse_in_backward` has attached; ``remove()`` detaches it."""
+    """Handle of `fuse_in_backward`; ``remove()`` detaches the optimizer."""
 
     def __init__(self, weights: list[EmbeddingWeight]) -> None:
         self._weights = weights

@@ -14,7 +14,7 @@ from .update_call import row_steps
 
 # Rows that are compared at a time.
 _ROWS = 1 << 18
-# Of torch's optimizers, which would change what a step does.
+# Settings of torch's optimizers that would change what a step does.
 _OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from .row_optimizer import RowOptimizer
 from .settings import check_choice, check_range
 
-# What None stands for.
+# Defaults of each form.
 _FORMS = {
     "torch": {"alpha": 0.99, "eps": 1e-8, "initial_accumulator_value": 0.0},
     "tensorflow": {"alpha": 0.9, "eps": 1e-10, "initial_accumulator_value": 1.0},

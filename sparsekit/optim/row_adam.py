@@ -9,7 +9,7 @@ from .settings import check_choice, check_range
 
 
 class _RowAdam(RowOptimizer):
-    """What the two share: arguments and names of states."""
+    """Base of both: arguments and names of states."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What all optimizers share: gradients to rows, states, and the call of the fused step."""
+"""Base of all optimizers: gradients to rows, states, the call of the fused step."""
 
 from __future__ import annotations
 

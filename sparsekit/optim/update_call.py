@@ -1,4 +1,4 @@
-"""What an optimizer hands to `sparsekit.ops.update_rows_`."""
+"""Arguments of one call of `sparsekit.ops.update_rows_`."""
 
 import math
 from collections.abc import Collection, Sequence

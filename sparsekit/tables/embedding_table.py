@@ -84,7 +84,7 @@ class EmbeddingTable(TableTensors):
         self.dedupe = True
         # How pooled vectors come from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
-        # What vectors and gradients are rounded to between ranks; None is their own dtype.
+        # Dtype of vectors and gradients between ranks; None is their own.
         self.wire_dtype = options.wire_dtype
         # Most distinct keys of a call that another rank is asked for; see DistributedEmbedding.
         self.max_keys_per_rank = options.max_keys_per_rank
@@ -210,7 +210,7 @@ class EmbeddingTable(TableTensors):
 
     @property
     def gradient_divisor(self) -> int:
-        """What gradients added over ranks are divided by; means are the scale of DDP."""
+        """Divisor of gradients added over ranks; means have the scale of DDP."""
         return self.world_size if self.gradient_reduction == "mean" else 1
 
     @property
@@ -280,7 +280,7 @@ class EmbeddingTable(TableTensors):
         return self.name if self._named else self.name.partition(" (")[0]
 
     def _hint_at_seed(self) -> str:
-        """What helps where ranks have drawn different seeds."""
+        """Advice for ranks that have drawn different seeds."""
         if self._given_seed is not None:
             return ""
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"
@@ -304,7 +304,7 @@ class EmbeddingTable(TableTensors):
         return self
 
     def prepare(self, inserts: bool) -> None:
-        """What comes before a lookup.
+        """Prepares a lookup.
 
         Raises:
             RuntimeError: something has written to the weight that new keys would undo.

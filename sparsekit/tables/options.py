@@ -1,4 +1,4 @@
-"""What a table is made from: the options that the layers share, and their checks."""
+"""Options that the layers share, and their checks."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class OwnShard(torch.Tensor):
 
 
 def nothing() -> None:
-    """In place of a weak reference, where there is no exchange."""
+    """Stands for a weak reference where there is no exchange."""
 
 
 def exchange_ref(exchange: Exchange | None) -> Callable[[], Exchange | None]:

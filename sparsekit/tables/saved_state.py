@@ -12,7 +12,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def entries(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the named entries that a state has."""
+    """Entries of these names that a state has."""
     return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
 
 

@@ -111,7 +111,7 @@ class TableTensors(torch.nn.Module, Sharded):
 
 
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """What a state has of a layer and its table, by the layer's names."""
+    """Entries of a layer and its table in a state, by the layer's names."""
     own = ("weight", "seed", "shard", "owners")
     names = (name.removeprefix(prefix) for name in state_dict if name.startswith(prefix))
     return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
@@ -199,7 +199,7 @@ def _refuse_wide_keys(name: str, table: dict[str, torch.Tensor]) -> None:
 
 
 def _owners(layer: TableTensors, entries: dict[str, Any]) -> torch.Tensor | None:
-    """Those of a state, where the layer has owners."""
+    """Owners in a state, where the layer has some."""
     if ("owners" in entries) != (layer.owners is not None):
         if layer.world_size == 1:
             raise ValueError(

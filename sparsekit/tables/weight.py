@@ -166,13 +166,13 @@ def count_own_writes(weights: Iterable[torch.Tensor]) -> None:
 
 
 def update_of(weight: torch.Tensor) -> Callable[..., None] | None:
-    """What updates a weight in backward, as long as its optimizer lives."""
+    """The function that updates a weight in backward, while its optimizer lives."""
     attached = weight.update_in_backward if isinstance(weight, EmbeddingWeight) else None
     return None if attached is None else attached()
 
 
 def update_of_all(weights: Sequence[torch.Tensor]) -> Callable[..., None] | None:
-    """What updates all of these weights in backward, if it is one optimizer for all."""
+    """The function that updates all of these weights in backward, if they share an optimizer."""
     attached = getattr(weights[0], "update_in_backward", None)
     if attached is None:
         return None

@@ -14,7 +14,7 @@ from ..data.batch import KeyedJaggedTensor
 
 
 class Share(NamedTuple):
-    """What a rank has of a batch.
+    """A rank's share of a batch.
 
     Attributes:
         batch: this rank's samples.

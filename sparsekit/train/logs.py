@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 
 
 class Log(Protocol):
-    """What takes records. Rank 0 writes them."""
+    """Takes records, which rank 0 writes."""
 
     def write(self, record: Record) -> None:
         """Keep a record."""

@@ -36,7 +36,7 @@ class Losses:
         self.steps = 0
 
     def state(self, title: str) -> dict[str, Any]:
-        """What `restore` takes: sums over all ranks, so that any number of them can go on.
+        """State for `restore`: sums over all ranks, so that any number of ranks can go on.
 
         Raises:
             DivergedError: they are not finite.

@@ -14,7 +14,7 @@ MARGIN = 1e-7
 
 
 def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
-    """What evaluate returns of a model that is being trained."""
+    """The metrics of evaluate on a model that is being trained."""
     model.eval()
     with torch.no_grad():
         metrics = evaluate(model)

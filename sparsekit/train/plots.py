@@ -10,7 +10,7 @@ from typing import Any
 
 from .._extras import needed
 
-# Of tables in one picture; those with most rows are shown.
+# Most tables in one picture; those with most rows are shown.
 MOST_TABLES = 8
 OF_TABLES = {
     "rows": "rows in the tables",

@@ -19,7 +19,7 @@ from ..distributed import Exchange
 
 @dataclass(frozen=True)
 class Op:
-    """What an op took, on all ranks together.
+    """Time and bytes of an op, on all ranks together.
 
     Attributes:
         name: of an op of torch or sparsekit, a kernel's on a GPU, or ``"exchange: PURPOSE"``, the
@@ -40,7 +40,7 @@ class Op:
 
 @dataclass
 class Profile:
-    """What `profiled` has found, once it has ended.
+    """Result of `profiled`, once it has ended.
 
     Attributes:
         ops: those that took longest first; the same on all ranks.
@@ -57,7 +57,7 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Of all ops on all ranks."""
+        """Total over all ops and ranks."""
         return sum(op.seconds for op in self.ops)
 
     def table(self, most: int = 20) -> str:

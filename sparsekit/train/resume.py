@@ -18,7 +18,7 @@ from .progress import Progress
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch gave.
+    """Figures of one epoch.
 
     Attributes:
         number: from 1.

@@ -23,7 +23,7 @@ WARM_UP = 2  # epochs that are not counted: the keys are new in the first
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a DLRM on generated keys, one of a zipf law in each bag.
+    """The job to predict: a DLRM on generated keys, one of a zipf law in each bag.
 
     Attributes:
         tables: how many.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ..distributed import Exchange
 from ..tables.embedding_table import EmbeddingTable
 
-# Of which lines of buckets are looked at, since a table may have many millions.
+# Most lines of buckets in a sample, since a table may have many millions.
 SAMPLED_LINES = 4096
 
 
@@ -72,7 +72,7 @@ class Telemetry:
         return figures
 
     def bytes_sent(self, exchange: Exchange | None) -> int:
-        """What this rank has sent to others for lookups since the last call."""
+        """Bytes that this rank has sent to others for lookups since the last call."""
         total = 0 if exchange is None else exchange.bytes_sent
         since, self._bytes_sent = total - self._bytes_sent, total
         return since

@@ -195,6 +195,21 @@ def test_weights_that_sum_to_zero(two_ranks):
     two_ranks(weights_without_a_sum)
 
 
+def weights_of_bfloat16(rank):
+    layer = sparsekit.DistributedEmbedding(
+        "sum", 9, 4, 1, name="n", dtype=torch.bfloat16, strategy="reduce_scatter"
+    )
+    keys = torch.tensor([1, 2, 3])
+    layer.assign(keys, torch.ones(3, 4))
+    out = layer((keys, torch.tensor([0, 2, 3])), torch.tensor([0.5, 2.0, 4.0]))
+    assert out[:, 0].tolist() == [[2.5] * 4, [4.0] * 4]
+
+
+def test_weights_of_sums_that_travel(two_ranks):
+    """Bags of bfloat16 are summed in float32 on each rank."""
+    two_ranks(weights_of_bfloat16)
+
+
 def weights_on_one_rank(rank):
     results = []
     for strategy in ("all_to_all", "reduce_scatter"):
