@@ -1,8 +1,11 @@
 """Rows that are left out, and how they are named."""
 
+import math
+
 import pytest
 
 from sparsekit.data import CsvReader, ParquetReader
+from sparsekit.errors import DataFormatError
 
 pa = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
@@ -23,3 +26,16 @@ def test_labels_outside_a_range_are_found_beside_malformed_rows(tmp_path, format
     (batch,) = skipping
     assert (batch.label.tolist(), batch.dense.tolist()) == ([0, 1], [[1], [3]])
     assert skipping.skipped == 3
+
+
+def test_a_row_with_several_faults_is_skipped_once(tmp_path):
+    """Numbers beyond float32 are infinite."""
+    columns = {"label": [0.0, None, 2.0], "a": [1.0, math.inf, 3.0], "b": [1.0, -math.inf, 1e39]}
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table(columns), path)
+    settings = {"label": "label", "dense": ["a", "b"]}
+    reader = ParquetReader(path, 4, on_error="skip", **settings)
+    (batch,) = reader
+    assert (batch.label.tolist(), batch.dense.tolist(), reader.skipped) == ([0], [[1, 1]], 2)
+    with pytest.raises(DataFormatError, match=r"x\.parquet, row 3, column 'b': an infinite"):
+        list(ParquetReader(path, 1, rank=2, world_size=3, **settings))

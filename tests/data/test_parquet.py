@@ -66,6 +66,9 @@ def test_the_largest_integers(tmp_path):
     batch = one(path, sparse={"u": "int", "i": "int"})
     assert bags(batch, "u") == [[-1], [0]]
     assert bags(batch, "i") == [[-(2**63)], [2**63 - 1]]
+    hashed = one(path, sparse=["u", "i"])  # as their texts
+    for name, numbers in (("u", [2**64 - 1, 0]), ("i", [-(2**63), 2**63 - 1])):
+        assert bags(hashed, name) == [[xxh64([str(number)]).item()] for number in numbers]
 
 
 VIEWS = [pa.string_view(), pa.binary_view()]
@@ -203,6 +206,8 @@ def test_truncated_and_damaged_files(tmp_path):
         ({"sparse": ["time"]}, r"column 'time' must have .*, or lists of them, but has timestamp"),
         ({"dense": ["time"]}, r"column 'time' must have .* dates, but has timestamp"),
         ({"sparse": {"price": "int"}}, r"column 'price' must have .* but has decimal128\(3, 2\)"),
+        ({"sparse": {"large": "int"}}, r"column 'large' must have .* but has decimal128\(19, 0\)"),
+        ({"sparse": {"float": "int"}}, r"column 'float' must have .* for kind 'int', or lists"),
         (
             {"sparse": {"text": "int"}},
             r"column 'text' must have integers, booleans, dates or whole dec.* for kind 'int'",
@@ -214,6 +219,7 @@ def test_truncated_and_damaged_files(tmp_path):
 def test_columns_that_do_not_fit(tmp_path, settings, message):
     price, time = pa.array([Decimal("1.50")]), pa.array([1], pa.timestamp("s"))
     columns = {"text": ["a"], "list": [[1]], "float": [1.0], "price": price, "time": time}
+    columns["large"] = pa.array([Decimal(1)], pa.decimal128(19, 0))
     path = write(tmp_path / "x.parquet", columns)
     with pytest.raises(ValueError, match=f"^ParquetReader: .*{message}"):
         ParquetReader(path, 10, **settings)

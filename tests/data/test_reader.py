@@ -101,6 +101,14 @@ def test_more_ranks_than_rows(tmp_path):
     assert empty.dense.shape == (0, 0)
     assert empty.sparse.keys() == ["key"]
     assert empty.sparse.to_dict()["key"][1].tolist() == [0]
+    # It is a step like any other, and so has a state.
+    begun = reader({"text": [path]}, "text", rank=0, world_size=3)
+    next(iter(begun))
+    state = begun.state_dict()
+    assert (state["epoch"], state["step"], state["shards"]) == (0, 1, 3)
+    begun.load_state_dict(state)
+    assert list(begun) == []
+    assert begun.state_dict() == {**state, "epoch": 1, "step": 0}
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -108,11 +116,18 @@ def test_batches_without_rows_have_the_features_of_others(files, format):
     """In the same order, whichever way they were given."""
     for names in (["key", "row"], ["row", "key"]):
         settings = {"label": None, "sparse": dict.fromkeys(names, "int"), "world_size": 2 * ROWS}
+        assert next(iter(reader(files, format, rank=0, **settings))).label is None
         of_ranks = [reader(files, format, rank=rank, **settings) for rank in range(2)]
         empty, one = (next(iter(of_rank)) for of_rank in of_ranks)
         assert (empty.rows, one.rows) == (0, 1)
         assert empty.sparse.keys() == one.sparse.keys()
         assert sorted(one.sparse.keys()) == ["key", "row"]
+    for rank in range(2):
+        settings = {"dense": ["key"], "sparse": [], "rank": rank, "world_size": 2 * ROWS}
+        batch = next(iter(reader(files, format, **settings)))
+        assert batch.dense.shape == (rank, 1)
+        assert batch.label.shape == (rank,)
+        assert batch.dense.dtype == batch.label.dtype == torch.float32
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -171,6 +186,12 @@ def test_the_state_of_another_reader_is_refused(files, settings, message):
         reader({"text": files["text"][:1]}, "text").load_state_dict(state)
     with pytest.raises(ValueError, match="not the state of a reader"):
         reader(files, "text").load_state_dict({"epoch": 1})
+    with pytest.raises(ValueError, match=r"dense=\['a'\], and this reader has \[\]"):
+        reader(files, "text").load_state_dict({**state, "dense": ["a"]})
+    # Only batches and ranks may be others at the beginning of an epoch.
+    if not {"batch_size", "rank"} & settings.keys():
+        with pytest.raises(ValueError, match=message):
+            reader(files, "text", **settings).load_state_dict({**state, "step": 0})
 
 
 def test_a_state_belongs_to_blocks_if_they_are_shuffled(files):
@@ -255,6 +276,9 @@ def test_an_epoch_that_is_set_begins_at_its_beginning(files):
     resumed.set_epoch(1)
     assert resumed.state_dict()["step"] == 0
     assert [batch.label.tolist() for batch in resumed] == second != first
+    for epoch in (-1, 2**31):
+        with pytest.raises(ValueError, match=r"CsvReader: epoch must be in \[0, 2147483647\]"):
+            resumed.set_epoch(epoch)
 
 
 def test_the_beginning_of_an_epoch_is_the_same_for_any_batch_size(files):
@@ -289,20 +313,10 @@ def test_workers_of_ranks_share_the_rows_of_each(files):
         for rank in range(2)
     ]
     first, second = (list(loader) for loader in loaders)
-    assert len(first) == len(second)
+    steps = reader(files, "text", rank=0, world_size=2).steps_per_epoch(num_workers=2)
+    assert len(first) == len(second) == steps
     assert sorted(numbers(first)) == list(range(ROWS // 2))
     assert sorted(numbers(second)) == list(range(ROWS // 2, ROWS))
-
-
-def test_rows_of_each_block_have_an_order_of_their_own(tmp_path):
-    path = tmp_path / "x.csv"
-    path.write_text("row\n" + "".join(f"{row}\n" for row in range(1000, 3000)))
-    blocks = [[] for _ in range(10)]
-    for batch in CsvReader(path, 50, label="row", shuffle=True, block_bytes=1000):
-        for row in batch.label.int().tolist():
-            blocks[(row - 1000) // 200].append(row % 200)
-    assert all(sorted(block) == list(range(200)) for block in blocks)
-    assert len(set(map(tuple, blocks))) == 10
 
 
 def test_a_pickled_reader_reads_the_same(files):

@@ -1,0 +1,77 @@
+"""Arguments and files that readers of text refuse."""
+
+import pytest
+
+from sparsekit.data import CsvReader, Keys
+from sparsekit.errors import DataFormatError
+
+from .written import one, write
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({}, ValueError, "name at least one column"),
+        ({"dense": "a"}, TypeError, "dense must be a list of names, got 'a'"),
+        ({"dense": ["c"]}, ValueError, r"x\.csv has no column 'c'; its columns are \['a', 'b'\]"),
+        ({"dense": ["a"], "label": "a"}, ValueError, r"columns \['a'\] are named twice"),
+        ({"dense": ["a", "a"]}, ValueError, r"columns \['a'\] are named twice"),
+        ({"sparse": ["a", "a"]}, ValueError, r"sparse names \['a'\] twice"),
+        ({"sparse": {"a": "text"}}, ValueError, r"sparse\['a'\]: kind must be one of .* 'text'"),
+        ({"sparse": {"a": 3}}, TypeError, r"sparse\['a'\] must be Keys"),
+        ({"sparse": {"a": Keys(separator="||")}}, ValueError, "separator must be one byte"),
+        ({"sparse": {"a": Keys(separator=",")}}, ValueError, "separator is ','"),
+        ({"sparse": {"a": Keys(missing=2**63)}}, ValueError, r"missing must be in"),
+        ({"sparse": {"a": Keys(missing=-(2**63) - 1)}}, ValueError, r"missing must be in"),
+        ({"sparse": {"a": Keys(seed=-1)}}, ValueError, r"seed must be in"),
+        ({"sparse": {"a": Keys(seed=2**64)}}, ValueError, r"seed must be in"),
+        ({"sparse": {"a": Keys(separator="ü")}}, ValueError, "separator must be one byte"),
+        ({"sparse": {"a": Keys(separator="\n")}}, ValueError, r"separator is '\\n'"),
+        ({"sparse": {"a": Keys(separator="\0")}}, ValueError, r"separator is '\\x00'"),
+        ({"sparse": "a"}, TypeError, "sparse must be a list of names, got 'a'"),
+        ({"dense": ["a"], "delimiter": "\r"}, ValueError, "delimiter must be one byte within"),
+        ({"dense": ["a"], "delimiter": "ab"}, ValueError, "delimiter must be one byte"),
+        ({"dense": ["a"], "quote": "\n"}, ValueError, "quote must be one byte"),
+        ({"dense": ["a"], "quote": ","}, ValueError, "delimiter and quote are both ','"),
+        ({"dense": ["a"], "batch_size": 0}, ValueError, r"batch_size must be in \[1, .*got 0"),
+        ({"dense": ["a"], "on_error": "ignore"}, ValueError, "on_error must be one of raise, skip"),
+        ({"dense": ["a"], "rank": 1}, ValueError, "rank=1 and world_size=None go together"),
+        ({"dense": ["a"], "rank": 2, "world_size": 2}, ValueError, r"rank must be in \[0, 1\]"),
+        ({"dense": ["a"], "world_size": 2}, ValueError, "rank=None and world_size=2 go together"),
+        ({"dense": ["a"], "rank": -1, "world_size": 2}, ValueError, r"rank must be in \[0, 1\]"),
+        ({"dense": ["a"], "rank": 0, "world_size": 0}, ValueError, r"world_size must be in \[1, "),
+        ({"dense": ["a"], "seed": -1}, ValueError, r"seed must be in \[0, "),
+        ({"dense": ["a"], "max_line_bytes": 0}, ValueError, "max_line_bytes must be in"),
+        ({"dense": ["a"], "block_bytes": 0}, ValueError, "block_bytes"),
+        ({"dense": ["a"], "columns": ["a", "a"]}, ValueError, "more than one column 'a'"),
+    ],
+)
+def test_bad_arguments(tmp_path, settings, error, message):
+    path = write(tmp_path / "x.csv", "a,b\n1,2\n")
+    with pytest.raises(error, match=f"^CsvReader: .*{message}"):
+        CsvReader(path, **{"batch_size": 5, **settings})
+
+
+def test_bad_files(tmp_path):
+    path = write(tmp_path / "x.csv", "a,b\n1,2\n")
+    other = write(tmp_path / "y.csv", "b,a\n1,2\n")
+    with pytest.raises(FileNotFoundError, match="none does not exist"):
+        CsvReader(tmp_path / "none", 5, dense=["a"])
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        CsvReader(tmp_path, 5, dense=["a"])
+    with pytest.raises(ValueError, match="files is empty"):
+        CsvReader([], 5, dense=["a"])
+    with pytest.raises(ValueError, match=r"y\.csv has the columns \['b', 'a'\], but .*x\.csv has"):
+        CsvReader([path, other], 5, dense=["a"])
+    for text, settings, error, message in [
+        ('"a,b\n1,2\n', {}, DataFormatError, r"csv, line 1: no names of columns: "),
+        ("a" * 100 + ",b\n", {}, DataFormatError, "csv, line 1: longer than max_line_bytes=98"),
+        ("\na,b\n1,2\n", {}, ValueError, "csv is empty, or begins with an empty line"),
+        ("alpha,b\n1,2\n", {"dense": ["alhpa"]}, ValueError, "did you mean alpha. Its columns"),
+    ]:
+        path = write(tmp_path / "z.csv", text)
+        with pytest.raises(error, match=message):
+            CsvReader(path, 5, **{"dense": ["a"], "max_line_bytes": 98, **settings})
+    # As long as a line may be.
+    path = write(tmp_path / "z.csv", "a" * 96 + ",b\r\n1,2\n")
+    assert one(path, dense=["b"], max_line_bytes=98).dense.tolist() == [[2]]
