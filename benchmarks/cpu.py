@@ -46,7 +46,7 @@ class Cpu:
         available = len(os.sched_getaffinity(0))
         self.quick = quick
         self.threads = threads or min(2, available)
-        # At least so many rounds, and more in so many milliseconds.
+        # Least rounds, and more of them within this many milliseconds.
         self.rounds, self.budget_ms = (5, 500) if brief else (7, 2_000)
         # Below this many milliseconds a sample is of several calls.
         self.least_ms = 0.01 if quick else 1.0
@@ -62,7 +62,7 @@ class Cpu:
         return quick if self.quick else full
 
     def copies(self, num_bytes: int, most: int = 24) -> int:
-        """How many inputs of so many bytes it takes for none to be found in the cache."""
+        """How many inputs of this size it takes for none to be found in the cache."""
         return max(2, min(most, -(-self.cache_bytes // max(1, num_bytes))))
 
     def has(self, against: str, reason: str | None) -> bool:
@@ -148,7 +148,7 @@ class Cpu:
     # ---- roofs ----
 
     def copy_ms(self, num_bytes: int, threads: int | None = None) -> list[float]:
-        """What R1 allows for moving so many bytes, milliseconds."""
+        """What R1 allows for moving these bytes, milliseconds."""
         threads = threads or self.threads
         if threads not in self._copy_ms_per_byte:
             best: list[float] = []
@@ -163,7 +163,7 @@ class Cpu:
         return [ms * num_bytes for ms in self._copy_ms_per_byte[threads]]
 
     def gather_sides(self, table_bytes: int, n: int) -> list[list[Call]]:
-        """Ways to gather n random lines of an array of so many bytes, for R2."""
+        """Ways to gather n random lines of an array of this size, for R2."""
         lines = max(1, table_bytes // 64)
         generator = torch.Generator().manual_seed(1)
         count = self.copies(8 * n, most=8)
@@ -226,7 +226,7 @@ class Cpu:
 
 
 def _time(side: Side, first: int, count: int) -> float:
-    """Milliseconds of a call, of so many beginning with a number."""
+    """Milliseconds of a call, one of several numbered ones."""
     calls = [side.calls[(first + i) % len(side.calls)] for i in range(count)]
     if side.setup is not None:
         side.setup()

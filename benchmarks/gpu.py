@@ -144,14 +144,14 @@ class Gpu:
     # ---- comparisons ----
 
     def against_r1(self, case: str, ours: Timing, num_bytes: int, target: str = "") -> Comparison:
-        """Compare with moving so many bytes at the speed of a copy."""
+        """Compare with moving these bytes at the speed of a copy."""
         roof_ms = 1e3 * num_bytes / self.copy_roof
         return self._compare(case, ours, "R1", Timing([roof_ms], [roof_ms]), target, num_bytes)
 
     def against_r2(
         self, case: str, ours: Timing, lines: int, table_bytes: int, target: str = ""
     ) -> Comparison:
-        """Compare with gathering so many random lines from an array of so many bytes."""
+        """Compare with gathering random lines from an array of this size."""
         roof_ms = 1e3 * lines / self.gather_roof(table_bytes)
         return self._compare(case, ours, "R2", Timing([roof_ms], [roof_ms]), target, 64 * lines)
 
@@ -179,7 +179,7 @@ class Gpu:
         return quick if self.quick else full
 
     def fit(self, count: int, bytes_each: float) -> int:
-        """Count, halved until so many things of so many bytes leave some memory free."""
+        """Count, halved until that many things of this size leave some memory free."""
         # Modules with hooks are in cycles, and what is cached is not free for other sizes.
         gc.collect()
         if self.on_gpu:

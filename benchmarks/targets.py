@@ -1,4 +1,4 @@
-"""The project's targets: how many times as fast as the roof or the peer a case shall be.
+"""The project's targets: how many times as fast as the roof or the peer a case should be.
 
 The key is the line a case belongs to and what it is compared with. A time of at most 1.15 times
 that of another is a ratio of 1 / 1.15. Of collectives, how many times as few. A target that is

@@ -54,7 +54,7 @@ def empty_cache() -> int:
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory on the CPU, not yet touched, shall come in pages of 2 MiB.
+    """The tensor, whose memory on the CPU, not yet touched, should come in pages of 2 MiB.
 
     A row of a large table is then found without a walk through page tables. Only a hint to the
     system. Other devices and tensors without memory are left as they are.

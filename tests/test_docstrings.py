@@ -1,7 +1,9 @@
-"""The examples in docstrings print what they say."""
+"""The examples in docstrings print what they say, and words that need a second reading are out."""
 
 import doctest
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,3 +30,20 @@ def test_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"sparsekit.{module}"), extraglobs=names)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+ROOT = Path(__file__).parent.parent
+TEXTS = [
+    path
+    for folder in ("sparsekit", "csrc", "docs")
+    for path in (ROOT / folder).rglob("*.*")
+    if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh", ".md"}
+]
+
+
+def test_words_that_need_a_second_reading() -> None:
+    """Vague ones, and openings that do not say what a thing is or does."""
+    words = re.compile(r"\b(so many|shall|somebody)\b|(//|#|\"\"\") Of the file\b", re.IGNORECASE)
+    assert len(TEXTS) > 400
+    found = [f"{path}: {match[0]}" for path in TEXTS for match in words.finditer(path.read_text())]
+    assert found == []

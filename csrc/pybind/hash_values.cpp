@@ -40,7 +40,7 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-// Characters beyond ASCII are encoded on the stack, for texts of up to so many characters.
+// Characters beyond ASCII are encoded on the stack, for texts of up to this many characters.
 constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {

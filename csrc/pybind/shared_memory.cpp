@@ -109,7 +109,7 @@ void add_shared_memory(py::module_& module) {
       .def("close", &Class::close, py::arg("reason"),
            "Leave; the other ranks' waits raise with the reason.")
       .def_static("total_bytes", &Segment::total_bytes, py::arg("world_size"),
-                  "Of the file that so many ranks share.");
+                  "Size of the file that this many ranks share, in bytes.");
 }
 
 }  // namespace sparsekit

@@ -93,7 +93,7 @@ class RingReader {
     read_ += padded(size);
   }
 
-  // Gives the room back. Whether the writer waits for it.
+  // Frees consumed bytes; returns whether the writer must be woken.
   bool publish() {
     state_->read.store(read_);
     if (state_->full.load() == 0) return false;

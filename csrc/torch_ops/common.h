@@ -166,7 +166,7 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
   for (const int64_t size : sizes) {
     possible &= !__builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
   }
-  // It has the words for sizes that cannot be.
+  // torch names the size that overflows.
   if (!possible) return torch::stable::new_empty(like, sizes, dtype);
   int64_t strides[2] = {1, 1};
   if (sizes.size() == 2) strides[0] = std::max<int64_t>(sizes.begin()[1], 1);

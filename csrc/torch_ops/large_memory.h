@@ -11,7 +11,7 @@ namespace sparsekit::ops {
 // From this size on a block is worth keeping.
 constexpr size_t kLargeBytes = size_t{2} << 20;
 
-// At least so many bytes with any content, or nullptr when there is no memory. Any thread.
+// At least this many bytes with any content, or nullptr when there is no memory. Any thread.
 void* take_large_memory(size_t bytes);
 
 // Gives back memory of take_large_memory.

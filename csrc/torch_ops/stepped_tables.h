@@ -101,7 +101,7 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
   });
 }
 
-// On a device: the bad row that a call for so many tables has reported. With checks off there is
+// On a device: the bad row that a call for several tables has reported. With checks off there is
 // none.
 inline BadRow found_bad_row(const DeviceContext& context, size_t num_tables) {
   const int64_t limit = cuda::position_of_table(static_cast<int64_t>(num_tables), 0);

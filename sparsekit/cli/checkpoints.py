@@ -36,7 +36,7 @@ def add_options(parser: Parser | argparse.ArgumentParser) -> None:
         "--checkpoint",
         metavar="FOLDER",
         default=argparse.SUPPRESS,  # or the help would say "default: None"
-        help="where to save the run after each epoch and every so many steps",
+        help="where to save the run after each epoch and every few steps",
     )
     count = number(int, 1, 2**31 - 1)
     parser.add_argument(

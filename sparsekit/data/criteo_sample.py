@@ -78,7 +78,7 @@ def write_criteo_sample(
 
 
 def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: int) -> bytes:
-    """The first of so many lines."""
+    """The first of that many lines."""
     numbers, weights = _categories(draw, rows, keys)
     chance = 1 / (1 + np.exp(1.3 - weights))
     parts = [_label(draw.random(rows) < chance)]

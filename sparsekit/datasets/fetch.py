@@ -61,7 +61,7 @@ class PackagedFile:
     def _read_verified(self, cached: Path) -> bytes | None:
         """Read a cached file; None if there is none, it is damaged, or it is no regular file."""
         try:
-            # Without O_NONBLOCK, opening a FIFO waits until somebody writes to it.
+            # Without O_NONBLOCK, opening a FIFO waits for a writer.
             handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(handle, "rb") as file:
                 if not stat.S_ISREG(os.fstat(handle).st_mode):

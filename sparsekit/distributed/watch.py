@@ -54,7 +54,7 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
 class Watch(threading.Thread):
     """Looks after a communicator while a kernel or a call waits for other ranks, and ends it.
 
-    The host may be waiting for that kernel, which ends only when somebody aborts the communicator:
+    The host may be waiting for that kernel, which ends only when the communicator is aborted:
     after an error on the network, or when the last launch is not through in time.
 
     Args:
@@ -127,7 +127,7 @@ class Watch(threading.Thread):
                 self._settled = deadline
                 return None
         except Exception as error:
-            # A device that cannot tell is out of order, and somebody may be waiting for it.
+            # A device that cannot tell is out of order, and a rank may be waiting for it.
             return _said_by(error)
         if deadline != self._deadline:
             return None  # another launch has come between

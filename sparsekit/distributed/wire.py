@@ -38,7 +38,7 @@ def padded(size: int) -> int:
 
 
 def part_bytes(payload: int) -> int:
-    """Size of a part with so many bytes behind its head."""
+    """Size of a part with that many bytes behind its head."""
     return _HEAD_BYTES + padded(payload)
 
 

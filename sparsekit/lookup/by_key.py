@@ -125,7 +125,7 @@ class ByKey:
         return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
-        """Where so many keys lie in parts that have counts as well."""
+        """Where that many keys lie in parts that have counts as well."""
         tables = len(self._row_bytes)
         return Layout(counts, [8] * tables, words=tables)
 
@@ -134,7 +134,7 @@ class ByKey:
             client.write_keys(parts, keys, columns)
 
     def _expected(self, counts: np.ndarray) -> Layout:
-        """Where vectors, or gradients, of so many keys lie, which will come."""
+        """Where the vectors, or gradients, of that many keys will lie."""
         layout = Layout(counts, self._row_bytes, ALIGNMENT)
         self.exchange.expect(layout.sizes)
         return layout

@@ -139,7 +139,7 @@ class TableBatch:
         return [weight.requires_grad for weight in self._weights()]
 
     def _written(self, weights: list[Any]) -> bool:
-        """Whether somebody may have written to weights since they were looked at."""
+        """Whether weights may have been written to since they were looked at."""
         try:
             for t in self.hashed:
                 weight = weights[t]

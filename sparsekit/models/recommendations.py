@@ -39,7 +39,7 @@ class Recommender(Protocol):
         """Scores ``[users, items]``."""
 
     def train(self, mode: bool = True) -> torch.nn.Module:
-        """Set the mode."""
+        """Switch between training and evaluation."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -223,7 +223,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
         embedding_vec_size: elements of a vector (dim).
         slot_num: slots of a sample.
-        nnz_per_slot: keys of each slot, always so many.
+        nnz_per_slot: keys of each slot, a fixed number.
         dynamic_input: take 1-D keys of any length instead.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.

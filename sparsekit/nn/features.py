@@ -248,7 +248,7 @@ def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
 
 
 def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
-    """The bags of each feature, of so many samples."""
+    """The bags of each feature, one for each sample."""
     bags = check_bags(bags, GROUP, 1, NO_LIMIT, None)
     firsts = torch.arange(features + 1, device=bags.values.device) * batch
     ends = cast(torch.Tensor, bags.offsets)[firsts].tolist()

@@ -1,7 +1,7 @@
 """Optimizers under which rows move in steps without a gradient too, at the cost of those touched.
 
 What a row does in a step in which it has no gradient depends on the row and on the numbers of that
-step only. So it may wait until somebody wants to see it: a lookup, a gradient, a saved state.
+step only. So it may wait until it is looked at: a lookup, a gradient, a saved state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
-# Steps that are kept at most; then all rows catch up, once in so many steps.
+# Steps that are kept at most; then all rows catch up.
 _MOST = 65536
 
 

@@ -76,7 +76,7 @@ class HashTable(torch.nn.Module):
     was.
 
     Args:
-        capacity: most keys it can hold, in [1, 2^31 - 1]. It holds exactly so many.
+        capacity: most keys it can hold, in [1, 2^31 - 1]. It holds exactly this number.
         device: where the buffers live.
         load_factor: share of slots in use when full, in (0, 1]. Lower is faster and larger: a row
             takes 12.8 / load_factor bytes.

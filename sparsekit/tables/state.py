@@ -278,7 +278,7 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
 
     Args:
         layer: one with a hash table.
-        written: whether somebody has written to its weight since it was last looked at; else rows
+        written: whether its weight has been written to since it was last looked at; else rows
             with keys are not looked at.
     """
     weight = layer.weight.detach()

@@ -64,7 +64,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.noted_version = -1 if self.is_inference() else self._version
 
     def written(self) -> bool:
-        """Whether somebody else has written to rows since: by torch's count of writes.
+        """Whether others have written to rows since, by torch's count of writes.
 
         Writes to ``weight.data`` are not counted, nor is one under inference mode to a weight made
         there.

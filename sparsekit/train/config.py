@@ -109,7 +109,7 @@ def _updated(config: Any, values: Mapping[str, Any], where: str, prefix: str) ->
         full = f"{prefix}{name}"
         if name not in kinds:
             hint = did_you_mean(full, [prefix + each for each in kinds])
-            # Or somebody has left the section out.
+            # Or the user has left the section out.
             within = [each for each in names(config, prefix) if each.endswith(f".{name}")]
             hint = hint or (f"; did you mean {within[0]}?" if within else "")
             hint = hint or f"; there are {', '.join(kinds)}"

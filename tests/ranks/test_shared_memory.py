@@ -14,7 +14,7 @@ import torch.distributed as dist
 from patience import patience
 
 from sparsekit.distributed import shared_memory
-from sparsekit.distributed.transport import TorchTransport
+from sparsekit.distributed.transport import TorchTransport, room_for
 
 from . import on_device
 from .pool import Raised, Ranks
@@ -298,3 +298,19 @@ def two_threads(rank):
 
 def test_two_threads(ranks):
     ranks(two_threads)
+
+
+@pytest.mark.parametrize(
+    "received",
+    [
+        torch.empty(2),
+        torch.empty(4),
+        torch.empty(3, 1),
+        torch.empty(3).double(),
+        torch.empty(6)[::2],
+        torch.empty(3, device="meta"),
+    ],
+)
+def test_memory_that_does_not_fit_is_refused(received):
+    with pytest.raises(ValueError, match="received must be contiguous, with the 3 elements of"):
+        room_for(torch.empty(5), [1, 2], received)

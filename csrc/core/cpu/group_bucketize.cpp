@@ -40,7 +40,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
   return good;
 }
 
-// Up to so many ranks a pass over all keys for each, without a branch, is less than to search them.
+// Up to this many ranks a pass over all keys for each, without a branch, is less than to search
+// them.
 constexpr int64_t kFewRanks = 16;
 
 // Rows of the keys of a table, in numbers that wrap around: only results need fit.

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int64_t kGrain = 2048;
 
-// So many keys are in flight: enough to cover a memory access, few enough for the line-fill
+// Keys in flight: enough to cover a memory access, few enough for the line-fill
 // buffers.
 constexpr int kBlock = 16;
 

@@ -40,7 +40,7 @@ constexpr Progress run_begins_at(int64_t offset) {
   return offset * (kMet + 1);
 }
 
-// Elements that are worth a thread.
+// Minimum work per thread, in elements.
 constexpr int64_t kLeastWork = 32768;
 
 // Bytes of a row that are worth a thread: half a cache line.
@@ -110,7 +110,7 @@ struct SegmentWorkspace {
     }
     for (int64_t p = 0; p < num_halves; ++p) {
       take(halves[p].run_sum, halves[p].most_runs() * dim);
-      // The first half's sums can be where the result shall be, if that is of their type.
+      // The first half's sums can be where the result will be, if that is of their type.
       const bool in_place = p == 0 && std::is_same_v<T, Acc<T>>;
       take(halves[p].sum, in_place ? 0 : num_segments * dim);
       if constexpr (std::is_same_v<T, Acc<T>>) {

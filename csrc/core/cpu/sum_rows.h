@@ -15,7 +15,7 @@ namespace sparsekit::cpu {
 // in a near cache already, and only those that are not take long.
 constexpr int64_t kRowsAhead = 64;
 
-// The same for large rows, of which so many would drive each other out.
+// The same for large rows, which would drive each other out of the cache.
 template <class T>
 int64_t rows_ahead(int64_t dim) {
   const int64_t fit = 16384 / std::max<int64_t>(dim * static_cast<int64_t>(sizeof(T)), 1);

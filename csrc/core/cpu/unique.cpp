@@ -11,8 +11,8 @@ namespace {
 // Two ways, with the same result. By range: each thread numbers a range of the keys, and looks up
 // what it has found in the ranges before. By hash: keys are moved to parts by their hash, and
 // numbered there, in the cache; nothing is looked up twice, but there are several passes more. The
-// hash table of a million distinct keys is not in a cache, which costs more than those; so many
-// keys are numbered by range only if they repeat so often that most of them are found in what is.
+// hash table of a million distinct keys is not in a cache, which costs more than those; beyond
+// kMostByRange, keys are numbered by range only if they repeat so often that most are found in it.
 constexpr int64_t kMostByRange = int64_t{1} << 21;
 constexpr int64_t kLargeSample = 16384;
 constexpr double kOftenRepeated = 0.45;  // at most this share of a large sample is distinct

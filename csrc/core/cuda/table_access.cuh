@@ -40,7 +40,7 @@ struct TableSlice {
   }
 };
 
-// Wide accesses if every row of the weight, of so many states and of grad, if there is one, begins
+// Wide accesses if every row of the weight, of the states and of grad, if there is one, begins
 // at a multiple of 16 bytes.
 template <class T>
 RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {

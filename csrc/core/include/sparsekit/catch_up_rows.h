@@ -1,7 +1,7 @@
 // The steps that rows have missed, for optimizers that move all rows in every step.
 //
 // Under exact Adam, or SGD with momentum, a row without a gradient still moves. It need not do so
-// before somebody reads it: what it does in a step without a gradient depends on the row and on the
+// before it is read: what it does in a step without a gradient depends on the row and on the
 // step's numbers only.
 #pragma once
 

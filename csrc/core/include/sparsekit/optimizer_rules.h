@@ -18,7 +18,7 @@
 //   without_gradient(a, b)  the numbers of such a step, out of two that are kept for it;
 //   most_replayed()         how many of them may matter: those after it, taken together, would move
 //                           a weight by less than 2^-53 of what the first one does at equal rates;
-//   decay(k, steps)         what so many of them multiply state k by.
+//   decay(k, steps)         factor of state k over this many of them.
 // A is the type rows are computed in. Expressions are written as torch.optim evaluates them.
 #pragma once
 
