@@ -33,7 +33,7 @@ class Checkpoints:
     Args:
         folder: made if need be; on a disk that all ranks share.
         keep: how many of the newest stay; what they follow stays as well.
-        complete_every: one checkpoint in this many has all rows, those between only the rows that have changed
+        complete_every: one checkpoint in this many has all rows, the others only the rows changed
             since the one before. 1: all are complete.
         process_group: whose ranks save; None is the default group.
 

@@ -3,7 +3,7 @@
 import torch
 
 from sparsekit.datasets import Ratings
-from sparsekit.models import Recommendations
+from sparsekit.models import Autoencoder, RatedItems, Recommendations, recommend, recommendations
 
 
 def test_hits_are_of_items_that_were_recommended():
@@ -14,3 +14,20 @@ def test_hits_are_of_items_that_were_recommended():
     hits, relevant = best.hits(test)
     assert hits.tolist() == [[True, False, False], [False] * 3]
     assert relevant.tolist() == [2, 1]
+
+
+def test_pieces_of_users_and_items_make_no_difference(monkeypatch):
+    users = torch.tensor([1, 1, 2, 3, 4, 4, 5, 6, 7]) * 10
+    items = torch.tensor([1, 2, 3, 4, 5, 6, 7, 1, 2])
+    history = RatedItems(Ratings(users, items, torch.ones(9), torch.arange(9.0).double()))
+    model = Autoencoder(history, dim=4, seed=1)
+    whole = recommend(model, 3)
+    monkeypatch.setattr(recommendations, "USERS", 3)
+    monkeypatch.setattr(recommendations, "ITEMS", 2)
+    pieces = recommend(model, 3)
+    assert pieces.users.tolist() == whole.users.tolist() == sorted(set(users.tolist()))
+    assert pieces.items.tolist() == whole.items.tolist()
+    torch.testing.assert_close(pieces.scores, whole.scores)
+    rated = {(user, item) for user, item in zip(users.tolist(), items.tolist(), strict=True)}
+    assert rated.isdisjoint((user, item) for user, item, _ in whole.rows())
+    assert len(list(whole.rows())) == 3 * 7
