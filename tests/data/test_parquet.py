@@ -96,8 +96,9 @@ def test_text_is_hashed(tmp_path, kind):
     ]
     assert bags(batch, "many") == [[code["a"], code["b"]], [], [], [code["c"]]]
     assert bags(batch, "coded") == [[code["a"]], [code["b"]], [code["a"]], [-5]]
-    batch = one(path, sparse=["large", "pair"])
-    assert bags(batch, "large") == [[code["a"]], [], [code["a"]], []]
+    batch = one(path, sparse={"large": Keys(seed=2**64 - 1, missing=7), "pair": "hash"})
+    seeded = xxh64(["a"], 2**64 - 1).item()
+    assert bags(batch, "large") == [[seeded], [7], [seeded], [7]]
     assert bags(batch, "pair") == [[code["a"], code["b"]], [code["b"], code["a"]], [], [code["c"]]]
     names = ["one", "many", "large", "pair"]
     in_order, shuffled = (one(path, sparse=names, shuffle=shuffle) for shuffle in (False, True))

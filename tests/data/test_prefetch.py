@@ -1,6 +1,8 @@
+import gc
 import queue
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -80,6 +82,17 @@ def test_leaving_early_ends_the_thread():
         break
     # The loop's iterator is gone with the loop.
     assert threads() == []
+
+
+def test_a_source_is_freed_when_an_iteration_was_left():
+    source = Source()
+    freed = weakref.ref(source)
+    for _ in Prefetcher(source):
+        break
+    assert threads() == []
+    del source
+    gc.collect()
+    assert freed() is None
 
 
 def test_batches_go_to_the_device():

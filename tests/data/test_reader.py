@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from sparsekit.data import CriteoReader, CsvReader, Keys, ParquetReader, Prefetcher
 from sparsekit.errors import DataFormatError
@@ -67,6 +67,9 @@ def test_shuffling_is_another_seeded_permutation_each_epoch(files, format):
     assert numbers(reader(files, format, shuffle=True, seed=4)) != first
     plain = reader(files, format)
     assert numbers(plain) == numbers(plain) == list(range(ROWS))
+    # Files come as they are given.
+    turned = {format: files[format][::-1]}
+    assert numbers(reader(turned, format)) == [*range(700, ROWS), *range(700)]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -305,6 +308,30 @@ def test_workers_of_a_dataloader_share_the_rows(files, format):
     # Without workers it is what the reader yields.
     alone = DataLoader(reader(files, format), batch_size=None)
     assert numbers(alone) == list(range(ROWS))
+
+
+class States(IterableDataset):
+    """What a loader that asks its workers gets of each: a batch and the state behind it."""
+
+    def __init__(self, reader):
+        self.reader = reader
+
+    def __iter__(self):
+        for batch in self.reader:
+            yield batch.label.tolist(), self.reader.state_dict()
+
+
+def test_the_state_of_a_worker_is_that_of_its_share(files):
+    loader = DataLoader(States(reader(files, "text")), batch_size=None, num_workers=2)
+    batches = list(loader)
+    for worker in range(2):
+        (_, state), (following, _) = batches[worker : worker + 3 : 2]
+        assert (state["step"], state["shards"]) == (1, 2)
+        share = reader(files, "text", rank=worker, world_size=2)
+        share.load_state_dict(state)
+        assert next(iter(share)).label.tolist() == following
+        with pytest.raises(ValueError, match="with 2 ranks and workers, and now there are 1"):
+            reader(files, "text").load_state_dict(state)
 
 
 def test_workers_of_ranks_share_the_rows_of_each(files):
