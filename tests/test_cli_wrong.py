@@ -74,6 +74,39 @@ def test_one_line(command, message, folder, capsys):
     assert re.search(message, error_of(capsys, command))
 
 
+COMMON = "--ranks 0|--ranks 1025|--threads 0|--threads 1025|--seed -1|--epochs 0"
+COMMON += "|--checkpoint-every 0|--keep 0"
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (
+            "train ratings --data none",
+            f"{COMMON}|--batch-size 0|--dim 0|--lr 0|--lr 1e13|--capacity 0",
+        ),
+        ("train autoencoder --data none", f"{COMMON}|--batch-size 0|--dim 0|--dim 65537"),
+        (
+            "train deepconn --data none",
+            f"{COMMON}|--batch-size 0|--length 3|--length 100001|--lr 0",
+        ),
+        ("train wide --data none", f"{COMMON}|--batch-size 0"),
+        ("train dlrm --data none", COMMON),
+        ("profile dlrm --data none", "--steps 0|--lines 0"),
+        ("scaling", "--threads 0|--tables 0|--rows 0|--dim 0|--batch 0"),
+        ("checkpoint reshard none out", "--world 0|--world 4097"),
+        ("data criteo-sample --out out/none", "--rows -1|--rows 1 --seed -1"),
+        ("recommend none", "--k 0|--show -1"),
+        ("hash none --out out/none", f"--seed -1|--seed {2**64}"),
+    ],
+)
+def test_numbers_out_of_their_range(command, options, folder, capsys):
+    for option in options.split("|"):
+        *_, name, value = option.split()
+        error = error_of(capsys, f"{command} {option}")
+        assert re.search(rf"argument .*{name}.*: {value} is not in \[", error), option
+
+
 @pytest.mark.parametrize("kind", [*EXPECTED, DivergedError, ZeroDivisionError])
 def test_what_a_rank_raises_ends_as_it_would_without_ranks(kind, monkeypatch, capsys):
     def fail(world_size, *_):
