@@ -1,5 +1,6 @@
 """``sparsekit train dlrm`` and ``deepfm``, ``plot`` and ``scaling``."""
 
+import dataclasses
 import json
 import math
 import re
@@ -304,6 +305,25 @@ def test_scaling_of_several_ranks(tmp_path, monkeypatch, capsys, of_two, predict
     expected = predicted({1: 100.0, 2: of_two}, 8)
     assert (forecast == {}) != predicts
     assert not predicts or forecast["8"] == pytest.approx(expected)
+
+
+def test_what_scaling_measures_is_what_was_asked(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(scaling, "_measure", lambda *asking: asked.append(asking) or 10.0)
+    monkeypatch.setattr(scaling.os, "sched_getaffinity", lambda pid: set(range(4)))
+    file = tmp_path / "scaling.json"
+    output = run(capsys, *SCALING, "--threads", "3", "--ranks", "2,1", "--json", str(file))
+    case = Case(tables=2, rows=100, dim=4, batch=64)
+    assert asked == [(1, case, 3), (2, case, 3)]
+    assert output.startswith("2 tables of 100 keys, dim 4, batch 64 over all ranks, 3 thread(s)")
+    assert "on 4 cores" in output
+    figures = json.loads(file.read_text())
+    assert figures["case"] == dataclasses.asdict(case)
+    assert (figures["threads"], figures["cores"]) == (3, 4)
+    assert figures["samples_per_second"] == {"1": 10, "2": 10}
+    # Two ranks had no core for each of their threads.
+    assert figures["predicted_speed_up"] == {}
+    assert "no prediction: no two of these worlds had a core for each thread" in output
 
 
 @pytest.mark.parametrize("ranks", ["2", "0,1", "x", "1,2000"])
