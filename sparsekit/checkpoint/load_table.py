@@ -126,12 +126,15 @@ class TablePlan:
                     raise self._too_many(folder, error.size + error.refused) from None
             found = int(numbers.sum()) if self._new_table is None else len(self._new_table)
             if number == 0 and found != count:
-                raise self._twice(at, count, found)
-        if self._same_place and found != self.table.shards[self.layer.rank].size:
-            raise self._twice(folder, self.table.shards[self.layer.rank].size, found)
+                raise self._wrong_count(at, count, found, "a key is there twice")
+        if self._same_place and found != (size := self.table.shards[self.layer.rank].size):
+            # Too many: what has changed is not in the base. Too few: what is new is there already.
+            why = "keys are missing in its base"
+            if found < size:
+                why += ", or one is there twice"
+            raise self._wrong_count(folder, size, found, why)
 
-    def _twice(self, folder: Folder, rows: int, keys: int) -> CheckpointError:
-        why = "a key is there twice" if keys < rows else "keys are missing in its base"
+    def _wrong_count(self, folder: Folder, rows: int, keys: int, why: str) -> CheckpointError:
         return CheckpointError(
             f"{folder}: table {self.name} should have {rows} rows, and has {keys} keys: {why}"
         )

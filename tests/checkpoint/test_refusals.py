@@ -269,3 +269,30 @@ def test_a_key_that_is_there_twice_in_another_kind_of_table(tmp_path):
     with pytest.raises(CheckpointError, match="should have 5 rows, and has 4 keys: a key is there"):
         checkpoint.load(plain, tmp_path / "a", strict=False)
     assert torch.equal(plain["ids"].weight, before)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (3, 77, "should have 6 rows, and has 7 keys: keys are missing in its base$"),
+        (4, 5, "should have 6 rows, and has 5 keys: keys are missing in its base, or one is there"),
+    ],
+    ids=["too many keys", "too few"],
+)
+def test_a_base_with_other_keys_than_those_that_its_changes_are_of(tmp_path, old, new, said):
+    model = OfInt32(torch.int64)
+    keep = Checkpoints(tmp_path, complete_every=2)
+    model.ids.assign(torch.arange(5), torch.rand(5, 2))
+    keep.save(0, model)
+    model.ids.assign(torch.tensor([3, 5]), torch.rand(2, 2))
+    keep.save(1, model)
+    base = tmp_path / "step-000000000000"
+    file = base / "table-0000-rank-0000.safetensors"
+    content = file.read_bytes()
+    at = content.index(struct.pack("<5q", *range(5))) + 8 * old
+    content = content[:at] + struct.pack("<q", new) + content[at + 8 :]
+    file.write_bytes(content)
+    entry = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    rewritten(base, lambda values: values["files"].update({file.name: entry}))
+    with pytest.raises(CheckpointError, match=f"step-000000000001: table ids {said}"):
+        keep.load(model)
