@@ -145,6 +145,7 @@ MALICIOUS = {
     "state of ranks": (put("ranks", [{"state": 5}]), "lacks state or random"),
     "ranks of a tuple": (put("ranks", [{"$tuple": [1]}]), "lacks state or random"),
     "tensor": (put("ranks", [{"state": {}, "random": {"$tensor": "x"}}]), "stands for nothing"),
+    "random state": (put("ranks", 0, "random", {"cuda": [1]}), "random is damaged: cuda is no ten"),
     "optimizers": (put("optimizers", {}), "optimizers must be a list"),
     "groups": (put("optimizers", 0, "groups", 3), "is damaged"),
     "settings": (put("optimizers", 0, "groups", 0, "params", None), "is damaged"),
