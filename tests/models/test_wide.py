@@ -183,6 +183,7 @@ def test_files_that_are_refused(tmp_path):
     make_model().save(tmp_path / "model.pt")
     for lengths, message in (
         ({**LENGTHS, "day": 8}, "feature 'day' was saved with length 7, but .* has 8"),
+        ({}, r"features \['city', 'day', 'age'\], .* has \[\]"),
         ({"city": 300}, r"features \['city', 'day', 'age'\], in this order"),
     ):
         with pytest.raises(ValueError, match=rf"model\.pt: .*{message}"):

@@ -316,6 +316,7 @@ def test_save_and_load_round_trips(tmp_path):
     [
         ({"day": 7, "item": 1001}, "feature 'item' was saved with length 1000, but .* has 1001"),
         ({"item": 1000, "day": 7}, r"features \['day', 'item'\], in this order, but"),
+        ({}, r"feature_lengths has \[\]"),
         ({"day": 7}, r"feature_lengths has \['day'\]"),
     ],
 )
