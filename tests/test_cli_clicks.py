@@ -4,17 +4,19 @@ import dataclasses
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
-from sparsekit import cli
+from sparsekit import cli, split_embedding_variable_from_others
 from sparsekit.cli import clicks_run, scaling, train_clicks
 from sparsekit.data import Batch, write_criteo_sample
 from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
+from sparsekit.train import scaling as train_scaling
 from sparsekit.train.plots import read_run
 from sparsekit.train.scaling import Case, _batch, predicted
 
@@ -347,6 +349,27 @@ def test_ranks_have_parts_of_one_batch(ranks):
     for name in names:
         keys = torch.cat([part.sparse[name][0] for part in parts])
         assert torch.equal(keys, whole.sparse[name][0])
+
+
+def test_the_model_and_the_epochs_are_those_of_the_case(monkeypatch):
+    """Epochs that warm up are run, but not measured."""
+    case, found = Case(tables=2, rows=50, dim=4, batch=8, epochs=3), []
+
+    class Recorded(train_scaling.Trainer):
+        def __init__(self, model, *arguments, **settings):
+            super().__init__(model, *arguments, **settings)
+            found.append(model)
+
+        def fit(self, batches, epochs):
+            assert [batch.rows for batch in batches] == [8] * train_scaling.STEPS
+            assert epochs == train_scaling.WARM_UP + 3
+            speeds = [99.0] * train_scaling.WARM_UP + [3.0, 1.0, 2.0]
+            return [SimpleNamespace(samples_per_second=speed) for speed in speeds]
+
+    monkeypatch.setattr(train_scaling, "Trainer", Recorded)
+    assert train_scaling.samples_per_second(case) == 2
+    sparse, _ = split_embedding_variable_from_others(found[0])
+    assert {parameter.shape[1] for parameter in sparse} == {4}
 
 
 def test_a_prediction_is_what_it_assumes():
