@@ -306,7 +306,9 @@ def test_byte_order_mark(tmp_path):
         path = write(tmp_path / "q.csv", b'\xef\xbb\xbf"a\n",b\n1,x\n', compress)
         assert one(path, dense=["a\n"], sparse=["b"]).dense.tolist() == [[1]]
         path = write(tmp_path / "y.csv", b"\xef\xbb\xbf1,x\n", compress)
-        assert one(path, columns=["a", "b"], dense=["a"]).dense.tolist() == [[1]]
+        for quote in ('"', None):
+            batch = one(path, columns=["a", "b"], dense=["a"], quote=quote)
+            assert batch.dense.tolist() == [[1]]
         path = write(tmp_path / "z.csv", "a,b\n1,x\n".encode("utf-16"), compress)
         with pytest.raises(DataFormatError, match="UTF-16"):
             one(path, dense=["a"])
