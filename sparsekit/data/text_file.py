@@ -207,7 +207,7 @@ class _Block(Unit):
 
     def guess(self) -> int:
         """Where the first line begins if no field has a newline; not in the block if none does."""
-        if self._begin == 0:
+        if self._begin == self._file.start:
             return self._begin
         # The byte before tells whether a line begins here.
         place = self._begin - 1
