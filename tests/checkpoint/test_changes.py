@@ -330,3 +330,19 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
             background._wait_for_others(writing)
     writing.end()
     assert not list(tmp_path.iterdir())
+
+
+def test_changes_far_behind_the_first_rows_into_another_dtype(tmp_path, monkeypatch):
+    """Pieces of keys without a changed row come before it; rows that have places are cast too."""
+    monkeypatch.setattr(snapshot, "_KEYS", 2)
+    model = torch.nn.ModuleDict({"ids": sparsekit.Embedding(9, 2, name="ids")})
+    keep = Checkpoints(tmp_path, complete_every=2)
+    model["ids"].assign(torch.arange(8), torch.zeros(8, 2))
+    keep.save(0, model)
+    model["ids"].assign(torch.tensor([4, 7]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    keep.save(1, model)
+    rounded = torch.nn.ModuleDict({"ids": sparsekit.Embedding(9, 2, name="ids").bfloat16()})
+    keep.load(rounded, cast=True)
+    values = rounded["ids"](torch.tensor([0, 4, 7]))
+    assert values.dtype == torch.bfloat16
+    assert values.tolist() == [[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]
