@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..distributed.world import settings
 from ..errors import CheckpointError
 from .manifest import write_small
-from .save import Writing, checked_step
+from .save import CheckpointWriter, checked_step
 from .snapshot import Copies, Optimizers, Stateful
 from .task import Task
 
@@ -36,7 +36,7 @@ class Background:
         waited: whether the caller has been told what has come of it, by `wait` or an error before.
     """
 
-    def __init__(self, writing: Writing, copies: Copies | None = None) -> None:
+    def __init__(self, writing: CheckpointWriter, copies: Copies | None = None) -> None:
         self._writing = writing
         self._copies = Copies() if copies is None else copies
         self._error: CheckpointError | None = None
@@ -132,7 +132,7 @@ class Background:
             write_small(writing.draft.folder / name, text.encode(errors="backslashreplace"))
 
 
-def _wait_for_others(writing: Writing) -> None:
+def _wait_for_others(writing: CheckpointWriter) -> None:
     folder, world_size = writing.draft.folder, writing.together.world_size
     missing = set(range(world_size))
     patience, grown, size = settings.timeout.total_seconds(), time.monotonic(), -1
@@ -173,7 +173,7 @@ def async_save(
         save again.
     """
     target = Path(path).absolute()
-    writing = Writing(module, target, optimizer, state, checked_step(step), process_group)
+    writing = CheckpointWriter(module, target, optimizer, state, checked_step(step), process_group)
     background = Background(writing)
     background.begin()
     return background

@@ -26,9 +26,9 @@ from .load_table import parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .npz_source import name_note, npz
-from .reshard import ColumnWriter, Told, columns_of, live_pieces, verify
-from .sources import Pieces, Source, sok1, sok2, torchrec
-from .tensor_file import Written, carried, write
+from .reshard import ColumnWriter, OnProgress, columns_of, live_pieces, verify
+from .sources import ForeignTable, Pieces, sok1, sok2, torchrec
+from .tensor_file import FileRecord, carried, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
@@ -39,7 +39,7 @@ _LONGEST_STEM = 100
 
 def sources_of(
     kind: str, path: str | os.PathLike[str], dims: Mapping[str, int] = {}
-) -> list[Source]:
+) -> list[ForeignTable]:
     """Tables that another library has saved.
 
     Args:
@@ -65,10 +65,10 @@ def sources_of(
 
 
 def import_tables(
-    sources: Sequence[Source],
+    sources: Sequence[ForeignTable],
     out: str | os.PathLike[str],
     names: Mapping[str, str] = {},
-    told: Told = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Path:
     """Write tables of another library as a checkpoint, which any number of ranks can load.
 
@@ -79,7 +79,7 @@ def import_tables(
         sources: see `sources_of`.
         out: folder of the checkpoint.
         names: name of a table -> that of the layer in the module, where it is another.
-        told: called with the bytes of vectors after each piece.
+        on_progress: called with the bytes of vectors after each piece.
 
     Raises:
         CheckpointError: a file is damaged, a key is there twice, two tables have one name, names
@@ -94,7 +94,7 @@ def import_tables(
     if len(named) != len(sources):
         raise CheckpointError(f"two tables have one name: {', '.join(s.name for s in sources)}")
     with published(out) as draft:
-        files: dict[str, Written] = {}
+        files: dict[str, FileRecord] = {}
         tables = {}
         for number, (name, source) in enumerate(named.items()):
             file = table_file(number, 0)
@@ -103,7 +103,7 @@ def import_tables(
             with contextlib.closing(_distinct(source)) as pieces:
                 for keys, vectors in pieces:
                     writer.append({"keys": keys, "vectors": vectors})
-                    told(vectors.nbytes)
+                    on_progress(vectors.nbytes)
             files[file] = writer.finish()
         for file in (DENSE, rank_file(0)):
             files[file] = write(draft.folder / file, [])
@@ -115,7 +115,7 @@ def import_tables(
     return draft.target
 
 
-def _table(name: str, source: Source, file: str) -> Table:
+def _table(name: str, source: ForeignTable, file: str) -> Table:
     seed = int(hashing.xxh64([name], seed=settings.seed))  # as of a layer of this name
     return Table(
         layer=name, dim=source.dim, dtype=str(source.dtype).removeprefix("torch."),
@@ -125,7 +125,7 @@ def _table(name: str, source: Source, file: str) -> Table:
     )  # fmt: skip
 
 
-def _distinct(source: Source) -> Pieces:
+def _distinct(source: ForeignTable) -> Pieces:
     """A source's pieces, as long as no key comes again."""
     seen = _Seen(source.path)
     done = 0
@@ -169,7 +169,7 @@ def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     format: str,
-    told: Told = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Path:
     """Write each table of a checkpoint, with a whole chain's rows, as one file for other programs.
 
@@ -183,7 +183,7 @@ def export(
             ``_`` for these and a number if it is another's; the name itself is in the file: in the
             metadata of Parquet and safetensors as ``table``, and in the comment of a .npz.
         format: ``"npz"``, ``"parquet"`` (needs pyarrow) or ``"safetensors"``.
-        told: called with the bytes of each file as it is verified.
+        on_progress: called with the bytes of each file as it is verified.
 
     Raises:
         CheckpointError: path is damaged; there is something at out already, or it cannot be
@@ -194,7 +194,7 @@ def export(
     if format not in FORMATS:
         raise ValueError(f"export: format={format!r} is none of {', '.join(FORMATS)}")
     parquet = needed("pyarrow.parquet", "format 'parquet'") if format == "parquet" else None
-    verify(path, told)
+    verify(path, on_progress)
     links = chain(resolved(path))
     with published(out) as draft:
         taken: set[str] = set()

@@ -140,7 +140,7 @@ class DcpSource:
             )
 
     def file(self, name: str) -> TensorFile:
-        """See `Source`."""
+        """See `TensorStore`."""
         part = stem(name)
         return _Part(self, Path(self._where) / part, part, self._parts.get(part, {}))
 

@@ -16,7 +16,7 @@ from ..tables.hash_table import HashTable
 from .folder import chain, resolved
 from .load_table import Chain, parts_of
 from .manifest import DENSE, Table
-from .reshard import Told, columns_of, live_pieces, verify
+from .reshard import OnProgress, columns_of, live_pieces, verify
 from .tensor_file import Place, TensorFile, carried
 
 # A place of a row: number of the file, then of the row in it.
@@ -70,7 +70,7 @@ class Difference:
 
 
 def diff(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], told: Told = lambda _: None
+    a: str | os.PathLike[str], b: str | os.PathLike[str], on_progress: OnProgress = lambda _: None
 ) -> Difference:
     """Compare tables, with a whole chain's rows, by key, and dense tensors.
 
@@ -79,14 +79,14 @@ def diff(
     Args:
         a: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
         b: the other one.
-        told: called with the bytes of each file as it is verified.
+        on_progress: called with the bytes of each file as it is verified.
 
     Raises:
         CheckpointError: one is damaged; naming the file.
     """
     a, b = resolved(a), resolved(b)
     for path in (a, b):
-        verify(path, told)
+        verify(path, on_progress)
     chains = chain(a), chain(b)
     ours, theirs = (links[-1][1].tables for links in chains)
     with TensorFile(a / DENSE) as one, TensorFile(b / DENSE) as other:

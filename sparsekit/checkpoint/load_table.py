@@ -23,14 +23,14 @@ from .tensor_file import PIECE, TensorFile
 Chain = Sequence[tuple[Path, Manifest]]
 
 
-class Source(Protocol):
+class TensorStore(Protocol):
     """Holds the tensors of a checkpoint in place of a folder's files."""
 
     def file(self, name: str) -> TensorFile:
         """That of a name in the manifest."""
 
 
-Folder = Path | Source
+Folder = Path | TensorStore
 Links = Sequence[tuple[Folder, Manifest]]
 AnyFolder = TypeVar("AnyFolder", bound=Folder)
 

@@ -17,7 +17,7 @@ from .draft import make_folder
 from .folder import latest, step_folder, steps_in, whole_chain
 from .load import Loaded, load
 from .lock import Lock, lock_folder
-from .save import Writing
+from .save import CheckpointWriter
 from .snapshot import Copies, Optimizers, Stateful, unwrapped
 from .together import Together
 
@@ -171,12 +171,12 @@ class Checkpoints:
         module: torch.nn.Module,
         optimizer: Optimizers,
         state: Mapping[str, Stateful] | None,
-    ) -> Writing:
+    ) -> CheckpointWriter:
         check_int("Checkpoints", "step", step, 0, 10**18)
         self.wait()
         self.claim(step, module)
         target = self.folder / step_folder(step)
-        writing = Writing(
+        writing = CheckpointWriter(
             module, target, optimizer, state, step, self._group, self.keep,
             marked=self.complete_every > 1, follows=self._follows(target, module),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .tensor_file import Written
+from .tensor_file import FileRecord
 
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
@@ -124,7 +124,7 @@ class Manifest:
     base: Base | None
     world_size: int
     tables: dict[str, Table]
-    files: dict[str, Written]
+    files: dict[str, FileRecord]
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     ranks: list[dict[str, Any]] = field(default_factory=list)
     version: str = ""

@@ -30,7 +30,7 @@ from .manifest import (
     rank_file,
     write_small,
 )
-from .tensor_file import Written, plain_file
+from .tensor_file import FileRecord, plain_file
 
 _MOST_BYTES = 256 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
@@ -236,20 +236,23 @@ class _Reader:
             raise CheckpointError(f"{self._path}: {where}: {error}") from None
         return value
 
-    def _files(self, files: dict[str, Any]) -> Iterator[tuple[str, Written]]:
+    def _files(self, files: dict[str, Any]) -> Iterator[tuple[str, FileRecord]]:
         for name, value in files.items():
             where = f"files[{name!r:.100}]"
             self._file(where, name)
             value = self._object(where, value)
             size = self._int(f"{where}.bytes", value.get("bytes"), 0, 2**60)
-            yield name, Written(size, int(self._hex(f"{where}.crc32", value.get("crc32"), 8), 16))
+            yield (
+                name,
+                FileRecord(size, int(self._hex(f"{where}.crc32", value.get("crc32"), 8), 16)),
+            )
 
     def _table(
         self,
         where: str,
         value: Any,
         world_size: int,
-        files: dict[str, Written],
+        files: dict[str, FileRecord],
         base: Base | None,
         optimizers: int,
     ) -> Table:
@@ -315,7 +318,7 @@ class _Reader:
         dtype = self._choice(f"{where}.dtype", value.get("dtype"), ROW_DTYPES)
         return State(dtype, tuple(shape))
 
-    def _shard(self, where: str, value: Any, rank: int, files: dict[str, Written]) -> Shard:
+    def _shard(self, where: str, value: Any, rank: int, files: dict[str, FileRecord]) -> Shard:
         value = self._object(where, value)
         file = self._file(f"{where}.file", value.get("file"))
         if self._has_files and file not in files:

@@ -24,8 +24,8 @@ import torch
 from ..errors import CheckpointError
 from .sources import (
     MOST_DIM,
+    ForeignTable,
     Pieces,
-    Source,
     as_keys,
     as_vectors,
     exactly,
@@ -59,7 +59,7 @@ class _Array:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def npz(path: Path) -> list[Source]:
+def npz(path: Path) -> list[ForeignTable]:
     """``<table>.npz`` with ``vectors`` [rows, dim], and ``keys`` [rows], else row i is key i.
 
     Args:
@@ -76,7 +76,7 @@ def name_note(table: str) -> bytes:
     return json.dumps({"table": table}).encode()
 
 
-def _table(path: Path) -> Source:
+def _table(path: Path) -> ForeignTable:
     with _archive(path, "it") as archive:
         names = {each.removesuffix(".npy") for each in archive.namelist()}
         name = _noted_name(archive.comment) or path.stem
@@ -110,7 +110,7 @@ def _table(path: Path) -> Source:
                         numbers = as_keys(np.frombuffer(content, of_keys[1].dtype))
                     yield numbers, as_vectors(block)
 
-    return Source(name, here(vectors.dtype), dim, rows, path, pieces, left, distinct=numbered)
+    return ForeignTable(name, here(vectors.dtype), dim, rows, path, pieces, left, distinct=numbered)
 
 
 def _noted_name(comment: bytes) -> str:

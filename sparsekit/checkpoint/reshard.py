@@ -26,23 +26,23 @@ from .snapshot import owners_crc
 from .tensor_file import (
     PIECE,
     Column,
+    FileRecord,
     TensorFile,
-    Written,
     check_sum,
     header_of,
     plain_file,
 )
 
 # Called with the bytes of each file or piece that has been read.
-Told = Callable[[int], None]
+OnProgress = Callable[[int], None]
 
 
-def verify(path: str | os.PathLike[str], told: Told = lambda _: None) -> list[Path]:
+def verify(path: str | os.PathLike[str], on_progress: OnProgress = lambda _: None) -> list[Path]:
     """Read all files of a checkpoint and of those it follows, and compare checksums and headers.
 
     Args:
         path: a checkpoint, or a folder of them, of which the latest is taken.
-        told: called with the bytes of each file.
+        on_progress: called with the bytes of each file.
 
     Returns:
         The folders, the complete one first.
@@ -55,7 +55,7 @@ def verify(path: str | os.PathLike[str], told: Told = lambda _: None) -> list[Pa
         check_files(folder, manifest, contents=False)
         for name, written in manifest.files.items():
             check_sum(folder / name, written)
-            told(written.bytes)
+            on_progress(written.bytes)
         for table in manifest.tables.values():
             for shard in table.shards:
                 with opened(folder, table, shard.file, shard.rows):
@@ -67,7 +67,7 @@ def reshard(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     world_size: int,
-    told: Told = lambda _: None,
+    on_progress: OnProgress = lambda _: None,
 ) -> Path:
     """Write a complete checkpoint for some number of ranks, with the rows of a whole chain.
 
@@ -78,7 +78,7 @@ def reshard(
         path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
         out: folder of the new one.
         world_size: ranks, >= 1.
-        told: called with the bytes of each file as it is verified.
+        on_progress: called with the bytes of each file as it is verified.
 
     Raises:
         CheckpointError: path is damaged; there is something at out already, or it cannot be
@@ -87,11 +87,11 @@ def reshard(
     """
     if world_size < 1:
         raise ValueError(f"reshard: world_size={world_size} must be >= 1")
-    verify(path, told)
+    verify(path, on_progress)
     links = chain(resolved(path))
     folder, newest = links[-1]
     with published(out) as draft:
-        files: dict[str, Written] = {}
+        files: dict[str, FileRecord] = {}
         tables = {}
         for number, name in enumerate(newest.tables):
             tables[name] = _reshard_table(links, name, draft.folder, number, world_size, files)
@@ -115,7 +115,7 @@ def _reshard_table(
     folder: Path,
     number: int,
     world_size: int,
-    files: dict[str, Written],
+    files: dict[str, FileRecord],
 ) -> Table:
     parts = parts_of(links, name)
     table = parts[-1][1]
@@ -226,7 +226,7 @@ class ColumnWriter:
                     _write_at(file, memoryview(content), self._ends[name])
                     self._ends[name] += tensor.nbytes
 
-    def finish(self) -> Written:
+    def finish(self) -> FileRecord:
         """Have the file reach the disk, and read it once more for its CRC-32."""
         crc, done = 0, 0
         with self._opened("r+") as file:
@@ -236,7 +236,7 @@ class ColumnWriter:
                 done += len(piece)
         if done != self._size:
             raise CheckpointError(f"{self.path}: has {done} bytes instead of {self._size}")
-        return Written(done, crc)
+        return FileRecord(done, crc)
 
     @contextlib.contextmanager
     def _opened(self, mode: str) -> Iterator[int]:
@@ -256,7 +256,7 @@ def _write_at(file: int, view: memoryview, place: int) -> None:
         view = view[done:]
 
 
-def _copy(source: Path, target: Path) -> Written:
+def _copy(source: Path, target: Path) -> FileRecord:
     """Copy a small file."""
     with plain_file(source) as file:
         content = file.readall()
@@ -267,4 +267,4 @@ def _copy(source: Path, target: Path) -> Written:
             os.fsync(copy.fileno())
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
-    return Written(len(content), zlib.crc32(content))
+    return FileRecord(len(content), zlib.crc32(content))

@@ -31,11 +31,11 @@ from .manifest import (
 )
 from .manifest_file import write_manifest
 from .snapshot import Optimizers, Snapshot, Stateful, listed, unwrapped
-from .tensor_file import Written, column_of, write
+from .tensor_file import FileRecord, column_of, write
 from .together import Together
 
 
-class Writing:
+class CheckpointWriter:
     """A checkpoint that is being written: its draft, the lock of that, and the marks of its rows.
 
     Nothing is on disk before `begin`, after which `end` is to be called whatever comes. Whether
@@ -122,7 +122,7 @@ class Writing:
     def write_own(self) -> None:
         """Write this rank's files, and a note of them for rank 0."""
         rank, folder = self.together.rank, self.draft.folder
-        files: dict[str, Written] = {}
+        files: dict[str, FileRecord] = {}
         tables: dict[str, Any] = {}
         for number, shard in enumerate(self.snapshot.shards):
             # Before they are written: whoever writes to a row meanwhile changes it once more.
@@ -195,7 +195,9 @@ def manifest_of(
         world_size=len(notes),
         tables={name: _table(name, notes) for name in notes[0]["tables"]},
         files={
-            name: Written(*file) for note in notes for name, file in sorted(note["files"].items())
+            name: FileRecord(*file)
+            for note in notes
+            for name, file in sorted(note["files"].items())
         },
         optimizers=optimizers,
         ranks=[note["rank_state"] for note in notes],
@@ -258,7 +260,7 @@ def save(
         RuntimeError: on meta; or another rank's error.
     """
     target = Path(path).absolute()
-    Writing(module, target, optimizer, state, checked_step(step), process_group).now()
+    CheckpointWriter(module, target, optimizer, state, checked_step(step), process_group).now()
     return target
 
 

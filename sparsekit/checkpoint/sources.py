@@ -34,7 +34,7 @@ Pieces = Generator[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Source:
+class ForeignTable:
     """A table of another library.
 
     Attributes:
@@ -121,7 +121,7 @@ def _raw_pieces(
             yield as_keys(some), as_vectors(vectors)
 
 
-def sok1(path: Path, dims: dict[str, int]) -> list[Source]:
+def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
     """``<variable>_keys.file`` and ``<variable>_values.file`` (float32), for each variable.
 
     They say neither the width of keys nor that of vectors, so the dim must be known; keys of 4
@@ -154,13 +154,13 @@ def sok1(path: Path, dims: dict[str, int]) -> list[Source]:
         pieces = functools.partial(
             _raw_pieces, keys_path, key_dtype, values_path, np.dtype("<f4"), dim, rows, 0
         )
-        found.append(Source(name, torch.float32, dim, rows, keys_path, pieces))
+        found.append(ForeignTable(name, torch.float32, dim, rows, keys_path, pieces))
     if not found:
         raise CheckpointError(f"{path}: has no *_keys.file, as a dump of SOK 1 has")
     return found
 
 
-def sok2(path: Path) -> list[Source]:
+def sok2(path: Path) -> list[ForeignTable]:
     """``meta_info``, with ``<table>-key`` and ``<table>-weight`` for each table.
 
     Args:
@@ -193,7 +193,7 @@ def _text(content: bytes, path: Path) -> str:
 def _sok2_table(
     path: Path, meta: Path, name: str, key_type: int, value_type: int, dim: int, rows: int,
     optimizer: str,
-) -> Source:  # fmt: skip
+) -> ForeignTable:  # fmt: skip
     stem = name.translate(str.maketrans(string.punctuation, "_" * len(string.punctuation)))
     known = key_type <= 3 and 4 <= value_type <= 6 and 1 <= dim <= MOST_DIM
     if not known or not stem.isprintable():
@@ -227,10 +227,10 @@ def _sok2_table(
     begins = f"{stem}-{optimizer}-"  # no pattern: the text may be anything
     states = sorted(each for each in os.listdir(path) if each.startswith(begins))
     left = f"states of {optimizer}: {', '.join(states)}" if states else ""
-    return Source(re.sub(r":0\Z", "", name), here(dtype), dim, rows, keys_path, pieces, left)
+    return ForeignTable(re.sub(r":0\Z", "", name), here(dtype), dim, rows, keys_path, pieces, left)
 
 
-def torchrec(path: Path) -> list[Source]:
+def torchrec(path: Path) -> list[ForeignTable]:
     """A state of an EmbeddingBagCollection or EmbeddingCollection, saved by ``torch.save``.
 
     Row i of a table is key i. Only tensors are read from the pickle.
@@ -272,7 +272,7 @@ def torchrec(path: Path) -> list[Source]:
     return [_torchrec_table(path, name, tensor) for name, tensor in tables.items()]
 
 
-def _torchrec_table(path: Path, name: str, tensor: torch.Tensor) -> Source:
+def _torchrec_table(path: Path, name: str, tensor: torch.Tensor) -> ForeignTable:
     rows, dim = tensor.shape
     dtype = tensor.dtype if tensor.dtype in _VECTOR_DTYPES else torch.float32
     step = rows_at_a_time(dim, tensor.dtype.itemsize)
@@ -282,4 +282,4 @@ def _torchrec_table(path: Path, name: str, tensor: torch.Tensor) -> Source:
             end = min(begin + step, rows)
             yield torch.arange(begin, end), tensor[begin:end].to(dtype)
 
-    return Source(name, dtype, dim, rows, path, pieces, distinct=True)
+    return ForeignTable(name, dtype, dim, rows, path, pieces, distinct=True)

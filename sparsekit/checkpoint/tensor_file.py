@@ -76,7 +76,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Written:
+class FileRecord:
     """A file as the manifest lists it: its size in bytes, and CRC-32 of all of them."""
 
     bytes: int
@@ -148,7 +148,7 @@ def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {}) -> Written:
+def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {}) -> FileRecord:
     """Write a file and have it reach the disk.
 
     Raises:
@@ -168,7 +168,7 @@ def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {
                         f"{total.bytes - expected:+} bytes"
                     )
             os.fsync(file.fileno())
-            return Written(total.bytes, total.crc32())
+            return FileRecord(total.bytes, total.crc32())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
 
@@ -297,7 +297,7 @@ def plain_file(path: Path) -> io.FileIO:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def check_sum(path: Path, expected: Written) -> None:
+def check_sum(path: Path, expected: FileRecord) -> None:
     """Read a whole file and compare it with what was written.
 
     Raises:
@@ -319,7 +319,7 @@ def check_sum(path: Path, expected: Written) -> None:
         )
 
 
-def check_size(path: Path, file: io.FileIO, expected: Written) -> None:
+def check_size(path: Path, file: io.FileIO, expected: FileRecord) -> None:
     """Raise CheckpointError unless a file is as long as it was."""
     size = os.fstat(file.fileno()).st_size
     if size != expected.bytes:

@@ -12,7 +12,7 @@ from .._arguments import Parser
 from ..checkpoint.convert import FORMATS, KINDS, export, import_tables, sources_of
 from ..checkpoint.diff import diff, lines
 from ..checkpoint.folder import chain, resolved
-from ..checkpoint.reshard import Told, reshard, verify
+from ..checkpoint.reshard import OnProgress, reshard, verify
 from ..train.progress import Progress
 from .common import UsageError, number
 
@@ -106,14 +106,16 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folders = _with_bar(args.path, "verify", lambda told: verify(args.path, told))
+    folders = _with_bar(args.path, "verify", lambda bar: verify(args.path, bar))
     print(f"{folders[-1]}: whole" + f", with {len(folders) - 1} before it" * (len(folders) > 1))
     return 0
 
 
 def _reshard(args: argparse.Namespace) -> int:
     made = _with_bar(
-        args.path, "verify", lambda told: reshard(args.path, args.out, args.world, told)
+        args.path,
+        "verify",
+        lambda bar: reshard(args.path, args.out, args.world, bar),
     )
     print(f"{made}: for {args.world} rank(s)")
     return 0
@@ -126,7 +128,10 @@ def _compact(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     found = _with_bar(
-        args.path, "verify", lambda told: diff(args.path, args.other, told), args.other
+        args.path,
+        "verify",
+        lambda bar: diff(args.path, args.other, bar),
+        args.other,
     )
     for line in lines(found, {"a": args.path, "b": args.other}):
         print(line)
@@ -136,7 +141,9 @@ def _diff(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     try:
         made = _with_bar(
-            args.path, "verify", lambda told: export(args.path, args.out, args.format, told)
+            args.path,
+            "verify",
+            lambda bar: export(args.path, args.out, args.format, bar),
         )
     except ImportError as error:
         raise UsageError(str(error)) from error
@@ -157,7 +164,7 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with_bar(path: str, title: str, work: Callable[[Told], T], *others: str) -> T:
+def _with_bar(path: str, title: str, work: Callable[[OnProgress], T], *others: str) -> T:
     folders = [chain(resolved(Path(each))) for each in (path, *others)]
     total = sum(
         file.bytes for links in folders for _, manifest in links for file in manifest.files.values()

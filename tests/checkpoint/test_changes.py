@@ -309,7 +309,9 @@ class Clock:
 @pytest.mark.parametrize("grows", [True, False])
 def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
     """Its patience begins again whenever a file has grown."""
-    writing = checkpoint.save.__globals__["Writing"](table(1), tmp_path / "a", None, None, 0, None)
+    writing = checkpoint.save.__globals__["CheckpointWriter"](
+        table(1), tmp_path / "a", None, None, 0, None
+    )
     writing.begin()
     writing.write_own()
     writing.together.world_size = 2

@@ -319,3 +319,8 @@ def test_a_path_that_is_not_utf8(tmp_path):
     for format in checkpoint.convert.FORMATS:
         (file,) = checkpoint.export(folder / "saved", folder / format, format).iterdir()
         assert file.name == f"t.{format}"
+
+
+def test_a_folder_without_dumps_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"has no \*_keys\.file"):
+        checkpoint.sources_of("sok1", tmp_path)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import sparsekit
 from sparsekit.distributed import wrap_ddp
+from sparsekit.distributed.shard_gradient import ShardGradient
 from sparsekit.distributed.world import settings
 from sparsekit.optim.clip import clip_grad_norm_
 from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradients
@@ -298,3 +299,16 @@ def test_the_group_of_the_check_may_be_given(two_ranks):
     none, raised = two_ranks.outcomes(check_alone)
     assert none is None
     assert raised.type == "NonFiniteGradientError"
+
+
+def test_what_is_made_of_a_shards_gradient_is_one():
+    """Wherever it is among the arguments; a norm of it would be that of one rank's rows."""
+    own = ShardGradient.of(torch.ones(3, 2), "users")
+    ones = torch.ones(3, 2)
+    for made in (own * 2, torch.add(ones, own), torch.where(ones > 0, own, ones), own + ones):
+        assert isinstance(made, ShardGradient)
+        with pytest.raises(RuntimeError, match="users: this gradient has the rows of one rank"):
+            torch.linalg.vector_norm(made)
+    assert not isinstance(own.sum(), ShardGradient)
+    with pytest.raises(RuntimeError, match="users"):
+        torch._foreach_norm([ones, own])
