@@ -1,7 +1,7 @@
 """S4, correct data-parallel SGD: all that it must hold.
 
 That N ranks train as one is in tests/ranks/test_trainer.py, that a prefetcher keeps order and ends
-its thread in tests/data/test_prefetch.py, and `sparsekit scaling` in tests/test_cli_scaling.py.
+its thread in tests/data/test_prefetch.py, and `sparsekit scaling` in tests/test_cli_clicks.py.
 """
 
 import io
