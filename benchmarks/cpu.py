@@ -148,7 +148,7 @@ class Cpu:
     # ---- roofs ----
 
     def copy_ms(self, num_bytes: int, threads: int | None = None) -> list[float]:
-        """What R1 allows for moving these bytes, milliseconds."""
+        """Milliseconds that R1 allows for moving these bytes."""
         threads = threads or self.threads
         if threads not in self._copy_ms_per_byte:
             best: list[float] = []

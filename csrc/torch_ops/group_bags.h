@@ -49,7 +49,7 @@ class GroupArguments {
                  const Tensor& index_in, const std::optional<Tensor>& rows_in,
                  const std::optional<Tensor>& counts_in, const Tensor& bags_in,
                  const Tensor& features, const std::vector<Tensor>& sample_weights_in,
-                 const std::optional<Tensor>& first_keys_in, const std::vector<Tensor>& keys_in,
+                 const std::optional<Tensor>& key_starts_in, const std::vector<Tensor>& keys_in,
                  int64_t num_tables)
       : group(op, features, num_tables), op_(op) {
     entries = index_in.numel();
@@ -65,9 +65,9 @@ class GroupArguments {
     if (rows_in.has_value()) rows = numbers(*rows_in, ScalarType::Int, entries, "rows");
     if (counts_in.has_value()) counts = numbers(*counts_in, ScalarType::Long, num_tables, "counts");
     check(!rows.has_value() || counts.has_value(), op, ": rows need counts");
-    if (first_keys_in.has_value()) {
+    if (key_starts_in.has_value()) {
       const auto count = static_cast<int64_t>(group.features.size());
-      key_starts = numbers(*first_keys_in, ScalarType::Long, count, "key_starts");
+      key_starts = numbers(*key_starts_in, ScalarType::Long, count, "key_starts");
     }
     add_of_sources(sample_weights_in, sample_weights, "sample_weights");
     add_of_sources(keys_in, keys, "keys");
@@ -203,7 +203,7 @@ class GroupArguments {
       check_dtype(sample_weights[s], kAccumulateType<T>, op_, "sample_weights");
       of.sample_weights = data<Acc<T>>(sample_weights[s]);
       of.num_keys = sample_weights[s].numel();
-      check_first_key(f, of, "sample_weights");
+      check_key_start(f, of, "sample_weights");
     }
     if (keys.empty()) return;
     const ScalarType type = keys[s].scalar_type();
@@ -215,11 +215,11 @@ class GroupArguments {
     of.keys = keys[s].const_data_ptr();
     of.wide_keys = type == ScalarType::Long;
     of.num_keys = keys[s].numel();
-    check_first_key(f, of, "keys");
+    check_key_start(f, of, "keys");
   }
 
   template <class T>
-  void check_first_key(int64_t f, const FeatureBags<T>& of, const char* name) const {
+  void check_key_start(int64_t f, const FeatureBags<T>& of, const char* name) const {
     if constexpr (!kOnDevice) {
       const int64_t first = of.first(), n = of.num_entries();
       check(first >= 0 && first <= of.num_keys && n <= of.num_keys - first, op_, ": features[", f,

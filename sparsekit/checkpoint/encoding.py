@@ -97,7 +97,7 @@ def check_nesting(value: Any, depth: int = 0) -> None:
 
 
 def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `encoded` has written, and `check_nesting` found not too deep.
+    """Decode what `encoded` has written, once `check_nesting` found it not too deep.
 
     Raises:
         CheckpointError: a tensor is missing, or it is nothing that encoded writes.

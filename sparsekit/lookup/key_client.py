@@ -51,7 +51,7 @@ class KeyClient:
         except Exception:
             explain(requests)
             raise
-        self._inverse, self._places, self._bags, self._first_keys = found
+        self._inverse, self._places, self._bags, self._key_starts = found
         self._like = weight.detach()
         self._sample_weights, self._features = sources.sample_weights, sources.features
         self._shapes, self.width = sources.shapes, sources.width
@@ -105,7 +105,7 @@ class KeyClient:
                 for dim, unit in zip(self.batch.dims, self._row_strides, strict=True)
             ]
             _pool(
-                outs, weights, *found, self._features, self._sample_weights, self._first_keys,
+                outs, weights, *found, self._features, self._sample_weights, self._key_starts,
                 [], [], None,
             )  # fmt: skip
         return outs
@@ -135,7 +135,7 @@ class KeyClient:
         with torch._C._AutoDispatchBelowAutograd():
             _backward_at(
                 gradients, self._row_strides, given, batch.dims, index, rows, *rest, self._features,
-                self._sample_weights, self._first_keys,
+                self._sample_weights, self._key_starts,
                 torch.are_deterministic_algorithms_enabled(),
             )  # fmt: skip
 

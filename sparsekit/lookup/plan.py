@@ -1,4 +1,4 @@
-"""What a lookup knows of its tables, kept from call to call."""
+"""Plans of lookups: facts about their tables that are kept from call to call."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class TableBatch:
         return [weight.requires_grad for weight in self._weights()]
 
     def _written(self, weights: list[Any]) -> bool:
-        """Whether weights may have been written to since they were looked at."""
+        """Look for writes to weights since they were last looked at."""
         try:
             for t in self.hashed:
                 weight = weights[t]

@@ -133,7 +133,7 @@ class TableOps:
 
     def found(self) -> tuple[torch.Tensor | None, ...]:
         """Results of `find`: index, rows, counts, bags and key_starts."""
-        return self._index, self.rows, self._counts, self._bags, self._first_keys
+        return self._index, self.rows, self._counts, self._bags, self._key_starts
 
     def find(self) -> None:
         """Find rows; insert keys that are new where tables do that. See `run` of the module."""
@@ -152,14 +152,14 @@ class TableOps:
         try:
             with torch._C._AutoDispatchBelowAutograd():
                 if tables.inserts:
-                    self.rows, self._index, self._counts, self._bags, self._first_keys = (
+                    self.rows, self._index, self._counts, self._bags, self._key_starts = (
                         _find_or_insert(
                             *hash_tables, self.weights, seeds, tables.described,
                             tables.initializers, *asked
                         )
                     )  # fmt: skip
                 else:
-                    self._index, self._bags, self._first_keys = _find(
+                    self._index, self._bags, self._key_starts = _find(
                         *hash_tables[:2], tables.described, *asked
                     )
         except Exception as refusal:
@@ -179,7 +179,7 @@ class TableOps:
         sources = self._descriptors
         outs = outs or new_outs(self._batch, sources.shapes, self.width, self.weights[0])
         found = self._index, self.rows, self._counts, self._bags, sources.features
-        given = sources.sample_weights, self._first_keys
+        given = sources.sample_weights, self._key_starts
         with torch._C._AutoDispatchBelowAutograd():
             if self._batch.inserts:
                 _pool(outs, self.weights, *found, *given, [], [], None)

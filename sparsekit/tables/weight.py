@@ -64,7 +64,7 @@ class EmbeddingWeight(torch.nn.Parameter):
         self.noted_version = -1 if self.is_inference() else self._version
 
     def written(self) -> bool:
-        """Whether others have written to rows since, by torch's count of writes.
+        """Compare torch's count of writes with the one noted; others have written if they differ.
 
         Writes to ``weight.data`` are not counted, nor is one under inference mode to a weight made
         there.
@@ -135,7 +135,7 @@ class EmbeddingWeight(torch.nn.Parameter):
 
 
 def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
-    """Whether rows that no key has, which are zeros, have been written to, as far as is looked at.
+    """Look for values in a sample of the rows without a key, which are zeros until written to.
 
     These are the ones that come next and some of the others: whoever writes row by row does so
     often, and must not wait for all of them each time.

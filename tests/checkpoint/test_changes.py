@@ -130,7 +130,7 @@ def test_new_rows_of_zeros(tmp_path):
 
 
 def test_a_change_of_any_element_is_saved(tmp_path):
-    """Of rows whose vectors and states are no whole number of 8-byte words."""
+    """Rows may have vectors and states that are no whole number of 8-byte words."""
     keep = keeps_changes(tmp_path)
     layer, loaded = (sparsekit.Embedding(20, 3, name="ids") for _ in range(2))
     optimizer, of_loaded = (

@@ -311,7 +311,7 @@ def test_workers_of_a_dataloader_share_the_rows(files, format):
 
 
 class States(IterableDataset):
-    """What a loader that asks its workers gets of each: a batch and the state behind it."""
+    """Yields a batch and the state behind it, as a loader asks its workers for."""
 
     def __init__(self, reader):
         self.reader = reader

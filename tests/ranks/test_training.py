@@ -98,7 +98,7 @@ def any_ranks(request):
     pool.close()
 
 
-# Of the eight ways of these three with each combiner the four in which every pair occurs.
+# Four of the eight settings of these three in which every pair occurs, with each combiner.
 SETTINGS = [
     (use_hashtable, optimizer, dtype)
     for i, use_hashtable in enumerate([True, False])
