@@ -3,61 +3,50 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ..lookup.access import assign_own
-from ..tables.initializers import Initializer, Normal
-from ..tables.options import TableOptions, check_count
+from ..tables.initializers import Normal
+from ..tables.options import TableKeywords, TableOptions, check_count
 from .layer import EmbeddingLayer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Layer = TypeVar("_Layer", bound="DropIn")
 
 
 class DropIn(EmbeddingLayer):
-    """Base of both drop-ins: a table made from torch's arguments.
-
-    Args:
-        num_embeddings, embedding_dim, padding_idx, padding_key, max_norm, norm_type, dtype,
-            embedding_initializer: as the layer is given them.
-        options: of the table, all others.
-    """
+    """Base of both drop-ins: a table made from torch's arguments and other options of tables."""
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None,
-        *,
-        padding_key: int | None,
         max_norm: float | None,
         norm_type: float,
+        use_hashtable: bool,
         dtype: torch.dtype | None,
-        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None,
-        name: str | None,
-        **options: Any,
+        device: torch.device | str | None,
+        **options: Unpack[TableKeywords],
     ) -> None:
-        called = name or type(self).__name__
+        called = options.get("name") or type(self).__name__
         if max_norm is not None:
             max_norm = _number(called, "max_norm", max_norm)
             norm_type = _number(called, "norm_type", norm_type)
         rows = check_count(called, "num_embeddings", num_embeddings, 2**31 - 1)
         padding_idx = _from_the_start(called, rows, padding_idx)
-        if padding_idx is not None and padding_key is not None:
-            raise ValueError(f"{called}: padding_idx and padding_key cannot both be given")
-        super().__init__(
-            TableOptions(
-                max_vocabulary_size_per_gpu=rows,
-                embedding_vec_size=check_count(called, "embedding_dim", embedding_dim),
-                padding_key=padding_key if padding_idx is None else padding_idx,
-                dtype=dtype,
-                embedding_initializer=embedding_initializer or Normal(0.0, 1.0),
-                name=name,
-                **options,
-            )
-        )
+        if padding_idx is not None:
+            if options.get("padding_key") is not None:
+                raise ValueError(f"{called}: padding_idx and padding_key cannot both be given")
+            options["padding_key"] = padding_idx
+        initializer = options.get("embedding_initializer") or Normal(0.0, 1.0)
+        options["embedding_initializer"] = initializer
+        dim = check_count(called, "embedding_dim", embedding_dim)
+        super().__init__(TableOptions(rows, dim, use_hashtable, dtype, device, **options))
         self.padding_idx = padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
 

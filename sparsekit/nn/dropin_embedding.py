@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from .._compiling import uncompiled
 from ..lookup import Asked, look_up, refused
 from ..lookup.request import Request, ask_vectors
-from ..tables.initializers import Initializer
+from ..tables.options import TableKeywords
 from .dropin import DropIn, rows_of, with_vectors
+from .keywords import takes_table_options
 from .torch_words import refuse_absent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Embedding(DropIn):
@@ -47,8 +49,7 @@ class Embedding(DropIn):
             which is torch's.
         name: how errors call the layer. Initial vectors depend on it, and without one on
             `torch.manual_seed`.
-        use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
-            wire_dtype, max_keys_per_rank, insert: as in `DistributedEmbedding`.
+        use_hashtable, other options: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[*]``, int64 or int32, of any shape.
@@ -68,6 +69,7 @@ class Embedding(DropIn):
         torch.Size([2, 3, 8])
     """
 
+    @takes_table_options()
     def __init__(
         self,
         num_embeddings: int,
@@ -83,21 +85,10 @@ class Embedding(DropIn):
         dtype: torch.dtype | None = None,
         *,
         use_hashtable: bool = True,
-        key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
-        padding_key: int | None = None,
-        on_full: str = "error",
-        gradient_reduction: str = "mean",
-        seed: int | None = None,
-        name: str | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        placement: str | None = None,
-        wire_dtype: torch.dtype | None = None,
-        max_keys_per_rank: int | None = None,
-        insert: bool = True,
+        **options: Unpack[TableKeywords],
     ) -> None:
         refuse_absent(
-            name or "Embedding",
+            options.get("name") or "Embedding",
             scale_grad_by_freq=scale_grad_by_freq,
             _weight=_weight,
             _freeze=_freeze,
@@ -106,23 +97,12 @@ class Embedding(DropIn):
             num_embeddings,
             embedding_dim,
             padding_idx,
-            padding_key=padding_key,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            dtype=dtype,
-            embedding_initializer=embedding_initializer,
-            name=name,
-            use_hashtable=use_hashtable,
-            key_dtype=key_dtype,
-            on_full=on_full,
-            gradient_reduction=gradient_reduction,
-            seed=seed,
-            device=device,
-            process_group=process_group,
-            placement=placement,
-            wire_dtype=wire_dtype,
-            max_keys_per_rank=max_keys_per_rank,
-            insert=insert,
+            max_norm,
+            norm_type,
+            use_hashtable,
+            dtype,
+            device,
+            **options,
         )
 
     @classmethod

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from .._compiling import uncompiled
 from ..errors import check_choice
 from ..lookup import Asked, look_up, refused
 from ..lookup.request import Request, ask_bags
-from ..tables.initializers import Initializer
+from ..tables.options import TableKeywords
 from .dropin import DropIn, rows_of, with_vectors
 from .embedding import STRATEGIES
+from .keywords import takes_table_options
 from .torch_words import refuse_absent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MODES = ("sum", "mean", "max")
 
@@ -35,8 +37,7 @@ class EmbeddingBag(DropIn):
         include_last_offset: whether offsets have the end of the last bag, too.
         padding_idx: as in `Embedding`; it does not count in a bag.
         device, dtype, padding_key, embedding_initializer, name: as in `Embedding`.
-        use_hashtable, key_dtype, on_full, gradient_reduction, seed, process_group, placement,
-            wire_dtype, max_keys_per_rank, insert, strategy: as in `DistributedEmbedding`.
+        use_hashtable, strategy, options: as in `DistributedEmbedding`.
 
     Shape:
         - Input: int64 or int32 ``[n]``, with offsets, or ``[bags, m]``, each row a bag; or
@@ -64,6 +65,7 @@ class EmbeddingBag(DropIn):
         torch.Size([2, 8])
     """
 
+    @takes_table_options()
     def __init__(
         self,
         num_embeddings: int,
@@ -80,21 +82,10 @@ class EmbeddingBag(DropIn):
         dtype: torch.dtype | None = None,
         *,
         use_hashtable: bool = True,
-        key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
-        padding_key: int | None = None,
-        on_full: str = "error",
-        gradient_reduction: str = "mean",
-        seed: int | None = None,
-        name: str | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        placement: str | None = None,
-        wire_dtype: torch.dtype | None = None,
-        max_keys_per_rank: int | None = None,
-        insert: bool = True,
         strategy: str = "auto",
+        **options: Unpack[TableKeywords],
     ) -> None:
-        called = name or "EmbeddingBag"
+        called = options.get("name") or "EmbeddingBag"
         refuse_absent(called, scale_grad_by_freq=scale_grad_by_freq, _weight=_weight)
         check_choice(called, "mode", mode, MODES)
         check_choice(called, "strategy", strategy, STRATEGIES)
@@ -104,23 +95,12 @@ class EmbeddingBag(DropIn):
             num_embeddings,
             embedding_dim,
             padding_idx,
-            padding_key=padding_key,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            dtype=dtype,
-            embedding_initializer=embedding_initializer,
-            name=name,
-            use_hashtable=use_hashtable,
-            key_dtype=key_dtype,
-            on_full=on_full,
-            gradient_reduction=gradient_reduction,
-            seed=seed,
-            device=device,
-            process_group=process_group,
-            placement=placement,
-            wire_dtype=wire_dtype,
-            max_keys_per_rank=max_keys_per_rank,
-            insert=insert,
+            max_norm,
+            norm_type,
+            use_hashtable,
+            dtype,
+            device,
+            **options,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset

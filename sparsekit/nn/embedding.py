@@ -1,20 +1,23 @@
 """The two layers: pooled bags of keys, and one vector for each key."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from .._compiling import uncompiled
 from ..errors import check_choice
 from ..lookup import Asked, look_up, refused
 from ..lookup.request import Request, ask_bags, ask_vectors
 from ..lookup.slots import check_combiner, check_max_nnz
-from ..tables.initializers import Initializer
-from ..tables.options import TableOptions, check_count
+from ..tables.options import TableKeywords, TableOptions, check_count
+from .keywords import takes_table_options
 from .layer import EmbeddingLayer
-from .torch_words import explain_torch_words
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 
@@ -110,7 +113,7 @@ class DistributedEmbedding(EmbeddingLayer):
         torch.Size([1, 2, 8])
     """
 
-    @explain_torch_words("EmbeddingBag")
+    @takes_table_options("EmbeddingBag")
     def __init__(
         self,
         combiner: str | Sequence[str],
@@ -121,42 +124,20 @@ class DistributedEmbedding(EmbeddingLayer):
         max_feature_num: int | None = None,
         use_hashtable: bool = True,
         *,
-        key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
-        padding_key: int | None = None,
-        on_full: str = "error",
-        gradient_reduction: str = "mean",
-        seed: int | None = None,
-        name: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        placement: str | None = None,
-        wire_dtype: torch.dtype | None = None,
-        max_keys_per_rank: int | None = None,
-        insert: bool = True,
         strategy: str = "auto",
         truncate: bool = False,
+        **options: Unpack[TableKeywords],
     ) -> None:
         super().__init__(
             TableOptions(
-                max_vocabulary_size_per_gpu=max_vocabulary_size_per_gpu,
-                embedding_vec_size=embedding_vec_size,
-                use_hashtable=use_hashtable,
-                placement=placement,
-                key_dtype=key_dtype,
-                embedding_initializer=embedding_initializer,
-                padding_key=padding_key,
-                on_full=on_full,
-                gradient_reduction=gradient_reduction,
-                wire_dtype=wire_dtype,
-                max_keys_per_rank=max_keys_per_rank,
-                insert=insert,
-                seed=seed,
-                name=name,
-                dtype=dtype,
-                device=device,
-                process_group=process_group,
+                max_vocabulary_size_per_gpu,
+                embedding_vec_size,
+                use_hashtable,
+                dtype,
+                device,
+                **options,
             )
         )
         self.slot_num = check_count(self.name, "slot_num", slot_num)
@@ -217,7 +198,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
 
     `Embedding` is the one that is called like torch's.
 
-    The table, its rules and the remaining keywords are those of `DistributedEmbedding`.
+    The table and its rules are those of `DistributedEmbedding`.
 
     Args:
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
@@ -227,9 +208,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         dynamic_input: take 1-D keys of any length instead.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
-        key_dtype, embedding_initializer, on_full, gradient_reduction, seed, name, dtype, device,
-            process_group, placement, wire_dtype, max_keys_per_rank, insert: as in
-            `DistributedEmbedding`.
+        dtype, device, options: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[batch, slot_num, nnz_per_slot]``, int64 or int32. Output:
@@ -238,7 +217,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
           `Embedding`.
     """
 
-    @explain_torch_words("Embedding", mode="it does not pool, as EmbeddingBag does")
+    @takes_table_options("Embedding", mode="it does not pool, as EmbeddingBag does")
     def __init__(
         self,
         max_vocabulary_size_per_gpu: int,
@@ -248,40 +227,18 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         dynamic_input: bool = False,
         use_hashtable: bool = True,
         *,
-        key_dtype: torch.dtype = torch.int64,
-        embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None,
-        padding_key: int | None = None,
-        on_full: str = "error",
-        gradient_reduction: str = "mean",
-        seed: int | None = None,
-        name: str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        placement: str | None = None,
-        wire_dtype: torch.dtype | None = None,
-        max_keys_per_rank: int | None = None,
-        insert: bool = True,
+        **options: Unpack[TableKeywords],
     ) -> None:
         super().__init__(
             TableOptions(
-                max_vocabulary_size_per_gpu=max_vocabulary_size_per_gpu,
-                embedding_vec_size=embedding_vec_size,
-                use_hashtable=use_hashtable,
-                placement=placement,
-                key_dtype=key_dtype,
-                embedding_initializer=embedding_initializer,
-                padding_key=padding_key,
-                on_full=on_full,
-                gradient_reduction=gradient_reduction,
-                wire_dtype=wire_dtype,
-                max_keys_per_rank=max_keys_per_rank,
-                insert=insert,
-                seed=seed,
-                name=name,
-                dtype=dtype,
-                device=device,
-                process_group=process_group,
+                max_vocabulary_size_per_gpu,
+                embedding_vec_size,
+                use_hashtable,
+                dtype,
+                device,
+                **options,
             )
         )
         self.slot_num = check_count(self.name, "slot_num", slot_num)

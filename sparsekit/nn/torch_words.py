@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-_Init = TypeVar("_Init", bound=Callable[..., None])
+from collections.abc import Iterable
+from typing import Any
 
 _OURS = {
     "num_embeddings": "here max_vocabulary_size_per_gpu",
@@ -20,32 +17,18 @@ _OURS = {
 }
 
 
-def explain_torch_words(drop_in: str, **ours: str) -> Callable[[_Init], _Init]:
-    """Have a layer say what it calls arguments of torch's that it is given.
+def explain_torch_words(keywords: Iterable[str], ours: dict[str, str]) -> str:
+    """Say what a layer that is no drop-in calls those of its keywords that are torch's arguments.
 
     Args:
-        drop_in: the class that takes them.
-        ours: what to say of some of them, if it is not what we say otherwise.
+        keywords: what the layer was given.
+        ours: our words for some arguments, where they are not those for all layers.
 
-    Raises:
-        TypeError: (when the layer is made) such an argument; the message has our word for it.
+    Returns:
+        The rest of "there is no ...", or nothing if none is torch's.
     """
-
-    def explained(init: _Init) -> _Init:
-        @functools.wraps(init)
-        def explaining(self: Any, *args: Any, **keywords: Any) -> None:
-            meanings = {**_OURS, **ours}
-            found = [f"{word} ({meanings[word]})" for word in meanings if word in keywords]
-            if found:
-                raise TypeError(
-                    f"{keywords.get('name') or type(self).__name__}: there is no "
-                    f"{', no '.join(found)}; sparsekit.{drop_in} takes torch's arguments"
-                )
-            init(self, *args, **keywords)
-
-        return cast(_Init, explaining)
-
-    return explained
+    given, meanings = set(keywords), {**_OURS, **ours}
+    return ", no ".join(f"{word} ({meanings[word]})" for word in meanings if word in given)
 
 
 _ABSENT = {

@@ -1,10 +1,11 @@
-"""Options that the layers share, and their checks."""
+"""Options that the layers share: types, defaults and checks."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -19,27 +20,44 @@ from .initializers import Initializer
 PLACEMENTS = ("hash", "modulo")
 
 
-@dataclass(frozen=True)
-class TableOptions:
-    """Options of a table as a layer is given them; `DistributedEmbedding` explains each."""
+class TableKeywords(TypedDict, total=False):
+    """Types of what every layer takes by keyword; `DistributedEmbedding` explains each."""
 
-    max_vocabulary_size_per_gpu: int
-    embedding_vec_size: int
-    use_hashtable: bool
-    placement: str | None
     key_dtype: torch.dtype
     embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None
     padding_key: int | None
     on_full: str
     gradient_reduction: str
+    seed: int | None
+    name: str | None
+    process_group: dist.ProcessGroup | None
+    placement: str | None
     wire_dtype: torch.dtype | None
     max_keys_per_rank: int | None
     insert: bool
-    seed: int | None
-    name: str | None
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """All options of a table, and the defaults of `TableKeywords`."""
+
+    max_vocabulary_size_per_gpu: int
+    embedding_vec_size: int
+    use_hashtable: bool
     dtype: torch.dtype | None
     device: torch.device | str | None
-    process_group: dist.ProcessGroup | None
+    key_dtype: torch.dtype = torch.int64
+    embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None = None
+    padding_key: int | None = None
+    on_full: str = "error"
+    gradient_reduction: str = "mean"
+    seed: int | None = None
+    name: str | None = None
+    process_group: dist.ProcessGroup | None = None
+    placement: str | None = None
+    wire_dtype: torch.dtype | None = None
+    max_keys_per_rank: int | None = None
+    insert: bool = True
 
     def checked(self, name: str) -> TableOptions:
         """The same, checked, with defaults filled in; errors begin with name.
@@ -91,6 +109,19 @@ class TableOptions:
             seed=_checked_seed(name, self.name, self.seed),
             process_group=self.process_group or settings.process_group,
         )
+
+
+def keyword_parameters() -> list[inspect.Parameter]:
+    """`TableKeywords` as parameters of a function, with their defaults."""
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=getattr(TableOptions, name),
+            annotation=annotation,
+        )
+        for name, annotation in get_type_hints(TableKeywords).items()
+    ]
 
 
 def check_count(name: str, argument: str, value: int, most: int = 2**63 - 1) -> int:

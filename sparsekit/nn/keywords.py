@@ -1,0 +1,51 @@
+"""What a layer takes by keyword: the options of its table, and none that are unknown."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from .._nearest import did_you_mean
+from ..tables.options import keyword_parameters
+from .torch_words import explain_torch_words
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _Init]:
+    """Have ``help`` and ``inspect`` show what ``**options`` of a layer's ``__init__`` stands for.
+
+    Args:
+        drop_in: of a layer that is no drop-in, the class that takes torch's arguments.
+        ours: its words for some of them; see `explain_torch_words`.
+
+    Raises:
+        TypeError: (when the layer is made) a keyword that it does not have; the message has the
+            nearest one that it has, or our word for an argument of torch's.
+    """
+
+    def decorate(init: _Init) -> _Init:
+        signature = inspect.signature(init)
+        own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
+        parameters = [*own, *keyword_parameters()]
+        known = {each.name for each in parameters}
+
+        @functools.wraps(init)
+        def checking(self: Any, *args: Any, **keywords: Any) -> None:
+            if not known.issuperset(keywords):
+                called = keywords.get("name") or type(self).__name__
+                if drop_in and (words := explain_torch_words(keywords, ours)):
+                    words += f"; sparsekit.{drop_in} takes torch's arguments"
+                else:
+                    word = next(word for word in keywords if word not in known)
+                    words = f"{word}{did_you_mean(word, known - {'self'})}"
+                raise TypeError(f"{called}: there is no {words}")
+            init(self, *args, **keywords)
+
+        checking.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        checking.__annotations__ = {each.name: each.annotation for each in parameters[1:]}
+        return cast(_Init, checking)
+
+    return decorate

@@ -1,0 +1,120 @@
+"""Options of tables: declared once, shown and checked by every layer."""
+
+import copy
+import dataclasses
+import inspect
+import pickle
+import pydoc
+import typing
+
+import pytest
+import torch
+
+from sparsekit import All2AllDenseEmbedding, DistributedEmbedding, Embedding, EmbeddingBag
+from sparsekit.tables.options import TableKeywords, TableOptions
+
+BY_POSITION = {
+    DistributedEmbedding: (
+        "combiner max_vocabulary_size_per_gpu embedding_vec_size slot_num max_nnz max_feature_num "
+        "use_hashtable"
+    ),
+    All2AllDenseEmbedding: (
+        "max_vocabulary_size_per_gpu embedding_vec_size slot_num nnz_per_slot dynamic_input "
+        "use_hashtable"
+    ),
+    Embedding: (
+        "num_embeddings embedding_dim padding_idx max_norm norm_type scale_grad_by_freq sparse "
+        "_weight _freeze device dtype"
+    ),
+    EmbeddingBag: (
+        "num_embeddings embedding_dim max_norm norm_type scale_grad_by_freq mode sparse _weight "
+        "include_last_offset padding_idx device dtype"
+    ),
+}
+LAYERS = list(BY_POSITION)
+TYPES = typing.get_type_hints(TableKeywords)
+
+
+def make(kind, **options):
+    needed = {DistributedEmbedding: ("sum", 9, 4, 2), All2AllDenseEmbedding: (9, 4, 2, 1)}
+    return kind(*needed.get(kind, (9, 4)), **options)
+
+
+def test_types_of_keywords_are_those_of_the_options():
+    types = typing.get_type_hints(TableOptions)
+    with_default = {
+        field.name: types[field.name]
+        for field in dataclasses.fields(TableOptions)
+        if field.default is not dataclasses.MISSING
+    }
+    assert with_default == TYPES
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_signatures_show_each_option_with_its_default(kind):
+    parameters = inspect.signature(kind).parameters
+    by_position = [name for name, each in parameters.items() if each.kind != each.KEYWORD_ONLY]
+    assert by_position == BY_POSITION[kind].split()
+    assert {"use_hashtable", "dtype", "device", *TYPES} <= parameters.keys()
+    for name, annotation in TYPES.items():
+        assert parameters[name].kind == inspect.Parameter.KEYWORD_ONLY
+        assert parameters[name].default == getattr(TableOptions, name)
+        assert parameters[name].annotation == annotation
+    assert parameters["on_full"].default == "error"
+    assert parameters["key_dtype"].default == torch.int64
+    assert "on_full: str = 'error'" in pydoc.render_doc(kind)
+    assert TYPES.items() <= typing.get_type_hints(kind.__init__).items()
+
+
+def test_arguments_by_position():
+    layer = DistributedEmbedding("mean", 7, 4, 2, 3, 5, False)
+    assert (layer.combiner, layer.capacity, layer.embedding_vec_size) == ("mean", 7, 4)
+    assert (layer.slot_num, layer.max_nnz, layer.max_feature_num, layer.table) == (2, 3, 5, None)
+    dense = All2AllDenseEmbedding(7, 4, 2, 3, True, False)
+    assert (dense.slot_num, dense.nnz_per_slot, dense.dynamic_input, dense.table) == (
+        2, 3, True, None,
+    )  # fmt: skip
+    single = Embedding(7, 4, -1, 2.0, 1.0, False, True, None, False, "cpu", torch.float64)
+    assert (single.padding_key, single.max_norm, single.norm_type) == (6, 2.0, 1.0)
+    assert single.weight.dtype == torch.float64
+    bags = EmbeddingBag(7, 4, 2.0, 1.0, False, "sum", True, None, True, 1, "cpu", torch.float64)
+    assert (bags.mode, bags.include_last_offset, bags.padding_key) == ("sum", True, 1)
+    assert (bags.max_norm, bags.norm_type, bags.weight.dtype) == (2.0, 1.0, torch.float64)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_options_reach_the_table(kind):
+    given = {
+        "key_dtype": torch.int32, "padding_key": 3, "gradient_reduction": "sum", "seed": 5,
+        "name": "users", "placement": "modulo", "max_keys_per_rank": 7, "insert": False,
+    }  # fmt: skip
+    made = make(kind, **given)
+    for layer in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        attributes = {name: getattr(layer, name) for name in given if name != "seed"}
+        assert {**attributes, "seed": int(layer.seed)} == given
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_unknown_options_are_refused(kind):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: .* on_ful; did you mean on_full\?$"):
+        make(kind, on_ful="error")
+    with pytest.raises(TypeError, match=r"^users: .* devise; did you mean device\?$"):
+        make(kind, name="users", devise="cpu")
+    with pytest.raises(TypeError, match=r"^users: there is no xyzzy$"):
+        make(kind, name="users", xyzzy=1)
+
+
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+def test_unknown_options_beside_given_vectors_are_refused(kind):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: .* did you mean placement\?$"):
+        kind.from_pretrained(torch.ones(3, 4), plaement="hash")
+
+
+def test_layers_derived_from_ours_have_signatures_of_their_own():
+    class Mine(Embedding):
+        def __init__(self, rows: int) -> None:
+            super().__init__(rows, 4, onfull="error")
+
+    assert list(inspect.signature(Mine).parameters) == ["rows"]
+    with pytest.raises(TypeError, match=r"^Mine: there is no onfull; did you mean on_full\?"):
+        Mine(3)
