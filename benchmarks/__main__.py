@@ -1,7 +1,6 @@
 """The command line: run the benchmarks, compare two runs, make tables and plots of them."""
 
 import argparse
-import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +125,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help=f"write it between {report.BEGIN} and {report.END} of this file",
     )
 
+    keep = commands.add_parser("keep", help="copy results for benchmarks/results, without samples")
+    keep.set_defaults(run=_keep)
+    keep.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    keep.add_argument("--out", type=Path, required=True, metavar="DIR")
+
     plot = commands.add_parser("plot", help="PNG plots of the suite curves")
     plot.set_defaults(run=lambda options: _plot(plot, options))
     plot.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -216,6 +220,12 @@ def _table(options: argparse.Namespace) -> int:
         report.write_into(options.into, text)
     else:
         print(text)
+    return 0
+
+
+def _keep(options: argparse.Namespace) -> int:
+    for file in options.files:
+        (options.out / file.name).write_text(report.brief(report.read(file)))
     return 0
 
 

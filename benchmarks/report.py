@@ -30,6 +30,15 @@ def read(path: Path) -> Run:
     return run
 
 
+def brief(run: Run) -> str:
+    """A run as JSON with a line for each case: what tables and plots need, without samples."""
+    head = json.dumps({name: value for name, value in run.items() if name != "results"}, indent=1)
+    samples = ("samples", "against_samples")
+    rows = [{name: each[name] for name in each if name not in samples} for each in run["results"]]
+    lines = ",\n".join(map(json.dumps, rows))
+    return f'{head[:-2]},\n "results": [\n{lines}\n ]\n}}\n'
+
+
 def title(suite: str, machine: dict[str, Any], quick: bool) -> str:
     """The line above what a suite prints."""
     build = machine["build"]
@@ -83,6 +92,8 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
     for what in ("suite", "quick"):
         if before.get(what) != after.get(what):
             raise ReportError(f"the runs differ in {what}, so nothing can be compared")
+    if any("samples" not in row for row in (*before["results"], *after["results"])):
+        raise ReportError("compare needs the samples of `run --json`, which `keep` leaves out")
     lines, slower = [], []
     same = all(before["machine"].get(x) == after["machine"].get(x) for x in ("cpu", "device"))
     if not same:

@@ -159,6 +159,26 @@ def test_the_documents_table_has_a_row_for_each_target() -> None:
         assert f"| {line} | {against} |" in table
 
 
+def test_what_is_kept_makes_the_same_table_in_a_line_for_each_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    run = written(tmp_path, "a.json", synthetic())
+    assert main(["keep", run, "--out", str(kept)]) == 0
+    brief = str(kept / "a.json")
+    tables = []
+    for file in (run, brief):
+        assert main(["table", file]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+    lines = Path(brief).read_text().splitlines()
+    assert sum('"case"' in line for line in lines) == len(synthetic()["results"])
+    assert "samples" not in Path(brief).read_text()
+    assert main(["compare", run, brief]) == 2
+    assert "which `keep` leaves out" in capsys.readouterr().err
+
+
 def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if plots.missing():
         with pytest.raises(SystemExit):

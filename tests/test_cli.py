@@ -15,12 +15,13 @@ from torch.distributed.run import get_args_parser
 import sparsekit
 from sparsekit import cli
 from sparsekit._arguments import Parser
-from sparsekit.cli import bench, ranks, train, train_ratings
+from sparsekit.cli import bench, ranks, train
 from sparsekit.cli.common import UsageError, writing
 from sparsekit.datasets import DatasetUnavailableError, read_ratings
 from sparsekit.distributed.world import settings
 from sparsekit.models import RatingModel, fit_bias_baseline
 from sparsekit.models import rmse as error
+from sparsekit.recipes.ratings import command as train_ratings
 from sparsekit.train.plots import read_run
 from sparsekit.train.step import Step
 

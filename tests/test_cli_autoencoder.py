@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from sparsekit import cli
-from sparsekit.cli import recommend as command
-from sparsekit.cli import train_autoencoder
 from sparsekit.datasets import (
     DatasetUnavailableError,
     films,
@@ -16,8 +14,11 @@ from sparsekit.datasets import (
     movielens_100k_titles,
 )
 from sparsekit.datasets.fetch import PackagedFile
-from sparsekit.models import Autoencoder, DenseAutoencoder, load_recommender, ratings
-from sparsekit.models.saved import write
+from sparsekit.models import Autoencoder, DenseAutoencoder, load_recommender
+from sparsekit.recipes.autoencoder import command as train_autoencoder
+from sparsekit.recipes.autoencoder import recommend as command
+from sparsekit.recipes.ratings import model as ratings
+from sparsekit.recipes.saved import write
 from sparsekit.train.plots import read_run
 
 

@@ -12,10 +12,12 @@ import torch
 import yaml
 
 from sparsekit import cli, split_embedding_variable_from_others
-from sparsekit.cli import clicks_run, scaling, train_clicks
+from sparsekit.cli import scaling
 from sparsekit.data import Batch, write_criteo_sample
 from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
+from sparsekit.recipes.clicks import command as train_clicks
+from sparsekit.recipes.clicks import trained
 from sparsekit.train import scaling as train_scaling
 from sparsekit.train.plots import read_run
 from sparsekit.train.scaling import Case, _batch, predicted
@@ -238,7 +240,7 @@ def test_the_adult_data_as_files(tmp_path, split):
     columns |= {name: np.array(list(map(str, range(60)))) for name in NUMBERS}
     people = Adult(columns, torch.arange(60) % 2.0)
 
-    config = train_clicks.RunConfig(clicks_run.DLRMConfig())
+    config = train_clicks.RunConfig(trained.DLRMConfig())
     if split == "validation":
         config = train_clicks.replace(config, trainer=train_clicks.TrainerConfig(patience=1))
     written = train_clicks._write_adult((people, people), config, tmp_path)[0]
@@ -254,12 +256,12 @@ def test_the_adult_data_as_files(tmp_path, split):
 def test_numbers_enter_as_logarithms():
     seen = []
     batch = Batch(None, torch.tensor([[0.0, -3.0, math.e - 1]]), None)
-    clicks_run.scores(lambda dense, sparse: seen.append(dense), batch)
+    trained.scores(lambda dense, sparse: seen.append(dense), batch)
     torch.testing.assert_close(seen[0], torch.tensor([[0.0, 0.0, 1.0]]))
 
 
 def test_training_is_shuffled_and_tests_are_not(clicks):
-    config = train_clicks.RunConfig(clicks_run.DLRMConfig())
+    config = train_clicks.RunConfig(trained.DLRMConfig())
     columns = train_clicks.DataConfig((str(clicks),), label="price", sparse=("user",))
     config = train_clicks.replace(config, data=columns)
 

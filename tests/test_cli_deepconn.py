@@ -10,9 +10,10 @@ import pytest
 from ranks.pool import Ranks
 
 from sparsekit import cli
-from sparsekit.cli import ranks, train_deepconn
+from sparsekit.cli import ranks
 from sparsekit.cli.first_steps import profile_fit
 from sparsekit.datasets.reviews import generated_reviews
+from sparsekit.recipes.deepconn import command as train_deepconn
 from sparsekit.train.plots import read_run
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sparsekit import cli
-from sparsekit.cli import train_wide
 from sparsekit.datasets import DatasetUnavailableError, adult, read_adult
 from sparsekit.models import WideModel
+from sparsekit.recipes.wide import command as train_wide
 from sparsekit.train.metrics import auc, log_loss
 from sparsekit.train.plots import read_run
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from sparsekit import cli
-from sparsekit.cli import ranks, train_ratings
+from sparsekit.cli import ranks
 from sparsekit.cli.common import EXPECTED
 from sparsekit.errors import DivergedError
+from sparsekit.recipes.ratings import command as train_ratings
 from sparsekit.train.launch import RankError
 
 

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.__main__ import _parser as parser_of_benchmarks
 from sparsekit import cli
 from sparsekit.cli import train
+from sparsekit.cli.dispatch import make_parser
 from sparsekit.data import write_criteo_sample
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +45,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         return parser_of_benchmarks("sparsekit bench").parse_args(arguments[1:])
     if arguments[0] == "train":
         arguments = ["train", *train.with_model(arguments[1:])]
-    return cli._parser().parse_args(arguments)
+    return make_parser().parse_args(arguments)
 
 
 def test_there_are_commands_to_check() -> None:
@@ -69,7 +70,7 @@ def known(arguments: list[str]) -> bool:
         parser: argparse.ArgumentParser = parser_of_benchmarks("sparsekit bench")
         arguments = arguments[1:]
     else:
-        parser = cli._parser()
+        parser = make_parser()
         if arguments[:1] == ["train"] and len(arguments) > 1:
             arguments = ["train", *train.with_model(arguments[1:])]
     for word in arguments:

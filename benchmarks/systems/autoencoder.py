@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from sparsekit.cli.train_autoencoder import DEFAULT_BATCH, DEFAULT_EPOCHS, ORIGINAL_EPOCHS, K
 from sparsekit.datasets import movielens_100k
 from sparsekit.models import (
     Autoencoder,
@@ -24,6 +23,7 @@ from sparsekit.models import (
     popular,
     recommend,
 )
+from sparsekit.recipes.autoencoder.command import DEFAULT_BATCH, DEFAULT_EPOCHS, ORIGINAL_EPOCHS, K
 from sparsekit.train import Trainer
 from sparsekit.train.metrics import ndcg_at_k, precision_at_k, recall_at_k
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from .._arguments import Parser
 from .._extras import needed
-from ..data import Batch, CriteoReader, CsvReader, Keys, ParquetReader
-from ..data.parquet_file import ParquetFiles
+from ..data import Batch, Keys
+from ..data.columns import Kind
+from ..data.formats import FORMATS
 from ..data.reader import Reader
-from ..data.text import open_text
 from ..train.progress import Progress
 from .common import UsageError, check_folder, check_other_file, number, why
 
 _BATCH = 65536
-_DELIMITERS = {"csv": ",", "tsv": "\t"}
+_KINDS: tuple[Kind, ...] = ("int", "hex", "hash")
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -34,10 +35,11 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_hash)
     parser.add_argument("file", metavar="FILE", help="what is read")
     parser.add_argument("--out", metavar="FILE", required=True, help="the Parquet file")
+    known = [form.suffix for form in FORMATS.values() if form.suffix is not None]
     parser.add_argument(
         "--format",
-        choices=("criteo", "csv", "tsv", "parquet"),
-        help="of FILE (default: by its name, .csv, .tsv or .parquet, .gz, .bz2 or .xz left out)",
+        choices=FORMATS,
+        help=f"of FILE (default: by its name, {', '.join(known)}, .gz, .bz2 or .xz left out)",
     )
     parser.add_argument("--label", metavar="COLUMN", help="the column of labels, kept as float32")
     for kind, words in (
@@ -99,58 +101,42 @@ def _hash(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open(args: argparse.Namespace) -> tuple[Reader, set[str]]:
+def _open(args: argparse.Namespace) -> tuple[Reader, Collection[str]]:
     """The reader, and which of its features are written as lists."""
-    form = args.format or _format_of(args.file)
-    on_error = "skip" if args.skip_malformed else "raise"
-    if form == "criteo":
-        keys = Keys("hex" if args.hash is None else "hash", args.separator, seed=args.seed)
-        criteo = CriteoReader(args.file, _BATCH, keys=keys, on_error=on_error)
-        return criteo, set(criteo.columns.sparse) if args.separator else set()
-    types: dict[str, Any] = {}
-    if form == "parquet":
-        if not Path(args.file).is_file() and Path(args.file).exists():
-            raise UsageError(f"{args.file}: is no regular file, from which alone Parquet is read")
-        types = {field.name: field.type for field in ParquetFiles().shape(Path(args.file)).schema}
-        names = list(types)
-    else:
-        text, names = open_text(Path(args.file), _DELIMITERS[form])
-    named = {kind: _split(getattr(args, kind)) for kind in ("dense", "int", "hex", "hash")}
+    form = FORMATS[args.format or _format_of(args.file)]
+    options: dict[str, Any] = {"on_error": "skip" if args.skip_malformed else "raise"}
+    if form.open is None:
+        kind = form.keys if args.hash is None else "hash"
+        keys = Keys(kind, args.separator, seed=args.seed)
+        reader = form.reader(args.file, _BATCH, keys=keys, **options)
+        return reader, reader.columns.sparse if args.separator else ()
+    source, names, lists = form.open(args.file)
+    named = {kind: _split(getattr(args, kind)) for kind in ("dense", *_KINDS)}
     if args.hash is None:
         taken = {args.label, *named["dense"], *named["int"], *named["hex"]}
         named["hash"] = [name for name in names if name not in taken]
     sparse = {
-        name: Keys(kind, args.separator, seed=args.seed)
-        for kind in ("int", "hex", "hash")
-        for name in named[kind]
+        name: Keys(kind, args.separator, seed=args.seed) for kind in _KINDS for name in named[kind]
     }
-    settings: dict[str, Any] = {
-        "label": args.label,
-        "dense": named["dense"],
-        "sparse": sparse,
-        "on_error": on_error,
-    }
-    if form == "parquet":
-        lists = {name for name in sparse if name in types and hasattr(types[name], "value_field")}
-        return ParquetReader(args.file, _BATCH, **settings), lists
-    reader = CsvReader(text, _BATCH, delimiter=_DELIMITERS[form], **settings)
-    return reader, set(sparse) if args.separator else set()
+    options |= {"label": args.label, "dense": named["dense"], "sparse": sparse}
+    return form.reader(source, _BATCH, **options), sparse if args.separator else lists
 
 
 def _format_of(file: str) -> str:
     path = Path(file)
     packed = path.suffix in (".gz", ".bz2", ".xz")
     suffix = path.with_suffix("").suffix if packed else path.suffix
-    if suffix not in (".csv", ".tsv", ".parquet"):
-        raise UsageError(f"{file}: --format says what it is, if its name does not")
-    return suffix[1:]
+    for name, form in FORMATS.items():
+        if form.suffix == suffix:
+            return name
+    raise UsageError(f"{file}: --format says what it is, if its name does not")
 
 
 def _split(names: str | None) -> list[str]:
     return names.split(",") if names else []
 
 
-def _columns(reader: Reader, batch: Batch, lists: set[str]) -> dict[str, Any]:
+def _columns(reader: Reader, batch: Batch, lists: Collection[str]) -> dict[str, Any]:
     """Name -> Arrow array of each column of the result."""
     import pyarrow
 

@@ -7,6 +7,7 @@ import argparse
 from .._arguments import Parser
 from . import train
 from .common import check_folder, number
+from .training import TrainingParser
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -20,7 +21,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog="`sparsekit profile MODEL --help` lists its options, which are those of `sparsekit "
         "train MODEL` and a few more.",
     )
-    models = profile.add_subparsers(required=True, metavar="MODEL")
+    models = profile.add_subparsers(required=True, metavar="MODEL", parser_class=TrainingParser)
     train.add_models(models)
     for name, model in models.choices.items():
         model.description = (

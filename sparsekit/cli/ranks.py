@@ -1,4 +1,4 @@
-"""Options that the training commands share, and the ranks that do the work."""
+"""The ranks that do the work of a command, and the options that say how many there are."""
 
 from __future__ import annotations
 
@@ -37,24 +37,6 @@ Load = Callable[[argparse.Namespace], Any]
 Fit = Callable[[Any, argparse.Namespace], int]
 
 
-def add_options(parser: argparse.ArgumentParser, seed: str, ranks: int | None = 2) -> None:
-    """Add those that all models have; seed says what comes of it.
-
-    Without a default, ranks are None unless they are given.
-    """
-    parser.set_defaults(log=None)
-    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
-    parser.add_argument(
-        "--log-to",  # torchrun would take --log for an abbreviation of its own options
-        dest="log",
-        metavar="FOLDER",
-        default=argparse.SUPPRESS,  # or the help would say "default: None"
-        help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
-    )
-    add_ranks(parser, ranks)
-    checkpoints.add_options(parser)
-
-
 def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
     """Add how many processes share the work, and with how many threads each."""
     parser.set_defaults(threads=None, ranks=ranks)
@@ -70,21 +52,6 @@ def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
         type=number(int, 1, 1024),
         default=argparse.SUPPRESS,
         help="CPU threads of each rank (default: OMP_NUM_THREADS if that is set, else 1)",
-    )
-
-
-def add_batch_size(
-    parser: argparse.ArgumentParser, samples: str, default: Any, shown: str = ""
-) -> None:
-    """Add the size of a step; shown is what the help says of a default that is none."""
-    parser.add_argument(
-        "--global-batch-size",
-        "--batch-size",
-        dest="batch_size",
-        metavar="N",
-        type=number(int, 1, 2**31 - 1),
-        default=default,
-        help=f"{samples} in a step, of all ranks together{shown}",
     )
 
 

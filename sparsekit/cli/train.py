@@ -6,7 +6,12 @@ import argparse
 from collections.abc import Sequence
 
 from .._arguments import Parser
-from . import train_autoencoder, train_clicks, train_deepconn, train_ratings, train_wide
+from ..recipes.autoencoder import command as autoencoder
+from ..recipes.clicks import command as clicks
+from ..recipes.deepconn import command as deepconn
+from ..recipes.ratings import command as ratings
+from ..recipes.wide import command as wide
+from .training import TrainingParser
 
 DEFAULT_MODEL = "ratings"
 
@@ -20,13 +25,13 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         epilog=f"`sparsekit train MODEL --help` lists its options; those of {DEFAULT_MODEL} may "
         "follow `train` at once.",
     )
-    models = train.add_subparsers(required=True, metavar="MODEL")
+    models = train.add_subparsers(required=True, metavar="MODEL", parser_class=TrainingParser)
     add_models(models)
 
 
-def add_models(models: argparse._SubParsersAction[Parser]) -> None:
+def add_models(models: argparse._SubParsersAction[TrainingParser]) -> None:
     """Add each model as a command."""
-    for each in (train_ratings, train_wide, train_clicks, train_autoencoder, train_deepconn):
+    for each in (ratings, wide, clicks, autoencoder, deepconn):
         each.add(models)
 
 

@@ -42,7 +42,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """The settings as YAML, in the order of their definition.
+    """The settings, a dataclass or a mapping, as YAML in their order.
 
     Raises:
         ImportError: the package pyyaml is not installed.
@@ -54,7 +54,8 @@ def to_yaml(config: Any) -> str:
             return {key: plain(each) for key, each in value.items()}
         return list(value) if isinstance(value, tuple) else value
 
-    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, default_flow_style=None)
+    settings = config if isinstance(config, Mapping) else asdict(config)
+    return yaml.safe_dump(plain(settings), sort_keys=False, default_flow_style=None)
 
 
 def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Config:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from sparsekit import cli
-from sparsekit.cli import clicks_run, predict, train_clicks
+from sparsekit.cli.dispatch import make_parser
 from sparsekit.data import write_criteo_sample
 from sparsekit.datasets import Adult
 from sparsekit.datasets.adult import CATEGORIES, NUMBERS
+from sparsekit.recipes.clicks import command as train_clicks
+from sparsekit.recipes.clicks import predict, trained
 from sparsekit.train.metrics import log_loss
 
 ROWS = 301
@@ -48,13 +50,13 @@ def train(data, *more, model="dlrm", columns=("click", "user,item", "price"), ra
 
 def on_rank(rank, command):
     """What a rank does that the command has started, and prints."""
-    args = cli._parser().parse_args(command)
+    args = make_parser().parse_args(command)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         if command[0] == "train":
             assert train_clicks._fit_and_report(None, args) == 0
         else:
-            assert predict._predict(clicks_run.read(args.folder), args) == 0
+            assert predict._predict(trained.read(args.folder), args) == 0
     return output.getvalue()
 
 
@@ -83,9 +85,9 @@ def test_any_number_of_ranks_predicts_what_any_other_has_trained(
         writer = csv.DictWriter(file, ["price", "note", "item", "user"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows({**row, "note": "x"} for row in rows)
-    for trained, run in ((True, "two"), (False, "one")):
+    for is_trained, run in ((True, "two"), (False, "one")):
         command = train(clicks, "--save", str(tmp_path / run))
-        printed = two_ranks(on_rank, command)[0] if trained else here(capsys, command)
+        printed = two_ranks(on_rank, command)[0] if is_trained else here(capsys, command)
         found = []
         for out in ("two.txt", "one.txt"):
             path = str(tmp_path / out)

@@ -7,7 +7,7 @@ import torch
 
 from sparsekit.hashing import SplitHashEncoder
 from sparsekit.models import QuantileBuckets, WideModel
-from sparsekit.models.wide import select_rows
+from sparsekit.recipes.wide.model import select_rows
 from sparsekit.train import Trainer
 from sparsekit.train.metrics import gather
 

@@ -22,7 +22,7 @@ import sparsekit
 from sparsekit import optim
 from sparsekit.hashing import SplitHashEncoder
 from sparsekit.models import WideModel
-from sparsekit.models.wide import select_rows
+from sparsekit.recipes.wide.model import select_rows
 from sparsekit.train import Trainer
 from sparsekit.train.metrics import gather
 

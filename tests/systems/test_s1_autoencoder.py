@@ -379,8 +379,8 @@ def test_precision_recall_and_ndcg_equal_brute_force(k):
 @pytest.mark.parametrize("k", [3, 25])
 def test_recommendations_and_hits_equal_brute_force(k, monkeypatch):
     """Of 20 items in pieces of 7, for 30 users in parts; with k = 25 nobody has enough."""
-    monkeypatch.setattr("sparsekit.models.recommendations.ITEMS", 7)
-    monkeypatch.setattr("sparsekit.models.recommendations.USERS", 8)
+    monkeypatch.setattr("sparsekit.recipes.autoencoder.recommendations.ITEMS", 7)
+    monkeypatch.setattr("sparsekit.recipes.autoencoder.recommendations.USERS", 8)
     ratings = make_ratings(30, 20, 6)
     train, test = ratings.split_by_time(0.4)
     # Items and users that nobody knows, and one that is in twice.

@@ -23,7 +23,7 @@ from sparsekit.datasets.reviews import (
     split_reviews,
 )
 from sparsekit.models import DeepCoNN
-from sparsekit.models.deepconn import PLACEMENTS, TOWERS
+from sparsekit.recipes.deepconn.model import PLACEMENTS, TOWERS
 from sparsekit.train.profile import profiled
 
 # Small, but with more than one filter, and documents of unequal rows.

@@ -1,0 +1,65 @@
+"""Finds the command that was given, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from .._arguments import Parser
+from ..errors import DivergedError
+from ..recipes.autoencoder import recommend
+from ..recipes.clicks import predict
+from ..train.launch import RankError
+from . import bench, checkpoint, data, hash, info, plot, profile, scaling, train
+from .common import EXPECTED, discard_output
+
+
+def run(argv: Sequence[str] | None) -> int:
+    """See `sparsekit.cli.main`."""
+    command, *arguments = (sys.argv[1:] if argv is None else list(argv)) or [""]
+    try:
+        if command == "bench":  # what follows is for the benchmarks, which have their own parser
+            return bench.run(arguments)
+        if command == "train":
+            arguments = train.with_model(arguments)
+        parser = make_parser()
+        if command.startswith("-") and not parser.knows(command):
+            parser.error(f"unrecognized arguments: {command}")
+        args = parser.parse_args([command, *arguments] if command else [])
+        return args.run(args)
+    except EXPECTED as error:
+        print(f"sparsekit: {error}", file=sys.stderr)
+        return 2
+    except (DivergedError, RankError) as error:
+        print(f"sparsekit: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output, `head` for one, has gone.
+        discard_output()
+        return 141
+    except KeyboardInterrupt:
+        print("sparsekit: interrupted", file=sys.stderr)
+        return 130
+
+
+def make_parser() -> Parser:
+    """The parser of all commands."""
+    parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for each in (
+        train,
+        predict,
+        recommend,
+        checkpoint,
+        plot,
+        profile,
+        scaling,
+        hash,
+        data,
+        bench,
+        info,
+    ):
+        each.add(commands)
+    return parser

@@ -1,0 +1,230 @@
+"""What the training commands have in common: their options, settings from files, the Trainer."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._arguments import Parser
+from .._nearest import did_you_mean
+from ..train import Trainer
+from ..train.config import ConfigError, read_yaml, to_yaml
+from . import checkpoints, ranks
+from .common import UsageError, number, why, writing
+
+# They say where settings come from, or what else the command does.
+_NO_SETTINGS = {"config", "set", "show-config", "resume"}
+
+
+class TrainingParser(Parser):
+    """Parser of a training command, whose flags can also be set by ``--set`` and a YAML file.
+
+    Both are read as the flags that they name, so that there is one check of each setting.
+    """
+
+    flags_are_settings = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's; what the file says comes first, and so counts less than what is given."""
+        if not self.flags_are_settings:
+            return super().parse_known_args(args, namespace)
+        found, unknown = super().parse_known_args(self._as_flags(args), namespace)
+        if found.config is not None or found.settings is not None:
+            self.error("--config and --set cannot be abbreviated")
+        if found.show_config:
+            values = {name: getattr(found, each.dest, None) for name, each in self._flags().items()}
+            given = {name: value for name, value in values.items() if value is not None}
+            print(as_yaml(given), end="")
+            self.exit()
+        return found, unknown
+
+    def _flags(self) -> dict[str, argparse.Action]:
+        named = {action.option_strings[0][2:]: action for action in self._actions[1:]}  # no help
+        return {name: action for name, action in named.items() if name not in _NO_SETTINGS}
+
+    def _as_flags(self, args: Iterable[str]) -> list[str]:
+        of_file: list[str] = []
+        given: list[str] = []
+        rest = iter(args)
+        for each in rest:
+            option, equals, value = each.partition("=")
+            if option not in ("--config", "--set"):
+                given.append(each)
+                continue
+            value = value if equals else next(rest, "")
+            if option == "--set":
+                name, equals, text = value.partition("=")
+                if not equals:
+                    self.error(f"--set {value}: must be KEY=VALUE, such as epochs=3")
+                given += self._flag("--set", name.strip(), text)
+                continue
+            try:
+                settings = read_yaml(value)
+            except OSError as error:
+                self.error(f"--config {value}: {why(error, value)}")
+            except (ConfigError, ImportError) as error:
+                self.error(f"--config {error}")
+            for name, setting in settings.items():
+                of_file += self._flag(f"--config {value}", name, setting)
+        return of_file + given
+
+    def _flag(self, where: str, name: Any, value: Any) -> list[str]:
+        """The flag for a setting: none for a switch that is off."""
+        flags = self._flags()
+        flag = str(name).replace("_", "-")
+        action = flags.get(flag) or self._option_string_actions.get(f"--{flag}")
+        if action is None or flag in _NO_SETTINGS:
+            hint = did_you_mean(flag, flags) or f"; there are {', '.join(flags)}"
+            self.error(f"{where}: no setting {flag!r}{hint}")
+        if action.nargs != 0:
+            return [f"--{flag}={value}"]
+        if (switch := str(value).lower()) not in ("true", "false"):
+            self.error(f"{where}: {flag} must be true or false, got {value!r}")
+        return [f"--{flag}"] * (switch == "true")
+
+
+def add(
+    models: argparse._SubParsersAction[TrainingParser],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str,
+    data: str,
+    save: str | None = None,
+) -> TrainingParser:
+    """Add a command that trains on one file, with --data, --save and the ways to set its flags.
+
+    Args:
+        models: where it is added.
+        name: of the command.
+        run: what it does.
+        help: a line on it.
+        description: what its own help begins with.
+        data: what the help says of --data.
+        save: and of --save; None if there is no such option.
+    """
+    parser = models.add_parser(
+        name,
+        help=help,
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    # SUPPRESS keeps the help from saying "default: None".
+    hidden = argparse.SUPPRESS
+    parser.set_defaults(run=run, data=None, save=None)
+    parser.flags_are_settings = True
+    parser.add_argument("--data", metavar="FILE", default=hidden, help=data)
+    if save is not None:
+        parser.add_argument("--save", metavar="FILE", default=hidden, help=save)
+    add_settings(parser, "epochs=3")
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add the options by which settings are given and shown."""
+    hidden = argparse.SUPPRESS
+    parser.set_defaults(config=None, settings=None, show_config=False)
+    parser.add_argument(
+        "--config", metavar="FILE", default=hidden, help="settings in YAML; see --show-config"
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=hidden,
+        dest="settings",
+        help=f"one setting, such as {example}; may be repeated",
+    )
+    parser.add_argument(
+        "--show-config",
+        action="store_true",
+        default=hidden,
+        help="print all settings as YAML, and end",
+    )
+
+
+def as_yaml(settings: Any) -> str:
+    """Settings as YAML; UsageError where the package for it is not installed."""
+    try:
+        return to_yaml(settings)
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+
+
+def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | None = 2) -> None:
+    """Add those that all models have; seed says what comes of it.
+
+    Without a default, ranks are None unless they are given.
+    """
+    parser.set_defaults(log=None)
+    parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
+    parser.add_argument(
+        "--log-to",  # torchrun would take --log for an abbreviation of its own options
+        dest="log",
+        metavar="FOLDER",
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
+    )
+    ranks.add_ranks(parser, num_ranks)
+    checkpoints.add_options(parser)
+
+
+def add_batch_size(
+    parser: argparse.ArgumentParser, samples: str, default: Any, shown: str = ""
+) -> None:
+    """Add the size of a step; shown is what the help says of a default that is none."""
+    parser.add_argument(
+        "--global-batch-size",
+        "--batch-size",
+        dest="batch_size",
+        metavar="N",
+        type=number(int, 1, 2**31 - 1),
+        default=default,
+        help=f"{samples} in a step, of all ranks together{shown}",
+    )
+
+
+@contextlib.contextmanager
+def reading(option: str, file: str | None) -> Iterator[None]:
+    """Raise UsageError where a file cannot be read, or a package that reads it is not there."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{option} {file}: {why(error, str(file))}") from error
+    except ImportError as error:
+        raise UsageError(str(error)) from error
+
+
+def make_trainer(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    losses: Callable[..., Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    **others: Any,
+) -> Trainer:
+    """A `Trainer` that logs and saves as the command's options say; others are arguments of it."""
+    others = {"stream": sys.stdout, "logs": ranks.logs(args), **others}
+    return Trainer(model, losses, optimizers, seed=args.seed, **checkpoints.options(args), **others)
+
+
+def falling(
+    optimizers: Iterable[torch.optim.Optimizer], steps: int
+) -> list[torch.optim.lr_scheduler.LRScheduler]:
+    """Schedules by which learning rates fall to zero in that number of steps."""
+    return [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+        for optimizer in optimizers
+    ]
+
+
+def save(args: argparse.Namespace, model: Any) -> None:
+    """Write the trained model to ``--save``, if that is given."""
+    if args.save is not None:
+        with writing("--save", args.save):
+            model.save(args.save)

@@ -1,0 +1,60 @@
+"""Formats of files by name; an entry here makes a format known to all commands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import DataFormatError
+from .parquet import ParquetReader
+from .parquet_file import ParquetFiles
+from .reader import Reader
+from .text import CriteoReader, CsvReader, open_text
+
+# What is read, the names of its columns, and which of these hold lists.
+Opened = tuple[Any, Sequence[str], Collection[str]]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How files of a format are read.
+
+    Attributes:
+        reader: makes the reader, as `CsvReader` does.
+        open: opens a file whose columns are not known, for the reader; None where all files of the
+            format have the same columns, of which only ``keys`` can be chosen.
+        suffix: of the names of such files, where it tells the format.
+        keys: the kind of `Keys` that fits a category unless another one is asked for.
+    """
+
+    reader: Callable[..., Reader]
+    open: Callable[[str], Opened] | None
+    suffix: str | None = None
+    keys: Literal["hash", "hex"] = "hash"
+
+
+def _open_parquet(file: str) -> Opened:
+    path = Path(file)
+    if path.exists() and not path.is_file():
+        raise DataFormatError(f"{file}: is no regular file, from which alone Parquet is read")
+    schema = ParquetFiles().shape(path).schema
+    return file, schema.names, {each.name for each in schema if hasattr(each.type, "value_field")}
+
+
+def _delimited(delimiter: str, suffix: str) -> Format:
+    return Format(
+        functools.partial(CsvReader, delimiter=delimiter),
+        lambda file: (*open_text(Path(file), delimiter), ()),
+        suffix,
+    )
+
+
+FORMATS = {
+    "csv": _delimited(",", ".csv"),
+    "tsv": _delimited("\t", ".tsv"),
+    "criteo": Format(CriteoReader, None, keys="hex"),
+    "parquet": Format(ParquetReader, _open_parquet, ".parquet"),
+}

@@ -1,0 +1,1 @@
+"""Recommendations by what a user has rated."""

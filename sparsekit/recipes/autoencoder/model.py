@@ -1,0 +1,253 @@
+"""An autoencoder recommender whose inputs and outputs stay sparse."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from ... import ops
+from ...errors import check_int
+from ...nn import DistributedEmbedding, EmbeddingGroup
+from ...optim import LazyAdam, split_embedding_variable_from_others
+from .. import saved
+from .rated_items import RatedItems
+
+# Mark of the file format of a saved model.
+FORMAT = "sparsekit autoencoder 1"
+
+
+class Autoencoder(torch.nn.Module):
+    r"""Scores all items for a user by the items that the user has rated.
+
+    .. math::
+        h = \tanh(W_1 \tanh(\sum_{j \in N} w_j e_j / |w| + b_0) + b_1), \quad
+        s_i = h \cdot v_i + c_i
+
+    N is what the user has rated, :math:`w_j` in [0.2, 1] the rating, :math:`e_j` the vector of an
+    item as input, and :math:`v_i, c_i` that of an item to be scored. Vectors are looked up by
+    the items' ids, so what an item takes is on one rank, and no ``[users, items]`` matrix is made.
+
+    The loss of a user is the cross entropy between a softmax over scores and the items rated,
+    weighted by :math:`w`. It is masked: the softmax is over the rated items and `negatives` others,
+    drawn anew for each step and the same for all its users; no other item counts. That a user has
+    not rated an item is then evidence, but weak: it only says that others come first. In training
+    a random part of the bag is left out, or h could learn to hand through what is to be predicted.
+    What is drawn depends on the step and the entry, never on the rank. Sources: Liang et al.,
+    "Variational autoencoders for collaborative filtering", WWW 2018, whose Mult-DAE this is with a
+    sampled softmax (Jean et al., ACL 2015).
+
+    Args:
+        history: what users have rated, which is also what is trained on.
+        dim: elements of h, e and v, >= 1.
+        layers: number of W, b after the first, >= 0.
+        dropout: part of the bag that is left out in training, in [0, 1).
+        negatives: items drawn for each step, >= 1; repeats count once.
+        seed: of initial vectors and of what is drawn.
+        source: what the data is called, for those who load the model.
+
+    Raises:
+        TypeError, ValueError: an argument out of range.
+
+    Shape:
+        - rows: int64 ``[n]``, places in ``history.users``. Losses: float32 ``[n]``.
+    """
+
+    _weights: torch.Tensor  # float32 [entries], w
+    steps: torch.Tensor  # int64 []
+
+    def __init__(
+        self,
+        history: RatedItems,
+        *,
+        dim: int = 64,
+        layers: int = 1,
+        dropout: float = 0.8,
+        negatives: int = 512,
+        seed: int = 0,
+        source: str = "",
+    ) -> None:
+        super().__init__()
+        check_int("Autoencoder", "dim", dim, 1, 2**20)
+        check_int("Autoencoder", "layers", layers, 0, 1000)
+        check_int("Autoencoder", "negatives", negatives, 1, 2**31 - 1)
+        if not 0 <= dropout < 1:
+            raise ValueError(f"Autoencoder: dropout must be in [0, 1), got {dropout}")
+        self._settings: dict[str, Any] = {
+            "dim": dim,
+            "layers": layers,
+            "dropout": dropout,
+            "negatives": negatives,
+            "seed": seed,
+            "source": source,
+        }
+        self.source = source
+        self.history = history
+        self.dropout = dropout
+        self.negatives = negatives
+        # How often has been drawn; a buffer, so that a checkpoint goes on with other draws.
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("_weights", history.weights(), persistent=False)
+        # On the CPU, where the generator is, whatever torch's default device.
+        generator = torch.Generator("cpu").manual_seed(seed)
+        seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
+        self._noise = seeds[0]
+        capacity = _share(len(history.items))
+        self.embeddings = EmbeddingGroup(
+            {
+                "rated": DistributedEmbedding(
+                    "sqrtn", capacity, dim, 1, seed=seeds[1], name="rated"
+                ),
+                # The first element is the bias: one lookup gives both.
+                "scored": DistributedEmbedding(
+                    "sum", capacity, 1 + dim, 1, seed=seeds[2], name="scored"
+                ),
+            }
+        )
+        self.bias = torch.nn.Parameter(torch.zeros(dim))
+        self.hidden = torch.nn.ModuleList([_linear(dim, generator) for _ in range(layers)])
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Codes (1, h) of users, ``[n, 1 + dim]``; all ranks call it, each with its own users."""
+        entries, offsets, _ = self.history(rows)
+        keys = self.history.items[self.history.columns[entries]]
+        return self._look_up(keys, offsets, self._weights[entries], keys[:0])[0]
+
+    def vectors(self, begin: int, end: int) -> torch.Tensor:
+        """Vectors (c, v) of the items from begin to end, ``[m, 1 + dim]``; all ranks call it."""
+        return self._table("scored").vectors(self.history.items[begin:end])
+
+    def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        """Scores s ``[n, m]`` of codes, from `encode`, and vectors, from `vectors`."""
+        return codes @ vectors.T
+
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """The masked loss of each user, ``[n]``; each call draws anew.
+
+        On several ranks all call it, each with its part of a batch, of which some may have nothing.
+        """
+        history = self.history
+        entries, offsets, row = history(rows)
+        columns, weights = history.columns[entries], self._weights[entries]
+        keys = history.items[columns]
+        kept, others = self._draw(entries)
+        ends = torch.nn.functional.pad(kept.cumsum(0), (1, 0))[offsets]
+        codes, vectors = self._look_up(
+            keys[kept], ends, weights[kept], torch.cat([keys, history.items[others]])
+        )
+        of_rated, of_others = vectors.split([len(keys), len(others)])
+        rated = (codes[row] * of_rated).sum(1)  # [entries]
+        unrated = self.score(codes, of_others)  # [n, others]
+        # Each one drawn stands for as many items as its chance to be drawn says.
+        chance = 1 - (1 - 1 / len(history.items)) ** self.negatives
+        unrated = unrated - math.log(chance)
+        place = torch.searchsorted(others, columns).clamp(max=len(others) - 1)
+        twice = others[place] == columns  # drawn, but rated by this user
+        unrated = unrated.index_put((row[twice], place[twice]), unrated.new_tensor(-math.inf))
+        mean = _sum(weights * rated, row, len(rows)) / _sum(weights, row, len(rows))
+        return _logsumexp(rated, row, unrated) - mean
+
+    def optimizers(self, lr: float = 5e-3) -> list[torch.optim.Optimizer]:
+        """`LazyAdam` for the tables and Adam for the dense part."""
+        sparse, dense = split_embedding_variable_from_others(self)
+        return [LazyAdam(sparse, lr=lr), torch.optim.Adam(dense, lr=lr)]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model and its history to one file, for any number of ranks.
+
+        On several ranks all call it, as on each only a part of the tables is; rank 0, which needs
+        memory for all of them, writes.
+
+        Raises:
+            OSError: on rank 0, the file cannot be written. One that was there stays as it was.
+        """
+        model = {
+            "format": FORMAT,
+            "settings": self._settings,
+            "steps": int(self.steps),
+            "history": self.history.state_dict(),
+            "tables": {name: saved.all_items(self._table(name)) for name in ("rated", "scored")},
+            "dense": {"bias": self.bias.detach(), "hidden": self.hidden.state_dict()},
+        }
+        saved.write(path, model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Autoencoder:
+        """Read what `save` has written, on the CPU; on several ranks all call it.
+
+        Raises:
+            ValueError: the file is something else.
+            OSError: it cannot be read.
+        """
+        return cls.restored(saved.read(path, FORMAT))
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Autoencoder:
+        """The model of a file's content."""
+        model = cls(RatedItems.restored(state["history"]), **state["settings"])
+        model.steps.fill_(state["steps"])
+        with torch.no_grad():
+            model.bias.copy_(state["dense"]["bias"])
+        model.hidden.load_state_dict(state["dense"]["hidden"])
+        for name, (keys, vectors) in state["tables"].items():
+            model._table(name).assign(keys, vectors)
+        return model
+
+    def _table(self, name: str) -> DistributedEmbedding:
+        return cast("DistributedEmbedding", self.embeddings.layers[name])
+
+    def _look_up(
+        self, keys: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor, scored: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes (1, h) of bags, and the vectors (c, v) of items to be scored."""
+        one_each = torch.arange(len(scored) + 1, device=scored.device)
+        bags = {"rated": (keys, offsets), "scored": (scored, one_each)}
+        found = self.embeddings(bags, {"rated": weights})
+        codes = torch.tanh(found["rated"][:, 0] + self.bias)
+        for linear in self.hidden:
+            codes = torch.tanh(linear(codes))
+        return torch.nn.functional.pad(codes, (1, 0), value=1.0), found["scored"][:, 0]
+
+    def _draw(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which entries stay in their bag, bool, and columns of other items, rising."""
+        # Hashes in place of a generator: they are the same on each rank, whatever its share.
+        seed = (self._noise + 2 * int(self.steps)) % 2**63
+        self.steps += 1
+        kept = ops.hash_integers(entries, seed) >= int((self.dropout - 0.5) * 2**64)
+        draws = torch.arange(self.negatives, device=entries.device)
+        drawn = ops.hash_integers(draws, seed + 1).remainder(len(self.history.items))
+        return kept, drawn.unique()
+
+
+def _share(items: int) -> int:
+    """Rows for a rank's part of the items.
+
+    A hash spreads them: more than this, six standard deviations above the mean, comes to a rank
+    with a chance of about 10^-9.
+    """
+    mean = items / (dist.get_world_size() if dist.is_initialized() else 1)
+    return min(items, math.ceil(mean + 6 * math.sqrt(mean)))
+
+
+def _linear(dim: int, generator: torch.Generator) -> torch.nn.Linear:
+    linear = torch.nn.Linear(dim, dim)
+    with torch.no_grad():
+        start = torch.randn(dim, dim, generator=generator, device="cpu")
+        linear.weight.copy_(start / math.sqrt(dim))
+        linear.bias.zero_()
+    return linear
+
+
+def _sum(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
+    return values.new_zeros(rows).index_add(0, row, values)
+
+
+def _logsumexp(ragged: torch.Tensor, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Of each row of block ``[n, m]`` and of the elements that ragged ``[e]`` has for it."""
+    top = block.detach().amax(1).scatter_reduce(0, row, ragged.detach(), "amax")
+    total = (block - top[:, None]).exp().sum(1)
+    return total.index_add(0, row, (ragged - top[row]).exp()).log() + top

@@ -1,0 +1,87 @@
+"""Items that each user has rated, as bags for an embedding layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ...datasets import Ratings
+
+# The weight of the lowest rating; that of the highest is 1. An item without a rating has 0.
+LEAST_WEIGHT = 0.2
+
+
+class RatedItems(torch.nn.Module):
+    """The items of each user with their ratings; on several ranks each has those of all users.
+
+    Users and items are numbered in rising order of their ids. Of several ratings of one item by one
+    user the latest counts.
+
+    Args:
+        train: the ratings that may be known; never those that are to be predicted. At least one.
+    """
+
+    users: torch.Tensor  # int64 [u], sorted, distinct
+    items: torch.Tensor  # int64 [i], sorted, distinct
+    starts: torch.Tensor  # int64 [u + 1]: user i has entries starts[i] : starts[i + 1]
+    columns: torch.Tensor  # int64 [n], rising within a user: entry k is of items[columns[k]]
+    ratings: torch.Tensor  # float32 [n]
+
+    def __init__(self, train: Ratings) -> None:
+        super().__init__()
+        users, row = train.users.unique(return_inverse=True)
+        items, column = train.items.unique(return_inverse=True)
+        cells, cell = (row * len(items) + column).unique(return_inverse=True)
+        by_time = train.timestamps.argsort(stable=True)
+        # The last place in time of each cell; plain indexing has no order among equal cells.
+        latest = torch.zeros_like(cells)
+        place = torch.arange(len(by_time), device=cell.device)
+        latest.scatter_reduce_(0, cell[by_time], place, "amax")
+        counts = (cells // len(items)).bincount(minlength=len(users))
+        self.register_buffer("users", users)
+        self.register_buffer("items", items)
+        self.register_buffer("starts", torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+        self.register_buffer("columns", cells % len(items))
+        self.register_buffer("ratings", train.ratings[by_time[latest]])
+
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Find the entries of some users.
+
+        Args:
+            rows: int64 ``[n]``, numbers of users.
+
+        Returns:
+            All int64: ``entries [e]``, places in `columns` and `ratings`; ``offsets [n + 1]``:
+            ``entries[offsets[i]:offsets[i + 1]]`` are those of rows[i]; and ``bag [e]``, which has
+            that i for each of them.
+        """
+        starts = self.starts[rows]
+        counts = self.starts[rows + 1] - starts
+        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        bag = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+        place = torch.arange(len(bag), device=rows.device)
+        return place + (starts - offsets[:-1])[bag], offsets, bag
+
+    def scaled(self) -> torch.Tensor:
+        """Ratings as float32 ``[n]`` in [0, 1]: 0 for the lowest that anyone has given.
+
+        If there is but one value it is 1.
+        """
+        low, high = self.ratings.aminmax()
+        if low == high:
+            return torch.ones_like(self.ratings)
+        return (self.ratings - low) / (high - low)
+
+    def weights(self) -> torch.Tensor:
+        """Ratings as float32 ``[n]`` in [0.2, 1]: the lowest is told apart from none."""
+        return LEAST_WEIGHT + (1 - LEAST_WEIGHT) * self.scaled()
+
+    @classmethod
+    def restored(cls, state: Mapping[str, torch.Tensor]) -> RatedItems:
+        """Make what a ``state_dict`` was taken of."""
+        one = torch.zeros(1)
+        history = cls(Ratings(one.long(), one.long(), one, one))
+        for name in history.state_dict():
+            setattr(history, name, state[name])
+        return history

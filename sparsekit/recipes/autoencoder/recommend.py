@@ -1,0 +1,82 @@
+"""``sparsekit recommend``: the best items of each user, by a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+from ..._arguments import Parser
+from ...cli.common import (
+    UsageError,
+    check_folder,
+    check_other_file,
+    number,
+    set_threads,
+    why,
+    writing,
+)
+from ...datasets import DatasetUnavailableError, movielens_100k_titles
+from .recommendations import Recommendations, load_recommender, recommend
+
+# Name of the data in models that were trained on it.
+MOVIELENS = "MovieLens-100K"
+
+
+def add(commands: argparse._SubParsersAction[Parser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "recommend",
+        help="write the best items of each user to a file",
+        description="Write the best items of each user, by a model of `sparsekit train autoencoder "
+        "--save`, to a file with a line for each: user, item and score, with tabs between them and "
+        "no header; users rising, scores falling. Items that the user has rated in training, or "
+        "nobody has, are not among them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(run=_recommend)
+    parser.add_argument("model", metavar="MODEL", help="file of the trained model")
+    parser.add_argument("--out", metavar="FILE", default="recs.tsv", help="where to write")
+    parser.add_argument("--k", type=number(int, 1, 2**20), default=10, help="most items of a user")
+    parser.add_argument(
+        "--show", type=number(int, 0, 2**31), default=10, help="lines that are printed as well"
+    )
+
+
+def _recommend(args: argparse.Namespace) -> int:
+    check_folder(args.out, "--out")
+    check_other_file("--out", args.out, args.model)
+    set_threads(None)
+    try:
+        model = load_recommender(args.model)
+    except OSError as error:
+        raise UsageError(f"{args.model}: {why(error, args.model)}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    best = recommend(model, min(args.k, len(model.history.items)))  # more would be empty places
+    with writing("--out", args.out):
+        best.write(args.out)
+    print(f"{args.out}: {len(best):,} items for {len(best.users):,} users")
+    if args.show:
+        _show(best, args.show, _titles(model.source))
+    return 0
+
+
+def _titles(source: str) -> dict[int, str]:
+    """Titles of items, if the data has any that can be had."""
+    if source != MOVIELENS:
+        return {}
+    try:
+        return movielens_100k_titles()
+    except DatasetUnavailableError:
+        return {}
+
+
+def _show(best: Recommendations, lines: int, titles: dict[int, str]) -> None:
+    rows = list(itertools.islice(best.rows(), lines))
+    table = [("user", "item", "score", "title" if titles else "")]
+    for user, item, score in rows:
+        table.append((str(user), str(item), f"{score:.4f}", titles.get(item, "")))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for *numbers, title in table:
+        cells = [f"{cell:>{width}}" for cell, width in zip(numbers, widths[:-1], strict=True)]
+        print("  ".join([*cells, title]).rstrip())

@@ -1,0 +1,212 @@
+"""The best items for each user, without those that the user has rated."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ...datasets import Ratings
+from ...errors import check_int
+from ...train.metrics import gather
+from .. import saved
+from . import dense_model, model
+from .rated_items import RatedItems
+
+# Most users and items that are scored at a time.
+USERS = 256
+ITEMS = 4096
+
+
+class Recommender(Protocol):
+    """A model that recommends: `Autoencoder` or `DenseAutoencoder`."""
+
+    history: RatedItems
+    source: str
+    training: bool
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """Codes of users."""
+
+    def vectors(self, begin: int, end: int) -> torch.Tensor:
+        """Vectors of items."""
+
+    def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+        """Scores ``[users, items]``."""
+
+    def train(self, mode: bool = True) -> torch.nn.Module:
+        """Switch between training and evaluation."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recommendations:
+    """The best items of each user, best first.
+
+    Attributes:
+        users: int64 ``[u]``, rising.
+        items: int64 ``[u, k]``.
+        scores: floating ``[u, k]``, falling; -inf where a user has fewer than k items left.
+    """
+
+    users: torch.Tensor
+    items: torch.Tensor
+    scores: torch.Tensor
+
+    def __len__(self) -> int:
+        return int(self.scores.isfinite().sum())
+
+    def rows(self) -> Iterator[tuple[int, int, float]]:
+        """User, item and score, users rising and each one's scores falling."""
+        columns = self.users.tolist(), self.items.tolist(), self.scores.tolist()
+        for user, items, scores in zip(*columns, strict=True):
+            for item, score in zip(items, scores, strict=True):
+                if score > -math.inf:
+                    yield user, item, score
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write lines of user, item and score, with tabs between them and no header.
+
+        Raises:
+            OSError: the file cannot be written. One that was there stays as it was.
+        """
+        with saved.replacing(path) as file:
+            for user, item, score in self.rows():
+                file.write(f"{user}\t{item}\t{score:.6f}\n".encode())
+
+    def hits(self, test: Ratings) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compare with what users have rated later.
+
+        Returns:
+            ``(hits, relevant)``, as `sparsekit.train.metrics.precision_at_k` takes them: bool
+            ``[u, k]``, whether an item is in test with its user, and int64 ``[u]``, how many
+            distinct items test has for a user, those that nobody has rated before included.
+        """
+        row = torch.searchsorted(self.users, test.users).clamp(max=len(self.users) - 1)
+        known = self.users[row] == test.users
+        found = torch.cat([test.items[known], self.items.reshape(-1)])
+        items, number = found.unique(return_inverse=True)
+        of_test, of_best = number.split([int(known.sum()), self.items.numel()])
+        # A pair of user and item is one number.
+        wanted = (row[known] * len(items) + of_test).unique()
+        first = torch.arange(len(self.users), device=row.device)[:, None] * len(items)
+        hits = torch.isin(first + of_best.view_as(self.items), wanted)
+        relevant = torch.bincount(wanted // len(items), minlength=len(self.users))
+        return hits & self.scores.isfinite(), relevant
+
+
+@torch.no_grad()
+def recommend(model: Recommender, k: int = 10) -> Recommendations:
+    """Find the k items that the model scores highest for each user of its history.
+
+    Only items of the history are known, and those that the user has rated are left out. At most
+    256 x 4096 scores are there at a time. On several ranks all call it: each finds a part, and all
+    have the result.
+
+    Raises:
+        TypeError, ValueError: k is no int in [1, 2^20].
+    """
+    k = check_int("recommend", "k", k, 1, 2**20)
+    users, rank, ranks = len(model.history.users), 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = model.history.users.device
+    mine = torch.arange(users, device=device).tensor_split(ranks)[rank]
+    # As many parts on each rank, since all must look up equally often.
+    parts = mine.tensor_split(math.ceil(math.ceil(users / ranks) / USERS))
+    training = model.training
+    model.train(False)
+    try:
+        codes = [model.encode(rows) for rows in parts]
+
+        def scorer(begin: int, end: int) -> Callable[[int], torch.Tensor]:
+            vectors = model.vectors(begin, end)
+            return lambda part: model.score(codes[part], vectors)
+
+        best = _best(model.history, parts, k, scorer)
+    finally:
+        model.train(training)
+    columns, scores = (gather(torch.cat(found)) for found in zip(*best, strict=True))
+    return Recommendations(model.history.users, model.history.items[columns], scores)
+
+
+def popular(history: RatedItems, k: int = 10) -> Recommendations:
+    """The baseline: the items that most users have rated; of equals the lowest id."""
+    counts = torch.bincount(history.columns, minlength=len(history.items))
+    # Each item's place, so that no two scores are equal.
+    order = counts.argsort(descending=True, stable=True)
+    scores = torch.empty(len(order), dtype=torch.float64, device=order.device)
+    scores[order] = -torch.arange(len(order), dtype=torch.float64, device=order.device)
+    parts = torch.arange(len(history.users), device=order.device).split(USERS)
+    best = _best(
+        history,
+        parts,
+        k,
+        lambda begin, end: lambda part: scores[begin:end].expand(len(parts[part]), -1),
+    )
+    columns, values = (torch.cat(found) for found in zip(*best, strict=True))
+    return Recommendations(history.users, history.items[columns], values)
+
+
+def load_recommender(path: str | os.PathLike[str]) -> Recommender:
+    """Read an `Autoencoder` or a `DenseAutoencoder` that was saved.
+
+    Raises:
+        ValueError: the file is something else.
+        OSError: it cannot be read.
+    """
+    state = saved.read(path, model.FORMAT, dense_model.FORMAT)
+    if state["format"] == model.FORMAT:
+        return model.Autoencoder.restored(state)
+    return dense_model.DenseAutoencoder.restored(state)
+
+
+def _best(
+    history: RatedItems,
+    parts: tuple[torch.Tensor, ...],
+    k: int,
+    scorer: Callable[[int, int], Callable[[int], torch.Tensor]],
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Columns and scores ``[n, k]`` of each part of the users, from scores piece by piece.
+
+    Args:
+        history: what is left out.
+        parts: int64 ``[n]`` each, numbers of users.
+        k: how many.
+        scorer: ``scorer(begin, end)(i)`` has the scores ``[n, end - begin]`` of parts[i].
+    """
+    device = history.users.device
+
+    def none(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = torch.zeros(len(rows), k, dtype=torch.int64, device=device)
+        return columns, torch.full((len(rows), k), -math.inf, device=device)
+
+    best = [none(rows) for rows in parts]
+    for begin in range(0, len(history.items), ITEMS):
+        end = min(begin + ITEMS, len(history.items))
+        scores_of = scorer(begin, end)
+        for i, rows in enumerate(parts):
+            scores = _without_rated(history, rows, scores_of(i), begin, end)
+            columns = torch.arange(begin, end, device=device).expand_as(scores)
+            columns = torch.cat([best[i][0], columns], 1)
+            # Stable: of equal scores the lowest id comes first, whatever the pieces.
+            scores, place = torch.sort(
+                torch.cat([best[i][1], scores], 1), dim=1, descending=True, stable=True
+            )
+            best[i] = columns.gather(1, place[:, :k]), scores[:, :k]
+    return best
+
+
+def _without_rated(
+    history: RatedItems, rows: torch.Tensor, scores: torch.Tensor, begin: int, end: int
+) -> torch.Tensor:
+    """Scores ``[n, end - begin]`` with -inf for what the users have rated."""
+    entries, _, row = history(rows)
+    column = history.columns[entries]
+    here = (begin <= column) & (column < end)
+    places = row[here], column[here] - begin
+    return scores.index_put(places, scores.new_tensor(-math.inf))

@@ -1,0 +1,37 @@
+"""Looks at the files of `sparsekit train dlrm` and `deepfm` before any of them is trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...cli.common import UsageError, sum_over_ranks
+from ...data.reader import Reader
+from .config import RunConfig
+
+
+def check_files(config: RunConfig, readers: Mapping[str, Reader]) -> None:
+    """Read the first batch of each; from then on wrong labels are malformed.
+
+    Args:
+        config: of the run.
+        readers: by the names that their files have in its section data.
+
+    Raises:
+        UsageError: files without rows, or validation files that cannot decide when to stop.
+        DataFormatError: a malformed row.
+    """
+    for name, reader in readers.items():
+        # A loss takes labels between the two as well, an AUC does not.
+        reader.limit_labels(0, 1, between=name == "train")
+        if next(iter(reader), None) is None:
+            raise UsageError(f"data.{name}: no rows in {', '.join(getattr(config.data, name))}")
+        reader.set_epoch(0)
+    if config.trainer.patience is not None:
+        labels = [batch.label for batch in readers["validation"] if batch.label is not None]
+        here = [sum(label.sum().item() for label in labels), sum(map(len, labels))]
+        ones, rows = sum_over_ranks(here)
+        if ones in (0, rows):
+            raise UsageError(
+                f"trainer.patience: all labels in {', '.join(config.data.validation)} are "
+                f"{int(ones > 0)}, so there is no AUC by which to stop"
+            )

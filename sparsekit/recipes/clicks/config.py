@@ -1,0 +1,119 @@
+"""Settings of `sparsekit train dlrm` and `deepfm`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..._nearest import did_you_mean
+from ...cli.common import UsageError
+from ...data.formats import FORMATS
+from ...optim import Adagrad, LazyAdam, RowWiseAdagrad
+
+OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": RowWiseAdagrad}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Files; without any, the Adult census data."""
+
+    train: tuple[str, ...] = ()
+    validation: tuple[str, ...] = ()
+    test: tuple[str, ...] = ()
+    format: str = "csv"
+    label: str = "label"
+    dense: tuple[str, ...] = ()
+    sparse: tuple[str, ...] = ()
+    separator: str | None = None  # between the values of a bag
+
+
+@dataclass(frozen=True)
+class DLRMConfig:
+    """Settings of a `DLRM`."""
+
+    rows: int = 100_000
+    dim: int = 16
+    bottom: tuple[int, ...] = (64,)
+    top: tuple[int, ...] = (128, 64)
+    cross_layers: int = 3
+    cross_rank: int = 64
+
+
+@dataclass(frozen=True)
+class DeepFMConfig:
+    """Settings of a `DeepFM`."""
+
+    rows: int = 100_000
+    dim: int = 16
+    deep: tuple[int, ...] = (128, 64)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer of the tables, by name; the dense part has Adam."""
+
+    name: str = "lazy_adam"
+    lr: float = 0.002
+    dense_lr: float = 0.001
+    lr_scale: float = 1.0  # of both rates, for larger batches
+    warmup_steps: int = 0
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Settings of `Trainer`."""
+
+    epochs: int = 3
+    # Rounded up to a multiple of the number of ranks.
+    global_batch_size: int = field(default=1024, metadata={"also": "batch_size"})
+    accumulate: int = 1
+    clip_norm: float | None = None
+    bfloat16: bool = False
+    patience: int | None = None  # epochs without a better validation AUC
+    log_every: int = 20  # an epoch of the Adult census data has 39 steps
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All settings of a run."""
+
+    model: Any
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+def check(config: RunConfig) -> None:
+    """Raise UsageError for what no training could do."""
+    data, trainer = config.data, config.trainer
+    for name, value, choices in (
+        ("data.format", data.format, tuple(FORMATS)),
+        ("optimizer.name", config.optimizer.name, tuple(OPTIMIZERS)),
+    ):
+        if value not in choices:
+            near = did_you_mean(value, choices)
+            raise UsageError(f"{name} must be one of {', '.join(choices)}, got {value}{near}")
+    if data.train and FORMATS[data.format].open is not None and not data.sparse:
+        raise UsageError(
+            f"data.sparse must name the categorical columns of {data.train[0]}: "
+            f"--set data.sparse=user,item --set data.dense=price --set data.label=click"
+        )
+    if data.train and trainer.patience is not None and not data.validation:
+        raise UsageError("trainer.patience needs data.validation, files to decide by")
+    columns = [data.label, *data.dense, *data.sparse]
+    if twice := [name for name in columns if columns.count(name) > 1]:
+        raise UsageError(
+            f"data.label, data.dense and data.sparse name the column {twice[0]!r} twice"
+        )
+    for section, names in (
+        ("trainer", ("epochs", "global_batch_size", "accumulate", "log_every", "patience")),
+        ("model", ("rows", "dim", "cross_rank")),
+    ):
+        for name in names:
+            count = getattr(getattr(config, section), name, None)
+            if count is not None and count < 1:
+                raise UsageError(f"{section}.{name} must be >= 1, got {count}")
+    for name in ("lr", "dense_lr", "lr_scale"):
+        if not 0 < getattr(config.optimizer, name) < float("inf"):
+            raise UsageError(f"optimizer.{name} must be > 0, got {getattr(config.optimizer, name)}")

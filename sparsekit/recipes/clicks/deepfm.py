@@ -1,0 +1,69 @@
+"""DeepFM: a factorisation machine beside a stack of layers, on the same vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...data import Batch, KeyedJaggedTensor
+from .dense import draw, stack, tables
+
+
+class DeepFM(torch.nn.Module):
+    r"""The probability of a click, from numbers and bags of keys.
+
+    .. math::
+        y = b + w \cdot x + \sum_f w_f
+            + \tfrac{1}{2} \sum_k \left[ (\sum_f v_{fk})^2 - \sum_f v_{fk}^2 \right]
+            + \mathrm{deep}(x, v)
+
+    x are the numbers, w_f and v_f the weight and the vector of feature f; a bag's are the sum of
+    its keys'. Source: Guo et al., "DeepFM", IJCAI 2017. One lookup gives both: the first element of
+    a row is w_f.
+
+    Args:
+        features: names of the categorical features; batches may have more.
+        dense: how many numbers a sample has.
+        rows: of each table, on each rank; or name -> rows.
+        dim: elements of a vector v.
+        deep: widths of the stack, less the last, which is 1.
+        seed: of the initial weights.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        dense: int,
+        *,
+        rows: int | Mapping[str, int] = 100_000,
+        dim: int = 16,
+        deep: Sequence[int] = (400, 400, 400),
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.embeddings = tables(features, rows, 1 + dim, seed)
+        self._shape = len(features), 1 + dim
+        self.linear = torch.nn.Linear(dense, 1)
+        draw(self.linear.weight, 0.01, generator)
+        torch.nn.init.zeros_(self.linear.bias)
+        self.deep = stack((dense + len(features) * dim, *deep, 1), generator, last_relu=False)
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Scores, float32 ``[n]``, whose sigmoid is the probability of label 1.
+
+        Args:
+            dense: float32 ``[n, dense]``.
+            sparse: bags of keys of each feature.
+        """
+        rows = self.embeddings(sparse).view(-1, *self._shape)
+        weights, vectors = rows[:, :, 0], rows[:, :, 1:]
+        squares = vectors.sum(1).square() - vectors.square().sum(1)
+        first = self.linear(dense)[:, 0] + weights.sum(1)
+        deep = self.deep(torch.cat([dense, vectors.flatten(1)], 1))[:, 0]
+        return first + squares.sum(1) / 2 + deep
+
+    def prefetch(self, batch: Batch) -> None:
+        """Begin to send the keys of the next batch; `Trainer` calls it."""
+        self.embeddings.prefetch(batch.sparse)

@@ -1,0 +1,107 @@
+"""DLRM with the cross network of DCN-V2: a model of clicks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ...data import Batch, KeyedJaggedTensor
+from ...errors import check_int
+from .dense import draw, stack, tables
+
+
+class LowRankCross(torch.nn.Module):
+    r"""Products of features: :math:`x_{l+1} = x_0 \odot (U_l V_l x_l + b_l) + x_l`.
+
+    Source: Wang et al., "DCN V2", WWW 2021, section 3.2, low rank.
+
+    Args:
+        width: columns of x.
+        layers: how many times it is done.
+        rank: rows of V.
+        generator: of the initial weights, drawn from N(0, 2 / (width + rank)).
+    """
+
+    def __init__(self, width: int, layers: int, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        check_int("DLRM", "cross_layers", layers, 0, 1000)
+        check_int("DLRM", "cross_rank", rank, 1, 2**31 - 1)
+        self.down = torch.nn.ModuleList(
+            torch.nn.Linear(width, rank, bias=False) for _ in range(layers)
+        )
+        self.up = torch.nn.ModuleList(torch.nn.Linear(rank, width) for _ in range(layers))
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                draw(parameter, (2 / (width + rank)) ** 0.5, generator)
+            else:
+                torch.nn.init.zeros_(parameter)
+
+    def forward(self, first: torch.Tensor) -> torch.Tensor:
+        """``[n, width]`` to the same shape."""
+        x = first
+        for down, up in zip(self.down, self.up, strict=True):
+            x = first * up(down(x)) + x
+        return x
+
+
+class DLRM(torch.nn.Module):
+    """DLRM-DCNv2, as in MLPerf: the probability of a click, from numbers and bags of keys.
+
+    Numbers go through the bottom stack to a vector of dim elements; it and a vector of each feature
+    are crossed, and the top stack makes the score of it. A key's vector is made when the key is
+    first seen in training; keys need no vocabulary.
+
+    Args:
+        features: names of the categorical features; batches may have more.
+        dense: how many numbers a sample has.
+        rows: of each table, on each rank; or name -> rows.
+        dim: elements of a vector.
+        bottom: widths of the bottom stack, less the last, which is dim.
+        top: widths of the top stack, less the last, which is 1.
+        cross_layers: of the cross network.
+        cross_rank: of its matrices.
+        seed: of the initial weights.
+
+    Example:
+        >>> model = DLRM(["user", "item"], dense=1, rows=1000, bottom=[8], top=[8])
+        >>> model(numbers, keyed_jagged_tensor).shape  # [n, 1], and two features
+        torch.Size([n])
+    """
+
+    def __init__(
+        self,
+        features: Sequence[str],
+        dense: int,
+        *,
+        rows: int | Mapping[str, int] = 100_000,
+        dim: int = 16,
+        bottom: Sequence[int] = (512, 256),
+        top: Sequence[int] = (1024, 1024, 512, 256),
+        cross_layers: int = 3,
+        cross_rank: int = 512,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator("cpu").manual_seed(seed)
+        self.embeddings = tables(features, rows, dim, seed)
+        width = (len(features) + (dense > 0)) * dim
+        self.bottom = stack((dense, *bottom, dim), generator, last_relu=True) if dense else None
+        self.cross = LowRankCross(width, cross_layers, cross_rank, generator)
+        self.top = stack((width, *top, 1), generator, last_relu=False)
+
+    def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        """Scores, float32 ``[n]``, whose sigmoid is the probability of label 1.
+
+        Args:
+            dense: float32 ``[n, dense]``.
+            sparse: bags of keys of each feature.
+        """
+        vectors = self.embeddings(sparse)
+        if self.bottom is not None:
+            vectors = torch.cat([self.bottom(dense), vectors], 1)
+        return self.top(self.cross(vectors))[:, 0]
+
+    def prefetch(self, batch: Batch) -> None:
+        """Begin to send the keys of the next batch; `Trainer` calls it."""
+        self.embeddings.prefetch(batch.sparse)

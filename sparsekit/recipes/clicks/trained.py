@@ -1,0 +1,170 @@
+"""A trained model of clicks in a folder, with all that prediction on another file needs."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import checkpoint
+from ..._content import lines_of
+from ...checkpoint.manifest_file import read_manifest
+from ...cli.common import UsageError, check_folder, rank, why, writing
+from ...data import Batch, CsvReader, Keys
+from ...data.columns import Columns
+from ...data.formats import FORMATS
+from ...data.reader import Reader
+from ...errors import DataFormatError
+from ..buckets import QuantileBuckets
+from .config import DeepFMConfig, DLRMConfig, RunConfig
+from .deepfm import DeepFM
+from .dlrm import DLRM
+
+MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
+FORMAT = "sparsekit clicks 1"
+_MODEL = "model"
+# Beside it, with these entries. No name that a folder of checkpoints has: run.json says what a run
+# was started with, and would be written over, or this would.
+_NOTE = "model.json"
+_ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
+
+
+def scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Scores ``[n]`` of a batch, whose sigmoid is the probability of a click."""
+    # Numbers are counts and amounts, some of them in millions.
+    return model(batch.dense.clamp(min=0).log1p(), batch.sparse)
+
+
+def check_new(args: argparse.Namespace) -> None:
+    """Raise UsageError before the work where ``--save`` names no folder for a new model."""
+    folder = args.run_folder
+    check_folder(folder, folder=True)
+    if folder is None:
+        return
+    if (Path(folder) / _MODEL).exists():
+        raise UsageError(f"--save {folder}: has a model already; pass another folder")
+    if args.checkpoint is not None and Path(args.checkpoint).resolve() == Path(folder).resolve():
+        raise UsageError(f"--save {folder}: is the folder of --checkpoint; pass another one")
+
+
+def save(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    config: RunConfig,
+    columns: Columns,
+    buckets: QuantileBuckets | None,
+) -> None:
+    """Write the model and how files are read; a collective.
+
+    Args:
+        args: of the command, which names model, seed and ``--save``.
+        model: as trained.
+        config: settings of the run.
+        columns: that it was trained on.
+        buckets: of columns named "NAME bucket", which files do not have.
+    """
+    folder = Path(args.run_folder)
+    run = {
+        "what": FORMAT,
+        "model": args.model,
+        "seed": args.seed,
+        "settings": {name: value for name, value in vars(config.model).items() if name != "rows"},
+        "format": config.data.format,
+        "dense": columns.dense,
+        "sparse": {name: asdict(keys) for name, keys in columns.sparse.items()},
+        "buckets": buckets and {name: cuts.tolist() for name, cuts in buckets.edges.items()},
+    }
+    if rank() == 0:
+        with writing("--save", args.run_folder):
+            folder.mkdir(exist_ok=True)
+            (folder / _NOTE).write_text(json.dumps(run, indent=1) + "\n")
+    checkpoint.save(model, folder / _MODEL)  # appears at once, so without it there is no model
+
+
+def read(folder: str) -> dict[str, Any]:
+    """The note that `save` has written beside the model.
+
+    Raises:
+        UsageError: the folder is something else, or cannot be read.
+    """
+    try:
+        run = json.loads((Path(folder) / _NOTE).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        run = None
+    except OSError as error:
+        raise UsageError(f"{folder}: {why(error, folder)}") from error
+    whole = isinstance(run, dict) and run.keys() == _ENTRIES and run["what"] == FORMAT
+    if not whole or not _model(folder).exists():
+        raise UsageError(
+            f"{folder}: no folder that `sparsekit train dlrm --save` or deepfm's has written"
+        )
+    return run
+
+
+def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
+    """The model, in evaluation; a collective.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    # Any rank may own more rows than it did when there were more ranks, and takes no new ones.
+    tables = read_manifest(_model(folder)).tables.values()
+    rows = {table.layer: max(1, table.size) for table in tables}
+    kind, _ = MODELS[run["model"]]
+    model = kind(
+        list(run["sparse"]), len(run["dense"]), rows=rows, seed=run["seed"], **run["settings"]
+    )
+    checkpoint.load(model, _model(folder))
+    return model.eval()
+
+
+def reader(run: dict[str, Any], files: Sequence[str], batch_size: int) -> Reader:
+    """Reads files as those that the model was trained on, in order and without their labels."""
+    sparse = {name: Keys(**keys) for name, keys in run["sparse"].items()}
+    how: dict[str, Any] = {"dense": run["dense"], "sparse": sparse}
+    form = FORMATS[run["format"]]
+    if form.open is not None:
+        return form.reader(files, batch_size, **how)
+    # Its reader would ask for labels.
+    names = ["label", *run["dense"], *sparse]
+    return CsvReader(files, batch_size, columns=names, quote=None, delimiter="\t", **how)
+
+
+def with_buckets(run: dict[str, Any], file: str, out: Path) -> None:
+    """Copy a CSV file with the columns that the model has of the buckets of its numbers.
+
+    Raises:
+        DataFormatError, ValueError: a column is missing, or a row is malformed.
+        OSError: the file cannot be read.
+    """
+    buckets = QuantileBuckets(run["buckets"])
+    added = [f"{name} bucket" for name in buckets.edges]
+    there = Columns(None, tuple(run["dense"]), {n: Keys() for n in run["sparse"] if n not in added})
+    with out.open("w", newline="", encoding="utf-8") as copy:
+        rows = csv.reader(lines_of(file), skipinitialspace=True)
+        names = next(rows, [])
+        there.check_there("predict", file, names)
+        writer = csv.writer(copy)
+        writer.writerow([*names, *added])
+        for row in filter(None, rows):
+            if len(row) != len(names):
+                raise DataFormatError(
+                    f"{file}, line {rows.line_num}: {len(row)} fields, where the first line has "
+                    f"{len(names)}"
+                )
+            values = {name: [row[names.index(name)]] for name in buckets.edges}
+            try:
+                found = buckets(values)
+            except ValueError as error:
+                raise DataFormatError(f"{file}, line {rows.line_num}: {error}") from error
+            writer.writerow([*row, *(found[name].item() for name in buckets.edges)])
+
+
+def _model(folder: str) -> Path:
+    return Path(folder) / _MODEL

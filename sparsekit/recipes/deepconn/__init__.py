@@ -1,0 +1,1 @@
+"""Ratings predicted from text."""

@@ -1,0 +1,1 @@
+"""Ratings of items by users, predicted next to two baselines."""

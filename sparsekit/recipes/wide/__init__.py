@@ -1,0 +1,1 @@
+"""A wide network on hashed features."""

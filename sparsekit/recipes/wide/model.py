@@ -1,0 +1,223 @@
+"""A wide network on a huge sparse matrix of hashed features."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import check_choice, check_int
+from ...hashing import SplitHashEncoder
+from ...hashing.split_hash import check_same_features
+from ...nn import DistributedEmbedding
+from ...optim import Adam, Ftrl
+from .. import saved
+from ..buckets import QuantileBuckets
+
+LOSSES = ("bce", "mse")
+OPTIMIZERS = ("adam", "ftrl")
+# Mark of the file format of a saved model.
+FORMAT = "sparsekit wide 1"
+
+
+class WideModel(torch.nn.Module):
+    r"""Two linear layers on hashed categories: ``[n, width]`` -> ``int(width ** 0.3)`` -> 1.
+
+    The first one is the table of a `DistributedEmbedding`: the columns of a row's nonzeros are its
+    keys, the entries their weights, so no dense ``[n, width]`` matrix is ever made, and on several
+    ranks column c is on rank ``c % world_size``.
+
+    Args:
+        encoder: which features there are, and the columns of their values.
+        buckets: of its numeric features; the number of a bucket is what is hashed. None: all
+            features are categories as they come.
+        loss: ``"bce"``, the binary cross entropy of the score's sigmoid, or ``"mse"``, the squared
+            error of the score itself.
+        seed: of the initial weights.
+
+    Raises:
+        ValueError: another loss, or buckets of features that encoder lacks.
+
+    Example:
+        >>> model = WideModel(SplitHashEncoder({"city": 1000, "day": 7}))
+        >>> model(model.encode({"city": ["Bern", "Oslo"], "day": [3, None]})).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self,
+        encoder: SplitHashEncoder,
+        buckets: QuantileBuckets | None = None,
+        *,
+        loss: str = "bce",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        check_choice("WideModel", "loss", loss, LOSSES)
+        self.encoder = encoder
+        self.buckets = buckets or QuantileBuckets({})
+        if strangers := [name for name in self.buckets.edges if name not in encoder.buckets]:
+            raise ValueError(f"WideModel: buckets has {strangers}, which encoder lacks")
+        self.loss = loss
+        self.dim = int(encoder.width**0.3)
+        # On the CPU, where the generator is, whatever torch's default device.
+        generator = torch.Generator("cpu").manual_seed(seed)
+        of_embedding = torch.randint(2**62, (1,), generator=generator, device="cpu").item()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.embedding = DistributedEmbedding(
+            "sum",
+            -(-encoder.width // ranks),
+            self.dim,
+            1,
+            use_hashtable=False,
+            seed=int(of_embedding),
+            name="wide",
+        )
+        self.head = torch.nn.Linear(self.dim, 1)
+        start = torch.rand(self.dim, generator=generator, device="cpu").mul_(2).sub_(1)
+        with torch.no_grad():
+            self.head.weight.copy_(start[None] / math.sqrt(self.dim))
+            self.head.bias.zero_()
+
+    def encode(self, columns: Any) -> torch.Tensor:
+        """Rows of raw values as a matrix: torch CSR, float32 ``[n, width]``.
+
+        Args:
+            columns: name -> n values of each feature, as `SplitHashEncoder.encode` takes them and,
+                where it is numeric, `QuantileBuckets`.
+        """
+        return self.encoder.encode(_Features(columns, self.buckets(columns)))
+
+    def forward(self, matrix: Any) -> torch.Tensor:
+        """Scores, float32 ``[n]``, of a CSR matrix ``[n, width]``, of torch or scipy."""
+        return self.head(self.embedding(matrix)[:, 0])[:, 0]
+
+    def losses(self, matrix: Any, labels: torch.Tensor) -> torch.Tensor:
+        """The loss of each sample, float32 ``[n]``; labels are floating, 0 or 1, ``[n]``."""
+        scores = self(matrix)
+        if self.loss == "mse":
+            return (scores - labels).square()
+        return torch.nn.functional.binary_cross_entropy_with_logits(
+            scores, labels, reduction="none"
+        )
+
+    def probabilities(self, matrix: Any) -> torch.Tensor:
+        """Probabilities of label 1, float32 ``[n]``: sigmoid, or with mse the score in [0, 1]."""
+        scores = self(matrix)
+        return scores.clamp(0, 1) if self.loss == "mse" else scores.sigmoid()
+
+    def optimizer(self, name: str = "adam", batch_size: int = 1) -> torch.optim.Optimizer:
+        """One for all weights: `Adam` with lr 0.002, or `Ftrl` with lr 0.2 and l1 = l2 = 1.0.
+
+        Ftrl weighs gradients against l1, l2 and its initial accumulator, 0.1. These stand for
+        gradients of the sum over a batch; the loss is the mean, so they are divided by batch_size
+        (the accumulator by its square), which gives the same weights.
+
+        The penalties are the table's alone. If they were the head's as well, small batches could
+        make all weights of both zero in the first steps, and from there no gradient leads away.
+
+        Args:
+            name: ``"adam"`` or ``"ftrl"``.
+            batch_size: samples in a step, of all ranks together.
+
+        Raises:
+            TypeError, ValueError: another name, or a batch_size < 1.
+        """
+        check_choice("WideModel", "name", name, OPTIMIZERS)
+        n = check_int("WideModel", "batch_size", batch_size, 1, 2**31 - 1)
+        if name == "adam":
+            return Adam(self.parameters(), lr=0.002)
+        groups = [
+            {"params": [self.embedding.weight], "l1": 1 / n, "l2": 1 / n},
+            {"params": list(self.head.parameters())},
+        ]
+        return Ftrl(groups, lr=0.2, initial_accumulator_value=0.1 / n**2)
+
+    def weights(self) -> torch.Tensor:
+        """The vectors of all columns, ``[width, dim]``; on several ranks all call it."""
+        columns = torch.arange(self.encoder.width, device=self.head.weight.device)
+        return self.embedding.vectors(columns)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to one file, for any number of ranks.
+
+        On several ranks all call it, as on each only a part of the table is; rank 0, which needs
+        memory for all of it, writes.
+
+        Raises:
+            OSError: on rank 0, the file cannot be written. One that was there stays as it was.
+        """
+        encoder = self.encoder
+        model = {
+            "format": FORMAT,
+            "lengths": encoder.feature_lengths,
+            "encoder": {
+                "splits": encoder.splits,
+                "salts": encoder.salts,
+                "signed": encoder.signed,
+            },
+            "edges": {name: cuts.tolist() for name, cuts in self.buckets.edges.items()},
+            "loss": self.loss,
+            "table": saved.all_items(self.embedding),
+            "head": self.head.state_dict(),
+        }
+        saved.write(path, model)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
+    ) -> WideModel:
+        """Read what `save` has written, on the CPU; on several ranks all call it.
+
+        Args:
+            path: the file.
+            feature_lengths: What the caller expects, if anything: other lengths are other columns,
+                for which the weights mean nothing.
+
+        Raises:
+            ValueError: the file is something else, or its features are others than expected, in
+                another order or of other lengths.
+            OSError: it cannot be read.
+        """
+        state = saved.read(path, FORMAT)
+        if feature_lengths is not None:
+            check_same_features(os.fspath(path), state["lengths"], dict(feature_lengths))
+        encoder = SplitHashEncoder(state["lengths"], **state["encoder"])
+        model = cls(encoder, QuantileBuckets(state["edges"]), loss=state["loss"])
+        keys, vectors = state["table"]
+        # Tables on ranks are rounded up to equal sizes, so there may be more rows than columns.
+        columns = keys < encoder.width
+        model.embedding.assign(keys[columns], vectors[columns])
+        model.head.load_state_dict(state["head"])
+        return model
+
+
+class _Features:
+    """Columns, of which the numeric ones are replaced by their buckets."""
+
+    def __init__(self, columns: Any, buckets: dict[str, torch.Tensor]) -> None:
+        self.columns = columns
+        self.buckets = buckets
+
+    def __getitem__(self, name: str) -> Any:
+        return self.buckets[name] if name in self.buckets else self.columns[name]
+
+
+def select_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a torch CSR matrix, as one: int64 ``[k]``, in any order and also repeatedly.
+
+    torch has no such selection for CSR that keeps the result sparse.
+    """
+    starts, columns, entries = matrix.crow_indices(), matrix.col_indices(), matrix.values()
+    counts = (starts[1:] - starts[:-1])[rows]
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    place = torch.arange(int(offsets[-1]), device=columns.device)
+    place += torch.repeat_interleave(starts[:-1][rows] - offsets[:-1], counts)
+    shape = len(rows), matrix.shape[1]
+    return torch.sparse_csr_tensor(
+        offsets, columns[place], entries[place], shape, check_invariants=False
+    )
