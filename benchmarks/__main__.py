@@ -1,6 +1,7 @@
 """The command line: run the benchmarks, compare two runs, make tables and plots of them."""
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
