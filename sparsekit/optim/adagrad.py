@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import check_range
+from .settings import NotNegative, given
 
 
 class Adagrad(RowOptimizer):
@@ -41,30 +41,18 @@ class Adagrad(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
-        lr_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-2,
+        lr_decay: NotNegative = 0.0,
+        initial_accumulator_value: NotNegative = 0.0,
+        eps: NotNegative = 1e-10,
+        weight_decay: NotNegative = 0.0,
         *,
         decoupled_weight_decay: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
-
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        for argument in ("lr", "lr_decay", "initial_accumulator_value", "eps", "weight_decay"):
-            check_range(type(self).__name__, argument, group[argument], 0, None)
+        super().__init__(params, given(locals()))
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"sum": group["initial_accumulator_value"]}

@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from .catch_up import CatchUpOptimizer
-from .lazy_adam import EPS_CONVENTIONS, check_betas
-from .settings import check_choice, check_range
+from .settings import Betas, EpsConvention, NotNegative, given, one_of
 
 
 class Adam(CatchUpOptimizer):
@@ -59,29 +58,18 @@ class Adam(CatchUpOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        lr: NotNegative = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
         *,
-        mode: str = "catch_up",
-        eps_convention: str = "torch",
+        mode: Annotated[str, one_of("catch_up", "sweep")] = "catch_up",
+        eps_convention: EpsConvention = "torch",
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "mode": mode,
-            "eps_convention": eps_convention,
-        }
-        super().__init__(params, defaults, maximize=maximize)
+        super().__init__(params, given(locals()))
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        check_range("Adam", "lr", group["lr"], 0, None)
-        check_betas("Adam", group["betas"])
-        check_range("Adam", "eps", group["eps"], 0, None)
-        check_choice("Adam", "mode", group, ("catch_up", "sweep"))
-        check_choice("Adam", "eps_convention", group, EPS_CONVENTIONS)
+        super()._check_settings(group)
         if group["stochastic_rounding"]:
             raise ValueError("Adam: there is no stochastic_rounding; LazyAdam has it")
 

@@ -69,18 +69,11 @@ class CatchUpOptimizer(RowOptimizer):
             reads that parameter could not be shown its rows as they ought to be.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-        maximize: bool = False,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._missed: dict[torch.Tensor, _Missed] = {}
         # Lookups in evaluation may come from several threads, and each may find rows that are late.
         self._lock = threading.RLock()
-        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
+        super().__init__(params, defaults)
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
         """Whether rows move without a gradient."""

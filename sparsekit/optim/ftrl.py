@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import check_range, number
+from .settings import NotNegative, NotPositive, given
 
 
 class Ftrl(RowOptimizer):
@@ -49,30 +49,17 @@ class Ftrl(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        lr_power: float = -0.5,
-        initial_accumulator_value: float = 0.1,
-        l1: float = 0.0,
-        l2: float = 0.0,
+        lr: NotNegative = 1e-3,
+        lr_power: NotPositive = -0.5,
+        initial_accumulator_value: NotNegative = 0.1,
+        l1: NotNegative = 0.0,
+        l2: NotNegative = 0.0,
         *,
         stochastic_rounding: bool = False,
         seed: int = 0,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "lr_power": lr_power,
-            "initial_accumulator_value": initial_accumulator_value,
-            "l1": l1,
-            "l2": l2,
-        }
-        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
-
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        for argument in ("lr", "initial_accumulator_value", "l1", "l2"):
-            check_range("Ftrl", argument, group[argument], 0, None)
-        if not number("Ftrl", "lr_power", group["lr_power"]) <= 0:
-            raise ValueError(f"Ftrl: lr_power must be <= 0, got {group['lr_power']}")
+        super().__init__(params, given(locals()))
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"accumulator": group["initial_accumulator_value"], "linear": 0.0}

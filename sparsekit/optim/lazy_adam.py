@@ -1,21 +1,10 @@
 """Adam on the rows that were touched."""
 
-import numbers
 from collections.abc import Iterable
 from typing import Any
 
 from .row_optimizer import RowOptimizer
-from .settings import check_choice, check_range
-
-# Where eps is added: to the root of v after its bias correction, or before.
-EPS_CONVENTIONS = ("torch", "tensorflow")
-
-
-def check_betas(name: str, betas: Any) -> None:
-    """Raise ValueError unless betas are two numbers in [0, 1)."""
-    pair = isinstance(betas, (tuple, list)) and len(betas) == 2
-    if not (pair and all(isinstance(b, numbers.Real) and 0 <= float(b) < 1 for b in betas)):
-        raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {betas}")
+from .settings import Betas, BiasCorrection, EpsConvention, NotNegative, given
 
 
 class LazyAdam(RowOptimizer):
@@ -63,35 +52,19 @@ class LazyAdam(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
+        weight_decay: NotNegative = 0.0,
         amsgrad: bool = False,
         *,
-        bias_correction: str = "global",
-        eps_convention: str = "tensorflow",
+        bias_correction: BiasCorrection = "global",
+        eps_convention: EpsConvention = "tensorflow",
         stochastic_rounding: bool = False,
         seed: int = 0,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "bias_correction": bias_correction,
-            "eps_convention": eps_convention,
-        }
-        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
-
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        for argument in ("lr", "eps", "weight_decay"):
-            check_range("LazyAdam", argument, group[argument], 0, None)
-        check_betas("LazyAdam", group["betas"])
-        check_choice("LazyAdam", "bias_correction", group, ("global", "per_row"))
-        check_choice("LazyAdam", "eps_convention", group, EPS_CONVENTIONS)
+        super().__init__(params, given(locals()))
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         states = {"exp_avg": 0.0, "exp_avg_sq": 0.0}
@@ -101,6 +74,3 @@ class LazyAdam(RowOptimizer):
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         rescale_eps = group["eps_convention"] == "torch"
         return [lr, beta1, beta2, group["eps"], group["weight_decay"], rescale_eps]
-
-    def _per_row(self, group: dict[str, Any]) -> bool:
-        return group["bias_correction"] == "per_row"

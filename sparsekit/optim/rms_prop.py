@@ -1,10 +1,10 @@
 """RMSProp as torch has it and as TensorFlow has it."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from .row_optimizer import RowOptimizer
-from .settings import check_choice, check_range
+from .settings import Fraction, NotNegative, given, one_of
 
 # Defaults of each form.
 _FORMS = {
@@ -57,37 +57,20 @@ class RMSProp(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-2,
-        alpha: float | None = None,
-        eps: float | None = None,
-        momentum: float = 0.0,
+        lr: NotNegative = 1e-2,
+        alpha: Fraction | None = None,
+        eps: NotNegative | None = None,
+        momentum: Fraction = 0.0,
         *,
-        form: str = "torch",
-        initial_accumulator_value: float | None = None,
-        weight_decay: float = 0.0,
+        form: Annotated[str, one_of(*_FORMS)] = "torch",
+        initial_accumulator_value: NotNegative | None = None,
+        weight_decay: NotNegative = 0.0,
         decoupled_weight_decay: bool = False,
         stochastic_rounding: bool = False,
         seed: int = 0,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "alpha": alpha,
-            "eps": eps,
-            "momentum": momentum,
-            "form": form,
-            "initial_accumulator_value": initial_accumulator_value,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
-
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        check_choice("RMSProp", "form", group, tuple(_FORMS))
-        for argument in ("lr", "eps", "initial_accumulator_value", "weight_decay"):
-            check_range("RMSProp", argument, _usual(group, argument), 0, None)
-        for argument in ("alpha", "momentum"):
-            check_range("RMSProp", argument, _usual(group, argument), 0, 1)
+        super().__init__(params, given(locals()))
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         states = {"square_avg": _usual(group, "initial_accumulator_value")}

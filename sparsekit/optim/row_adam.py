@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .lazy_adam import check_betas
 from .row_optimizer import RowOptimizer
-from .settings import check_choice, check_range
+from .settings import Betas, BiasCorrection, NotNegative, given
 
 
 class _RowAdam(RowOptimizer):
@@ -14,40 +13,23 @@ class _RowAdam(RowOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-3,
+        betas: Betas = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
+        weight_decay: NotNegative = 0.0,
         *,
-        bias_correction: str = "global",
+        bias_correction: BiasCorrection = "global",
         stochastic_rounding: bool = False,
         seed: int = 0,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-        }
-        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
-
-    def _check_settings(self, group: dict[str, Any]) -> None:
-        name = type(self).__name__
-        for argument in ("lr", "eps", "weight_decay"):
-            check_range(name, argument, group[argument], 0, None)
-        check_betas(name, group["betas"])
-        check_choice(name, "bias_correction", group, ("global", "per_row"))
+        super().__init__(params, given(locals()))
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
         return [float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]]
-
-    def _per_row(self, group: dict[str, Any]) -> bool:
-        return group["bias_correction"] == "per_row"
 
 
 class PartialRowWiseAdam(_RowAdam):

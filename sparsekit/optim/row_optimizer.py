@@ -16,6 +16,7 @@ from ..memory import prefer_huge_pages
 from ..ops._checks import accumulate_dtype
 from ..tables.weight import EmbeddingWeight, count_own_writes, update_of
 from .load_state import loaded_states
+from .settings import Allowed, allowed_values
 from .update_call import Update, UpdateCall, as_rows, by_kind, check_parameter, row_steps, rows_of
 
 Rows = tuple[torch.Tensor | None, torch.Tensor]
@@ -23,6 +24,9 @@ Rows = tuple[torch.Tensor | None, torch.Tensor]
 
 class RowOptimizer(torch.optim.Optimizer):
     """Base class. A subclass names its rule, states and settings; see `sparsekit.ops.update_rows_`.
+
+    Its settings are the arguments of its constructor: their names and defaults, and the values that
+    their annotations allow (`settings.py`).
 
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 ones are
     float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
@@ -48,6 +52,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     rule: ClassVar[str]
     row_states: ClassVar[tuple[str, ...]] = ()  # those that have one number for a row
+    _allowed: ClassVar[dict[str, Allowed]] = {}  # values of each setting
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls._allowed = cls._allowed | allowed_values(cls.__init__)
 
     def __init__(
         self,
@@ -62,12 +71,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: params must be parameters, not a module; pass its "
                 f"parameters()"
             )
-        seed = check_int(type(self).__name__, "seed", seed, -(2**63), 2**64 - 1)
-        defaults |= {
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-            "maximize": maximize,
-        }
+        common = {"stochastic_rounding": stochastic_rounding, "seed": seed, "maximize": maximize}
+        defaults = common | defaults
+        defaults["seed"] = check_int(
+            type(self).__name__, "seed", defaults["seed"], -(2**63), 2**64 - 1
+        )
         self._updated: set[torch.Tensor] = set()  # in backward, since the last step
         self._layers: dict[torch.Tensor, str] = {}  # names of those that are updated in backward
         self._attached: weakref.WeakMethod[Any] | None = None  # to those; see fuse_in_backward
@@ -103,8 +111,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 parameter.is_stepped_by(self)
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        """Raise ValueError for a setting out of range."""
-        raise NotImplementedError
+        """Raise TypeError or ValueError for a setting that its annotation does not allow."""
+        for name, allowed in self._allowed.items():
+            allowed.check(type(self).__name__, name, group[name])
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
         """Name and initial value of each state, in the rule's order."""
@@ -116,7 +125,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def _per_row(self, group: dict[str, Any]) -> bool:
         """Whether each row counts its own steps."""
-        return False
+        return group.get("bias_correction") == "per_row"
 
     def _has_row_step(self, group: dict[str, Any]) -> bool:
         """Whether there is a step for each row."""

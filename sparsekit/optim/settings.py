@@ -1,33 +1,86 @@
-"""Checks of the optimizers' settings."""
+"""Settings of optimizers: arguments of constructors, whose annotations say what they may be."""
+
+from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from typing import Any
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeAlias, get_args
 
 import torch
 
 
-def check_range(name: str, argument: str, value: Any, least: float, below: float | None) -> None:
-    """Raise ValueError unless ``least <= value``, and ``value < below`` if that is given."""
-    shown, value = value, number(name, argument, value)
-    if below is None:
-        if not value >= least:
-            raise ValueError(f"{name}: {argument} must be >= {least:g}, got {shown}")
-    elif not least <= value < below:
-        raise ValueError(f"{name}: {argument} must be in [{least:g}, {below:g}), got {shown}")
+@dataclass(frozen=True)
+class Allowed:
+    """Values that a setting may have.
+
+    Attributes:
+        words: how an error names them, behind "must be".
+        holds: whether a value is one of them.
+        is_number: whether it must be a number; holds then gets a float.
+        or_none: whether it may be None as well.
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+    is_number: bool = True
+    or_none: bool = False
+
+    def check(self, name: str, argument: str, value: Any) -> None:
+        """Raise TypeError for what is no number, and ValueError for another value."""
+        if value is None and self.or_none:
+            return
+        if not self.holds(_number(name, argument, value) if self.is_number else value):
+            shown = value if self.is_number else repr(value)
+            raise ValueError(f"{name}: {argument} must be {self.words}, got {shown}")
+
+    def __repr__(self) -> str:  # in the signature that help() shows
+        return self.words
 
 
-def number(name: str, argument: str, value: Any) -> float:
-    """The value of a setting; TypeError for what is no number."""
+def one_of(*choices: str) -> Allowed:
+    """One of these words."""
+    return Allowed(" or ".join(map(repr, choices)), lambda value: value in choices, False)
+
+
+def _are_betas(value: Any) -> bool:
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return pair and all(isinstance(b, numbers.Real) and 0 <= float(b) < 1 for b in value)
+
+
+NotNegative: TypeAlias = Annotated[float, Allowed(">= 0", lambda value: value >= 0)]
+NotPositive: TypeAlias = Annotated[float, Allowed("<= 0", lambda value: value <= 0)]
+Fraction: TypeAlias = Annotated[float, Allowed("in [0, 1)", lambda value: 0 <= value < 1)]
+Betas: TypeAlias = Annotated[
+    tuple[float, float], Allowed("two numbers in [0, 1)", _are_betas, False)
+]
+BiasCorrection: TypeAlias = Annotated[str, one_of("global", "per_row")]
+# Where eps is added: to the root of v after its bias correction, or before.
+EpsConvention: TypeAlias = Annotated[str, one_of("torch", "tensorflow")]
+
+
+def given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The settings among the ``locals()`` of an optimizer's constructor, in its order."""
+    others = "self", "params", "__class__"
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
+def allowed_values(constructor: Callable[..., None]) -> dict[str, Allowed]:
+    """Values of each argument whose annotation is one of the above, alone or ``| None``."""
+    found = {}
+    for name, annotation in constructor.__annotations__.items():
+        or_none = types.NoneType in get_args(annotation)
+        for kind in (annotation, *get_args(annotation)):
+            for mark in getattr(kind, "__metadata__", ()):
+                if isinstance(mark, Allowed):
+                    found[name] = replace(mark, or_none=or_none)
+    return found
+
+
+def _number(name: str, argument: str, value: Any) -> float:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: {argument} must be a number, got {value!r}")
     return float(value)
-
-
-def check_choice(name: str, argument: str, group: dict[str, Any], choices: Sequence[str]) -> None:
-    """Raise ValueError unless the group's setting is one of the choices."""
-    if group[argument] not in choices:
-        listed = " or ".join(map(repr, choices))
-        raise ValueError(f"{name}: {argument} must be {listed}, got {group[argument]!r}")

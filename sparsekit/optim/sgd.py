@@ -1,10 +1,10 @@
 """SGD, with momentum for the touched rows or, exactly, for all."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from .catch_up import CatchUpOptimizer
-from .settings import check_choice, check_range
+from .settings import Fraction, NotNegative, given, one_of
 
 
 class SGD(CatchUpOptimizer):
@@ -43,30 +43,20 @@ class SGD(CatchUpOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
+        lr: NotNegative = 1e-3,
+        momentum: Fraction = 0.0,
+        weight_decay: NotNegative = 0.0,
         nesterov: bool = False,
         *,
-        mode: str = "touched",
+        mode: Annotated[str, one_of("touched", "catch_up")] = "touched",
         stochastic_rounding: bool = False,
         seed: int = 0,
         maximize: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "mode": mode,
-        }
-        super().__init__(params, defaults, stochastic_rounding, seed, maximize)
+        super().__init__(params, given(locals()))
 
     def _check_settings(self, group: dict[str, Any]) -> None:
-        check_range("SGD", "lr", group["lr"], 0, None)
-        check_range("SGD", "momentum", group["momentum"], 0, 1)
-        check_range("SGD", "weight_decay", group["weight_decay"], 0, None)
-        check_choice("SGD", "mode", group, ("touched", "catch_up"))
+        super()._check_settings(group)
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("SGD: nesterov needs momentum > 0, got 0")
         for argument in ("weight_decay", "stochastic_rounding"):

@@ -1,6 +1,7 @@
 """What holds for every optimizer."""
 
 import copy
+import inspect
 import io
 
 import pytest
@@ -27,6 +28,19 @@ def test_every_optimizer_is_here():
     exported = {value for value in vars(sparsekit.optim).values() if isinstance(value, type)}
     ours = {kind for kind in exported if issubclass(kind, RowOptimizer)} - {RowOptimizer}
     assert ours == {kind for kind, _ in OPTIMIZERS.values()}
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(kind for kind, _ in OPTIMIZERS.values()))
+def test_settings_are_the_arguments_and_have_ranges(kind):
+    parameters = dict(inspect.signature(kind).parameters)
+    del parameters["params"]
+    optimizer = kind([start()])
+    assert parameters.keys() <= optimizer.defaults.keys()
+    for name, parameter in parameters.items():
+        assert optimizer.defaults[name] == parameter.default
+        if not isinstance(parameter.default, bool) and name != "seed":
+            with pytest.raises((TypeError, ValueError), match=f"{kind.__name__}: {name} must be"):
+                kind([start()], **{name: "no such value"})
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
