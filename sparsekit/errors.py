@@ -1,7 +1,11 @@
 """Errors of sparsekit that are not one of Python's own, and checks of numbers and choices."""
 
+import numbers
 import operator
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 
 class TableFullError(RuntimeError):
@@ -74,3 +78,16 @@ def check_int(name: str, argument: str, value: object, least: int, most: int) ->
     if not least <= number <= most:
         raise ValueError(f"{name}: {argument} must be in [{least}, {most}], got {number}")
     return number
+
+
+def check_number(name: str, argument: str, value: Any) -> float:
+    """``value`` as a float, that of a tensor of one element too; ``name`` begins the message.
+
+    Raises:
+        TypeError: not a number; True and False are none.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: {argument} must be a number, got {value!r}")
+    return float(value)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ..errors import check_number
 from ..lookup.access import assign_own
 from ..tables.initializers import Normal
 from ..tables.options import TableKeywords, TableOptions, check_count
@@ -35,8 +35,8 @@ class DropIn(EmbeddingLayer):
     ) -> None:
         called = options.get("name") or type(self).__name__
         if max_norm is not None:
-            max_norm = _number(called, "max_norm", max_norm)
-            norm_type = _number(called, "norm_type", norm_type)
+            max_norm = _positive(called, "max_norm", max_norm)
+            norm_type = _positive(called, "norm_type", norm_type)
         rows = check_count(called, "num_embeddings", num_embeddings, 2**31 - 1)
         padding_idx = _from_the_start(called, rows, padding_idx)
         if padding_idx is not None:
@@ -67,12 +67,11 @@ class DropIn(EmbeddingLayer):
         return f"{super().extra_repr()}{padding}{limit}"
 
 
-def _number(name: str, argument: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: {argument} must be a number, got {value!r}")
-    if not float(value) > 0:
+def _positive(name: str, argument: str, value: Any) -> float:
+    number = check_number(name, argument, value)
+    if not number > 0:
         raise ValueError(f"{name}: {argument} must be > 0, got {value}")
-    return float(value)
+    return number
 
 
 def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias, get_args
 
-import torch
+from ..errors import check_number
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Allowed:
         """Raise TypeError for what is no number, and ValueError for another value."""
         if value is None and self.or_none:
             return
-        if not self.holds(_number(name, argument, value) if self.is_number else value):
+        if not self.holds(check_number(name, argument, value) if self.is_number else value):
             shown = value if self.is_number else repr(value)
             raise ValueError(f"{name}: {argument} must be {self.words}, got {shown}")
 
@@ -76,11 +76,3 @@ def allowed_values(constructor: Callable[..., None]) -> dict[str, Allowed]:
                 if isinstance(mark, Allowed):
                     found[name] = replace(mark, or_none=or_none)
     return found
-
-
-def _number(name: str, argument: str, value: Any) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: {argument} must be a number, got {value!r}")
-    return float(value)

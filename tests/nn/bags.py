@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from sparsekit import DistributedEmbedding
 
+from .keyed import Keyed
+
 SLOTS = 3
 MAX_NNZ = 6
 PADDING = -77
@@ -119,30 +121,17 @@ def as_jagged(bags, weights):
     return keys, sample_weights
 
 
-class KeyedJagged:
-    """What the layer needs of torchrec's KeyedJaggedTensor, whose bags lie slot by slot."""
+class KeyedJagged(Keyed):
+    """Bags of all slots, which lie slot by slot."""
 
     def __init__(self, bags, weights):
         samples = len(bags) // SLOTS
         by_slot = [bags[s * SLOTS + k] for k in range(SLOTS) for s in range(samples)]
-        self._values, self._offsets = flat(by_slot)
-        self._weights = None
         if weights is not None:
             parts = weights.split([len(bag) for bag in bags])
             reordered = [parts[s * SLOTS + k] for k in range(SLOTS) for s in range(samples)]
-            self._weights = torch.cat([*reordered, weights[:0]])
-
-    def keys(self):
-        return [f"slot_{k}" for k in range(SLOTS)]
-
-    def values(self):
-        return self._values
-
-    def offsets(self):
-        return self._offsets
-
-    def weights_or_none(self):
-        return self._weights
+            weights = torch.cat([*reordered, weights[:0]])
+        super().__init__([f"slot_{k}" for k in range(SLOTS)], *flat(by_slot), weights)
 
 
 def as_keyed_jagged(bags, weights):
