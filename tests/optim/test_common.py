@@ -9,6 +9,7 @@ import torch
 from conftest import generator, same_bits
 
 import sparsekit
+from sparsekit import reference
 from sparsekit.optim import RowOptimizer
 
 from .cases import DIM, OPTIMIZERS, ROWS, TOUCHED, gradients, make, run, sparse, start
@@ -41,6 +42,30 @@ def test_settings_are_the_arguments_and_have_ranges(kind):
         if not isinstance(parameter.default, bool) and name != "seed":
             with pytest.raises((TypeError, ValueError), match=f"{kind.__name__}: {name} must be"):
                 kind([start()], **{name: "no such value"})
+
+
+@pytest.mark.parametrize("name", TOUCHED)
+def test_steps_are_those_of_the_reference(name):
+    weight, expected = start(), start().detach()
+    optimizer = make(name, [weight])
+    group, settings = optimizer.param_groups[0], optimizer._settings(optimizer.param_groups[0])
+    states = {
+        state: expected.new_full((ROWS,) if state in optimizer.row_states else (ROWS, DIM), value)
+        for state, value in optimizer._initial_states(group).items()
+    }
+    per_row = optimizer._per_row(group)
+    row_step = torch.zeros(ROWS, dtype=torch.int32) if per_row else None
+    for step, grad in enumerate(gradients(), 1):
+        run(optimizer, weight, [grad])
+        grad = grad.coalesce()
+        reference.update_rows_(
+            expected, list(states.values()), row_step, grad.indices()[0],
+            -grad.values() if group["maximize"] else grad.values(), torch.tensor(step),
+            optimizer.rule, settings, per_row=per_row,
+        )  # fmt: skip
+    torch.testing.assert_close(weight.detach(), expected)
+    for state, values in states.items():
+        torch.testing.assert_close(optimizer.state[weight][state], values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
