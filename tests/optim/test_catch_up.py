@@ -74,6 +74,11 @@ class Twins:
         self.ours.step()
         self.theirs.step()
 
+    def steps(self, *bounds):
+        """As many as range(*bounds) has."""
+        for step in range(*bounds):
+            self.step(step)
+
     def check_all(self):
         """What a lookup of every key reads."""
         with torch.no_grad():
@@ -85,8 +90,7 @@ class Twins:
 @pytest.mark.parametrize("name", ALL_ROWS)
 def test_equals_torchs_dense_optimizer(name, dtype):
     twins = Twins(name, dtype)
-    for step in range(50):
-        twins.step(step)
+    twins.steps(50)
     twins.check_all()
     torch.testing.assert_close(twins.layer.weight, twins.dense, **twins.close)
 
@@ -169,8 +173,7 @@ def test_both_modes_give_the_same_bits(dtype):
 
 def test_a_step_touches_the_rows_of_its_batch_only():
     twins = Twins("Adam")
-    for step in range(10):
-        twins.step(step)
+    twins.steps(10)
     before = twins.layer.weight.detach().clone()
     twins.step(10, keys=torch.tensor([3, 5]))
     moved = (twins.layer.weight != before).any(1)
@@ -243,16 +246,14 @@ def test_resumed_run_equals_an_uninterrupted_one(name, way):
 def test_loading_a_layer_drops_what_its_rows_had_missed():
     twins = Twins("Adam")
     saved = {k: v.clone() for k, v in twins.layer.state_dict().items()}
-    for step in range(10):
-        twins.step(step)
+    twins.steps(10)
     twins.layer.load_state_dict(saved)
     assert same_bits(twins.layer(torch.arange(KEYS)), saved["weight"])
 
 
 def test_a_layer_that_is_converted():
     twins = Twins("Adam", torch.float32)
-    for step in range(10):
-        twins.step(step)
+    twins.steps(10)
     twins.layer.double()
     torch.testing.assert_close(twins.layer.weight.detach().float(), twins.dense, **twins.close)
     twins.dense = torch.nn.Parameter(twins.dense.detach().double())
@@ -262,15 +263,13 @@ def test_a_layer_that_is_converted():
     for optimizer, state in zip((twins.ours, twins.theirs), states, strict=True):
         optimizer.load_state_dict(state)
     twins.close = {"rtol": 0, "atol": 1e-5}  # of what came before
-    for step in range(10, 20):
-        twins.step(step)
+    twins.steps(10, 20)
     twins.check_all()
 
 
 def test_torch_compile():
     twins = Twins("Adam")
-    for step in range(10):
-        twins.step(step)
+    twins.steps(10)
     with torch.no_grad():
         found = torch.compile(twins.layer, backend="eager")(torch.arange(KEYS))
     torch.testing.assert_close(found, twins.dense.detach(), **twins.close)
@@ -310,12 +309,10 @@ def test_momentum_that_a_schedule_changes():
 
 def test_momentum_that_is_turned_off():
     twins = Twins("SGD catch_up")
-    for step in range(10):
-        twins.step(step)
+    twins.steps(10)
     for optimizer in (twins.ours, twins.theirs):
         optimizer.param_groups[0]["momentum"] = 0.0
-    for step in range(10, 20):
-        twins.step(step)
+    twins.steps(10, 20)
     assert twins.layer.weight.before_read is None
     twins.check_all()
 
@@ -338,8 +335,7 @@ def test_two_optimizers_in_turns():
 
 def test_an_optimizer_lives_only_as_long_as_rows_are_late():
     twins = Twins("Adam")
-    for step in range(5):
-        twins.step(step)
+    twins.steps(5)
     alive = weakref.ref(twins.ours)
     twins.ours = optim.LazyAdam([twins.layer.weight])
     gc.collect()
@@ -352,8 +348,7 @@ def test_an_optimizer_lives_only_as_long_as_rows_are_late():
 
 def test_other_tensors_in_place_of_the_weight():
     twins = Twins("Adam")
-    for step in range(5):
-        twins.step(step)
+    twins.steps(5)
     keys = torch.arange(KEYS)
     other = torch.ones(KEYS, DIM, dtype=torch.float64)
     out = torch.func.functional_call(twins.layer, {"weight": other}, (keys,))
@@ -366,25 +361,21 @@ def test_other_tensors_in_place_of_the_weight():
 
 def test_another_optimizer_takes_over():
     twins = Twins("Adam")
-    for step in range(10):
-        twins.step(step)
+    twins.steps(10)
     twins.ours = make("SGD catch_up", [twins.layer.weight])
     twins.theirs = torch.optim.SGD([twins.dense], lr=0.1, momentum=0.9)
-    for step in range(10, 20):
-        twins.step(step)
+    twins.steps(10, 20)
     twins.check_all()
 
 
 def test_a_state_of_torchs_adam_can_be_resumed():
     twins = Twins("Adam")
-    for step in range(8):
-        twins.step(step)
+    twins.steps(8)
     twins.layer.load_state_dict(twins.layer.state_dict() | {"weight": twins.dense.detach()})
     resumed = optim.Adam([twins.layer.weight])
     resumed.load_state_dict(twins.theirs.state_dict())
     twins.ours = resumed
-    for step in range(8, 30):
-        twins.step(step)
+    twins.steps(8, 30)
     twins.check_all()
 
 
@@ -412,8 +403,7 @@ def test_steps_of_a_hash_table():
 
 def test_evaluation_by_several_threads(monkeypatch):
     twins = Twins("Adam")
-    for step in range(30):
-        twins.step(step)
+    twins.steps(30)
     twins.layer.eval()
     found, barrier = [None] * 4, threading.Barrier(4)
     op, inside, most = catch_up.ops.catch_up_rows_, [], []

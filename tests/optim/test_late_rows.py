@@ -35,8 +35,7 @@ COPIES = {
 @pytest.mark.parametrize("name", ALL_ROWS)
 def test_a_copy_of_the_layer_alone(name, way):
     twins = Twins(name)
-    for step in range(12):
-        twins.step(step)
+    twins.steps(12)
     copied = COPIES[way](twins.layer)
     torch.testing.assert_close(copied.weight, twins.dense, **twins.close)
     twins.step(12)
@@ -46,16 +45,13 @@ def test_a_copy_of_the_layer_alone(name, way):
 @pytest.mark.parametrize("name", ALL_ROWS)
 def test_a_state_of_the_optimizer_alone(name):
     twins = Twins(name)
-    for step in range(5):
-        twins.step(step)
+    twins.steps(5)
     states = [copy.deepcopy(o.state_dict()) for o in (twins.ours, twins.theirs)]
-    for step in range(5, 12):
-        twins.step(step)
+    twins.steps(5, 12)
     for optimizer, state in zip((twins.ours, twins.theirs), states, strict=True):
         optimizer.load_state_dict(state)
     torch.testing.assert_close(twins.layer.weight.detach(), twins.dense.detach(), **twins.close)
-    for step in range(12, 20):
-        twins.step(step)
+    twins.steps(12, 20)
     twins.check_all()
 
 
