@@ -1,4 +1,4 @@
-"""Checkpoints that tell what they are, are whole or not there, and load on any number of ranks."""
+"""Atomic checkpoints that describe themselves and load on any number of ranks."""
 
 from ..errors import CheckpointError
 from .background import Background, async_save

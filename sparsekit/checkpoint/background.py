@@ -1,4 +1,4 @@
-"""Saving while training goes on, by a thread that writes a copy."""
+"""Saving in a background thread, from a copy, while training goes on."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .save import CheckpointWriter, checked_step
 from .snapshot import Copies, Optimizers, Stateful
 from .task import Task
 
-# Seconds between two looks at what other ranks have written.
+# Seconds between two polls for the files of other ranks.
 _LOOK = 0.02
-# Niceness of the thread that writes, added to the process's: on a busy core it gets a tenth.
+# Niceness added to the writing thread: on a busy core it gets a tenth of the time.
 _NICE = 10
 
 
 class Background:
-    """A checkpoint that is written while training goes on; what `async_save` returns.
+    """A checkpoint that is written while training goes on; returned by `async_save`.
 
-    Several ranks call `wait` together. Python waits for the thread before it ends; a process that
-    is killed leaves the checkpoint unwritten, and what was there before as it was.
+    Several ranks call `wait` together. Python waits for the thread before it exits. If the process
+    is killed, no new checkpoint appears and older ones stay as they were.
 
     Attributes:
-        waited: whether the caller has been told what has come of it, by `wait` or an error before.
+        waited: whether the caller knows the outcome, from `wait` or from an earlier error.
     """
 
     def __init__(self, writing: CheckpointWriter, copies: Copies | None = None) -> None:
@@ -44,7 +44,7 @@ class Background:
         self.waited = False
 
     def begin(self) -> None:
-        """Copy, and start to write; a collective.
+        """Copy the tables and start to write; a collective.
 
         Raises:
             CheckpointError: the draft cannot be made, or there is no memory for the copy.
@@ -56,18 +56,19 @@ class Background:
             self._task.start()
         except BaseException as error:
             if self.lost():
-                if not isinstance(error, Exception):  # which the other ranks do not know of
+                # An interrupt, which the other ranks do not know of.
+                if not isinstance(error, Exception):
                     self._fail("was interrupted before it had begun")
                 writing.end()
                 self.waited = True
             raise
 
     def lost(self) -> bool:
-        """Whether `begin` was left early and nothing is being written, nor ever will be."""
+        """Return whether `begin` was interrupted and nothing is or will be written."""
         return self._task.cancel()
 
     def done(self) -> bool:
-        """Whether this rank's part is written, or has failed; no collective."""
+        """Return whether this rank's part is written or has failed; no collective."""
         return self._task.done()
 
     def wait(self) -> Path:
@@ -77,7 +78,7 @@ class Background:
             Its folder.
 
         Raises:
-            CheckpointError: it could not be written on some rank; what was there before still is.
+            CheckpointError: some rank could not write it; older checkpoints are unchanged.
         """
         self._task.wait()
         writing = self._writing
@@ -93,7 +94,7 @@ class Background:
             self.waited = True
             raise
         finally:
-            writing.end()  # on rank 0 after all have written, if it failed
+            writing.end()  # rank 0 removes the draft once all have finished, if any failed
         self.waited = True
         writing.tell()
         return target
@@ -101,7 +102,7 @@ class Background:
     def _copy(self) -> None:
         try:
             self._writing.snapshot.copy_to(self._copies)
-        except RuntimeError as error:  # torch's, of an allocation too
+        except RuntimeError as error:  # torch raises it for failed allocations too
             raise CheckpointError(
                 f"{self._writing.draft.target}: not saved: the tables cannot be copied: "
                 f"{str(error).splitlines()[0]}; save() needs no copy"
@@ -109,7 +110,8 @@ class Background:
 
     def _write(self) -> None:
         writing = self._writing
-        with contextlib.suppress(OSError):  # the thread's own, on Linux: training goes first
+        # Sets the niceness of this thread alone, on Linux: training goes first.
+        with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.nice(0) + _NICE)
         try:
             writing.write_own()
@@ -124,7 +126,7 @@ class Background:
             writing.end()
 
     def _fail(self, text: str) -> None:
-        """Keep an error for `wait`, and tell rank 0."""
+        """Keep an error for `wait`, and report it to rank 0."""
         writing = self._writing
         self._error = CheckpointError(f"{writing.draft.target}: not saved: {text}")
         with contextlib.suppress(OSError, CheckpointError):
@@ -143,7 +145,7 @@ def _wait_for_others(writing: CheckpointWriter) -> None:
             if failed.exists():
                 raise CheckpointError(f"rank {rank}: {failed.read_text()}")
         if missing:
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile, so that rank writes
+            with contextlib.suppress(FileNotFoundError):  # already renamed, so rank 0 does write
                 if size != (size := sum(file.stat().st_size for file in folder.iterdir())):
                     grown = time.monotonic()
             if time.monotonic() - grown > patience:
@@ -162,15 +164,14 @@ def async_save(
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Background:
-    """Like `save`, but written by a thread of its own while training goes on.
+    """Like `save`, but a background thread writes while training goes on.
 
-    The checkpoint is of this moment: tables and states are copied to memory of the host, as much as
-    they take, before the call returns. `Checkpoints.async_save` keeps that memory from one save to
-    the next, for which the call is quicker.
+    Saves the state at the time of the call: tables and states are copied to host memory, which must
+    have room for all of them, before the call returns. `Checkpoints.async_save` is quicker, since
+    it reuses that memory from one save to the next.
 
     Returns:
-        A `Background`, which tells when it is done; all ranks call ``wait()`` on it before they
-        save again.
+        A `Background`; all ranks call ``wait()`` on it before they save again.
     """
     target = Path(path).absolute()
     writing = CheckpointWriter(module, target, optimizer, state, checked_step(step), process_group)

@@ -1,9 +1,8 @@
-"""Which rows have changed since the last checkpoint: a fingerprint of each row is kept.
+"""Finds the rows that have changed since the last checkpoint, by a fingerprint of each row.
 
-Rows are written by optimizers, by `assign`, by hand; so nobody is asked who wrote, and what a row
-holds is compared. A change of one 8-byte word is always seen, other changes but for one in 2^31.
-Rows say nothing of a checkpoint unless they still stand for the keys that they stood for: of these
-a sum is kept.
+Rows are written by optimizers, by `assign` and by hand, so we compare contents rather than track
+writes. A change of one 8-byte word is always seen; of other changes one in 2^31 is missed.
+Fingerprints are valid only while rows stand for the same keys, which a sum over the keys verifies.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from .manifest import Base
 from .snapshot import TableShard
 from .tensor_file import carried
 
-# Bytes that are worked on at a time, so that what is in between stays in the cache.
+# Bytes processed at a time, so that intermediate results stay in the cache.
 _BLOCK = 1 << 18
-# Buckets of 64 bytes that are looked through at a time.
+# Buckets of 64 bytes scanned at a time.
 _BUCKETS = 1 << 15
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)  # odd
 
@@ -33,17 +32,17 @@ class Fingerprints:
 
     def __init__(self, rows: int) -> None:
         self.of_rows = np.zeros(rows, dtype=np.uint64)
-        self.count = 0  # of those that stand for a row
+        self.count = 0  # rows that have a fingerprint
 
     def update(self, tensors: Sequence[torch.Tensor], rows: int) -> np.ndarray:
-        """Take the fingerprints of rows ``[0, rows)`` of all tensors together.
+        """Update the fingerprints of rows ``[0, rows)``, each taken over all tensors together.
 
         Args:
-            tensors: each has at least as many rows as there is room for; on any device.
+            tensors: each with at least as many rows as the table's capacity; on any device.
             rows: how many are in use.
 
         Returns:
-            int64, rising: those whose fingerprint is new.
+            int64, rising: rows whose fingerprint is new.
         """
         widths = [math.prod(t.shape[1:]) * t.dtype.itemsize for t in tensors]
         words = [-(-width // 8) for width in widths]
@@ -69,7 +68,7 @@ class Fingerprints:
             new = mixed.sum(axis=1, dtype=np.uint64)
             old = self.of_rows[begin : begin + count]
             differs = new != old
-            known = max(0, self.count - begin)  # the others are new rows
+            known = max(0, self.count - begin)  # the rest are new rows
             differs[known:] = True
             changed.append(np.flatnonzero(differs) + begin)
             old[:] = new
@@ -78,7 +77,7 @@ class Fingerprints:
 
 
 def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
-    """For each size, a sum over the keys of rows ``[0, size)`` that also depends on their order."""
+    """Return, for each size, an order-dependent sum over the keys of rows ``[0, size)``."""
     sums = [0] * len(sizes)
     table = shard.layer.table
     if table is None:
@@ -101,9 +100,9 @@ class MarkedTable:
     """Marks of a rank's part of a table.
 
     Attributes:
-        identity: of the part, see `TableShard.identity`.
+        identity: the part's, see `TableShard.identity`.
         size: rows in use.
-        keys: their sum, see `sums_of_keys`.
+        keys: the sum of the keys, see `sums_of_keys`.
         prints: fingerprints of the rows.
     """
 
@@ -115,14 +114,14 @@ class MarkedTable:
 
 @dataclass
 class Marks:
-    """Marks that a process keeps of a checkpoint, so that the next has only the changes since.
+    """Marks that a process keeps of a checkpoint, so that the next can hold changes alone.
 
-    They are of that checkpoint and no other: whoever uses them sees first that it is on disk.
+    They belong to that one checkpoint, so a user of them must first check that it is on disk.
 
     Attributes:
         base: the checkpoint.
-        links: how many checkpoints it follows, one after the other.
-        tables: by name, all that it has.
+        links: length of the chain of checkpoints that it follows.
+        tables: all its tables, by name.
     """
 
     base: Base
@@ -133,8 +132,8 @@ class Marks:
         """Prepare marks of tables, given those of the checkpoint that this one may follow.
 
         Returns:
-            Tables all of whose rows must be written: they were not there, are others by now, or
-            some of their rows are gone or stand for other keys.
+            Tables that must be written in full: they are new or replaced, or some of their rows are
+            gone or stand for other keys.
         """
         complete = set()
         for shard in shards:
@@ -154,6 +153,6 @@ class Marks:
         return complete
 
     def changed(self, shard: TableShard) -> np.ndarray:
-        """Rows that are not as they were; from now on these marks are of the rows as they are."""
+        """Return the rows changed since these marks, and bring the marks up to date."""
         prints = self.tables[shard.name].prints
         return prints.update(list(shard.columns.values()), shard.size)

@@ -11,14 +11,14 @@ import numpy as np
 
 from .task import Task
 
-# Bytes after which the disk begins to write, so that fsync has little left to wait for.
+# Bytes after which we ask the disk to begin, so that fsync has little left to wait for.
 _TO_DISK = 64 << 20
-# Fewer bytes are added up at once: a thread would take longer.
+# Smaller pieces are summed in this thread: starting another would take longer.
 _WORTH_A_THREAD = 1 << 16
 
 
 def _begin_to_write(file: int, begin: int, count: int) -> None:
-    """Ask Linux to begin to write; where it cannot, it writes when it likes."""
+    """Ask Linux to start writing to disk; other systems write when they like."""
     with contextlib.suppress(AttributeError):
         ask = ctypes.CDLL(None).sync_file_range
         ask.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -26,16 +26,17 @@ def _begin_to_write(file: int, begin: int, count: int) -> None:
 
 
 class Summed:
-    """Writes pieces, and adds up their CRC-32 in another thread meanwhile.
+    """Writes pieces while another thread adds up their CRC-32.
 
-    A piece is copied first: its memory may be that of a table that changes meanwhile.
+    A piece is copied first, since it may lie in a table that changes meanwhile.
     """
 
     def __init__(self) -> None:
         self.bytes = self._begun = 0
         self._crc = 0
         self._task: Task | None = None
-        self._room = [np.empty(0, np.uint8), np.empty(0, np.uint8)]  # one is written, one filled
+        # One is written while the other is filled.
+        self._room = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def __enter__(self) -> Summed:
         return self
@@ -44,7 +45,7 @@ class Summed:
         self._wait()
 
     def write(self, file: io.FileIO, piece: bytes | np.ndarray) -> None:
-        """Write bytes, given as such or as uint8 [n]."""
+        """Write bytes, or a uint8 array [n]."""
         if not len(piece):
             return
         view = self._copied(np.frombuffer(piece, np.uint8))
@@ -71,7 +72,7 @@ class Summed:
         return memoryview(room)  # type: ignore[arg-type]
 
     def crc32(self) -> int:
-        """CRC-32 of all that was written."""
+        """Return the CRC-32 of everything written so far."""
         self._wait()
         return self._crc
 

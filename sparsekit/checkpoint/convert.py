@@ -1,4 +1,4 @@
-"""Tables of other libraries as a checkpoint, and a checkpoint's tables as files of other kinds."""
+"""Imports other libraries' tables as a checkpoint, and exports a checkpoint's tables as files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .tensor_file import FileRecord, carried, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
-_MOST_KEYS = 2**31 - 1  # of a HashTable
+_MOST_KEYS = 2**31 - 1  # most rows of a HashTable
 _FEW_KEYS = 1 << 16
 _LONGEST_STEM = 100
 
@@ -40,18 +40,18 @@ _LONGEST_STEM = 100
 def sources_of(
     kind: str, path: str | os.PathLike[str], dims: Mapping[str, int] = {}
 ) -> list[ForeignTable]:
-    """Tables that another library has saved.
+    """List the tables that another library has saved.
 
     Args:
         kind: ``"sok1"``, ``"sok2"``: a dump of HugeCTR's SparseOperationKit; ``"npz"``: files with
             ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of an
             EmbeddingBagCollection or EmbeddingCollection.
-        path: a file or folder, as the kind has it.
-        dims: for sok1, which does not tell: variable -> elements of a vector; ``""`` is for all
+        path: a file or a folder, depending on the kind.
+        dims: for sok1, whose files do not say: variable -> elements of a vector; ``""`` is for all
             others.
 
     Raises:
-        CheckpointError: there is nothing of the kind, or it is damaged; naming the file.
+        CheckpointError: no such table was found, or a file is damaged; the message names it.
         ValueError: kind is none of these.
     """
     if kind not in KINDS:
@@ -72,18 +72,18 @@ def import_tables(
 ) -> Path:
     """Write tables of another library as a checkpoint, which any number of ranks can load.
 
-    It has no dense tensors and no optimizers, so that a model that has loads it with
-    ``strict=False`` and without its optimizers.
+    It has no dense tensors and no optimizers; a model that has some loads it with ``strict=False``
+    and without its optimizers.
 
     Args:
         sources: see `sources_of`.
         out: folder of the checkpoint.
-        names: name of a table -> that of the layer in the module, where it is another.
+        names: name of a table -> name of the layer in the module, where the two differ.
         on_progress: called with the bytes of vectors after each piece.
 
     Raises:
-        CheckpointError: a file is damaged, a key is there twice, two tables have one name, names
-            has a table that there is not, or out is there already or cannot be written.
+        CheckpointError: a file is damaged, a key comes twice, two tables have the same name, names
+            has an unknown table, or out already exists or cannot be written.
     """
     unknown = sorted(names.keys() - {source.name for source in sources})
     if unknown:
@@ -116,7 +116,8 @@ def import_tables(
 
 
 def _table(name: str, source: ForeignTable, file: str) -> Table:
-    seed = int(hashing.xxh64([name], seed=settings.seed))  # as of a layer of this name
+    # The seed that a layer of this name would have.
+    seed = int(hashing.xxh64([name], seed=settings.seed))
     return Table(
         layer=name, dim=source.dim, dtype=str(source.dtype).removeprefix("torch."),
         key_dtype="int64", capacity=max(1, source.rows), hash_table=True, placement="hash",
@@ -126,7 +127,7 @@ def _table(name: str, source: ForeignTable, file: str) -> Table:
 
 
 def _distinct(source: ForeignTable) -> Pieces:
-    """A source's pieces, as long as no key comes again."""
+    """Yield a source's pieces; raise if a key comes twice."""
     seen = _Seen(source.path)
     done = 0
     with contextlib.closing(source.pieces()) as pieces:
@@ -144,14 +145,14 @@ def _distinct(source: ForeignTable) -> Pieces:
 
 
 class _Seen:
-    """Keys that have come, in memory for these and not for as many as a file claims to have."""
+    """The keys seen so far; memory grows with these, not with what a file claims to hold."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._table = HashTable(_FEW_KEYS)
 
     def rows(self, keys: torch.Tensor) -> torch.Tensor:
-        """Numbers of keys in order of first occurrence."""
+        """Return the numbers of keys in order of first occurrence."""
         return torch.cat([self._rows(part) for part in keys.split(_FEW_KEYS)])
 
     def _rows(self, keys: torch.Tensor) -> torch.Tensor:
@@ -171,23 +172,22 @@ def export(
     format: str,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write each table of a checkpoint, with a whole chain's rows, as one file for other programs.
+    """Write each table of a checkpoint, with the rows of its whole chain, as one file.
 
     A file has ``keys`` int64 [rows], ``vectors`` [rows, dim] and the optimizer's states. bfloat16
-    becomes float32 but in safetensors, as NumPy has no such numbers.
+    becomes float32, since NumPy lacks it; safetensors keeps it.
 
     Args:
         path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
-        out: folder of the files, ``<table>.<format>``. Where a table's name is longer than 100
-            characters, or has some that not every file system takes, the file's is cut off, has
-            ``_`` for these and a number if it is another's; the name itself is in the file: in the
-            metadata of Parquet and safetensors as ``table``, and in the comment of a .npz.
+        out: folder of the files, ``<table>.<format>``. A file's name is cut after 100 characters,
+            has ``_`` for characters that some file systems refuse, and a number if the name is
+            taken. The table's full name is in the file: in the metadata of Parquet and safetensors
+            as ``table``, and in the comment of a .npz.
         format: ``"npz"``, ``"parquet"`` (needs pyarrow) or ``"safetensors"``.
         on_progress: called with the bytes of each file as it is verified.
 
     Raises:
-        CheckpointError: path is damaged; there is something at out already, or it cannot be
-            written.
+        CheckpointError: path is damaged; out already exists or cannot be written.
         ImportError: Parquet without pyarrow.
         ValueError: format is none of these.
     """
@@ -218,7 +218,7 @@ def export(
 
 
 def _stem(name: str, taken: Container[str]) -> str:
-    """A name of a file for a table."""
+    """Return a file name for a table."""
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".")[:_LONGEST_STEM] or "_"
     numbered = (f"{safe}-{number}" for number in itertools.count(1))
     return next(stem for stem in itertools.chain([safe], numbered) if stem not in taken)
@@ -233,7 +233,7 @@ Parts = Sequence[tuple[Path, Table]]
 
 
 def _array(values: torch.Tensor) -> np.ndarray:
-    """An array of a dtype that NumPy has: float32 for bfloat16."""
+    """Convert to an array of a dtype that NumPy has: bfloat16 becomes float32."""
     array: np.ndarray = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
     return array
 
@@ -253,7 +253,7 @@ def _write_safetensors(path: Path, parts: Parts, name: str) -> None:
 
 
 def _write_npz(path: Path, parts: Parts, name: str) -> None:
-    """Column after column, as a .npz has them."""
+    """Write a .npz, column after column."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
         archive.comment = name_note(name)
         for column in columns_of(parts[-1][1], _rows(parts)):
@@ -275,7 +275,7 @@ def _write_npz(path: Path, parts: Parts, name: str) -> None:
 
 
 def _write_parquet(parquet: Any, path: Path, parts: Parts, name: str) -> None:
-    """Row group after row group; a vector is a list of fixed size."""
+    """Write row group after row group; a vector is a list of fixed size."""
     arrow = needed("pyarrow", "format 'parquet'")
     columns = columns_of(parts[-1][1], 0)
 
@@ -290,7 +290,7 @@ def _write_parquet(parquet: Any, path: Path, parts: Parts, name: str) -> None:
 
     schema = batch({c.name: torch.empty(c.shape, dtype=c.dtype) for c in columns}).schema
     with (
-        open(path, "xb") as target,  # pyarrow takes no path that is not UTF-8
+        open(path, "xb") as target,  # opened here: pyarrow accepts only UTF-8 paths
         parquet.ParquetWriter(target, schema) as writer,
         live_pieces(parts) as pieces,
     ):

@@ -34,32 +34,32 @@ class DcpState:
 
     ``dcp.save({"app": DcpState(model, optimizer)}, checkpoint_id=path)`` saves on any number of
     ranks, and ``dcp.load({"app": DcpState(model, optimizer, load_from=path)}, checkpoint_id=path)``
-    loads on any other, as `load` does what `save` has written: tables may have another placement or
-    capacity, and the module is as it was if something does not fit. Other entries beside it are
-    saved and loaded as ever. Tables are read part by part, one part of one table at a time, which a
-    rank needs memory for: its own if as many ranks have saved with the same placement, else each of
-    all ranks. There are no checksums. All ranks call dcp.save and dcp.load together.
+    loads on any other number, as `load` does after `save`: tables may have another placement or
+    capacity, and the module is left unchanged if something does not fit. Other entries of the dict
+    are saved and loaded as usual. A rank needs memory for one part of one table at a time. It reads
+    its own part if the placement and the number of ranks are the same, else the parts of all ranks.
+    There are no checksums. All ranks call dcp.save and dcp.load together.
 
     Args:
         module: as for `save`; wrapped by DistributedDataParallel or not. What fully_shard has
             sharded is saved beside it.
         optimizer: as for `save` and `load`.
         state: as for `save` and `load`.
-        load_from: what dcp.load is to read, a path or a StorageReader; None to save. Once it has
-            been loaded the object is for saving.
+        load_from: the path or StorageReader that dcp.load reads; None to save. Once loaded, the
+            object can save.
         name: under which the state was saved, "app" above; needed if there are several.
         strict: as for `load`.
         cast: as for `load`.
         process_group: as for `save`.
 
     Attributes:
-        missing: after a load, names that the module has and the checkpoint has not.
-        unexpected: after a load, names that the checkpoint has and the module has not.
+        missing: after a load, names that the module has and the checkpoint lacks.
+        unexpected: after a load, names that the checkpoint has and the module lacks.
 
     Raises:
-        CheckpointError: (in save and load) as `save` and `load` do; or load_from is missing, or
-            another checkpoint than that which dcp.load reads. What torch.distributed.checkpoint
-            finds out itself it raises as its CheckpointException.
+        CheckpointError: (in save and load) as `save` and `load` do; or load_from is missing, or is
+            not the checkpoint that dcp.load reads. torch.distributed.checkpoint's own checks raise
+            its CheckpointException.
         ValueError: (in save and load) a table of other ranks than those of process_group.
     """
 
@@ -119,7 +119,7 @@ class DcpState:
     def _to_save(self, together: Together) -> dict[str, Any]:
         what, rank = "save by torch.distributed.checkpoint", together.rank
         snapshot = together.do(what, lambda: Snapshot(self._module, self._optimizers, self._state))
-        together.do(f"{what}: {_told(snapshot)}", str)  # the same on all ranks
+        together.do(f"{what}: {_told(snapshot)}", str)  # equal on all ranks
         note: dict[str, Any] = {
             "id": together.text_of_first(what, new_id),
             "rank": rank,
@@ -147,7 +147,7 @@ class DcpState:
 
 
 def _told(snapshot: Snapshot) -> str:
-    """What all ranks must agree on, each with its table's name, as an error shows little of it."""
+    """Return the text that ranks must agree on, table names first: errors cut it short."""
     return ", ".join(
         f"{shard.name}.{key} {value}"
         for shard in snapshot.shards
@@ -157,7 +157,7 @@ def _told(snapshot: Snapshot) -> str:
 
 
 def _keys(shard: TableShard) -> torch.Tensor:
-    """Keys of a rank's rows."""
+    """Return the keys of a rank's rows."""
     keys, done = np.empty(shard.size, dtype=np.int64), 0
     for piece in shard.columns_to_write(None)[0].pieces():
         keys[done : done + len(piece)] = piece.view(np.int64)

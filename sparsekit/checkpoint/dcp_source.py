@@ -1,4 +1,4 @@
-"""Reads what a `DcpState` has saved as if it were the files of a checkpoint."""
+"""Reads what a `DcpState` has saved as if it were a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Entries of a DcpState. Below `NOTES` each rank has one; the others are named like files.
+# Entries of a DcpState: one for each rank below `NOTES`; the others are named like files.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
 
 
 def stem(file: str) -> str:
-    """Name of the entry that has what is in a file of a checkpoint's folder."""
+    """Return the name of the entry that stands for a file of a checkpoint's folder."""
     return file.removesuffix(".safetensors")
 
 
 class DcpSource:
-    """Where `load` finds a state that torch.distributed.checkpoint has written.
+    """A state written by torch.distributed.checkpoint, for `load` to read.
 
-    Tensors are read when they are asked for, so that no more than one part of one table has to be
-    in memory at a time.
+    Tensors are read on demand, so that only one part of one table is in memory at a time.
 
     Args:
         load_from: a path or a reader of torch.distributed.checkpoint.
-        name: of the state in what was saved; None if there is only one.
+        name: the state's name in the saved dict; None if there is only one state.
 
     Raises:
-        CheckpointError: there is none, or several.
+        CheckpointError: there is no such state, or several.
     """
 
     def __init__(self, load_from: str | os.PathLike[str] | StorageReader, name: str | None) -> None:
@@ -80,7 +79,7 @@ class DcpSource:
         return self._where
 
     def _found(self, name: str | None) -> str:
-        """Prefix of the names of the state's entries."""
+        """Return the prefix of the names of the state's entries."""
         prefixes = {
             entry.removesuffix(FORMAT).removesuffix("."): entry.removesuffix(FORMAT)
             for entry in self._metadata.state_dict_metadata
@@ -122,14 +121,14 @@ class DcpSource:
             raise CheckpointError(f"{self}: is damaged: notes of ranks: {error!r:.200}") from error
 
     def to_load(self) -> dict[str, Any]:
-        """What torch.distributed.checkpoint is to read by itself."""
+        """Return the entries that torch.distributed.checkpoint reads by itself."""
         return {
             FORMAT: ToLoad.of(torch.zeros(1, dtype=torch.int64), self._where),
             NOTES: {rank: torch.zeros_like(note) for rank, note in self._notes.items()},
         }
 
     def check_read(self, state: Mapping[str, Any]) -> None:
-        """Raise unless that is what it has read."""
+        """Raise unless torch.distributed.checkpoint has read this state."""
         notes = state.get(NOTES, {})
         if notes.keys() != self._notes.keys() or not all(
             torch.equal(notes[rank], note) for rank, note in self._notes.items()
@@ -145,7 +144,7 @@ class DcpSource:
         return _Part(self, Path(self._where) / part, part, self._parts.get(part, {}))
 
     def read(self, part: str, tensor: str) -> torch.Tensor:
-        """A tensor, whole.
+        """Read a whole tensor.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -156,7 +155,7 @@ class DcpSource:
         try:
             about = self._parts[part][tensor]
             value = torch.empty(about.size, dtype=about.properties.dtype)
-            # As torch.distributed.checkpoint.load does it on one rank, but for a warning.
+            # Plan as torch.distributed.checkpoint.load does on one rank, but without its warning.
             planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner({entry: value}, self._metadata, True)
             self._reader.set_up_storage_reader(self._metadata, True)
@@ -169,7 +168,7 @@ class DcpSource:
 
 
 class _Part(TensorFile):
-    """Entries in place of a file; what was read stays until it is closed."""
+    """Entries read like a file; loaded tensors stay in memory until `close`."""
 
     def __init__(
         self,
@@ -209,7 +208,7 @@ NEEDS_LOAD_FROM = (
 
 
 class ToSave(torch.Tensor):
-    """A tensor that is saved as any other, and stops what would go wrong with those beside it."""
+    """A tensor that is saved like any other, and refuses calls that would damage others."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -218,7 +217,7 @@ class ToSave(torch.Tensor):
         raise CheckpointError(NEEDS_LOAD_FROM)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A planner that does not see the entries takes all for one object, and keeps one rank's.
+        # A planner that does not see the entries takes all ranks' for one object and keeps one.
         raise CheckpointError(
             "a DcpState has entries of each rank, so it cannot be pickled whole: give "
             "torch.distributed.checkpoint a planner with flatten_state_dict=True"
@@ -226,20 +225,20 @@ class ToSave(torch.Tensor):
 
 
 class ToLoad(torch.Tensor):
-    """A tensor that is read as any other, and stops a save of a state that has yet to be loaded."""
+    """A tensor that is read like any other, and refuses to be saved before it is loaded."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     load_from: str
 
     @staticmethod
     def of(tensor: torch.Tensor, load_from: str) -> ToLoad:
-        """The marked tensor."""
+        """Mark a tensor as yet to be loaded."""
         marked = tensor.as_subclass(ToLoad)
         marked.load_from = load_from
         return marked
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
-        """Called by torch.distributed.checkpoint as it plans what each rank is to save."""
+        """Called by torch.distributed.checkpoint when it plans what each rank saves."""
         raise CheckpointError(
             f"{name}: a DcpState with load_from={self.load_from!r} has nothing to save before it "
             f"has loaded; make one without"

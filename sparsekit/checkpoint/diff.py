@@ -1,4 +1,4 @@
-"""In what two checkpoints differ."""
+"""Compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .manifest import DENSE, Table
 from .reshard import OnProgress, columns_of, live_pieces, verify
 from .tensor_file import Place, TensorFile, carried
 
-# A place of a row: number of the file, then of the row in it.
+# A row's place in one number: that of the file above these bits, the row below.
 _ROW_BITS = 40
-# A map keeps its file open, and there may be more files than can be.
+# Most maps at a time: each keeps a file open, and there may be more files than the limit.
 _MOST_MAPS = 32
 
 
 @dataclass
 class TableDifference:
-    """In what a table differs in two checkpoints, A and B.
+    """How a table differs between two checkpoints, A and B.
 
     Attributes:
         same: rows of keys that both have, with equal vectors and states, bit for bit.
         only_a: keys that B lacks.
         only_b: keys that A lacks.
-        changed: of rows that differ in it, for vectors and each state: how many, and the largest
-            absolute difference (nan if a difference is).
-        shape: in what the tables differ as such, such as "dim 8 and 16", or an empty text; rows are
-            not compared then.
+        changed: for vectors and each state: the number of rows that differ in it, and the largest
+            absolute difference (nan if any difference is).
+        shape: a difference between the tables themselves, such as "dim 8 and 16", for which rows
+            are not compared; else empty.
     """
 
     same: int = 0
@@ -51,12 +51,12 @@ class TableDifference:
 
 @dataclass
 class Difference:
-    """In what two checkpoints differ; false if in nothing.
+    """How two checkpoints differ; false if they do not.
 
     Attributes:
         only_a: tables and dense tensors that B lacks.
-        only_b: those that A lacks.
-        tables: of those that both have.
+        only_b: tables and dense tensors that A lacks.
+        tables: differences of the tables that both have.
         dense: names of dense tensors, optimizers' among them, that differ.
     """
 
@@ -72,9 +72,9 @@ class Difference:
 def diff(
     a: str | os.PathLike[str], b: str | os.PathLike[str], on_progress: OnProgress = lambda _: None
 ) -> Difference:
-    """Compare tables, with a whole chain's rows, by key, and dense tensors.
+    """Compare two checkpoints, each with its whole chain: tables by key, and dense tensors.
 
-    Which rank has a row does not matter. Some 30 bytes for each row are in memory.
+    It does not matter which rank has a row. Takes about 30 bytes of memory for each row.
 
     Args:
         a: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
@@ -82,7 +82,7 @@ def diff(
         on_progress: called with the bytes of each file as it is verified.
 
     Raises:
-        CheckpointError: one is damaged; naming the file.
+        CheckpointError: one is damaged; the message names the file.
     """
     a, b = resolved(a), resolved(b)
     for path in (a, b):
@@ -139,7 +139,7 @@ def _table(ours: Chain, theirs: Chain, name: str) -> TableDifference:
 def _compare(
     found: TableDifference, column: str, ours: torch.Tensor, theirs: torch.Tensor
 ) -> torch.Tensor:
-    """Note which rows differ; returns which are the same."""
+    """Record which rows differ; return a mask of those that are equal."""
     differs = torch.from_numpy(
         (carried(ours) != carried(theirs)).reshape(len(ours), -1).any(axis=1)
     )
@@ -152,10 +152,10 @@ def _compare(
 
 
 class _Rows:
-    """Where each key of a table has its row: in which file, and which row there."""
+    """The file and the row in it of each key of a table."""
 
     def __init__(self, parts: Sequence[tuple[Path, Table]]) -> None:
-        # A file has as many rows as it says, while its rank may have had more.
+        # Count the rows in the file; its rank may have had more.
         rows = sum(shard.rows for _, part in parts for shard in part.shards)
         self.table = HashTable(max(1, rows))
         self._files: dict[Path, dict[str, Place]] = {}
@@ -171,11 +171,11 @@ class _Rows:
         self.at = torch.cat(where)
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._maps.clear()
 
     def gather(self, column: str, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A column of some rows of the table, in the dtype and shape of other rows."""
+        """Return a column of some rows of the table, in the dtype and shape of ``like``."""
         gathered = torch.empty_like(like)
         into, at = carried(gathered), self.at[rows]
         numbers, places = (at >> _ROW_BITS).numpy(), (at & ((1 << _ROW_BITS) - 1)).numpy()
@@ -195,7 +195,7 @@ class _Rows:
 
 
 def _mapped(path: Path, place: Place) -> np.ndarray:
-    """A tensor of a file, of which only what is looked at comes to memory."""
+    """Map a tensor of a file; only the pages that are read come into memory."""
     integers = f"<u{place.dtype.itemsize}"
     if 0 in place.shape:
         return np.empty(place.shape, integers)
@@ -206,7 +206,7 @@ def _mapped(path: Path, place: Place) -> np.ndarray:
 
 
 def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:
-    """A difference in words.
+    """Describe a difference in words.
 
     Args:
         difference: what `diff` returned.

@@ -17,20 +17,20 @@ from ..errors import CheckpointError
 from .lock import Lock
 from .manifest import new_id
 
-# In a draft, locked as long as its process writes.
+# A file in each draft that stays locked as long as its process writes.
 _WRITER = ".writer"
 _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
-# A checkpoint that is about to be replaced, where that takes two renames.
+# Name of a checkpoint that is being replaced, where that takes two renames.
 _OLD = re.compile(r"\.(.+)\.old-[0-9a-f]{16}\Z", re.DOTALL)
-# A checkpoint that is being removed.
+# Name of a checkpoint that is being removed.
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{16}\Z", re.DOTALL)
-# Attempts to make a draft that another job takes for abandoned, a millisecond apart.
+# Attempts to make a draft while another job takes it for abandoned, a millisecond apart.
 _ATTEMPTS = 1000
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 
 
 def entries(folder: Path) -> list[Path]:
-    """Paths of all that a folder has; none if there is no such folder.
+    """List the paths in a folder; none if there is no such folder.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -44,10 +44,11 @@ def entries(folder: Path) -> list[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder reach the disk."""
+    """Sync a folder, so that its names reach the disk."""
     opened: list[int] = []
     try:
-        # Each in one step for Python, or an interrupt could leak the number, or close it twice.
+        # Open and append in one step of Python: an interrupt in between could leak the descriptor,
+        # or close it twice.
         opened.extend(map(os.open, [path], [os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC]))
         os.fsync(opened[0])
     finally:
@@ -56,7 +57,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, and have that reach the disk.
+    """Make a folder and its parents, and sync them to disk.
 
     Raises:
         CheckpointError: it cannot be made.
@@ -75,8 +76,8 @@ class Draft:
 
     Args:
         target: that place.
-        id: of the checkpoint.
-        replace: whether a checkpoint that is there may go.
+        id: the checkpoint's.
+        replace: whether it may replace a checkpoint at target.
     """
 
     def __init__(self, target: Path, id: str, replace: bool = False) -> None:
@@ -87,11 +88,10 @@ class Draft:
         self._lock: Lock | None = None
 
     def begin(self) -> None:
-        """Make the folder; whatever comes of it, `end` is to be called.
+        """Make the folder. The caller must call `end`, also after an error.
 
         Raises:
-            CheckpointError: there is something already, and it may not be replaced; or the folder
-                cannot be made.
+            CheckpointError: target exists and may not be replaced; or the folder cannot be made.
         """
         make_folder(self.target.parent)
         if not self._replace and os.path.lexists(self.target):
@@ -105,7 +105,7 @@ class Draft:
             ) from error
 
     def _locked(self) -> Lock:
-        # Until it is locked another job may take it for abandoned.
+        # Until the draft is locked another job may take it for abandoned.
         for _ in range(_ATTEMPTS):
             self.folder.mkdir(exist_ok=True)
             try:
@@ -124,21 +124,21 @@ class Draft:
         )
 
     def publish(self) -> None:
-        """Have the folder appear in its place, which it does whole or not at all.
+        """Make the folder appear in its place, whole or not at all.
 
         Raises:
-            CheckpointError: it cannot, or something has come there meanwhile.
+            CheckpointError: the rename fails, or target has appeared meanwhile.
         """
         try:
             for note in entries(self.folder):
-                if note.suffix in (".part", ".failed"):  # of a rank, for the one that publishes
+                if note.suffix in (".part", ".failed"):  # a rank's note to rank 0, which publishes
                     note.unlink(missing_ok=True)
             sync_folder(self.folder)
             if self._replace:
                 _replace(self.folder, self.target)
             else:
-                os.rename(self.folder, self.target)  # which replaces an empty folder at most
-            # Not before: a draft without it would be taken for abandoned.
+                os.rename(self.folder, self.target)  # replaces an empty folder at most
+            # Not earlier: a draft without this file would be taken for abandoned.
             (self.target / _WRITER).unlink(missing_ok=True)
             sync_folder(self.target.parent)
         except OSError as error:
@@ -149,7 +149,7 @@ class Draft:
             ) from error
 
     def end(self) -> None:
-        """Remove what has the draft's name: what was written, or what a published one replaced."""
+        """Remove the folder of the draft's name: the draft, or the checkpoint it replaced."""
         try:
             discard(self.folder)
         finally:
@@ -159,10 +159,10 @@ class Draft:
 
 @contextlib.contextmanager
 def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
-    """A draft to write to, which appears at target at the end; an error removes it.
+    """Yield a draft to write to; it appears at target at the end, or is removed on an error.
 
     Raises:
-        CheckpointError: there is something at target already, or it cannot be made.
+        CheckpointError: target already exists, or cannot be made.
     """
     draft = Draft(Path(target).absolute(), new_id())
     try:
@@ -174,7 +174,7 @@ def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Have two names change places in one step; returns whether the file system could."""
+    """Swap two names in one step; return whether the file system can."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -188,7 +188,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _replace(draft: Path, target: Path) -> None:
-    """Have a draft take the place of what may be there."""
+    """Move a draft to its place, over a checkpoint that may be there."""
     if not os.path.lexists(target):
         os.rename(draft, target)
     elif not exchange(draft, target):
@@ -199,7 +199,7 @@ def _replace(draft: Path, target: Path) -> None:
                 try:
                     os.rename(draft, target)
                 except OSError as error:
-                    # Who looks for the latest may have put the old one back in between.
+                    # A process that looks for the latest may have put the old one back in between.
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
         except BaseException:
@@ -209,20 +209,20 @@ def _replace(draft: Path, target: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of files, as far as that can be done."""
+    """Remove a folder of files, as far as possible."""
     if folder.is_symlink():
         return
-    # As rmtree does, but that can leak a descriptor where it is interrupted.
+    # Like rmtree, which can leak a descriptor when it is interrupted.
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             os.unlink(folder / name)
         os.rmdir(folder)
         return
-    shutil.rmtree(folder, ignore_errors=True)  # with folders in it, or files that others remove
+    shutil.rmtree(folder, ignore_errors=True)  # for folders in it, or files that others remove
 
 
 def recover(folder: Path) -> None:
-    """Put back what a killed process had set aside, and has not replaced."""
+    """Put back checkpoints that a killed process had set aside and not replaced."""
     for path in entries(folder):
         old = _OLD.match(path.name)
         if old and not os.path.lexists(folder / old[1]):
@@ -235,7 +235,7 @@ def _beside(path: Path, what: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, which disappears at once even if its files do so one by one."""
+    """Remove a checkpoint: its name disappears at once, then its files one by one."""
     gone = _beside(path, "gone")
     with contextlib.suppress(OSError):
         os.rename(path, gone)
@@ -243,7 +243,7 @@ def remove(path: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what writers have left that are no more."""
+    """Remove the drafts of processes that are gone."""
     recover(folder)
     for path in entries(folder):
         if _DRAFT.match(path.name):
@@ -257,15 +257,15 @@ def _remove_if_abandoned(draft: Path) -> None:
         lock = Lock(draft / _WRITER, make=False)
     except FileNotFoundError:
         with contextlib.suppress(OSError):
-            draft.rmdir()  # its writer may just have made it, and then makes it again
+            draft.rmdir()  # its writer may just have made it, and will make it again
         names = {path.name for path in entries(draft)}
-        if names and _WRITER not in names:  # what an exchange has left, or half a removal
+        if names and _WRITER not in names:  # left by an exchange, or half removed
             discard(draft)
         return
     except OSError:
-        return  # its process writes
+        return  # a live process is writing it
     try:
-        # Locked meanwhile: who has just made it notices, and makes it again.
+        # It may have been locked meanwhile: its writer notices, and makes it again.
         discard(draft)
     finally:
         lock.close()

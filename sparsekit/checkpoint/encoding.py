@@ -12,22 +12,23 @@ import torch
 from ..errors import CheckpointError
 from .tensor_file import check_storable
 
-# How JSON says what it has no words for. A dict that has such a key itself is written as items.
+# Keys that mark values JSON cannot express. A dict that has such a key is written as items.
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
 _SCALAR = "$scalar"
 _SCALARS = {"float32": torch.float32, "float64": torch.float64, "int32": torch.int32}
-# Levels of lists, tuples and dicts that a state may have, saved or loaded.
+# Most levels of lists, tuples and dicts in a saved or loaded state.
 MOST_NESTED = 100
 
 
 def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 2) -> Any:
-    """A value as JSON; tensors in it go to ``tensors``, by their path.
+    """Encode a value as JSON; its tensors go to ``tensors`` under their paths.
 
     Args:
-        value: what a manifest has two levels deep, as ``ranks[0]["state"]["name"]``.
-        name: of it, for errors and the tensors.
-        tensors: to add to.
-        depth: how deep `check_nesting` will find it.
+        value: any part of a state; a manifest has it two levels deep, as
+            ``ranks[0]["state"]["name"]``.
+        name: the value's, for errors and the tensors' paths.
+        tensors: receives the tensors.
+        depth: level of the value in the manifest, for `check_nesting`.
 
     Raises:
         CheckpointError: something that is no tensor, number, text, None, or a list, tuple or dict
@@ -45,7 +46,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
         return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, torch.Tensor):
         check_storable(name, value)
-        while name in tensors:  # the path of {"a.b": x} is that of {"a": {"b": x}}
+        while name in tensors:  # {"a.b": x} and {"a": {"b": x}} have the same path
             name += "+"
         tensors[name] = value.detach()
         return {_TENSOR: name}
@@ -75,7 +76,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
 
 def scalar(tensor: torch.Tensor, name: str) -> Any:
-    """A 0-dim tensor as JSON: int64, which counts steps, as a number; ``name`` is for errors."""
+    """Encode a 0-dim tensor: int64, which counts steps, as a number; ``name`` is for errors."""
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value
@@ -86,21 +87,21 @@ def scalar(tensor: torch.Tensor, name: str) -> Any:
 
 
 def check_nesting(value: Any, depth: int = 0) -> None:
-    """Raise CheckpointError where levels would be too many for `decoded`, which calls itself."""
+    """Raise CheckpointError for more levels than the recursive `decoded` can take."""
     if depth > MOST_NESTED:
         raise CheckpointError(f"a state is nested deeper than {MOST_NESTED}")
     if isinstance(value, dict) and value.keys() in ({_TUPLE}, {_ITEMS}):
-        (value,) = value.values()  # which are one level with what is in them
+        (value,) = value.values()  # a marker and its content count as one level
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             check_nesting(each, depth + 1)
 
 
 def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode what `encoded` has written, once `check_nesting` found it not too deep.
+    """Decode the output of `encoded`, whose depth `check_nesting` has approved.
 
     Raises:
-        CheckpointError: a tensor is missing, or it is nothing that encoded writes.
+        CheckpointError: a tensor is missing, or `encoded` cannot have written this.
     """
     if isinstance(value, list):
         return [decoded(each, tensors) for each in value]
@@ -118,7 +119,7 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _special(kind: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value of an object that JSON has no word for; any error means that there is none."""
+    """Decode an object that marks a value JSON cannot express; the caller catches any error."""
     if kind == _TENSOR:
         return tensors[content]
     if kind == _TUPLE and isinstance(content, list):

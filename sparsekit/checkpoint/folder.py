@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which is the latest, what it follows, which may go."""
+"""Folders of checkpoints: finding the latest, following chains, removing old ones."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .manifest_file import read_manifest
 from .tensor_file import check_size, check_sum, plain_file
 
 _STEP = re.compile(r"step-(\d{12,19})\Z")
-# A chain that is longer has gone round in a circle.
+# A longer chain must be a circle.
 _LONGEST_CHAIN = 100_000
 
 
 def step_folder(step: int) -> str:
-    """Name of the folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:012d}"
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """Checkpoints in a folder by step, rising; they may be damaged."""
+    """List the checkpoints in a folder by step, rising; they may be damaged."""
     found = {
         int(match[1]): path
         for path in entries(folder)
@@ -34,13 +34,13 @@ def steps_in(folder: Path) -> dict[int, Path]:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint in a folder; None if there is none.
+    """Find the newest whole checkpoint in a folder; None if there is none.
 
-    One that has lost files, or whose base is gone, is passed over with a warning. What files hold
-    is not looked at; `load` does that.
+    A checkpoint that has lost files, or whose base is gone, is skipped with a warning. Only sizes
+    of files are checked; `load` checks their contents.
 
     Args:
-        folder: as `Checkpoints` has filled it.
+        folder: one that `Checkpoints` writes to.
     """
     folder = Path(folder)
     recover(folder)
@@ -55,10 +55,10 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def resolved(path: str | os.PathLike[str]) -> Path:
-    """A checkpoint, given it or a folder of them, of which it is the latest.
+    """Return the path of a checkpoint, or the latest checkpoint of a folder of them.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     path = Path(path)
     recover(path)
@@ -71,10 +71,10 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """A checkpoint and those it follows, the complete one first.
+    """List a checkpoint and those it follows, the complete one first.
 
     Raises:
-        CheckpointError: one is missing, damaged, or not the one that the next one follows.
+        CheckpointError: one is missing or damaged, or is not the base that the next one names.
     """
     links = [(path, read_manifest(path))]
     seen = {links[0][1].id}
@@ -106,12 +106,12 @@ def check_files(folder: Path, manifest: Manifest, contents: bool = True) -> None
     """Check that the files of a checkpoint are there and whole.
 
     Args:
-        folder: where.
-        manifest: of the folder.
-        contents: whether to read them all, or look at sizes only.
+        folder: the checkpoint's.
+        manifest: the folder's.
+        contents: whether to read all files, or check only their sizes.
 
     Raises:
-        CheckpointError: naming the first file that is not.
+        CheckpointError: a file is missing or damaged; the message names the first.
     """
     for name, written in manifest.files.items():
         if contents:
@@ -122,10 +122,10 @@ def check_files(folder: Path, manifest: Manifest, contents: bool = True) -> None
 
 
 def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """`chain` of a checkpoint whose files all have their sizes.
+    """List a checkpoint's `chain` after checking the size of every file.
 
     Raises:
-        CheckpointError: it, or one that it follows, is not whole.
+        CheckpointError: the checkpoint, or one that it follows, is not whole.
     """
     links = chain(path)
     for folder, manifest in links:
@@ -134,12 +134,12 @@ def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def retain(folder: Path, keep: int, written: Path) -> list[str]:
-    """Remove all but the newest whole checkpoints, the one just written, and what these follow.
+    """Remove all but the newest whole checkpoints, the one just written, and their bases.
 
-    Nothing is removed while one that is not whole is among them: nobody knows what it follows.
+    Nothing is removed while one of them is damaged, since its base is unknown.
 
     Returns:
-        Texts for the user, who should know what is in the way.
+        Warnings for the user about checkpoints that prevent removal.
     """
     found = list(steps_in(folder).values())
     whole: list[Path] = []

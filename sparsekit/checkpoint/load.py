@@ -37,9 +37,9 @@ class Loaded:
 
     Attributes:
         path: folder of the checkpoint.
-        step: that `save` was given.
-        missing: names that the module has and the checkpoint has not; with strict none.
-        unexpected: names that the checkpoint has and the module has not; with strict none.
+        step: the one that `save` was given.
+        missing: names that the module has and the checkpoint lacks; none if strict.
+        unexpected: names that the checkpoint has and the module lacks; none if strict.
     """
 
     path: Path
@@ -59,27 +59,27 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load what `save` has written, on as many ranks as there are now.
+    """Load what `save` has written, on any number of ranks.
 
     Tables may have another placement, another capacity if their rows fit, and a hash table or none;
-    each rank reads the rows that it owns, piece by piece. All that can be found out beforehand is,
-    and the module is as it was if something does not fit or a file is damaged, or if an object of
-    state refuses its own, which these take over first. Meanwhile keys need 21 bytes for each row of
-    a hash table's capacity. On as many ranks as have saved, and with tables made alike, rows get
-    their old places, and torch's random numbers go on as they would have, so that training goes on
-    bit for bit on the CPU. With several ranks it is a collective.
+    each rank reads the rows that it owns, piece by piece. Everything is checked first: the module
+    is unchanged if something does not fit, if a file is damaged, or if an object of ``state``, all
+    of which load before it, refuses its state. While loading, keys need 21 bytes for each row of a
+    hash table's capacity. On the same number of ranks, with tables made alike, rows get their old
+    places and torch's random numbers continue, so that on the CPU training goes on bit for bit.
+    With several ranks it is a collective.
 
     Args:
-        module: made as the one that was saved.
+        module: made like the one that was saved.
         path: a checkpoint, or a folder of them, of which the latest whole one is taken.
         optimizer: as for `save`, of the same kinds with the same parameters; their settings become
-            those that were saved. None: only the module's tensors are loaded.
-        state: name -> objects that take over what those of the same name have saved; on another
-            number of ranks all take rank 0's.
+            those that were saved. None loads the module's tensors only.
+        state: name -> objects that load what the object of the same name saved; on another number
+            of ranks all load rank 0's.
         strict: whether names of tables and tensors must be the same on both sides.
         cast: whether vectors and dense tensors of another dtype are rounded to the module's.
-        verify: whether to compare the checksums of all files before; without it, damage may be
-            loaded.
+        verify: whether to compare the checksums of all files first; without it, damaged values may
+            be loaded.
         process_group: as for `save`.
 
     Raises:
@@ -106,7 +106,7 @@ def load(
 
 
 def _verify(links: Chain, rank: int, world_size: int) -> None:
-    """Check this rank's part of the files; sizes of all."""
+    """Verify this rank's share of the files, and the sizes of all."""
     for folder, manifest in links:
         check_files(folder, manifest, contents=False)
         names = sorted(manifest.files)[rank::world_size]
@@ -213,13 +213,13 @@ class Plan:
             ) from error
 
     def _named(self, what: str, error: CheckpointError) -> CheckpointError:
-        """An error that says of which checkpoint it is."""
+        """Return the error with the checkpoint's name in front."""
         text = str(error)
         known = text.startswith(str(self._folder))
         return error if known else CheckpointError(f"{self._folder}: {what}: {text}")
 
     def _rank_state(self, together: Together) -> dict[str, Any]:
-        """The state that this rank has saved of its own, or rank 0 if other ranks have saved."""
+        """Return this rank's own saved state, or rank 0's if the number of ranks differs."""
         self._same_ranks = self._manifest.world_size == together.world_size
         number = together.rank if self._same_ranks else 0
         with file_in(self._folder, rank_file(number)) as file:
@@ -242,7 +242,7 @@ class Plan:
         return cast(dict[str, Any], values)
 
     def hand_out(self) -> None:
-        """Have other objects take over their states, which they may refuse."""
+        """Give the other objects their states, which they may refuse."""
         for name, each in self._state.items():
             if name in self._own["state"]:
                 each.load_state_dict(self._own["state"][name])
@@ -253,7 +253,7 @@ class Plan:
         for tensor, value in self._dense:
             tensor.copy_(value)
         for table in self._tables:
-            table.layer.catch_up()  # what is due belongs to the rows that go
+            table.layer.catch_up()  # steps that are due belong to the rows that are replaced
         for optimizer in self._optimizers:
             optimizer.load()
         for table in self._tables:

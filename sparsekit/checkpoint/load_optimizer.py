@@ -1,4 +1,4 @@
-"""An optimizer of a checkpoint: whether its state fits another, and that state into it."""
+"""Checks whether an optimizer's saved state fits another, and loads it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class OptimizerPlan:
         self._try()
 
     def _try(self) -> None:
-        """Raise whatever `load` would raise, with the optimizer as it is."""
+        """Raise whatever `load` would raise, and leave the optimizer unchanged."""
         for own, saved in zip(
             self._optimizer.param_groups, self._loaded["param_groups"], strict=True
         ):
@@ -78,7 +78,7 @@ class OptimizerPlan:
         for kept, loaded in self._states():
             for name, value in loaded.items():
                 if isinstance(known := kept.get(name), torch.Tensor):
-                    one = torch.as_tensor(value)  # a number may stand for a tensor of one
+                    one = torch.as_tensor(value)  # a number may stand for a one-element tensor
                     if one.shape != known.shape:
                         raise ValueError(f"{name} is {list(one.shape)}, not {list(known.shape)}")
         if isinstance(self._optimizer, RowOptimizer):
@@ -87,23 +87,23 @@ class OptimizerPlan:
             _twin(self._optimizer).load_state_dict(self._loaded)
 
     def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """The state of each parameter as it is, and as it will be."""
+        """Yield the present and the future state of each parameter."""
         parameters = itertools.chain(*(g["params"] for g in self._optimizer.param_groups))
         for number, parameter in enumerate(parameters):
             if number in self._loaded["state"]:
                 yield self._optimizer.state.get(parameter, {}), self._loaded["state"][number]
 
     def load(self) -> None:
-        """Have the optimizer take over what was saved."""
+        """Load the saved state into the optimizer."""
         self._optimizer.load_state_dict(self._loaded)
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer like it, of which nothing is the other's that loading a state changes."""
+    """Return a copy of the optimizer that shares nothing that loading a state changes."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # they run once, in load
+    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # they run only once, in load
     twin._optimizer_load_state_dict_post_hooks = OrderedDict()
     return twin
 
@@ -121,7 +121,7 @@ def _check_shapes(groups: Any, states: Any) -> None:
 
 
 def _alike(own: Any, value: Any) -> bool:
-    """Whether a saved setting can stand where the optimizer has its own."""
+    """Return whether a saved setting can replace the optimizer's own."""
     if own is None or value is None:
         return True
     if isinstance(own, list | tuple):

@@ -1,4 +1,4 @@
-"""One table of a checkpoint: whether it fits a layer, and its rows into that layer."""
+"""Checks whether a checkpoint's table fits a layer, and loads its rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Chain = Sequence[tuple[Path, Manifest]]
 
 
 class TensorStore(Protocol):
-    """Holds the tensors of a checkpoint in place of a folder's files."""
+    """A storage of tensors that takes the place of a folder's files."""
 
     def file(self, name: str) -> TensorFile:
-        """That of a name in the manifest."""
+        """Return the file of a name in the manifest."""
 
 
 Folder = Path | TensorStore
@@ -36,13 +36,13 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 class TablePlan:
-    """A layer and where its rows are.
+    """A layer and the places of its rows in the checkpoint.
 
-    All keys are looked through at once: they get their rows in a table of their own, which takes
-    21 bytes for each row of the layer's capacity until `load` has copied it.
+    All keys are read on construction: they get their rows in a temporary hash table, which takes 21
+    bytes for each row of the layer's capacity until `load` has copied it.
 
     Raises:
-        CheckpointError: a table that does not fit the layer, or a key that cannot be there.
+        CheckpointError: the table does not fit the layer, or a key is impossible.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -95,7 +95,7 @@ class TablePlan:
         )
 
     def _is_same_place(self) -> bool:
-        """Whether this rank's rows are those of the file of its number, in all parts."""
+        """Return whether this rank's rows are exactly those of its own file, in all parts."""
         layer = self.layer
         return all(
             len(table.shards) == layer.world_size
@@ -108,7 +108,7 @@ class TablePlan:
     def _place_keys(self) -> None:
         """Give the keys of all parts their rows, in the order in which `load` reads them."""
         folder, rows = self._parts[-1][0], self.layer.capacity * self.layer.world_size
-        numbers = torch.empty(0, dtype=torch.bool)  # rows that have come, without a hash table
+        numbers = torch.empty(0, dtype=torch.bool)  # rows read so far, without a hash table
         if self._new_table is None:
             numbers = torch.zeros(rows, dtype=torch.bool)
         for number, (at, part) in enumerate(self._parts):
@@ -128,7 +128,8 @@ class TablePlan:
             if number == 0 and found != count:
                 raise self._wrong_count(at, count, found, "a key is there twice")
         if self._same_place and found != (size := self.table.shards[self.layer.rank].size):
-            # Too many: what has changed is not in the base. Too few: what is new is there already.
+            # With too many keys, changed rows are missing from the base; with too few, new rows are
+            # in it.
             why = "keys are missing in its base"
             if found < size:
                 why += ", or one is there twice"
@@ -142,7 +143,7 @@ class TablePlan:
     def _own_keys(
         self, at: Folder, part: Table, row_bytes: int
     ) -> Iterator[tuple[TensorFile, int, torch.Tensor]]:
-        """Keys of a part, piece by piece, of all files that may have some of this rank."""
+        """Yield keys of a part, piece by piece, from all files that may have this rank's."""
         for shard in [part.shards[self.layer.rank]] if self._same_place else part.shards:
             with opened(at, part, shard.file, shard.rows) as file:
                 for begin, keys in key_pieces(file, shard.rows, row_bytes):
@@ -152,7 +153,7 @@ class TablePlan:
         return keys if self._same_place else keys[self.layer.owned(keys)]
 
     def _check_keys(self, file: TensorFile, begin: int, keys: torch.Tensor) -> None:
-        """Raise unless the layer can be asked for each key, and this rank has it if it must."""
+        """Raise unless each key is valid for the layer, and is this rank's if it must be."""
         layer = self.layer
         least, most, what = -(2**63), 2**63 - 1, ""
         if layer.table is None:
@@ -178,7 +179,7 @@ class TablePlan:
             )
 
     def check_states(self, settings: Mapping[str, Any]) -> None:
-        """Raise unless the optimizer, with these settings of its group, has the states saved."""
+        """Raise unless the optimizer, with these settings of its group, has the saved states."""
         optimizer, saved = self.optimizer, self.table.states
         step = decoded(self.table.settings, {}).get("step", 0)
         if isinstance(step, torch.Tensor) and not isinstance(optimizer, RowOptimizer):
@@ -201,7 +202,7 @@ class TablePlan:
                 )
 
     def load(self) -> None:
-        """Replace the layer's rows, and the optimizer's states of them."""
+        """Replace the layer's rows, and the optimizer's states for them."""
         with self.layer.rows_changing():
             self._load()
 
@@ -241,7 +242,7 @@ class TablePlan:
         return settings
 
     def _fresh_states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """New states of all rows, as of those that no step has touched."""
+        """Return states for all rows as if no step had touched them."""
         weight = self.layer.weight
         if isinstance(optimizer, RowOptimizer):
             group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
@@ -265,7 +266,7 @@ class TablePlan:
         columns: Mapping[str, torch.Tensor],
         first: bool,
     ) -> None:
-        """Read the rows of a piece of keys; ``first``: of the part whose keys came first."""
+        """Load the rows of a piece of keys; ``first`` is true for the first part."""
         layer = self.layer
         mine = None if self._same_place else layer.owned(keys)
         own = keys if mine is None else keys[mine]
@@ -301,19 +302,19 @@ class TablePlan:
 def parts_of(
     links: Sequence[tuple[AnyFolder, Manifest]], name: str
 ) -> list[tuple[AnyFolder, Table]]:
-    """Of a chain, where a table is complete, and what has changed of it since."""
+    """Return a table's complete part and the changes to it, along a chain."""
     parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
     complete = [i for i, (_, table) in enumerate(parts) if table.complete]
     return parts[complete[-1] :]
 
 
 def file_in(folder: Folder, name: str) -> TensorFile:
-    """A file of a checkpoint."""
+    """Open a file of a checkpoint."""
     return TensorFile(folder / name) if isinstance(folder, Path) else folder.file(name)
 
 
 def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
-    """A shard's file, after a look whether it has what the manifest says."""
+    """Open a shard's file after checking that it has what the manifest says."""
     file = file_in(folder, name)
     expected = {"keys": ("int64", (rows,)), "vectors": (table.dtype, (rows, table.dim))}
     expected |= {key: (state.dtype, (rows, *state.shape)) for key, state in table.states.items()}
@@ -329,7 +330,7 @@ def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
 
 
 def key_pieces(file: TensorFile, rows: int, row_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Keys piece by piece, with the number of the first."""
+    """Yield keys piece by piece, with the number of the first of each."""
     step = max(1, PIECE // row_bytes)
     for begin in range(0, rows, step):
         yield begin, file.read("keys", begin, min(step, rows - begin))

@@ -1,4 +1,4 @@
-"""Files by which a process tells others that it is at work in a folder."""
+"""Lock files by which a process shows that it is at work in a folder."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LOCK = ".lock"
 
 
 class Lock:
-    """A file that stays locked until `close`, or until nobody has this object any more.
+    """A file that stays locked until `close`, or until this object is garbage.
 
-    A Python file owns the descriptor: wherever an interrupt comes it is closed, and only once. A
+    A Python file owns the descriptor: it is closed exactly once, wherever an interrupt comes. A
     forked child closes its own, since it may outlive this process.
 
     Args:
-        path: of the file.
-        make: whether to make it if it is not there.
+        path: the file's.
+        make: whether to create a missing file.
 
     Raises:
-        BlockingIOError: another process has locked it, or another object of this one.
+        BlockingIOError: another process, or another object of this process, has locked it.
         OSError: it cannot be opened or locked.
     """
 
@@ -41,7 +41,7 @@ class Lock:
             raise
 
     def is_at(self, path: Path) -> bool:
-        """Whether it is open, and the file that has this path now."""
+        """Return whether it is open, and still the file at this path."""
         if self._file.closed:
             return False
         try:
@@ -50,17 +50,17 @@ class Lock:
             return False
 
     def note(self, text: str) -> None:
-        """Have the file say who holds it."""
+        """Write a text to the file that says who holds it."""
         self._file.truncate(0)
         self._file.write(text.encode())
 
     def close(self) -> None:
-        """Let others lock it."""
+        """Unlock the file."""
         self._file.close()
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-# Locks of folders, one for all of a process, which is one job.
+# Locks of folders, one for all of a process, which counts as one job.
 _of_folders: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 
@@ -73,7 +73,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def lock_folder(folder: Path) -> Lock:
-    """Keep other jobs from writing into a folder, as long as this process has what is returned.
+    """Keep other jobs from writing to a folder for as long as the returned lock lives.
 
     Raises:
         CheckpointError: another job writes there, or the folder cannot be written.
@@ -82,7 +82,7 @@ def lock_folder(folder: Path) -> Lock:
     path = folder / _LOCK
     try:
         while (lock := _of_folders.get(folder)) is None or not lock.is_at(path):
-            # Nobody has asked yet, or the folder was removed and made again.
+            # Not locked yet, or the folder was removed and made again.
             _of_folders[folder] = lock = Lock(path)
             lock.note(f"process {os.getpid()} on {socket.gethostname()}")
     except BlockingIOError:

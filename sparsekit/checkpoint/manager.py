@@ -1,4 +1,4 @@
-"""A folder of checkpoints, made every few steps, of which the newest are kept."""
+"""A folder of checkpoints saved every few steps; only the newest are kept."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .together import Together
 class Checkpoints:
     """Saves into a folder, ``step-000000000100`` and so on, and loads the latest.
 
-    One job at a time writes into a folder, from its first save until `close`, or until this object
-    is gone. What a killed one has left is removed at the next save. A run's first save refuses a
-    folder that has checkpoints of its step or later ones, which this object has neither written
-    nor loaded: they would stay the latest. See `claim`.
+    One job at a time writes to a folder, from its first save until `close`, or until this object is
+    gone. The next save removes what a killed job has left. A run's first save refuses a folder that
+    has checkpoints of its step or later ones, which this object has neither written nor loaded:
+    they would stay the latest. See `claim`.
 
     Args:
         folder: made if need be; on a disk that all ranks share.
         keep: how many of the newest stay; what they follow stays as well.
-        complete_every: one checkpoint in this many has all rows, the others only the rows changed
-            since the one before. 1: all are complete.
+        complete_every: one checkpoint in this many has all rows, the others only those changed
+            since the one before. 1 makes all complete.
         process_group: whose ranks save; None is the default group.
 
     Raises:
-        TypeError, ValueError: a number that is no whole one >= 1.
+        TypeError, ValueError: a number is not an integer >= 1.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Checkpoints:
             "Checkpoints", "complete_every", complete_every, 1, 2**31 - 1
         )
         self._group = process_group
-        self._marks: Marks | None = None  # of the last that was begun: it may not have appeared
+        self._marks: Marks | None = None  # of the last save begun, which may not have appeared
         self._copies = Copies()
         self._background: Background | None = None
         self._lock: Lock | None = None
         self._claimed = False
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, or None; no collective. See `latest`."""
+        """Return the newest whole checkpoint, or None; no collective. See `latest`."""
         return latest(self.folder)
 
     def save(
@@ -76,7 +76,7 @@ class Checkpoints:
         """Save as `sparsekit.checkpoint.save` does; a checkpoint of this step is replaced.
 
         Args:
-            step: >= 0, which names the folder.
+            step: >= 0; names the folder.
             module: as there.
             optimizer: as there.
             state: as there.
@@ -100,19 +100,19 @@ class Checkpoints:
         *,
         state: Mapping[str, Stateful] | None = None,
     ) -> Background:
-        """`save` in the background; the one before is waited for. See `async_save`.
+        """Save in the background, after the save before has finished. See `async_save`.
 
         The memory for copies of tables is kept until `close`.
         """
         background = Background(self._writing(step, module, optimizer, state), self._copies)
-        # Before it begins: an interrupt may leave it at work.
+        # Set before it begins: an interrupt may leave the thread at work.
         self._background = background
         background.begin()
         return background
 
     def wait(self) -> None:
-        """Wait for what is saved in the background, if there is something; a collective."""
-        # Kept until then: an interrupted wait can be made again.
+        """Wait for a background save, if there is one; a collective."""
+        # Cleared only at the end, so that an interrupted wait can be repeated.
         background = self._background
         if background is not None and not background.waited and not background.lost():
             background.wait()
@@ -141,13 +141,13 @@ class Checkpoints:
         return loaded
 
     def claim(self, step: int, module: torch.nn.Module) -> None:
-        """Make the folder that of a run whose first save is of this step or later; a collective.
+        """Claim the folder for a run whose first save is of this step or later; a collective.
 
-        The first save does so by itself. A run that takes long before it should call this.
+        The first save does so by itself. A run that trains for long before it should call this.
 
         Args:
             step: >= 0.
-            module: that will be saved.
+            module: the one that will be saved.
 
         Raises:
             CheckpointError: another job writes into this folder, or it cannot be written; or it has
@@ -180,12 +180,12 @@ class Checkpoints:
             module, target, optimizer, state, step, self._group, self.keep,
             marked=self.complete_every > 1, follows=self._follows(target, module),
         )  # fmt: skip
-        # Those of the one before are overwritten from now on, whatever comes of this one.
+        # This save overwrites the marks of the one before, whether or not it succeeds.
         self._marks = writing.marks
         return writing
 
     def _follows(self, target: Path, module: torch.nn.Module) -> Marks | None:
-        """Marks of the last checkpoint, if it is whole on disk and the next one can follow it."""
+        """Return the last checkpoint's marks, if it is whole and the next can follow it."""
         marks = self._marks
 
         def of_base() -> str:
@@ -206,7 +206,7 @@ class Checkpoints:
         return marks if marks is not None and marks.base.id == base else None
 
     def close(self) -> None:
-        """Let other jobs write into the folder; what is saved in the background is waited for."""
+        """Wait for a background save, then let other jobs write to the folder."""
         self.wait()
         self._copies = Copies()
         self._claimed = False

@@ -1,4 +1,4 @@
-"""The contents list of a checkpoint, ``manifest.json``: written last, checked first."""
+"""The table of contents of a checkpoint, ``manifest.json``: written last, checked first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tensor_file import FileRecord
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-# CRC-32 of the manifest's bytes, in hexadecimal: without it a changed number would go unnoticed.
+# File of the CRC-32 of the manifest's bytes, in hexadecimal: it detects a changed number.
 CHECKSUM = "manifest.crc32"
 DENSE = "dense.safetensors"
 
@@ -24,11 +24,12 @@ class Shard:
     """One rank's part of a table.
 
     Attributes:
-        rank: whose.
+        rank: the one whose part this is.
         file: its name in the folder. It has ``keys`` int64 [rows], ``vectors`` [rows, dim] and
             each state, and may have ``removed`` int64 [n], keys that are gone since the base.
-        rows: in this file.
-        size: of the rank's table then: more than rows in a checkpoint of changes.
+        rows: number of rows in this file.
+        size: rows of the rank's table when it was saved: more than ``rows`` in a checkpoint of
+            changes.
     """
 
     rank: int
@@ -39,11 +40,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class State:
-    """A number, or vector, that an optimizer keeps for each row.
+    """A number or vector that an optimizer keeps for each row.
 
     Attributes:
         dtype: name of its dtype.
-        shape: of one row's: ``[dim]``, or ``[]`` for one number.
+        shape: that of one row's state: ``[dim]``, or ``[]`` for one number.
     """
 
     dtype: str
@@ -58,18 +59,18 @@ class Table:
         layer: the layer's name.
         dim: elements of a vector.
         dtype: name of the vectors' dtype.
-        key_dtype: of the layer's input; keys in files are int64.
+        key_dtype: dtype of the layer's input; keys in files are int64.
         capacity: rows on each rank.
-        hash_table: whether keys are any int64, or row numbers.
+        hash_table: true if any int64 can be a key, false if keys are row numbers.
         placement: ``"hash"`` or ``"modulo"``.
         owners: None where no map places keys, else CRC-32 of the map from virtual shard to rank,
             as 65536 int16.
-        seed: of initial vectors.
-        initializer: of initial vectors, as text.
+        seed: seed of the initial vectors.
+        initializer: text of the initializer.
         optimizer: number of its optimizer, or None.
-        states: name -> what it keeps for each row.
-        settings: what it keeps for the whole table: ``step``.
-        complete: whether all rows are here, or those that changed since the base.
+        states: name -> state that the optimizer keeps for each row.
+        settings: numbers that the optimizer keeps for the whole table: ``step``.
+        complete: true if all rows are here, false if only those changed since the base.
         shards: by rank.
     """
 
@@ -91,13 +92,13 @@ class Table:
 
     @property
     def size(self) -> int:
-        """Rows of all ranks."""
+        """Return the rows of all ranks."""
         return sum(shard.size for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that one of changes follows: a folder beside it, and its id."""
+    """The checkpoint that a checkpoint of changes follows: a folder beside it, and its id."""
 
     folder: str
     id: str
@@ -105,18 +106,18 @@ class Base:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a checkpoint without its tensors.
+    """Everything about a checkpoint except its tensors.
 
     Attributes:
         id: random, 32 hexadecimal digits.
-        step: that the user gave, or None.
-        base: what a checkpoint of changes follows.
+        step: the one that the user gave, or None.
+        base: the checkpoint that a checkpoint of changes follows.
         world_size: ranks that wrote it.
-        tables: by name, that of the layer in the module.
+        tables: by the name of the layer in the module.
         files: name -> size and CRC-32 of every file but the manifest.
         optimizers: kind, settings of groups and dense states of each.
-        ranks: what each rank has of its own: random numbers, and the objects given as state.
-        version: of sparsekit.
+        ranks: each rank's own states: random generators, and the objects given as state.
+        version: version of sparsekit.
     """
 
     id: str
@@ -131,22 +132,22 @@ class Manifest:
 
 
 def new_id() -> str:
-    """A random id."""
+    """Return a random id."""
     return secrets.token_hex(16)
 
 
 def rank_file(rank: int) -> str:
-    """File of what a rank has of its own."""
+    """Return the name of the file of a rank's own states."""
     return f"rank-{rank:04d}.safetensors"
 
 
 def table_file(number: int, rank: int) -> str:
-    """File of a rank's part of a table."""
+    """Return the name of the file of a rank's part of a table."""
     return f"table-{number:04d}-rank-{rank:04d}.safetensors"
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, and have it reach the disk."""
+    """Write a new file and sync it to disk."""
     try:
         with open(path, "xb") as file:
             file.write(content)

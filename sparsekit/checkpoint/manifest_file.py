@@ -1,4 +1,4 @@
-"""Writing and reading of ``manifest.json``, which is checked before anything is made of it."""
+"""Writes and reads ``manifest.json``, which is checked before it is believed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_BYTES = 256 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _MOST_ROWS = 2**40
 ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
-# Names in the files of tables that no state can have; docs/checkpoint_format.md.
+# Column names that no state may have; see docs/checkpoint_format.md.
 _OWN_COLUMNS = {"keys", "vectors", "scores", "removed"}
 
 
@@ -55,7 +55,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{path}: {len(text)} bytes are too many; it has {_MOST_BYTES} at most"
         )
-    _parsed(path, text)  # no checkpoint appears that cannot be read again
+    _parsed(path, text)  # a checkpoint that cannot be read again must not appear
     for name, content in ((MANIFEST, text), (CHECKSUM, b"%08x\n" % zlib.crc32(text))):
         write_small(folder / name, content)
 
@@ -73,7 +73,7 @@ def _values_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_files(path: Path, manifest: Manifest) -> Manifest:
-    """A manifest made of what a storage without files has said, checked as one that was read.
+    """Return a manifest for a storage without files, checked as if read from a file.
 
     Raises:
         CheckpointError: see `read_manifest`.
@@ -83,10 +83,10 @@ def without_files(path: Path, manifest: Manifest) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a manifest and check all that it says before anything is made of it.
+    """Read a manifest and check everything in it.
 
     Raises:
-        CheckpointError: there is none, it is damaged or malicious, or of a newer format.
+        CheckpointError: it is missing, damaged, malicious or of a newer format.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -123,11 +123,11 @@ def _read_small(path: Path, most: int) -> bytes:
 
 
 class _Reader:
-    """Makes a `Manifest` of parsed JSON; whatever is wrong is named with its place.
+    """Makes a `Manifest` of parsed JSON; errors name the place of the fault.
 
     Args:
-        path: for errors.
-        files: whether there are the files that it names.
+        path: the file, for errors.
+        files: whether the files that it names exist.
     """
 
     def __init__(self, path: Path, files: bool = True) -> None:

@@ -34,7 +34,7 @@ from .sources import (
     rows_at_a_time,
 )
 
-# NumPy refuses longer headers as well: Python's parser needs far more memory than the text has.
+# NumPy has the same limit: Python's parser needs far more memory than the text has.
 _MOST_HEADER = 10_000
 _LENGTHS = {1: "<H", 2: "<I", 3: "<I"}
 _DTYPE = re.compile(r"[<>=|]?(?:f[248]|[iu][1248])\Z")
@@ -48,7 +48,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class _Array:
-    """Shape, dtype and order of an array, as its header says."""
+    """Shape, dtype and memory order of an array, from its header."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -60,7 +60,9 @@ class _Array:
 
 
 def npz(path: Path) -> list[ForeignTable]:
-    """``<table>.npz`` with ``vectors`` [rows, dim], and ``keys`` [rows], else row i is key i.
+    """List the tables in ``<table>.npz``.
+
+    A file has ``vectors`` [rows, dim] and perhaps ``keys`` [rows]; else row i is key i.
 
     Args:
         path: a file, or a folder of such files.
@@ -72,7 +74,7 @@ def npz(path: Path) -> list[ForeignTable]:
 
 
 def name_note(table: str) -> bytes:
-    """The comment of an archive, so that the name of its table need not be its file's."""
+    """Return an archive comment that holds the table's name, as the file's may differ."""
     return json.dumps({"table": table}).encode()
 
 
@@ -98,7 +100,7 @@ def _table(path: Path) -> ForeignTable:
     def pieces() -> Pieces:
         step = rows_at_a_time(dim, vectors.dtype.itemsize)
         with contextlib.ExitStack() as stack:
-            # Each array has a file of its own, since both are read side by side.
+            # Each array has its own file object, since both are read side by side.
             of_keys = None if numbered else stack.enter_context(_array(path, "keys", "iu", 1))
             file, array = stack.enter_context(_array(path, "vectors", "f", 2))
             blocks = (_by_columns if array.columns_first else _by_rows)(path, file, array, step)
@@ -114,7 +116,7 @@ def _table(path: Path) -> ForeignTable:
 
 
 def _noted_name(comment: bytes) -> str:
-    """The name that `name_note` has noted; another program's comment has none."""
+    """Return the name that `name_note` wrote; other programs' comments have none."""
     try:
         name = json.loads(comment)["table"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -131,7 +133,7 @@ def _by_rows(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator
 
 
 def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator[np.ndarray]:
-    """Rows of an array that is stored column by column, by way of a temporary file."""
+    """Yield rows of an array stored column by column, by way of a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         left = array.nbytes
         while left:
@@ -152,7 +154,7 @@ def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Genera
 
 @contextlib.contextmanager
 def _archive(path: Path, what: str) -> Iterator[zipfile.ZipFile]:
-    """An opened archive; what is wrong with it is named."""
+    """Open an archive; errors name it."""
     with plain(path) as file:
         try:
             archive = zipfile.ZipFile(file)
@@ -169,7 +171,7 @@ def _archive(path: Path, what: str) -> Iterator[zipfile.ZipFile]:
 
 @contextlib.contextmanager
 def _array(path: Path, name: str, kinds: str, dims: int) -> Iterator[tuple[IO[bytes], _Array]]:
-    """An array of an archive behind its header, and what that says."""
+    """Open an array of an archive, past its header; yield it with what the header says."""
     with _archive(path, name) as archive:
         entry = archive.getinfo(f"{name}.npy")
         if entry.compress_type not in _METHODS:

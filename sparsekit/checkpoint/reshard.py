@@ -1,4 +1,4 @@
-"""A checkpoint made anew for another number of ranks, or a chain as one, from files alone."""
+"""Rewrites a checkpoint, or a whole chain, for another number of ranks, from files alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .tensor_file import (
     plain_file,
 )
 
-# Called with the bytes of each file or piece that has been read.
+# Called with the number of bytes of each file or piece that has been read.
 OnProgress = Callable[[int], None]
 
 
@@ -48,7 +48,7 @@ def verify(path: str | os.PathLike[str], on_progress: OnProgress = lambda _: Non
         The folders, the complete one first.
 
     Raises:
-        CheckpointError: naming the first file that is missing or damaged.
+        CheckpointError: a file is missing or damaged; the message names the first.
     """
     links = chain(resolved(path))
     for folder, manifest in links:
@@ -71,8 +71,8 @@ def reshard(
 ) -> Path:
     """Write a complete checkpoint for some number of ranks, with the rows of a whole chain.
 
-    Keys go to ranks as in a layer with the table's placement and the even map of owners. What ranks
-    have of their own is kept for as many ranks, else all get rank 0's.
+    Keys go to ranks as in a layer with the table's placement and the even map of owners. Ranks keep
+    their own states if their number stays the same, else all get rank 0's.
 
     Args:
         path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
@@ -81,8 +81,7 @@ def reshard(
         on_progress: called with the bytes of each file as it is verified.
 
     Raises:
-        CheckpointError: path is damaged; there is something at out already, or it cannot be
-            written.
+        CheckpointError: path is damaged; out already exists or cannot be written.
         ValueError: world_size is below 1.
     """
     if world_size < 1:
@@ -158,10 +157,11 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 
 
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
-    """A file, a first row, keys from there on, and which of them no newer checkpoint has.
+    """Yield a file, a first row, the keys from there on, and which of them are the latest.
 
-    The newest comes first. Keys of checkpoints of changes are kept, those of a complete one never.
-    To be used in ``with``, or a caller's error would keep the file open for as long as it is known.
+    The newest checkpoint comes first. Keys of checkpoints of changes are kept in memory, those of a
+    complete one never. Use it in ``with``, or a caller's error would keep the file open for as long
+    as its traceback lives.
     """
     return contextlib.closing(_live_pieces(parts))
 
@@ -187,7 +187,7 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
 
 
 def columns_of(table: Table, rows: int) -> list[Column]:
-    """Columns of a table's file with this number of rows, which the caller writes."""
+    """Return the columns of a table's file with this number of rows, for the caller to write."""
     columns = [
         Column("keys", torch.int64, (rows,), list),
         Column("vectors", getattr(torch, table.dtype), (rows, table.dim), list),
@@ -201,7 +201,7 @@ def columns_of(table: Table, rows: int) -> list[Column]:
 class ColumnWriter:
     """A file whose columns grow side by side, each at its place.
 
-    It is open only while it is written to, so that there can be any number of them.
+    The file is open only during a write, so that there can be any number of writers.
     """
 
     def __init__(self, path: Path, columns: list[Column], metadata: Mapping[str, str] = {}) -> None:
@@ -218,7 +218,7 @@ class ColumnWriter:
             _write_at(file, memoryview(header), 0)
 
     def append(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add rows, as many to all columns."""
+        """Append rows, the same number to each column."""
         with self._opened("r+") as file:
             for name, tensor in values.items():
                 if tensor.numel():
@@ -227,7 +227,7 @@ class ColumnWriter:
                     self._ends[name] += tensor.nbytes
 
     def finish(self) -> FileRecord:
-        """Have the file reach the disk, and read it once more for its CRC-32."""
+        """Sync the file to disk, and read it once more for its CRC-32."""
         crc, done = 0, 0
         with self._opened("r+") as file:
             os.fsync(file)

@@ -1,4 +1,4 @@
-"""Saving: each rank writes its part, and what all have written appears at once."""
+"""Saving: each rank writes its part, and the checkpoint appears at once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from .together import Together
 
 
 class CheckpointWriter:
-    """A checkpoint that is being written: its draft, the lock of that, and the marks of its rows.
+    """A checkpoint that is being written: its draft, the draft's lock, and marks of its rows.
 
-    Nothing is on disk before `begin`, after which `end` is to be called whatever comes. Whether
-    there is a checkpoint is what the folder says: an interrupt may come just after it appeared.
+    Nothing is on disk before `begin`, after which the caller must call `end`, also on an error.
+    Only the folder tells whether the checkpoint appeared: an interrupt may come just after.
 
     Args:
         module: see `save`.
@@ -48,13 +48,13 @@ class CheckpointWriter:
         state: see `save`.
         step: see `save`.
         group: see `save`.
-        keep: how many of the checkpoints beside it stay; then it may replace one. None: all stay,
-            and it replaces nothing.
+        keep: how many of the checkpoints beside it stay; it may then replace one. With None all
+            stay, and it replaces nothing.
         marked: whether to keep `marks`.
-        follows: marks of the checkpoint, whole on disk, that this one may have the changes since.
+        follows: marks of a checkpoint, whole on disk, that this one may be based on.
 
     Attributes:
-        marks: of this checkpoint, if it is asked for.
+        marks: the marks of this checkpoint, if ``marked``.
     """
 
     def __init__(
@@ -100,17 +100,17 @@ class CheckpointWriter:
         self.together.on_first(self._what, self.draft.begin)
 
     def end(self) -> None:
-        """Remove what is left of the draft, once it has appeared or will not; no collective."""
+        """Remove the rest of the draft, once it has appeared or never will; no collective."""
         if self.together.rank == 0:
             self.draft.end()
 
     def tell(self) -> None:
-        """Warn of what is in the way of retention."""
+        """Warn of checkpoints that prevent removal of old ones."""
         while self._notices:
             warnings.warn(self._notices.pop(0), stacklevel=4)
 
     def now(self) -> None:
-        """Write and publish; on an error the draft goes, and all ranks raise."""
+        """Write and publish; on an error remove the draft and raise on all ranks."""
         try:
             self.begin()
             self.together.do(self._what, self.write_own)
@@ -120,12 +120,13 @@ class CheckpointWriter:
         self.tell()
 
     def write_own(self) -> None:
-        """Write this rank's files, and a note of them for rank 0."""
+        """Write this rank's files, and a note about them for rank 0."""
         rank, folder = self.together.rank, self.draft.folder
         files: dict[str, FileRecord] = {}
         tables: dict[str, Any] = {}
         for number, shard in enumerate(self.snapshot.shards):
-            # Before they are written: whoever writes to a row meanwhile changes it once more.
+            # Taken before the rows are written: a row written meanwhile counts as changed once
+            # more.
             changed = None if self.marks is None else self.marks.changed(shard)
             complete = shard.name in self._complete
             rows = None if complete else changed
@@ -154,7 +155,7 @@ class CheckpointWriter:
             ) from error
 
     def publish(self) -> None:
-        """On rank 0, once all have written: make the manifest, and have the checkpoint appear."""
+        """Write the manifest and make the checkpoint appear: on rank 0, once all have written."""
         folder = self.draft.folder
         try:
             notes = [
@@ -170,7 +171,7 @@ class CheckpointWriter:
             notes, self.draft.id, self._step, self._base, self.snapshot.optimizers
         )
         write_manifest(folder, manifest)
-        whole_chain(folder)  # as `load` will read it: the base may have gone, or a name be too long
+        whole_chain(folder)  # check what `load` will read: the base may be gone, or a name too long
         self.draft.publish()
         if self._keep is not None:
             self._notices += retain(self.draft.target.parent, self._keep, self.draft.target)
@@ -183,7 +184,7 @@ def manifest_of(
     base: Base | None,
     optimizers: list[dict[str, Any]],
 ) -> Manifest:
-    """A manifest from what each rank says of its part.
+    """Return the manifest that follows from each rank's notes on its part.
 
     Raises:
         CheckpointError: ranks have different tables.
@@ -206,7 +207,7 @@ def manifest_of(
 
 
 def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
-    """A table from what each rank says of it."""
+    """Return a table from the notes of each rank."""
     facts = [dict(note["tables"].get(name, {})) for note in notes]
     shards = tuple(Shard(**each.pop("shard")) for each in facts if each)
     first = facts[0]
@@ -237,11 +238,11 @@ def save(
 
     Every rank writes its part of each table in pieces of a few MB; then the checkpoint appears at
     once, or, after an error or a crash, not at all. With several ranks it is a collective, and path
-    is on a disk that all share. docs/checkpoint_format.md tells what is written.
+    is on a disk that all share. docs/checkpoint_format.md describes the files.
 
     Args:
         module: with sparsekit layers anywhere in it; wrapped by DistributedDataParallel or not.
-        path: folder of the checkpoint, which is made; see `Checkpoints` for a folder of many.
+        path: folder of the checkpoint, to be made; see `Checkpoints` for a folder of many.
         optimizer: one, or several, of the module's parameters.
         state: name -> other objects with ``state_dict`` and ``load_state_dict``: schedulers, a
             `Trainer`, a reader. Each rank's own are saved.
@@ -252,12 +253,12 @@ def save(
         The folder.
 
     Raises:
-        CheckpointError: on all ranks: there is something at path already, the disk is full, a
-            folder is missing or read-only, or the state has something that is no tensor, number or
-            text. Nothing has appeared at path.
-        TypeError, ValueError: step is no such number.
+        CheckpointError: on all ranks: path already exists, the disk is full, a folder is missing or
+            read-only, or the state has something other than tensors, numbers and text. Nothing
+            appears at path.
+        TypeError, ValueError: step is not an integer >= 0.
         ValueError: a table of other ranks than those of process_group.
-        RuntimeError: on meta; or another rank's error.
+        RuntimeError: a layer is on meta; or another rank raised.
     """
     target = Path(path).absolute()
     CheckpointWriter(module, target, optimizer, state, checked_step(step), process_group).now()
@@ -265,5 +266,5 @@ def save(
 
 
 def checked_step(step: int | None) -> int | None:
-    """A step as a manifest can have it."""
+    """Return the step if a manifest can have it; else raise."""
     return None if step is None else check_int("save", "step", step, 0, 2**63 - 1)

@@ -22,7 +22,7 @@ from .tensor_file import Column, carried, check_storable, column_of
 
 # Rows whose keys are in memory at a time while a table is written.
 _KEYS = 1 << 23
-# Buckets of 64 bytes that are looked through at a time.
+# Buckets of 64 bytes scanned at a time.
 _BUCKETS = 1 << 17
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -32,14 +32,14 @@ class Stateful(Protocol):
     """Anything that can be saved beside a module: a scheduler, a `Trainer`, a reader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text, in lists, tuples and dicts."""
+        """Return tensors, numbers and text, in lists, tuples and dicts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over what `state_dict` has returned."""
+        """Load what `state_dict` returned."""
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module within DistributedDataParallel and torch.compile, so that names do not change."""
+    """Return the module inside DistributedDataParallel and torch.compile, to keep its names."""
     while True:
         for inner in ("_orig_mod", "module"):
             wrapper = type(module).__name__ in ("OptimizedModule", "DistributedDataParallel")
@@ -51,24 +51,24 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
-    """Tables by their names in checkpoints; that of a layer alone is ``"table"``."""
+    """Return tables by name; a layer that is itself the module is named ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
 
 
 def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """Optimizers as a list."""
+    """Return the optimizers as a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def owners_crc(owners: torch.Tensor | None) -> int | None:
-    """CRC-32 of the map that places keys; None without one."""
+    """Return the CRC-32 of the map that places keys; None without a map."""
     return None if owners is None else zlib.crc32(owners.cpu().numpy().astype("<i2").tobytes())
 
 
 def dense_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors of a module's state that belong to no table, by their names there."""
+    """Return the tensors of a module's state that belong to no table, by name."""
     prefixes = tuple(f"{name}." if name else "" for name in tables_of(module))
     named = [*module.named_parameters(), *_persistent_buffers(module)]
     dense = {name: tensor.detach() for name, tensor in named if not name.startswith(prefixes)}
@@ -90,16 +90,16 @@ def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
 
 
 class Copies:
-    """Memory of the host for copies, kept for the next save: new memory takes long to get."""
+    """Host memory for copies, reused by the next save: allocating it takes long."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """A copy of the first rows of a tensor; one of that name before is overwritten."""
+        """Copy the first rows of a tensor, over an earlier copy of the same name."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            # Room for all rows costs nothing until they are used.
+            # Memory for all rows costs nothing until it is used.
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._kept[name] = prefer_huge_pages(kept)
         return kept[:rows].copy_(tensor[:rows])
@@ -107,14 +107,14 @@ class Copies:
 
 @dataclass
 class TableShard:
-    """A rank's part of a table as it is to be written.
+    """A rank's part of a table, ready to be written.
 
     Attributes:
-        name: of the table.
-        layer: whose it is.
+        name: the table's.
+        layer: the one that the table belongs to.
         columns: name -> tensor with a row for each of the table's; ``vectors`` is the first.
         size: rows in use.
-        facts: what the manifest says of the table, without its shards.
+        facts: the table's entry in the manifest, without its shards.
     """
 
     name: str
@@ -124,17 +124,18 @@ class TableShard:
     facts: dict[str, Any]
 
     def identity(self) -> tuple[Any, ...]:
-        """Changes whenever rows of before have nothing to do with those of now."""
+        """A value that changes whenever old rows say nothing about new ones."""
         layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
         return layer.table is None, layer.rank, layer.world_size, layer.capacity, tuple(shapes)
 
     def copy_to(self, copies: Copies) -> None:
-        """Have all that is written from now on come from copies."""
+        """Copy the columns; later writes read the copies."""
         wholes: dict[int, torch.Tensor] = {}
         columns = {}
         for name, tensor in self.columns.items():
-            # The states of a row are neighbours: at once they take two thirds of the time.
+            # Copy a row's states together, since they are neighbours: it takes two thirds of the
+            # time.
             whole = _with_neighbours(tensor)
             if id(whole) not in wholes:
                 wholes[id(whole)] = copies.of(f"{self.name}.{name}", whole, self.size)
@@ -153,12 +154,12 @@ class TableShard:
     _buckets: torch.Tensor | None = None
 
     def note(self, rank: int, file: str, rows: int, complete: bool) -> dict[str, Any]:
-        """Describes this rank's part, for `manifest_of`."""
+        """Describe this rank's part, for `manifest_of`."""
         part = {"rank": rank, "file": file, "rows": rows, "size": self.size}
         return {**self.facts, "complete": complete, "shard": part}
 
     def columns_to_write(self, rows: np.ndarray | None) -> list[Column]:
-        """Keys and all else of rows, or of all."""
+        """Return the columns to write: keys, vectors and states of some rows, or of all."""
         count = self.size if rows is None else len(rows)
         keys = Column("keys", torch.int64, (count,), lambda: self._keys(rows))
         others = [
@@ -185,7 +186,7 @@ class TableShard:
 
 
 def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous tensor of whose rows these are parts, or else the tensor itself."""
+    """Return the contiguous tensor that this one is a slice of, or the tensor itself."""
     base = tensor._base
     if base is None or not base.is_contiguous() or base.shape[:1] != tensor.shape[:1]:
         return tensor
@@ -193,7 +194,7 @@ def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:
-    """Keys of rows ``[begin, end)``, int64, with as much memory as these need."""
+    """Return the int64 keys of rows ``[begin, end)``, without memory for any others."""
     keys = np.empty(end - begin, dtype=np.int64)
     found = 0
     for first in range(0, len(buckets), _BUCKETS):
@@ -210,15 +211,15 @@ def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int)
 
 
 class Snapshot:
-    """All that a rank writes, by reference: nothing is copied until it is written.
+    """All that a rank writes, by reference: nothing is copied before it is written.
 
     Args:
         module: with tables anywhere in it.
-        optimizers: of its parameters.
+        optimizers: those of its parameters.
         state: name -> other objects.
 
     Raises:
-        CheckpointError: something that a checkpoint cannot have.
+        CheckpointError: the state has something that cannot be saved.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class Snapshot:
             layer.refuse_meta()
             layer.catch_up()
             if layer.table is not None:
-                layer.weight.follow_keys()  # of states that were loaded and not used so far
+                layer.weight.follow_keys()  # applies states that were loaded and not used yet
         table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
         names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self.optimizers: list[dict[str, Any]] = []
@@ -265,7 +266,7 @@ class Snapshot:
         names: Mapping[torch.Tensor, str],
         tables: Iterable[torch.Tensor],
     ) -> dict[str, Any]:
-        """All but what goes to the tables' files."""
+        """Return an optimizer's entry in the manifest, without the states in tables' files."""
         parameters = parameter_names(optimizer, names)
         state = optimizer.state_dict()
         tables = set(tables)
@@ -289,7 +290,7 @@ class Snapshot:
         }
 
     def copy_to(self, copies: Copies) -> None:
-        """Copy all that may change while another thread writes."""
+        """Copy everything that may change while another thread writes."""
         for shard in self.shards:
             shard.copy_to(copies)
         for tensors in (self.dense, self.own):
@@ -299,7 +300,7 @@ class Snapshot:
 def parameter_names(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """Names of an optimizer's parameters: those of the module, or else numbers."""
+    """Return the names of an optimizer's parameters: those in the module, or else numbers."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {p: names.get(p, f"#{number}") for number, p in enumerate(parameters)}
 
@@ -355,7 +356,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """States of torch's generators: the CPU's, and the current GPU's once it is in use."""
+    """Return states of torch's generators: the CPU's, and the current GPU's once in use."""
     state = {"cpu": torch.random.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -372,7 +373,7 @@ def check_random_state(state: Mapping[str, Any]) -> None:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Set torch's generators as they were; an imported checkpoint says nothing of them."""
+    """Set torch's generators as they were saved; imported checkpoints have no such state."""
     if "cpu" not in state:
         return
     torch.random.set_rng_state(state["cpu"])

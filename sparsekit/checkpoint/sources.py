@@ -1,6 +1,6 @@
 """Tables that other libraries have saved, read piece by piece; nothing in their files is trusted.
 
-SOK's layouts are those that HugeCTR's sparse_operation_kit writes; that of version 2 is in its
+SOK is HugeCTR's sparse_operation_kit; the layout of its version 2 is defined in its
 ``dump_load.py``.
 """
 
@@ -29,7 +29,7 @@ _MOST_TABLES = 1 << 16
 MOST_DIM = 2**24
 _VECTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
-# Keys int64 [n] with vectors [n, dim].
+# Keys int64 [n] and their vectors [n, dim].
 Pieces = Generator[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -38,13 +38,13 @@ class ForeignTable:
     """A table of another library.
 
     Attributes:
-        name: of the table.
-        dtype: of vectors as they will be here.
+        name: the table's.
+        dtype: that of the vectors once imported.
         dim: elements of a vector.
-        rows: how many there are.
+        rows: number of rows.
         path: the file, for errors.
-        pieces: yields int64 keys ``[n]`` with vectors ``[n, dim]``, as often as it is called.
-        left: what of the table is left behind, or an empty text.
+        pieces: yields int64 keys ``[n]`` with vectors ``[n, dim]``; may be called repeatedly.
+        left: the parts of the table that are not imported, as text; may be empty.
         distinct: whether keys are the numbers of rows, so that none can come twice.
     """
 
@@ -59,28 +59,28 @@ class ForeignTable:
 
 
 def rows_at_a_time(dim: int, itemsize: int) -> int:
-    """Number of rows in a piece."""
-    return max(1, PIECE // (8 + dim * itemsize))  # with their keys
+    """Return the number of rows in a piece."""
+    return max(1, PIECE // (8 + dim * itemsize))  # a row with its key
 
 
 def as_keys(keys: np.ndarray) -> torch.Tensor:
-    """Keys as int64; unsigned ones of 64 bits keep their bits."""
+    """Convert keys to int64; unsigned 64-bit keys keep their bits."""
     return torch.from_numpy(keys.astype(np.int64))
 
 
 def as_vectors(values: np.ndarray) -> torch.Tensor:
-    """Vectors in the order of bytes and of rows that torch has; float16 becomes float32."""
+    """Convert vectors to torch's byte order and row order; float16 becomes float32."""
     dtype = np.dtype(np.float32) if values.itemsize < 4 else values.dtype.newbyteorder("=")
     return torch.from_numpy(values.astype(dtype, order="C"))
 
 
 def here(dtype: np.dtype[Any]) -> torch.dtype:
-    """The dtype that `as_vectors` gives vectors."""
+    """Return the dtype of the vectors that `as_vectors` returns."""
     return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
 def plain(path: Path) -> BinaryIO:
-    """A plain file, opened to read."""
+    """Open a plain file for reading."""
     return io.BufferedReader(plain_file(path))
 
 
@@ -90,10 +90,10 @@ def _size(path: Path) -> int:
 
 
 def exactly(file: Any, count: int, path: Path) -> bytes:
-    """The next bytes of a file.
+    """Read exactly this number of bytes.
 
     Raises:
-        CheckpointError: it has fewer, or cannot be read.
+        CheckpointError: the file has fewer, or cannot be read.
     """
     try:
         content: bytes = file.read(count)
@@ -108,7 +108,7 @@ def _raw_pieces(
     keys_path: Path, key_dtype: np.dtype[Any], values_path: Path, dtype: np.dtype[Any],
     dim: int, rows: int, head: int,
 ) -> Pieces:  # fmt: skip
-    """Reads two files of raw numbers, whose heads are skipped."""
+    """Read two files of raw numbers, after their headers."""
     step = rows_at_a_time(dim, dtype.itemsize)
     with plain(keys_path) as keys, plain(values_path) as values:
         keys.seek(head)
@@ -122,13 +122,13 @@ def _raw_pieces(
 
 
 def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
-    """``<variable>_keys.file`` and ``<variable>_values.file`` (float32), for each variable.
+    """List variables in ``<variable>_keys.file`` and ``<variable>_values.file`` (float32).
 
-    They say neither the width of keys nor that of vectors, so the dim must be known; keys of 4
-    bytes are uint32.
+    The files give neither the width of keys nor that of vectors, so the dim must be known; 4-byte
+    keys are uint32.
 
     Args:
-        path: folder of the files.
+        path: their folder.
         dims: variable -> dim; ``""`` is that of all others.
     """
     found = []
@@ -161,10 +161,10 @@ def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
 
 
 def sok2(path: Path) -> list[ForeignTable]:
-    """``meta_info``, with ``<table>-key`` and ``<table>-weight`` for each table.
+    """List tables in ``meta_info``, with ``<table>-key`` and ``<table>-weight`` for each.
 
     Args:
-        path: folder of the files.
+        path: their folder.
     """
     meta = path / "meta_info"
     with plain(meta) as file:
@@ -224,24 +224,24 @@ def _sok2_table(
     def pieces() -> Pieces:
         return _raw_pieces(keys_path, key_dtype, values_path, dtype, dim, rows, _SOK2_HEAD)
 
-    begins = f"{stem}-{optimizer}-"  # no pattern: the text may be anything
+    begins = f"{stem}-{optimizer}-"  # not a pattern, since the name may have any characters
     states = sorted(each for each in os.listdir(path) if each.startswith(begins))
     left = f"states of {optimizer}: {', '.join(states)}" if states else ""
     return ForeignTable(re.sub(r":0\Z", "", name), here(dtype), dim, rows, keys_path, pieces, left)
 
 
 def torchrec(path: Path) -> list[ForeignTable]:
-    """A state of an EmbeddingBagCollection or EmbeddingCollection, saved by ``torch.save``.
+    """List tables of an EmbeddingBagCollection or EmbeddingCollection saved by ``torch.save``.
 
     Row i of a table is key i. Only tensors are read from the pickle.
 
     Args:
         path: the file.
     """
-    _size(path)  # which refuses links, and says if there is none
+    _size(path)  # refuses links and missing files
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises what its pickle, zip or file raises
+    except Exception as error:  # torch raises any error of pickle, zip or file
         text = str(error).splitlines()[0][:200] if str(error) else repr(error)
         raise CheckpointError(
             f"{path}: is no state dict of plain tensors: {text}; save a sharded model's state "

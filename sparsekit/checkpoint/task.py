@@ -1,11 +1,11 @@
-"""A function in a thread of its own, which no interrupt loses."""
+"""A function in its own thread, which no interrupt can lose."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-# Seconds after which a wait looks again, should another one that was interrupted hold the latch.
+# Seconds between looks during a wait, in case an interrupted wait holds the latch.
 _LOOK = 1.0
 
 
@@ -18,21 +18,21 @@ class Task:
     the end is a flag, set before the latch is opened.
 
     Args:
-        function: what to call; it must not raise.
-        name: of the thread.
-        daemon: whether Python may end while it runs.
+        function: called once; it must not raise.
+        name: the thread's.
+        daemon: whether Python may exit while it runs.
     """
 
     def __init__(self, function: Callable[[], None], name: str, daemon: bool = False) -> None:
         self._function: Callable[[], None] | None = function
-        self._first: dict[str, str] = {}  # setdefault is one step
+        self._first: dict[str, str] = {}  # its setdefault is atomic
         self._started = self._ended = False
         self._latch = threading.Lock()
         self._latch.acquire()
         self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
 
     def start(self) -> None:
-        """Start the thread; where that fails or is interrupted, `cancel` tells what it came to."""
+        """Start the thread; if that fails or is interrupted, `cancel` tells the outcome."""
         self._thread.start()
         self._started = True
 
@@ -40,14 +40,14 @@ class Task:
         """Keep the function from being called if `start` has not returned.
 
         Returns:
-            Whether it never will be: it may have begun already.
+            True if it will never be called; False if it may have begun.
         """
         return not self._started and self._first.setdefault("is", "nobody") == "nobody"
 
     def _run(self) -> None:
         if self._first.setdefault("is", "thread") != "thread":
             return
-        function, self._function = self._function, None  # which may know this task
+        function, self._function = self._function, None  # free it, as it may refer to this task
         try:
             if function is not None:
                 function()
@@ -57,11 +57,11 @@ class Task:
             self._latch.release()
 
     def done(self) -> bool:
-        """Whether the function has returned, or will never be called."""
+        """Return whether the function has returned or will never be called."""
         return self._ended or self._first.get("is") == "nobody"
 
     def wait(self) -> None:
-        """Wait until `done`; an interrupted wait can be made again."""
+        """Wait until `done`; an interrupted wait can be repeated."""
         self.cancel()
         while not self.done():
             if self._latch.acquire(timeout=_LOOK):

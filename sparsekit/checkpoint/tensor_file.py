@@ -1,8 +1,8 @@
 """Files of tensors in the safetensors layout, written and read piece by piece.
 
-A file is a little-endian uint64, the length of the header; the header, JSON of name to dtype, shape
-and place of each tensor; and the tensors' bytes, one behind the other.
-See https://huggingface.co/docs/safetensors for the layout.
+A file has a little-endian uint64, the length of the header; the header, which maps each tensor's
+name to dtype, shape and place in JSON; and the tensors' bytes, one after the other. See
+https://huggingface.co/docs/safetensors for the layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from ..errors import CheckpointError
 from .checksum import Summed
 
-# Bytes that are in memory at a time of each tensor.
+# Bytes of each tensor in memory at a time.
 PIECE = 8 << 20
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # A header lists the states of one table, or the dense parameters of a model.
@@ -51,7 +51,7 @@ _CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-# NumPy has no bfloat16, and this module only carries bytes.
+# NumPy has no bfloat16, and this module only moves bytes.
 _CARRIED: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -62,7 +62,7 @@ _CARRIED: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor to write: what it is, and what yields its bytes from first to last."""
+    """A tensor to write: its description, and a function that yields its bytes in order."""
 
     name: str
     dtype: torch.dtype
@@ -77,14 +77,14 @@ class Column:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as the manifest lists it: its size in bytes, and CRC-32 of all of them."""
+    """A file as the manifest lists it: its size in bytes and its CRC-32."""
 
     bytes: int
     crc32: int
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError, which names the tensor, unless a file can have it."""
+    """Raise CheckpointError, naming the tensor, unless a file can hold it."""
     if tensor.layout != torch.strided or hasattr(tensor, "device_mesh"):
         kind = str(tensor.layout).removeprefix("torch.")
         kind = "a distributed tensor" if kind == "strided" else f"a tensor that is {kind}"
@@ -99,12 +99,12 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 
 
 def rows_per_piece(row_bytes: int) -> int:
-    """Number of rows in a piece."""
+    """Return the number of rows in a piece."""
     return max(1, PIECE // max(row_bytes, 1))
 
 
 def carried(tensor: torch.Tensor) -> np.ndarray:
-    """A CPU tensor's bytes as unsigned integers of its width, in its shape; shares memory."""
+    """View a CPU tensor's bytes as unsigned integers of the same width and shape."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     array: np.ndarray = tensor.view(same).numpy()
@@ -112,7 +112,7 @@ def carried(tensor: torch.Tensor) -> np.ndarray:
 
 
 def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -> Column:
-    """A tensor, or some of its rows (rising numbers), as a column."""
+    """Return a tensor, or some of its rows (rising numbers), as a column."""
     count = (len(tensor) if tensor.dim() else 1) if rows is None else len(rows)
     shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
     table = tensor.reshape(1) if not tensor.dim() else tensor
@@ -133,7 +133,7 @@ def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -
 
 
 def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file of these columns."""
+    """Return the first bytes of a file of these columns."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for column in columns:
@@ -149,7 +149,7 @@ def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
 
 
 def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {}) -> FileRecord:
-    """Write a file and have it reach the disk.
+    """Write a file and sync it to disk.
 
     Raises:
         CheckpointError: the file cannot be written, or a tensor yielded more or less than its size.
@@ -175,7 +175,7 @@ def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor is in a file; begin counts from the start of the file."""
+    """The place of a tensor in a file; begin counts from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -183,13 +183,13 @@ class Place:
 
 
 class TensorFile:
-    """A file of tensors, of which rows are read; nothing in it is trusted.
+    """A file of tensors that is read by rows; nothing in it is trusted.
 
     Args:
         path: a plain file; a link is refused.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such file.
+        CheckpointError: the file cannot be read, or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -235,7 +235,7 @@ class TensorFile:
         return places
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """Rows ``[first, first + count)`` of a tensor, or all of it."""
+        """Read rows ``[first, first + count)`` of a tensor, or all of it."""
         place = self.places[name]
         row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
         if count is None:
@@ -278,10 +278,10 @@ def _place(entry: Any, begin: int) -> Place:
 
 
 def plain_file(path: Path) -> io.FileIO:
-    """A file to read that is a plain one; it is closed as soon as nobody has it.
+    """Open a plain file for reading; it closes with its last reference.
 
     Raises:
-        CheckpointError: it is a link, or something else, or cannot be read.
+        CheckpointError: the path is a link or no plain file, or cannot be read.
     """
     try:
         kind = os.lstat(path).st_mode
@@ -289,7 +289,7 @@ def plain_file(path: Path) -> io.FileIO:
             raise CheckpointError(f"{path}: cannot be read: it is a link")
         if not stat.S_ISREG(kind):
             raise CheckpointError(f"{path}: is no plain file")
-        # In one step for Python: an interrupt in between would leak the number.
+        # Open in one step of Python: an interrupt in between would leak the descriptor.
         return next(map(io.FileIO, map(os.open, [path], [_TO_READ])))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: the file is missing") from None
@@ -298,10 +298,10 @@ def plain_file(path: Path) -> io.FileIO:
 
 
 def check_sum(path: Path, expected: FileRecord) -> None:
-    """Read a whole file and compare it with what was written.
+    """Read a whole file and compare it with its record.
 
     Raises:
-        CheckpointError: it is missing, no plain file, or has other bytes.
+        CheckpointError: the file is missing, no plain file, or has other bytes.
     """
     try:
         with plain_file(path) as file:
@@ -320,7 +320,7 @@ def check_sum(path: Path, expected: FileRecord) -> None:
 
 
 def check_size(path: Path, file: io.FileIO, expected: FileRecord) -> None:
-    """Raise CheckpointError unless a file is as long as it was."""
+    """Raise CheckpointError unless a file has its recorded size."""
     size = os.fstat(file.fileno()).st_size
     if size != expected.bytes:
         raise CheckpointError(

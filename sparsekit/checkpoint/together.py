@@ -1,4 +1,4 @@
-"""Ranks that save or load together: all succeed, or all raise."""
+"""Ranks that save or load together: either all succeed or all raise."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Together:
     """The ranks of a process group.
 
     Args:
-        module: whose device decides how they talk.
-        group: None is torch.distributed's default group.
+        module: its device decides how the ranks communicate.
+        group: None means torch.distributed's default group.
     """
 
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
         tensor = next(module.parameters(), torch.empty(0))
-        # A purpose of its own: a background save must not get between the lookups of layers.
+        # A separate purpose: a background save must not get between the lookups of layers.
         self._exchange = exchange_of(group, tensor.device, "checkpoints")
         self.rank = self._exchange.rank if self._exchange else 0
         self.world_size = self._exchange.world_size if self._exchange else 1
@@ -44,25 +44,25 @@ class Together:
                 )
 
     def do(self, what: str, make: Callable[[], T]) -> T:
-        """Call a function on each rank; what it raises on one, all raise."""
+        """Call a function on each rank; if one raises, all raise."""
         if self._exchange is None:
             return make()
         made = attempt(make)
         error = made if isinstance(made, Exception) else None
-        # A path may be no UTF-8.
+        # A path may not be UTF-8.
         titled = f"checkpoint: {what}".encode(errors="backslashreplace").decode()
         self._exchange.agree(titled, error)
         return cast(T, made)
 
     def on_first(self, what: str, make: Callable[[], None]) -> None:
-        """Call a function on rank 0; what it raises, all raise."""
+        """Call a function on rank 0; if it raises, all raise."""
         self.do(what, make if self.rank == 0 else lambda: None)
 
     def text_of_first(self, what: str, make: Callable[[], str]) -> str:
-        """The result of a function on rank 0: a path, or any text, of at most 4096 bytes.
+        """Return the result of a function on rank 0: a text of at most 4096 bytes.
 
         Raises:
-            CheckpointError: it is longer.
+            CheckpointError: the text is longer.
         """
         if self._exchange is None:
             return make()
@@ -81,7 +81,7 @@ class Together:
         return os.fsdecode(bytes(shared.cpu().numpy()).rstrip(b"\0"))
 
     def union(self, names: set[str]) -> Callable[[str], bool]:
-        """Whether a name is in the set of any rank; seldom true of one that is in none."""
+        """Return a test whether any rank's set has a name; false positives are rare."""
         if self._exchange is None:
             return names.__contains__
         slots = torch.zeros(_SLOTS, dtype=torch.int32)
