@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from ..ops.embedding_bag import COMBINERS
-from ..ops.embedding_bag import _checked as _embedding_bag
+from ..ops.embedding_bag import _pool as _embedding_bag
 from .request import LazyRequests, Request, one_by_one
 
 

@@ -1,4 +1,4 @@
-"""Arguments and checks that the ops on many tables share.
+"""Arguments that the ops on many tables share, and what they must be.
 
 **Sources** are two lists of the same length: ``keys``, int64 or int32 ``[n]`` each, and
 ``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. Offsets without elements make
@@ -32,13 +32,14 @@ a table are contiguous. A tensor with one element per entry is as long as all ke
 elements beyond the last entry are undefined.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, check_tensor, explain
+from ._checks import KEY_DTYPES, ROW_DTYPES
+from ._op import Of
 from .embedding_bag import COMBINERS
 
 
@@ -57,85 +58,34 @@ class FeatureColumn(IntEnum):
 
 
 GROUP_COMBINERS = {**COMBINERS, "none": 3}
-SAMPLE_WEIGHT_DTYPES = (torch.float32, torch.float64)
 
 Tensors = Sequence[torch.Tensor]
 
-
-class GroupOp:
-    """An op on many tables, which comes before the checks that say more; see `CheckedOp`."""
-
-    def __init__(self, op: Callable[..., Any], check: Callable[..., None]) -> None:
-        self._op = op
-        # The op itself, without the way through Python.
-        self._builtin = getattr(op, "op", op)
-        self._check = check
-
-    def __call__(self, *args: Any) -> Any:
-        """Call the op, past autograd: none of them is differentiable."""
-        if torch.compiler.is_compiling():
-            self._check(*args)
-            return self._op(*args)
-        try:
-            with torch._C._AutoDispatchBelowAutograd():
-                return self._builtin(*args)
-        except Exception as refusal:
-            explain(refusal, self._check, *args)
-
-
-def check_lists(
-    op: str, lists: Mapping[str, tuple[Tensors, Sequence[torch.dtype], int | None]]
-) -> None:
-    """Raise TypeError or ValueError for a tensor with a wrong dtype or number of dimensions."""
-    for name, (tensors, dtypes, dim) in lists.items():
-        for i, tensor in enumerate(tensors):
-            any_dim = tensor.dim() if isinstance(tensor, torch.Tensor) else 0
-            check_tensor(op, f"{name}[{i}]", tensor, dtypes, any_dim if dim is None else dim)
-
-
-def check_devices(op: str, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Raise ValueError when the tensors are not all on one device."""
-    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise ValueError(f"{op}: all tensors must be on one device, got {sorted(devices)}")
-
-
-def check_descriptor(
-    op: str, name: str, matrix: torch.Tensor, dtype: torch.dtype, dim: int = 2
-) -> None:
-    """Raise unless the matrix is of that dtype, and on the CPU, where all descriptors lie."""
-    check_tensor(op, name, matrix, (dtype,), dim)
-    if matrix.device.type != "cpu":
-        raise ValueError(
-            f"{op}: all tensors must be on one device but {name}, which must be on the CPU; it is "
-            f"on {matrix.device}"
-        )
-
-
-def check_numbers(
-    op: str,
-    index: torch.Tensor,
-    rows: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    key_starts: torch.Tensor | None,
-) -> None:
-    """Raise TypeError or ValueError for what is not as an op that finds rows has returned it."""
-    check_tensor(op, "index", index, (torch.int32,), 1)
-    if rows is not None:
-        check_tensor(op, "rows", rows, (torch.int32,), 1)
-    if counts is not None:
-        check_tensor(op, "counts", counts, (torch.int64,), 1)
-    check_tensor(op, "bags", bags, (torch.int32,), 1)
-    if key_starts is not None:
-        check_tensor(op, "key_starts", key_starts, (torch.int64,), 1)
-    check_descriptor(op, "features", features, torch.int64)
-
-
-def sources(keys: Tensors, offsets: Tensors) -> dict[str, tuple[Tensors, Any, int]]:
-    """Lists of sources, for `check_lists`."""
-    return {"keys": (keys, KEY_DTYPES, 1), "offsets": (offsets, KEY_DTYPES, 1)}
+_INT64 = (torch.int64,)
+_INT32 = (torch.int32,)
+# What the arguments of all ops on many tables must be: a name means the same in each of them.
+TENSORS = {
+    "features": Of(_INT64, 2, on_cpu=True),
+    "tables": Of(_INT64, 2, on_cpu=True),
+    "initializers": Of((torch.float64,), 2, on_cpu=True),
+    "come": Of(_INT64, 3, on_cpu=True),
+    "keys": Of(KEY_DTYPES, 1),
+    "offsets": Of(KEY_DTYPES, 1),
+    "sample_weights": Of((torch.float32, torch.float64), 1),
+    "buckets": Of(_INT64, 2),
+    "hash_seeds": Of(_INT64, 1),
+    "sizes": Of(_INT64, 1),
+    "seeds": Of(_INT64, 1),
+    "weights": Of(ROW_DTYPES, 2),
+    "grads": Of(ROW_DTYPES, None),
+    "owners": Of((torch.int16,), 1),
+    "places": Of(_INT32, 1),
+    "index": Of(_INT32, 1),
+    "rows": Of(_INT32, 1),
+    "counts": Of(_INT64, 1),
+    "bags": Of(_INT32, 1),
+    "key_starts": Of(_INT64, 1),
+}
 
 
 def split_by_table(

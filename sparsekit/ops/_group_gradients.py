@@ -1,101 +1,17 @@
 """Gradients of the rows of many tables, from those of bags, and optimizers' steps with them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ._checks import ROW_DTYPES, signed_64
-from ._group import (
-    SAMPLE_WEIGHT_DTYPES,
-    GroupOp,
-    Tensors,
-    check_devices,
-    check_lists,
-    check_numbers,
-)
+from ._checks import signed_64
+from ._group import TENSORS, Tensors
+from ._op import Op
 
-
-def _check_backward(
-    grads: Tensors,
-    dims: Sequence[int],
-    index: torch.Tensor,
-    rows: torch.Tensor | None,
-    counts: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    divisor: int = 1,
-    deterministic: bool = True,
-) -> None:
-    op = "group_embedding_bag_backward"
-    lists = {
-        "grads": (grads, ROW_DTYPES, None),
-        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
-    }
-    check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, key_starts)
-    check_devices(op, [index, rows, counts, bags, key_starts, *grads, *sample_weights])
-
-
-def _check_backward_at(
-    out: torch.Tensor,
-    row_strides: Sequence[int],
-    grads: Tensors,
-    dims: Sequence[int],
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    deterministic: bool = True,
-) -> None:
-    op = "group_embedding_bag_backward_at_"
-    lists = {
-        "grads": (grads, ROW_DTYPES, None),
-        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
-    }
-    check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, key_starts)
-    check_devices(op, [out, index, rows, counts, bags, key_starts, *grads, *sample_weights])
-
-
-def _check_update(
-    grads: Tensors,
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    weights: Tensors,
-    states: Tensors,
-    row_steps: Tensors,
-    steps: Tensors,
-    *rest: Any,
-) -> None:
-    op = "group_embedding_bag_update_"
-    lists = {
-        "grads": (grads, ROW_DTYPES, None),
-        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
-        "weights": (weights, ROW_DTYPES, 2),
-    }
-    check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, key_starts)
-    lists_of_all = [*grads, *sample_weights, *weights, *states, *row_steps, *steps]
-    check_devices(op, [index, rows, counts, bags, key_starts, *lists_of_all])
-
-
-_backward = GroupOp(torch.ops.sparsekit.group_embedding_bag_backward.default, _check_backward)
-_backward_at = GroupOp(
-    torch.ops.sparsekit.group_embedding_bag_backward_at_.default, _check_backward_at
-)
-_update = GroupOp(torch.ops.sparsekit.group_embedding_bag_update_.default, _check_update)
+_backward = Op("group_embedding_bag_backward", TENSORS)
+_backward_at = Op("group_embedding_bag_backward_at_", TENSORS)
+_update = Op("group_embedding_bag_update_", TENSORS)
 
 
 def group_embedding_bag_backward(
@@ -138,18 +54,9 @@ def group_embedding_bag_backward(
         IndexError: an element of index that is not below its table's count, or a negative row.
     """
     return _backward(
-        grads,
-        dims,
-        index,
-        rows,
-        counts,
-        bags,
-        features,
-        sample_weights,
-        key_starts,
-        divisor,
+        grads, dims, index, rows, counts, bags, features, sample_weights, key_starts, divisor,
         deterministic,
-    )
+    )  # fmt: skip
 
 
 def group_embedding_bag_backward_at_(
@@ -194,19 +101,9 @@ def group_embedding_bag_backward_at_(
             would not lie within out; on the CPU nothing has been written then, on CUDA the others.
     """
     _backward_at(
-        out,
-        row_strides,
-        grads,
-        dims,
-        index,
-        rows,
-        counts,
-        bags,
-        features,
-        sample_weights,
-        key_starts,
-        deterministic,
-    )
+        out, row_strides, grads, dims, index, rows, counts, bags, features, sample_weights,
+        key_starts, deterministic,
+    )  # fmt: skip
     increment_version(out)
 
 
@@ -265,45 +162,18 @@ def group_embedding_bag_update_(
         IndexError: an element of index that is not below its table's count, or a row that its table
             does not have; on the CPU nothing has been changed, on CUDA the other rows may have.
     """
+    rounding = None if rounding_seed is None else signed_64(rounding_seed)
     _update(
-        grads,
-        index,
-        rows,
-        counts,
-        bags,
-        features,
-        sample_weights,
-        key_starts,
-        weights,
-        states,
-        row_steps,
-        steps,
-        rule,
-        settings,
-        divisor,
-        per_row,
-        None if rounding_seed is None else signed_64(rounding_seed),
-        count_steps,
-        deterministic,
-    )
+        grads, index, rows, counts, bags, features, sample_weights, key_starts, weights, states,
+        row_steps, steps, rule, settings, divisor, per_row, rounding, count_steps, deterministic,
+    )  # fmt: skip
     increment_version(weights)
 
 
-@torch.library.register_fake("sparsekit::group_embedding_bag_backward")
+@_backward.fake
 def _(
-    grads: Tensors,
-    dims: Sequence[int],
-    index: torch.Tensor,
-    rows: torch.Tensor | None,
-    counts: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    divisor: int = 1,
-    deterministic: bool = True,
+    grads: Tensors, index: torch.Tensor, rows: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_backward(grads, dims, index, rows, counts, bags, features, sample_weights, key_starts)
     context = torch.library.get_ctx()
     num_rows = 0 if rows is None else context.new_dynamic_size()
     like = grads[0] if grads else index
@@ -313,69 +183,11 @@ def _(
     )
 
 
-@torch.library.register_fake("sparsekit::group_embedding_bag_backward_at_")
-def _(
-    out: torch.Tensor,
-    row_strides: Sequence[int],
-    grads: Tensors,
-    dims: Sequence[int],
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    deterministic: bool = True,
-) -> None:
-    _check_backward_at(
-        out,
-        row_strides,
-        grads,
-        dims,
-        index,
-        rows,
-        counts,
-        bags,
-        features,
-        sample_weights,
-        key_starts,
-    )
+@_backward_at.fake
+def _() -> None:
+    return None
 
 
-@torch.library.register_fake("sparsekit::group_embedding_bag_update_")
-def _(
-    grads: Tensors,
-    index: torch.Tensor,
-    rows: torch.Tensor,
-    counts: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    weights: Tensors,
-    states: Tensors,
-    row_steps: Tensors,
-    steps: Tensors,
-    rule: str,
-    settings: Sequence[float],
-    divisor: int = 1,
-    per_row: bool = False,
-    rounding_seed: int | None = None,
-    count_steps: bool = False,
-    deterministic: bool = True,
-) -> None:
-    _check_update(
-        grads,
-        index,
-        rows,
-        counts,
-        bags,
-        features,
-        sample_weights,
-        key_starts,
-        weights,
-        states,
-        row_steps,
-        steps,
-    )
+@_update.fake
+def _() -> None:
+    return None

@@ -5,30 +5,27 @@ from typing import Any
 import torch
 
 from ..errors import check_int
-from ._checks import KEY_DTYPES, CheckedOp, check_same_device, check_tensor
+from ._checks import KEY_DTYPES
+from ._op import Of, Op
 
 MAX_WORLD_SIZE = 2048
 # Entries of a map from virtual shards to ranks.
 VIRTUAL_SHARDS = 65536
 
 
-class _Bucketize(CheckedOp):
-    """The op, whose last tensors may be absent."""
-
-    def check(self, *args: Any) -> None:
-        """See `CheckedOp`; args are those of the op."""
-        keys, _, owners, num_keys = (*args, None, None)[:4]
-        super().check(keys)
-        if owners is not None:
-            check_tensor("bucketize", "owners", owners, (torch.int16,), 1)
-            if len(owners) != VIRTUAL_SHARDS:
-                raise ValueError(
-                    f"bucketize: owners must have {VIRTUAL_SHARDS} elements, got {len(owners)}"
-                )
-        check_same_device("bucketize", keys=keys, owners=owners, num_keys=num_keys)
+class _Bucketize(Op):
+    def check(self, *args: Any, **named: Any) -> dict[str, Any]:
+        """See `Op`."""
+        named = super().check(*args, **named)
+        owners = named["owners"]
+        if owners is not None and len(owners) != VIRTUAL_SHARDS:
+            raise ValueError(
+                f"bucketize: owners must have {VIRTUAL_SHARDS} elements, got {len(owners)}"
+            )
+        return named
 
 
-_checked = _Bucketize(torch.ops.sparsekit.bucketize.default, keys=(KEY_DTYPES, 1))
+_bucketize = _Bucketize("bucketize", {"keys": Of(KEY_DTYPES, 1), "owners": Of((torch.int16,), 1)})
 
 
 def bucketize(
@@ -57,17 +54,11 @@ def bucketize(
             owners gives a key to something that is no rank.
     """
     world_size = check_int("bucketize", "world_size", world_size, 1, MAX_WORLD_SIZE)
-    return _checked(keys, world_size, owners)
+    return _bucketize(keys, world_size, owners)
 
 
-@torch.library.register_fake("sparsekit::bucketize")
-def _(
-    keys: torch.Tensor,
-    world_size: int,
-    owners: torch.Tensor | None = None,
-    num_keys: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _checked.check(keys, world_size, owners, num_keys)
+@_bucketize.fake
+def _(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     counts = keys.new_empty([world_size], dtype=torch.int64)
     permutation = keys.new_empty(keys.shape, dtype=torch.int64)
     return keys.new_empty(keys.shape), counts, permutation

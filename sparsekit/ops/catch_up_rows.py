@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ._checks import ROW_DTYPES, check_same_device, check_tensor
+from ._checks import ROW_DTYPES
+from ._op import Of, Op
 
-_op = torch.ops.sparsekit.catch_up_rows_.default
+_catch_up = Op("catch_up_rows_", {"weight": Of(ROW_DTYPES, 2)})
 
 
 def catch_up_rows_(
@@ -45,33 +46,10 @@ def catch_up_rows_(
         IndexError: a row that is not below num_rows; on the CPU nothing has been changed,
             on CUDA the other rows have.
     """
-    _check(weight, states, row_step, rows, numbers)
-    _op(weight, states, row_step, rows, numbers, first_step, rule, settings)
+    _catch_up(weight, states, row_step, rows, numbers, first_step, rule, settings)
     torch.autograd.graph.increment_version(weight)  # as in update_rows_
 
 
-def _check(
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    row_step: torch.Tensor,
-    rows: torch.Tensor | None,
-    numbers: torch.Tensor,
-) -> None:
-    op = "catch_up_rows_"
-    check_tensor(op, "weight", weight, ROW_DTYPES, 2)
-    named = {f"states[{k}]": state for k, state in enumerate(states)}
-    check_same_device(op, weight=weight, **named, row_step=row_step, rows=rows, numbers=numbers)
-
-
-@torch.library.register_fake("sparsekit::catch_up_rows_")
-def _(
-    weight: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    row_step: torch.Tensor,
-    rows: torch.Tensor | None,
-    numbers: torch.Tensor,
-    first_step: int,
-    rule: str,
-    settings: Sequence[float],
-) -> None:
-    _check(weight, states, row_step, rows, numbers)
+@_catch_up.fake
+def _() -> None:
+    return None

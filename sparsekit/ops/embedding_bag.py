@@ -4,22 +4,20 @@ from typing import Any
 
 import torch
 
-from ._checks import (
-    KEY_DTYPES,
-    ROW_DTYPES,
-    CheckedOp,
-    accumulate_dtype,
-    check_same_device,
-    check_tensor,
-)
+from ._checks import FLOATING, KEY_DTYPES, ROW_DTYPES, accumulate_dtype, check_tensor
+from ._op import Of, Op
 
 COMBINERS = {"sum": 0, "mean": 1, "sqrtn": 2}
 
-_ops = torch.ops.sparsekit
-_op = _ops.embedding_bag.default
-_checked = CheckedOp(
-    _op, gradient=True, weight=(ROW_DTYPES, 2), rows=(KEY_DTYPES, 1), offsets=(KEY_DTYPES, 1)
-)
+_TENSORS = {
+    "weight": Of(ROW_DTYPES, 2),
+    "rows": Of(KEY_DTYPES, 1),
+    "offsets": Of(KEY_DTYPES, 1),
+    "sample_weights": Of((torch.float32, torch.float64), 1),
+}
+_pool = Op("embedding_bag", _TENSORS, gradient=True)
+_pool_backward = Op("embedding_bag_backward", {})
+_pool_backward_sample_weights = Op("embedding_bag_backward_sample_weights", {})
 
 
 def check_combiner(name: str, combiner: str) -> None:
@@ -69,53 +67,24 @@ def embedding_bag(
     name = "embedding_bag"
     check_combiner(name, combiner)
     if sample_weights is not None:
-        _checked.check(weight, rows, offsets)
-        check_tensor(name, "sample_weights", sample_weights, (*ROW_DTYPES, torch.float16), 1)
-        check_same_device(name, weight=weight, sample_weights=sample_weights)
+        check_tensor(name, "sample_weights", sample_weights, FLOATING, 1)
+        _pool.check(weight, rows, offsets)
         sample_weights = sample_weights.to(accumulate_dtype(weight.dtype))
-    return _checked(weight, rows, offsets, COMBINERS[combiner], sample_weights)
+    return _pool(weight, rows, offsets, COMBINERS[combiner], sample_weights)
 
 
-@torch.library.register_fake("sparsekit::embedding_bag")
-def _(
-    weight: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    combiner: int,
-    sample_weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    _checked.check(weight, rows, offsets)
-    check_same_device("embedding_bag", weight=weight, sample_weights=sample_weights)
+@_pool.fake
+def _(weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     return weight.new_empty([offsets.shape[0] - 1, weight.shape[1]])
 
 
-@torch.library.register_fake("sparsekit::embedding_bag_backward")
-def _(
-    grad: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    combiner: int,
-    sample_weights: torch.Tensor | None,
-    num_rows: int,
-    deterministic: bool = True,
-) -> torch.Tensor:
-    op = "embedding_bag_backward"
-    check_same_device(op, grad=grad, rows=rows, offsets=offsets, sample_weights=sample_weights)
+@_pool_backward.fake
+def _(grad: torch.Tensor, num_rows: int) -> torch.Tensor:
     return grad.new_empty([num_rows, grad.shape[1]])
 
 
-@torch.library.register_fake("sparsekit::embedding_bag_backward_sample_weights")
-def _(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    rows: torch.Tensor,
-    offsets: torch.Tensor,
-    combiner: int,
-    sample_weights: torch.Tensor,
-) -> torch.Tensor:
-    op = "embedding_bag_backward_sample_weights"
-    named = {"weight": weight, "rows": rows, "offsets": offsets, "sample_weights": sample_weights}
-    check_same_device(op, grad=grad, **named)
+@_pool_backward_sample_weights.fake
+def _(sample_weights: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(sample_weights)
 
 
@@ -134,11 +103,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     grad_weight = grad_sample_weights = None
     if ctx.needs_input_grad[0]:
         deterministic = torch.are_deterministic_algorithms_enabled()
-        grad_weight = _ops.embedding_bag_backward.default(
+        grad_weight = _pool_backward.op(
             grad, rows, offsets, ctx.combiner, sample_weights, ctx.num_rows, deterministic
         )
     if weight is not None:
-        grad_sample_weights = _ops.embedding_bag_backward_sample_weights.default(
+        grad_sample_weights = _pool_backward_sample_weights.op(
             grad, weight, rows, offsets, ctx.combiner, sample_weights
         )
     return grad_weight, None, None, None, grad_sample_weights
@@ -158,7 +127,7 @@ def _backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | Non
         _no_second_derivative(ctx, grad)
     # The gradient is linear in what it came from, and the pooling is its transpose.
     rows, offsets, sample_weights = ctx.saved_tensors
-    grad_grad = _op(grad, rows, offsets, ctx.combiner, sample_weights)
+    grad_grad = _pool.op(grad, rows, offsets, ctx.combiner, sample_weights)
     return grad_grad, None, None, None, None, None, None
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, CheckedOp
+from ._checks import KEY_DTYPES, ROW_DTYPES
+from ._op import Of, Op
 
-_op = torch.ops.sparsekit.gather_rows.default
-_checked = CheckedOp(_op, gradient=True, table=(ROW_DTYPES, 2), rows=(KEY_DTYPES, 1))
+_gather = Op("gather_rows", {"table": Of(ROW_DTYPES, 2), "rows": Of(KEY_DTYPES, 1)}, gradient=True)
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -28,12 +28,11 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         ValueError: a wrong shape.
         IndexError: a row >= num_rows; the message has its position.
     """
-    return _checked(table, rows)
+    return _gather(table, rows)
 
 
-@torch.library.register_fake("sparsekit::gather_rows")
+@_gather.fake
 def _(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    _checked.check(table, rows)
     return table.new_empty([rows.shape[0], table.shape[1]])
 
 

@@ -1,58 +1,26 @@
 """Keys of many tables on their way to the ranks that own them, and the vectors that come back."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..errors import check_int
-from ._checks import check_tensor
-from ._group import (
-    GroupOp,
-    Tensors,
-    bags_like,
-    check_descriptor,
-    check_devices,
-    check_lists,
-    length_of,
-    sources,
-)
+from ._group import TENSORS, Tensors, bags_like, length_of
+from ._op import Op
 from .bucketize import MAX_WORLD_SIZE
 
 
-def _check_bucketize(
-    owners: Tensors,
-    maps: Sequence[int],
-    ends: Sequence[int],
-    keys: Tensors,
-    offsets: Tensors,
-    features: torch.Tensor,
-    world_size: int,
-    distinct: bool = True,
-) -> None:
-    op = "group_bucketize"
-    check_lists(op, {"owners": (owners, (torch.int16,), 1), **sources(keys, offsets)})
-    check_descriptor(op, "features", features, torch.int64)
-    check_int(op, "world_size", world_size, 1, MAX_WORLD_SIZE)
-    check_devices(op, [*owners, *keys, *offsets])
+class _Bucketize(Op):
+    def check(self, *args: Any, **named: Any) -> dict[str, Any]:
+        """See `Op`."""
+        named = super().check(*args, **named)
+        check_int("group_bucketize", "world_size", named["world_size"], 1, MAX_WORLD_SIZE)
+        return named
 
 
-def _check_exchange_rows(
-    places: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    come: torch.Tensor,
-    steps: Sequence[int],
-) -> None:
-    op = "group_exchange_rows"
-    check_tensor(op, "places", places, (torch.int32,), 1)
-    check_tensor(op, "bags", bags, (torch.int32,), 1)
-    check_descriptor(op, "features", features, torch.int64)
-    check_descriptor(op, "come", come, torch.int64, 3)
-    check_devices(op, [places, bags])
-
-
-_bucketize = GroupOp(torch.ops.sparsekit.group_bucketize.default, _check_bucketize)
-_exchange_rows = GroupOp(torch.ops.sparsekit.group_exchange_rows.default, _check_exchange_rows)
+_bucketize = _Bucketize("group_bucketize", TENSORS)
+_exchange_rows = Op("group_exchange_rows", TENSORS)
 
 
 def group_bucketize(
@@ -144,18 +112,15 @@ def group_exchange_rows(
     return rows
 
 
-@torch.library.register_fake("sparsekit::group_bucketize")
+@_bucketize.fake
 def _(
     owners: Tensors,
     maps: Sequence[int],
-    ends: Sequence[int],
     keys: Tensors,
     offsets: Tensors,
     features: torch.Tensor,
     world_size: int,
-    distinct: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    _check_bucketize(owners, maps, ends, keys, offsets, features, world_size, distinct)
     like = keys[0] if keys else owners[0] if owners else features
     entries, tables = length_of(keys), len(maps)
     by_owner = like.new_empty([entries], dtype=torch.int64)
@@ -166,13 +131,6 @@ def _(
     return (by_owner, counts, numbers, inverse, places, *bags)
 
 
-@torch.library.register_fake("sparsekit::group_exchange_rows")
-def _(
-    places: torch.Tensor,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    come: torch.Tensor,
-    steps: Sequence[int],
-) -> torch.Tensor:
-    _check_exchange_rows(places, bags, features, come, steps)
+@_exchange_rows.fake
+def _(places: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(places, memory_format=torch.contiguous_format)

@@ -3,48 +3,11 @@
 import torch
 from torch.autograd.graph import increment_version
 
-from ._checks import KEY_DTYPES, ROW_DTYPES
-from ._group import (
-    SAMPLE_WEIGHT_DTYPES,
-    GroupOp,
-    Tensors,
-    check_descriptor,
-    check_devices,
-    check_lists,
-    check_numbers,
-)
+from ._group import TENSORS, Tensors
+from ._op import Op
 
-
-def _check_pool(
-    outs: Tensors,
-    weights: Tensors,
-    index: torch.Tensor,
-    rows: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    keys: Tensors,
-    seeds: Tensors,
-    initializers: torch.Tensor | None,
-) -> None:
-    op = "group_embedding_bag_"
-    lists = {
-        "weights": (weights, ROW_DTYPES, 2),
-        "sample_weights": (sample_weights, SAMPLE_WEIGHT_DTYPES, 1),
-        "keys": (keys, KEY_DTYPES, 1),
-        "seeds": (seeds, (torch.int64,), 1),
-    }
-    check_lists(op, lists)
-    check_numbers(op, index, rows, counts, bags, features, key_starts)
-    if initializers is not None:
-        check_descriptor(op, "initializers", initializers, torch.float64)
-    lists_of_all = [*outs, *weights, *sample_weights, *keys, *seeds]
-    check_devices(op, [index, rows, counts, bags, key_starts, *lists_of_all])
-
-
-_pool = GroupOp(torch.ops.sparsekit.group_embedding_bag_.default, _check_pool)
+_out = Op("group_embedding_bag_out", {})
+_pool = Op("group_embedding_bag_", TENSORS)
 
 
 def group_embedding_bag_(
@@ -92,53 +55,17 @@ def group_embedding_bag_(
         IndexError: an index or a row out of range; outs is then undefined.
     """
     _pool(
-        outs,
-        weights,
-        index,
-        rows,
-        counts,
-        bags,
-        features,
-        sample_weights,
-        key_starts,
-        keys,
-        seeds,
+        outs, weights, index, rows, counts, bags, features, sample_weights, key_starts, keys, seeds,
         initializers,
-    )
+    )  # fmt: skip
     increment_version(outs)
 
 
-@torch.library.register_fake("sparsekit::group_embedding_bag_out")
+@_out.fake
 def _(like: torch.Tensor, num_elements: int) -> torch.Tensor:
     return like.new_empty([num_elements])
 
 
-@torch.library.register_fake("sparsekit::group_embedding_bag_")
-def _(
-    outs: Tensors,
-    weights: Tensors,
-    index: torch.Tensor,
-    rows: torch.Tensor | None,
-    counts: torch.Tensor | None,
-    bags: torch.Tensor,
-    features: torch.Tensor,
-    sample_weights: Tensors,
-    key_starts: torch.Tensor | None,
-    keys: Tensors,
-    seeds: Tensors,
-    initializers: torch.Tensor | None,
-) -> None:
-    _check_pool(
-        outs,
-        weights,
-        index,
-        rows,
-        counts,
-        bags,
-        features,
-        sample_weights,
-        key_starts,
-        keys,
-        seeds,
-        initializers,
-    )
+@_pool.fake
+def _() -> None:
+    return None

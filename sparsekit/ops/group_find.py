@@ -2,66 +2,11 @@
 
 import torch
 
-from ._checks import ROW_DTYPES
-from ._group import (
-    GroupOp,
-    Tensors,
-    bags_like,
-    check_descriptor,
-    check_devices,
-    check_lists,
-    length_of,
-    sources,
-)
+from ._group import TENSORS, Tensors, bags_like, length_of
+from ._op import Op
 
-_WORDS = ((torch.int64,), 1)
-
-
-def _check_find(
-    buckets: Tensors,
-    hash_seeds: Tensors,
-    tables: torch.Tensor,
-    keys: Tensors,
-    offsets: Tensors,
-    features: torch.Tensor,
-) -> None:
-    op = "group_find"
-    hash_tables = {"buckets": (buckets, (torch.int64,), 2), "hash_seeds": (hash_seeds, *_WORDS)}
-    check_lists(op, {**hash_tables, **sources(keys, offsets)})
-    check_descriptor(op, "tables", tables, torch.int64)
-    check_descriptor(op, "features", features, torch.int64)
-    check_devices(op, [*buckets, *hash_seeds, *keys, *offsets])
-
-
-def _check_find_or_insert(
-    buckets: Tensors,
-    hash_seeds: Tensors,
-    sizes: Tensors,
-    weights: Tensors,
-    seeds: Tensors,
-    tables: torch.Tensor,
-    initializers: torch.Tensor,
-    keys: Tensors,
-    offsets: Tensors,
-    features: torch.Tensor,
-) -> None:
-    op = "group_find_or_insert_"
-    lists = {
-        "buckets": (buckets, (torch.int64,), 2),
-        "hash_seeds": (hash_seeds, *_WORDS),
-        "sizes": (sizes, *_WORDS),
-        "weights": (weights, ROW_DTYPES, 2),
-        "seeds": (seeds, *_WORDS),
-    }
-    check_lists(op, {**lists, **sources(keys, offsets)})
-    check_descriptor(op, "tables", tables, torch.int64)
-    check_descriptor(op, "initializers", initializers, torch.float64)
-    check_descriptor(op, "features", features, torch.int64)
-    check_devices(op, [*buckets, *hash_seeds, *sizes, *weights, *seeds, *keys, *offsets])
-
-
-_find = GroupOp(torch.ops.sparsekit.group_find.default, _check_find)
-_find_or_insert = GroupOp(torch.ops.sparsekit.group_find_or_insert_.default, _check_find_or_insert)
+_find = Op("group_find", TENSORS)
+_find_or_insert = Op("group_find_or_insert_", TENSORS)
 
 
 def group_find(
@@ -153,37 +98,15 @@ def group_find_or_insert_(
     )
 
 
-@torch.library.register_fake("sparsekit::group_find")
-def _(
-    buckets: Tensors,
-    hash_seeds: Tensors,
-    tables: torch.Tensor,
-    keys: Tensors,
-    offsets: Tensors,
-    features: torch.Tensor,
-) -> Tensors:
-    _check_find(buckets, hash_seeds, tables, keys, offsets, features)
+@_find.fake
+def _(keys: Tensors, offsets: Tensors, features: torch.Tensor) -> Tensors:
     like = keys[0] if keys else features
     rows = like.new_empty([length_of(keys)], dtype=torch.int32)
     return (rows, *bags_like(like, keys, offsets, features))
 
 
-@torch.library.register_fake("sparsekit::group_find_or_insert_")
-def _(
-    buckets: Tensors,
-    hash_seeds: Tensors,
-    sizes: Tensors,
-    weights: Tensors,
-    seeds: Tensors,
-    tables: torch.Tensor,
-    initializers: torch.Tensor,
-    keys: Tensors,
-    offsets: Tensors,
-    features: torch.Tensor,
-) -> Tensors:
-    _check_find_or_insert(
-        buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features
-    )
+@_find_or_insert.fake
+def _(tables: torch.Tensor, keys: Tensors, offsets: Tensors, features: torch.Tensor) -> Tensors:
     like = keys[0] if keys else features
     rows, inverse = (like.new_empty([length_of(keys)], dtype=torch.int32) for _ in range(2))
     counts = like.new_empty([tables.shape[0]], dtype=torch.int64)

@@ -4,8 +4,9 @@ import torch
 
 from ..errors import check_int
 from ._checks import check_tensor
+from ._op import Of, Op
 
-_op = torch.ops.sparsekit.hash_integers.default
+_hash = Op("hash_integers", {"values": Of((torch.int64,), 1)})
 INTEGER_DTYPES = (
     torch.int64,
     torch.int32,
@@ -37,10 +38,9 @@ def hash_integers(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
     is_unsigned = values.dtype == torch.uint64
     # Two dtypes of which the bits are the same: torch converts neither to the other on all devices.
     wide = values.view(torch.int64) if is_unsigned else values.to(torch.int64)
-    return _op(wide, is_unsigned, seed - 2**64 if seed >= 2**63 else seed)
+    return _hash(wide, is_unsigned, seed - 2**64 if seed >= 2**63 else seed)
 
 
-@torch.library.register_fake("sparsekit::hash_integers")
-def _(values: torch.Tensor, is_unsigned: bool, seed: int) -> torch.Tensor:
-    check_tensor("hash_integers", "values", values, (torch.int64,), 1)
+@_hash.fake
+def _(values: torch.Tensor) -> torch.Tensor:
     return values.new_empty(values.shape)

@@ -9,30 +9,24 @@ int64 ``[1]``, the number of rows in use.
 import torch
 from torch.autograd.graph import increment_version
 
-from ._checks import KEY_DTYPES, CheckedOp, check_same_device, check_tensor
+from ._checks import KEY_DTYPES
+from ._op import Of, Op
 
 SLOTS_PER_BUCKET = 5
-_ops = torch.ops.sparsekit
-_clear = _ops.hash_table_clear_.default
-_find = CheckedOp(
-    _ops.hash_table_find.default,
-    buckets=((torch.int64,), 2),
-    hash_seed=((torch.int64,), 1),
-    keys=(KEY_DTYPES, 1),
-)
-_find_or_insert = CheckedOp(
-    _ops.hash_table_find_or_insert_.default,
-    buckets=((torch.int64,), 2),
-    hash_seed=((torch.int64,), 1),
-    size=((torch.int64,), 1),
-    keys=(KEY_DTYPES, 1),
-)
-_keys = _ops.hash_table_keys.default
+_TENSORS = {
+    "buckets": Of((torch.int64,), 2),
+    "hash_seed": Of((torch.int64,), 1),
+    "size": Of((torch.int64,), 1),
+    "keys": Of(KEY_DTYPES, 1),
+}
+_clear = Op("hash_table_clear_", _TENSORS)
+_find = Op("hash_table_find", _TENSORS)
+_find_or_insert = Op("hash_table_find_or_insert_", _TENSORS)
+_keys = Op("hash_table_keys", _TENSORS)
 
 
 def hash_table_clear_(buckets: torch.Tensor) -> None:
     """Empty all buckets, in place."""
-    check_tensor("hash_table_clear_", "buckets", buckets, (torch.int64,), 2)
     _clear(buckets)
     increment_version(buckets)
 
@@ -100,44 +94,24 @@ def hash_table_keys(
         ValueError: the table is damaged: it does not have exactly one key for each row, the counts
             are not those of its keys, or hash_seed is not that of the buckets.
     """
-    check_tensor("hash_table_keys", "buckets", buckets, (torch.int64,), 2)
-    check_tensor("hash_table_keys", "hash_seed", hash_seed, (torch.int64,), 1)
-    check_tensor("hash_table_keys", "size", size, (torch.int64,), 1)
     return _keys(buckets, hash_seed, size)
 
 
-@torch.library.register_fake("sparsekit::hash_table_clear_")
-def _(buckets: torch.Tensor) -> None:
+@_clear.fake
+def _() -> None:
     return None
 
 
-@torch.library.register_fake("sparsekit::hash_table_find")
-def _(
-    buckets: torch.Tensor,
-    hash_seed: torch.Tensor,
-    keys: torch.Tensor,
-    num_keys: torch.Tensor | None = None,
-) -> torch.Tensor:
-    _find.check(buckets, hash_seed, keys)
-    check_same_device("hash_table_find", buckets=buckets, num_keys=num_keys)
+@_find.fake
+def _(keys: torch.Tensor) -> torch.Tensor:
     return keys.new_empty(keys.shape, dtype=torch.int64)
 
 
-@torch.library.register_fake("sparsekit::hash_table_find_or_insert_")
-def _(
-    buckets: torch.Tensor,
-    hash_seed: torch.Tensor,
-    size: torch.Tensor,
-    keys: torch.Tensor,
-    capacity: int,
-    num_keys: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _find_or_insert.check(buckets, hash_seed, size, keys)
-    check_same_device("hash_table_find_or_insert_", buckets=buckets, num_keys=num_keys)
+@_find_or_insert.fake
+def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty([2], dtype=torch.int64)
 
 
-@torch.library.register_fake("sparsekit::hash_table_keys")
-def _(buckets: torch.Tensor, hash_seed: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    check_same_device("hash_table_keys", buckets=buckets, hash_seed=hash_seed, size=size)
+@_keys.fake
+def _(buckets: torch.Tensor) -> torch.Tensor:
     return buckets.new_empty([torch.library.get_ctx().new_dynamic_size()])

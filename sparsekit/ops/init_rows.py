@@ -2,11 +2,12 @@
 
 import torch
 
-from ._checks import ROW_DTYPES, check_same_device, check_tensor, signed_64
+from ._checks import ROW_DTYPES, signed_64
+from ._op import Of, Op
 
 DISTRIBUTIONS = {"constant": 0, "uniform": 1, "normal": 2}
 
-_op = torch.ops.sparsekit.init_rows_.default
+_init = Op("init_rows_", {"out": Of(ROW_DTYPES, 2), "keys": Of((torch.int64,), 1)})
 
 
 def init_rows_(
@@ -44,26 +45,14 @@ def init_rows_(
             another argument.
         IndexError: a row >= num_rows; the message has its position.
     """
-    check_tensor("init_rows_", "out", out, ROW_DTYPES, 2)
-    check_tensor("init_rows_", "keys", keys, (torch.int64,), 1)
-    check_same_device("init_rows_", out=out, keys=keys, rows=rows, status=status)
     if distribution not in DISTRIBUTIONS:
         raise ValueError(
             f"init_rows_: distribution must be one of {list(DISTRIBUTIONS)}, got {distribution!r}"
         )
-    _op(out, keys, rows, status, signed_64(seed), DISTRIBUTIONS[distribution], a, b)
+    _init(out, keys, rows, status, signed_64(seed), DISTRIBUTIONS[distribution], a, b)
     torch.autograd.graph.increment_version(out)
 
 
-@torch.library.register_fake("sparsekit::init_rows_")
-def _(
-    out: torch.Tensor,
-    keys: torch.Tensor,
-    rows: torch.Tensor | None,
-    status: torch.Tensor | None,
-    seed: int,
-    distribution: int,
-    a: float,
-    b: float,
-) -> None:
-    check_same_device("init_rows_", out=out, keys=keys, rows=rows, status=status)
+@_init.fake
+def _() -> None:
+    return None

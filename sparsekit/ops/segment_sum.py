@@ -5,11 +5,15 @@ from typing import Any
 
 import torch
 
-from ._checks import KEY_DTYPES, ROW_DTYPES, CheckedOp
-from .gather_rows import _op as _gather_rows
+from ._checks import KEY_DTYPES, ROW_DTYPES
+from ._op import Of, Op
 
-_op = torch.ops.sparsekit.unsorted_segment_sum.default
-_checked = CheckedOp(_op, gradient=True, data=(ROW_DTYPES, 2), segment_ids=(KEY_DTYPES, 1))
+_sum = Op(
+    "unsorted_segment_sum",
+    {"data": Of(ROW_DTYPES, 2), "segment_ids": Of(KEY_DTYPES, 1)},
+    gradient=True,
+)
+_gather_rows = torch.ops.sparsekit.gather_rows.default
 
 
 def unsorted_segment_sum(
@@ -33,14 +37,11 @@ def unsorted_segment_sum(
         IndexError: an id >= num_segments; the message has its position.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _checked(data, segment_ids, operator.index(num_segments), deterministic)
+    return _sum(data, segment_ids, operator.index(num_segments), deterministic)
 
 
-@torch.library.register_fake("sparsekit::unsorted_segment_sum")
-def _(
-    data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int, deterministic: bool = True
-) -> torch.Tensor:
-    _checked.check(data, segment_ids)
+@_sum.fake
+def _(data: torch.Tensor, num_segments: int) -> torch.Tensor:
     return data.new_empty([num_segments, data.shape[1]])
 
 

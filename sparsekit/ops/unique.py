@@ -2,9 +2,12 @@
 
 import torch
 
-from ._checks import KEY_DTYPES, CheckedOp, check_same_device
+from ._checks import KEY_DTYPES
+from ._op import Of, Op
 
-_checked = CheckedOp(torch.ops.sparsekit.unique.default, keys=(KEY_DTYPES, 1))
+_KEYS = {"keys": Of(KEY_DTYPES, 1)}
+_unique = Op("unique", _KEYS)
+_unique_padded = Op("unique_padded", _KEYS)
 
 
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -23,22 +26,18 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
         TypeError: keys is not an int64 or int32 tensor.
         ValueError: keys is not 1-D.
     """
-    return _checked(keys)
+    return _unique(keys)
 
 
-@torch.library.register_fake("sparsekit::unique")
+@_unique.fake
 def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _checked.check(keys)
     num_unique = torch.library.get_ctx().new_dynamic_size()
     inverse = keys.new_empty(keys.shape, dtype=torch.int64)
     counts = keys.new_empty([num_unique], dtype=torch.int64)
     return keys.new_empty([num_unique]), inverse, counts
 
 
-@torch.library.register_fake("sparsekit::unique_padded")
-def _(
-    keys: torch.Tensor, num_keys: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    check_same_device("unique_padded", keys=keys, num_keys=num_keys)
+@_unique_padded.fake
+def _(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     inverse, counts = (keys.new_empty(keys.shape, dtype=torch.int64) for _ in range(2))
     return torch.empty_like(keys), inverse, counts, keys.new_empty([1], dtype=torch.int64)

@@ -1,14 +1,41 @@
 """One fused optimizer step over rows; `sparsekit.optim` has the optimizers."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from ._checks import ROW_DTYPES, check_same_device, check_tensor, explain, signed_64
+from ._checks import ROW_DTYPES, check_same_device, check_tensor, signed_64
+from ._op import Op
 
 Tensors = Sequence[torch.Tensor]
 
-_op = torch.ops.sparsekit.update_rows_.default
+
+class _UpdateRows(Op):
+    def check(self, *args: Any, **named: Any) -> dict[str, Any]:
+        """See `Op`; an error names the table, where there are several, and no list."""
+        named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
+        op, weights, states = "update_rows_", named["weights"], named["states"]
+        if not weights:
+            raise ValueError(f"{op}: there is no weight")
+        width = len(states) // len(weights)
+        lists = {"row_step": "row_steps", "rows": "rows", "grad": "grads", "step": "steps"}
+        for i, weight in enumerate(weights):
+            of_table = op if len(weights) == 1 else f"{op}: table {i}"
+            check_tensor(of_table, "weight", weight, ROW_DTYPES, 2)
+            tensors = {
+                f"states[{k}]": state for k, state in enumerate(states[i * width : (i + 1) * width])
+            }
+            for name, argument in lists.items():
+                tensors |= {name: named[argument][i]} if i < len(named[argument]) else {}
+            check_same_device(of_table, weight=weight, **tensors, num_grads=named["num_grads"])
+            check_same_device(
+                op, **{"weight of table 0": weights[0], f"weight of table {i}": weight}
+            )
+        return named
+
+
+_update = _UpdateRows("update_rows_", {})
 
 
 def update_rows_(
@@ -82,12 +109,11 @@ def update_rows_(
     """
     tables = [_listed(argument) for argument in (weight, row_step, rows, grad, step)]
     weights, row_steps, all_rows, grads, steps = tables
-    arguments = weights, states, row_steps, all_rows, grads, steps
     seed = None if rounding_seed is None else signed_64(rounding_seed)
-    try:
-        _op(*arguments, rule, settings, per_row, seed, count_steps)
-    except Exception as refusal:
-        explain(refusal, _check, *arguments)
+    _update(
+        weights, states, row_steps, all_rows, grads, steps, rule, settings, per_row, seed,
+        count_steps,
+    )  # fmt: skip
     # Ops outside of torch do not count as a change by themselves; without this, a backward that
     # saved the old weight would use the new one in silence.
     torch.autograd.graph.increment_version(weights)
@@ -100,46 +126,6 @@ def _listed(argument: torch.Tensor | Tensors | None) -> Tensors:
     return (argument,) if isinstance(argument, torch.Tensor) else argument
 
 
-def _check(
-    weights: Tensors,
-    states: Tensors,
-    row_steps: Tensors,
-    rows: Tensors,
-    grads: Tensors,
-    steps: Tensors,
-    num_grads: torch.Tensor | None = None,
-) -> None:
-    """Raise what the op refuses too, in clearer words."""
-    op, count = "update_rows_", len(weights)
-    if count == 0:
-        raise ValueError(f"{op}: there is no weight")
-    width = len(states) // count
-    for i, weight in enumerate(weights):
-        of_table = op if count == 1 else f"{op}: table {i}"
-        check_tensor(of_table, "weight", weight, ROW_DTYPES, 2)
-        named: dict[str, torch.Tensor | None] = {}
-        for k, state in enumerate(states[i * width : (i + 1) * width]):
-            named[f"states[{k}]"] = state
-        lists = {"row_step": row_steps, "rows": rows, "grad": grads, "step": steps}
-        named |= {name: list_[i] for name, list_ in lists.items() if i < len(list_)}
-        check_same_device(of_table, weight=weight, **named, num_grads=num_grads)
-        check_same_device(op, **{"weight of table 0": weights[0], f"weight of table {i}": weight})
-
-
-@torch.library.register_fake("sparsekit::update_rows_")
-def _(
-    weights: Tensors,
-    states: Tensors,
-    row_steps: Tensors,
-    rows: Tensors,
-    grads: Tensors,
-    steps: Tensors,
-    rule: str,
-    settings: Sequence[float],
-    per_row: bool = False,
-    rounding_seed: int | None = None,
-    count_steps: bool = False,
-    num_grads: torch.Tensor | None = None,
-) -> None:
-    # Also what torch calls for real tensors when one argument is on the meta device.
-    _check(weights, states, row_steps, rows, grads, steps, num_grads)
+@_update.fake
+def _() -> None:
+    return None

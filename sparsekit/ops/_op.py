@@ -1,0 +1,110 @@
+"""An op as its file declares it: what its tensors must be, its checks, its call and its fake."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from ._checks import check_same_device, check_tensor
+
+
+class Of(NamedTuple):
+    """What a tensor must be, or each tensor of a list."""
+
+    dtypes: Sequence[torch.dtype]
+    dim: int | None  # None: any
+    # A descriptor lies on the CPU, whatever the device of the other tensors.
+    on_cpu: bool = False
+
+
+class Op:
+    """An op of the namespace sparsekit, which is called before the checks of its arguments.
+
+    It refuses all that they refuse, in fewer words, before it changes anything; to check first
+    takes longer than a small op itself. They come first where no kernel runs, which is while
+    torch.compile traces, and in the op's fake.
+
+    Args:
+        name: of the op.
+        tensors: name of an argument -> what it must be. There may be more than the op has. Tensors
+            that are not among them must be on the device of the others, and no more.
+        gradient: whether it has one.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Of], *, gradient: bool = False) -> None:
+        self.op = getattr(torch.ops.sparsekit, name).default
+        # The op itself, without the way through Python.
+        self._builtin = getattr(self.op, "op", self.op)
+        self._name, self._gradient = name, gradient
+        arguments = self.op._schema.arguments
+        self._defaults = {each.name: each.default_value for each in arguments}
+        names = [each.name for each in arguments if "Tensor" in str(each.type)]
+        self._tensors = {each: tensors.get(each) for each in names}
+
+    def check(self, *args: Any, **named: Any) -> dict[str, Any]:
+        """All arguments by name; TypeError or ValueError for a tensor that the op does not take."""
+        named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
+        placed = {}
+        for argument, of in self._tensors.items():
+            for name, tensor in _listed(argument, named[argument]):
+                if of is not None:
+                    check_tensor(self._name, name, tensor, of.dtypes, of.dim)
+                if of is None or not of.on_cpu:
+                    placed[name] = tensor
+                elif tensor.device.type != "cpu":
+                    raise ValueError(
+                        f"{self._name}: all tensors must be on one device but {name}, which must "
+                        f"be on the CPU; it is on {tensor.device}"
+                    )
+        check_same_device(self._name, **placed)
+        return named
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the op; past autograd where nobody asks for a gradient.
+
+        The way through autograd, which is Python, takes longer than a small op itself.
+        """
+        if torch.compiler.is_compiling():
+            self.check(*args)
+            return self.op(*args)
+        try:
+            if self._gradient and torch.is_grad_enabled():
+                for arg in args:
+                    if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                        return self._builtin(*args)
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._builtin(*args)
+        except Exception as refusal:
+            self._explain(refusal, args)
+
+    def _explain(self, refusal: Exception, args: Sequence[Any]) -> NoReturn:
+        """Raise what the checks have to say of arguments that the op has refused."""
+        try:
+            self.check(*args)
+        except (TypeError, ValueError) as clear:
+            raise clear from None
+        raise refusal
+
+    def fake(self, results: Callable[..., Any]) -> None:
+        """Register what the op returns where no kernel runs, by those arguments that results names.
+
+        It is also what torch calls for real tensors when one argument is on the meta device.
+        """
+        names = list(inspect.signature(results).parameters)
+
+        def run(*args: Any, **named: Any) -> Any:
+            named = self.check(*args, **named)
+            return results(*(named[name] for name in names))
+
+        torch.library.register_fake(f"sparsekit::{self._name}", run)
+
+
+def _listed(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of an argument, which is one, a list of them, or None, with its name."""
+    if isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
+    elif value is not None:
+        yield name, value
