@@ -39,7 +39,7 @@ def test_ops_and_layers_equal_the_reference(backend):
 
 
 WRONG_REFERENCE = """
-from sparsekit import reference
+from tests.reference import ops as reference
 right = reference.gather_rows
 reference.gather_rows = lambda table, rows: right(table, rows) + (rows == 3).unsqueeze(1)
 """

@@ -3,8 +3,10 @@
 import inspect
 
 import pytest
+from reference import groups as reference_group
+from reference import ops as reference
 
-from sparsekit import ops, reference, reference_group
+from sparsekit import ops
 
 
 def parameters(function):

@@ -34,7 +34,7 @@ def bucketize(
     """Keys grouped by owner, each group in the order of the input.
 
     The owner of a key is ``owners[virtual shard]``, where the virtual shard is 16 bits of a hash of
-    the key that never changes (`sparsekit.reference.virtual_shard`), or without a map the rank
+    the key that never changes (csrc/core/include/sparsekit/owner.h), or without a map the rank
     ``unsigned(key) % world_size``. A negative key counts as key + 2^64, an int32 one too.
 
     Args:

@@ -1,4 +1,4 @@
-"""A seeded differential fuzzer: every op and the layers against `sparsekit.reference`.
+"""A seeded differential fuzzer: every op and the layers against `tests/reference`.
 
 `make fuzz SECONDS=n`, or ``python -m tests.fuzz --help``.
 """

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 import xxhash
 
-from sparsekit import HashTable, TableFullError, ops, reference
+from sparsekit import HashTable, TableFullError, ops
 from sparsekit.hashing import xxh64
 
+from ..reference import ops as reference
 from .case import Case
 
 

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 import torch
 from conftest import deterministic, same_bits
 
-from sparsekit import ops, reference
+from sparsekit import ops
 from sparsekit.ops._checks import accumulate_dtype
 from sparsekit.ops.embedding_bag import COMBINERS
 
+from ..reference import ops as reference
 from .case import Case
 
 SPECIAL = [float("inf"), float("-inf"), float("nan"), -0.0, 1e-42, 3e38]

@@ -2,10 +2,11 @@
 
 import torch
 
-from sparsekit import ops, reference
+from sparsekit import ops
 from sparsekit.ops._checks import accumulate_dtype
 
 from ..ops.optimizer_rules import CASES, PER_ROW, SIGNED, widths
+from ..reference import ops as reference
 from .case import Case, Mismatch
 
 

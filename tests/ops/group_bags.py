@@ -9,8 +9,9 @@ from conftest import (
     randn,
     same_bits,
 )
+from reference import groups as reference_group
 
-from sparsekit import ops, reference_group
+from sparsekit import ops
 from sparsekit.ops._checks import accumulate_dtype
 from sparsekit.ops._group import split_by_table
 

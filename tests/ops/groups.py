@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 from conftest import generator, key_pattern, randn
+from reference import ops as reference
 
-from sparsekit import HashTable, ops, reference
+from sparsekit import HashTable, ops
 from sparsekit.ops._checks import accumulate_dtype
 from sparsekit.ops._group import GROUP_COMBINERS
 from sparsekit.ops.init_rows import DISTRIBUTIONS

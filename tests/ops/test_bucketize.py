@@ -14,9 +14,10 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import ops as reference
 
 import sparsekit
-from sparsekit import ops, reference
+from sparsekit import ops
 
 WORLD_SIZES = (1, 2, 3, 7, 8, 64, 1000, 2048)
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from conftest import ROW_DTYPES, assert_close, assert_same_bits_for_any_threads, same_bits
+from reference import ops as reference
 
-from sparsekit import ops, reference
+from sparsekit import ops
 
 from .optimizer_rules import CASES, copied, distinct_rows, flat, table_of
 

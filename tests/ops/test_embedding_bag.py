@@ -20,8 +20,9 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import ops as reference
 
-from sparsekit import ops, reference
+from sparsekit import ops
 from sparsekit.ops.embedding_bag import COMBINERS
 
 all_combiners = pytest.mark.parametrize("combiner", COMBINERS)

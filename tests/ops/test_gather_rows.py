@@ -14,8 +14,9 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import ops as reference
 
-from sparsekit import ops, reference
+from sparsekit import ops
 
 DIMS = [0, 1, 3, 16, 64, 100, 128, 1024]
 

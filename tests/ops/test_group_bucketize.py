@@ -14,9 +14,10 @@ from conftest import (
     assert_same_bits_for_any_threads,
     key_pattern,
 )
+from reference import groups as reference_group
 from simt_counts import counted
 
-from sparsekit import ops, reference_group
+from sparsekit import ops
 from sparsekit.ops.bucketize import bucketize
 
 from .groups import NO_LIMIT, Group, Source, random_group

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from conftest import ROW_DTYPES, assert_same_bits_for_any_threads, key_pattern, same_bits
+from reference import groups as reference_group
+from reference import ops as reference
 
-from sparsekit import ops, reference, reference_group
+from sparsekit import ops
 
 from .groups import NO_LIMIT, Group, Source, random_group
 

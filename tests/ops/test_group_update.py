@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from conftest import ROW_DTYPES, assert_close, assert_same_bits_for_any_threads, same_bits
+from reference import groups as reference_group
 
-from sparsekit import ops, reference_group
+from sparsekit import ops
 from sparsekit.ops._checks import accumulate_dtype
 from sparsekit.ops._group import split_by_table
 

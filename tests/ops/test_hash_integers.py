@@ -5,8 +5,9 @@ import torch
 from conftest import KEY_EXTREMES, KEYS, assert_same_bits_for_any_threads
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import ops as reference
 
-from sparsekit import ops, reference
+from sparsekit import ops
 from sparsekit.hashing import xxh64
 from sparsekit.ops.hash_integers import INTEGER_DTYPES
 

@@ -21,9 +21,10 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import ops as reference
 
 import sparsekit
-from sparsekit import HashTable, TableFullError, ops, reference
+from sparsekit import HashTable, TableFullError, ops
 
 SLOTS = 5
 BUCKET = np.dtype([("keys", "<i8", SLOTS), ("rows", "<i4", SLOTS), ("spilled", "<i4")])

@@ -16,8 +16,9 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import ops as reference
 
-from sparsekit import ops, reference
+from sparsekit import ops
 
 DISTRIBUTIONS = {"constant": (0.1, 0.0), "uniform": (-0.05, 0.05), "normal": (0.5, 2.0)}
 SEEDS = (0, 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1)

@@ -6,8 +6,9 @@ The sums of parts are added 256 at a time.
 import pytest
 import torch
 from conftest import assert_close, randn, same_bits
+from reference import ops as reference
 
-from sparsekit import ops, reference
+from sparsekit import ops
 from sparsekit.ops.embedding_bag import COMBINERS
 
 from .test_embedding_bag import bags_of, check

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from conftest import ROW_DTYPES, assert_same_bits_for_any_threads, misaligned, randn, same_bits
+from reference import ops as reference
 from simt_counts import counted
 
-from sparsekit import ops, reference
+from sparsekit import ops
 
 from .optimizer_rules import CASES, PER_ROW, copied, distinct_rows, table_of
 

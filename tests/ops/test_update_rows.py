@@ -13,8 +13,9 @@ from conftest import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import ops as reference
 
-from sparsekit import ops, reference
+from sparsekit import ops
 
 from .optimizer_rules import CASES, PER_ROW, copied, distinct_rows, flat, table_of
 

@@ -1,4 +1,4 @@
-"""The rules of `sparsekit.reference.update_rows_`, in plain torch.
+"""The rules of `update_rows_` in ops.py, in plain torch.
 
 What each makes of gradient g, weight w and states s of the rows, in step t; v are its settings. A
 state of a row has one column. The formulas are in the docstrings of `sparsekit.optim`.

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from .hashing import xxh64
-from .ops._checks import accumulate_dtype
-from .reference_rules import RULES
+from sparsekit.hashing import xxh64
+from sparsekit.ops._checks import accumulate_dtype
+
+from .rules import RULES
 
 _MASK = 0xFFFFFFFF
 

@@ -1,7 +1,7 @@
-"""The ops on many tables in plain torch, each table by itself; the rest of `sparsekit.reference`.
+"""The ops on many tables in plain torch, each table by itself; the rest is in ops.py.
 
 Signatures are those of `sparsekit.ops`, but for hash tables: in place of their tensors there is a
-list of `reference.HashTable`.
+list of its `HashTable`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from . import reference
-from .ops._group import GROUP_COMBINERS, FeatureColumn, split_by_table
-from .ops.init_rows import DISTRIBUTIONS
+from sparsekit.ops._group import GROUP_COMBINERS, FeatureColumn, split_by_table
+from sparsekit.ops.init_rows import DISTRIBUTIONS
+
+from . import ops as reference
 
 Tensors = Sequence[torch.Tensor]
 
