@@ -66,6 +66,8 @@ CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
         ("plot .", r"metrics\.jsonl: No such file or directory$"),
         # What is there, but is not what it should be.
         ("hash runs --out x.parquet --format csv", "runs: Is a directory"),
+        ("recommend runs", r"^sparsekit: runs: is a folder; needed is the file that .*autoencoder"),
+        ("train ratings --save runs/metrics.jsonl --log-to runs", r"is the file of --log-to;"),
         ("plot runs", r"metrics\.jsonl:1: no record of training"),
         (f"train dlrm --data empty.csv {CLICKS}", r"empty\.csv is empty"),
         (f"train dlrm --data clicks.csv {CLICKS} --log-to linked", "--log-to linked: "),

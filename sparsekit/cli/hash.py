@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from .._arguments import Parser
 from .._extras import needed
+from .._replacing import replacing
 from ..data import Batch, Keys
 from ..data.columns import Kind
 from ..data.formats import FORMATS
@@ -73,21 +73,20 @@ def _hash(args: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             raise UsageError(f"{args.file}: {why(error, args.file)}") from error
         raise UsageError(str(error)) from error
-    partial = Path(f"{args.out}.{os.getpid()}.part")  # a name that nobody else has
     total = reader.count_rows() if reader.counts_fast else 0
     rows, writer = 0, None
     try:
         with Progress(args.out, total, sys.stdout, unit="rows") as progress:
-            for batch in reader:
-                table = pyarrow.table(_columns(reader, batch, lists))
-                writer = writer or parquet.ParquetWriter(partial, table.schema)
-                writer.write_table(table)
-                rows += batch.rows
-                progress.update(batch.rows)
-            if writer is None:
-                raise UsageError(f"{args.file}: no rows")
-            writer.close()
-            partial.replace(args.out)
+            with replacing(args.out) as part:
+                for batch in reader:
+                    table = pyarrow.table(_columns(reader, batch, lists))
+                    writer = writer or parquet.ParquetWriter(part, table.schema)
+                    writer.write_table(table)
+                    rows += batch.rows
+                    progress.update(batch.rows)
+                if writer is None:
+                    raise UsageError(f"{args.file}: no rows")
+                writer.close()
             skipped = f", {reader.skipped:,} malformed left out" if args.skip_malformed else ""
             rate = rows / progress.seconds
             progress.finish(
@@ -96,8 +95,6 @@ def _hash(args: argparse.Namespace) -> int:
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"{args.file} to {args.out}: {reason}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return 0
 
 

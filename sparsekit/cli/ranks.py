@@ -16,12 +16,13 @@ from ..errors import DivergedError
 from ..train import JsonLines
 from ..train.elastic import store_of_attempt
 from ..train.launch import RankError, run_on_ranks, start_rank
-from ..train.logs import Log
+from ..train.logs import METRICS, Log
 from ..train.progress import Progress
 from . import checkpoints
 from .common import (
     EXPECTED,
     UsageError,
+    check_apart,
     check_folder,
     check_other_file,
     discard_output,
@@ -63,6 +64,8 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
     check_folder(args.save)
     check_other_file("--save", args.save, data if isinstance(data := args.data, str) else None)
     check_folder(args.log, "--log-to", folder=True)
+    if args.log is not None:
+        check_apart("--save", args.save, "--log-to", f"{args.log}/{METRICS}")
     if not dist.is_torchelastic_launched() or int(os.environ.get("RANK", 0)) == 0:
         checkpoints.prepare(args)
     return start(args, load, fit)
@@ -100,7 +103,7 @@ def logs(args: argparse.Namespace) -> list[Log]:
     folder = Path(args.log)
     with writing("--log-to", args.log):
         folder.mkdir(exist_ok=True)
-    return [JsonLines(folder / "metrics.jsonl")]
+    return [JsonLines(folder / METRICS)]
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 
+from .._replacing import replacing
 from ..errors import check_int
 
 __all__ = ["write_criteo_sample"]
@@ -64,17 +67,16 @@ def write_criteo_sample(
     path = Path(path)
     keys = KEYS_PER_BAG if multi_hot else (1,) * len(CARDINALITIES)
     block = _BLOCK_KEYS // sum(keys)
-    partial = path.with_name(path.name + ".part")
-    compress = path.suffix == ".gz"
-    try:
-        with gzip.open(partial, "wb", 1) if compress else open(partial, "wb") as file:
-            for number, begin in enumerate(range(0, rows, block)):
-                wanted = min(block, rows - begin)
-                file.write(_lines(np.random.default_rng([seed, number]), block, keys, wanted))
-                on_rows(wanted)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with contextlib.ExitStack() as files:
+        file: IO[bytes] = files.enter_context(files.enter_context(replacing(path)).open("wb"))
+        if path.suffix == ".gz":
+            # Without a name and a time the same arguments give the same bytes.
+            file = cast(IO[bytes], gzip.GzipFile("", "wb", 1, file, mtime=0))
+            files.callback(file.close)
+        for number, begin in enumerate(range(0, rows, block)):
+            wanted = min(block, rows - begin)
+            file.write(_lines(np.random.default_rng([seed, number]), block, keys, wanted))
+            on_rows(wanted)
 
 
 def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: int) -> bytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from .._replacing import replacing
 from ..nn import DistributedEmbedding
 
 
@@ -35,26 +34,8 @@ def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
     """
     if dist.is_initialized() and dist.get_rank() > 0:
         return
-    with replacing(path) as file:
-        torch.save(saved, file)
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a file to write that takes the place of another one when it is whole.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    part = f"{os.fspath(path)}.part"
-    try:
-        with open(part, "wb") as file:
-            yield file
-        os.replace(part, path)
-    except BaseException:
-        if os.path.exists(part):
-            os.unlink(part)
-        raise
+    with replacing(path) as part:
+        torch.save(saved, part)
 
 
 def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from .._extras import needed
+from .._replacing import replacing
 from ..distributed.exchange import Exchange, attempt
 from .progress import Progress
 
+# The file that `JsonLines` writes in the folder of a run.
+METRICS = "metrics.jsonl"
 # A record is a dict with "kind": "step" or "epoch", and "step": updates made so far.
 Record = Mapping[str, Any]
 
@@ -109,9 +112,8 @@ class JsonLines:
                     kept.append(line)
             except (ValueError, TypeError, KeyError):
                 damaged.append(number)
-        part = self._path.with_name(f"{self._path.name}.part")
-        part.write_bytes(b"".join(kept))
-        os.replace(part, self._path)
+        with replacing(self._path) as part:
+            part.write_bytes(b"".join(kept))
         return damaged
 
 

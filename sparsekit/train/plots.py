@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._extras import needed
+from .logs import METRICS
 
 # Most tables in one picture; those with most rows are shown.
 MOST_TABLES = 8
@@ -27,7 +28,7 @@ def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
         OSError: there is no metrics.jsonl in the folder.
         ValueError: one of its lines, named, is none that `JsonLines` has written.
     """
-    path = Path(folder) / "metrics.jsonl"
+    path = Path(folder) / METRICS
     records = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from pathlib import Path
 
 from ..._arguments import Parser
 from ...cli.common import (
@@ -46,6 +47,12 @@ def _recommend(args: argparse.Namespace) -> int:
     check_folder(args.out, "--out")
     check_other_file("--out", args.out, args.model)
     set_threads(None)
+    if Path(args.model).is_dir():
+        raise UsageError(
+            f"{args.model}: is a folder; needed is the file that `sparsekit train autoencoder "
+            f"--save` has written (folders are what train dlrm and deepfm save, for `sparsekit "
+            f"predict`)"
+        )
     try:
         model = load_recommender(args.model)
     except OSError as error:

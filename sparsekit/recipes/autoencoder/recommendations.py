@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ..._replacing import replacing
 from ...datasets import Ratings
 from ...errors import check_int
 from ...train.metrics import gather
@@ -74,9 +75,9 @@ class Recommendations:
         Raises:
             OSError: the file cannot be written. One that was there stays as it was.
         """
-        with saved.replacing(path) as file:
+        with replacing(path) as part, part.open("w", encoding="utf-8") as file:
             for user, item, score in self.rows():
-                file.write(f"{user}\t{item}\t{score:.6f}\n".encode())
+                file.write(f"{user}\t{item}\t{score:.6f}\n")
 
     def hits(self, test: Ratings) -> tuple[torch.Tensor, torch.Tensor]:
         """Compare with what users have rated later.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..._arguments import Parser
+from ..._replacing import replacing
 from ...cli import ranks
 from ...cli.checkpoints import RUN
 from ...cli.common import (
@@ -23,7 +24,6 @@ from ...cli.common import (
 )
 from ...data import Prefetcher
 from ...train.metrics import gather
-from ..saved import replacing
 from . import trained
 
 BATCH = 4096
@@ -81,7 +81,7 @@ def _predict(run: dict[str, Any], args: argparse.Namespace) -> int:
     if len(probabilities) == 0:
         raise UsageError(f"--data {' '.join(args.data)}: no rows")
     if rank() == 0:
-        with writing("--out", args.out), replacing(args.out) as file:
-            file.writelines(f"{each:.6g}\n".encode() for each in probabilities.tolist())
+        with writing("--out", args.out), replacing(args.out) as part:
+            part.write_text("".join(f"{each:.6g}\n" for each in probabilities.tolist()))
         print(f"{args.out}: {len(probabilities):,} probabilities, by {run['model']}")
     return 0

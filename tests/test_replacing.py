@@ -1,0 +1,62 @@
+"""Files that appear whole: after an error, beside another writer, or not at all."""
+
+import threading
+
+import pytest
+
+from sparsekit._replacing import replacing
+from sparsekit.data import write_criteo_sample
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path):
+    path = tmp_path / "a.txt"
+    with replacing(path) as part:
+        part.write_text("new")
+        assert part.parent == tmp_path
+        assert not path.exists()
+    assert path.read_text() == "new"
+    assert names(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_error_what_was_there_stays(tmp_path, error):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def write():
+        with replacing(path) as part:
+            part.write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_two_jobs_that_write_one_file_do_not_mix(tmp_path):
+    path, both = tmp_path / "a.gz", threading.Barrier(2)
+
+    def write(seed):
+        write_criteo_sample(path, 20_000, seed=seed, on_rows=meet)
+
+    def meet(_):
+        if not both.broken:
+            both.wait(30)
+
+    jobs = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    written = path.read_bytes()
+    alone = []
+    for seed in (1, 2):
+        write_criteo_sample(path, 20_000, seed=seed)
+        alone.append(path.read_bytes())
+    assert written in alone
+    assert names(tmp_path) == ["a.gz"]
