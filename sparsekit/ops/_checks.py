@@ -20,12 +20,15 @@ def signed_64(seed: int) -> int:
 
 
 def check_tensor(
-    op: str, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], dim: int | None
+    op: str, name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype] | None, dim: int | None
 ) -> None:
-    """Raise TypeError for a wrong type or dtype, ValueError for a wrong number of dimensions."""
+    """Raise TypeError for a wrong type or dtype, ValueError for a wrong number of dimensions.
+
+    None stands for any of them.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
+    if dtypes is not None and tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{op}: {name} must be {expected}, got {tensor.dtype}")
     if dim is not None and tensor.dim() != dim:

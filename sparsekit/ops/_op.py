@@ -41,17 +41,18 @@ class Op:
         self._name, self._gradient = name, gradient
         arguments = self.op._schema.arguments
         self._defaults = {each.name: each.default_value for each in arguments}
-        names = [each.name for each in arguments if "Tensor" in str(each.type)]
-        self._tensors = {each: tensors.get(each) for each in names}
+        types = {each.name: str(each.type) for each in arguments}
+        self._types = {name: kind for name, kind in types.items() if "Tensor" in kind}
+        self._tensors = tensors
 
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
         """All arguments by name; TypeError or ValueError for a tensor that the op does not take."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         placed = {}
-        for argument, of in self._tensors.items():
-            for name, tensor in _listed(argument, named[argument]):
-                if of is not None:
-                    check_tensor(self._name, name, tensor, of.dtypes, of.dim)
+        for argument, kind in self._types.items():
+            of = self._tensors.get(argument)
+            for name, tensor in _listed(argument, kind, named[argument]):
+                check_tensor(self._name, name, tensor, of and of.dtypes, of and of.dim)
                 if of is None or not of.on_cpu:
                     placed[name] = tensor
                 elif tensor.device.type != "cpu":
@@ -102,9 +103,9 @@ class Op:
         torch.library.register_fake(f"sparsekit::{self._name}", run)
 
 
-def _listed(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of an argument, which is one, a list of them, or None, with its name."""
-    if isinstance(value, (list, tuple)):
+def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Each tensor of an argument, with its name; kind is its type in the schema."""
+    if kind == "List[Tensor]":
         yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
-    elif value is not None:
+    elif kind == "Tensor" or value is not None:
         yield name, value
