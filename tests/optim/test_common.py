@@ -7,9 +7,9 @@ import io
 import pytest
 import torch
 from conftest import generator, same_bits
+from reference import ops as reference
 
 import sparsekit
-from sparsekit import reference
 from sparsekit.optim import RowOptimizer
 
 from .cases import DIM, OPTIMIZERS, ROWS, TOUCHED, gradients, make, run, sparse, start
