@@ -72,9 +72,3 @@ def layers(device, **changes):
         "own": DistributedEmbedding("sqrtn", 90, 16, 2, 5, name="own", **changes),
     }
     return torch.nn.ModuleDict(made).to(device)
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)

@@ -10,6 +10,7 @@ from conftest import generator
 import sparsekit
 from sparsekit import optim
 from sparsekit.nn import Constant, Normal
+from tests.nn.alike import assert_same, check_step, state_of, upstream
 from tests.optim.cases import OPTIMIZERS
 
 BATCH = 6
@@ -54,13 +55,6 @@ def batch(seed, device):
     return inputs, weights
 
 
-def upstream(outputs, seed):
-    return [
-        torch.randn(out.shape, generator=generator(seed + i)).to(out)
-        for i, out in enumerate(outputs)
-    ]
-
-
 def call(layers, inputs, weights, group=None):
     """Outputs of all layers by name."""
     if group is not None:
@@ -69,20 +63,6 @@ def call(layers, inputs, weights, group=None):
         name: layer(inputs[name], *([weights[name]] if name in weights else []))
         for name, layer in layers.items()
     }
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, equal_nan=True)
-
-
-def state_of(layers):
-    """All but the buckets, whose hash has a seed of its own."""
-    state = layers.state_dict()
-    return {
-        name: value for name, value in state.items() if not name.endswith(("buckets", "hash_seed"))
-    } | {f"{name}.keys": layer.table.keys() for name, layer in layers.items() if layer.table}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -121,12 +101,7 @@ def test_training_is_that_of_the_layers(name, fused, device):
             ]
             assert_same(*grads)
             assert all(p.grad.is_coalesced() for p in together.parameters())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(state_of(apart), state_of(together))
-        for p, q in zip(apart.parameters(), together.parameters(), strict=True):
-            assert_same(dict(optimizers[0].state[p]), dict(optimizers[1].state[q]))
+        check_step(apart, together, optimizers)
 
 
 def test_gradients_in_evaluation(device):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparsekit import DistributedEmbedding, EmbeddingGroup, Feature
-from tests.nn.keyed import FEATURES, KEYS, Keyed, assert_same, layers, random_keyed
+from tests.nn.alike import assert_same
+from tests.nn.keyed import FEATURES, KEYS, Keyed, layers, random_keyed
 
 
 def bad(position, value):

@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from conftest import generator
 
 import sparsekit
 from sparsekit import All2AllDenseEmbedding, DistributedEmbedding, EmbeddingGroup, Feature, optim
 from sparsekit.lookup import table_ops
-from tests.nn.keyed import FEATURES, KEYS, Keyed, assert_same, layers, random_keyed
+from tests.nn.alike import assert_same, check_step, state_of, upstream
+from tests.nn.keyed import FEATURES, KEYS, Keyed, layers, random_keyed
 
 ASKED = [("shared_a", "shared", "sum"), ("own", "own", "sqrtn"), ("rows", "rows", "mean")]
 ASKED += [("shared_b", "shared", "mean")]
@@ -33,21 +33,6 @@ def one_by_one(layers, keyed):
         )
         outputs |= {ASKED[i][0]: out for i, out in zip(mine, found, strict=True)}
     return {name: outputs[name] for name in FEATURES}
-
-
-def upstream(outputs, seed):
-    return [
-        torch.randn(out.shape, generator=generator(seed + i)).to(out)
-        for i, out in enumerate(outputs)
-    ]
-
-
-def state_of(layers):
-    """All but the buckets, whose hash has a seed of its own."""
-    state = layers.state_dict()
-    return {
-        name: value for name, value in state.items() if not name.endswith(("buckets", "hash_seed"))
-    } | {f"{name}.keys": layer.table.keys() for name, layer in layers.items() if layer.table}
 
 
 @pytest.mark.parametrize(
@@ -92,12 +77,7 @@ def test_training_is_that_of_the_layers(output, fused, kind, dtype, device):
             if not fused:
                 assert q.grad.is_coalesced()
                 assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(state_of(apart), state_of(together))
-        for p, q in zip(apart.parameters(), together.parameters(), strict=True):
-            assert_same(dict(optimizers[0].state[p]), dict(optimizers[1].state[q]))
+        check_step(apart, together, optimizers)
 
 
 def test_nothing_is_copied(device, monkeypatch):
