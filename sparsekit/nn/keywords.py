@@ -18,8 +18,8 @@ def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _In
     """Have ``help`` and ``inspect`` show what ``**options`` of a layer's ``__init__`` stands for.
 
     Args:
-        drop_in: of a layer that is no drop-in, the class that takes torch's arguments.
-        ours: its words for some of them; see `explain_torch_words`.
+        drop_in: the class that takes torch's arguments, where this one does not.
+        ours: our words for some of those; see `explain_torch_words`.
 
     Raises:
         TypeError: (when the layer is made) a keyword that it does not have; the message has the
@@ -30,22 +30,22 @@ def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _In
         signature = inspect.signature(init)
         own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
         parameters = [*own, *keyword_parameters()]
-        known = {each.name for each in parameters}
+        known = {each.name: each.annotation for each in parameters[1:]}  # without self
 
         @functools.wraps(init)
         def checking(self: Any, *args: Any, **keywords: Any) -> None:
-            if not known.issuperset(keywords):
+            if not known.keys() >= keywords.keys():
                 called = keywords.get("name") or type(self).__name__
                 if drop_in and (words := explain_torch_words(keywords, ours)):
                     words += f"; sparsekit.{drop_in} takes torch's arguments"
                 else:
                     word = next(word for word in keywords if word not in known)
-                    words = f"{word}{did_you_mean(word, known - {'self'})}"
+                    words = f"{word}{did_you_mean(word, known)}"
                 raise TypeError(f"{called}: there is no {words}")
             init(self, *args, **keywords)
 
         checking.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        checking.__annotations__ = {each.name: each.annotation for each in parameters[1:]}
+        checking.__annotations__ = known
         return cast(_Init, checking)
 
     return decorate
