@@ -1,11 +1,13 @@
 """``sparsekit hash`` and ``sparsekit data``."""
 
+import errno
 import gzip
 import re
 
 import pytest
 
 from sparsekit import cli
+from sparsekit.cli import data
 from sparsekit.data import CriteoReader, ParquetReader
 from sparsekit.hashing import xxh64
 
@@ -45,6 +47,22 @@ def test_hash_of_named_columns_only(tmp_path):
     assert hashed(tmp_path, "a\tb\nx\ty\n", "--hash", "b", "--seed", "7", name="x.tsv") == {
         "b": [code("y", 7)]
     }
+
+
+@pytest.mark.parametrize(("delimiter", "name"), [(",", "x.csv"), ("\t", "x.tsv")])
+def test_names_of_columns_may_be_quoted_and_have_newlines(tmp_path, delimiter, name):
+    text = delimiter.join(('"a\nb"', "c")) + "\n" + delimiter.join("xy") + "\n"
+    assert hashed(tmp_path, text, name=name) == {"a\nb": [code("x")], "c": [code("y")]}
+
+
+def test_a_sample_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(data, "write_criteo_sample", full)
+    out = tmp_path / "day"
+    assert cli.main(["data", "criteo-sample", "--rows", "5", "--out", str(out)]) == 2
+    assert f"sparsekit: --out {out}: No space left on device\n" in capsys.readouterr().err
 
 
 def test_several_values_in_a_field_are_a_list(tmp_path):

@@ -11,6 +11,7 @@ from ranks.pool import Ranks
 
 from sparsekit import cli
 from sparsekit.cli import ranks
+from sparsekit.cli.common import UsageError
 from sparsekit.cli.first_steps import profile_fit
 from sparsekit.datasets.reviews import generated_reviews
 from sparsekit.recipes.deepconn import command as train_deepconn
@@ -84,6 +85,11 @@ def test_placements_train_to_the_same_figures_better_than_a_constant(two_ranks, 
     epochs = [record for record in read_run(tmp_path / "run") if record["kind"] == "epoch"]
     logged = [record["metrics"]["test RMSE"] for record in epochs]
     assert logged == pytest.approx(found[0], abs=1e-4)
+
+
+def test_a_placement_on_another_number_of_ranks(data):
+    with pytest.raises(UsageError, match=r"--placement split needs 2 ranks, there are 1$"):
+        train_as_rank(0, data, "split")
 
 
 def test_profile(capfd, data, tmp_path):

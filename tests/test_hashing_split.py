@@ -96,6 +96,14 @@ def test_other_files_are_refused(tmp_path, content):
         SplitHashEncoder.load(tmp_path / "x")
 
 
+def test_a_file_of_other_lengths_is_refused(tmp_path):
+    SplitHashEncoder({"a": 5, "b": 7}).save(tmp_path / "x")
+    loaded = SplitHashEncoder.load(tmp_path / "x", {"a": 5, "b": 7})
+    assert loaded.feature_lengths == {"a": 5, "b": 7}
+    with pytest.raises(ValueError, match=r"feature 'b' was saved with length 7, but .* has 8"):
+        SplitHashEncoder.load(tmp_path / "x", {"a": 5, "b": 8})
+
+
 @pytest.mark.parametrize(
     ("lengths", "options", "error", "message"),
     [

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import sparsekit
+from sparsekit.distributed import exchange_of
 
 from .conftest import BACKENDS
 from .pool import Died, Raised
@@ -64,6 +65,23 @@ def test_a_key_out_of_range_on_one_rank(two_ranks_over):
     outcomes = two_ranks_over.outcomes(bad_key_on_one)
     raised(outcomes, "IndexError", "rows: key 11 at position 1", "[0, 10)")
     assert "on rank 1: " in outcomes[0].message
+
+
+class Odd(Exception):
+    """Unpickled it is called with its message alone, which raises."""
+
+    def __init__(self, key, why):
+        super().__init__(f"key {key}: {why}")
+
+
+def an_error_that_cannot_be_sent(rank):
+    exchange_of(None, torch.device("cpu")).agree("test", Odd(3, "odd") if rank == 1 else None)
+
+
+def test_an_error_that_cannot_be_sent_comes_as_its_message(two_ranks_over):
+    outcomes = two_ranks_over.outcomes(an_error_that_cannot_be_sent)
+    raised(outcomes[:1], "RemoteError", "on rank 1: ", "Odd: key 3: odd")
+    raised(outcomes[1:], "Odd", "key 3: odd")
 
 
 def missing_input(rank):
