@@ -1,0 +1,199 @@
+"""Each way to save or load passes on all that it is given."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import sparsekit
+from sparsekit import checkpoint
+from sparsekit.checkpoint import CheckpointError, Checkpoints, background
+from sparsekit.checkpoint.manifest_file import read_manifest
+
+from .models import assert_equal, contents, made, saved_chain, train
+from .test_refusals import Note
+
+SAVES = {
+    "save": lambda path, step, *a, **k: checkpoint.save(*a, **k, step=step),
+    "async_save": lambda path, step, *a, **k: checkpoint.async_save(*a, **k, step=step).wait(),
+    "Checkpoints.save": lambda path, step, model, _, *a, **k: Checkpoints(path).save(
+        step, model, *a, **k
+    ),
+    "Checkpoints.async_save": lambda path, step, model, _, *a, **k: (
+        Checkpoints(path).async_save(step, model, *a, **k).wait()
+    ),
+}
+
+
+@pytest.mark.parametrize("way", SAVES)
+def test_all_that_is_given_is_saved(tmp_path, way):
+    model, optimizers = made()
+    train(model, optimizers, 0, 2)
+    state = {"note": Note(5), "other": Note("six")}
+    path = SAVES[way](tmp_path, 7, model, tmp_path / "a", optimizers, state=state)
+    loaded, of_loaded = made(seed=1)
+    state = {"note": Note(0), "other": Note(0)}
+    assert checkpoint.load(loaded, path, of_loaded, state=state).step == 7
+    assert [each.value["value"] for each in state.values()] == [5, "six"]
+    assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
+
+
+def load_latest(model, path, *arguments, **options):
+    return Checkpoints(path).load(model, *arguments, **options)
+
+
+@pytest.mark.parametrize("load", [checkpoint.load, load_latest], ids=["load", "Checkpoints.load"])
+def test_each_option_of_a_load_is_for_what_it_says(tmp_path, load):
+    model, optimizers = made()
+    Checkpoints(tmp_path).save(7, model, optimizers, state={"note": Note(5)})
+    narrow = made(dtype=torch.bfloat16)[0]
+    with pytest.raises(CheckpointError, match="pass cast=True"):
+        load(narrow, tmp_path, strict=False)
+    found = load(narrow, tmp_path, cast=True)
+    assert (found.step, found.missing, found.unexpected) == (7, [], [])
+    fewer = torch.nn.ModuleDict({"users": made()[0].users, "new": torch.nn.Linear(1, 1)})
+    with pytest.raises(CheckpointError, match="pass strict=False"):
+        load(fewer, tmp_path, cast=True)
+    found = load(fewer, tmp_path, strict=False)
+    assert found.missing == ["new.bias", "new.weight"]
+    assert found.unexpected == sorted(
+        ["rows", "steps", *(n for n, _ in model.named_parameters() if n.startswith(("top", "out")))]
+    )
+    state = {"note": Note(0), "unknown": Note(1)}
+    with pytest.raises(CheckpointError, match="no state of unknown, but of note"):
+        load(model, tmp_path, state=state, cast=True)
+    assert state["note"].value == 0
+    load(model, tmp_path, state=state, strict=False)
+    assert (state["note"].value["value"], state["unknown"].value) == (5, 1)
+
+
+def test_without_verify_damage_is_loaded(tmp_path):
+    model, optimizers = made()
+    model.users.assign(torch.arange(3), torch.ones(3, 8))
+    path = checkpoint.save(model, tmp_path / "a", optimizers)
+    file = path / "table-0000-rank-0000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x41")  # the last byte of the last vector
+    with pytest.raises(CheckpointError, match=f"{file}: is damaged"):
+        checkpoint.load(model, path, optimizers)
+    checkpoint.load(model, path, optimizers, verify=False)
+    assert model.users.vectors(torch.arange(3))[2, 7] > 8
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{file}: is damaged"):
+        checkpoint.load(model, path, optimizers, verify=False)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, 2**31])
+@pytest.mark.parametrize("name", ["keep", "complete_every"])
+def test_numbers_of_a_folder(tmp_path, name, number):
+    with pytest.raises((TypeError, ValueError), match=f"Checkpoints: {name} must be"):
+        Checkpoints(tmp_path, **{name: number})
+    Checkpoints(tmp_path, **{name: 2**31 - 1})
+
+
+@pytest.mark.parametrize("step", [-1, 10**18 + 1, 1.0, True])
+def test_steps_of_a_folder(tmp_path, step):
+    keep = Checkpoints(tmp_path / "a")
+    for save in (keep.save, keep.async_save):
+        with pytest.raises((TypeError, ValueError), match="Checkpoints: step must be"):
+            save(step, torch.nn.Linear(1, 1))
+    assert not list(tmp_path.iterdir())
+    keep.save(10**18, torch.nn.Linear(1, 1))
+    assert keep.load(torch.nn.Linear(1, 1)).step == 10**18
+
+
+WORKS = {
+    "verify": lambda path, out, tell: checkpoint.verify(path, tell),
+    "reshard": lambda path, out, tell: checkpoint.reshard(path, out, 2, tell),
+    "export": lambda path, out, tell: checkpoint.export(path, out, "npz", tell),
+    "diff": lambda path, out, tell: checkpoint.diff(path, path, tell),
+}
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_progress_is_told_file_by_file(tmp_path, work):
+    """After a look at the sizes of all files of a checkpoint."""
+    saved_chain(tmp_path)
+    told = []
+    WORKS[work](tmp_path, tmp_path / "out", told.append)
+    folders = sorted(tmp_path.glob("step-*"))
+    sizes = [file.bytes for each in folders for file in read_manifest(each).files.values()]
+    assert told == sizes * (2 if work == "diff" else 1)
+    last = [*read_manifest(folders[0]).files][-1]
+    with open(folders[0] / last, "ab") as file:
+        file.write(b"more")
+    told.clear()
+    with pytest.raises(CheckpointError, match=f"{last}: is damaged"):
+        WORKS[work](folders[-1], tmp_path / "new", told.append)
+    assert not told
+
+
+def test_progress_of_an_import(tmp_path, monkeypatch):
+    monkeypatch.setattr("sparsekit.checkpoint.sources.PIECE", 100)
+    np.savez(tmp_path / "t.npz", vectors=np.ones((30, 5), np.float32))
+    told = []
+    sources = checkpoint.sources_of("npz", tmp_path)
+    checkpoint.import_tables(sources, tmp_path / "out", on_progress=told.append)
+    assert sum(told) == 30 * 5 * 4
+    assert len(told) > 5
+
+
+def test_what_writes_in_the_background_is_nice(tmp_path, monkeypatch):
+    """To the thread that trains, whose own niceness stays."""
+    seen = []
+    original = checkpoint.save.__globals__["write"]
+
+    def write(*arguments):
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return original(*arguments)
+
+    monkeypatch.setitem(checkpoint.save.__globals__, "write", write)
+    layer = sparsekit.Embedding(9, 2, name="ids")
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    checkpoint.async_save(layer, tmp_path / "a").wait()
+    assert set(seen) == {min(own + background._NICE, 19)}
+    seen.clear()
+    checkpoint.save(layer, tmp_path / "b")
+    assert set(seen) == {own}
+    assert background._NICE > 5
+
+
+@pytest.mark.parametrize("again", ["load", "wait"])
+def test_what_a_load_waits_for(tmp_path, monkeypatch, again):
+    """A save in the background appears first, and an error of it is raised once."""
+    original = checkpoint.save.__globals__["write"]
+    go_on = threading.Event()
+
+    def write(*arguments):
+        go_on.wait()
+        return original(*arguments)
+
+    monkeypatch.setitem(checkpoint.save.__globals__, "write", write)
+    keep, layer = Checkpoints(tmp_path), sparsekit.Embedding(9, 2, name="ids")
+    keep.async_save(3, layer)
+    threading.Timer(0.2, go_on.set).start()
+    assert keep.load(layer).step == 3
+
+    def fail(*_):
+        raise CheckpointError("no")
+
+    monkeypatch.setitem(checkpoint.save.__globals__, "write", fail)
+    keep.async_save(4, layer)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/step-000000000004: not saved: no"):
+        keep.wait()
+    if again == "load":
+        assert keep.load(layer).step == 3
+    else:
+        keep.wait()
+    keep.close()
+
+
+def test_a_closed_folder_keeps_no_memory_and_no_claim(tmp_path):
+    keep, layer = Checkpoints(tmp_path), sparsekit.Embedding(9, 2, name="ids")
+    keep.async_save(3, layer)
+    assert keep._copies._kept
+    keep.close()
+    assert not keep._copies._kept
+    with pytest.raises(CheckpointError, match="checkpoints of another run"):
+        keep.save(2, layer)

@@ -1,0 +1,208 @@
+"""Imports of many pieces and of odd dumps, exports of any size, and reshards of many rows."""
+
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+import sparsekit
+from sparsekit import checkpoint
+from sparsekit.checkpoint import CheckpointError, convert, sources
+from sparsekit.checkpoint.manifest_file import read_manifest
+
+from .numpy_reader import read_table
+from .test_sources import imported
+
+
+def few_at_a_time(monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 100)
+    monkeypatch.setattr(convert, "_FEW_KEYS", 2)
+
+
+def written(path, keys):
+    rows = np.arange(2 * len(keys), dtype="f4").reshape(-1, 2)
+    np.savez(path, keys=np.array(keys, "i8"), vectors=rows)
+    return rows
+
+
+def test_keys_of_many_pieces(tmp_path, monkeypatch):
+    """The table of those that have come grows, and forgets none."""
+    few_at_a_time(monkeypatch)
+    keys = [(7 * i) % 41 - 20 for i in range(41)]
+    rows = written(tmp_path / "t.npz", keys)
+    imported("npz", tmp_path / "t.npz", tmp_path / "out")
+    found = read_table(tmp_path / "out", "t")
+    assert [found[key]["vectors"].tolist() for key in keys] == rows.tolist()
+    for first in (0, 1, 17, 39):
+        for second in {first + 1, 40} - {0}:
+            again = [*keys[:second], keys[first], *keys[second + 1 :]]
+            written(tmp_path / "t.npz", again)
+            said = f"key {keys[first]} is there twice, the second time in row {second}$"
+            with pytest.raises(CheckpointError, match=said):
+                imported("npz", tmp_path / "t.npz", tmp_path / "new")
+
+
+def test_as_many_keys_as_a_hash_table_can_have(tmp_path, monkeypatch):
+    few_at_a_time(monkeypatch)
+    written(tmp_path / "t.npz", range(11))
+    monkeypatch.setattr(convert, "_MOST_KEYS", 11)
+    imported("npz", tmp_path / "t.npz", tmp_path / "out")
+    monkeypatch.setattr(convert, "_MOST_KEYS", 10)
+    with pytest.raises(CheckpointError, match=r"t\.npz: has more than 10 keys"):
+        imported("npz", tmp_path / "t.npz", tmp_path / "new")
+
+
+@pytest.mark.parametrize("format", convert.FORMATS)
+def test_an_export_that_cannot_be_written(tmp_path, monkeypatch, format):
+    if format == "parquet":
+        pytest.importorskip("pyarrow", reason="needs pyarrow")
+    checkpoint.save(sparsekit.Embedding(9, 2, name="t"), tmp_path / "saved")
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert, f"_write_{format}", fail)
+    said = rf"table\.{format}: cannot be written: No space left on device"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.export(tmp_path / "saved", tmp_path / "out", format)
+    assert os.listdir(tmp_path) == ["saved"]
+
+
+def test_arrays_of_a_npz_may_be_of_any_size(tmp_path):
+    """Their size is not known to zipfile when it begins, so that it must leave room for it."""
+    checkpoint.save(sparsekit.Embedding(9, 2, name="t"), tmp_path / "saved")
+    checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
+    with zipfile.ZipFile(tmp_path / "out" / "table.npz") as archive:
+        assert [each.extract_version for each in archive.infolist()] == [45, 45]
+
+
+@pytest.mark.parametrize("kind", ["", "npzs", "NPZ", "csv"])
+def test_kinds_and_formats_there_are_not(tmp_path, kind):
+    with pytest.raises(ValueError, match=f"sources_of: kind='{kind}' is none of sok1, sok2, npz"):
+        checkpoint.sources_of(kind, tmp_path)
+    with pytest.raises(ValueError, match=f"export: format='{kind}' is none of npz, parquet"):
+        checkpoint.export(tmp_path, tmp_path / "out", kind)
+    for known in convert.KINDS:
+        with pytest.raises(CheckpointError, match="none: there is no such file or folder"):
+            checkpoint.sources_of(known, tmp_path / "none")
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_reshard_for_no_ranks(tmp_path, world_size):
+    with pytest.raises(ValueError, match=f"reshard: world_size={world_size} must be >= 1"):
+        checkpoint.reshard(tmp_path, tmp_path / "out", world_size)
+
+
+@pytest.mark.parametrize("hash_table", [True, False])
+def test_reshard_of_more_rows_than_16_bits_count(tmp_path, hash_table):
+    rows = 2 * 33_000 + 1
+    layer = sparsekit.Embedding(rows + 9, 1, name="t", use_hashtable=hash_table)
+    layer.assign(torch.arange(rows), torch.arange(rows)[:, None].float())
+    checkpoint.save(layer, tmp_path / "saved")
+    for world_size in (1, 2):
+        out = checkpoint.reshard(tmp_path / "saved", tmp_path / f"out{world_size}", world_size)
+        table = read_manifest(out).tables["table"]
+        size = rows if hash_table else rows + 9
+        assert table.size == size
+        most = max(shard.size for shard in table.shards)
+        assert most > 2**15
+        assert table.capacity == (rows + 9 if hash_table else most)
+        found = checkpoint.diff(tmp_path / "saved", out)
+        assert (found.tables["table"].same, bool(found)) == (size, False)
+
+
+def test_reshard_onto_fewer_ranks_than_a_capacity_is_for(tmp_path):
+    """All rows of a table come to a rank whose capacity was for its own."""
+    layer = sparsekit.Embedding(40, 1, name="t")
+    layer.assign(torch.arange(40), torch.ones(40, 1))
+    saved = checkpoint.save(layer, tmp_path / "saved")
+    four = checkpoint.reshard(saved, tmp_path / "four", 4)
+    table = read_manifest(four).tables["table"]
+    small = checkpoint.manifest_file.dataclasses.replace(table, capacity=12)
+    values = checkpoint.manifest_file.dataclasses.replace(
+        read_manifest(four), tables={"table": small}
+    )
+    for name in ("manifest.json", "manifest.crc32"):
+        (four / name).unlink()
+    checkpoint.manifest_file.write_manifest(four, values)
+    one = checkpoint.reshard(four, tmp_path / "one", 1)
+    assert read_manifest(one).tables["table"].capacity == 40
+
+
+class Harm:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_no_code_of_a_pickle_is_run(tmp_path):
+    state = {"embeddings.t.weight": torch.ones(2, 2), "odd": Harm(tmp_path / "harm")}
+    torch.save(state, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(pickle.dumps(state["odd"]))
+    for name in "ab":
+        with pytest.raises(CheckpointError, match=rf"{name}\.pt: is no state dict of plain"):
+            checkpoint.sources_of("torchrec", tmp_path / f"{name}.pt")
+    assert not (tmp_path / "harm").exists()
+
+
+ODD_MATRICES = {
+    "a vector": (torch.ones(3), "is no matrix"),
+    "a cube": (torch.ones(3, 2, 2), "is no matrix"),
+    "a list": ([1.0], "is no matrix"),
+    "no columns": (torch.ones(3, 0), "has vectors of dim 0"),
+    "whole numbers": (torch.ones(3, 2, dtype=torch.int64), r"is torch\.int64, torch\.strided$"),
+    "complex": (torch.ones(3, 2, dtype=torch.complex64), r"is torch\.complex64"),
+    "sparse": (torch.eye(2).to_sparse(), r"is torch\.float32, torch\.sparse_coo$"),
+    "meta": (torch.ones(3, 2, device="meta"), r"torch\.strided, on meta$"),
+    "expanded": (torch.ones(1, 2).expand(9, 2), "has 72 bytes, and there are 8 "),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_MATRICES)
+def test_odd_matrices_of_torchrec(tmp_path, kind):
+    value, said = ODD_MATRICES[kind]
+    for name in ("embeddings.t.weight", "a.b.embedding_bags.t.weight"):
+        torch.save({name: value}, tmp_path / "state.pt")
+        with pytest.raises(CheckpointError, match=rf"state\.pt: {name} .*{said}"):
+            checkpoint.sources_of("torchrec", tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize(
+    "name", ["embeddings.t.bias", "xembeddings.t.weight", "embeddings.t.u.weight", "t.weight"]
+)
+def test_names_that_are_no_tables_of_torchrec(tmp_path, name):
+    torch.save({name: torch.ones(2, 2)}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match=r"has no \*\.embedding_bags\.<table>\.weight"):
+        checkpoint.sources_of("torchrec", tmp_path / "state.pt")
+
+
+SOK1 = {
+    "empty": (0, 0, None),
+    "8 bytes": (24, 48, None),
+    "4 bytes": (12, 48, None),
+    "keys without vectors": (8, 0, "0 bytes are no float32 vectors of dim 4 for the 8 bytes"),
+    "half a vector": (24, 40, "40 bytes are no float32"),
+    "half a key": (6, 16, "16 bytes are no float32"),
+    "16 bytes": (48, 48, "48 bytes are no float32"),
+}
+
+
+@pytest.mark.parametrize("kind", SOK1)
+def test_sizes_of_sok1(tmp_path, kind):
+    keys, values, said = SOK1[kind]
+    (tmp_path / "t_keys.file").write_bytes(bytes(range(keys)))
+    (tmp_path / "t_values.file").write_bytes(bytes(values))
+    if said:
+        with pytest.raises(CheckpointError, match=rf"t_values\.file: {said}"):
+            checkpoint.sources_of("sok1", tmp_path, {"": 4})
+    else:
+        (source,) = checkpoint.sources_of("sok1", tmp_path, {"": 4})
+        assert source.rows == values // 16
+        assert [len(k) for k, _ in source.pieces()] == [3] * bool(values)
+        with pytest.raises(CheckpointError, match="give --dim, or --dim t=N"):
+            checkpoint.sources_of("sok1", tmp_path, {"u": 4})

@@ -1,0 +1,157 @@
+"""Each value of a manifest is checked: other types, and what is beyond a bound, are refused."""
+
+import json
+import shutil
+import zlib
+
+import pytest
+
+from sparsekit.checkpoint import CheckpointError, Checkpoints, manifest_file
+from sparsekit.checkpoint.manifest_file import read_manifest
+
+from .models import made, train
+from .test_damage import rewritten
+
+TABLE = ("tables", "users")
+SHARD = (*TABLE, "shards", 0)
+FILE = ("files", "dense.safetensors")
+
+
+def wholes(least, most, *taken):
+    return [least - 1, most + 1, True, float(least), str(least), [least]], list(taken)
+
+
+def texts(most):
+    return [5, ["x"], "x" * (most + 1)], ["", "x" * most]
+
+
+def hexadecimal(digits):
+    odd = ["0" * (digits - 1), "0" * (digits + 1), "0" * digits + "\n", "A" * digits, 5, ["0"]]
+    return odd, ["0123456789abcdef"[-digits:].zfill(digits)]
+
+
+FILES = [5, "", ".a", "a/b", "a\n", "a" * 101, ["a"]], []
+BOOLS = [0, 1, "true", []], []
+OBJECTS, LISTS = ([[], "x", 5], []), ([{}, "x", 5], [])
+# None is taken where a value may be missing, and refused elsewhere.
+OPTIONAL = {("step",), ("base",), (*TABLE, "owners"), (*TABLE, "optimizer")}
+# For each place: values that are refused, and values that are taken.
+PLACES = {
+    ("format",): ([5, "sparsekit checkpoints"], []),
+    ("format_version",): wholes(1, 1),
+    ("version",): texts(100),
+    ("id",): hexadecimal(32),
+    ("step",): wholes(0, 2**63 - 1, 0, 2**63 - 1),
+    ("base",): OBJECTS,
+    ("base", "folder"): FILES,
+    ("base", "id"): hexadecimal(32),
+    ("world_size",): wholes(1, 2**20),
+    ("files",): OBJECTS,
+    FILE: OBJECTS,
+    (*FILE, "bytes"): wholes(0, 2**60, 0, 2**60),
+    (*FILE, "crc32"): hexadecimal(8),
+    ("tables",): OBJECTS,
+    TABLE: OBJECTS,
+    (*TABLE, "layer"): texts(1000),
+    (*TABLE, "dim"): wholes(1, 2**24),
+    (*TABLE, "dtype"): (["float8", "float", 5, ["float32"]], []),
+    (*TABLE, "key_dtype"): (["int16", 5, ["int64"]], ["int32"]),
+    (*TABLE, "capacity"): wholes(1, 2**31 - 1, 1, 2**31 - 1),
+    (*TABLE, "hash_table"): BOOLS,
+    (*TABLE, "placement"): (["x", 5, ["hash"]], ["modulo"]),
+    (*TABLE, "owners"): hexadecimal(8),
+    (*TABLE, "seed"): wholes(-(2**63), 2**63 - 1, -(2**63), 2**63 - 1),
+    (*TABLE, "initializer"): texts(10_000),
+    (*TABLE, "optimizer"): wholes(0, 1, 0, 1),
+    (*TABLE, "states"): OBJECTS,
+    (*TABLE, "states", "exp_avg"): OBJECTS,
+    (*TABLE, "states", "exp_avg", "dtype"): (["float8", 5], ["bfloat16", "int8"]),
+    (*TABLE, "states", "exp_avg", "shape"): ([[7], [8, 1], [8.0], 5, {}], [[8], []]),
+    (*TABLE, "settings"): OBJECTS,
+    (*TABLE, "complete"): BOOLS,
+    (*TABLE, "shards"): LISTS,
+    SHARD: OBJECTS,
+    (*SHARD, "rank"): wholes(0, 0),
+    (*SHARD, "file"): FILES,
+    (*SHARD, "rows"): wholes(0, 2**40),
+    (*SHARD, "size"): wholes(0, 2**40, 0, 2**40),
+    ("optimizers",): LISTS,
+    ("optimizers", 0): OBJECTS,
+    ("ranks",): LISTS,
+    ("ranks", 0): OBJECTS,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A manifest of changes."""
+    folder = tmp_path_factory.mktemp("manifests")
+    model, optimizers = made()
+    keep = Checkpoints(folder, complete_every=2)
+    for step in range(2):
+        train(model, optimizers, step, step + 1)
+        keep.save(step, model, optimizers)
+    keep.close()
+    return folder / "step-000000000001"
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+def test_values_of_a_manifest(folder, tmp_path, place):
+    *path, last = place
+    refused, taken = PLACES[place]
+
+    def read_with(value):
+        for name in ("manifest.json", "manifest.crc32"):
+            shutil.copy(folder / name, tmp_path)
+
+        def change(values):
+            if place == ("base",) and value is None:  # which needs complete tables
+                for table in values["tables"].values():
+                    table["complete"] = True
+                    table["shards"][0]["size"] = table["shards"][0]["rows"]
+            parent = values
+            for key in path:
+                parent = parent[key]
+            parent[last] = value
+
+        rewritten(tmp_path, change)
+        read_manifest(tmp_path)
+
+    named = next(key for key in reversed(place) if isinstance(key, str))
+    for value in refused if place in OPTIONAL else [*refused, None]:
+        with pytest.raises(CheckpointError) as caught:
+            read_with(value)
+        said = str(caught.value).removeprefix(f"{tmp_path}/manifest.json: ")
+        assert named in said.split(" must be ")[0].split(" is newer ")[0], (value, said)
+    for value in [*taken, None] if place in OPTIONAL else taken:
+        read_with(value)
+
+
+def test_a_manifest_that_is_too_long(folder, tmp_path, monkeypatch):
+    """Neither written nor read; as it is, it is both."""
+    manifest = read_manifest(folder)
+    size = (folder / "manifest.json").stat().st_size
+    monkeypatch.setattr(manifest_file, "_MOST_BYTES", size)
+    manifest_file.write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+    monkeypatch.setattr(manifest_file, "_MOST_BYTES", size - 1)
+    (tmp_path / "new").mkdir()
+    with pytest.raises(CheckpointError, match=f"{size} bytes are too many; it has {size - 1} at"):
+        manifest_file.write_manifest(tmp_path / "new", manifest)
+    assert not list((tmp_path / "new").iterdir())
+    with pytest.raises(CheckpointError, match=f"{size} bytes are too many; it has {size - 1} at"):
+        read_manifest(folder)
+
+
+def test_a_number_that_json_has_not(folder, tmp_path):
+    text = (folder / "manifest.json").read_text()
+    values = json.loads(text)
+    values["tables"]["users"]["settings"]["step"] = float("nan")
+    content = json.dumps(values).encode()
+    (tmp_path / "manifest.json").write_bytes(content)
+    (tmp_path / "manifest.crc32").write_text(f"{zlib.crc32(content):08x}")
+    manifest = read_manifest(tmp_path)
+    (tmp_path / "new").mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be written: .*not JSON"):
+        manifest_file.write_manifest(tmp_path / "new", manifest)
+    assert not list((tmp_path / "new").iterdir())
