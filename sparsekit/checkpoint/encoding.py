@@ -36,10 +36,10 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
     """
     if depth > MOST_NESTED:
         raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")
-    if value is None or isinstance(value, bool | str):
-        return value
     if isinstance(value, np.generic):
         value = value.item()
+    if value is None or isinstance(value, bool | str):
+        return value
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):

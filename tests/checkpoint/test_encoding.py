@@ -23,6 +23,7 @@ PLAIN = {
     "NumPy's integer": (np.int64(2**62), 2**62),
     "NumPy's short float": (np.float32(0.1), float(np.float32(0.1))),
     "NumPy's float": (np.float64(0.5), 0.5),
+    "NumPy's truth": (np.bool_(True), True),
     "an enumeration": (Colour.RED, 3),
     "a float of its own": (Half(0.5), 0.5),
     "infinity": (float("-inf"), float("-inf")),

@@ -36,10 +36,9 @@ def test_rows_of_another_kind_or_place_are_others(monkeypatch, name, value):
     shard = shard_of(sparsekit.Embedding(9, 2, name="ids"))
     before = shard.identity()
     assert shard.identity() == before
-    monkeypatch.setattr(shard, "layer", SimpleNamespace(**{
-        **{each: getattr(shard.layer, each) for each in ("table", "rank", "world_size")},
-        name: value,
-    }))  # fmt: skip
+    names = ("table", "rank", "world_size", "capacity")
+    layer = {each: getattr(shard.layer, each) for each in names}
+    monkeypatch.setattr(shard, "layer", SimpleNamespace(**layer | {name: value}))
     assert shard.identity() != before
 
 
