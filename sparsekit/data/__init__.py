@@ -1,4 +1,4 @@
-"""From files to keys: readers that yield batches as layers take them, and a prefetcher."""
+"""Turns files into keys: readers that yield batches ready for layers, and a prefetcher."""
 
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Keys

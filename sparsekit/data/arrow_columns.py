@@ -1,4 +1,4 @@
-"""Columns of Arrow as keys and numbers: which types there may be, and what becomes of each."""
+"""Converts Arrow columns to keys and numbers, and checks which types are allowed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 from ..hashing import xxh64
 from .columns import Keys
 
-# Digits of a number that surely has 64 bits.
+# Most digits of a number that is sure to fit in 64 bits.
 _INT64_DIGITS = 18
 
 
 def check_type(place: str, kind: Any, keys: Keys | None) -> None:
-    """Raise ValueError where a column has another type than its use wants: keys, or numbers.
+    """Raise ValueError where a column's type does not suit its use: keys, or numbers.
 
     Args:
-        place: begins the message.
-        kind: the column's type, of pyarrow.
-        keys: how its values become keys; None: they are numbers.
+        place: the start of the message.
+        kind: the column's pyarrow type.
+        keys: how its values become keys; None for a column of numbers.
     """
     from pyarrow import types
 
@@ -51,7 +51,7 @@ def check_type(place: str, kind: Any, keys: Keys | None) -> None:
 
 
 def floats(column: Any, missing: float) -> np.ndarray:
-    """float32 of its own, with `missing` for null and NaN; a date counts the days since 1970."""
+    """Return float32 in new memory; null and NaN become `missing`, dates become days since 1970."""
     from pyarrow import compute, float32
 
     column = compute.cast(_days(column), float32(), safe=False)
@@ -61,7 +61,7 @@ def floats(column: Any, missing: float) -> np.ndarray:
 
 
 def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys of all bags, and how many each has."""
+    """Return the keys of all bags, and the number of keys in each."""
     from pyarrow import compute
 
     column = _one_array(column)
@@ -89,7 +89,7 @@ def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def without_views(table: Any) -> Any:
-    """A table with strings in place of views of them, of which Arrow takes and drops no rows."""
+    """Convert string views to strings, as Arrow cannot take or drop rows of views."""
     for i, column in enumerate(table.columns):
         if (kind := _without_views(column.type)) != column.type:
             table = table.set_column(i, table.column_names[i], column.cast(kind))
@@ -97,7 +97,7 @@ def without_views(table: Any) -> Any:
 
 
 def is_list(kind: Any) -> bool:
-    """Whether values of a type are bags."""
+    """Return whether values of a type are bags."""
     from pyarrow import types
 
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
@@ -153,7 +153,7 @@ def _one_array(column: Any) -> Any:
 
 
 def _days(column: Any) -> Any:
-    """Days since 1970 in place of dates; other columns as they are."""
+    """Convert dates to days since 1970; leave other columns as they are."""
     from pyarrow import compute, date32, int32, types
 
     if not types.is_date(column.type):
@@ -162,7 +162,7 @@ def _days(column: Any) -> Any:
 
 
 def _keys(items: Any, keys: Keys) -> torch.Tensor:
-    """int64 of an Arrow array without nulls."""
+    """Return int64 keys of an Arrow array without nulls."""
     from pyarrow import int64, types
 
     if types.is_dictionary(items.type) and not _is_text(items.type.value_type):
@@ -180,7 +180,7 @@ def _keys(items: Any, keys: Keys) -> torch.Tensor:
 
 
 def _as_in_text(items: Any) -> Any:
-    """Strings or integers in place of booleans, decimals and dates, as text files have them."""
+    """Convert booleans, decimals and dates to the strings or integers that text files have."""
     from pyarrow import date32, string, types, uint8
 
     if types.is_boolean(items.type):

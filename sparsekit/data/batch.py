@@ -1,4 +1,4 @@
-"""Batches that readers yield: tensors that layers take as they are."""
+"""Batches that readers yield: tensors that layers take directly."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Batch", "KeyedJaggedTensor"]
 
 
 class KeyedJaggedTensor:
-    """Bags of several features, feature by feature: torchrec's layout, without torchrec.
+    """Bags of several features, in torchrec's layout but without torchrec.
 
-    `EmbeddingGroup`, `DistributedEmbedding` and, as
-    ``torchrec.KeyedJaggedTensor(k.keys(), k.values(), offsets=k.offsets())``, torchrec take it.
+    `EmbeddingGroup` and `DistributedEmbedding` take it. For torchrec, make a
+    ``torchrec.KeyedJaggedTensor(k.keys(), k.values(), offsets=k.offsets())``.
 
     Args:
         keys: Names of the features.
-        values: Keys of their bags, int64 ``[n]``, those of the first feature first.
+        values: Keys of their bags, int64 ``[n]``, the first feature's first.
         offsets: Where bags begin, int64 ``[len(keys) * batch + 1]``: the bag of feature f in sample
             i is ``values[offsets[f * batch + i] : offsets[f * batch + i + 1]]``.
     """
@@ -29,27 +29,27 @@ class KeyedJaggedTensor:
         self._offsets = offsets
 
     def keys(self) -> list[str]:
-        """Names of the features."""
+        """Return the names of the features."""
         return self._keys
 
     def values(self) -> torch.Tensor:
-        """Keys of all bags, int64 ``[n]``."""
+        """Return the keys of all bags, int64 ``[n]``."""
         return self._values
 
     def offsets(self) -> torch.Tensor:
-        """Where bags begin, int64 ``[len(keys()) * stride() + 1]``."""
+        """Return where bags begin, int64 ``[len(keys()) * stride() + 1]``."""
         return self._offsets
 
     def lengths(self) -> torch.Tensor:
-        """Keys in each bag, int64 ``[len(keys()) * stride()]``."""
+        """Return the number of keys in each bag, int64 ``[len(keys()) * stride()]``."""
         return self._offsets.diff()
 
     def stride(self) -> int:
-        """Samples in the batch."""
+        """Return the number of samples in the batch."""
         return (len(self._offsets) - 1) // max(1, len(self._keys))
 
     def __getitem__(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(values, offsets)`` of one feature, as layers take them: ``[m]``, ``[batch + 1]``.
+        """Return ``(values, offsets)`` of one feature for a layer: ``[m]``, ``[batch + 1]``.
 
         Raises:
             KeyError: no such feature.
@@ -61,9 +61,9 @@ class KeyedJaggedTensor:
         return self._bags(offsets, *offsets[[0, -1]].tolist())
 
     def to_dict(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Name -> ``(values, offsets)`` of each feature."""
+        """Return name -> ``(values, offsets)`` of each feature."""
         batch = self.stride()
-        # On a device one wait for all of them.
+        # One call, so that a GPU is waited for only once.
         ends = self._offsets[::batch].tolist() if batch else [0] * (len(self._keys) + 1)
         return {
             name: self._bags(self._offsets[i * batch : (i + 1) * batch + 1], ends[i], ends[i + 1])
@@ -76,7 +76,7 @@ class KeyedJaggedTensor:
         return self._values[first:last], offsets - first
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """A copy on a device, or this if it is there."""
+        """Copy to a device; return this object if it is there already."""
         return KeyedJaggedTensor(
             self._keys,
             self._values.to(device, non_blocking=non_blocking),
@@ -84,7 +84,7 @@ class KeyedJaggedTensor:
         )
 
     def pin_memory(self) -> KeyedJaggedTensor:
-        """A copy in memory that a GPU reads by itself; for `to` with non_blocking."""
+        """Copy to pinned memory, which a GPU reads by itself; for `to` with non_blocking."""
         return KeyedJaggedTensor(self._keys, self._values.pin_memory(), self._offsets.pin_memory())
 
     def __repr__(self) -> str:
@@ -109,23 +109,23 @@ class Batch(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows there are; 0 is possible."""
+        """Return the number of rows; it may be 0."""
         return len(self.dense)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch on a device."""
+        """Copy the batch to a device."""
         label = None if self.label is None else self.label.to(device, non_blocking=non_blocking)
         dense = self.dense.to(device, non_blocking=non_blocking)
         return Batch(label, dense, self.sparse.to(device, non_blocking))
 
     def pin_memory(self) -> Batch:
-        """A copy in memory that a GPU reads by itself."""
+        """Copy to pinned memory, which a GPU reads by itself."""
         label = None if self.label is None else self.label.pin_memory()
         return Batch(label, self.dense.pin_memory(), self.sparse.pin_memory())
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """The rows of several batches as one."""
+    """Join the rows of several batches."""
     if len(batches) == 1:
         return batches[0]
     first = batches[0]

@@ -1,4 +1,4 @@
-"""Which columns a reader reads, and what becomes of them."""
+"""The columns that a reader reads, and how it treats them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Keys:
     """How the values of a categorical column become keys.
 
     Attributes:
-        kind: ``"hash"``: the key is `sparsekit.hashing.xxh64` of the value; ``"int"``: the value is
-            a 64-bit integer and the key itself; ``"hex"``, in text: a hexadecimal number of at most
-            16 digits, whose 64 bits are the key.
-        separator: In text, one byte between the values of a bag; None: a field is one value.
-        missing: The key of an empty field (in Parquet, of a null); None: it is an empty bag.
-        seed: Of the hash, in ``[0, 2**64)``. Columns of different seeds do not share keys, and so
-            can share a table.
+        kind: ``"hash"``: the key is `sparsekit.hashing.xxh64` of the value; ``"int"``: the value, a
+            64-bit integer, is the key; ``"hex"``, in text: a hexadecimal number of at most 16
+            digits, whose 64 bits are the key.
+        separator: In text, one byte between the values of a bag; None if a field is one value.
+        missing: The key of an empty field (in Parquet, of a null); None makes it an empty bag.
+        seed: Seed of the hash, in ``[0, 2**64)``. Columns with different seeds have different keys,
+            so they can share a table.
     """
 
     kind: Kind = "hash"
@@ -34,7 +34,7 @@ class Keys:
     seed: int = 0
 
     def check(self, name: str) -> None:
-        """Raise TypeError or ValueError where an attribute is out of its range."""
+        """Raise TypeError or ValueError for an attribute out of range."""
         check_choice(name, "kind", self.kind, ("hash", "int", "hex"))
         if self.separator is not None and len(self.separator.encode()) != 1:
             raise ValueError(f"{name}: separator must be one byte, got {self.separator!r}")
@@ -45,7 +45,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are read: what they are called and how they are read.
+    """The columns that are read: their names, and how their values are treated.
 
     Attributes:
         label: name or None.
@@ -65,10 +65,10 @@ class Columns:
         dense: Sequence[str],
         sparse: Sequence[str] | Mapping[str, Keys | Kind],
     ) -> Columns:
-        """Checked arguments of a reader.
+        """Check the arguments of a reader.
 
         Raises:
-            TypeError, ValueError: one is of another form, out of its range or there twice.
+            TypeError, ValueError: one has the wrong form, is out of range or comes twice.
         """
         for argument, names in (("dense", dense), ("sparse", sparse)):
             if isinstance(names, str):
@@ -96,11 +96,11 @@ class Columns:
         return made
 
     def names(self) -> list[str]:
-        """All of them, the label first."""
+        """Return all names, the label first."""
         return [*([] if self.label is None else [self.label]), *self.dense, *self.sparse]
 
     def check_there(self, reader: str, source: str, there: Sequence[str]) -> None:
-        """Raise ValueError unless each column is in a file once."""
+        """Raise ValueError unless a file has each column exactly once."""
         for name in self.names():
             if there.count(name) != 1:
                 if not any(there):
@@ -113,7 +113,7 @@ class Columns:
                 )
 
     def settings(self) -> dict[str, object]:
-        """All of this as plain values, for the state of a reader."""
+        """Return all settings as plain values, for the state of a reader."""
         sparse = {
             name: [getattr(how, field.name) for field in fields(how)]
             for name, how in self.sparse.items()

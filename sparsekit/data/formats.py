@@ -14,20 +14,20 @@ from .parquet_file import ParquetFiles
 from .reader import Reader
 from .text import CriteoReader, CsvReader, open_text
 
-# What is read, the names of its columns, and which of these hold lists.
+# The opened file, the names of its columns, and those that hold lists.
 Opened = tuple[Any, Sequence[str], Collection[str]]
 
 
 @dataclass(frozen=True)
 class Format:
-    """How files of a format are read.
+    """How to read files of a format.
 
     Attributes:
         reader: makes the reader, as `CsvReader` does.
-        open: opens a file whose columns are not known, for the reader; None where all files of the
-            format have the same columns, of which only ``keys`` can be chosen.
-        suffix: of the names of such files, where it tells the format.
-        keys: the kind of `Keys` that fits a category unless another one is asked for.
+        open: opens a file, for the reader, to find its columns; None where all files of the format
+            have the same columns, and only ``keys`` can be chosen.
+        suffix: the ending of file names that tells the format, if there is one.
+        keys: the default kind of `Keys` for a category.
     """
 
     reader: Callable[..., Reader]

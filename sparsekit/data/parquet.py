@@ -20,45 +20,44 @@ from .text import Files
 
 __all__ = ["ParquetReader"]
 
-# Up to how many rows, and bytes without compression, small row groups are read together.
+# Most rows, and uncompressed bytes, of small row groups that are read together.
 _ROWS_TOGETHER = 1 << 15
 _BYTES_TOGETHER = 8 << 20
 
 
 class ParquetReader(Reader):
-    """Stream Parquet files in batches, a row group, or some small ones, in memory at a time.
+    """Stream Parquet files in batches, with one row group, or a few small ones, in memory.
 
     A categorical column has integers, strings or binary, or lists of these, whose items are the
-    keys of a bag. Integers of ``kind="int"`` become keys where they lie, without a copy, if they
-    are int64, without nulls and not shuffled. Nulls are `Keys.missing`, in a list nothing; a column
-    may have nothing but nulls. As keys, booleans are 0 and 1, a date is hashed as its text
-    ``2024-01-31`` and a decimal as its text with all digits of its scale, ``1.50``; of
-    ``kind="int"``, a date is its days since 1970 and a whole decimal of at most 18 digits its
-    integer. As numbers, dates are days since 1970. Timestamps are refused: cast them to one of
-    these before.
+    keys of a bag. Integers of ``kind="int"`` become keys without a copy if they are int64, have no
+    nulls and are not shuffled. Nulls become `Keys.missing`; in a list they are dropped. A column
+    may be all nulls. As keys, booleans are 0 and 1, a date is hashed as its text ``2024-01-31`` and
+    a decimal as its text with all digits of its scale, ``1.50``; with ``kind="int"``, a date
+    becomes its days since 1970 and a whole decimal of at most 18 digits its integer. As numbers,
+    dates are days since 1970. Timestamps are refused: cast them to one of these types first.
 
     Args:
         files: One path or several, with the same columns.
-        batch_size: Rows in a batch, of this rank, as with a DataLoader.
-        sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
-            kind, of ``"hash"`` and ``"int"``.
+        batch_size: Rows of this rank in a batch, as with a DataLoader.
+        sparse: Names of categorical columns, whose values are hashed; or name -> `Keys`, or one of
+            its kinds ``"hash"`` and ``"int"``.
         dense: Names of columns of numbers, booleans, decimals or dates.
         label: Name of the column of labels, which must not be null.
-        missing: The number of a null or NaN in a dense column.
+        missing: The number that replaces a null or NaN in a dense column.
         on_error: ``"raise"``, or ``"skip"`` to leave out rows without a label or with an infinite
             number; `skipped` counts them.
-        shuffle: Another order in each epoch: row groups and, within each, its rows.
-        seed: Of that order.
-        rank: Which share of the rows is read; None: that of torch.distributed, if it is there.
-        world_size: Of how many shares.
+        shuffle: Whether to shuffle in each epoch: the row groups and the rows of each.
+        seed: Seed of that order.
+        rank: The share of the rows to read; None means torch.distributed's rank, if it is in use.
+        world_size: Number of shares.
 
     Raises:
         ImportError: pyarrow is missing (``pip install 'sparsekit-torch[data]'``).
-        TypeError, ValueError: an argument out of its range, or a column that is not there or of
-            another type.
+        TypeError, ValueError: an argument is out of range, or a column is missing or has the wrong
+            type.
         OSError: a file cannot be read.
-        DataFormatError: no Parquet file, a truncated or damaged one, or one that was written anew
-            with other rows or columns; a row that cannot be read.
+        DataFormatError: a file is not Parquet, is truncated or damaged, or was rewritten with other
+            rows or columns; or a row cannot be read.
 
     """
 
@@ -113,7 +112,7 @@ class ParquetReader(Reader):
         )
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """As every reader's, but small row groups that follow one another are read together."""
+        """Like every reader's, but reads neighbouring small row groups together."""
         run: list[tuple[_RowGroup, np.ndarray]] = []
         rows = size = passed = 0
         for number in self._order(self._epoch):
@@ -139,10 +138,10 @@ class ParquetReader(Reader):
 class _RowGroup(Unit):
     groups: _Groups
     path: Path
-    number: int  # within the file
-    first: int  # row of the file with which it begins
+    number: int  # index within the file
+    first: int  # the file's row with which it begins
     rows: int
-    size: int  # bytes without compression
+    size: int  # uncompressed bytes
 
     def count(self) -> int:
         return self.rows
@@ -154,14 +153,14 @@ class _RowGroup(Unit):
 def _read_together(
     run: Sequence[tuple[_RowGroup, np.ndarray]],
 ) -> Iterator[tuple[Chunk, np.ndarray]]:
-    """A chunk of some row groups of one file, and the rows of each of them, in their order."""
+    """Yield a chunk of some row groups of one file, and the rows of each group, in their order."""
     groups = [group for group, _ in run]
     try:
         chunk = groups[0].groups.read(groups)
     except DataFormatError:
         if len(run) == 1:
             raise
-        # The rows before a damaged one are read, and the error names it.
+        # Read one by one: rows before a damaged group are read, and the error names the group.
         for one in run:
             yield from _read_together([one])
         return
@@ -170,7 +169,7 @@ def _read_together(
 
 
 class _Groups:
-    """Row groups as chunks, and their rows as batches."""
+    """Reads row groups as chunks, and their rows as batches."""
 
     def __init__(self, columns: Columns, missing: float) -> None:
         self.files = ParquetFiles()
@@ -178,7 +177,7 @@ class _Groups:
         self.label = columns.label
 
     def read(self, groups: Sequence[_RowGroup]) -> _TableChunk:
-        """Row groups of one file, in memory. An error names the first of them."""
+        """Read row groups of one file into memory. An error names the first of them."""
         path, numbers = groups[0].path, [group.number for group in groups]
         place = f"row group {numbers[0]}"
         with self.files.open(path, place) as file:
@@ -191,7 +190,7 @@ class _Groups:
         return _TableChunk(self, groups, without_views(table))
 
     def convert(self, chunk: _TableChunk, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        """A batch of these rows of a chunk."""
+        """Return a batch of these rows of a chunk, and their faults."""
         table = chunk.take(rows)
         faults: list[Fault] = []
         label = None
@@ -209,7 +208,7 @@ class _Groups:
         if columns:
             torch.cumsum(torch.cat([lengths for _, lengths in columns]), 0, out=offsets[1:])
         values = [values for values, _ in columns]
-        # One column stays where it lies.
+        # A single column is not copied.
         flat = values[0] if len(values) == 1 else torch.cat(values) if values else offsets[:0]
         keys = KeyedJaggedTensor(list(self._columns.sparse), flat, offsets)
         return Batch(
@@ -220,7 +219,7 @@ class _Groups:
 class _TableChunk(Chunk):
     def __init__(self, how: _Groups, groups: Sequence[_RowGroup], table: Any) -> None:
         self._how, self._groups, self._table = how, groups, table
-        # Where the rows of each group begin.
+        # Index of the first row of each group.
         self.starts = np.cumsum([0, *(group.rows for group in groups[:-1])])
 
     def __len__(self) -> int:
@@ -233,14 +232,14 @@ class _TableChunk(Chunk):
         return self._how.convert(self, rows)
 
     def take(self, rows: np.ndarray) -> Any:
-        """A table of these rows."""
+        """Return a table of these rows."""
         # A slice copies nothing.
         if len(rows) and (np.diff(rows) == 1).all():
             return self._table.slice(int(rows[0]), len(rows))
         return self._table.take(rows)
 
     def name(self, row: int) -> str:
-        """The file, and the number there, from 1, of a row of this chunk."""
+        """Return the file, and the row's number in it, counted from 1."""
         which = int(np.searchsorted(self.starts, row, "right")) - 1
         group = self._groups[which]
         return f"{group.path}, row {group.first + row - self.starts[which] + 1}"

@@ -1,4 +1,4 @@
-"""Parquet files that are opened often, but whose footers are parsed once."""
+"""Parquet files that are opened often but whose footers are parsed once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import DataFormatError
 
 __all__ = ["ParquetFiles", "Shape"]
 
-# Footers that are kept: bytes of them in their files, of which parsed ones take about 9 times as
-# many in memory; and of how many files.
+# Limits on kept footers: their bytes in the files (parsed ones take about 9 times as much memory),
+# and the number of files.
 _KEPT_BYTES = 8 << 20
 _KEPT_FILES = 64
 
@@ -22,44 +22,44 @@ _KEPT_FILES = 64
 class Shape(NamedTuple):
     """Rows, sizes and schema of a file, from its footer."""
 
-    rows: list[int]  # of each row group
-    sizes: list[int]  # of each, bytes without compression
-    schema: Any  # pyarrow.Schema
+    rows: list[int]  # in each row group
+    sizes: list[int]  # uncompressed bytes of each row group
+    schema: Any  # a pyarrow.Schema
 
 
 class ParquetFiles:
-    """Opens files, and keeps the parsed footers of those last used.
+    """Opens files and keeps the parsed footers of the most recent ones.
 
-    To parse a footer takes as long as its file has row groups, so doing that for each group takes
-    the square of their number. A kept footer belongs to the file that it was read from: that of a
-    file written anew is parsed again, and refused unless it has the shape that the first one had.
+    Parsing a footer takes time in proportion to the row groups, so parsing it for each group would
+    take the square. A kept footer belongs to the file that it was read from: when a file is
+    rewritten, its footer is parsed again, and refused unless the shape is unchanged.
     """
 
     def __init__(self) -> None:
-        # Path -> which file that was, and its footer; the last used at the end.
+        # Path -> the file's identity and its footer; the most recently used last.
         self._kept: dict[Path, tuple[tuple[int, ...], Any]] = {}
         self._shapes: dict[Path, Shape] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # Workers parse what they need, in place of being sent it.
+        # Workers parse what they need rather than receive it.
         return {**self.__dict__, "_kept": {}}
 
     def shape(self, path: Path) -> Shape:
-        """See `open`."""
+        """Return the file's shape; errors are those of `open`."""
         with self.open(path):
             return self._shapes[path]
 
     @contextmanager
     def open(self, path: Path, place: str = "") -> Iterator[Any]:
-        """A pyarrow.parquet.ParquetFile, closed at the end.
+        """Open a pyarrow.parquet.ParquetFile, and close it at the end.
 
         Args:
-            path: of the file.
-            place: of which part of the file an error is.
+            path: the file's.
+            place: the part of the file that errors name.
 
         Raises:
-            DataFormatError: no Parquet file, a damaged one, or one that cannot be opened; one that
-                has changed since it was opened first; or an error of Arrow's inside the context.
+            DataFormatError: the file is not Parquet, is damaged, cannot be opened, or has changed
+                since it was first opened; or Arrow raised an error inside the context.
         """
         user = "ParquetReader"
         pyarrow, parquet = needed("pyarrow", user), needed("pyarrow.parquet", user)
@@ -69,8 +69,8 @@ class ParquetFiles:
                 which = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns
                 kept = self._kept.pop(path, None)
                 footer = kept[1] if kept is not None and kept[0] == which else None
-                # No text or list of a footer is longer than its file. Arrow takes memory for as
-                # many as a damaged one says.
+                # No text or list of a footer is longer than its file. Without a limit, Arrow
+                # allocates as much as a damaged footer claims.
                 limit = min(max(about.st_size, 1), 2**31 - 1)
                 with parquet.ParquetFile(
                     source,
@@ -82,13 +82,13 @@ class ParquetFiles:
                         self._check(path, file)
                     self._keep(path, which, file.metadata)
                     yield file
-        # A damaged page may also lead to an error that is not one of Arrow's own.
+        # A damaged page may also raise an error that is not Arrow's own.
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             place = f", {place}" if place else ""
             raise DataFormatError(f"{path}{place}: {error}") from error
 
     def _check(self, path: Path, file: Any) -> None:
-        """Look at a footer that has just been parsed."""
+        """Check a footer that has just been parsed."""
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
         rows = [group.num_rows for group in groups]
         if min(rows, default=0) < 0 or sum(rows) != file.metadata.num_rows:

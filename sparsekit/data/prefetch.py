@@ -1,4 +1,4 @@
-"""Batches that are read while the model computes."""
+"""Reads batches while the model computes."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from ..errors import check_int
 __all__ = ["Prefetcher"]
 
 
-# A batch, the reader's state after it, and what was raised in its place.
+# A batch, the reader's state after it, and the error raised instead of it.
 _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
-# For the batch that is being read when an iteration is left. Nothing can stop a source that waits
-# for longer, on a network for instance: it is left to its thread.
+# How long to wait for the batch being read when an iteration is left. A source that waits longer,
+# on a network for instance, cannot be stopped: its thread is left alone.
 _GRACE_S = 2.0
-# Source -> the thread that still reads a batch of it for an iteration that was left.
+# Source -> the thread that is still reading one of its batches for an iteration that was left.
 _left: weakref.WeakKeyDictionary[Any, threading.Thread] = weakref.WeakKeyDictionary()
 
 
 class Prefetcher:
-    """Iterate over a reader, or any iterable, in a thread of its own, some batches ahead.
+    """Iterate over a reader, or any iterable, some batches ahead in a background thread.
 
     Batches keep their order, the last one may be short, and an error of the reader is raised where
     its batch would have been. Reading releases the GIL. When an iteration is left early, its thread
-    ends, after the batch that it is reading; a source that gives none for two seconds is no longer
-    waited for, and the next iteration begins when it does.
+    ends after the batch that it is reading. If that takes more than two seconds, the thread is left
+    behind, and the next iteration first waits for it.
 
     Args:
-        batches: A `Reader`, a DataLoader or another iterable, iterated anew each time.
-        depth: How many batches at most are ready and not yet handed out.
-        device: Where batches go, those that have a method ``to(device, non_blocking)``: tensors,
-            `Batch`. To a CUDA device they go through pinned memory, without waiting.
+        batches: A `Reader`, a DataLoader or another iterable, which can be iterated repeatedly.
+        depth: Most batches that are read ahead.
+        device: Where to move batches that have a method ``to(device, non_blocking)``: tensors,
+            `Batch`. They go to a CUDA device through pinned memory, without waiting.
 
     Raises:
-        TypeError, ValueError: depth is no int >= 1.
+        TypeError, ValueError: depth is not an int >= 1.
 
     Example:
         >>> for label, dense, sparse in Prefetcher(reader, device="cuda"):
@@ -80,26 +80,27 @@ class Prefetcher:
             ended.set()
             free.release()
             if thread.ident is not None:
-                with contextlib.suppress(TypeError):  # a list, which any number may read at once
+                # Fails for a list, which may be iterated over several times at once.
+                with contextlib.suppress(TypeError):
                     _left[self.batches] = thread
                 thread.join(_GRACE_S)
 
     def state_dict(self) -> dict[str, Any]:
-        """The reader's state after the batch that was handed out last, not the one read last.
+        """Return the reader's state after the last batch handed out, not the last one read.
 
         Raises:
-            TypeError: what is iterated over has no state.
+            TypeError: the source has no state.
         """
         if self._state is not None:
             return self._state
         return self._stateful().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration with the batch after the one to which `state` belongs.
+        """Begin the next iteration just after the batch to which `state` belongs.
 
         Raises:
-            RuntimeError: an iteration that was left still waits for its source, whose state cannot
-                be set under it.
+            RuntimeError: an iteration that was left is still reading the source, whose state cannot
+                be set meanwhile.
         """
         before = self._before()
         if before is not None:
@@ -135,7 +136,7 @@ class Prefetcher:
         try:
             before = self._before()
             if before is not None:
-                before.join()  # two at once would mix up the source's place
+                before.join()  # two threads at once would mix up the source's position
             if ended.is_set():
                 return
             iterator = iter(batches)
@@ -152,7 +153,7 @@ class Prefetcher:
                 if end is not None:
                     return
         except BaseException as error:
-            ready.put((None, state, error))  # the state is that of the batch before
+            ready.put((None, state, error))  # the state after the previous batch still holds
 
     def _moved(self, batch: Any) -> Any:
         if self.device is None or not hasattr(batch, "to"):

@@ -1,4 +1,4 @@
-"""Base of all readers: order of rows, shares of ranks, batches, resuming."""
+"""Base of all readers: order of rows, shares of ranks, batches, and resuming."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from .columns import Columns
 __all__ = ["Reader"]
 
 OnError = Literal["raise", "skip"]
-# Row of a chunk (its place in what was asked for) and what is wrong with it.
+# A row's position in the request, and its fault.
 Fault = tuple[int, str]
 
 
 class Chunk(ABC):
-    """Rows that are in memory."""
+    """Rows in memory."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        """The rows of these numbers (int64), and no batch if there are faults."""
+        """Return the rows of these numbers (int64), or no batch if there are faults."""
 
     @abstractmethod
     def label_fault(self, row: int, reason: str) -> str:
-        """Name the place of a row's label in its file, and what is wrong there."""
+        """Name the place of a row's label in its file, and the fault."""
 
 
 class Unit(ABC):
-    """A part of a data set that can be read by itself: the pieces of which an epoch is shuffled.
+    """A part of a data set that can be read by itself; epochs shuffle these.
 
     Attributes:
-        counts_fast: whether `count` takes far less than reading.
+        counts_fast: whether `count` is much faster than reading.
     """
 
     counts_fast = True
 
     @abstractmethod
     def chunks(self) -> Iterator[Chunk]:
-        """The unit's rows, as many at a time as may be in memory."""
+        """Yield the unit's rows, as many at a time as may be in memory."""
 
     def count(self) -> int:
-        """How many rows there are, malformed ones included."""
+        """Return the number of rows, malformed ones included."""
         return sum(map(len, self.chunks()))
 
     def look(self) -> None:  # noqa: B027  (nothing to do)
-        """Do beforehand, on any thread, what `count` would take long for."""
+        """Do the slow part of `count` ahead of time, on any thread."""
 
 
 class Reader(IterableDataset):
@@ -69,17 +69,17 @@ class Reader(IterableDataset):
 
     Pass it to `Prefetcher`, or to ``DataLoader(reader, batch_size=None)``, or iterate over it. With
     torch.distributed each rank reads its share of the rows, each worker of a DataLoader a share of
-    that, and all yield equally many batches: the last ones may be short or empty, which layers
-    take. For this the rows are counted before the first batch, unless there is one rank and no
-    worker, or the format knows the number (Parquet).
+    that, and all yield the same number of batches: the last ones may be short or empty, which
+    layers accept. So the rows are counted before the first batch, unless there is one rank and no
+    worker, or the format stores the number (Parquet).
 
     Attributes:
-        columns: which columns are read, and how.
+        columns: the columns that are read, and how.
         skipped: malformed rows left out so far, with ``on_error="skip"``.
     """
 
     columns: Columns
-    _features: list[str]  # in the order in which batches have them
+    _features: list[str]  # in the order of batches
 
     def __init__(
         self,
@@ -106,26 +106,26 @@ class Reader(IterableDataset):
         self._files = [[file.name, file.stat().st_size] for file in files]
         self._ranks = _check_ranks(name, rank, world_size)
         self._epoch = 0
-        self._step = 0  # batches of this epoch handed out
-        self._resumed = 0  # with which step the next iteration begins
-        self._labels: tuple[float, ...] | None = None  # see limit_labels
+        self._step = 0  # batches of this epoch handed out so far
+        self._resumed = 0  # step with which the next iteration begins
+        self._labels: tuple[float, ...] | None = None  # set by limit_labels
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, which decides on the order if rows are shuffled.
+        """Choose the epoch, which determines the order of shuffled rows.
 
-        Each finished iteration goes on to the next epoch by itself, but not in the workers of a
-        DataLoader, which start from a copy of the reader: call this before each epoch there.
+        A finished iteration moves on to the next epoch by itself, except in the workers of a
+        DataLoader, which start from a copy of the reader: there, call this before each epoch.
         """
         self._epoch = check_int(type(self).__name__, "epoch", epoch, 0, 2**31 - 1)
         self._step = self._resumed = 0
 
     def limit_labels(self, least: float, most: float, *, between: bool = True) -> None:
-        """Take rows whose label is none of a loss or metric as malformed; see ``on_error``.
+        """Treat rows with labels that a loss or metric cannot take as malformed; see ``on_error``.
 
         Args:
-            least: the smallest label there may be.
-            most: the largest.
-            between: whether those between the two may be there as well.
+            least: the smallest valid label.
+            most: the largest valid label.
+            between: whether labels between the two are valid.
         """
         self._labels = least, most, between
 
@@ -143,16 +143,16 @@ class Reader(IterableDataset):
         return all(unit.counts_fast for unit in self._units)
 
     def steps_per_epoch(self, num_workers: int = 0) -> int:
-        """Batches that each rank yields in an epoch; counts the rows if that is not done yet."""
+        """Return the number of batches of each rank in an epoch; counts the rows if need be."""
         shards = self._rank_and_world_size()[1] * max(1, num_workers)
         return max(1, num_workers) * self._steps(shards)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the iteration is: of plain numbers and strings, so JSON and torch.save keep it.
+        """Return the iteration's position as plain numbers and strings, for JSON or torch.save.
 
-        It belongs to the batch that was handed out last. In a worker of a DataLoader it is that
-        worker's; only a loader that asks its workers, such as torchdata's StatefulDataLoader, can
-        resume with workers.
+        The position is just after the last batch handed out. Each worker of a DataLoader has its
+        own; only a loader that asks its workers, such as torchdata's StatefulDataLoader, can resume
+        with workers.
         """
         return {
             "epoch": self._epoch,
@@ -163,12 +163,12 @@ class Reader(IterableDataset):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration with the batch after the one to which `state` belongs.
+        """Begin the next iteration just after the batch to which `state` belongs.
 
         Raises:
-            ValueError: it was saved by a reader of other files or another order, or, in mid-epoch,
-                of another batch size, or on another number of ranks and workers; it is of a step
-                that the files do not have; or it is no such state.
+            ValueError: the state is from a reader with other files or another order; in mid-epoch,
+                also from another batch size or number of ranks and workers; its step is beyond the
+                end of the files; or it is not a reader's state.
         """
         name = type(self).__name__
         try:
@@ -197,7 +197,7 @@ class Reader(IterableDataset):
         self._epoch, self._step, self._resumed, self.skipped = epoch, step, step, skipped
 
     def _reaches(self, epoch: int, step: int) -> bool:
-        """Whether an epoch has this many batches; counts no more rows than are passed over."""
+        """Return whether an epoch has this many batches; counts only the rows before them."""
         shards = self._shard()[1]
         if shards > 1:
             return step <= self._steps(shards)
@@ -209,7 +209,7 @@ class Reader(IterableDataset):
         return passed > (step - 1) * self.batch_size
 
     def _count(self, number: int) -> int:
-        """Rows of a unit."""
+        """Count the rows of a unit."""
         rows = self._rows[number]
         if rows is None:
             rows = self._rows[number] = self._units[number].count()
@@ -232,18 +232,18 @@ class Reader(IterableDataset):
         self._epoch, self._step = self._epoch + 1, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # A worker that is started does not know of torch.distributed.
+        # A worker process does not know about torch.distributed.
         return {**self.__dict__, "_ranks": self._rank_and_world_size()}
 
     def _empty(self) -> Batch:
-        """A batch without rows."""
+        """Return a batch without rows."""
         no_rows = torch.zeros(1, dtype=torch.int64)
         label = None if self.columns.label is None else torch.empty(0)
         keys = KeyedJaggedTensor(self._features, no_rows[:0], no_rows)
         return Batch(label, torch.empty(0, len(self.columns.dense)), keys)
 
     def _plan(self) -> dict[str, Any]:
-        """Settings that decide which rows are in which batch."""
+        """Return the settings that decide which rows are in which batch."""
         return {
             "files": self._files,
             "batch_size": self.batch_size,
@@ -258,7 +258,7 @@ class Reader(IterableDataset):
         return self._ranks or (0, 1)
 
     def _shard(self) -> tuple[int, int]:
-        """Which of how many equal shares of the rows is read here."""
+        """Return which share of the rows is read here, and the number of equal shares."""
         rank, world_size = self._rank_and_world_size()
         worker = get_worker_info()
         if worker is None:
@@ -269,7 +269,7 @@ class Reader(IterableDataset):
         return math.ceil(math.ceil(self.count_rows() / shards) / self.batch_size)
 
     def _batches(self, first: int, last: int | None) -> Iterator[Batch]:
-        """The rows [first, last) of the epoch's order."""
+        """Yield the rows [first, last) of the epoch's order."""
         parts: list[Batch] = []
         have = 0
         for chunk, rows in self._pieces(first, last):
@@ -284,12 +284,12 @@ class Reader(IterableDataset):
             yield concatenate(parts)
 
     def _pieces(self, first: int, last: int | None) -> Iterator[tuple[Chunk, np.ndarray]]:
-        """Chunks, and the numbers of those of their rows that are in [first, last) of the order."""
+        """Yield chunks, and the numbers of their rows that are in [first, last) of the order."""
         passed = 0
         for number in self._order(self._epoch):
             if last is not None and passed >= last:
                 return
-            # Rows are counted faster than they are parsed.
+            # Skip by counting, which is faster than parsing.
             if passed < first:
                 rows = self._count(number)
                 if passed + rows <= first:
@@ -315,7 +315,7 @@ class Reader(IterableDataset):
     def _read(self, chunk: Chunk, rows: np.ndarray) -> Batch:
         while True:
             batch, faults = chunk.read(rows)
-            # Only rows that are well-formed have labels to look at.
+            # Only well-formed rows have labels to check.
             if batch is not None and self._labels is not None and batch.label is not None:
                 faults = self._wrong_labels(chunk, rows, batch.label.numpy())
             if faults and self._on_error == "raise":
@@ -351,12 +351,12 @@ def _check_ranks(name: str, rank: int | None, world_size: int | None) -> tuple[i
 def list_files(
     name: str, files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], pipes: bool = False
 ) -> list[Path]:
-    """One path or several as a list; perhaps pipes among them.
+    """List one path or several; some may be pipes.
 
     Raises:
-        ValueError: there is none.
-        FileNotFoundError, IsADirectoryError: one is no file.
-        DataFormatError: one is a pipe or a device.
+        ValueError: there are no paths.
+        FileNotFoundError, IsADirectoryError: a path is not a file.
+        DataFormatError: a path is a device, or a pipe where none is allowed.
     """
     paths = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not paths:

@@ -31,40 +31,40 @@ _SHOWN = 60
 class CsvReader(Reader):
     r"""Stream delimited text in batches, in bounded memory.
 
-    Lines end with ``"\n"`` or ``"\r\n"``; blank ones are left out. A field may be quoted, and then
-    have delimiters, newlines and, doubled, quotes in it. A byte-order mark is left out, NUL bytes
-    are text like any other, and text need not be UTF-8: it is hashed byte by byte. What is
-    compressed by gzip, bzip2 or xz is decompressed, whatever it is called. A pipe can be read once,
-    on one rank and by no worker.
+    Lines end with ``"\n"`` or ``"\r\n"``; blank ones are skipped. A quoted field may contain
+    delimiters, newlines and doubled quotes. A byte-order mark is skipped, NUL bytes are text like
+    any other, and text need not be UTF-8: it is hashed byte by byte. Content compressed by gzip,
+    bzip2 or xz is decompressed, whatever the file's name. A pipe can be read once, on one rank and
+    not by a worker.
 
     Args:
         files: One path or several, in the order of their rows.
-        batch_size: Rows in a batch, of this rank, as with a DataLoader.
+        batch_size: Rows of this rank in a batch, as with a DataLoader.
         sparse: Names of categorical columns, whose values are hashed; or name -> `Keys` or its
-            kind. Batches have them in the order of the file.
+            kind. Batches keep the order of the file.
         dense: Names of columns of numbers.
         label: Name of the column of labels, whose fields must not be empty.
-        columns: Names of all columns, of files without a line of names; None: the first line of
-            each file has them, the same ones in all.
+        columns: Names of all columns, for files without a line of names; with None, the first line
+            of each file names them, the same in all files.
         delimiter: One byte between fields, such as ``"\t"``.
-        quote: One byte; None: quotes are text like any other.
-        missing: The number of an empty dense field.
+        quote: One byte; with None, quotes are text like any other.
+        missing: The number that replaces an empty dense field.
         on_error: ``"raise"``, or ``"skip"`` to leave malformed lines out; `skipped` counts them.
-        shuffle: Another order in each epoch: blocks of the files (all of a compressed one is one)
-            and, within each, its rows. To find where lines begin, a plain file is gone through once
-            before, unless quote is None.
-        seed: Of that order.
-        rank: Which share of the rows is read; None: that of torch.distributed, if it is there.
-        world_size: Of how many shares.
-        block_bytes: Of text in memory at a time. Rows are shuffled within a block.
-        max_line_bytes: A longer line is malformed.
+        shuffle: Whether to shuffle in each epoch: blocks of the files (a compressed file is one
+            block) and the rows of each. A plain file is first scanned for the starts of lines,
+            unless quote is None.
+        seed: Seed of that order.
+        rank: The share of the rows to read; None means torch.distributed's rank, if it is in use.
+        world_size: Number of shares.
+        block_bytes: Bytes of text in memory at a time. Rows are shuffled within a block.
+        max_line_bytes: Longer lines are malformed.
 
     Raises:
-        TypeError, ValueError: an argument out of its range, or a column that is not there.
+        TypeError, ValueError: an argument is out of range, or a column is missing.
         OSError: a file cannot be read.
-        DataFormatError: a file that is no text, by its first bytes. While iterating: a malformed
-            line, named with file, line and column; a quote that is never closed, even with
-            ``on_error="skip"``; a truncated or damaged compressed file; one that got shorter.
+        DataFormatError: the first bytes of a file are not text. While iterating: a malformed line,
+            named with file, line and column; a quote that is never closed, even with
+            ``on_error="skip"``; a truncated or damaged compressed file; a file that got shorter.
 
     Example:
         >>> sparse = {"user": "int", "tags": Keys("hash", separator="|")}
@@ -121,7 +121,7 @@ class CsvReader(Reader):
             [
                 unit
                 for text in texts
-                # Where there is one column, a blank line is a row without a value.
+                # With a single column, a blank line is a row without a value.
                 for unit in text.units(block_bytes, len(names[0]) > 1, self._lines.chunk)
             ],
             paths,
@@ -135,7 +135,7 @@ class CsvReader(Reader):
         self._block_bytes, self._quote = block_bytes, quote
 
     def _plan(self) -> dict[str, Any]:
-        # Without shuffling, the order of rows does not depend on it.
+        # Without shuffling, block_bytes does not change the order of rows.
         block_bytes = self._block_bytes if self.shuffle else None
         return {**super()._plan(), "block_bytes": block_bytes, "quote": self._quote}
 
@@ -144,15 +144,15 @@ class CriteoReader(CsvReader):
     r"""Stream files in Criteo's format in batches.
 
     A line has a label, 13 integers and 26 categories of 8 hexadecimal digits, separated by tabs;
-    all but the label may be missing. (The display advertising challenge, and the days of Criteo 1TB
-    click logs, compressed or not.) Features are called C1 to C26; a key is the number that a
-    category is. `dense` has I1 to I13.
+    all but the label may be missing. This is the format of the display advertising challenge and of
+    the days of Criteo 1TB click logs, compressed or not. Features are called C1 to C26; the key of
+    a category is its number. `dense` has I1 to I13.
 
     Args:
         files: One path or several, in the order of their rows.
-        batch_size: Rows in a batch, of this rank, as with a DataLoader.
+        batch_size: Rows of this rank in a batch, as with a DataLoader.
         keys: How a category becomes a key: ``Keys("hex", separator=",")`` for several in a field,
-            ``Keys("hash")`` if they are any text.
+            ``Keys("hash")`` if categories are arbitrary text.
         others: ``missing``, ``on_error``, ``shuffle``, ``seed``, ``rank``, ``world_size``,
             ``block_bytes`` and ``max_line_bytes`` of `CsvReader`.
 
@@ -183,7 +183,7 @@ class CriteoReader(CsvReader):
 
 
 class _Lines:
-    """How lines become batches."""
+    """Turns lines into batches."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _Lines:
         self.columns = columns
         self.names = list(names)
         self._settings = delimiter, quote or "", max_line_bytes, missing
-        # Keys come in the order of the file.
+        # In the order of the file, as keys come.
         self.features = [name for name in names if name in columns.sparse]
         self.format = self._format()
 
@@ -239,13 +239,13 @@ class _Lines:
         line: int,
         unclosed: bool,
     ) -> Chunk:
-        """See `MakeChunk`."""
+        """Make a chunk of lines; see `MakeChunk`."""
         return _TextChunk(self, file, lines, text, start, line, unclosed)
 
     def batch(
         self, label: np.ndarray, dense: np.ndarray, values: np.ndarray, offsets: np.ndarray
     ) -> Batch:
-        """Makes tensors of what TextLines.parse returned."""
+        """Make tensors of the result of TextLines.parse."""
         return Batch(
             None if self.columns.label is None else torch.from_numpy(label),
             torch.from_numpy(dense),
@@ -254,7 +254,7 @@ class _Lines:
 
 
 class _TextChunk(Chunk):
-    """Lines that are in memory."""
+    """Lines in memory."""
 
     def __init__(
         self,
@@ -278,7 +278,7 @@ class _TextChunk(Chunk):
             return self._how.batch(*arrays), []
         if self._unclosed:
             faults = self._check_last(rows, faults)
-        # Only the first is ever shown; to find each one's line would take long.
+        # Only the first is shown; finding the line of each would take long.
         row, field, reason = faults[0]
         described = self._describe(int(rows[row]), field, reason)
         return None, [(row, described) for row, _, _ in faults]
@@ -287,9 +287,9 @@ class _TextChunk(Chunk):
         return self._describe(row, self._how.names.index(self._how.columns.label or ""), reason)
 
     def _check_last(self, rows: np.ndarray, faults: list[Any]) -> list[Any]:
-        """Raise DataFormatError if what is left to do is the last line, which is never closed.
+        """Raise DataFormatError if the last line, whose quote is never closed, is all that is left.
 
-        It may have swallowed any number of rows, so it is not left out like one.
+        It may have swallowed any number of rows, so it cannot be skipped like a single one.
         """
         last = len(self) - 1
         others = [fault for fault in faults if rows[fault[0]] != last]
@@ -304,7 +304,7 @@ class _TextChunk(Chunk):
 
     def _describe(self, row: int, field: int, reason: str) -> str:
         begin = self._lines.begin_of(row)
-        if self._line:  # of the first one
+        if self._line:  # the first one's line
             line = self._line + self._text.count(b"\n", 0, begin)
         else:
             line = self._file.line_number(self._start + begin)
@@ -319,7 +319,7 @@ class _TextChunk(Chunk):
 
 
 def open_text(path: Path, delimiter: str) -> tuple[TextFile, list[str]]:
-    """A file for a `CsvReader` of this delimiter, and the names in its first line."""
+    """Open a file for a `CsvReader` of this delimiter; also return the names in its first line."""
     text = TextFile(path, True, _MAX_LINE_BYTES, delimiter, _QUOTE)
     return text, _names_of(text, None, delimiter, _QUOTE)
 
@@ -339,7 +339,7 @@ def _names_of(
 
 
 def _check_marks(name: str, delimiter: str, quote: str | None, columns: Columns) -> None:
-    """Raise ValueError unless these can be told from one another."""
+    """Raise ValueError unless delimiter, quote and separators all differ."""
     marks = {"delimiter": delimiter, **({} if quote is None else {"quote": quote})}
     for argument, mark in marks.items():
         if len(mark.encode()) != 1 or mark in "\r\n\0":

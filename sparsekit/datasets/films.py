@@ -1,4 +1,4 @@
-"""The films of MovieLens-100K: titles, years, genres."""
+"""The films of MovieLens-100K: titles, years and genres."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOVIELENS_100K_ITEMS = PackagedFile(
 def movielens_100k_films(
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dict[int, tuple[str, str, str]]:
-    """Item -> title, year and genres, as they are in the file; see `movielens_100k` for where from.
+    """Return item -> title, year and genres, as in the file; for its origin see `movielens_100k`.
 
     Args:
         cache_dir: where to keep the file; None means ``$XDG_CACHE_HOME/sparsekit`` or
@@ -29,7 +29,7 @@ def movielens_100k_films(
         DatasetUnavailableError: it is not in the cache and cannot be fetched.
     """
     content, _ = MOVIELENS_100K_ITEMS.read(cache_dir)
-    # Its SHA-256 has been verified, so it has these columns.
+    # The SHA-256 has been verified, so the file has these columns.
     rows = [line.split("\t") for line in content.decode().splitlines()[1:]]
     return {int(item): (title, year, genres) for item, title, year, genres in rows}
 

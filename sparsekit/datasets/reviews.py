@@ -1,4 +1,4 @@
-"""Reviews: who wrote what of which item, and the documents that models of text read."""
+"""Reviews of items by users, and the documents that text models read."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
 ]
 
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
-# Numbers of what is no word of the vocabulary.
+# Numbers that stand for no word of the vocabulary.
 PADDING, UNKNOWN = 0, 1
-# Names of each field in Amazon's review files, until 2018 and since, and its type.
+# Type of each field in Amazon's review files, and its names before and after 2018.
 FIELDS: dict[str, tuple[str, Any]] = {
     "reviewerID": ("user_id", str),
     "asin": ("asin", str),
@@ -44,18 +44,18 @@ MISSING = {"reviewText": "", "unixReviewTime": None}
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, in lower case."""
+    """Return the words of a text, in lower case."""
     return WORD.findall(text.lower())
 
 
 @dataclass(frozen=True, eq=False)
 class Reviews:
-    """n reviews.
+    """Holds n reviews.
 
     Attributes:
         ratings: users, items, ratings and times ``[n]``; see `Ratings`.
-        texts: n lists of words: what each adds to the document of its user.
-        of_items: what each adds to the document of its item; None: the same.
+        texts: n lists of words: what each review adds to the document of its user.
+        of_items: what each review adds to the document of its item; None if the same as texts.
         descriptions: item -> words with which its document begins, written by no user.
     """
 
@@ -68,7 +68,7 @@ class Reviews:
         return len(self.texts)
 
     def __getitem__(self, index: torch.Tensor) -> Reviews:
-        """Select reviews: int64 positions."""
+        """Select reviews at int64 positions."""
         at = index.tolist()
         return Reviews(
             self.ratings[index],
@@ -79,10 +79,10 @@ class Reviews:
 
 
 def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.Tensor, ...]:
-    """Positions ``(train, test)``, int64, that have no pair of user and item in common.
+    """Return positions ``(train, test)``, int64, that share no pair of user and item.
 
-    The test part is the latest of every user, as in `Ratings.split_by_time`. Of what a user has
-    said of an item several times only the latest is used.
+    The test part is the latest of every user, as in `Ratings.split_by_time`. Of several reviews of
+    an item by the same user, only the latest is used.
 
     Raises:
         ValueError: test_fraction is not in [0, 1).
@@ -90,7 +90,7 @@ def split_reviews(ratings: Ratings, test_fraction: float = 0.2) -> tuple[torch.T
     order = ratings.timestamps.argsort(stable=True).tolist()
     pairs = list(zip(ratings.users.tolist(), ratings.items.tolist(), strict=True))
     latest = torch.tensor(sorted({pairs[i]: i for i in order}.values()), dtype=torch.int64)
-    # Positions take the place of ratings, to see which ones end up where.
+    # Positions replace the ratings, to see where each one ends up.
     once = ratings[latest]
     marked = Ratings(once.users, once.items, torch.arange(len(once)), once.timestamps)
     train, test = marked.split_by_time(test_fraction)
@@ -105,8 +105,8 @@ class Vocabulary:
 
     Args:
         texts: lists of words.
-        min_count: how often a word must occur.
-        most: words at most.
+        min_count: occurrences that a word must have.
+        most: limit on the number of words.
     """
 
     def __init__(
@@ -118,20 +118,20 @@ class Vocabulary:
         self._numbers = {word: number for number, word in enumerate(self.words, UNKNOWN + 1)}
 
     def __len__(self) -> int:
-        """Numbers in use: those of words, padding and unknown words."""
+        """Return the count of numbers in use: words, padding and unknown words."""
         return UNKNOWN + 1 + len(self.words)
 
     def __call__(self, words: Iterable[str]) -> list[int]:
-        """The number of each word."""
+        """Return the number of each word."""
         return [self._numbers.get(word, UNKNOWN) for word in words]
 
 
 class Documents:
-    """One document for each owner, of pieces that each have an author: -1 is nobody.
+    """One document for each owner, made of pieces, each with an author; author -1 is nobody.
 
     Args:
         pieces: owner -> (author, numbers of words), in the order of the document.
-        length: words of a document; it is cut, or filled up with padding.
+        length: words in a document, which is cut or padded to fit.
     """
 
     def __init__(self, pieces: Mapping[int, Sequence[tuple[int, list[int]]]], length: int) -> None:
@@ -142,7 +142,7 @@ class Documents:
             of_author: Counter[int] = Counter()
             for author, piece in pieces[owner]:
                 of_author[author] += len(piece)
-            # Enough to fill a document whichever author is left out.
+            # Enough words to fill a document whichever author is left out.
             most = length + max(of_author.values(), default=0)
             flat = [(word, a) for a, piece in pieces[owner] for word in piece][:most]
             words += [word for word, _ in flat]
@@ -157,8 +157,8 @@ class Documents:
         """Documents int64 ``[n, length]`` of owners ``[n]``, less what one author each wrote.
 
         Args:
-            owners: int64 ``[n]``; the document of one that is not known is padding.
-            without: int64 ``[n]``, authors: those of the reviews that are to be predicted.
+            owners: int64 ``[n]``; an unknown owner's document is padding.
+            without: int64 ``[n]``: the authors of the reviews to predict.
         """
         result = torch.full((len(owners), self.length), PADDING)
         if len(self.owners) == 0 or len(owners) == 0:
@@ -169,7 +169,7 @@ class Documents:
         row = torch.repeat_interleave(torch.arange(len(owners)), counts)
         source = self.starts[at][row] + torch.arange(len(row)) - offsets[row]
         keep = self.authors[source] != without[row]
-        # Words that are kept before each one, and before its document.
+        # Number of kept words before each word, and before its document.
         before = torch.nn.functional.pad(keep.cumsum(0), (1, 0))
         place = before[:-1] - before[offsets[row]]
         keep &= place < self.length
@@ -178,16 +178,16 @@ class Documents:
 
 
 class Corpus:
-    """The documents of users and items, made of the train part of reviews.
+    """The documents of users and items, made from the train part of the reviews.
 
     A user's document is what they have written, the latest first; an item's is its description, if
-    there is one, and what has been written of it. Neither has what the user has written of the item
-    whose rating is asked for.
+    any, followed by its reviews. Neither contains the user's own review of the item whose rating is
+    predicted.
 
     Args:
-        train: never those that are to be predicted.
-        length: words of a document.
-        min_count: how often a word must occur in them; others are unknown.
+        train: the train part; never the reviews to predict.
+        length: words in a document.
+        min_count: occurrences that a word must have; rarer ones are unknown.
     """
 
     def __init__(self, train: Reviews, length: int = 800, min_count: int = 2) -> None:
@@ -211,11 +211,12 @@ class Corpus:
 
 
 def reviews_of_films(train: Ratings, films: Mapping[int, list[str]]) -> Reviews:
-    """Ratings as reviews, for want of text: of MovieLens, which has none.
+    """Turn ratings into reviews, for data without text, such as MovieLens.
 
-    To a user's document a rating adds the words of its film. All ratings would add the same words
-    to the film's own document, so there they add those of another film: what its user rated just
-    before it (after it, if it was the first). It begins with its own words.
+    A rating adds the words of its film to the user's document. Since all ratings would add the same
+    words to the film's own document, they add there the words of another film: the one that the
+    user rated just before (or just after, for the first). A film's document begins with its own
+    words.
     """
     order, _, _, from_end = train.by_user()
     items = train.items.tolist()
@@ -234,13 +235,13 @@ def read_reviews(path: str | os.PathLike[str]) -> Reviews:
 
     A line is an object with ``reviewerID`` and ``asin``, texts, ``overall``, the rating, and
     perhaps ``reviewText`` and ``unixReviewTime``; or, as in the files of 2023, with ``user_id``,
-    ``asin``, ``rating``, ``text`` and ``timestamp``. A review without a text, or with null, has no
-    words; one without a time has that of the review before it. Users and items are numbered from
-    0, in the order of their names. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
+    ``asin``, ``rating``, ``text`` and ``timestamp``. A review whose text is missing or null has no
+    words; one without a time has that of the previous review. Users and items are numbered from 0,
+    in the order of their names. The file may be compressed by gzip, bzip2 or xz, or be a pipe.
 
     Raises:
-        DataFormatError: a malformed line, or no line, whose number the message has; or no text, by
-            its first bytes.
+        DataFormatError: a line is malformed (the message has its number), there are no lines, or
+            the first bytes are not text.
         OSError: the file cannot be read.
     """
     source = os.fspath(path)
@@ -267,7 +268,7 @@ def read_reviews(path: str | os.PathLike[str]) -> Reviews:
 
 
 def _review(line: str, before: float) -> tuple[str, str, float, list[str], float]:
-    """User, item, rating, words and time; that is `before` if the line has none."""
+    """Return user, item, rating, words and time, which is `before` if the line has none."""
     review = json.loads(line)
     if not isinstance(review, dict):
         raise ValueError(f"must be an object, is {line[:40]!r}")
@@ -281,7 +282,7 @@ def _review(line: str, before: float) -> tuple[str, str, float, list[str], float
         values[name] = value
     stars = float(values["overall"])
     time = before if values["unixReviewTime"] is None else float(values["unixReviewTime"])
-    if not (abs(stars) < 1e6 and abs(time) < 1e300):  # true of nan as well
+    if not (abs(stars) < 1e6 and abs(time) < 1e300):  # also true for nan
         raise ValueError(f"overall is {stars}, unixReviewTime is {time}")
     return values["reviewerID"], values["asin"], stars, words_of(values["reviewText"]), time
 
@@ -294,16 +295,16 @@ def _numbered(names: Sequence[str]) -> torch.Tensor:
 def generated_reviews(
     users: int = 30, items: int = 20, each: int = 8, words: int = 12, seed: int = 0
 ) -> Reviews:
-    """Reviews for tests, in which a word that is good or bad tells the rating, 1 to 5.
+    """Generate reviews for tests, in which one good or bad word tells the rating, 1 to 5.
 
-    Each has a word of its own as well, ``of{user}x{item}``.
+    Each review also has a unique word, ``of{user}x{item}``.
 
     Args:
-        users: how many, each of whom has a bias.
-        items: how many, at least ``each``; they have biases, too.
-        each: reviews of a user, of different items.
-        words: of a review.
-        seed: of all that is drawn.
+        users: number of users, each with a bias.
+        items: number of items, at least ``each``, each with a bias.
+        each: reviews by each user, of different items.
+        words: words in a review.
+        seed: seed of all random draws.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     generous = torch.randn(users, generator=generator, device="cpu")

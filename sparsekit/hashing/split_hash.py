@@ -20,24 +20,24 @@ __all__ = ["Collisions", "SplitHashEncoder"]
 
 _NAME = "SplitHashEncoder"
 _SHIFTS = (48, 32, 16, 0)
-# What a chunk of 16 bits can tell apart is at most 2**16 columns, a quarter of 4 * sqrt(2**32).
+# A chunk of 16 bits can address at most 2**16 columns, a quarter of 4 * sqrt(2**32).
 _MOST_VALUES = 2**32
-# An odd number whose bits have no pattern, 2**64 / golden ratio, read as signed.
+# An odd number without a bit pattern, 2**64 / golden ratio, read as signed.
 _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
 @dataclass(frozen=True)
 class Collisions:
-    """How many distinct values of a feature share their columns with an earlier one."""
+    """The number of distinct values of a feature that share their columns with an earlier one."""
 
     feature: str
     values: int  # distinct ones, told apart by their 64-bit hash
     codes: int  # distinct sets of columns
-    expected: float  # collisions, if every set of columns were equally likely
+    expected: float  # collisions if all sets of columns were equally likely
 
     @property
     def observed(self) -> int:
-        """Collisions in the data."""
+        """Return the number of collisions in the data."""
         return self.values - self.codes
 
 
@@ -45,28 +45,28 @@ class SplitHashEncoder:
     """Encode rows of categorical features as rows of a sparse matrix, by hash; nothing is fitted.
 
     The rule, for a value of a feature that has up to L values: ``h = xxh64(value, salt)``
-    (`sparsekit.hashing.xxh64`: 3 and "3" are one value, so are None and ""). The feature has
-    ``bucket = max(32, 4 * ceil(sqrt(L)))`` columns, and features lie side by side in the order of
-    `feature_lengths`.
+    (`sparsekit.hashing.xxh64`, for which 3 and "3" are one value, as are None and ""). The feature
+    has ``bucket = max(32, 4 * ceil(sqrt(L)))`` columns, and features lie side by side in the order
+    of `feature_lengths`.
 
-    - ``splits=4``: the bucket is four blocks of ``w = bucket / 4`` columns. Block k has its one at
+    - ``splits=4``: the bucket is four blocks of ``w = bucket / 4`` columns. The 1 of block k is at
       ``((h >> (48 - 16 * k)) & 0xFFFF) % w``, so two values share a code only if all four agree.
-    - ``splits=1``, one-hot: a single one at ``h % bucket``.
+    - ``splits=1``, one-hot: a single 1 at ``h % bucket``.
 
     So each row has exactly ``splits * len(feature_lengths)`` entries, and the columns of a value
-    depend on the value, the feature's length, place and salt, and on nothing else.
+    depend only on the value and on the feature's length, place and salt.
 
     Args:
-        feature_lengths: Name of each feature -> how many values it has at most, in ``[1, 2**32]``.
-            More values than that only collide more often.
+        feature_lengths: Name of each feature -> the most values that it has, in ``[1, 2**32]``.
+            With more values, collisions are more frequent.
         splits: 4 or 1.
         salts: Name -> seed of the hash in ``[0, 2**64)``; 0 for features not named.
-        signed: Entries are 1.0 or -1.0 in place of 1.0, so that collisions cancel on average, as in
-            scikit-learn's ``FeatureHasher``. Entry k of a value is negative where bit ``63 - k`` of
-            ``(h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64`` is set.
+        signed: Whether entries are 1.0 or -1.0 rather than all 1.0, so that collisions cancel on
+            average, as in scikit-learn's ``FeatureHasher``. Entry k of a value is negative where
+            bit ``63 - k`` of ``(h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64`` is set.
 
     Raises:
-        TypeError, ValueError: a setting out of its range; the message names it.
+        TypeError, ValueError: a setting is out of range; the message names it.
 
     Example:
         >>> encoder = SplitHashEncoder({"day": 7, "item": 100_000})
@@ -100,7 +100,7 @@ class SplitHashEncoder:
         self.splits = splits
         self.salts = {name: _salt(name, salts.get(name, 0)) for name in feature_lengths}
         self.signed = bool(signed)
-        # Columns of each feature, and where the first of them is.
+        # The number of columns of each feature, and its first column.
         self.buckets = {name: _bucket(n) for name, n in self.feature_lengths.items()}
         self.starts: dict[str, int] = {}
         self.width = 0
@@ -110,28 +110,28 @@ class SplitHashEncoder:
 
     @property
     def row_nnz(self) -> int:
-        """Entries of each row."""
+        """Return the number of entries in each row."""
         return self.splits * len(self.feature_lengths)
 
     def encode(self, columns: Any, to: Literal["torch", "scipy", "bags"] = "torch") -> Any:
-        """The rows of a table as a sparse matrix.
+        """Encode the rows of a table as a sparse matrix.
 
         Args:
             columns: Name -> n values in any form that `xxh64` takes: a dict, a pyarrow Table, a
-                DataFrame. Columns that are no features are left alone.
-            to: What is returned.
+                DataFrame. Columns that are not features are ignored.
+            to: Form of the result.
 
                 - ``"torch"``: a torch CSR tensor, float32 ``[n, width]``;
                 - ``"scipy"``: a ``scipy.sparse.csr_array`` of the same;
                 - ``"bags"``: keys int64 ``[n * row_nnz]`` and offsets int64 ``[n + 1]``, one bag of
-                  columns for each row. Has no place for signs.
+                  columns for each row. Cannot hold signs.
 
         Returns:
-            Rows whose columns rise. A layer of sparsekit takes any of the three.
+            Rows with columns in rising order. Layers of sparsekit accept all three forms.
 
         Raises:
-            TypeError, ValueError: a column that `xxh64` refuses, is not there or has another length
-                than the first; signs in bags; another `to`.
+            TypeError, ValueError: a column is missing, is refused by `xxh64` or differs from the
+                first in length; signs are asked for in bags; or `to` is unknown.
             ImportError: scipy is missing.
         """
         if to not in ("torch", "scipy", "bags"):
@@ -163,7 +163,7 @@ class SplitHashEncoder:
         for name, hashes in self._hashes(columns).items():
             distinct = hashes.unique()
             block = self.buckets[name] // self.splits
-            # The columns of a value as one number; where they need all 64 bits it wraps around.
+            # The columns of a value as one number, which wraps around where it needs all 64 bits.
             places = [block**k for k in reversed(range(self.splits))]
             codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
             expected = _expected_collisions(len(distinct), block**self.splits)
@@ -171,7 +171,7 @@ class SplitHashEncoder:
         return report
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the settings, which are all there is, as JSON."""
+        """Write the settings, which are the whole state, as JSON."""
         features = [
             {"name": name, "length": length, "salt": self.salts[name]}
             for name, length in self.feature_lengths.items()
@@ -184,16 +184,16 @@ class SplitHashEncoder:
     def load(
         cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
     ) -> SplitHashEncoder:
-        """The encoder that `save` has written.
+        """Load an encoder that `save` has written.
 
         Args:
             path: the file.
-            feature_lengths: What the caller expects, if anything: other lengths are other columns,
-                for which trained weights mean nothing.
+            feature_lengths: The lengths that the caller expects, or None: with other lengths,
+                columns differ and trained weights mean nothing.
 
         Raises:
-            ValueError: not such a file, or other features than expected, in another order or of
-                other lengths.
+            ValueError: the file is not an encoder's, or its features differ from those expected in
+                name, order or length.
         """
         try:
             saved = json.loads(Path(path).read_bytes())
@@ -212,7 +212,7 @@ class SplitHashEncoder:
         return f"{_NAME}({self.feature_lengths}, splits={self.splits}, signed={self.signed})"
 
     def _hashes(self, columns: Any) -> dict[str, torch.Tensor]:
-        """Name -> int64 [n] for each feature."""
+        """Return name -> int64 [n] for each feature."""
         hashes: dict[str, torch.Tensor] = {}
         for name, salt in self.salts.items():
             try:
@@ -233,23 +233,23 @@ class SplitHashEncoder:
         return hashes
 
     def _columns(self, name: str, hashes: torch.Tensor) -> torch.Tensor:
-        """Int64 [n, splits], rising."""
+        """Return int64 [n, splits], rising."""
         block = self.buckets[name] // self.splits
         blocks = torch.arange(self.splits, device=hashes.device) * block + self.starts[name]
         return self._in_blocks(name, hashes).add_(blocks)
 
     def _in_blocks(self, name: str, hashes: torch.Tensor) -> torch.Tensor:
-        """Int64 [n, splits]: the column of each entry within its block."""
+        """Return int64 [n, splits]: the column of each entry within its block."""
         block = self.buckets[name] // self.splits
         if self.splits == 1:
-            # The hash is unsigned: where it is read as negative, 2**64 is missing.
+            # The hash is unsigned, so add 2**64 where it is read as negative.
             columns = hashes.remainder(block) + (hashes < 0) * (2**64 % block)
             return columns.remainder_(block).view(-1, 1)
         chunks = hashes.view(-1, 1) >> hashes.new_tensor(_SHIFTS)
         return chunks.bitwise_and_(0xFFFF).remainder_(block)
 
     def _signs(self, hashes: torch.Tensor) -> torch.Tensor:
-        """1.0 or -1.0, float32 [n, splits]."""
+        """Return signs 1.0 or -1.0, float32 [n, splits]."""
         mixed = (hashes ^ (hashes >> 32 & 0xFFFFFFFF)) * _MIX
         bits = mixed.view(-1, 1) >> torch.arange(63, 63 - self.splits, -1, device=hashes.device)
         return 1.0 - 2.0 * (bits & 1)
@@ -267,16 +267,16 @@ def _salt(name: str, salt: int) -> int:
 
 
 def _bucket(length: int) -> int:
-    return max(32, 4 * (math.isqrt(length - 1) + 1))  # the root, rounded up, without a float
+    return max(32, 4 * (math.isqrt(length - 1) + 1))  # the root rounded up, without floats
 
 
 def _expected_collisions(values: int, codes: int) -> float:
-    # values - codes * (1 - (1 - 1 / codes) ** values), to all digits
+    # This is values - codes * (1 - (1 - 1 / codes) ** values), accurate to all digits.
     return values + codes * math.expm1(values * math.log1p(-1 / codes))
 
 
 def check_same_features(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:
-    """Raise ValueError unless a file's features, name -> length, are those that are asked for."""
+    """Raise ValueError unless a file's features, name -> length, are those asked for."""
     if list(saved) != list(asked):
         raise ValueError(
             f"{path}: {_NAME} was saved with the features {list(saved)}, in this order, but "
@@ -294,10 +294,10 @@ def _scipy_csr(
     entries: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, shape: tuple[int, int]
 ) -> Any:
     sparse = needed("scipy.sparse", f"{_NAME}: to='scipy'")
-    # As scipy itself would have them: 32 bits where that is enough.
+    # As in scipy itself: 32 bits where that is enough.
     small = max(*shape, len(keys)) < 2**31
     index = torch.int32 if small else torch.int64
     parts = (part.cpu().numpy() for part in (entries, keys.to(index), offsets.to(index)))
     matrix = sparse.csr_array(tuple(parts), shape)
-    matrix.has_canonical_format = True  # and so its indices are sorted; it need not look
+    matrix.has_canonical_format = True  # implies sorted indices; scipy need not check
     return matrix

@@ -16,7 +16,7 @@ from ..ops.hash_integers import INTEGER_DTYPES, hash_integers
 
 __all__ = ["xxh64"]
 
-# Any: an Arrow column, whose package need not be installed.
+# Any stands for an Arrow column, whose package need not be installed.
 Values = Sequence[str | bytes | int | None] | np.ndarray | torch.Tensor | Any
 _SINGLE_VALUES = (str, bytes, bytearray, memoryview, int, np.generic, type(None))
 
@@ -33,28 +33,27 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
     ``None``       nothing, as for ``""``: missing values share one code
     =============  ==================================================================
 
-    Subclasses of str and int (an ``Enum`` with str values, say) count by content, not by what
-    their ``__str__`` prints. Everything else is refused: floats, whose text is a matter of taste
-    (put ``None`` for a NaN that means missing), and bools.
+    Subclasses of str and int (an ``Enum`` with str values, say) count by content, not by what their
+    ``__str__`` prints. Everything else is refused, such as bools, and floats, whose text is not
+    unique (for a NaN that means missing, use ``None``).
 
     Args:
         values: n values as one of
 
             - a list, a tuple or another sequence, which may mix the types above;
             - a 1-D numpy array of an integer, ``str`` (``U`` or ``StringDType``), ``bytes`` or
-              object dtype. A fixed-width one (``S`` or ``U``) does not know of NUL characters at
-              the end of an item, so those are not hashed. Masked items and missing strings count
-              as None;
+              object dtype. Fixed-width arrays (``S`` or ``U``) drop NUL characters at the end of an
+              item, so those are not hashed. Masked items and missing strings count as None;
             - a 1-D integer tensor, which is hashed on its device;
-            - an Arrow column, of pyarrow or of another package that knows the Arrow PyCapsule
-              interface, in one array or in chunks: strings and binary of every layout, integers,
-              or a dictionary of these. Nulls count as None.
+            - an Arrow column, from pyarrow or another package with the Arrow PyCapsule interface,
+              in one array or in chunks: strings and binary of every layout, integers, or a
+              dictionary of these. Nulls count as None.
 
-            Columns and arrays other than of objects are hashed where they lie, without a Python
-            object or a copy of their text. Large inputs are hashed by up to
-            ``torch.get_num_threads()`` threads; other threads of Python run meanwhile, unless it
-            is a sequence or a ``StringDType``.
-        seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
+            Columns and arrays are hashed in place, without Python objects or a copy of their text,
+            except for arrays of objects. Large inputs are hashed by up to
+            ``torch.get_num_threads()`` threads. Other Python threads run meanwhile, except for a
+            sequence or a ``StringDType``.
+        seed: Chooses the hash function, in ``[0, 2**64)``.
 
     Returns:
         int64 ``[n]``, on the device of a tensor, else on the CPU. torch computes little with
@@ -62,14 +61,14 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
         more comes out as ``h - 2**64``. ``code % 2**64`` on a Python int gives h back.
 
     Raises:
-        TypeError: A value of another type, named with its position; an array or a column of another
-            type, such as floats, timestamps or a whole table; a single value, a set, a dict or an
-            iterator instead of a sequence.
+        TypeError: A value has another type (the message names its position); an array or column has
+            another type, such as floats or timestamps, or is a whole table; or values is a single
+            value, a set, a dict or an iterator instead of a sequence.
         ValueError: A str with a lone surrogate or an int too long for Python to print, named with
             its position; an index without an entry in a column's dictionary; a malformed Arrow
-            column, whose offsets fall, or reach beyond its texts, or whose views do (of how large
-            buffers are only pyarrow's columns tell); more or fewer than one dimension; a seed out
-            of range.
+            column, whose offsets decrease, or whose offsets or views reach beyond its buffers
+            (checked for pyarrow only, since other packages do not give buffer sizes); a dimension
+            count other than one; a seed out of range.
         OSError: The chunks of a column could not be read.
 
     Example:
@@ -88,7 +87,7 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
             f"xxh64 takes a sequence of values and got a single {type(values).__name__}; "
             "put it in a list: xxh64([value])"
         )
-    # As a Series of pandas may be, which cannot always be had through Arrow.
+    # A pandas Series may come here; not every one can be had through Arrow.
     if isinstance(getattr(values, "dtype", None), np.dtype) and hasattr(values, "__array__"):
         return _hash_array(np.asanyarray(values), seed)
     return torch.from_numpy(_hash(values, seed))
@@ -109,9 +108,9 @@ def _hash(values: Any, seed: int) -> np.ndarray:
 
 
 def _check_buffers(values: Any) -> None:
-    """Raise ValueError where a column of pyarrow reaches beyond its buffers.
+    """Raise ValueError where a pyarrow column reaches beyond its buffers.
 
-    Their sizes are no part of what __arrow_c_array__ returns, so _pybind cannot compare them.
+    __arrow_c_array__ does not return buffer sizes, so _pybind cannot check this.
     """
     pyarrow = sys.modules.get("pyarrow")
     if pyarrow is None or not isinstance(values, (pyarrow.Array, pyarrow.ChunkedArray)):
@@ -131,8 +130,8 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
     _check_dimensions(values)
     kind = values.dtype.kind
     if kind in "iu" and not isinstance(values, np.ma.MaskedArray):
-        # torch takes neither another byte order nor negative strides, and warns of memory that is
-        # not to be written to.
+        # torch accepts neither foreign byte order nor negative strides, and warns about read-only
+        # memory.
         if not (values.flags.carray and values.dtype.isnative and values.strides[0] > 0):
             values = np.array(values, values.dtype.newbyteorder("="))
         return hash_integers(torch.from_numpy(values), seed)
@@ -141,7 +140,7 @@ def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
 
 def _hash_array_of_text(values: np.ndarray, kind: str, seed: int) -> np.ndarray:
     threads = torch.get_num_threads()
-    # A masked array goes the general way: its tolist() has None where an item is masked.
+    # A masked array takes the general path: its tolist() has None for masked items.
     if kind == "O" or (kind in "iuSUT" and isinstance(values, np.ma.MaskedArray)):
         return _pybind.xxh64_many(values.tolist(), seed, threads)
     if kind in "SU":
@@ -151,7 +150,7 @@ def _hash_array_of_text(values: np.ndarray, kind: str, seed: int) -> np.ndarray:
             texts.ctypes.data, size, kind == "U", len(texts), seed, threads
         )
     if kind == "T":
-        # A str that stands for missing strings is what counts for them; else they count as None.
+        # If a str stands for missing strings, that str is hashed; else they count as None.
         stand_in = getattr(values.dtype, "na_object", None)
         missing = stand_in.encode() if isinstance(stand_in, str) else b""
         place = values.ctypes.data, values.strides[0], len(values)
@@ -169,14 +168,14 @@ def _hash_tensor(values: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def _check_dimensions(values: Any) -> None:
-    # A table of pandas is refused here too: as a sequence it would be its column names.
+    # Also refuses a pandas table, which as a sequence would be its column names.
     dimensions = getattr(values, "ndim", 1)
     if dimensions != 1:
         raise ValueError(f"values must have one dimension, got {dimensions}")
 
 
 def checked_seed(seed: int) -> int:
-    """The seed as an int; TypeError or ValueError if it is none of 64 bits."""
+    """Return the seed as an int; TypeError or ValueError unless it is one of 64 bits."""
     try:
         seed = operator.index(seed)
     except TypeError:

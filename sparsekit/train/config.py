@@ -1,4 +1,4 @@
-"""Settings of a run as dataclasses, which YAML files and ``key=value`` change."""
+"""Settings of a run as dataclasses, changed by YAML files and ``key=value``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ConfigError(ValueError):
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """The mapping in a YAML file, empty for an empty file.
+    """Return the mapping in a YAML file; an empty file gives an empty one.
 
     Raises:
-        ConfigError: it is no YAML, or something else than a mapping.
+        ConfigError: the file is not YAML, or not a mapping.
         ImportError: the package pyyaml is not installed.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     yaml = needed("yaml", "YAML")
     with open(path, encoding="utf-8") as file:
@@ -42,7 +42,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Mapping[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """The settings, a dataclass or a mapping, as YAML in their order.
+    """Return the settings, a dataclass or a mapping, as YAML in their order.
 
     Raises:
         ImportError: the package pyyaml is not installed.
@@ -59,28 +59,29 @@ def to_yaml(config: Any) -> str:
 
 
 def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Config:
-    """A copy with other values.
+    """Return a copy with other values.
 
     Args:
-        config: a dataclass; its fields are dataclasses, int, float, bool, str, tuples of int, float
-            or str, or one of these or None. Metadata ``"also"`` is another name of a field.
-        values: name -> value, or for a dataclass a mapping of its own.
-        where: what an error begins with, such as the name of a file.
+        config: a dataclass whose fields are dataclasses, int, float, bool, str, tuples of int,
+            float or str, or any of these or None. Metadata ``"also"`` is another name of a field.
+        values: name -> value, which for a dataclass is again a mapping.
+        where: start of error messages, such as the name of a file.
 
     Raises:
-        ConfigError: a name that there is not, with the nearest one that there is; a value of
+        ConfigError: a name is unknown (the message suggests the nearest one), or a value has
             another type.
     """
     return _updated(config, values, f"{where}: " * bool(where), "")
 
 
 def with_setting(config: Config, setting: str) -> Config:
-    """A copy with one value set by a text such as ``optimizer.lr=0.1`` or ``model.top=64,32``.
+    """Return a copy with one value set by a text such as ``optimizer.lr=0.1``.
 
-    Nothing behind the ``=`` is an empty tuple, or None where that is possible.
+    ``model.top=64,32`` sets a tuple. An empty text after ``=`` is an empty tuple, or None where
+    allowed.
 
     Raises:
-        ConfigError: as `updated`, or a text of another form.
+        ConfigError: as `updated`, or the text has another form.
     """
     key, equals, text = setting.partition("=")
     if not equals:
@@ -92,7 +93,7 @@ def with_setting(config: Config, setting: str) -> Config:
 
 
 def names(config: Any, prefix: str = "") -> Iterator[str]:
-    """The full name of each setting, such as ``optimizer.lr``."""
+    """Yield the full name of each setting, such as ``optimizer.lr``."""
     for each in fields(config):
         value = getattr(config, each.name)
         if is_dataclass(value):
@@ -110,7 +111,7 @@ def _updated(config: Any, values: Mapping[str, Any], where: str, prefix: str) ->
         full = f"{prefix}{name}"
         if name not in kinds:
             hint = did_you_mean(full, [prefix + each for each in kinds])
-            # Or the user has left the section out.
+            # Perhaps the user has left out the section.
             within = [each for each in names(config, prefix) if each.endswith(f".{name}")]
             hint = hint or (f"; did you mean {within[0]}?" if within else "")
             hint = hint or f"; there are {', '.join(kinds)}"

@@ -1,8 +1,8 @@
-"""Where ranks that torchrun has started again find one another.
+"""A rendezvous for ranks that torchrun has restarted.
 
-Its agent keeps one store for all attempts, in which torch finds the addresses of ranks that are no
-more (https://github.com/pytorch/pytorch/issues/135712), and no number that all nodes agree on tells
-the attempts apart. So ranks agree on a name for theirs.
+torchrun's agent keeps one store for all attempts, in which torch finds addresses of dead ranks
+(https://github.com/pytorch/pytorch/issues/135712), and no number shared by all nodes tells the
+attempts apart. So the ranks agree on a name for their attempt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import secrets
 import time
 from datetime import timedelta
 
-# torch does not list them in __all__, though its documentation does.
+# torch documents these but does not list them in __all__.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 LOOK_S = 0.02
@@ -21,13 +21,13 @@ TIMEOUT_S = 600.0
 
 
 def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
-    """The store of torchrun's agent, for this attempt alone; None without such a store.
+    """Return the store of torchrun's agent, for this attempt alone; None without such a store.
 
     Args:
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        RuntimeError: one of them has not come by then.
+        RuntimeError: another rank has not arrived by then.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -40,11 +40,11 @@ def store_of_attempt(timeout: float = TIMEOUT_S) -> Store | None:
 
 
 def agree(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """A name that is new, and the same on all ranks that are there now.
+    """Return a new name, the same on all ranks of this attempt.
 
-    Each rank leaves a random word. Rank 0 lists those it finds, perhaps of ranks that are no more,
-    under a new name, and lists them again whenever one has changed. Ranks confirm a list that has
-    their own word; a name that all have confirmed is taken.
+    Each rank stores a random word. Rank 0 lists the words it finds, some perhaps from dead ranks,
+    under a new name, and makes a new list whenever one has changed. Ranks confirm a list that has
+    their own word; a name that all have confirmed is final.
     """
     end = time.monotonic() + timeout
     word = secrets.token_hex(8)
@@ -59,7 +59,7 @@ def agree(store: Store, rank: int, world_size: int, timeout: float) -> str:
                 store.set("sparsekit/list", json.dumps([name, words]))
         else:
             name, words = json.loads(_get(store, "sparsekit/list") or '["", []]')
-        if words[rank : rank + 1] == [word]:  # else the list is that of an earlier attempt
+        if words[rank : rank + 1] == [word]:  # otherwise the list is from an earlier attempt
             store.set(f"{name}/confirmed/{rank}", "1")
             confirmed = [f"{name}/confirmed/{other}" for other in range(world_size)]
             if rank == 0 and store.check(confirmed):

@@ -1,4 +1,4 @@
-"""Where a trainer's batches come from, and how many samples the ranks have of each."""
+"""Feeds a trainer with batches, and counts the samples of each over the ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Share(NamedTuple):
 
     Attributes:
         batch: this rank's samples.
-        rows: how many they are; 0 is possible.
-        samples: of all ranks.
+        rows: number of this rank's samples; may be 0.
+        samples: number of all ranks' samples.
     """
 
     batch: Any
@@ -35,7 +35,7 @@ def of_tensors(
     world_size: int,
 ) -> Generator[Share, None, None]:
     """Shuffle the rows of tensors and split each batch over the ranks."""
-    # On the CPU, where the generator is, whatever torch's default device.
+    # On the generator's device, the CPU, whatever torch's default device.
     order = torch.randperm(len(data[0]), generator=generator, device="cpu")
     for positions in order.to(data[0].device).split(batch_size):
         mine = positions.tensor_split(world_size)[rank]
@@ -45,17 +45,18 @@ def of_tensors(
 def of_loader(
     loader: Iterable[Any], device: torch.device, ranks: Ranks
 ) -> Generator[Share, None, None]:
-    """The batches of a loader that reads this rank's samples, read ahead in another thread.
+    """Yield the batches of a loader for this rank, read ahead in another thread.
 
     The ranks count the samples of a batch while they compute the one before it.
 
     Raises:
-        RuntimeError: on all ranks, when one has no batch where others have, or could not read it.
+        RuntimeError: on all ranks, if one has run out of batches before the others, or cannot read
+            one.
     """
-    # A list is read already, and a thread would only take turns with this one.
+    # A list is in memory already, so a thread would only take turns with this one.
     if not (isinstance(loader, Prefetcher) or (isinstance(loader, list) and device.type == "cpu")):
         loader = Prefetcher(loader, device=device)
-    batches = iter(loader)  # a prefetcher's ends its thread when this generator is closed
+    batches = iter(loader)  # a prefetcher's thread ends when this generator is closed
     step = 1
     ahead = ranks.read(batches)
     while (share := ranks.finish(ahead, step)) is not None:
@@ -65,22 +66,22 @@ def of_loader(
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell those that shuffle by the number of the epoch; a reader goes on by itself."""
+    """Give the epoch's number to loaders that shuffle by it; a reader counts by itself."""
     for shuffled in (getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
         set_epoch = getattr(shuffled, "set_epoch", None)
-        if callable(set_epoch):  # not in workers
+        if callable(set_epoch):  # has no effect in workers
             set_epoch(epoch)
 
 
 class Ranks:
-    """Counts the samples of batches over the ranks of a group; None for one rank alone."""
+    """Counts the samples of batches over the ranks of a group; a group of None is one rank."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._device = device
 
     def read(self, batches: Iterator[Any]) -> _Ahead:
-        """Read a batch, and begin to count."""
+        """Read a batch and begin to count."""
         batch, rows = None, 0
         error: Exception | None = None
         try:
@@ -91,7 +92,7 @@ class Ranks:
         except Exception as raised:
             if self._group is None:
                 raise
-            error = raised  # when the others have heard of it
+            error = raised  # raised once the others know
         if self._group is None:
             return _Ahead(batch, rows, error, torch.empty(0), None)
         ended = isinstance(error, StopIteration)
@@ -101,7 +102,7 @@ class Ranks:
         return _Ahead(batch, rows, error, counts, work)
 
     def finish(self, ahead: _Ahead, step: int) -> Share | None:
-        """The batch that was read, None behind the last one."""
+        """Return the batch that was read, or None after the last one."""
         ended = isinstance(ahead.error, StopIteration)
         if ahead.work is None:
             return None if ended else Share(ahead.batch, ahead.rows, ahead.rows)
@@ -127,14 +128,14 @@ class _Ahead(NamedTuple):
     rows: int
     error: Exception | None
     counts: torch.Tensor
-    work: Any  # dist.Work; None without ranks
+    work: Any  # a dist.Work; None without ranks
 
 
 def rows_of(batch: Any) -> int:
-    """How many samples a batch has.
+    """Return the number of samples in a batch.
 
     Raises:
-        TypeError: it is nothing whose samples can be counted.
+        TypeError: its samples cannot be counted.
     """
     if isinstance(batch, Batch):
         return batch.rows
@@ -153,7 +154,7 @@ def rows_of(batch: Any) -> int:
 def steps_of(
     shares: Generator[Share, None, None], accumulate: int
 ) -> Iterator[tuple[list[Share], Share | None]]:
-    """The batches of each step, and the first of the step behind it."""
+    """Yield the batches of each step, and the first batch of the next step."""
     batches = list(itertools.islice(shares, accumulate))
     while batches:
         following = list(itertools.islice(shares, accumulate))

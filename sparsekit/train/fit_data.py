@@ -1,4 +1,4 @@
-"""The data of a call of fit: what is checked of them, and what a checkpoint remembers."""
+"""Checks the data given to fit, and describes them for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from ..data import Prefetcher
 from ..errors import check_int
 
-# Bytes of a tensor that are on the CPU at a time for its checksum.
+# Bytes of a tensor that are copied to the CPU at a time for its checksum.
 _PIECE = 64 << 20
 
 
 class FitData:
-    """A tuple of tensors with the size of a batch, or a loader that has one of its own.
+    """Either a tuple of tensors with a batch size, or a loader that makes batches itself.
 
     Args:
-        data: as `Trainer.fit` takes it.
-        batch_size: of tensors: samples of each rank.
-        global_batch_size: the same of all ranks together, in place of batch_size.
-        ranks: how many there are.
+        data: the argument of `Trainer.fit`.
+        batch_size: samples of each rank in a batch of tensors.
+        global_batch_size: samples of all ranks together, as an alternative to batch_size.
+        ranks: number of ranks.
 
     Attributes:
-        samples: of an epoch; 0 where a loader has them.
+        samples: samples in an epoch of tensors; 0 for a loader.
         batch: samples in a batch of tensors, of all ranks together; else 0.
     """
 
@@ -45,7 +45,7 @@ class FitData:
         self.batch = (global_batch_size or (batch_size or 0) * ranks) if self.of_tensors else 0
 
     def check(self) -> None:
-        """Raise TypeError or ValueError for what cannot be trained on."""
+        """Raise TypeError or ValueError for data that cannot be trained on."""
         given = {name: size for name, size in self._sizes.items() if size is not None}
         if not self.of_tensors:
             for name, size in given.items():
@@ -74,14 +74,14 @@ class FitData:
 
     @property
     def is_reader(self) -> bool:
-        """Whether it has a state, from which it goes on by itself; of a Prefetcher, its source."""
+        """Return whether the loader, or a Prefetcher's source, can save and load its position."""
         return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
 
     @functools.cached_property
     def facts(self) -> dict[str, int]:
-        """Facts that tell these data from others: of tensors their contents, else sizes.
+        """Return facts that identify the data: a checksum of tensors, else sizes.
 
-        A reader has none: its own state tells.
+        A reader has none, since its own state identifies the data.
         """
         if self.of_tensors:
             sizes = {"samples": self.samples, "checksum": checksum(self.data)}
@@ -100,12 +100,12 @@ class FitData:
 def _length(sized: Any) -> int | None:
     try:
         return len(sized)
-    except (TypeError, NotImplementedError):  # of a stream
+    except (TypeError, NotImplementedError):  # the length of a stream
         return None
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """CRC-32 of dtypes, shapes and contents."""
+    """Return the CRC-32 of dtypes, shapes and contents."""
     code = 0
     for tensor in tensors:
         code = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode(), code)

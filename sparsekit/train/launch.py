@@ -1,4 +1,4 @@
-"""Ranks on this machine, started by torch.distributed's own launcher."""
+"""Runs ranks on this machine by torch.distributed's own launcher."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class RankError(RuntimeError):
     """A rank has failed.
 
     Attributes:
-        rank: which.
-        kind: name of the class of what it raised; empty where it raised nothing.
-        reason: the message of what it raised, or how it ended.
+        rank: the failed rank.
+        kind: class name of the error it raised; empty if it raised none.
+        reason: the error's message, or how the process ended.
     """
 
     def __init__(self, rank: int, failure: ProcessFailure) -> None:
         self.rank = rank
         self.kind, self.reason = "", f"ended with exit code {failure.exitcode}"
         shown = self.reason
-        # The launcher's types call this a string; it is a dictionary for what a rank has raised.
+        # The launcher's types say string, but it is a dictionary if the rank has raised.
         message: Any = failure.message
         if failure.exitcode < 0:
             self.reason = shown = f"was ended by {failure.signal_name()}"
@@ -42,19 +42,19 @@ class RankError(RuntimeError):
 
 
 def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call ``function(*arguments)`` in new processes, in the environment that torchrun gives.
+    """Call ``function(*arguments)`` in new processes, with the environment of torchrun.
 
-    When one fails the others are ended, as they are by Ctrl-C and SIGTERM.
+    When one fails, the others are ended, as all are by Ctrl-C and SIGTERM.
 
     Args:
-        world_size: how many.
-        function: of a module, so that it can be sent by its name. It begins with `start_rank`.
-        arguments: can be pickled.
+        world_size: number of processes.
+        function: a module-level function, so that it can be pickled. It begins with `start_rank`.
+        arguments: picklable objects.
 
     Raises:
         RankError: a rank has failed.
         KeyboardInterrupt: after Ctrl-C.
-        SystemExit: after another signal that asks to end.
+        SystemExit: after another signal to terminate.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -67,7 +67,7 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
             max_nodes=1,
             nproc_per_node=world_size,
             run_id=uuid.uuid4().hex,
-            # As torchrun --standalone: any free port.
+            # Any free port, like torchrun --standalone.
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
@@ -87,11 +87,11 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
 
 
 def _first_to_raise(folder: str, rank: int, failure: ProcessFailure) -> tuple[int, ProcessFailure]:
-    """The rank whose error came first, given the one that has ended first.
+    """Return the rank that raised first, given the one that ended first.
 
-    One that ends closes its connections, of which others may hear, fail, and end before it has.
+    A rank that is about to end closes its connections; others may notice, fail, and end before it.
     """
-    if not isinstance(failure.message, dict):  # it was ended, and raised nothing
+    if not isinstance(failure.message, dict):  # it was killed, and raised nothing
         return rank, failure
     files = Path(folder).rglob(Path(failure.error_file).name)
     first = min(files, key=lambda file: file.stat().st_mtime_ns)
@@ -100,9 +100,9 @@ def _first_to_raise(folder: str, rank: int, failure: ProcessFailure) -> tuple[in
 
 
 def start_rank() -> None:
-    """Let Ctrl-C end this process at once.
+    """Make Ctrl-C end this process at once.
 
-    An exception would not do: it is not raised in a rank that waits for another one.
+    An exception is not enough: a rank that waits for another one never raises it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -122,13 +122,13 @@ def _handlers_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Have processes start with SIGINT blocked, until `start_rank`.
+    """Start processes with SIGINT blocked until `start_rank`.
 
-    A terminal sends it to all of them, and each would answer with the traceback of a module that
-    it was about to import. This process still gets it: another thread lets it in, and Python
-    handles it in the main one.
+    A terminal sends the signal to all processes, and each would print the traceback of a module
+    that it is importing. This process still receives it: another thread accepts it, and Python
+    handles it in the main thread.
     """
-    # Otherwise it is started with the first process, and takes the block away.
+    # Otherwise the tracker starts with the first process, and unblocks SIGINT.
     resource_tracker.ensure_running()
     done = threading.Event()
     thread = threading.Thread(target=done.wait, daemon=True)

@@ -1,4 +1,4 @@
-"""Where records of training go: a file of JSON lines, TensorBoard."""
+"""Destinations of training records: a file of JSON lines, TensorBoard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mean loss of an epoch, over all ranks, and where it stops being finite."""
+"""The mean loss of an epoch over all ranks, and the step where it stops being finite."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Losses:
     """The losses of an epoch so far.
 
     Args:
-        device: of what is added.
-        group: of the ranks; None for one alone.
-        expected: steps of the epoch, for messages; 0 if nobody knows.
+        device: device of the losses.
+        group: the ranks' process group; None for a single rank.
+        expected: steps in the epoch, for messages; 0 if unknown.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class Losses:
     ) -> None:
         self._group = group
         self._expected = expected
-        # In float64, where a sum over many millions of samples has digits to spare.
+        # float64 keeps enough digits in a sum over many millions of samples.
         self._total = torch.zeros((), dtype=torch.float64, device=device)
-        # Counted where it is computed: to ask a GPU after each step would mean waiting for it.
+        # Counted on the device: asking a GPU after each step would mean waiting for it.
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._rows = 0
-        # At the last record: total and samples of all ranks, steps, seconds.
+        # Values at the last record: total and samples of all ranks, steps, seconds.
         self._last: tuple[float, float, float, float] = 0.0, 0, 0, 0.0
         self.steps = 0
 
@@ -39,13 +39,13 @@ class Losses:
         """State for `restore`: sums over all ranks, so that any number of ranks can go on.
 
         Raises:
-            DivergedError: they are not finite.
+            DivergedError: the sums are not finite.
         """
         total, samples = self._over_ranks(title)
         return {"total": total, "samples": samples, "steps": self.steps, "last": list(self._last)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; rank 0 takes over what all had."""
+        """Resume from a state; rank 0 takes the sums of all ranks."""
         if self._group is None or dist.get_rank(self._group) == 0:
             self._total.fill_(state["total"])
             self._rows = state["samples"]
@@ -66,11 +66,11 @@ class Losses:
         return self._total.item() / max(self._rows, 1)
 
     def mean(self, title: str) -> float:
-        """Mean over the samples of all ranks.
+        """Return the mean over the samples of all ranks.
 
         Raises:
-            DivergedError: it is not finite.
-            DataFormatError: there are none.
+            DivergedError: the mean is not finite.
+            DataFormatError: there are no samples.
         """
         total, samples = self._over_ranks(title)
         if samples == 0:
@@ -81,11 +81,11 @@ class Losses:
         return total / samples
 
     def since_last(self, title: str, seconds: float) -> tuple[float, float, float, float]:
-        """As mean, since the last call; and of how many samples and steps, and how long they took.
+        """Return the mean, samples, steps and seconds since the last call.
 
         Args:
-            title: of the error.
-            seconds: since the epoch began.
+            title: start of the error message.
+            seconds: time since the epoch began.
         """
         now = *self._over_ranks(title), self.steps, seconds
         total, *others = (a - b for a, b in zip(now, self._last, strict=True))

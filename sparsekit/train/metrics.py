@@ -1,4 +1,4 @@
-"""Metrics of binary classification and of ranking, exact, and over all ranks."""
+"""Exact metrics of binary classification and ranking, over all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 Evaluate = Callable[[torch.nn.Module], dict[str, float]]
 
-# Probabilities of 0 and 1 count as being this far inside, or one wrong sample is an infinite loss.
+# Distance from 0 and 1 to which probabilities are clamped; else a wrong sample has infinite loss.
 MARGIN = 1e-7
 
 
 def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
-    """The metrics of evaluate on a model that is being trained."""
+    """Return the metrics from evaluate for a model in training."""
     model.eval()
     with torch.no_grad():
         metrics = evaluate(model)
@@ -23,16 +23,16 @@ def evaluated(model: torch.nn.Module, evaluate: Evaluate) -> dict[str, float]:
 
 
 def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """Area under the ROC curve: how often a positive sample has the higher score; a tie is half.
+    """Return the area under the ROC curve: how often a positive sample scores higher.
 
-    Exact: the rank statistic of Mann and Whitney, in float64.
+    Ties count half. Exact: the rank statistic of Mann and Whitney, in float64.
 
     Args:
-        scores: ``[n]``, of any real dtype; their order is all that counts.
+        scores: ``[n]``, of any real dtype; only their order matters.
         labels: ``[n]``, 0 or 1.
 
     Raises:
-        ValueError: other shapes or labels, a NaN, or samples of one label only.
+        ValueError: shapes or labels are wrong, there is a NaN, or all samples have the same label.
     """
     _check(scores, labels)
     positives = int((labels > 0).sum())
@@ -40,21 +40,21 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     if pairs == 0:
         raise ValueError(f"auc needs samples of both labels, got {positives} of {len(labels)}")
     _, place, counts = scores.unique(return_inverse=True, return_counts=True)
-    # Numbered from 1 in rising order; equal ones share the mean of their numbers.
+    # Ranks count from 1 in rising order; equal scores share their mean rank.
     ranks = counts.cumsum(0).double() - (counts.double() - 1) / 2
     above = ranks[place[labels > 0]].sum().item() - positives * (positives + 1) / 2
     return above / pairs
 
 
 def log_loss(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
-    """Mean binary cross entropy in nats, in float64.
+    """Return the mean binary cross entropy in nats, in float64.
 
     Args:
-        probabilities: of label 1, ``[n]`` in [0, 1]; taken as at least 1e-7 from either end.
+        probabilities: of label 1, ``[n]`` in [0, 1]; clamped to a distance of 1e-7 from either end.
         labels: ``[n]``, 0 or 1; at least one.
 
     Raises:
-        ValueError: other shapes, labels or probabilities, or no sample.
+        ValueError: shapes, labels or probabilities are wrong, or there are no samples.
     """
     _check(probabilities, labels)
     if len(labels) == 0 or probabilities.min() < 0 or probabilities.max() > 1:
@@ -64,26 +64,27 @@ def log_loss(probabilities: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def precision_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """How many of the first k recommended items are relevant, as a part of k; a mean over users.
+    """Return the fraction of the first k recommended items that are relevant; a mean over users.
 
-    Over ranks, give it what `gather` makes of each rank's users.
+    On several ranks, pass the result of `gather` over each rank's users.
 
     Args:
-        hits: whether an item is relevant, bool ``[users, m]`` with m >= k, best first. A user with
-            fewer than k recommended items has False in place of the others.
+        hits: whether an item is relevant, bool ``[users, m]`` with m >= k, best first. If a user
+            has fewer than k recommended items, pad with False.
         relevant: the number of relevant items of each user, recommended or not, integer
             ``[users]``. Users with none are left out of the mean: no list could be better for them.
         k: >= 1.
 
     Raises:
-        ValueError: other shapes or numbers, more hits than relevant items, or no user is left.
+        ValueError: shapes or numbers are wrong, a user has more hits than relevant items, or no
+            user is left.
     """
     found, _ = _of_users(hits, relevant, k)
     return (found.sum(1).double() / k).mean().item()
 
 
 def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """How many of a user's relevant items are among the first k; a mean over users.
+    """Return the fraction of a user's relevant items among the first k; a mean over users.
 
     Arguments and errors are those of `precision_at_k`.
     """
@@ -92,7 +93,7 @@ def recall_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 
 
 def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
-    """Normalised discounted cumulative gain of the first k items; a mean over users.
+    """Return the normalised discounted cumulative gain of the first k items; a mean over users.
 
     The i-th item, counted from 1, gains ``1 / log2(i + 1)`` if it is relevant; the sum is divided
     by that of the best order, which has all relevant items first. Source: Järvelin and Kekäläinen,
@@ -109,7 +110,7 @@ def ndcg_at_k(hits: torch.Tensor, relevant: torch.Tensor, k: int) -> float:
 def _of_users(
     hits: torch.Tensor, relevant: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first k columns and the counts of those users who have anything relevant."""
+    """Return the first k columns and the counts of users who have anything relevant."""
     if hits.dim() != 2 or hits.dtype != torch.bool or relevant.shape != hits.shape[:1]:
         raise ValueError(
             f"expected bool hits [users, m] and relevant [users], got {hits.dtype} "
@@ -126,13 +127,13 @@ def _of_users(
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The tensors of all ranks, one behind the other, on each of them.
+    """Return the tensors of all ranks, concatenated, on each of them.
 
-    Without torch.distributed it is the tensor itself.
+    Without torch.distributed this is the tensor itself.
 
     Args:
-        tensor: ``[n, ...]``, of one dtype on all ranks and of any length n on each; on a device of
-            which the group's backend takes tensors.
+        tensor: ``[n, ...]``, of one dtype on all ranks and of any length n on each; on a device
+            that the group's backend supports.
         group: None means the default group.
     """
     if not dist.is_initialized() or (size := dist.get_world_size(group)) == 1:
@@ -140,7 +141,7 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
     lengths = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(size)]
     dist.all_gather(lengths, torch.full_like(lengths[0], len(tensor)), group)
     counts = [int(length) for length in lengths]
-    # Backends gather equal shapes only.
+    # Backends can only gather equal shapes.
     padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[: len(tensor)] = tensor
     parts = [torch.empty_like(padded) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""Pictures of a run and of scaling, as PNG; needs matplotlib."""
+"""Plots of a run and of scaling, as PNG; needs matplotlib."""
 
 from __future__ import annotations
 

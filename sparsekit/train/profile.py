@@ -1,4 +1,4 @@
-"""Where the time of training steps goes, and what they move between ranks."""
+"""Measures where the time of training steps goes, and what they move between ranks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..distributed import Exchange
 
 @dataclass(frozen=True)
 class Op:
-    """Time and bytes of an op, on all ranks together.
+    """Time and bytes of an op, summed over all ranks.
 
     Attributes:
-        name: of an op of torch or sparsekit, a kernel's on a GPU, or ``"exchange: PURPOSE"``, the
-            sending and waiting for tables (layers), dense gradients or a placement.
-        calls: how often.
-        seconds: in it, without the ops that it calls: of the GPU where one has worked, else of the
-            CPU.
-        share: of the seconds of all ops.
-        bytes_moved: to other ranks.
+        name: an op of torch or sparsekit, a GPU kernel, or ``"exchange: PURPOSE"``: sending and
+            waiting for layers, dense gradients or a placement.
+        calls: number of calls.
+        seconds: time in the op itself, without ops that it calls: on the GPU if it used one, else
+            on the CPU.
+        share: fraction of the seconds of all ops.
+        bytes_moved: bytes sent to other ranks.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Op:
 
 @dataclass
 class Profile:
-    """Result of `profiled`, once it has ended.
+    """Result of `profiled`, filled in when it ends.
 
     Attributes:
-        ops: those that took longest first; the same on all ranks.
-        ranks: of how many.
+        ops: all ops, slowest first; equal on all ranks.
+        ranks: number of ranks.
     """
 
     ops: list[Op] = field(default_factory=list)
@@ -52,19 +52,19 @@ class Profile:
 
     @property
     def bytes_moved(self) -> int:
-        """From rank to rank, by all ops."""
+        """Return the bytes that all ops sent between ranks."""
         return sum(op.bytes_moved for op in self.ops)
 
     @property
     def seconds(self) -> float:
-        """Total over all ops and ranks."""
+        """Return the total over all ops and ranks."""
         return sum(op.seconds for op in self.ops)
 
     def table(self, most: int = 20) -> str:
         """Calls, time, share and bytes of the ops that took longest and of those that move bytes.
 
         Args:
-            most: lines for ops; what is left is added up in one more.
+            most: lines for ops; one more line sums up the rest.
         """
         shown = [op for i, op in enumerate(self.ops) if i < most or op.bytes_moved]
         rest = [op for op in self.ops if op not in shown]
@@ -90,22 +90,22 @@ def _line(name: str, ops: Sequence[Op]) -> str:
 
 @contextlib.contextmanager
 def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
-    """Profile what is done inside, any number of training steps for instance.
+    """Profile the code inside, for instance some training steps.
 
-    Of several ranks all enter and leave it, and each gets what all have done. Bytes are those of
+    All ranks enter and leave it together, and each gets the sums of all. Bytes are those of
     sparsekit's exchanges: keys, vectors and their gradients, dense gradients where ranks share
-    memory, and swaps. DistributedDataParallel's own all-reduce, which is used elsewhere, is not
-    counted. Let a step or two go before it.
+    memory, and swaps. DistributedDataParallel's own all-reduce, which is used otherwise, is not
+    counted. Run a step or two first.
 
     Args:
         trace: file for a Chrome trace, for chrome://tracing or ui.perfetto.dev. Rank r > 0 adds
-            ``.rank{r}`` in front of its suffix.
+            ``.rank{r}`` before its suffix.
 
     Yields:
-        What is filled in at the end.
+        A profile that is filled in at the end.
 
     Raises:
-        RuntimeError: another one has not ended.
+        RuntimeError: another profile is still running.
         OSError: the trace cannot be written.
     """
     if Exchange.watch is not None:
@@ -164,5 +164,5 @@ def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]
 def _export(profiler: torch.profiler.profile, path: Path, rank: int) -> None:
     if rank:
         path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-    path.touch()  # torch only logs that it cannot write
+    path.touch()  # torch only logs a failed write
     profiler.export_chrome_trace(str(path))

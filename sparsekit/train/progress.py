@@ -1,25 +1,25 @@
-"""One line about how far an epoch is."""
+"""Shows the progress of an epoch on one line."""
 
 import sys
 import time
 from collections.abc import Callable
 from typing import TextIO
 
-# Seconds between what is shown on a terminal, and between lines of a file or pipe.
+# Seconds between updates on a terminal, and between lines in a file or pipe.
 REFRESH_S = 0.1
 LINE_S = 30.0
 
 
 class Progress:
-    """A bar that is rewritten in place on a terminal; elsewhere a line every half minute.
+    """A bar that is rewritten in place on a terminal; elsewhere, a line every half minute.
 
-    A last line, which `finish` writes, takes the place of the bar.
+    `finish` replaces the bar by a last line.
 
     Args:
-        title: what the line begins with.
-        total: samples to come; 0 if nobody knows.
+        title: start of the line.
+        total: samples to come; 0 if unknown.
         stream: where to write; None means ``sys.stderr``.
-        unit: what samples are called.
+        unit: name for samples.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class Progress:
         self._start = self._shown = time.perf_counter()
 
     def go_on(self, done: int, seconds: float) -> None:
-        """Begin with samples that took some seconds before."""
+        """Start with samples already done, which took some seconds."""
         self.done = done
         self._start -= seconds
 
     @property
     def seconds(self) -> float:
-        """Since the start."""
+        """Return the seconds since the start."""
         return time.perf_counter() - self._start
 
     def update(self, samples: int, loss: Callable[[], float] | None = None) -> None:
-        """Count samples; loss is asked for only when something is shown."""
+        """Count samples; loss is called only when something is shown."""
         self.done += samples
         if time.perf_counter() - self._shown < (REFRESH_S if self.live else LINE_S):
             return
@@ -61,7 +61,7 @@ class Progress:
         self.stream.flush()
 
     def finish(self, text: str) -> None:
-        """Put a line with the title and text in place of the bar."""
+        """Replace the bar by a line with the title and text."""
         self.clear()
         self.stream.write(f"{self.title} {text}\n")
         self.stream.flush()
@@ -76,5 +76,5 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # Whatever ended the block, an error message for instance, gets a line of its own.
+        # The reason for leaving, perhaps an error message, gets a line of its own.
         self.clear()

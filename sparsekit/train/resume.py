@@ -1,4 +1,4 @@
-"""Where a trainer is in its data, as a checkpoint has it."""
+"""A trainer's position in its data, as saved in a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Epoch:
     """Figures of one epoch.
 
     Attributes:
-        number: from 1.
-        loss: mean over all samples, each with the weights it was trained with; no penalty.
-        seconds: spent training, evaluation not included.
-        samples_per_second: of training.
+        number: counted from 1.
+        loss: mean over all samples, each with the weights at its step; without the penalty.
+        seconds: time of training without evaluation.
+        samples_per_second: speed of training.
         metrics: what evaluate returned.
         tables: name -> figures of each embedding table; see `Telemetry`.
     """
@@ -39,18 +39,18 @@ class Epoch:
 
 @dataclass
 class Position:
-    """A place between two steps of an epoch.
+    """A position between two steps of an epoch.
 
     Attributes:
-        order: state of the generator that orders tensors, as the epoch began.
-        random: that of torch's CPU generator, from which a DataLoader takes its order.
-        reader: state of the reader as the epoch began, if it has one.
-        ranks: how many there were; 0 in states that do not say it.
-        batches: done in this epoch, on this rank.
-        samples: the same in samples of all ranks.
-        seconds: spent on them.
-        losses: of them; see `Losses.state`.
-        data: what tells the data from others; see `FitData.facts`. Empty in states without it.
+        order: state, at the start of the epoch, of the generator that orders tensors.
+        random: state of torch's CPU generator, from which a DataLoader takes its order.
+        reader: state of the reader, if any, at the start of the epoch.
+        ranks: number of ranks; 0 in old states, which lack it.
+        batches: batches done in this epoch, on this rank.
+        samples: samples of all ranks in them.
+        seconds: time spent on them.
+        losses: their losses; see `Losses.state`.
+        data: facts that identify the data; see `FitData.facts`. Empty in old states.
     """
 
     order: torch.Tensor
@@ -65,19 +65,19 @@ class Position:
 
     @staticmethod
     def begin(generator: torch.Generator, fit: FitData, facts: dict[str, int]) -> Position:
-        """The beginning of an epoch."""
+        """Return the position at the beginning of an epoch."""
         reader = fit.data.state_dict() if fit.is_reader else None
         random = torch.get_rng_state()
         return Position(generator.get_state(), random, reader, _ranks(), data=facts)
 
     def check(self, fit: FitData) -> None:
-        """Refuse other data than those of this place, before anything of them is trained on.
+        """Refuse data other than this position's, before anything is trained on them.
 
-        Tensors must have the same contents, and in mid-epoch the same batches. Of loaders other
-        than readers only the sizes are known, and compared in mid-epoch.
+        Tensors must have the same contents and, in mid-epoch, the same batches. Loaders other than
+        readers are compared by size, in mid-epoch only.
 
         Raises:
-            ResumeError: they are others.
+            ResumeError: the data differ.
         """
         if self.reader is not None:
             if not fit.is_reader:
@@ -104,20 +104,20 @@ class Position:
                 )
 
     def _batches_there(self, fit: FitData) -> int:
-        """Batches of this place that fit's data have as well.
+        """Return how many of this position's batches fit's data share.
 
-        Loaders have other batches on another number of ranks.
+        A loader's batches change with the number of ranks.
         """
         return self.batches if fit.of_tensors or self.ranks in (0, _ranks()) else 0
 
     def find(self, generator: torch.Generator, fit: FitData, stream: TextIO | None) -> None:
-        """Have data begin with the batch of this place, or with the first of the epoch.
+        """Make the data begin at this position's batch, or at the first of the epoch.
 
-        Where the batches are others, a place in mid-epoch becomes the beginning of that epoch,
-        which a line in stream says.
+        If the batches differ, a position in mid-epoch becomes the beginning of that epoch, and a
+        line in stream says so.
 
         Raises:
-            ValueError: data is another reader.
+            ValueError: the data are another reader.
         """
         generator.set_state(self.order)
         now = _ranks()
@@ -130,7 +130,7 @@ class Position:
             fit.data.load_state_dict({**self.reader, "step": self.batches})
 
     def reach(self, shares: Generator[Share, None, None]) -> None:
-        """Pass over what is done, where data cannot begin in the middle."""
+        """Skip batches already done, if the data cannot begin in the middle."""
         if self.reader is not None or not self.batches:
             return
         now = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""How much faster a model trains on more ranks: measured, and predicted for more of them."""
+"""Measures how much faster a model trains on more ranks, and predicts it for larger numbers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ..models import DLRM
 from ..optim import LazyAdam, split_embedding_variable_from_others
 from .trainer import Trainer
 
-STEPS = 8  # of an epoch, each with batches of its own
-WARM_UP = 2  # epochs that are not counted: the keys are new in the first
+STEPS = 8  # in an epoch, each with its own batches
+WARM_UP = 2  # epochs not timed: the first inserts new keys
 
 
 @dataclass(frozen=True)
 class Case:
-    """The job to predict: a DLRM on generated keys, one of a zipf law in each bag.
+    """The job to predict: a DLRM on generated keys, zipf-distributed in each bag.
 
     Attributes:
-        tables: how many.
+        tables: number of tables.
         rows: distinct keys of each table.
         dim: elements of a vector.
-        batch: samples of all ranks together, the same for any number of them.
-        epochs: timed, of 8 steps each.
+        batch: samples of all ranks together, whatever their number.
+        epochs: number of timed epochs, of 8 steps each.
     """
 
     tables: int = 26
@@ -41,7 +41,7 @@ class Case:
 
 
 def samples_per_second(case: Case) -> float:
-    """Median over epochs, after warm-up; on several ranks all call it."""
+    """Return the median over epochs, after warm-up; a collective on several ranks."""
     rank, ranks = 0, 1
     if dist.is_initialized():
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -49,7 +49,7 @@ def samples_per_second(case: Case) -> float:
     model = DLRM(
         names,
         13,
-        rows=2 * case.rows // ranks + 1000,  # shares are even, but not exactly
+        rows=2 * case.rows // ranks + 1000,  # shares are only roughly equal
         dim=case.dim,
         bottom=[case.dim],
         top=[64],
@@ -72,9 +72,9 @@ def samples_per_second(case: Case) -> float:
 def _batch(
     case: Case, names: list[str], generator: torch.Generator, rank: int, ranks: int
 ) -> Batch:
-    """One rank's part of a batch that is the same for any number of ranks."""
+    """Return one rank's part of a batch that does not depend on the number of ranks."""
     uniform = torch.rand(case.tables, case.batch, generator=generator, device="cpu")
-    # Inverse of the distribution with density 1 / x on [1, rows].
+    # The inverse of the distribution with density 1 / x on [1, rows].
     keys = (case.rows**uniform).long()
     numbers = torch.rand(case.batch, 13, generator=generator, device="cpu")
     label = torch.randint(2, (case.batch,), generator=generator, device="cpu").float()
@@ -91,18 +91,20 @@ def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
 
 
 def predicted(measured: Mapping[int, float], ranks: int) -> tuple[float, float]:
-    """Speed-ups over one rank: what can be expected at worst, and at best.
+    """Return the lowest and highest speed-up over one rank to expect.
 
-    A step of N ranks takes T(1) / N, and on top what was measured on the largest world there is:
-    E = T(N) - T(1) / N. At worst E does not depend on the number of ranks, as if it were all
-    waiting; at best it falls as the bytes that a rank sends, (M - 1) / M^2 of those of the batch.
+    A step of N ranks takes T(1) / N plus an extra, measured on the largest world available: E =
+    T(N) - T(1) / N. In the worst case E does not depend on the number of ranks, as if it were all
+    waiting; in the best case it falls with the bytes that each rank sends, (M - 1) / M^2 of the
+    batch's.
 
     Args:
-        measured: number of ranks -> samples a second, of one batch size; 1 among them, and more.
-        ranks: of which world.
+        measured: number of ranks -> samples a second, at one batch size; for 1 and at least one
+            more.
+        ranks: size of the world to predict.
 
     Raises:
-        ValueError: measured lacks one of them.
+        ValueError: measured lacks 1, or any larger number.
     """
     if 1 not in measured or len(measured) < 2:
         raise ValueError(f"predicted needs 1 rank and more, got {sorted(measured)}")

@@ -17,24 +17,22 @@ def linear_warmup(
 
     Step t (from 0) is made with
 
-    - ``lr * (1 + (scale - 1) * min(1, t / warmup_steps))``, and with total_steps, from
-      warmup_steps on,
-    - ``lr * scale * (total_steps - t) / (total_steps - warmup_steps)``, and 0 behind the end.
+    - ``lr * (1 + (scale - 1) * min(1, t / warmup_steps))``; with total_steps, from warmup_steps on,
+    - ``lr * scale * (total_steps - t) / (total_steps - warmup_steps)``, and 0 after the end.
 
     Source: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017: the
-    linear scaling rule, and gradual warm-up. Their momentum correction, by which a velocity that
-    has the learning rate in it is multiplied by new lr / old lr, is for libraries that keep such a
-    one; the velocity of torch's and sparsekit's SGD is of gradients alone, so nothing is to be
-    corrected.
+    linear scaling rule, and gradual warm-up. Their momentum correction multiplies a velocity that
+    includes the learning rate by new lr / old lr. The velocity of torch's and sparsekit's SGD is a
+    sum of gradients alone, so there is nothing to correct.
 
     Args:
-        optimizer: whose lr is that for one rank's batch.
-        scale: how many times larger the batch is, as a rule the number of ranks; > 0.
-        warmup_steps: how long it takes, >= 0.
-        total_steps: after how many the rate is zero, > warmup_steps; None: it stays.
+        optimizer: its lr is the one for one rank's batch.
+        scale: factor by which the batch is larger, usually the number of ranks; > 0.
+        warmup_steps: length of the warm-up, >= 0.
+        total_steps: steps after which the rate is zero, > warmup_steps; with None it stays.
 
     Returns:
-        A scheduler to be stepped after each update, as `Trainer` does.
+        A scheduler to step after each update, as `Trainer` does.
 
     Raises:
         TypeError, ValueError: a number is out of range.

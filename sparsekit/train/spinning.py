@@ -1,4 +1,4 @@
-"""Notices that training waits for its own threads, on cores that other processes use too."""
+"""Detects that training waits for its own threads because other processes use its cores."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import time
 
 import torch
 
-# An epoch from this length on is measured; more switches than these tell of another process.
+# Only epochs at least this long are measured; more switches than these tell of another process.
 LEAST_S = 5.0
 SWITCHES_PER_THREAD_S = 10.0
-# Whoever sets one of these has chosen how threads wait.
+# Setting one of these means that the user has chosen how threads wait.
 CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 class Spinning:
-    """Compares how often the process was made to leave a core with what an idle machine does.
+    """Compares the process's involuntary context switches with those on an idle machine.
 
     The threads of OpenMP spin for each other at the end of every parallel loop, of which a training
-    step has dozens. On a core that another process uses as well, the one that is waited for may be
-    off for a whole time slice, and the one that spins loses its slice by it. Threads that sleep
-    are woken at once.
+    step has dozens. On a core shared with another process, the thread that is waited for may be
+    descheduled for a whole time slice, while the spinning one wastes its own. Sleeping threads are
+    woken at once.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Spinning:
         self._begin = _now()
 
     def hint(self) -> str:
-        """A line about what would make training faster, once if it would; else nothing."""
+        """Return a line on how to train faster, once if it would help; else nothing."""
         seconds, switches = (now - was for now, was in zip(_now(), self._begin, strict=True))
         threads = torch.get_num_threads()
         chosen = any(name in os.environ for name in CHOSEN)

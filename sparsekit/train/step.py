@@ -19,7 +19,7 @@ LossFn = Callable[[torch.nn.Module, Any], tuple[torch.Tensor, torch.Tensor | flo
 
 
 class _Loss(torch.nn.Module):
-    """The model and its loss in one: DistributedDataParallel must see the whole forward."""
+    """The model and its loss in one module: DistributedDataParallel must see the whole forward."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Loss(torch.nn.Module):
 
 
 class Step:
-    """Updates the weights with the gradient of some batches; see `Trainer`, which has one."""
+    """Updates the weights with the gradient of some batches; owned by a `Trainer`."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Step:
             _refuse_batch_norm(model)
         self._loss = wrap_ddp(_Loss(model))
         if isinstance(self._loss, DistributedDataParallel):
-            # Sending buffers from rank 0 before each batch is for layers that change them in
-            # training, and those are refused.
+            # Broadcasting buffers before each batch is for layers that change them in training,
+            # which are refused.
             self._loss.broadcast_buffers = False
             averaging = averaging_of(self._loss.device)
             if averaging is not None:
@@ -61,12 +61,12 @@ class Step:
     def update(
         self, loss_fn: LossFn, shares: Sequence[Share], following: Share | None
     ) -> torch.Tensor:
-        """One update; returns the sum of this rank's losses, 0-dim float64.
+        """Make one update; return the sum of this rank's losses, 0-dim float64.
 
         Args:
             loss_fn: as in `Trainer`.
-            shares: this rank's part of each batch whose gradients are added up.
-            following: what the next update begins with.
+            shares: this rank's part of each batch whose gradient is accumulated.
+            following: first batch of the next update.
         """
         for optimizer in self._optimizers:
             optimizer.zero_grad()
@@ -78,7 +78,7 @@ class Step:
             with contextlib.nullcontext() if ends else self._without_averaging():
                 total += self._backward(loss_fn, share, after, samples, len(shares))
         if self._clip_norm is not None:
-            # What is not finite is found by the loss, with the number of the step.
+            # Values that are not finite show up in the loss, with the number of the step.
             clip_grad_norm_(self._model.parameters(), self._clip_norm, error_if_nonfinite=False)
         for optimizer in self._optimizers:
             optimizer.step()
@@ -87,7 +87,7 @@ class Step:
         return total
 
     def _without_averaging(self) -> contextlib.AbstractContextManager[None]:
-        """While gradients of the dense part stay this rank's own, to be averaged later."""
+        """Keep dense gradients local for now; they are averaged later."""
         if isinstance(self._loss, DistributedDataParallel):
             return self._loss.no_sync()
         return contextlib.nullcontext()
@@ -100,21 +100,21 @@ class Step:
     def _backward(
         self, loss_fn: LossFn, share: Share, after: Share | None, samples: int, batches: int
     ) -> torch.Tensor:
-        """Add the gradient of a batch; returns the sum of its losses."""
+        """Add the gradient of a batch; return the sum of its losses."""
         with self._cast():
             returned = self._loss(loss_fn, share.batch)
         losses, penalty = _checked(returned, share.rows)
         total = losses.sum()
         if isinstance(penalty, torch.Tensor) and penalty.dim() == 1:
             total, penalty = total + penalty.sum(), 0.0
-        # Gradients are averaged over ranks, so this makes them those of the mean over all samples;
-        # a mean over the rank's own would give those of a small share too much weight.
+        # Gradients are averaged over ranks; this scaling turns that into the mean over all samples.
+        # A mean over each rank's own samples would give small shares too much weight.
         loss = total * (self._ranks / max(samples, 1))
         if isinstance(penalty, torch.Tensor) or penalty:
             loss = loss + penalty / batches
         if self._ranks > 1 and share.rows == 0:
-            # Ranks wait for one another's gradients of every dense parameter, and a model may
-            # leave some of them alone when it has nothing to do.
+            # Ranks wait for one another's gradient of every dense parameter, and a model may skip
+            # some parameters when it has nothing to do.
             _, dense = split_embedding_variable_from_others(self._model)
             loss = loss + sum(p.sum() * 0 for p in dense if p.requires_grad)
         prefetch = getattr(self._model, "prefetch", None)
@@ -125,7 +125,7 @@ class Step:
 
 
 def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Losses and penalty as loss_fn has returned them; TypeError or ValueError if it has not."""
+    """Return losses and penalty from loss_fn; TypeError or ValueError if they are wrong."""
     pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not pair or not isinstance(returned[0], torch.Tensor):
         got = type(returned).__name__
@@ -139,7 +139,7 @@ def _checked(returned: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | 
             f"nothing; got {got}"
         )
     losses, penalty = returned
-    # A mean already would be reported wrongly, or weighted wrongly over ranks, and in silence.
+    # A mean, rather than one loss per sample, would silently be reported and weighted wrongly.
     if losses.shape != (samples,):
         raise ValueError(
             f"loss_fn must return one loss for each of the {samples} samples, "

@@ -1,4 +1,4 @@
-"""When training has stopped getting better."""
+"""Decides when training has stopped improving."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from ..distributed import Exchange
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends training once a metric has not got better for some epochs.
+    """Ends training once a metric has not improved for some epochs.
 
-    The metric should be one of a validation split: what decides when to stop is no longer a test.
+    The metric should come from a validation split: data that decide when to stop are no longer a
+    test.
 
     Args:
-        metric: its name in what `evaluate` returns.
+        metric: its name in the result of `evaluate`.
         patience: epochs without a better value after which training ends, >= 1.
-        larger_is_better: as of an AUC, and not of a loss.
-        min_delta: by how much a value must be better to count, >= 0.
+        larger_is_better: true for an AUC, false for a loss.
+        min_delta: least improvement that counts, >= 0.
 
     Raises:
         ValueError: patience or min_delta out of range.
@@ -41,7 +42,7 @@ class EarlyStopping:
             )
 
     def reached(self, history: Sequence[Any]) -> bool:
-        """Whether training should end after these epochs.
+        """Return whether training should end after these epochs.
 
         Raises:
             ValueError: evaluate returns no such metric.
@@ -63,7 +64,7 @@ class EarlyStopping:
 def ended_early(
     stop: EarlyStopping | None, history: Sequence[Any], exchange: Exchange | None
 ) -> bool:
-    """Whether training should end, as rank 0 has it."""
+    """Return rank 0's decision whether training should end."""
     if stop is None or not history:
         return False
     here = stop.reached(history)

@@ -8,20 +8,20 @@ import torch.distributed as dist
 from ..distributed import Exchange
 from ..tables.embedding_table import EmbeddingTable
 
-# Most lines of buckets in a sample, since a table may have many millions.
+# Most lines of buckets in a sample, since a table may have millions.
 SAMPLED_LINES = 4096
 
 
 class Telemetry:
-    """Reads, of each embedding table of a model, over all ranks:
+    """Reads these figures of each embedding table of a model, over all ranks:
 
-    - ``rows``: keys in it; ``capacity``: for how many there is room; ``load``: their quotient.
-    - ``new_rows_per_step``: since the last reading.
+    - ``rows``: keys in it; ``capacity``: most keys it can have; ``load``: their quotient.
+    - ``new_rows_per_step``: average since the last reading.
     - ``skew``: rows of the fullest rank over the mean of the ranks.
     - ``full_lines``: share of the hash table's lines of 5 keys that are full, of the first 4,096
-      of each rank: a key whose line is full is looked for in the next one as well.
+      of each rank: a lookup goes on from a full line to the next one.
 
-    A table without a hash table has its capacity only.
+    Without a hash table, only the capacity is reported.
 
     Args:
         model: with layers of sparsekit anywhere in it.
@@ -35,18 +35,18 @@ class Telemetry:
         self._last: dict[str, dict[str, float]] = {}
 
     def read(self, steps: int, exchange: Exchange | None) -> dict[str, dict[str, float]]:
-        """Name of a layer -> its figures. On several ranks all call it.
+        """Return layer name -> its figures. A collective on several ranks.
 
         Args:
-            steps: updates made so far.
-            exchange: with the other ranks, if there are any.
+            steps: number of updates so far.
+            exchange: the one with the other ranks, if any.
         """
         if not self._layers:
             return {}
         if (since := steps - self._steps) == 0 and self._last:
             return self._last
         self._steps = steps
-        # [tables, 3]: rows, capacity, full lines in a million, and -1 rows without a hash table.
+        # [tables, 3]: rows (-1 without a hash table), capacity, full lines in a million.
         here = torch.tensor([_here(layer) for layer in self._layers.values()], dtype=torch.int64)
         parts = [here]
         if exchange is not None:
@@ -72,7 +72,7 @@ class Telemetry:
         return figures
 
     def bytes_sent(self, exchange: Exchange | None) -> int:
-        """Bytes that this rank has sent to others for lookups since the last call."""
+        """Return the bytes that this rank has sent to others for lookups since the last call."""
         total = 0 if exchange is None else exchange.bytes_sent
         since, self._bytes_sent = total - self._bytes_sent, total
         return since
@@ -82,7 +82,7 @@ def _here(layer: EmbeddingTable) -> tuple[int, int, int]:
     if layer.table is None:
         return -1, layer.capacity, 0
     buckets, _, _ = layer.table.tensors()
-    # A line is 5 keys of int64 and 5 rows of int32, -1 in a free place; see ops.hash_table.
+    # A line is 5 int64 keys and 5 int32 rows, -1 in a free place; see ops.hash_table.
     rows = buckets[:SAMPLED_LINES, 5:].contiguous().view(torch.int32)[:, :5]
     full = (rows >= 0).all(1).double().mean()
     return len(layer.table), layer.capacity, int(full * 1_000_000)

@@ -32,49 +32,47 @@ from .telemetry import Telemetry
 class Trainer:
     """Runs a model over its data, epoch by epoch.
 
-    The same seed, data and model give the same bits: samples are shuffled by a generator of the
-    trainer's own, so nothing else that draws random numbers changes their order.
+    The same seed, data and model give the same bits: the trainer shuffles samples by its own
+    generator, so other random draws do not change their order.
 
-    Where torch.distributed has several ranks, every one of them makes a trainer and calls `fit`
-    with the same arguments. Tensors are given in full, and a batch of them is split over the ranks;
-    a loader reads the samples of its rank. A rank may have no sample of a batch. The gradient is
-    that of the whole batch, so the weights are those of one rank, up to rounding.
+    Where torch.distributed has several ranks, each makes a trainer and calls `fit` with the same
+    arguments. Tensors are given in full, and their batches are split over the ranks; a loader reads
+    its rank's samples. A rank may have no samples of a batch. The gradient is that of the whole
+    batch, so the weights equal those of training on one rank, up to rounding.
 
-    A model with a method ``prefetch(batch)`` is given the next batch between forward and backward,
-    on several ranks: there an `EmbeddingGroup` can begin to send keys.
+    On several ranks, a model with a method ``prefetch(batch)`` gets the next batch between forward
+    and backward, where an `EmbeddingGroup` can begin to send keys.
 
     Args:
-        model: what is trained. Over ranks its dense part is wrapped in DistributedDataParallel
-            here, so it comes unwrapped. Buffers are each rank's own.
+        model: the model to train, unwrapped: on several ranks the trainer wraps its dense part in
+            DistributedDataParallel. Each rank has its own buffers.
         loss_fn: ``loss_fn(model, batch) -> (losses, penalty)``: one loss for each sample, shape
-            ``[samples of batch]``, and what is added to their mean in training, a regulariser for
-            instance: either one for each sample as well, of which the mean is taken, or a number
-            that does not depend on the batch (0.0 for nothing).
-        optimizers: each is stepped after each batch; sparse and dense parameters have different
+            ``[samples of batch]``, and a penalty that is added to their mean in training, such as a
+            regulariser: either one for each sample, which is averaged, or a number that does not
+            depend on the batch (0.0 for none).
+        optimizers: all are stepped after each batch; sparse and dense parameters need separate
             ones.
         schedulers: learning rate schedulers, stepped after each step; see `linear_warmup`.
-        seed: of the order of samples, where data are tensors.
+        seed: seed of the order of samples, if data are tensors.
         stream: where rank 0 writes progress; None means ``sys.stderr``.
-        accumulate: batches whose gradients are added up for one step, which is that of the samples
-            of all of them.
-        clip_norm: largest norm of the gradient of all weights, of sparse and dense ones together;
-            a longer one is scaled down to it. None: any.
-        autocast: dtype of the dense part's forward, ``torch.bfloat16``; None: that of the model.
-        logs: where each of rank 0's records goes: steps, epochs; see `JsonLines`.
-        log_every: steps between two records. There the loss is checked too, for which a GPU is
-            waited for.
-        checkpoints: where model, optimizers, schedulers and the place in the data are saved, in the
-            background: after each epoch, and so that ``fit(resume=True)`` goes on from there.
-        checkpoint_every: steps between two checkpoints within an epoch; None: none there.
+        accumulate: batches whose gradients are accumulated into one step over all their samples.
+        clip_norm: largest norm of the gradient over all weights, sparse and dense together; a
+            larger gradient is scaled down to it. None for no limit.
+        autocast: dtype of the dense part's forward, ``torch.bfloat16``; None for the model's own.
+        logs: where rank 0 writes records of steps and epochs; see `JsonLines`.
+        log_every: steps between two records. The loss is checked then too, which waits for the GPU.
+        checkpoints: where model, optimizers, schedulers and the position in the data are saved
+            after each epoch, in the background; ``fit(resume=True)`` resumes from there.
+        checkpoint_every: steps between two checkpoints within an epoch; None for none.
 
     Attributes:
-        history: the finished epochs, of all calls of fit.
+        history: finished epochs of all calls of fit.
         steps: updates made so far.
         interrupted: whether the last call of fit was ended by Ctrl-C.
 
     Raises:
-        ValueError: a number out of range, or checkpoint_every without checkpoints; over
-            ranks, a layer that normalises by the batch, of which each has a part.
+        ValueError: a number is out of range, or checkpoint_every is given without checkpoints; or,
+            on several ranks, a layer normalises over the batch, of which each rank has only a part.
     """
 
     def __init__(
@@ -116,13 +114,14 @@ class Trainer:
         self.steps = 0
         self.interrupted = False
         self._generator = torch.Generator("cpu").manual_seed(seed)
-        self._exchange: Exchange | None = None  # with the other ranks, once fit is called
+        # The exchange with the other ranks, once fit is called.
+        self._exchange: Exchange | None = None
         self._step = Step(model, self.optimizers, self.schedulers, clip_norm, autocast)
         self._telemetry = Telemetry(model)
         self._spinning = Spinning()
-        self._samples = self._updates = 0  # of an epoch, once they are known
-        self._place: Position | None = None  # in mid-epoch, to be saved or from a checkpoint
-        self._resumed: FitData | None = None  # what a checkpoint must fit while it is loaded
+        self._samples = self._updates = 0  # counts of an epoch, once known
+        self._place: Position | None = None  # in mid-epoch: to save, or from a checkpoint
+        self._resumed: FitData | None = None  # data that a checkpoint must fit while it is loaded
 
     @property
     def _rank(self) -> int:
@@ -145,46 +144,46 @@ class Trainer:
     ) -> list[Epoch]:
         """Train on data.
 
-        Ctrl-C ends it, on one rank: the epochs finished so far are returned and ``interrupted`` is
-        set. The model may then be some batches beyond the last epoch.
+        On one rank, Ctrl-C ends training: the epochs finished so far are returned and
+        ``interrupted`` is set. The model may then be some batches beyond the last epoch.
 
         Args:
-            data: a tuple of tensors of equal length n: an epoch has each row once, in another
-                random order, and a batch is a tuple of their rows. Or what yields an epoch's
-                batches when it is iterated over, each a `Batch`, a tensor, or a tuple, list or dict
-                that begins with one: a reader of `sparsekit.data`, a DataLoader. It is read in
-                another thread, and on several ranks gives each its own samples, in equally many
-                batches. A `Batch` or tensor goes to the model's device; what is in a tuple, list or
-                dict stays where the loader has it.
-            epochs: how many, >= 0.
-            batch_size: of tensors: samples of each rank in a batch, as that of a reader or a
-                DataLoader is; the last batch of an epoch may be smaller. None for a loader, which
-                has a size of its own.
-            global_batch_size: the same of all ranks together, in place of batch_size: any number of
-                ranks then has the same batches.
-            evaluate: called with the model after each epoch, in evaluation mode and without
-                gradients, on every rank; what it returns is kept, and printed by rank 0.
-            stop: ends it before the last epoch, by a metric of evaluate as rank 0 has it.
-            resume: whether to go on from the latest of the trainer's checkpoints, if there is one.
-                Then epochs counts those that are in it, so that the same script, started again,
-                ends where it would have ended. Data must be those of the checkpoint, and in
+            data: a tuple of tensors of equal length n: an epoch has each row once, in a new random
+                order, and a batch is a tuple of their rows. Or an iterable of an epoch's batches,
+                such as a reader of `sparsekit.data` or a DataLoader; each batch is a `Batch`, a
+                tensor, or a tuple, list or dict that begins with one. It is read in another thread,
+                and on several ranks gives each its own samples, in the same number of batches. A
+                `Batch` or tensor is moved to the model's device; contents of a tuple, list or dict
+                stay where they are.
+            epochs: number of epochs, >= 0.
+            batch_size: samples of each rank in a batch of tensors, as in a reader or a DataLoader;
+                the last batch of an epoch may be smaller. None for a loader, which has its own
+                size.
+            global_batch_size: samples of all ranks together, instead of batch_size: batches then do
+                not depend on the number of ranks.
+            evaluate: called on every rank after each epoch, with the model in evaluation mode and
+                without gradients; its result is kept, and printed by rank 0.
+            stop: ends training before the last epoch, by rank 0's value of a metric of evaluate.
+            resume: whether to continue from the latest of the trainer's checkpoints, if there is
+                one. Then epochs includes those already trained, so that a restarted script ends
+                where it would have ended. The data must be those of the checkpoint, and in
                 mid-epoch their batches too: tensors are compared by size and checksum, readers by
-                their state, other loaders by size. There a loader on another number of ranks begins
-                its epoch again, and tensors go on if global_batch_size is the same.
+                their state, other loaders by size. In mid-epoch on another number of ranks, a
+                loader restarts its epoch, and tensors continue if global_batch_size is the same.
 
         Returns:
             The history.
 
         Raises:
-            TypeError: a batch that is nothing of the above.
-            ValueError: data is empty or of unequal lengths, a number is out of range, or stop asks
-                for a metric that there is not.
-            ResumeError: data or schedulers are not those of the checkpoint; nothing is loaded.
-            DataFormatError: an epoch has no sample, as of a file without rows, or of a generator
-                that the one before has used up.
-            RuntimeError: ranks that would train differently.
-            CheckpointError: a checkpoint cannot be written or read, or the folder has those of
-                another run, which this one does not go on from.
+            TypeError: a batch has none of these forms.
+            ValueError: data is empty or of unequal lengths, a number is out of range, or stop's
+                metric does not exist.
+            ResumeError: data or schedulers differ from the checkpoint's; nothing is loaded.
+            DataFormatError: an epoch has no samples: a file is empty, or the epoch before has used
+                up a generator.
+            RuntimeError: ranks would train differently.
+            CheckpointError: a checkpoint cannot be written or read, or the folder has checkpoints
+                of another run, from which this one does not resume.
             DivergedError: the loss of a step is infinite or NaN; raised at the next record of the
                 logs or the end of the epoch, on all ranks.
         """
@@ -223,7 +222,7 @@ class Trainer:
         return self.history
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training is, without model and optimizers; between steps."""
+        """Return the state of training, without model and optimizers; between steps."""
         return {
             "steps": self.steps,
             "history": [asdict(epoch) for epoch in self.history],
@@ -233,10 +232,10 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the next call of fit go on from there.
+        """Make the next call of fit continue from a state.
 
         Raises:
-            ResumeError: it has another number of schedulers.
+            ResumeError: the state has another number of schedulers.
         """
         place = None if state["place"] is None else Position(**state["place"])
         if place is not None and self._resumed is not None:
@@ -278,7 +277,7 @@ class Trainer:
     def _agree(
         self, data: Any, epochs: int, batch_size: int | None, global_batch_size: int | None
     ) -> tuple[FitData, torch.device]:
-        """Check arguments, and that they are the same on all ranks; returns where to compute."""
+        """Check that arguments are valid and equal on all ranks; return the data and the device."""
         weight = next(self.model.parameters(), torch.empty(0))
         device = data[0].device if isinstance(data, tuple) and data else weight.device
         self._exchange = exchange_of(dist.group.WORLD, device)
@@ -299,15 +298,15 @@ class Trainer:
         return fit, device
 
     def _first_place(self, fit: FitData) -> Position:
-        """The beginning of the epoch to come."""
+        """Return the position at the beginning of the next epoch."""
         facts = {} if self.checkpoints is None else fit.facts
         return Position.begin(self._generator, fit, facts)
 
     def _begin(self, fit: FitData) -> Position:
-        """Where to go on in the epoch to come."""
+        """Return where the next epoch continues."""
         if not fit.of_tensors:
             set_epoch(fit.data, len(self.history))
-        place, self._place = self._place, None  # it is gone if the epoch is left early
+        place, self._place = self._place, None  # forgotten if the epoch is left early
         if place is None:
             return self._first_place(fit)
         place.find(self._generator, fit, self.stream if self._rank == 0 else io.StringIO())
@@ -330,7 +329,7 @@ class Trainer:
         device: torch.device,
     ) -> None:
         self.model.train()
-        self._telemetry.bytes_sent(self._exchange)  # leave out what evaluation has sent
+        self._telemetry.bytes_sent(self._exchange)  # leave out bytes sent by evaluation
         group = None if self._exchange is None else self._exchange.group
         losses = Losses(device, group, self._updates)
         stream = self.stream if self._rank == 0 else io.StringIO()
@@ -359,7 +358,7 @@ class Trainer:
         progress: Progress,
         title: str,
     ) -> None:
-        """The steps of an epoch that are left."""
+        """Run the remaining steps of an epoch."""
         if place.batches:
             place.reach(shares)
             losses.restore(place.losses)
@@ -367,7 +366,7 @@ class Trainer:
         for batches, following in steps_of(shares, self.accumulate):
             every = self.checkpoint_every
             saves = every is not None and (self.steps + 1) % every == 0 and following is not None
-            # Between a step and its checkpoint nothing may be on its way to other ranks.
+            # Nothing may be on its way to other ranks between a step and its checkpoint.
             loss = self._step.update(self.loss_fn, batches, None if saves else following)
             losses.add(loss, sum(share.rows for share in batches))
             self.steps += 1
