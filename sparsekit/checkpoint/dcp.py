@@ -147,7 +147,7 @@ class DcpState:
 
 
 def _told(snapshot: Snapshot) -> str:
-    """Return the text that ranks must agree on, table names first: errors cut it short."""
+    """Return what ranks must agree on; each entry names its table, as errors cut texts short."""
     return ", ".join(
         f"{shard.name}.{key} {value}"
         for shard in snapshot.shards
