@@ -126,10 +126,17 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help=f"write it between {report.BEGIN} and {report.END} of this file",
     )
 
-    keep = commands.add_parser("keep", help="copy results for benchmarks/results, without samples")
+    keep = commands.add_parser(
+        "keep",
+        help="copy results without their samples, a line for each case",
+        description="Copy results without their samples, a line for each case, as "
+        "benchmarks/results has them: enough for `table` and `plot`, not for `compare`.",
+    )
     keep.set_defaults(run=_keep)
-    keep.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    keep.add_argument("--out", type=Path, required=True, metavar="DIR")
+    keep.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of `run --json`")
+    keep.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for files of the same names"
+    )
 
     plot = commands.add_parser("plot", help="PNG plots of the suite curves")
     plot.set_defaults(run=lambda options: _plot(plot, options))

@@ -145,7 +145,7 @@ def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
         "--show-config",
         action="store_true",
         default=hidden,
-        help="print all settings as YAML, and end",
+        help="print the settings, each that has a value, as YAML, and end",
     )
 
 

@@ -30,7 +30,7 @@ class Tensors(NamedTuple):
 
 
 class TableBatch:
-    """LookupPlan of one dtype, all of which insert keys or none: those of one call of the ops.
+    """Tables of one dtype that all insert keys or none: what one call of the ops can take.
 
     Tensors are read at each call, since a state that is loaded may bring new ones. The tables
     themselves are not kept alive, so that a layer may keep this and is freed all the same as soon

@@ -54,8 +54,9 @@ def to_yaml(config: Any) -> str:
             return {key: plain(each) for key, each in value.items()}
         return list(value) if isinstance(value, tuple) else value
 
-    settings = config if isinstance(config, Mapping) else asdict(config)
-    return yaml.safe_dump(plain(settings), sort_keys=False, default_flow_style=None)
+    if isinstance(config, Mapping):  # a line for each
+        return yaml.safe_dump(plain(dict(config)), sort_keys=False)
+    return yaml.safe_dump(plain(asdict(config)), sort_keys=False, default_flow_style=None)
 
 
 def updated(config: Config, values: Mapping[str, Any], where: str = "") -> Config:

@@ -42,7 +42,12 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.set_defaults(run=_run, threads=None)
     parser.add_argument("folder", metavar="RUN", help="folder of the trained model")
     parser.add_argument(
-        "--data", metavar="FILE", nargs="+", required=True, help="files of the same columns"
+        "--data",
+        metavar="FILE",
+        nargs="+",
+        required=True,
+        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        help="files with the columns that the model was trained on",
     )
     parser.add_argument("--out", metavar="FILE", default="predictions.txt", help="where to write")
     ranks.add_ranks(parser, 1)
