@@ -351,6 +351,8 @@ def test_ranks_have_parts_of_one_batch(ranks):
     for name in names:
         keys = torch.cat([part.sparse[name][0] for part in parts])
         assert torch.equal(keys, whole.sparse[name][0])
+        for part in parts:  # a key in each bag
+            assert torch.equal(part.sparse[name][1], torch.arange(part.rows + 1))
 
 
 def test_the_model_and_the_epochs_are_those_of_the_case(monkeypatch):

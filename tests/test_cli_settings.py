@@ -86,6 +86,50 @@ def test_wrong_settings_are_one_line(arguments, said, tmp_path, capsys):
     assert said in refused(capsys, "ratings", *(word.format(there=tmp_path) for word in arguments))
 
 
+OF_RUN = {"seed": 0, "ranks": 2, "checkpoint-every": 1000, "keep": 3}
+# What the docs report was measured with these.
+DEFAULTS = {
+    "ratings": {
+        "epochs": 20, "global-batch-size": 1024, "dim": 32, "lr": 0.02, "capacity": 100_000,
+        "wire-dtype": "float32", **OF_RUN,
+    },
+    "wide": {
+        "epochs": 6, "global-batch-size": 256, "optimizer": "adam", "loss": "bce", **OF_RUN,
+    },
+    "autoencoder": {"original": False, **OF_RUN},
+    "deepconn": {
+        "placement": "single", "epochs": 3, "global-batch-size": 32, "length": 200, "lr": 1e-4,
+        **{name: value for name, value in OF_RUN.items() if name != "ranks"},
+    },
+}  # fmt: skip
+OPTIMIZER = {"name": "lazy_adam", "lr": 0.002, "dense_lr": 0.001, "lr_scale": 1.0}
+TRAINER = {
+    "epochs": 3, "global_batch_size": 1024, "accumulate": 1, "clip_norm": None, "bfloat16": False,
+    "patience": None, "log_every": 20, "tensorboard": False,
+}  # fmt: skip
+MODEL = {
+    "dlrm": {"bottom": [64], "top": [128, 64], "cross_layers": 3, "cross_rank": 64},
+    "deepfm": {"deep": [128, 64]},
+}
+
+
+@pytest.mark.parametrize("model", FLAGS_ALONE)
+def test_defaults(model, capsys):
+    assert shown(capsys, model) == DEFAULTS[model]
+
+
+@pytest.mark.parametrize("model", ["dlrm", "deepfm"])
+def test_defaults_of_clicks(model, capsys):
+    args = make_parser().parse_args(["train", model, "--show-config"])
+    assert args.run(args) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["model"] == {"rows": 100_000, "dim": 16, **MODEL[model]}
+    assert config["optimizer"] == {**OPTIMIZER, "warmup_steps": 0}
+    assert config["trainer"] == TRAINER
+    files = {name: [] for name in ("train", "validation", "test", "dense", "sparse")}
+    assert config["data"] == {**files, "format": "csv", "label": "label", "separator": None}
+
+
 @pytest.mark.parametrize("model", ["dlrm", "deepfm"])
 def test_each_setting_of_clicks_is_an_option_too(model, capsys):
     # Without these a changed setting would be refused for what it lacks.

@@ -1,5 +1,7 @@
 """Files that appear whole: after an error, beside another writer, or not at all."""
 
+import os
+import stat
 import threading
 
 import pytest
@@ -36,6 +38,33 @@ def test_after_an_error_what_was_there_stays(tmp_path, error):
         write()
     assert path.read_text() == "old"
     assert names(tmp_path) == ["a.txt"]
+
+
+def test_a_pipe_or_device_is_written_into(tmp_path):
+    path, read = tmp_path / "pipe", []
+    os.mkfifo(path)
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    with replacing(path) as part:
+        part.write_text("all")
+    reader.join()
+    assert read == ["all"]
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    with replacing("/dev/null") as part:
+        part.write_text("nothing")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "there").mkdir()
+    link, target = tmp_path / "link", tmp_path / "there/a.txt"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as part:
+        part.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert names(tmp_path / "there") == ["a.txt"]
 
 
 def test_two_jobs_that_write_one_file_do_not_mix(tmp_path):
