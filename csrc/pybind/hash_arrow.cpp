@@ -63,38 +63,23 @@ int64_t hash_valid_texts(const ArrowArray& array, const MakeTexts& make_texts, c
 
 // Calls visit with a null pointer of the integer type of a format; false if it is none.
 template <class Visit>
-bool with_integer(char format, const Visit& visit) {
-  switch (format) {
-    case 'c':
-      visit(static_cast<const int8_t*>(nullptr));
-      return true;
-    case 'C':
-      visit(static_cast<const uint8_t*>(nullptr));
-      return true;
-    case 's':
-      visit(static_cast<const int16_t*>(nullptr));
-      return true;
-    case 'S':
-      visit(static_cast<const uint16_t*>(nullptr));
-      return true;
-    case 'i':
-      visit(static_cast<const int32_t*>(nullptr));
-      return true;
-    case 'I':
-      visit(static_cast<const uint32_t*>(nullptr));
-      return true;
-    case 'l':
-      visit(static_cast<const int64_t*>(nullptr));
-      return true;
-    case 'L':
-      visit(static_cast<const uint64_t*>(nullptr));
-      return true;
-    default:
-      return false;
-  }
+bool with_integer(std::string_view format, const Visit& visit) {
+  const auto is = [&](const char* name, const auto* type) {
+    if (format == name) visit(type);
+    return format == name;
+  };
+  return is("c", static_cast<const int8_t*>(nullptr)) ||
+         is("C", static_cast<const uint8_t*>(nullptr)) ||
+         is("s", static_cast<const int16_t*>(nullptr)) ||
+         is("S", static_cast<const uint16_t*>(nullptr)) ||
+         is("i", static_cast<const int32_t*>(nullptr)) ||
+         is("I", static_cast<const uint32_t*>(nullptr)) ||
+         is("l", static_cast<const int64_t*>(nullptr)) ||
+         is("L", static_cast<const uint64_t*>(nullptr));
 }
 
-void hash_integer_array(char format, const ArrowArray& array, const Work& work, int64_t* codes) {
+void hash_integer_array(const char* format, const ArrowArray& array, const Work& work,
+                        int64_t* codes) {
   with_integer(format, [&](auto* type) {
     using Integer = std::remove_const_t<std::remove_pointer_t<decltype(type)>>;
     const Integer* values = buffer_of<Integer>(array, 1) + array.offset;
@@ -106,7 +91,7 @@ void hash_integer_array(char format, const ArrowArray& array, const Work& work, 
 }
 
 bool is_integer(const char* format) {
-  return std::strlen(format) == 1 && std::strchr("cCsSiIlL", format[0]) != nullptr;
+  return with_integer(format, [](auto*) {});
 }
 
 bool is_known(const ArrowSchema& type) {
@@ -192,7 +177,7 @@ int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const W
     const FixedTexts texts{buffer_of<char>(array, 1) + array.offset * size, size};
     return hash_valid_texts(array, [=](auto*) { return texts; }, work, codes);
   }
-  hash_integer_array(format[0], array, work, codes);
+  hash_integer_array(format_of, array, work, codes);
   return kAllGood;
 }
 
@@ -257,7 +242,7 @@ Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, co
     entries->offset = dictionary.offset;
   }
   int64_t bad = kAllGood;
-  with_integer(type.format[0], [&](auto* index) {
+  with_integer(type.format, [&](auto* index) {
     using Index = std::remove_const_t<std::remove_pointer_t<decltype(index)>>;
     bad = take(buffer_of<Index>(array, 1) + array.offset, array, entries->codes, work, codes);
   });

@@ -34,33 +34,30 @@ constexpr const char* kTorchMinimum = "2.11";
 // numpy.empty, looked up when this module is loaded: later, an import hook could run.
 py::handle numpy_empty;
 
-py::buffer int64_array(Py_ssize_t size) {
-  return numpy_empty(size, "int64");
+// Codes of n items, by fill(codes), which returns false where it has set an error.
+template <class Fill>
+py::buffer codes_of(Py_ssize_t n, const Fill& fill) {
+  py::buffer codes = numpy_empty(n, "int64");
+  if (!fill(static_cast<int64_t*>(codes.request(true).ptr))) throw py::error_already_set();
+  return codes;
 }
 
 py::buffer xxh64_many(const py::object& values, uint64_t seed, int num_threads) {
   const auto items = py::reinterpret_steal<py::object>(sequence_items(values.ptr()));
   if (!items) throw py::error_already_set();
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
-  py::buffer codes = int64_array(size);
-  if (PySequence_Fast_GET_SIZE(items.ptr()) != size) {  // by a finalizer, if garbage was collected
-    throw std::runtime_error("values has changed its length while it was hashed");
-  }
-  const py::buffer_info out = codes.request(true);
-  if (!hash_items(items.ptr(), seed, num_threads, static_cast<int64_t*>(out.ptr))) {
-    throw py::error_already_set();
-  }
-  return codes;
-}
-
-int64_t* numbers_of(const py::buffer& codes) {
-  return static_cast<int64_t*>(codes.request(true).ptr);
+  return codes_of(size, [&](int64_t* codes) {
+    // A finalizer may have changed it, if garbage was collected.
+    if (PySequence_Fast_GET_SIZE(items.ptr()) != size) {
+      throw std::runtime_error("values has changed its length while it was hashed");
+    }
+    return hash_items(items.ptr(), seed, num_threads, codes);
+  });
 }
 
 py::buffer xxh64_of_column(const ArrowColumn& column, uint64_t seed, int num_threads) {
-  py::buffer codes = int64_array(column.length());
-  if (!column.hash(seed, num_threads, numbers_of(codes))) throw py::error_already_set();
-  return codes;
+  return codes_of(column.length(),
+                  [&](int64_t* codes) { return column.hash(seed, num_threads, codes); });
 }
 
 py::buffer xxh64_arrow(const py::capsule& schema, const py::capsule& array, uint64_t seed,
@@ -80,25 +77,21 @@ py::buffer xxh64_arrow_stream(const py::capsule& stream, uint64_t seed, int num_
 // calls keeps them.
 py::buffer xxh64_fixed_width(uintptr_t texts, Py_ssize_t size, bool unicode, Py_ssize_t n,
                              uint64_t seed, int num_threads) {
-  py::buffer codes = int64_array(n);
-  int64_t* out = numbers_of(codes);
-  const bool done = unicode ? hash_fixed_unicode(reinterpret_cast<const uint32_t*>(texts), size, n,
-                                                 seed, num_threads, out)
-                            : hash_fixed_bytes(reinterpret_cast<const char*>(texts), size, n, seed,
-                                               num_threads, out);
-  if (!done) throw py::error_already_set();
-  return codes;
+  return codes_of(n, [&](int64_t* codes) {
+    return unicode ? hash_fixed_unicode(reinterpret_cast<const uint32_t*>(texts), size, n, seed,
+                                        num_threads, codes)
+                   : hash_fixed_bytes(reinterpret_cast<const char*>(texts), size, n, seed,
+                                      num_threads, codes);
+  });
 }
 
 py::buffer xxh64_numpy_strings(const py::object& dtype, uintptr_t texts, Py_ssize_t stride,
                                Py_ssize_t n, const py::bytes& missing, uint64_t seed,
                                int num_threads) {
-  py::buffer codes = int64_array(n);
-  if (!hash_numpy_strings(dtype.ptr(), reinterpret_cast<const char*>(texts), stride, n,
-                          std::string_view(missing), seed, num_threads, numbers_of(codes))) {
-    throw py::error_already_set();
-  }
-  return codes;
+  return codes_of(n, [&](int64_t* codes) {
+    return hash_numpy_strings(dtype.ptr(), reinterpret_cast<const char*>(texts), stride, n,
+                              std::string_view(missing), seed, num_threads, codes);
+  });
 }
 
 py::dict build_info() {
