@@ -97,31 +97,28 @@ void pool(const Tensors& outs, const Tensors& weights_in, const Tensor& index,
     const std::vector<FeatureBags<T>> asked = arguments.bags_of<T>(outs, true);
     const auto count = static_cast<int64_t>(asked.size());
     if constexpr (kOnDevice) {
-      const auto num = static_cast<int64_t>(num_tables);
-      const Workspace memory(cuda::group_embedding_bag_workspace_bytes(
-                                 tables.data(), num, asked.data(), count, arguments.entries),
-                             index);
-      cuda::group_embedding_bag(
-          tables.data(), num, asked.data(), count, arguments.entries,
-          data<int32_t>(arguments.index), arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
-          arguments.counts ? int64_data(*arguments.counts) : nullptr,
-          context.error_word(DeviceError::kBagRow), context.error_word(DeviceError::kGroupIndex),
-          memory.data(), context.stream());
+      const cuda::GroupPooling<T> call{
+          tables.data(),
+          static_cast<int64_t>(num_tables),
+          asked.data(),
+          count,
+          arguments.entries,
+          data<int32_t>(arguments.index),
+          arguments.rows ? data<int32_t>(*arguments.rows) : nullptr,
+          arguments.counts ? int64_data(*arguments.counts) : nullptr};
+      const Workspace memory(cuda::group_embedding_bag_workspace_bytes(call), index);
+      cuda::group_embedding_bag(call, context.error_word(DeviceError::kBagRow),
+                                context.error_word(DeviceError::kGroupIndex), memory.data(),
+                                context.stream());
       arguments.check_found(context);
     } else {
       const ParallelFor parallel_for = torch_parallel_for();
-      const int64_t units_bytes = (count + 8) / 8 * 64;
-      int64_t scratch_bytes = 0;
-      if (!initial.empty()) {
-        scratch_bytes = *std::max_element(dims.begin(), dims.end()) *
-                        static_cast<int64_t>(sizeof(T)) * parallel_for.num_threads();
-      }
-      const Workspace memory(units_bytes + scratch_bytes, index);
-      auto* units = static_cast<char*>(memory.data());
-      auto* scratch = initial.empty() ? nullptr : reinterpret_cast<T*>(units + units_bytes);
+      const Workspace memory(cpu::group_embedding_bag_workspace_bytes(tables.data(), asked.data(),
+                                                                      count, parallel_for),
+                             index);
       const int64_t bad = cpu::group_embedding_bag<T>(
           tables.data(), asked.data(), count, {nullptr, data<int32_t>(arguments.index)},
-          reinterpret_cast<int64_t*>(units), scratch, parallel_for);
+          memory.data(), parallel_for);
       if (bad < 0) return;
       const int64_t number = data<int32_t>(arguments.index)[bad];
       const int64_t t = arguments.table_of(bad);

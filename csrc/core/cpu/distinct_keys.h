@@ -7,7 +7,7 @@
 
 #include "cpu/distinct_key_map.h"
 #include "cpu/share_work.h"
-#include "cpu/workspace.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/group.h"
 #include "sparsekit/unique.h"
 
@@ -46,8 +46,8 @@ class DistinctKeys {
       int64_t& most = place < jobs.num_together() ? together : alone;
       most = std::max(most, tables[jobs.job(place)].n);
     }
-    return std::max(together > 0 ? Memory::bytes(together, false) : 0,
-                    alone > 0 ? jobs.threads() * Memory::bytes(alone, true) : 0);
+    return std::max(together > 0 ? Arena::bytes_of<Memory>(together, false) : 0,
+                    alone > 0 ? jobs.threads() * Arena::bytes_of<Memory>(alone, true) : 0);
   }
 
   // Numbers the keys of each table, then calls then(t, keys, scratch, parallel_for) with its
@@ -61,7 +61,7 @@ class DistinctKeys {
     for (int64_t place = jobs.num_together(); place < num_tables; ++place) {
       alone_n = std::max(alone_n, tables[jobs.job(place)].n);
     }
-    const int64_t bytes = Memory::bytes(alone_n, true);
+    const int64_t bytes = Arena::bytes_of<Memory>(alone_n, true);
     jobs.run([&](int64_t t) { together(t, workspace, parallel_for, then); },
              [&](int64_t t, int64_t thread) {
                counts[t] = 0;
@@ -83,21 +83,15 @@ class DistinctKeys {
     int64_t* given = nullptr;  // [n] keys, in order of entries
     void* unique = nullptr;
 
-    Memory(Workspace& workspace, int64_t n, bool alone)
-        : keys(workspace.take<int64_t>(n)), scratch(workspace.take<int64_t>(n)) {
+    Memory(Arena& arena, int64_t n, bool alone)
+        : keys(arena.take<int64_t>(n)), scratch(arena.take<int64_t>(n)) {
       if (alone) {
-        distinct = workspace.take<Distinct<int64_t>>(n);
-        entries = workspace.take<uint32_t>(DistinctKeyMap<int64_t>::entries_for(n));
+        distinct = arena.take<Distinct<int64_t>>(n);
+        entries = arena.take<uint32_t>(DistinctKeyMap<int64_t>::entries_for(n));
       } else {
-        given = workspace.take<int64_t>(n);
-        unique = workspace.take<char>(unique_workspace_bytes(n));
+        given = arena.take<int64_t>(n);
+        unique = arena.take<char>(unique_workspace_bytes(n));
       }
-    }
-
-    static int64_t bytes(int64_t n, bool alone) {
-      Workspace workspace(nullptr);
-      Memory(workspace, n, alone);
-      return workspace.used();
     }
   };
 
@@ -128,7 +122,7 @@ class DistinctKeys {
   template <class Then>
   void alone(int64_t t, void* workspace, const Then& then) const {
     const Table& table = tables[t];
-    Workspace parts(workspace);
+    Arena parts(workspace);
     const Memory memory(parts, table.n, true);
     if (!distinct) {
       as_given(t, memory.keys);
@@ -151,7 +145,7 @@ class DistinctKeys {
   void together(int64_t t, void* workspace, const ParallelFor& parallel_for,
                 const Then& then) const {
     const Table& table = tables[t];
-    Workspace parts(workspace);
+    Arena parts(workspace);
     const Memory memory(parts, table.n, false);
     if (!distinct) {
       as_given(t, memory.keys);

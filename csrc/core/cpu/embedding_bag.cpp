@@ -48,9 +48,8 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
   FeatureBags<T> feature = only_feature<T>(bags, sample_weights, combiner, dim);
   feature.out = out;
   const PooledTable<T> table{weight, num_rows, dim, dim, nullptr, 0, nullptr, {}};
-  int64_t units_before[2];
-  return group_embedding_bag<T>(&table, &feature, 1, {bags.rows, nullptr}, units_before, nullptr,
-                                parallel_for);
+  alignas(64) char workspace[64];  // enough without initial vectors
+  return group_embedding_bag<T>(&table, &feature, 1, {bags.rows, nullptr}, workspace, parallel_for);
 }
 
 template <class T>
@@ -117,9 +116,7 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
   template void embedding_bag_backward_sample_weights(const T*, const T*, int64_t, const Bags&,    \
                                                       const Acc<T>*, Combiner, Acc<T>*,            \
                                                       const ParallelFor&);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cpu

@@ -85,12 +85,12 @@ void rows_of_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
 int64_t group_bucketize_workspace_bytes(const RoutedTable* tables, int64_t num_tables,
                                         int64_t entries, int32_t* order,
                                         const ParallelFor& parallel_for) {
-  Workspace workspace(nullptr);
-  workspace.take<int64_t>(entries);
-  workspace.take<int64_t>(num_tables);
+  Arena arena;
+  arena.take<int64_t>(entries);
+  arena.take<int64_t>(num_tables);
   const DistinctKeys<RoutedTable> distinct{tables, num_tables};
-  workspace.take<char>(distinct.workspace_bytes(order, parallel_for));
-  return workspace.used();
+  arena.take<char>(distinct.workspace_bytes(order, parallel_for));
+  return arena.bytes();
 }
 
 int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Source* sources,
@@ -99,7 +99,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
                         const ParallelFor& parallel_for) {
   if (num_tables == 0) return -1;
   const RoutedTable& last = tables[num_tables - 1];
-  Workspace parts(workspace);
+  Arena parts(workspace);
   auto* sorted = parts.take<int64_t>(last.first_entry + last.n);
   auto* next = parts.take<int64_t>(num_tables);  // of each table's sorted keys
   auto* rest = parts.take<char>(0);

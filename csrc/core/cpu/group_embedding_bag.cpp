@@ -10,7 +10,7 @@
 #include "cpu/segment_reduce.h"
 #include "cpu/share_work.h"
 #include "cpu/sort_rows.h"
-#include "cpu/workspace.h"
+#include "sparsekit/arena.h"
 
 namespace sparsekit::cpu {
 namespace {
@@ -145,18 +145,11 @@ struct Memory {
   int32_t* numbers = nullptr;  // [n] of the sorted rows
   void* sums;
 
-  Memory(Workspace& workspace, const SummedTable<T>& table, const ParallelFor& parallel_for)
-      : sort(workspace, table.rows == nullptr ? 0 : table.num_rows) {
-    if (table.rows != nullptr) numbers = workspace.take<int32_t>(table.n);
-    sums = workspace.take<char>(
-        SegmentWorkspace<T>(nullptr, table.n, table.dim, table.num_rows, nullptr, parallel_for)
-            .bytes);
-  }
-
-  static int64_t bytes(const SummedTable<T>& table, const ParallelFor& parallel_for) {
-    Workspace workspace(nullptr);
-    Memory(workspace, table, parallel_for);
-    return workspace.used();
+  Memory(Arena& arena, const SummedTable<T>& table, const ParallelFor& parallel_for)
+      : sort(arena, table.rows == nullptr ? 0 : table.num_rows) {
+    if (table.rows != nullptr) numbers = arena.take<int32_t>(table.n);
+    sums = arena.take<char>(0);
+    SegmentWorkspace<T>(arena, table.n, table.dim, table.num_rows, nullptr, parallel_for);
   }
 };
 
@@ -167,27 +160,27 @@ struct TakenTable {
   int64_t* rows;
   void* memory;  // to sum it
 
-  TakenTable(Workspace& workspace, const SummedTable<T>& of)
-      : table(of), rows(workspace.take<int64_t>(of.num_rows)) {
+  TakenTable(Arena& arena, const SummedTable<T>& of)
+      : table(of), rows(arena.take<int64_t>(of.num_rows)) {
     table.rows = nullptr;
-    table.grad = workspace.take<T>(of.num_rows * of.dim);
-    memory = workspace.take<char>(0);
+    table.grad = arena.take<T>(of.num_rows * of.dim);
+    memory = arena.take<char>(0);
   }
 };
 
 template <class T>
 int64_t memory_bytes(const SummedTable<T>& table, const ParallelFor& parallel_for, bool has_taker) {
-  if (!has_taker) return Memory<T>::bytes(table, parallel_for);
-  Workspace workspace(nullptr);
-  const TakenTable<T> taken(workspace, table);
-  return workspace.used() + Memory<T>::bytes(taken.table, parallel_for);
+  if (!has_taker) return Arena::bytes_of<Memory<T>>(table, parallel_for);
+  Arena arena;
+  const TakenTable<T> taken(arena, table);
+  return arena.bytes() + Arena::bytes_of<Memory<T>>(taken.table, parallel_for);
 }
 
 // Returns as group_embedding_bag_backward.
 template <class T>
 int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t divide_by,
                   void* workspace, const ParallelFor& parallel_for) {
-  Workspace parts(workspace);
+  Arena parts(workspace);
   const Memory<T> memory(parts, table, parallel_for);
   const EntryNumbers index = all_index.from(table.first_entry);
   bool scaled = false;
@@ -261,16 +254,22 @@ int64_t first_beyond(const SummedTable<T>* tables, int64_t num_tables, EntryNumb
   return bad.position();
 }
 
-// The widest vector, so that kinds of threads do not share a cache line.
 template <class T>
-int64_t scratch_elements(const PooledTable<T>* tables, const FeatureBags<T>* features,
-                         int64_t num_features) {
-  int64_t most = 0;
-  for (int64_t f = 0; f < num_features; ++f) {
-    most = std::max(most, tables[features[f].table].dim);
+struct PoolWorkspace {
+  int64_t* units_before;          // [num_features + 1]
+  int64_t scratch_of_thread = 0;  // the widest initial vector, if there are any
+  T* scratch;                     // [threads, scratch_of_thread]
+
+  PoolWorkspace(Arena& arena, const PooledTable<T>* tables, const FeatureBags<T>* features,
+                int64_t num_features, const ParallelFor& parallel_for)
+      : units_before(arena.take<int64_t>(num_features + 1)) {
+    for (int64_t f = 0; f < num_features; ++f) {
+      const PooledTable<T>& table = tables[features[f].table];
+      if (table.seed != nullptr) scratch_of_thread = std::max(scratch_of_thread, table.dim);
+    }
+    scratch = arena.take<T>(scratch_of_thread * parallel_for.num_threads());
   }
-  return most;
-}
+};
 
 template <class T>
 SharedJobs shared_tables(const SummedTable<T>* tables, int64_t num_tables, int32_t* order,
@@ -282,9 +281,19 @@ SharedJobs shared_tables(const SummedTable<T>* tables, int64_t num_tables, int32
 }  // namespace
 
 template <class T>
+int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
+                                            const FeatureBags<T>* features, int64_t num_features,
+                                            const ParallelFor& parallel_for) {
+  return Arena::bytes_of<PoolWorkspace<T>>(tables, features, num_features, parallel_for);
+}
+
+template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
-                            int64_t num_features, EntryNumbers index, int64_t* units_before,
-                            T* scratch, const ParallelFor& parallel_for) {
+                            int64_t num_features, EntryNumbers index, void* workspace,
+                            const ParallelFor& parallel_for) {
+  Arena arena(workspace);
+  const PoolWorkspace<T> work(arena, tables, features, num_features, parallel_for);
+  int64_t* units_before = work.units_before;
   const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
     // Not more units of a feature than share it out evenly: each begins with rows that nobody has
     // asked for ahead.
@@ -297,8 +306,6 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
     units_before[f + 1] =
         units_before[f] + (features[f].num_bags + bags_of_unit - 1) / bags_of_unit;
   }
-  const int64_t scratch_of_thread =
-      scratch == nullptr ? 0 : scratch_elements(tables, features, num_features);
   FirstBad bad;
   share_units(units_before, num_features, parallel_for,
               [&](int64_t f, int64_t unit, int64_t thread) {
@@ -306,7 +313,7 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
                 const PooledTable<T>& table = tables[bags.table];
                 const int64_t begin = unit * grain(bags);
                 const int64_t end = std::min(bags.num_bags, begin + grain(bags));
-                T* own = scratch + thread * scratch_of_thread;
+                T* own = work.scratch + thread * work.scratch_of_thread;
                 if (bags.bags.wide != nullptr) {  // index may be null, if it has no elements
                   pool_bags(table, bags, index.wide, begin, end, own, &bad);
                 } else {
@@ -355,7 +362,7 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
       if (entry >= 0) bad.report(entry);
       return;
     }
-    Workspace parts(memory);
+    Arena parts(memory);
     const TakenTable<T> taken(parts, tables[t]);
     sum_table(taken.table, index, divide_by, taken.memory, own);
     std::copy_n(tables[t].rows, tables[t].num_rows, taken.rows);
@@ -369,16 +376,16 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                              \
+  template int64_t group_embedding_bag_workspace_bytes(                                       \
+      const PooledTable<T>*, const FeatureBags<T>*, int64_t, const ParallelFor&);             \
   template int64_t group_embedding_bag(const PooledTable<T>*, const FeatureBags<T>*, int64_t, \
-                                       EntryNumbers, int64_t*, T*, const ParallelFor&);       \
+                                       EntryNumbers, void*, const ParallelFor&);              \
   template int64_t group_embedding_bag_backward_workspace_bytes(                              \
       const SummedTable<T>*, int64_t, int32_t*, const ParallelFor&, bool);                    \
   template int64_t group_embedding_bag_backward(const SummedTable<T>*, int64_t, EntryNumbers, \
                                                 int64_t, int32_t*, void*, const ParallelFor&, \
                                                 const GradientTaker<T>*);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cpu

@@ -18,6 +18,7 @@
 
 #include "cpu/first_bad.h"
 #include "cpu/sum_rows.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/dtypes.h"
 #include "sparsekit/entry_numbers.h"
 #include "sparsekit/hash_table.h"
@@ -73,15 +74,14 @@ struct Half {
   }
 };
 
-// Lays the workspace out in one block of memory.
+// The first half's sums are where the result will be, if that is of their type.
 template <class T>
 struct SegmentWorkspace {
   int64_t num_halves = 0, column_parts = 0, run_parts = 0;
   Acc<T>* zeros = nullptr;  // [dim]
   Half<T> halves[2];
-  int64_t bytes = 0;
 
-  SegmentWorkspace(void* memory, int64_t n, int64_t dim, int64_t num_segments, T* out,
+  SegmentWorkspace(Arena& arena, int64_t n, int64_t dim, int64_t num_segments, T* out,
                    const ParallelFor& parallel_for) {
     if (n == 0 || dim == 0) return;  // nothing is to be added
     const int64_t threads = std::clamp<int64_t>(n * std::max<int64_t>(dim, 1) / kLeastWork, 1,
@@ -93,29 +93,20 @@ struct SegmentWorkspace {
     // Keep the progress of all parts from growing much larger than the sums.
     const int64_t most_parts = std::max<int64_t>(row_bytes, 64) / sizeof(Progress);
     run_parts = std::max<int64_t>(std::min(threads / num_halves, most_parts) / column_parts, 1);
-    const auto take = [&](auto*& array, int64_t count) {
-      array = reinterpret_cast<std::remove_reference_t<decltype(array)>>(
-          static_cast<char*>(memory) + bytes);
-      bytes += count * static_cast<int64_t>(sizeof(*array));
-    };
-    take(zeros, dim);  // first, where memory is aligned
-    bytes = (bytes + 7) / 8 * 8;
+    zeros = arena.take<Acc<T>>(dim);
     for (int64_t p = 0; p < num_halves; ++p) {
       Half<T>& half = halves[p];
       half.begin = n * p / num_halves;
       half.end = n * (p + 1) / num_halves;
-      take(half.progress, column_parts * run_parts * (num_segments + 1));
-      take(half.runs, half.most_runs());
-      take(half.num_runs, 1);
-    }
-    for (int64_t p = 0; p < num_halves; ++p) {
-      take(halves[p].run_sum, halves[p].most_runs() * dim);
-      // The first half's sums can be where the result will be, if that is of their type.
-      const bool in_place = p == 0 && std::is_same_v<T, Acc<T>>;
-      take(halves[p].sum, in_place ? 0 : num_segments * dim);
+      half.progress = arena.take<Progress>(column_parts * run_parts * (num_segments + 1));
+      half.runs = arena.take<int64_t>(half.most_runs());
+      half.num_runs = arena.take<int64_t>(1);
+      half.run_sum = arena.take<Acc<T>>(half.most_runs() * dim);
       if constexpr (std::is_same_v<T, Acc<T>>) {
-        if (in_place) halves[p].sum = out;
+        half.sum = out;
+        if (p == 0) continue;
       }
+      half.sum = arena.take<Acc<T>>(num_segments * dim);
     }
   }
 };
@@ -288,7 +279,8 @@ int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t
                  [=](int64_t begin, int64_t end) { std::fill(out + begin, out + end, T{}); });
     return -1;
   }
-  const SegmentWorkspace<T> work(workspace, n, dim, num_segments, out, parallel_for);
+  Arena arena(workspace);
+  const SegmentWorkspace<T> work(arena, n, dim, num_segments, out, parallel_for);
   std::fill_n(work.zeros, dim, Acc<T>{});
   FirstBad bad;
   const int64_t parts = work.column_parts * work.run_parts;

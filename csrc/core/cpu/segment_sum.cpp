@@ -23,7 +23,7 @@ struct DataRows {
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments,
                                     const ParallelFor& parallel_for) {
-  return SegmentWorkspace<T>(nullptr, n, dim, num_segments, nullptr, parallel_for).bytes;
+  return Arena::bytes_of<SegmentWorkspace<T>>(n, dim, num_segments, nullptr, parallel_for);
 }
 
 template <class T>
@@ -38,9 +38,7 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
   template int64_t segment_sum_workspace_bytes<T>(int64_t, int64_t, int64_t, const ParallelFor&); \
   template int64_t unsorted_segment_sum(const T*, const int64_t*, int64_t, int64_t, int64_t, T*,  \
                                         void*, const ParallelFor&);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cpu

@@ -4,17 +4,17 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/workspace.h"
+#include "sparsekit/arena.h"
 
 namespace sparsekit::cpu {
 
 // Sorts by digits of 11 bits, from the lowest on: row numbers have two or three of them.
 class RowSort {
  public:
-  RowSort(Workspace& workspace, int64_t n)
-      : pairs_(workspace.take<uint64_t>(n)),
-        others_(workspace.take<uint64_t>(n)),
-        places_(workspace.take<int32_t>(n)) {}
+  RowSort(Arena& arena, int64_t n)
+      : pairs_(arena.take<uint64_t>(n)),
+        others_(arena.take<uint64_t>(n)),
+        places_(arena.take<int32_t>(n)) {}
 
   // Writes the rows [n] to sorted [n] in rising order, and returns for each where it is now.
   const int32_t* places(const int32_t* rows, int64_t n, int64_t* sorted) const {

@@ -27,7 +27,7 @@ constexpr int64_t kSample = 2048;
 template <class Key>
 int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t seed,
                            void* workspace) {
-  Workspace memory(workspace);
+  Arena memory(workspace);
   auto* distinct = memory.take<Distinct<Key>>(size);
   auto* sample = memory.take<Key>(size);
   auto* entries = memory.take<uint32_t>(DistinctKeyMap<Key>::entries_for(size));
@@ -55,10 +55,10 @@ bool seldom_repeat(const Key* keys, int64_t n, int64_t seed, void* workspace) {
 }  // namespace
 
 int64_t unique_workspace_bytes(int64_t n) {
-  const int64_t by_range = ByRange<int64_t, int64_t>(n, 0, Workspace(nullptr)).workspace_bytes;
-  const int64_t by_hash =
-      n >= kLeastByHash ? ByHash<int64_t, int64_t>(n, 0, Workspace(nullptr)).workspace_bytes : 0;
-  return std::max(by_range, by_hash);
+  const int64_t seed = 0;
+  const int64_t by_range = Arena::bytes_of<ByRange<int64_t, int64_t>>(n, seed);
+  if (n < kLeastByHash) return by_range;
+  return std::max(by_range, Arena::bytes_of<ByHash<int64_t, int64_t>>(n, seed));
 }
 
 template <class Key, class Index>
@@ -69,11 +69,11 @@ int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index
   const bool by_hash =
       many ? seldom_repeat(keys, n, seed, workspace)
            : n >= kLeastByHash && distinct && parallel_for.num_threads() > kMostRangesOfDistinct;
+  Arena arena(workspace);
   if (by_hash) {
-    return ByHash<Key, Index>(n, seed, Workspace(workspace))
-        .run(keys, unique_keys, inverse, counts, parallel_for);
+    return ByHash<Key, Index>(arena, n, seed).run(keys, unique_keys, inverse, counts, parallel_for);
   }
-  return ByRange<Key, Index>(n, seed, Workspace(workspace))
+  return ByRange<Key, Index>(arena, n, seed)
       .run(keys, distinct, unique_keys, inverse, counts, parallel_for);
 }
 

@@ -5,7 +5,7 @@
 
 #include "cpu/distinct_key_map.h"
 #include "cpu/probe.h"
-#include "cpu/workspace.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/parallel.h"
 
 namespace sparsekit::cpu {
@@ -21,22 +21,19 @@ constexpr int kMaxChunks = 64;
 template <class Key, class Index>
 class ByHash {
  public:
-  ByHash(int64_t n, int64_t seed, Workspace workspace) : n_(n), seed_(seed) {
+  ByHash(Arena& arena, int64_t n, int64_t seed) : n_(n), seed_(seed) {
     while (n >> bits_ > kPartKeys && 1 << bits_ < kMaxParts) ++bits_;
     parts_ = 1 << bits_;
     chunks_ = std::min<int64_t>(kMaxChunks, 1 + n / kChunkKeys);
-    distinct_ = workspace.take<Distinct<Key>>(n);
-    ranks_ = workspace.take<uint32_t>(n);
-    numbers_ = workspace.take<uint32_t>(n);
-    part_of_ = workspace.take<uint8_t>(n);
-    part_keys_ = workspace.take<Key>(n);
-    start_ = workspace.take<uint32_t>((chunks_ + 1) * parts_);
-    firsts_ = workspace.take<uint32_t>(chunks_ * parts_);
-    entries_ = workspace.take<uint32_t>(DistinctKeyMap<Key>::entries_before(parts_, n));
-    workspace_bytes = workspace.used();
+    distinct_ = arena.take<Distinct<Key>>(n);
+    ranks_ = arena.take<uint32_t>(n);
+    numbers_ = arena.take<uint32_t>(n);
+    part_of_ = arena.take<uint8_t>(n);
+    part_keys_ = arena.take<Key>(n);
+    start_ = arena.take<uint32_t>((chunks_ + 1) * parts_);
+    firsts_ = arena.take<uint32_t>(chunks_ * parts_);
+    entries_ = arena.take<uint32_t>(DistinctKeyMap<Key>::entries_before(parts_, n));
   }
-
-  int64_t workspace_bytes;
 
   int64_t run(const Key* keys, Key* unique_keys, Index* inverse, int64_t* counts,
               const ParallelFor& parallel_for) {

@@ -5,7 +5,7 @@
 
 #include "cpu/distinct_key_map.h"
 #include "cpu/probe.h"
-#include "cpu/workspace.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/parallel.h"
 
 namespace sparsekit::cpu {
@@ -19,15 +19,12 @@ constexpr int kMaxRanges = 32;
 template <class Key, class Index>
 class ByRange {
  public:
-  ByRange(int64_t n, int64_t seed, Workspace workspace) : n_(n), seed_(seed) {
-    distinct_ = workspace.take<Distinct<Key>>(n);
-    ranks_ = workspace.take<uint32_t>(n);
-    firsts_ = workspace.take<uint32_t>(n / kShare + 1);
-    entries_ = workspace.take<uint32_t>(DistinctKeyMap<Key>::entries_before(kMaxRanges, n));
-    workspace_bytes = workspace.used();
+  ByRange(Arena& arena, int64_t n, int64_t seed) : n_(n), seed_(seed) {
+    distinct_ = arena.take<Distinct<Key>>(n);
+    ranks_ = arena.take<uint32_t>(n);
+    firsts_ = arena.take<uint32_t>(n / kShare + 1);
+    entries_ = arena.take<uint32_t>(DistinctKeyMap<Key>::entries_before(kMaxRanges, n));
   }
-
-  int64_t workspace_bytes;
 
   int64_t run(const Key* keys, bool mostly_distinct, Key* unique_keys, Index* inverse,
               int64_t* counts, const ParallelFor& parallel_for) {

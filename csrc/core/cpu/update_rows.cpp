@@ -157,9 +157,7 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
 #define SPARSEKIT_INSTANTIATE(Rule, T)                                                 \
   template BadRow update_rows(const SteppedTable<T>*, const RowGradients<T>*, int64_t, \
                               const Rule&, StepNumber, Rounding, const ParallelFor&);
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, float)
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, double)
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, BFloat16)
+SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cpu

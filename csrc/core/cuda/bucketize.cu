@@ -4,7 +4,7 @@
 
 #include "cuda/primitives.h"
 #include "cuda/simt.cuh"
-#include "cuda/workspace.h"
+#include "sparsekit/arena.h"
 
 namespace sparsekit::cuda {
 namespace {
@@ -146,9 +146,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
 }  // namespace
 
 int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size) {
-  Arena arena;
-  Workspace(arena, n, world_size);
-  return arena.bytes();
+  return Arena::bytes_of<Workspace>(n, world_size);
 }
 
 template <class Key>

@@ -88,9 +88,7 @@ void catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, con
 #define SPARSEKIT_INSTANTIATE(Rule, T)                                                  \
   template void catch_up_rows(const RowTable<T>&, const int64_t*, int64_t, const Rule&, \
                               const MissedSteps&, int64_t*, void*);
-SPARSEKIT_FOR_EACH_REPLAYED_RULE(SPARSEKIT_INSTANTIATE, float)
-SPARSEKIT_FOR_EACH_REPLAYED_RULE(SPARSEKIT_INSTANTIATE, double)
-SPARSEKIT_FOR_EACH_REPLAYED_RULE(SPARSEKIT_INSTANTIATE, BFloat16)
+SPARSEKIT_FOR_EACH_REPLAYED_RULE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

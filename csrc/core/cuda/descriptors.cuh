@@ -4,10 +4,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "cuda/simt.cuh"
-#include "cuda/workspace.h"
+#include "sparsekit/arena.h"
 
 namespace sparsekit::cuda {
 
@@ -31,6 +32,8 @@ SPARSEKIT_KERNEL bring_kernel(SPARSEKIT_GRID_CONSTANT(Words) brought, int count,
   if (i < count) to[i] = brought.words[i];
 }
 
+using DescriptorArena = BasicArena<16>;
+
 // Arrays that go to the device together. They travel as parameters of a launch or, if there are
 // many tables, of a few: unlike a copy that needs no page-locked memory, waits for nothing and may
 // be captured in a graph.
@@ -39,7 +42,9 @@ class Descriptors {
   // Bytes of an array with n elements.
   template <class D>
   static int64_t bytes(int64_t n) {
-    return (n * static_cast<int64_t>(sizeof(D)) + 15) / 16 * 16;
+    DescriptorArena arena;
+    arena.take<D>(n);
+    return arena.bytes();
   }
 
   // Begins the first array here; each further one lies behind the one before. add() returns
@@ -79,6 +84,20 @@ class Descriptors {
   char* device_;
   std::vector<char> bytes_;
 };
+
+// Fills in what descriptors of the bags of a feature have in common, and where the bags of the next
+// feature begin.
+template <class Bags, class Described>
+void describe_bags(const Bags& of, Described& feature, Described& next) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  feature.stride = of.stride;
+  feature.sample_weights = of.sample_weights;
+  feature.key_start = of.key_start;
+  feature.table = static_cast<int32_t>(of.table);
+  feature.num_keys = static_cast<int32_t>(std::min(of.num_keys, kMost));
+  feature.combiner = static_cast<decltype(feature.combiner)>(of.combiner);
+  next.first_bag = feature.first_bag + static_cast<int32_t>(of.num_bags);
+}
 
 // The last of `count` rising numbers that is not above `value`; the first if all are.
 template <class At>

@@ -217,9 +217,7 @@ SPARSEKIT_KERNEL normalise_dots_kernel(Bags bags, const A* sample_weights, Combi
 
 template <class T>
 int64_t embedding_bag_workspace_bytes(const Bags& bags, int64_t dim) {
-  Arena arena;
-  LongBags<T>(arena, bags.n, dim);
-  return arena.bytes();
+  return Arena::bytes_of<LongBags<T>>(bags.n, dim);
 }
 
 template <class T>
@@ -237,9 +235,7 @@ void embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& b
 
 template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows) {
-  Arena arena;
-  BackwardWorkspace<T>(arena, bags, dim, num_rows);
-  return arena.bytes();
+  return Arena::bytes_of<BackwardWorkspace<T>>(bags, dim, num_rows);
 }
 
 template <class T>
@@ -296,9 +292,7 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
   template void embedding_bag_backward_sample_weights(const T*, const T*, int64_t, int64_t,     \
                                                       const Bags&, const Acc<T>*, Combiner,     \
                                                       Acc<T>*, const BagErrors&, void*);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

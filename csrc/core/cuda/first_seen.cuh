@@ -9,7 +9,7 @@
 
 #include "cuda/primitives.h"
 #include "cuda/simt.cuh"
-#include "cuda/workspace.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/device_count.h"
 #include "sparsekit/hash_table.h"
 

@@ -126,29 +126,20 @@ bool limits_keys(const GroupCall& call) {
   return false;
 }
 
+// [num_tables], and room for one more.
+template <class D, class Of>
+std::vector<D> for_tables(const GroupCall& call, const Of& of) {
+  std::vector<D> all;
+  all.reserve(static_cast<size_t>(call.num_tables + 1));
+  for (int64_t t = 0; t < call.num_tables; ++t) all.push_back(of(t));
+  return all;
+}
+
 std::vector<int32_t> first_features(const GroupCall& call) {
-  std::vector<int32_t> first;
-  first.reserve(static_cast<size_t>(call.num_tables + 1));
-  for (int64_t t = 0; t < call.num_tables; ++t) {
-    first.push_back(static_cast<int32_t>(asked(call, t).first_feature));
-  }
+  auto first = for_tables<int32_t>(
+      call, [&](int64_t t) { return static_cast<int32_t>(asked(call, t).first_feature); });
   first.push_back(static_cast<int32_t>(call.num_features));
   return first;
-}
-
-std::vector<int64_t> key_ends(const GroupCall& call) {
-  std::vector<int64_t> ends;
-  if (!limits_keys(call)) return ends;
-  ends.reserve(static_cast<size_t>(call.num_tables));
-  for (int64_t t = 0; t < call.num_tables; ++t) ends.push_back(asked(call, t).end);
-  return ends;
-}
-
-std::vector<Owners> device_owners(const GroupCall& call) {
-  std::vector<Owners> owners;
-  owners.reserve(static_cast<size_t>(call.num_tables));
-  for (int64_t t = 0; t < call.num_tables; ++t) owners.push_back(call.routed[t].owners);
-  return owners;
 }
 
 std::vector<DeviceTable> device_tables(const GroupCall& call) {
@@ -174,43 +165,28 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
   return tables;
 }
 
-// Begins of arrays of descriptors, one behind the other.
-struct DescriptorSizes {
-  int64_t bytes = 0;
-
-  template <class D>
-  int64_t add(int64_t n) {
-    const int64_t begin = bytes;
-    bytes += Descriptors::bytes<D>(n);
-    return begin;
+// In the order in which begin_group sends them.
+void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
+  group.sources = arena.take<DeviceSource>(call.num_sources + 1);
+  group.features = arena.take<DeviceFeature>(call.num_features + 1);
+  group.first_features = arena.take<int32_t>(call.num_tables + 1);
+  if (limits_keys(call)) group.ends = arena.take<int64_t>(call.num_tables);
+  if (call.routed != nullptr) {
+    group.owners = arena.take<Owners>(call.num_tables);
+  } else {
+    group.tables = arena.take<DeviceTable>(call.num_tables);
   }
-};
+}
 
 }  // namespace
 
 DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& arena) {
   const auto narrow = [](int64_t n) { return static_cast<int32_t>(n); };
-  const bool routes = call.routed != nullptr;
-  DescriptorSizes sizes;
-  const int64_t sources = sizes.add<DeviceSource>(call.num_sources + 1);
-  const int64_t features = sizes.add<DeviceFeature>(call.num_features + 1);
-  const int64_t first = sizes.add<int32_t>(call.num_tables + 1);
-  const int64_t ends = sizes.add<int64_t>(limits_keys(call) ? call.num_tables : 0);
-  const int64_t of_tables =
-      routes ? sizes.add<Owners>(call.num_tables) : sizes.add<DeviceTable>(call.num_tables);
-  const char* descriptors = arena.take<char>(sizes.bytes);
   DeviceGroup group{};
-  if (descriptors != nullptr) {
-    group.sources = reinterpret_cast<const DeviceSource*>(descriptors + sources);
-    group.features = reinterpret_cast<const DeviceFeature*>(descriptors + features);
-    group.first_features = reinterpret_cast<const int32_t*>(descriptors + first);
-    if (limits_keys(call)) group.ends = reinterpret_cast<const int64_t*>(descriptors + ends);
-    if (routes) {
-      group.owners = reinterpret_cast<const Owners*>(descriptors + of_tables);
-    } else {
-      group.tables = reinterpret_cast<const DeviceTable*>(descriptors + of_tables);
-    }
-  }
+  DescriptorArena sizes;
+  place_descriptors(call, sizes, group);
+  DescriptorArena places(arena.take<char>(sizes.bytes()));
+  place_descriptors(call, places, group);
   group.num_sources = narrow(call.num_sources);
   group.num_features = narrow(call.num_features);
   group.num_tables = narrow(call.num_tables);
@@ -229,9 +205,11 @@ void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors
   descriptors.add(sources);
   descriptors.add(device_features(call));
   descriptors.add(first_features(call));
-  descriptors.add(key_ends(call));
+  if (group.ends != nullptr) {
+    descriptors.add(for_tables<int64_t>(call, [&](int64_t t) { return asked(call, t).end; }));
+  }
   if (call.routed != nullptr) {
-    descriptors.add(device_owners(call));
+    descriptors.add(for_tables<Owners>(call, [&](int64_t t) { return call.routed[t].owners; }));
   } else {
     descriptors.add(device_tables(call));
   }

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/descriptors.cuh"
-#include "cuda/workspace.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/group_bucketize.h"
 #include "sparsekit/group_find.h"
 

@@ -3,7 +3,6 @@
 #include "sparsekit/group_embedding_bag.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "cuda/descriptors.cuh"
 #include "cuda/initial_row.cuh"
@@ -226,10 +225,8 @@ template <class T>
 RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& feature) {
   const PooledTable<T>& table = tables[feature.table];
   // Wide, where every vector begins at a multiple of 16 bytes.
-  const bool apart =
-      (feature.num_bags <= 1 || feature.stride % kWide<T> == 0) && table.stride % kWide<T> == 0;
-  return row_shape<T>(table.dim, table.weight,
-                      apart ? feature.out : reinterpret_cast<const T*>(sizeof(T)));
+  const bool aligned = feature.keeps_alignment(kWide<T>) && table.stride % kWide<T> == 0;
+  return row_shape<T>(table.dim, table.weight, aligned ? feature.out : misaligned<T>());
 }
 
 // Bags that may be long, and the shape that suits them all.
@@ -239,13 +236,13 @@ struct LongShape {
   int log2_lanes = 0, columns = 1;
 
   template <class T>
-  LongShape(const PooledTable<T>* tables, const FeatureBags<T>* features, int64_t num_features,
-            int64_t entries) {
-    for (int64_t f = 0; f < num_features; ++f) {
-      if (std::min(features[f].max_nnz, entries) <= kPart || features[f].num_bags == 0) continue;
-      const RowShape shape = shape_of_feature(tables, features[f]);
+  explicit LongShape(const GroupPooling<T>& call) {
+    for (int64_t f = 0; f < call.num_features; ++f) {
+      const FeatureBags<T>& feature = call.features[f];
+      if (std::min(feature.max_nnz, call.entries) <= kPart || feature.num_bags == 0) continue;
+      const RowShape shape = shape_of_feature(call.tables, feature);
       any = true;
-      dim = std::max(dim, tables[features[f].table].dim);
+      dim = std::max(dim, call.tables[feature.table].dim);
       log2_lanes = std::max(log2_lanes, shape.log2_lanes);
       columns = std::max(columns, shape.columns);
     }
@@ -258,37 +255,27 @@ struct PoolWorkspace {
   char* descriptors;
   LongBags<T> long_bags;
 
-  PoolWorkspace(Arena& arena, int64_t num_tables, int64_t num_features, int64_t entries,
-                const LongShape& longest)
-      : descriptors(arena.take<char>(Descriptors::bytes<PoolFeature<T>>(num_features + 1) +
-                                     Descriptors::bytes<PoolTable<T>>(num_tables + 1))),
-        long_bags(arena, longest.any ? entries : 0, longest.dim) {}
+  PoolWorkspace(Arena& arena, const GroupPooling<T>& call, const LongShape& longest)
+      : descriptors(arena.take<char>(Descriptors::bytes<PoolFeature<T>>(call.num_features + 1) +
+                                     Descriptors::bytes<PoolTable<T>>(call.num_tables + 1))),
+        long_bags(arena, longest.any ? call.entries : 0, longest.dim) {}
 };
 
 template <class T>
-std::vector<PoolFeature<T>> pool_features(const PooledTable<T>* tables,
-                                          const FeatureBags<T>* features, int64_t num_features,
-                                          int64_t bags_of_tile) {
-  std::vector<PoolFeature<T>> pooled(static_cast<size_t>(num_features + 1));
-  for (int64_t f = 0; f < num_features; ++f) {
-    const FeatureBags<T>& of = features[f];
-    const RowShape shape = shape_of_feature(tables, of);
+std::vector<PoolFeature<T>> pool_features(const GroupPooling<T>& call, int64_t bags_of_tile) {
+  std::vector<PoolFeature<T>> pooled(static_cast<size_t>(call.num_features + 1));
+  for (int64_t f = 0; f < call.num_features; ++f) {
+    const FeatureBags<T>& of = call.features[f];
+    const RowShape shape = shape_of_feature(call.tables, of);
     PoolFeature<T>& feature = pooled[static_cast<size_t>(f)];
+    PoolFeature<T>& next = pooled[static_cast<size_t>(f + 1)];
+    describe_bags(of, feature, next);
     feature.out = of.out;
-    feature.stride = of.stride;
-    feature.sample_weights = of.sample_weights;
     feature.keys = of.keys;
-    feature.key_start = of.key_start;
-    feature.table = static_cast<int32_t>(of.table);
-    feature.num_keys =
-        static_cast<int32_t>(std::min<int64_t>(of.num_keys, std::numeric_limits<int32_t>::max()));
     feature.columns = static_cast<uint16_t>(shape.columns);
-    feature.combiner = static_cast<uint8_t>(of.combiner);
     feature.log2_lanes = static_cast<uint8_t>(shape.log2_lanes);
     feature.wide = shape.width != 1;
     feature.wide_keys = of.wide_keys;
-    PoolFeature<T>& next = pooled[static_cast<size_t>(f + 1)];
-    next.first_bag = feature.first_bag + static_cast<int32_t>(of.num_bags);
     const int64_t tiles = (of.num_bags + bags_of_tile - 1) / bags_of_tile;
     const int64_t blocks = tiles == 0 ? 0 : simt::grid_for(tiles << shape.log2_lanes).blocks;
     next.first_block = feature.first_block + blocks * shape.columns;
@@ -297,14 +284,14 @@ std::vector<PoolFeature<T>> pool_features(const PooledTable<T>* tables,
 }
 
 template <class T>
-std::vector<PoolTable<T>> pool_tables(const PooledTable<T>* tables, int64_t num_tables,
+std::vector<PoolTable<T>> pool_tables(const GroupPooling<T>& call,
                                       const std::vector<PoolFeature<T>>& features) {
-  std::vector<PoolTable<T>> pooled(static_cast<size_t>(num_tables + 1));
+  std::vector<PoolTable<T>> pooled(static_cast<size_t>(call.num_tables + 1));
   for (size_t f = features.size() - 1; f-- > 0;) {
     pooled[static_cast<size_t>(features[f].table)].first_bag = features[f].first_bag;
   }
-  for (int64_t t = 0; t < num_tables; ++t) {
-    const PooledTable<T>& of = tables[t];
+  for (int64_t t = 0; t < call.num_tables; ++t) {
+    const PooledTable<T>& of = call.tables[t];
     PoolTable<T>& table = pooled[static_cast<size_t>(t)];
     table.weight = of.weight;
     table.num_rows = of.num_rows;
@@ -340,60 +327,45 @@ void launch_pooling(const PoolGroup<T>& group, const LongBags<T>& long_bags, boo
 }  // namespace
 
 template <class T>
-int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables, int64_t num_tables,
-                                            const FeatureBags<T>* features, int64_t num_features,
-                                            int64_t entries) {
-  Arena arena;
-  PoolWorkspace<T>(arena, num_tables, num_features, entries,
-                   LongShape(tables, features, num_features, entries));
-  return arena.bytes();
+int64_t group_embedding_bag_workspace_bytes(const GroupPooling<T>& call) {
+  return Arena::bytes_of<PoolWorkspace<T>>(call, LongShape(call));
 }
 
 template <class T>
-void group_embedding_bag(const PooledTable<T>* tables, int64_t num_tables,
-                         const FeatureBags<T>* features, int64_t num_features, int64_t entries,
-                         const int32_t* index, const int32_t* rows, const int64_t* counts,
-                         int64_t* bad_row, int64_t* bad_index, void* workspace, void* stream) {
+void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
+                         void* workspace, void* stream) {
   int64_t num_bags = 0;
-  for (int64_t f = 0; f < num_features; ++f) num_bags += features[f].num_bags;
+  for (int64_t f = 0; f < call.num_features; ++f) num_bags += call.features[f].num_bags;
   if (num_bags == 0) return;
-  const LongShape longest(tables, features, num_features, entries);
+  const LongShape longest(call);
   Arena arena(workspace);
-  const PoolWorkspace<T> work(arena, num_tables, num_features, entries, longest);
-  const bool short_bags = entries < kShort * num_bags;
-  const auto pooled = pool_features(tables, features, num_features, short_bags ? kBags : 1);
+  const PoolWorkspace<T> work(arena, call, longest);
+  const bool short_bags = call.entries < kShort * num_bags;
+  const auto pooled = pool_features(call, short_bags ? kBags : 1);
+  PoolGroup<T> group{};
   Descriptors descriptors(work.descriptors);
-  descriptors.add(pooled);
-  descriptors.add(pool_tables(tables, num_tables, pooled));
+  group.features = descriptors.add(pooled);
+  group.tables = descriptors.add(pool_tables(call, pooled));
   descriptors.send(stream);
-
-  const char* of_tables = work.descriptors + Descriptors::bytes<PoolFeature<T>>(num_features + 1);
-  const PoolGroup<T> group{reinterpret_cast<const PoolFeature<T>*>(work.descriptors),
-                           reinterpret_cast<const PoolTable<T>*>(of_tables),
-                           static_cast<int32_t>(num_features),
-                           static_cast<int32_t>(entries),
-                           index,
-                           rows,
-                           counts,
-                           features[0].bags.narrow,
-                           bad_row,
-                           bad_index};
-  const bool initial = std::any_of(tables, tables + num_tables, [](const PooledTable<T>& table) {
-    return table.seed != nullptr;
-  });
+  group.num_features = static_cast<int32_t>(call.num_features);
+  group.entries = static_cast<int32_t>(call.entries);
+  group.index = call.index;
+  group.rows = call.rows;
+  group.counts = call.counts;
+  group.bags = call.features[0].bags.narrow;
+  group.bad_row = bad_row;
+  group.bad_index = bad_index;
+  const bool initial =
+      std::any_of(call.tables, call.tables + call.num_tables,
+                  [](const PooledTable<T>& table) { return table.seed != nullptr; });
   const auto launch = initial ? launch_pooling<T, true> : launch_pooling<T, false>;
   launch(group, work.long_bags, short_bags, pooled.back().first_block, longest, stream);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                 \
-  template int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>*, int64_t,           \
-                                                       const FeatureBags<T>*, int64_t, int64_t); \
-  template void group_embedding_bag(const PooledTable<T>*, int64_t, const FeatureBags<T>*,       \
-                                    int64_t, int64_t, const int32_t*, const int32_t*,            \
-                                    const int64_t*, int64_t*, int64_t*, void*, void*);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+#define SPARSEKIT_INSTANTIATE(T)                                                \
+  template int64_t group_embedding_bag_workspace_bytes(const GroupPooling<T>&); \
+  template void group_embedding_bag(const GroupPooling<T>&, int64_t*, int64_t*, void*, void*);
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <limits>
 
 #include "cuda/group_numbers.cuh"
 
@@ -32,10 +31,10 @@ struct SumCall {
   int64_t num_features = 0, num_bags = 0, stride = 0;
   int64_t longest = 0;  // no table has more entries
 
-  SumCall(const SummedTable<T>* tables, int64_t num_tables, int64_t entries)
-      : tables(tables),
-        num_tables(num_tables),
-        entries(entries),
+  explicit SumCall(const GroupSums<T>& sums)
+      : tables(sums.tables),
+        num_tables(sums.num_tables),
+        entries(sums.entries),
         features(num_tables == 0 ? nullptr : tables[0].features) {
     for (int64_t t = 0; t < num_tables; ++t) {
       num_features += tables[t].num_features;
@@ -105,17 +104,6 @@ struct SumWorkspace {
   }
 };
 
-// Besides, for rows that are updated.
-template <class T>
-struct RunsWorkspace {
-  int32_t* begins;
-  T* sums;
-
-  RunsWorkspace(Arena& arena, const SumCall<T>& call, const SumWorkspace<T>& work)
-      : begins(arena.take<int32_t>(call.entries + call.num_tables)),
-        sums(arena.take<T>(work.levels.level[1].n / 2 * call.stride)) {}
-};
-
 // To bring rows in their order.
 struct OrderWorkspace {
   uint32_t *keys, *sorted_keys;
@@ -133,21 +121,58 @@ struct OrderWorkspace {
 };
 
 template <class T>
+int64_t descriptor_bytes(const SumCall<T>& call) {
+  return Descriptors::bytes<SumFeature<T>>(call.num_features + 1) +
+         Descriptors::bytes<SumTable>(call.num_tables + 1);
+}
+
+template <class T>
+struct BackwardWorkspace {
+  char* descriptors;
+  SumWorkspace<T> sums;
+  OrderWorkspace order;
+
+  BackwardWorkspace(Arena& arena, const SumCall<T>& call, int64_t ordered_rows)
+      : descriptors(arena.take<char>(descriptor_bytes(call))),
+        sums(arena, call),
+        order(arena, ordered_rows) {}
+};
+
+// For sums that go where there is room.
+template <class T>
+struct RoomWorkspace {
+  char* descriptors;
+  SumWorkspace<T> sums;
+  int64_t* at;
+
+  RoomWorkspace(Arena& arena, const SumCall<T>& call)
+      : descriptors(arena.take<char>(Descriptors::bytes<SumTarget>(call.num_tables) +
+                                     descriptor_bytes(call))),
+        sums(arena, call),
+        at(arena.take<int64_t>(call.entries)) {}
+};
+
+// For rows that are updated.
+template <class T>
+struct RunsWorkspace {
+  SumWorkspace<T> sums;
+  int32_t* begins;
+  T* over_chunks;
+
+  RunsWorkspace(Arena& arena, const SumCall<T>& call)
+      : sums(arena, call),
+        begins(arena.take<int32_t>(call.entries + call.num_tables)),
+        over_chunks(arena.take<T>(sums.levels.level[1].n / 2 * call.stride)) {}
+};
+
+template <class T>
 std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
   std::vector<SumFeature<T>> features(static_cast<size_t>(call.num_features + 1));
   for (int64_t f = 0; f < call.num_features; ++f) {
     const FeatureBags<T>& of = call.features[f];
     SumFeature<T>& feature = features[static_cast<size_t>(f)];
+    describe_bags(of, feature, features[static_cast<size_t>(f + 1)]);
     feature.grad = of.grad;
-    feature.stride = of.stride;
-    feature.sample_weights = of.sample_weights;
-    feature.key_start = of.key_start;
-    feature.table = static_cast<int32_t>(of.table);
-    feature.num_keys =
-        static_cast<int32_t>(std::min<int64_t>(of.num_keys, std::numeric_limits<int32_t>::max()));
-    feature.combiner = static_cast<int32_t>(of.combiner);
-    features[static_cast<size_t>(f + 1)].first_bag =
-        feature.first_bag + static_cast<int32_t>(of.num_bags);
   }
   return features;
 }
@@ -158,8 +183,7 @@ RowShape shape_of_table(const SummedTable<T>& table) {
   RowShape shape = row_shape<T>(table.dim, table.grad);
   for (int64_t f = 0; f < table.num_features && shape.width != 1; ++f) {
     const FeatureBags<T>& bags = table.features[f];
-    const bool apart = bags.num_bags <= 1 || bags.stride % kWide<T> == 0;
-    shape = row_shape<T>(table.dim, apart ? bags.grad : reinterpret_cast<const T*>(sizeof(T)));
+    shape = row_shape<T>(table.dim, bags.keeps_alignment(kWide<T>) ? bags.grad : misaligned<T>());
   }
   return shape;
 }
@@ -200,12 +224,6 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
   }
   simt::launch("group: places of rows", place_rows_kernel<T>, grid, stream, group, n, numbers,
                sorted_rows);
-}
-
-template <class T>
-int64_t descriptor_bytes(const SumCall<T>& call) {
-  return Descriptors::bytes<SumFeature<T>>(call.num_features + 1) +
-         Descriptors::bytes<SumTable>(call.num_tables + 1);
 }
 
 // A call's group, but for what differs between gradients and updates; sends `descriptors`.
@@ -280,41 +298,36 @@ int64_t rows_of(const GroupSums<T>& sums) {
   return num_rows;
 }
 
+// Rows whose order is asked for.
 template <class T>
-bool sorts_rows(const GroupSums<T>& sums) {
-  return sums.num_tables > 0 && sums.tables[0].sorted_rows != nullptr && rows_of(sums) > 0;
+int64_t ordered_rows_of(const GroupSums<T>& sums) {
+  return sums.num_tables == 0 || sums.tables[0].sorted_rows == nullptr ? 0 : rows_of(sums);
 }
 
 }  // namespace
 
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums) {
-  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
-  Arena arena;
-  arena.take<char>(descriptor_bytes(call));
-  SumWorkspace<T>(arena, call);
-  if (sorts_rows(sums)) OrderWorkspace(arena, rows_of(sums));
-  return arena.bytes();
+  return Arena::bytes_of<BackwardWorkspace<T>>(SumCall<T>(sums), ordered_rows_of(sums));
 }
 
 template <class T>
 void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
                                   void* stream) {
   if (sums.num_tables == 0) return;
-  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
+  const SumCall<T> call(sums);
+  const int64_t ordered_rows = ordered_rows_of(sums);
   Arena arena(workspace);
-  Descriptors descriptors(arena.take<char>(descriptor_bytes(call)));
-  const SumWorkspace<T> work(arena, call);
-  SumGroup<T> group = sum_group(sums, call, work, descriptors, bad_index, stream);
+  const BackwardWorkspace<T> work(arena, call, ordered_rows);
+  Descriptors descriptors(work.descriptors);
+  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
   group.out = call.tables[0].grad;
-  begin_sums(group, work, stream);
-  const int64_t num_rows = rows_of(sums);
-  if (sorts_rows(sums)) {
-    const OrderWorkspace order(arena, num_rows);
-    group.at = order.at;
-    order_rows(group, num_rows, sums.tables[0].sorted_rows, order, stream);
+  begin_sums(group, work.sums, stream);
+  if (ordered_rows > 0) {
+    group.at = work.order.at;
+    order_rows(group, ordered_rows, sums.tables[0].sorted_rows, work.order, stream);
   }
-  finish_sums<true>(group, call, num_rows, work, stream);
+  finish_sums<true>(group, call, rows_of(sums), work.sums, stream);
 }
 
 namespace {
@@ -325,7 +338,7 @@ std::vector<SummedTable<T>> tables_at(const GroupSums<T>& sums, const SumRoom<T>
   std::vector<SummedTable<T>> tables(sums.tables, sums.tables + sums.num_tables);
   for (size_t t = 0; t < tables.size(); ++t) {
     const bool apart = room.row_strides[t] % kWide<T> == 0;
-    tables[t].grad = apart ? room.out : reinterpret_cast<T*>(sizeof(T));
+    tables[t].grad = apart ? room.out : misaligned<T>();
   }
   return tables;
 }
@@ -344,12 +357,7 @@ std::vector<SumTarget> sum_targets(const GroupSums<T>& sums, const SumRoom<T>& r
 
 template <class T>
 int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums) {
-  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
-  Arena arena;
-  arena.take<char>(Descriptors::bytes<SumTarget>(sums.num_tables) + descriptor_bytes(call));
-  SumWorkspace<T>(arena, call);
-  arena.take<int64_t>(sums.entries);
-  return arena.bytes();
+  return Arena::bytes_of<RoomWorkspace<T>>(SumCall<T>(sums));
 }
 
 template <class T>
@@ -358,50 +366,46 @@ void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>&
                                      void* stream) {
   if (sums.num_tables == 0) return;
   const std::vector<SummedTable<T>> tables = tables_at(sums, room);
-  const SumCall<T> call(tables.data(), sums.num_tables, sums.entries);
+  GroupSums<T> sums_at = sums;
+  sums_at.tables = tables.data();
+  const SumCall<T> call(sums_at);
   Arena arena(workspace);
-  Descriptors descriptors(
-      arena.take<char>(Descriptors::bytes<SumTarget>(sums.num_tables) + descriptor_bytes(call)));
-  const SumWorkspace<T> work(arena, call);
+  const RoomWorkspace<T> work(arena, call);
+  Descriptors descriptors(work.descriptors);
   const SumTarget* targets = descriptors.add(sum_targets(sums, room));
-  SumGroup<T> group = sum_group(sums, call, work, descriptors, bad_index, stream);
+  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
   group.out = room.out;
-  group.at = arena.take<int64_t>(sums.entries);
+  group.at = work.at;
   group.bounded = true;
-  begin_sums(group, work, stream);
+  begin_sums(group, work.sums, stream);
   simt::launch("group: rows to write", rows_to_write_kernel<T>,
                simt::grid_for(sums.entries, kGroupThreads), stream, group, targets, bad_row);
-  finish_sums<true>(group, call, sums.entries, work, stream);
+  finish_sums<true>(group, call, sums.entries, work.sums, stream);
 }
 
 template <class T>
 int64_t sum_descriptor_bytes(const GroupSums<T>& sums) {
-  return descriptor_bytes(SumCall<T>(sums.tables, sums.num_tables, sums.entries));
+  return descriptor_bytes(SumCall<T>(sums));
 }
 
 template <class T>
 int64_t row_runs_workspace_bytes(const GroupSums<T>& sums) {
-  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
-  Arena arena;
-  const SumWorkspace<T> work(arena, call);
-  RunsWorkspace<T>(arena, call, work);
-  return arena.bytes();
+  return Arena::bytes_of<RunsWorkspace<T>>(SumCall<T>(sums));
 }
 
 template <class T>
 RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int64_t* bad_index,
                          void* workspace, void* stream) {
-  const SumCall<T> call(sums.tables, sums.num_tables, sums.entries);
+  const SumCall<T> call(sums);
   Arena arena(workspace);
-  const SumWorkspace<T> work(arena, call);
-  const RunsWorkspace<T> runs(arena, call, work);
-  SumGroup<T> group = sum_group(sums, call, work, descriptors, bad_index, stream);
-  group.out = runs.sums;
-  group.begins = runs.begins;
+  const RunsWorkspace<T> work(arena, call);
+  SumGroup<T> group = sum_group(sums, call, work.sums, descriptors, bad_index, stream);
+  group.out = work.over_chunks;
+  group.begins = work.begins;
   group.bounded = true;
-  begin_sums(group, work, stream);
-  finish_sums<false>(group, call, sums.entries, work, stream);
-  return {group, work.levels.level[0].values};
+  begin_sums(group, work.sums, stream);
+  finish_sums<false>(group, call, sums.entries, work.sums, stream);
+  return {group, work.sums.levels.level[0].values};
 }
 
 #define SPARSEKIT_INSTANTIATE(T)                                                                  \
@@ -413,9 +417,7 @@ RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int
   template int64_t sum_descriptor_bytes(const GroupSums<T>&);                                     \
   template int64_t row_runs_workspace_bytes(const GroupSums<T>&);                                 \
   template RowRuns<T> find_row_runs(const GroupSums<T>&, Descriptors&, int64_t*, void*, void*);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

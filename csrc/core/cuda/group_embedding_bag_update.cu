@@ -76,11 +76,10 @@ RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sum
   bool aligned = true;
   for (int64_t f = 0; f < sums.num_features; ++f) {
     const FeatureBags<T>& bags = sums.features[f];
-    const bool apart = bags.num_bags <= 1 || bags.stride % kWidth == 0;
     const auto address = reinterpret_cast<uintptr_t>(bags.grad);
-    aligned = aligned && apart && address % (kWidth * sizeof(T)) == 0;
+    aligned = aligned && bags.keeps_alignment(kWidth) && address % (kWidth * sizeof(T)) == 0;
   }
-  const T* grad = aligned ? nullptr : reinterpret_cast<const T*>(sizeof(T));
+  const T* grad = aligned ? nullptr : misaligned<T>();
   return shape_of_step<Rule>(table.table, grad, per_row);
 }
 
@@ -156,15 +155,11 @@ void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>*
   template void group_embedding_bag_update(const GroupSums<T>&, const SteppedTable<T>*,           \
                                            const Rule&, StepNumber, Rounding, int64_t*, int64_t*, \
                                            const std::function<void()>&, void*, void*);
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, float)
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, double)
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, BFloat16)
+SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 #define SPARSEKIT_INSTANTIATE(T) \
   template int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>&);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

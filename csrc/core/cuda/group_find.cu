@@ -174,9 +174,7 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
 #define SPARSEKIT_INSTANTIATE(T)                                                               \
   template void group_find_or_insert<T>(const GroupCall&, const GroupBags&, int64_t, int32_t*, \
                                         int32_t*, int64_t*, int64_t*, void*, void*);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

@@ -140,9 +140,7 @@ void hash_table_find(const Bucket* buckets, int64_t num_buckets, const int64_t* 
 }
 
 int64_t hash_table_find_or_insert_workspace_bytes(int64_t n) {
-  Arena arena;
-  InsertWorkspace(arena, n);
-  return arena.bytes();
+  return Arena::bytes_of<InsertWorkspace>(n);
 }
 
 template <class Key>

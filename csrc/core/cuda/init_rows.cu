@@ -59,9 +59,7 @@ void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const
 #define SPARSEKIT_INSTANTIATE(T)                                                         \
   template void init_rows(T*, int64_t, int64_t, const int64_t*, const int64_t*, int64_t, \
                           const int64_t*, const Initializer&, const int64_t*, int64_t*, void*);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

@@ -7,7 +7,7 @@
 #include "cuda/row_piece.cuh"
 #include "cuda/row_shape.h"
 #include "cuda/simt.cuh"
-#include "cuda/workspace.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/embedding_bag.h"
 
 namespace sparsekit::cuda {

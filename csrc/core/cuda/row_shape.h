@@ -36,6 +36,12 @@ RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   return shape;
 }
 
+// Stands for an array whose rows start anywhere.
+template <class T>
+T* misaligned() {
+  return reinterpret_cast<T*>(sizeof(T));
+}
+
 // A grid with a tile for each of n rows.
 inline simt::Grid grid_for_rows(int64_t n, const RowShape& shape, int threads = 256) {
   simt::Grid grid = simt::grid_for(n << shape.log2_lanes, threads);

@@ -16,7 +16,7 @@
 #include "cuda/row_piece.cuh"
 #include "cuda/row_shape.h"
 #include "cuda/simt.cuh"
-#include "cuda/workspace.h"
+#include "sparsekit/arena.h"
 #include "sparsekit/dtypes.h"
 
 namespace sparsekit::cuda {

@@ -6,9 +6,7 @@ namespace sparsekit::cuda {
 
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments) {
-  Arena arena;
-  SegmentWorkspace<T>(arena, n, dim, num_segments);
-  return arena.bytes();
+  return Arena::bytes_of<SegmentWorkspace<T>>(n, dim, num_segments);
 }
 
 template <class T>
@@ -25,9 +23,7 @@ void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, 
   template int64_t segment_sum_workspace_bytes<T>(int64_t, int64_t, int64_t);                   \
   template void unsorted_segment_sum(const T*, const int64_t*, int64_t, int64_t, int64_t, bool, \
                                      T*, int64_t*, void*, void*);
-SPARSEKIT_INSTANTIATE(float)
-SPARSEKIT_INSTANTIATE(double)
-SPARSEKIT_INSTANTIATE(BFloat16)
+SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

@@ -75,9 +75,7 @@ void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
 }
 
 int64_t unique_workspace_bytes(int64_t n) {
-  Arena arena;
-  FirstSeen(arena, n);
-  return arena.bytes();
+  return Arena::bytes_of<FirstSeen>(n);
 }
 
 template <class Key>

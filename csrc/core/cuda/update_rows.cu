@@ -151,9 +151,7 @@ void count_steps(int64_t* const* steps, int64_t count, void* stream) {
   template void update_rows(const SteppedTable<T>*, const SteppedTable<T>*,               \
                             const RowGradients<T>*, int64_t, const int64_t*, const Rule&, \
                             StepNumber, Rounding, int64_t*, void*);
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, float)
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, double)
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE, BFloat16)
+SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE)
 #undef SPARSEKIT_INSTANTIATE
 
 }  // namespace sparsekit::cuda

@@ -24,8 +24,11 @@ struct MissedSteps {
   SPARSEKIT_HOST_DEVICE int64_t last_step() const { return first_step + count - 1; }
 };
 
-// Calls use(RULE, T) for every rule whose rows move without a gradient too.
-#define SPARSEKIT_FOR_EACH_REPLAYED_RULE(use, T) use(Sgd<true>, T) use(Adam<false>, T)
+// Calls use(RULE, T) for every rule whose rows move without a gradient too, and every dtype of
+// rows.
+#define SPARSEKIT_FOR_EACH_REPLAYED_RULE(use)                                                   \
+  use(Sgd<true>, float) use(Sgd<true>, double) use(Sgd<true>, BFloat16) use(Adam<false>, float) \
+      use(Adam<false>, double) use(Adam<false>, BFloat16)
 
 namespace cpu {
 

@@ -52,4 +52,7 @@ SPARSEKIT_HOST_DEVICE inline BFloat16 store<BFloat16>(float x) {
   return BFloat16{static_cast<uint16_t>(x != x ? nan : rounded)};
 }
 
+// Calls use(T) for every dtype of rows.
+#define SPARSEKIT_FOR_EACH_DTYPE(use) use(float) use(double) use(BFloat16)
+
 }  // namespace sparsekit

@@ -47,6 +47,8 @@ struct FeatureBags {
 
   int64_t first_entry() const { return bags[0]; }
   int64_t num_entries() const { return bags[num_bags] - bags[0]; }
+  // True if all vectors are aligned to so many elements where the first one is.
+  bool keeps_alignment(int64_t width) const { return num_bags <= 1 || stride % width == 0; }
   SPARSEKIT_HOST_DEVICE int64_t first() const { return key_start == nullptr ? 0 : *key_start; }
   SPARSEKIT_HOST_DEVICE int64_t key(int64_t i) const {
     return wide_keys ? static_cast<const int64_t*>(keys)[i] : static_cast<const int32_t*>(keys)[i];
@@ -107,14 +109,20 @@ struct SumRoom {
 
 namespace cpu {
 
+// Bytes of workspace for group_embedding_bag, aligned to 64; without initial vectors, 8 for each
+// feature and 8 more.
+template <class T>
+int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
+                                            const FeatureBags<T>* features, int64_t num_features,
+                                            const ParallelFor& parallel_for);
+
 // Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
-// `rows`; bags are as wide as index. units_before [num_features + 1] is workspace; so is scratch, a
-// vector of the largest dim for each thread, which only initial vectors need. Returns -1, or an
-// entry of which there is no such row; the result is then undefined.
+// `rows`; bags are as wide as index. Returns -1, or an entry of which there is no such row; the
+// result is then undefined.
 template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
-                            int64_t num_features, EntryNumbers index, int64_t* units_before,
-                            T* scratch, const ParallelFor& parallel_for);
+                            int64_t num_features, EntryNumbers index, void* workspace,
+                            const ParallelFor& parallel_for);
 
 // Bytes of workspace, aligned to 64, for group_embedding_bag_backward, with a taker or without;
 // `order` [tables] is for both of them.
@@ -146,15 +154,22 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
 namespace cuda {
 
 template <class T>
-int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables, int64_t num_tables,
-                                            const FeatureBags<T>* features, int64_t num_features,
-                                            int64_t entries);
+struct GroupPooling {
+  const PooledTable<T>* tables;
+  int64_t num_tables;
+  const FeatureBags<T>* features;
+  int64_t num_features, entries;
+  const int32_t* index;   // [entries]
+  const int32_t* rows;    // [entries], or null
+  const int64_t* counts;  // [num_tables], or null
+};
 
 template <class T>
-void group_embedding_bag(const PooledTable<T>* tables, int64_t num_tables,
-                         const FeatureBags<T>* features, int64_t num_features, int64_t entries,
-                         const int32_t* index, const int32_t* rows, const int64_t* counts,
-                         int64_t* bad_row, int64_t* bad_index, void* workspace, void* stream);
+int64_t group_embedding_bag_workspace_bytes(const GroupPooling<T>& call);
+
+template <class T>
+void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
+                         void* workspace, void* stream);
 
 // Summands of the gradients of all tables. Features lie table by table, and so do their bags,
 // gradients and sorted rows.

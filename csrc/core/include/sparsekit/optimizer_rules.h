@@ -387,8 +387,10 @@ struct Lamb {
   }
 };
 
-// Calls use(RULE, T) for every rule.
-#define SPARSEKIT_FOR_EACH_RULE(use, T)                                                       \
+// Calls use(RULE, T) for every rule and every dtype of rows.
+#define SPARSEKIT_FOR_EACH_RULE(use) \
+  SPARSEKIT_RULES_OF(use, float) SPARSEKIT_RULES_OF(use, double) SPARSEKIT_RULES_OF(use, BFloat16)
+#define SPARSEKIT_RULES_OF(use, T)                                                            \
   use(Sgd<false>, T) use(Sgd<true>, T) use(Adam<false>, T) use(Adam<true>, T) use(Adagrad, T) \
       use(RowWiseAdagrad<false>, T) use(RowWiseAdagrad<true>, T) use(RmsProp<false>, T)       \
           use(RmsProp<true>, T) use(Ftrl, T) use(PartialRowWiseAdam, T) use(Lamb, T)
