@@ -222,10 +222,11 @@ void DeviceContext::raise_left_over(const int64_t* positions) const {
     if (positions[kind] == cuda::kNoPosition) continue;
     cuda::fill_bytes(error_words_, cuda::kNoPositionByte, kNumErrors * sizeof(int64_t), stream_);
     const int64_t table = cuda::table_of_position(positions[kind]);
-    index_error(kErrors[kind].op, table == 0 ? "" : message(": table ", table), ": ",
+    throw std::out_of_range(
+        message(kErrors[kind].op, table == 0 ? "" : message(": table ", table), ": ",
                 kErrors[kind].argument, "[", cuda::position_in_table(positions[kind]),
                 "] was out of range in an earlier call on this device; it was left out. Set "
-                "SPARSEKIT_CHECKED=1 to have the call itself raise");
+                "SPARSEKIT_CHECKED=1 to have the call itself raise"));
   }
 }
 

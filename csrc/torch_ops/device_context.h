@@ -138,44 +138,4 @@ class Workspace {
   void* memory_ = small_;
 };
 
-// Up to n entries: as many as the one element of `exact` says, if it is there.
-inline DeviceCount device_count(int64_t n, const std::optional<Tensor>& exact, const char* op,
-                                const char* name) {
-  if (!exact.has_value()) return DeviceCount{n};
-  check_dtype(*exact, ScalarType::Long, op, name);
-  check(exact->numel() == 1, op, ": ", name, " must have one element, got ", exact->numel());
-  return DeviceCount{n, int64_data(*exact)};
-}
-
-struct Named {
-  const char* name;
-  const Tensor& tensor;
-};
-
-// All arguments must lie where the first does; torch only looks for one kernel for all of them.
-inline void check_same_device(const char* op, std::initializer_list<Named> arguments) {
-  const Tensor& first = arguments.begin()->tensor;
-  for (const Named& argument : arguments) {
-    check(same_device(first, argument.tensor), op, ": ", argument.name, " is not on the device of ",
-          arguments.begin()->name);
-  }
-}
-
-// A row is cut into slices of at least 32 elements, and a grid has room for 65535 of them.
-inline void check_row_size(int64_t dim, const char* op, const char* name) {
-  constexpr int64_t kMost = 65535 * 32;
-  check(!kOnDevice || dim <= kMost, op, ": rows of ", name, " may have at most ", kMost,
-        " elements on a device, got ", dim);
-}
-
-// Entries and targets of an op that sorts. On the CPU the bound is beyond any memory and keeps
-// sizes of workspace far from overflow; on a device, sort keys are 32-bit.
-inline void check_sort_sizes(int64_t entries, int64_t targets, const char* op, const char* name) {
-  constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
-  check(targets >= 0 && targets < kEnd, op, ": ", name, " must be in [0, ",
-        kOnDevice ? "2^32 - 1" : "2^48", "), got ", targets);
-  check(!kOnDevice || entries <= std::numeric_limits<int32_t>::max(), op, ": ", entries,
-        " entries; at most 2^31 - 1 are supported");
-}
-
 }  // namespace sparsekit::ops

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "device_context.h"
+#include "arguments.h"
 
 namespace sparsekit::ops {
 
@@ -18,11 +18,13 @@ namespace sparsekit::ops {
 // starts without any. On a device it covers the launches, whose kernels a stream keeps in order.
 class Exclusive {
  public:
-  Exclusive(const Tensor& buckets, const char* op) : ranges_{Range(buckets)} { enter(op); }
+  Exclusive(const Arguments& given, const Tensor& buckets) : spans_{Span(buckets)} {
+    enter(given.op());
+  }
   // All of several tables, or none.
-  Exclusive(const std::vector<Tensor>& buckets, const char* op)
-      : ranges_(buckets.begin(), buckets.end()) {
-    enter(op);
+  Exclusive(const Arguments& given, const Tensors& buckets)
+      : spans_(buckets.begin(), buckets.end()) {
+    enter(given.op());
   }
   ~Exclusive() {
     Held& held = all();
@@ -35,15 +37,6 @@ class Exclusive {
  private:
   static constexpr const char* kRefusal =
       ": another thread is inserting into this table; while one does, no other may use it";
-
-  struct Range {
-    uintptr_t begin, end;
-
-    explicit Range(const Tensor& buckets)
-        : begin(reinterpret_cast<uintptr_t>(buckets.const_data_ptr())),
-          end(begin + static_cast<uintptr_t>(buckets.numel() * buckets.element_size())) {}
-    bool overlaps(const Range& other) const { return begin < other.end && other.begin < end; }
-  };
 
   struct Held {
     std::mutex mutex;
@@ -66,16 +59,16 @@ class Exclusive {
     Held& held = all();
     const std::lock_guard<std::mutex> lock(held.mutex);
     for (const Exclusive* other : held.tables) {
-      for (const Range& range : ranges_) {
-        for (const Range& taken : other->ranges_) {
-          if (range.overlaps(taken)) throw std::runtime_error(message(op, kRefusal));
+      for (const Span& span : spans_) {
+        for (const Span& taken : other->spans_) {
+          if (span.overlaps(taken)) throw std::runtime_error(message(op, kRefusal));
         }
       }
     }
     held.tables.push_back(this);
   }
 
-  std::vector<Range> ranges_;
+  std::vector<Span> spans_;
 };
 
 }  // namespace sparsekit::ops

@@ -1,20 +1,19 @@
 #include "sparsekit/gather_rows.h"
 
-#include "device_context.h"
+#include "arguments.h"
 
 namespace sparsekit::ops {
 namespace {
 
 Tensor gather_rows(Tensor table, Tensor rows) {
-  const char* op = "gather_rows";
-  check_same_device(op, {{"table", table}, {"rows", rows}});
-  check_dim(table, 2, op, "table");
-  check_dim(rows, 1, op, "rows");
-  dispatch_rows(table, op, "table", [](auto) {});  // only its check
+  Arguments given("gather_rows");
+  given.read("table", table, kAnyDtype, 2);
+  given.read("rows", rows, kAnyDtype, 1);
+  given.dispatch_rows("table", table, [](auto) {});  // only its check
   table = packed(table);
-  rows = packed_int64(rows, op, "rows");
-  check_row_size(table.size(1), op, "table");
-  check_elements({rows.numel(), table.size(1)}, op, "a result");
+  rows = given.packed_int64("rows", rows);
+  given.check_row_size("table", table.size(1));
+  given.check_elements("a result", {rows.numel(), table.size(1)});
   Tensor out = new_output(table, {rows.numel(), table.size(1)});
   const int64_t row_bytes = table.size(1) * static_cast<int64_t>(table.element_size());
   const DeviceContext context(table);
@@ -29,8 +28,8 @@ Tensor gather_rows(Tensor table, Tensor rows) {
                            rows.numel(), out.mutable_data_ptr(), torch_parallel_for());
   }
   if (bad >= 0) {
-    index_error(op, ": rows[", bad, "] is ", context.value(rows, bad), ", but table has ",
-                table.size(0), " rows");
+    given.index_error("rows[", bad, "] is ", context.value(rows, bad), ", but table has ",
+                      table.size(0), " rows");
   }
   return out;
 }

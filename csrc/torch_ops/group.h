@@ -7,16 +7,51 @@
 #include <numeric>
 #include <vector>
 
-#include "device_context.h"
+#include "arguments.h"
 #include "sparsekit/embedding_bag.h"
 #include "sparsekit/group.h"
 #include "sparsekit/init_rows.h"
 
 namespace sparsekit::ops {
 
-constexpr int64_t kFeatureColumns = 9;
-constexpr int64_t kTableColumns = 3;
-constexpr int64_t kInitializerColumns = 3;
+// Rows of the descriptors.
+struct FeatureRow {
+  static constexpr ScalarType kDtype = ScalarType::Long;
+  int64_t table, source, first_bag, bags, combiner, max_nnz, tensor, begin, stride;
+};
+struct TableRow {
+  static constexpr ScalarType kDtype = ScalarType::Long;
+  int64_t hash_table, capacity, world_size;
+};
+struct InitializerRow {
+  static constexpr ScalarType kDtype = ScalarType::Double;
+  double distribution, a, b;
+};
+static_assert(sizeof(FeatureRow) == 9 * sizeof(int64_t));
+static_assert(sizeof(TableRow) == 3 * sizeof(int64_t));
+static_assert(sizeof(InitializerRow) == 3 * sizeof(double));
+
+// A matrix of numbers with a column for each member of Row, on the host whatever the device.
+template <class Row>
+class Descriptor {
+ public:
+  Descriptor(const Arguments& given, const char* name, const Tensor& matrix) {
+    given.check(matrix.is_cpu(), name, " must be on the CPU");
+    given.check_dtype(name, matrix, Row::kDtype);
+    size_ = static_cast<size_t>(given.check_dim(name, matrix, 2).first);
+    given.check_size(name, matrix, 1, sizeof(Row) / sizeof(int64_t));
+    matrix_ = packed(matrix);
+    rows_ = data<Row>(matrix_);
+  }
+
+  size_t size() const { return size_; }
+  const Row& operator[](size_t i) const { return rows_[i]; }
+
+ private:
+  Tensor matrix_;
+  size_t size_;
+  const Row* rows_;
+};
 
 // Place of the vectors of a feature's bags in one of a list of tensors.
 struct Placement {
@@ -24,50 +59,22 @@ struct Placement {
   int64_t tensor, begin, stride;
 };
 
-// A descriptor: a matrix of numbers, on the host whatever the device.
-inline Tensor host_matrix(const Tensor& matrix, ScalarType dtype, int64_t columns, const char* op,
-                          const char* name) {
-  check(matrix.is_cpu(), op, ": ", name, " must be on the CPU");
-  check_dtype(matrix, dtype, op, name);
-  check_dim(matrix, 2, op, name);
-  check_size(matrix, 1, columns, op, name);
-  return packed(matrix);
-}
-
-inline void check_list(size_t size, size_t expected, const char* op, const char* name) {
-  check(size == expected, op, ": ", name, " must have ", expected, " element(s), got ", size);
-}
-
-// Raises unless all tensors are where `first` is.
-inline void check_list_device(const Tensor& first, const std::vector<Tensor>& tensors,
-                              const char* op, const char* name) {
-  const bool on_cpu = first.is_cpu();
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    const bool same = on_cpu ? tensors[i].is_cpu() : tensors[i].device() == first.device();
-    if (!same) check(false, op, ": ", Item{name, i}, " is not on the device of the other tensors");
-  }
-}
-
 // An initializer for each table, all but its seed, which stays where the engine is.
-inline std::vector<Initializer> initializers_of(const Tensor& matrix,
-                                                const std::vector<Tensor>& seeds, size_t num_tables,
-                                                const char* op) {
-  const Tensor columns_of =
-      host_matrix(matrix, ScalarType::Double, kInitializerColumns, op, "initializers");
-  check_size(columns_of, 0, static_cast<int64_t>(num_tables), op, "initializers");
-  check_list(seeds.size(), num_tables, op, "seeds");
-  const auto* columns = data<double>(columns_of);
+inline std::vector<Initializer> initializers_of(const Arguments& given, const Tensor& matrix,
+                                                const Tensors& seeds, size_t num_tables) {
+  const Descriptor<InitializerRow> rows(given, "initializers", matrix);
+  given.check_size("initializers", matrix, 0, static_cast<int64_t>(num_tables));
+  given.check_list("seeds", seeds.size(), num_tables);
   std::vector<Initializer> initializers;
   initializers.reserve(num_tables);
-  for (size_t t = 0; t < num_tables; ++t, columns += kInitializerColumns) {
-    const Tensor& seed = seeds[t];
-    check(dtype_of(seed) == ScalarType::Long && seed.numel() == 1, op, ": seeds[", t,
-          "] must have one element, an int64");
-    check(columns[0] == 0 || columns[0] == 1 || columns[0] == 2, op,
-          ": distribution of initializers[", t,
-          "] must be 0 (constant), 1 (uniform) or 2 (normal), got ", columns[0]);
-    initializers.push_back({0, static_cast<Distribution>(static_cast<int64_t>(columns[0])),
-                            static_cast<float>(columns[1]), static_cast<float>(columns[2])});
+  for (size_t t = 0; t < num_tables; ++t) {
+    const auto& [distribution, a, b] = rows[t];
+    given.check_one({"seeds", t}, seeds[t]);
+    given.check(distribution == 0 || distribution == 1 || distribution == 2,
+                "distribution of initializers[", t,
+                "] must be 0 (constant), 1 (uniform) or 2 (normal), got ", distribution);
+    initializers.push_back({0, static_cast<Distribution>(static_cast<int64_t>(distribution)),
+                            static_cast<float>(a), static_cast<float>(b)});
   }
   return initializers;
 }
@@ -81,28 +88,28 @@ class GroupFeatures {
   std::vector<int64_t> table_features;
   int64_t num_bags = 0;  // of all features
 
-  GroupFeatures(const char* op, const Tensor& descriptors, int64_t num_tables) : op_(op) {
-    const Tensor matrix =
-        host_matrix(descriptors, ScalarType::Long, kFeatureColumns, op, "features");
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    check(matrix.size(0) <= kMost && num_tables <= kMost, op, ": too many tables or features");
-    const int64_t* columns = int64_data(matrix);
-    features.reserve(matrix.size(0));
-    placements.reserve(matrix.size(0));
+  GroupFeatures(const Arguments& given, const Tensor& descriptors, size_t num_tables)
+      : given_(given) {
+    const Descriptor<FeatureRow> rows(given, "features", descriptors);
+    given.check(static_cast<int64_t>(std::max(rows.size(), num_tables)) <= kMostNumbered,
+                "too many tables or features");
     table_features.assign(num_tables + 1, 0);
-    for (int64_t f = 0; f < matrix.size(0); ++f, columns += kFeatureColumns) {
-      const int64_t table = columns[0], bags = columns[3], combiner = columns[4];
-      int64_t most = columns[5];
-      must_be_in(f, "table", table, features.empty() ? 0 : features.back().table, num_tables - 1);
-      must_be_in(f, "bags", bags, 0, kMostElements);
-      must_be_in(f, "combiner", combiner, 0, static_cast<int64_t>(Combiner::kNone));
-      must_be_in(f, "max_nnz", most, 0, kAny);
-      const auto how = static_cast<Combiner>(combiner);
-      if (how == Combiner::kNone) most = std::min<int64_t>(most, 1);
-      features.push_back({table, columns[1], columns[2], bags, most, 0, 0, 0});
-      placements.push_back({how, columns[6], columns[7], columns[8]});
-      num_bags = std::min(num_bags + bags, kMostElements);
-      ++table_features[table + 1];
+    features.reserve(rows.size());
+    placements.reserve(rows.size());
+    for (size_t f = 0; f < rows.size(); ++f) {
+      const FeatureRow& row = rows[f];
+      const int64_t least = features.empty() ? 0 : features.back().table;
+      must_be_in(f, "table", row.table, least, static_cast<int64_t>(num_tables) - 1);
+      must_be_in(f, "bags", row.bags, 0, kMostElements);
+      must_be_in(f, "combiner", row.combiner, 0, static_cast<int64_t>(Combiner::kNone));
+      must_be_in(f, "max_nnz", row.max_nnz, 0, kAny);
+      const auto combiner = static_cast<Combiner>(row.combiner);
+      const int64_t most = combiner == Combiner::kNone ? 1 : kAny;
+      features.push_back(
+          {row.table, row.source, row.first_bag, row.bags, std::min(row.max_nnz, most), 0, 0, 0});
+      placements.push_back({combiner, row.tensor, row.begin, row.stride});
+      num_bags = std::min(num_bags + row.bags, kMostElements);
+      ++table_features[row.table + 1];
     }
     std::partial_sum(table_features.begin(), table_features.end(), table_features.begin());
   }
@@ -112,12 +119,12 @@ class GroupFeatures {
  protected:
   static constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 
-  void must_be_in(int64_t f, const char* name, int64_t value, int64_t low, int64_t high) const {
-    check(value >= low && value <= high, op_, ": ", name, " of features[", f, "] is ", value,
-          ", but must be in [", low, ", ", high, "]");
+  void must_be_in(size_t f, const char* name, int64_t value, int64_t low, int64_t high) const {
+    given_.check(value >= low && value <= high, name, " of features[", f, "] is ", value,
+                 ", but must be in [", low, ", ", high, "]");
   }
 
-  const char* op_;
+  const Arguments& given_;
 };
 
 // Features and what they are of.
@@ -128,25 +135,23 @@ class GroupInput : public GroupFeatures {
   int64_t entries = 0;
   int64_t source_bags = 0;
 
-  GroupInput(const char* op, const std::vector<Tensor>& keys, const std::vector<Tensor>& offsets,
-             const Tensor& descriptors, int64_t num_tables)
-      : GroupFeatures(op, descriptors, num_tables) {
-    check_list(offsets.size(), keys.size(), op, "offsets");
+  GroupInput(Arguments& given, const Tensors& keys, const Tensors& offsets,
+             const Tensor& descriptors, size_t num_tables)
+      : GroupFeatures(given, descriptors, num_tables) {
+    given.check_list("offsets", offsets.size(), keys.size());
     sources.reserve(keys.size());
     keys_.reserve(keys.size());
     offsets_.reserve(keys.size());
-    for (size_t s = 0; s < keys.size(); ++s) add_source(keys[s], offsets[s], s);
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    check(entries <= kMost, op, ": keys have ", entries,
-          " elements together; at most 2^31 - 1 are supported");
-    check_elements({source_bags}, op, "offsets");
+    for (size_t s = 0; s < keys.size(); ++s) add_source(given, s, keys[s], offsets[s]);
+    given.check(entries <= kMostNumbered, "keys have ", entries,
+                " elements together; at most 2^31 - 1 are supported");
+    given.check_elements("offsets", {source_bags});
     for (size_t f = 0; f < features.size(); ++f) {
       Feature& feature = features[f];
-      const auto row = static_cast<int64_t>(f);
-      must_be_in(row, "source", feature.source, 0, static_cast<int64_t>(sources.size()) - 1);
+      must_be_in(f, "source", feature.source, 0, static_cast<int64_t>(sources.size()) - 1);
       const Source& source = sources[feature.source];
-      must_be_in(row, "first_bag", feature.first_bag, 0, source.bags);
-      must_be_in(row, "bags", feature.bags, 0, source.bags - feature.first_bag);
+      must_be_in(f, "first_bag", feature.first_bag, 0, source.bags);
+      must_be_in(f, "bags", feature.bags, 0, source.bags - feature.first_bag);
       feature.n = source.n;
     }
     check_apart();
@@ -219,39 +224,28 @@ class GroupInput : public GroupFeatures {
   }
 
   [[noreturn]] void wrong_offset(int64_t s, int64_t position, const DeviceContext& context) const {
-    throw std::invalid_argument(message(op_, ": offsets[", s, "] must rise from 0 to len(keys[", s,
-                                        "]) = ", sources[s].n, ", but its element ", position,
-                                        " is ", value(offsets_[s], position, context)));
+    given_.error("offsets[", s, "] must rise from 0 to len(keys[", s, "]) = ", sources[s].n,
+                 ", but its element ", position, " is ", value(offsets_[s], position, context));
   }
   [[noreturn]] void wrong_key(int64_t s, int64_t position, const DeviceContext& context) const {
-    index_error(op_, ": keys[", s, "][", position, "] is ", value(keys_[s], position, context),
-                ", which is no row of its table, that has no hash table");
+    given_.index_error("keys[", s, "][", position, "] is ", value(keys_[s], position, context),
+                       ", which is no row of its table, that has no hash table");
   }
 
  private:
-  void add_source(const Tensor& keys, const Tensor& offsets, size_t s) {
-    const ScalarType key_type = dtype_of(keys), offset_type = dtype_of(offsets);
-    const auto is_index = [](ScalarType type) {
-      return type == ScalarType::Long || type == ScalarType::Int;
-    };
-    check(is_index(key_type), op_, ": keys[", s, "] must be int64 or int32, got ",
-          torch::headeronly::toString(key_type));
-    check(is_index(offset_type), op_, ": offsets[", s, "] must be int64 or int32, got ",
-          torch::headeronly::toString(offset_type));
-    const int64_t dims = keys.dim(), offset_dims = offsets.dim();
-    check(dims == 1, op_, ": keys[", s, "] must have 1 dimension(s), got ", dims);
-    check(offset_dims == 1, op_, ": offsets[", s, "] must have 1 dimension(s), got ", offset_dims);
-    const int64_t n = keys.numel(), num_offsets = offsets.numel();
+  void add_source(Arguments& given, size_t s, const Tensor& keys, const Tensor& offsets) {
+    const Item of_keys("keys", s), of_offsets("offsets", s);
+    const bool wide_keys = given.check_wide(of_keys, given.read(of_keys, keys));
+    const bool wide_offsets = given.check_wide(of_offsets, given.read_ahead(of_offsets, offsets));
+    const int64_t n = given.check_dim(of_keys, keys, 1).first;
+    const int64_t num_offsets = given.check_dim(of_offsets, offsets, 1).first;
     keys_.push_back(packed(keys));
     offsets_.push_back(packed(offsets));
-    Source source{keys_.back().const_data_ptr(),   nullptr, key_type == ScalarType::Long,
-                  offset_type == ScalarType::Long, n,       n};
+    Source source{keys_.back().const_data_ptr(), nullptr, wide_keys, wide_offsets, n, n};
     if (num_offsets > 0) {
       source.offsets = offsets_.back().const_data_ptr();
       source.bags = num_offsets - 1;
     }
-    check_elements({source.n}, op_, "keys");
-    check_elements({source.bags}, op_, "offsets");
     sources.push_back(source);
     entries = std::min(entries + source.n, kMostElements);
     source_bags = std::min(source_bags + source.bags, kMostElements + 1);
@@ -271,10 +265,10 @@ class GroupInput : public GroupFeatures {
     for (size_t place = 1; place < by_source_.size(); ++place) {
       const Feature& one = features[by_source_[place - 1]];
       const Feature& other = features[by_source_[place]];
-      check(one.source != other.source || one.first_bag + one.bags <= other.first_bag, op_,
-            ": features[", by_source_[place - 1], "] and features[", by_source_[place],
-            "] have bags of source ", one.source,
-            " in common; where two tables are asked the same, it must be a source for each");
+      given_.check(one.source != other.source || one.first_bag + one.bags <= other.first_bag,
+                   "features[", by_source_[place - 1], "] and features[", by_source_[place],
+                   "] have bags of source ", one.source,
+                   " in common; where two tables are asked the same, it must be a source for each");
     }
   }
 
@@ -287,8 +281,7 @@ class GroupInput : public GroupFeatures {
   }
 
   [[noreturn]] void long_bag_of(int64_t s, int64_t bag, int64_t most) const {
-    throw std::invalid_argument(
-        message(op_, ": bag ", bag, " of source ", s, " has more keys than its max_nnz=", most));
+    given_.error("bag ", bag, " of source ", s, " has more keys than its max_nnz=", most);
   }
 
   // An element of a tensor of either width.

@@ -6,28 +6,23 @@
 namespace sparsekit::ops {
 namespace {
 
-using Tensors = std::vector<Tensor>;
-
-constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-
 // Who owns the keys of each table, and which keys it takes.
-std::vector<RoutedTable> routed_tables(const char* op, const Tensors& owners,
+std::vector<RoutedTable> routed_tables(Arguments& given, const Tensors& owners,
                                        const std::vector<int64_t>& maps,
                                        const std::vector<int64_t>& ends, int64_t world_size,
                                        const GroupInput& input) {
   for (size_t m = 0; m < owners.size(); ++m) {
-    const Item name{"owners", m};
-    check_dtype(owners[m], ScalarType::Short, op, name);
-    check_dim(owners[m], 1, op, name);
-    check_size(owners[m], 0, kVirtualShards, op, name);
-    check_mutable(owners[m], op, name);
+    const Item name("owners", m);
+    given.read(name, owners[m], ScalarType::Short, 1);
+    given.check_size(name, owners[m], 0, kVirtualShards);
+    given.check_contiguous(name, owners[m]);
   }
   std::vector<RoutedTable> tables(maps.size());
   for (size_t t = 0; t < maps.size(); ++t) {
     const int64_t map = maps[t];
-    check(map >= -1 && map < static_cast<int64_t>(owners.size()), op, ": maps[", t, "] is ", map,
-          ", but owners has ", owners.size(), " element(s)");
-    check(ends[t] >= -1, op, ": ends[", t, "] is ", ends[t], ", but must be at least -1");
+    given.check(map >= -1 && map < static_cast<int64_t>(owners.size()), "maps[", t, "] is ", map,
+                ", but owners has ", owners.size(), " element(s)");
+    given.check(ends[t] >= -1, "ends[", t, "] is ", ends[t], ", but must be at least -1");
     RoutedTable& table = tables[t];
     table.owners = {map < 0 ? nullptr : data<int16_t>(owners[map]), world_size};
     table.first_feature = input.table_features[t];
@@ -41,19 +36,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
     const Tensors& owners, const std::vector<int64_t>& maps, const std::vector<int64_t>& ends,
     const Tensors& keys, const Tensors& offsets, const Tensor& features, int64_t world_size,
     bool distinct) {
-  const char* op = "group_bucketize";
-  check(world_size >= 1 && world_size <= kMaxWorldSize, op, ": world_size must be in [1, ",
-        kMaxWorldSize, "], got ", world_size);
-  check_list(ends.size(), maps.size(), op, "ends");
+  Arguments given("group_bucketize");
+  given.check(world_size >= 1 && world_size <= kMaxWorldSize, "world_size must be in [1, ",
+              kMaxWorldSize, "], got ", world_size);
+  given.check_list("ends", ends.size(), maps.size());
   const auto num_tables = static_cast<int64_t>(maps.size());
-  check(num_tables <= kMost / world_size, op, ": ", num_tables, " tables of ", world_size,
-        " ranks; at most 2^31 - 1 of both together are supported");
-  GroupInput input(op, keys, offsets, features, num_tables);
-  const Tensor& like = first_of(keys, owners, features);
-  check_list_device(like, keys, op, "keys");
-  check_list_device(like, offsets, op, "offsets");
-  check_list_device(like, owners, op, "owners");
-  std::vector<RoutedTable> tables = routed_tables(op, owners, maps, ends, world_size, input);
+  given.check(num_tables <= kMostNumbered / world_size, num_tables, " tables of ", world_size,
+              " ranks; at most 2^31 - 1 of both together are supported");
+  GroupInput input(given, keys, offsets, features, maps.size());
+  std::vector<RoutedTable> tables = routed_tables(given, owners, maps, ends, world_size, input);
+  const Tensor& like = given.first_or(features);
   const DeviceContext context(like);
   const auto results = new_bags(input, like);
   Tensor by_owner = new_output(like, {input.entries}, ScalarType::Long);
@@ -90,41 +82,37 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> bucketize(
                                input.features.data(), world_size, distinct, process_seed(), to,
                                order.data(), memory.data(), parallel_for);
   }
-  check(bad < 0, op, ": owners[", bad < 0 ? 0 : maps[bad], "], of table ", bad,
-        ", has an element that is not in [0, world_size = ", world_size, ")");
+  given.check(bad < 0, "owners[", bad < 0 ? 0 : maps[bad], "], of table ", bad,
+              ", has an element that is not in [0, world_size = ", world_size, ")");
   return {by_owner, counts, numbers, inverse, places, results.first, results.second};
 }
 
 // Arguments of group_exchange_rows, checked except for the values of bags and places.
 struct Exchanged {
-  const char* op;
+  const Arguments& given;
   int64_t num_tables, world_size, entries;
   Tensor places, bags, come;
   std::vector<int64_t> first_bags;  // of each table, and the end of the last one
 
-  Exchanged(const char* op, const Tensor& places_in, const Tensor& bags_in, const Tensor& features,
-            const Tensor& come_in, const std::vector<int64_t>& steps)
-      : op(op), num_tables(static_cast<int64_t>(steps.size())) {
-    const GroupFeatures group(op, features, num_tables);
-    check_dtype(places_in, ScalarType::Int, op, "places");
-    check_dim(places_in, 1, op, "places");
-    check_dtype(bags_in, ScalarType::Int, op, "bags");
-    check_dim(bags_in, 1, op, "bags");
-    check(group.num_bags <= kMost && bags_in.numel() > group.num_bags, op, ": bags has ",
-          bags_in.numel(), " elements, but features have ", group.num_bags, " bags");
-    check(same_device(places_in, bags_in), op, ": bags is not on the device of places");
-    check(come_in.is_cpu(), op, ": come must be on the CPU");
-    check_dtype(come_in, ScalarType::Long, op, "come");
-    check(come_in.dim() == 3 && come_in.size(0) == num_tables && come_in.size(1) >= 1 &&
-              come_in.size(1) <= kMaxWorldSize && come_in.size(2) == 2,
-          op, ": come must have shape [", num_tables, ", world_size, 2]");
+  Exchanged(Arguments& given, const Tensor& places_in, const Tensor& bags_in,
+            const Tensor& features, const Tensor& come_in, const std::vector<int64_t>& steps)
+      : given(given), num_tables(static_cast<int64_t>(steps.size())) {
+    const GroupFeatures group(given, features, steps.size());
+    given.read("places", places_in, ScalarType::Int, 1);
+    given.read("bags", bags_in, ScalarType::Int, 1);
+    given.check(group.num_bags <= kMostNumbered && bags_in.numel() > group.num_bags, "bags has ",
+                bags_in.numel(), " elements, but features have ", group.num_bags, " bags");
+    given.check(come_in.is_cpu(), "come must be on the CPU");
+    given.check_dtype("come", come_in, ScalarType::Long);
+    given.check(come_in.dim() == 3 && come_in.size(0) == num_tables && come_in.size(1) >= 1 &&
+                    come_in.size(1) <= kMaxWorldSize && come_in.size(2) == 2,
+                "come must have shape [", num_tables, ", world_size, 2]");
     places = packed(places_in);
     bags = packed(bags_in);
     come = packed(come_in);
     world_size = come.size(1);
     entries = places.numel();
-    check(entries <= kMost, op, ": places has ", entries,
-          " elements; at most 2^31 - 1 are supported");
+    given.check_count("places", entries);
     for (int64_t t = 0; t < num_tables; ++t) check_parts(t, steps[t]);
     int64_t bag = 0;
     for (int64_t t = 0; t < num_tables; ++t) {
@@ -141,27 +129,30 @@ struct Exchanged {
   }
 
   void check_bounds(int64_t t, int64_t begin, int64_t end) const {
-    check(0 <= begin && begin <= end && end <= entries, op,
-          ": bags must rise to at most len(places) = ", entries, ", but those of table ", t,
-          " go from ", begin, " to ", end);
+    given.check(0 <= begin && begin <= end && end <= entries,
+                "bags must rise to at most len(places) = ", entries, ", but those of table ", t,
+                " go from ", begin, " to ", end);
     const int64_t keys = parts(t)[world_size - 1].end;
-    check(keys <= end - begin, op, ": table ", t, " has ", end - begin, " entries, but ", keys,
-          " keys");
+    given.check(keys <= end - begin, "table ", t, " has ", end - begin, " entries, but ", keys,
+                " keys");
   }
   [[noreturn]] void wrong_place(int64_t entry, int64_t place) const {
-    index_error(op, ": places[", entry, "] is ", place, ", which is none of its table");
+    given.index_error("places[", entry, "] is ", place, ", which is none of its table");
   }
 
  private:
   void check_parts(int64_t t, int64_t step) const {
-    check(step >= 1 && step <= kMost, op, ": steps[", t, "] must be in [1, 2^31), got ", step);
+    given.check(step >= 1 && step <= kMostNumbered, "steps[", t, "] must be in [1, 2^31), got ",
+                step);
     int64_t before = 0;
     for (int64_t r = 0; r < world_size; ++r) {
       const ComeVectors& part = parts(t)[r];
-      check(part.end >= before && part.end <= entries && part.begin >= 0 && part.begin <= kMost &&
-                part.end - before <= (kMost - part.begin) / step,
-            op, ": come[", t, "][", r, "] is ", part.begin, " and ", part.end, ", after ", before,
-            "; ends must rise to at most len(places) = ", entries, ", and rows stay below 2^31");
+      given.check(part.end >= before && part.end <= entries && part.begin >= 0 &&
+                      part.begin <= kMostNumbered &&
+                      part.end - before <= (kMostNumbered - part.begin) / step,
+                  "come[", t, "][", r, "] is ", part.begin, " and ", part.end, ", after ", before,
+                  "; ends must rise to at most len(places) = ", entries,
+                  ", and rows stay below 2^31");
       before = part.end;
     }
   }
@@ -169,7 +160,8 @@ struct Exchanged {
 
 Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& features,
                      const Tensor& come, const std::vector<int64_t>& steps) {
-  const Exchanged asked("group_exchange_rows", places, bags, features, come, steps);
+  Arguments given("group_exchange_rows");
+  const Exchanged asked(given, places, bags, features, come, steps);
   const int64_t num_tables = asked.num_tables;
   Tensor rows = new_output(asked.places, {asked.entries}, ScalarType::Int);
   const DeviceContext context(asked.places);

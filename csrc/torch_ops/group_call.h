@@ -8,12 +8,6 @@
 
 namespace sparsekit::ops {
 
-// Returns the tensor whose device an op runs on.
-inline const Tensor& first_of(const std::vector<Tensor>& keys, const std::vector<Tensor>& others,
-                              const Tensor& otherwise) {
-  return !keys.empty() ? keys[0] : !others.empty() ? others[0] : otherwise;
-}
-
 // Bags and key_starts of the call's results, not filled yet.
 inline std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
   const auto count = static_cast<int64_t>(input.features.size());

@@ -3,44 +3,43 @@
 #include "exclusive.h"
 #include "group_call.h"
 #include "hash_table.h"
-#include "overlap.h"
 #include "process_seed.h"
 
 namespace sparsekit::ops {
 namespace {
-
-using Tensors = std::vector<Tensor>;
 
 // The tables of a call, checked but for what only their values say.
 struct GroupTables {
   std::vector<GroupTable> tables;
   std::vector<int64_t> hash_tables;  // of each table, or -1
 
-  GroupTables(const char* op, const Tensors& buckets, const Tensors& hash_seeds,
-              const Tensor& descriptors, const GroupInput& input) {
-    check_list(hash_seeds.size(), buckets.size(), op, "hash_seeds");
+  GroupTables(Arguments& given, const Tensors& buckets, const Tensors& hash_seeds,
+              const Descriptor<TableRow>& rows, const GroupInput& input) {
+    given.check_list("hash_seeds", hash_seeds.size(), buckets.size());
+    std::vector<int64_t> num_buckets;
+    num_buckets.reserve(buckets.size());
     for (size_t h = 0; h < buckets.size(); ++h) {
-      check_buckets(buckets[h], op, Item{"buckets", h});
-      check_word(hash_seeds[h], op, Item{"hash_seeds", h});
+      num_buckets.push_back(read_buckets(given, {"buckets", h}, buckets[h]));
+      given.read_ahead({"hash_seeds", h}, hash_seeds[h], ScalarType::Long, 1);
+      given.check_one({"hash_seeds", h}, hash_seeds[h]);
     }
-    tables.reserve(input.num_tables());
-    hash_tables.reserve(input.num_tables());
-    const int64_t* columns = int64_data(descriptors);
-    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-    for (size_t t = 0; t < input.num_tables(); ++t, columns += kTableColumns) {
-      const int64_t h = columns[0], capacity = columns[1], world_size = columns[2];
-      check(h >= -1 && h < static_cast<int64_t>(buckets.size()), op, ": tables[", t,
-            "] has hash table ", h, " of ", buckets.size());
-      int64_t most = kMost;
-      if (h >= 0) most = std::min(kMost, buckets[h].size(0) * kSlotsPerBucket);
-      check(capacity >= (h >= 0 ? 1 : 0) && capacity <= most, op, ": capacity of tables[", t,
-            "] is ", capacity, ", but must be in [", h >= 0 ? 1 : 0, ", ", most, "]");
-      check(world_size >= 1 && world_size <= kMost, op, ": world_size of tables[", t, "] is ",
-            world_size, ", but must be in [1, ", kMost, "]");
+    tables.reserve(rows.size());
+    hash_tables.reserve(rows.size());
+    for (size_t t = 0; t < rows.size(); ++t) {
+      const auto& [h, capacity, world_size] = rows[t];
+      given.check(h >= -1 && h < static_cast<int64_t>(buckets.size()), "tables[", t,
+                  "] has hash table ", h, " of ", buckets.size());
+      const int64_t least = h >= 0 ? 1 : 0;
+      const int64_t most =
+          h >= 0 ? std::min(kMostNumbered, num_buckets[h] * kSlotsPerBucket) : kMostNumbered;
+      given.check(capacity >= least && capacity <= most, "capacity of tables[", t, "] is ",
+                  capacity, ", but must be in [", least, ", ", most, "]");
+      given.check(world_size >= 1 && world_size <= kMostNumbered, "world_size of tables[", t,
+                  "] is ", world_size, ", but must be in [1, ", kMostNumbered, "]");
       GroupTable table{};
       if (h >= 0) {
         table.buckets = mutable_data<Bucket>(buckets[h]);
-        table.num_buckets = buckets[h].size(0);
+        table.num_buckets = num_buckets[h];
         table.device_hash_seed = int64_data(hash_seeds[h]);
         if constexpr (!kOnDevice) table.hash_seed = *table.device_hash_seed;
       }
@@ -64,17 +63,13 @@ cuda::GroupCall device_call(const GroupTables& group, const NewRows* new_rows) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& hash_seeds,
-                                        const Tensor& tables_in, const Tensors& keys,
+                                        const Tensor& tables, const Tensors& keys,
                                         const Tensors& offsets, const Tensor& features) {
-  const char* op = "group_find";
-  const Tensor tables = host_matrix(tables_in, ScalarType::Long, kTableColumns, op, "tables");
-  GroupInput input(op, keys, offsets, features, tables.size(0));
-  const Tensor& like = first_of(keys, buckets, features);
-  check_list_device(like, keys, op, "keys");
-  check_list_device(like, offsets, op, "offsets");
-  check_list_device(like, buckets, op, "buckets");
-  check_list_device(like, hash_seeds, op, "hash_seeds");
-  GroupTables group(op, buckets, hash_seeds, tables, input);
+  Arguments given("group_find");
+  const Descriptor<TableRow> table_rows(given, "tables", tables);
+  GroupInput input(given, keys, offsets, features, table_rows.size());
+  GroupTables group(given, buckets, hash_seeds, table_rows, input);
+  const Tensor& like = given.first_or(features);
   const DeviceContext context(like);
   const auto results = new_bags(input, like);
   Tensor rows = new_output(like, {input.entries}, ScalarType::Int);
@@ -96,29 +91,23 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& h
 }
 
 // Weights, seeds and initializers of the tables, for rows that are new.
-std::vector<NewRows> new_rows_of(const char* op, const Tensors& weights, const Tensors& seeds,
+std::vector<NewRows> new_rows_of(Arguments& given, const Tensors& weights, const Tensors& seeds,
                                  const Tensor& initializers, const GroupTables& group) {
   const size_t count = group.tables.size();
-  check_list(weights.size(), count, op, "weights");
-  const std::vector<Initializer> initial = initializers_of(initializers, seeds, count, op);
+  given.check_list("weights", weights.size(), count);
+  given.read_ahead("seeds", seeds, ScalarType::Long);
+  const std::vector<Initializer> initial = initializers_of(given, initializers, seeds, count);
   std::vector<NewRows> new_rows;
   new_rows.reserve(count);
-  const ScalarType dtype = weights.empty() ? ScalarType::Float : dtype_of(weights[0]);
+  const ScalarType dtype = weights.empty() ? kAnyDtype : dtype_of(weights[0]);
   for (size_t t = 0; t < count; ++t) {
-    const Tensor& weight = weights[t];
-    if (weight.dim() != 2 || !weight.is_contiguous()) {
-      check_dim(weight, 2, op, Item{"weights", t});
-      check_mutable(weight, op, Item{"weights", t});
-    }
-    const int64_t num_rows = weight.size(0), dim = weight.size(1);
-    check_elements({num_rows, dim}, op, "weights");
-    const ScalarType type = dtype_of(weight);
-    check(type == dtype, op, ": weights[", t, "] must have the dtype of the others, got ",
-          torch::headeronly::toString(type));
-    check(num_rows >= group.tables[t].capacity, op, ": weights[", t, "] has ", num_rows,
-          " rows, but capacity of tables[", t, "] is ", group.tables[t].capacity);
-    check_row_size(dim, op, "weights");
-    NewRows rows{weight.mutable_data_ptr(), dim, initial[t], int64_data(seeds[t])};
+    const Item name("weights", t);
+    given.written(name, weights[t], dtype);
+    const auto [num_rows, dim] = given.check_dim(name, weights[t], 2);
+    given.check(num_rows >= group.tables[t].capacity, name, " has ", num_rows,
+                " rows, but capacity of tables[", t, "] is ", group.tables[t].capacity);
+    given.check_row_size("weights", dim);
+    NewRows rows{weights[t].mutable_data_ptr(), dim, initial[t], int64_data(seeds[t])};
     if constexpr (!kOnDevice) {
       rows.initializer.seed = static_cast<uint64_t>(*rows.device_seed);
     }
@@ -129,41 +118,29 @@ std::vector<NewRows> new_rows_of(const char* op, const Tensors& weights, const T
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
     const Tensors& buckets, const Tensors& hash_seeds, const Tensors& sizes, const Tensors& weights,
-    const Tensors& seeds, const Tensor& tables_in, const Tensor& initializers, const Tensors& keys,
+    const Tensors& seeds, const Tensor& tables, const Tensor& initializers, const Tensors& keys,
     const Tensors& offsets, const Tensor& features) {
-  const char* op = "group_find_or_insert_";
-  const Tensor tables = host_matrix(tables_in, ScalarType::Long, kTableColumns, op, "tables");
-  GroupInput input(op, keys, offsets, features, tables.size(0));
-  const Tensor& like = first_of(keys, weights, features);
-  const std::pair<const char*, const Tensors*> lists[] = {
-      {"buckets", &buckets}, {"hash_seeds", &hash_seeds}, {"sizes", &sizes},
-      {"weights", &weights}, {"seeds", &seeds},           {"keys", &keys},
-      {"offsets", &offsets}};
-  for (const auto& [name, tensors] : lists) check_list_device(like, *tensors, op, name);
-  Overlaps overlaps(op);
-  overlaps.written("buckets", buckets);
-  overlaps.written("sizes", sizes);
-  overlaps.written("weights", weights);
-  overlaps.read("keys", keys);
-  if constexpr (kOnDevice) {  // on the CPU they have been read before anything is written
-    overlaps.read("hash_seeds", hash_seeds);
-    overlaps.read("seeds", seeds);
-    overlaps.read("offsets", offsets);
-  }
-  GroupTables group(op, buckets, hash_seeds, tables, input);
-  check_list(sizes.size(), buckets.size(), op, "sizes");
+  Arguments given("group_find_or_insert_", Arguments::kWrites);
+  const Descriptor<TableRow> table_rows(given, "tables", tables);
+  GroupInput input(given, keys, offsets, features, table_rows.size());
+  GroupTables group(given, buckets, hash_seeds, table_rows, input);
+  given.check_list("sizes", sizes.size(), buckets.size());
   std::vector<bool> taken(buckets.size());
-  for (size_t h = 0; h < sizes.size(); ++h) check_word(sizes[h], op, Item{"sizes", h});
+  for (size_t h = 0; h < sizes.size(); ++h) {
+    const Item name("sizes", h);
+    given.check_one(name, given.written(name, sizes[h], ScalarType::Long, 1));
+  }
   for (size_t t = 0; t < group.tables.size(); ++t) {
     const int64_t h = group.hash_tables[t];
     if (h < 0) continue;
-    check(!taken[h], op, ": tables[", t, "] has hash table ", h, ", as has one before it");
+    given.check(!taken[h], "tables[", t, "] has hash table ", h, ", as has one before it");
     taken[h] = true;
     group.tables[t].size = mutable_data<int64_t>(sizes[h]);
   }
-  const std::vector<NewRows> new_rows = new_rows_of(op, weights, seeds, initializers, group);
-  overlaps.check();
-  const Exclusive alone(buckets, op);
+  const std::vector<NewRows> new_rows = new_rows_of(given, weights, seeds, initializers, group);
+  given.check_apart();
+  const Tensor& like = given.first_or(features);
+  const Exclusive alone(given, buckets);
   const DeviceContext context(like);
   const auto count = static_cast<int64_t>(group.tables.size());
   const auto results = new_bags(input, like);
@@ -189,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
       begin_on_cpu(input, group.tables, results, context);
       for (const GroupTable& table : group.tables) {
         if (table.buckets != nullptr) {
-          check_size_value(*table.size, table.num_buckets, op, "a size");
+          check_size_value(given, "a size", *table.size, table.num_buckets);
         }
       }
       std::vector<int32_t> order(group.tables.size());
@@ -206,18 +183,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> find_or_insert(
   if (weights.empty()) {
     run(TypeTag<float>{});
   } else {
-    dispatch_rows(weights[0], op, "weights", run);
+    given.dispatch_rows("weights", weights[0], run);
   }
   for (int64_t t = 0; t < count; ++t) {
-    check(refused[t] >= 0, op, ": the hash table of table ", t,
-          " is damaged: no slot is free, or a row is beyond its capacity");
+    given.check(refused[t] >= 0, "the hash table of table ", t,
+                " is damaged: no slot is free, or a row is beyond its capacity");
   }
   for (int64_t t = 0; t < count; ++t) {
     if (refused[t] == 0) continue;
     const Tensor& size = sizes[group.hash_tables[t]];
-    throw std::runtime_error(message(op, ": table ", t, " is full: ", context.value(size, 0),
-                                     " of its ", group.tables[t].capacity, " rows are in use, and ",
-                                     refused[t],
+    throw std::runtime_error(message(given.op(), ": table ", t,
+                                     " is full: ", context.value(size, 0), " of its ",
+                                     group.tables[t].capacity, " rows are in use, and ", refused[t],
                                      " of the keys are new; none of them has been inserted"));
   }
   return {rows, inverse, counts, results.first, results.second};

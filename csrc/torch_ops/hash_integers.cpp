@@ -1,15 +1,12 @@
 #include "sparsekit/hash_integers.h"
 
-#include "device_context.h"
+#include "arguments.h"
 
 namespace sparsekit::ops {
 namespace {
 
 Tensor hash_integers(Tensor values, bool is_unsigned, int64_t seed) {
-  const char* op = "hash_integers";
-  check_dtype(values, ScalarType::Long, op, "values");
-  check_dim(values, 1, op, "values");
-  values = packed(values);
+  values = packed(Arguments("hash_integers").read("values", values, ScalarType::Long, 1));
   const int64_t n = values.numel();
   Tensor codes = new_output(values, {n});
   const DeviceContext context(values);

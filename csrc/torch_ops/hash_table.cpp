@@ -1,10 +1,7 @@
 #include "sparsekit/hash_table.h"
 
-#include <limits>
-
 #include "exclusive.h"
 #include "hash_table.h"
-#include "overlap.h"
 
 namespace sparsekit::ops {
 namespace {
@@ -15,36 +12,32 @@ void no_rows_beyond(const DeviceCount& count, const Tensor& rows) {
 }
 
 void clear(Tensor buckets) {
-  check_buckets(buckets, "hash_table_clear_", "buckets");
-  const Exclusive alone(buckets, "hash_table_clear_");
+  Arguments given("hash_table_clear_");
+  const int64_t num_buckets = read_buckets(given, "buckets", buckets);
+  const Exclusive alone(given, buckets);
   const DeviceContext context(buckets);
   if constexpr (kOnDevice) {
-    cuda::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), context.stream());
+    cuda::hash_table_clear(mutable_data<Bucket>(buckets), num_buckets, context.stream());
   } else {
-    cpu::hash_table_clear(mutable_data<Bucket>(buckets), buckets.size(0), torch_parallel_for());
+    cpu::hash_table_clear(mutable_data<Bucket>(buckets), num_buckets, torch_parallel_for());
   }
 }
 
 Tensor find(Tensor buckets, Tensor hash_seed, Tensor keys, std::optional<Tensor> num_keys) {
-  const char* op = "hash_table_find";
-  check_buckets(buckets, op, "buckets");
-  check_same_device(op, {{"buckets", buckets},
-                         {"hash_seed", hash_seed},
-                         {"keys", keys},
-                         {"num_keys", num_keys.value_or(keys)}});
-  check_word(hash_seed, op, "hash_seed");
-  check_dim(keys, 1, op, "keys");
-  keys = packed(keys);
-  const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
+  Arguments given("hash_table_find");
+  const int64_t num_buckets = read_buckets(given, "buckets", buckets);
+  given.read_word("hash_seed", hash_seed);
+  keys = packed(given.read("keys", keys, kAnyDtype, 1));
+  const DeviceCount count = given.count(keys.numel(), "num_keys", num_keys);
   const DeviceContext context(buckets);
   Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
-  dispatch_keys(keys, op, [&](auto tag) {
+  given.dispatch_keys(keys, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
-      cuda::hash_table_find(data<Bucket>(buckets), buckets.size(0), int64_data(hash_seed),
+      cuda::hash_table_find(data<Bucket>(buckets), num_buckets, int64_data(hash_seed),
                             data<Key>(keys), count, mutable_data<int64_t>(rows), context.stream());
     } else {
-      cpu::hash_table_find(data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed),
+      cpu::hash_table_find(data<Bucket>(buckets), num_buckets, *int64_data(hash_seed),
                            data<Key>(keys), count.get(), mutable_data<int64_t>(rows),
                            torch_parallel_for());
       no_rows_beyond(count, rows);
@@ -56,55 +49,41 @@ Tensor find(Tensor buckets, Tensor hash_seed, Tensor keys, std::optional<Tensor>
 std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tensor size,
                                           Tensor keys, int64_t capacity,
                                           std::optional<Tensor> num_keys) {
-  const char* op = "hash_table_find_or_insert_";
-  check_buckets(buckets, op, "buckets");
-  check_same_device(op, {{"buckets", buckets},
-                         {"hash_seed", hash_seed},
-                         {"size", size},
-                         {"keys", keys},
-                         {"num_keys", num_keys.value_or(keys)}});
-  check_word(hash_seed, op, "hash_seed");
-  check_dim(keys, 1, op, "keys");
-  check(capacity > 0 && capacity <= buckets.size(0) * kSlotsPerBucket &&
-            capacity <= std::numeric_limits<int32_t>::max(),
-        op, ": capacity is ", capacity, ", but must be in [1, ",
-        std::min<int64_t>(buckets.size(0) * kSlotsPerBucket, std::numeric_limits<int32_t>::max()),
-        "]");
-  check_word(size, op, "size");
-  check(!kOnDevice || keys.numel() <= std::numeric_limits<int32_t>::max(), op, ": keys has ",
-        keys.numel(), " elements; at most 2^31 - 1 are supported");
-  Overlaps overlaps(op);
-  overlaps.written("buckets", buckets);
-  overlaps.written("size", size);
-  overlaps.read("hash_seed", hash_seed);
-  overlaps.read("keys", keys);
-  overlaps.read("num_keys", num_keys);
-  overlaps.check();
+  Arguments given("hash_table_find_or_insert_", Arguments::kWrites);
+  const int64_t num_buckets = read_buckets(given, "buckets", buckets);
+  given.check_one("size", given.written("size", size, ScalarType::Long, 1));
+  given.read_word("hash_seed", hash_seed);
+  given.read("keys", keys, kAnyDtype, 1);
+  const DeviceCount count = given.count(keys.numel(), "num_keys", num_keys);
+  const int64_t most = std::min(num_buckets * kSlotsPerBucket, kMostNumbered);
+  given.check(capacity > 0 && capacity <= most, "capacity is ", capacity, ", but must be in [1, ",
+              most, "]");
+  if (kOnDevice) given.check_count("keys", count.most);
+  given.check_apart();
   keys = packed(keys);
-  const DeviceCount count = device_count(keys.numel(), num_keys, op, "num_keys");
-  const Exclusive alone(buckets, op);
+  const Exclusive alone(given, buckets);
   const DeviceContext context(buckets);
   Tensor rows = new_output(keys, {keys.numel()}, ScalarType::Long);
   Tensor status = new_output(keys, {2}, ScalarType::Long);
-  dispatch_keys(keys, op, [&](auto tag) {
+  given.dispatch_keys(keys, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
       const Workspace memory(cuda::hash_table_find_or_insert_workspace_bytes(keys.numel()), keys);
-      cuda::hash_table_find_or_insert(mutable_data<Bucket>(buckets), buckets.size(0),
+      cuda::hash_table_find_or_insert(mutable_data<Bucket>(buckets), num_buckets,
                                       int64_data(hash_seed), mutable_data<int64_t>(size), capacity,
                                       data<Key>(keys), count, mutable_data<int64_t>(rows),
                                       mutable_data<int64_t>(status), memory.data(),
                                       context.stream());
     } else {
       const int64_t size_before = *int64_data(size);
-      check_size_value(size_before, buckets.size(0), op);
+      check_size_value(given, "size", size_before, num_buckets);
       const int64_t refused = cpu::hash_table_find_or_insert(
-          mutable_data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed),
+          mutable_data<Bucket>(buckets), num_buckets, *int64_data(hash_seed),
           mutable_data<int64_t>(size), capacity, data<Key>(keys), count.get(),
           mutable_data<int64_t>(rows), torch_parallel_for());
       no_rows_beyond(count, rows);
-      check(refused >= 0, op, ": the table is damaged: no slot is free for row ", size_before,
-            " and on, though its capacity is ", capacity);
+      given.check(refused >= 0, "the table is damaged: no slot is free for row ", size_before,
+                  " and on, though its capacity is ", capacity);
       mutable_data<int64_t>(status)[0] = size_before;
       mutable_data<int64_t>(status)[1] = refused;
     }
@@ -113,30 +92,29 @@ std::tuple<Tensor, Tensor> find_or_insert(Tensor buckets, Tensor hash_seed, Tens
 }
 
 Tensor keys(Tensor buckets, Tensor hash_seed, Tensor size) {
-  const char* op = "hash_table_keys";
-  check_buckets(buckets, op, "buckets");
-  check_same_device(op, {{"buckets", buckets}, {"hash_seed", hash_seed}, {"size", size}});
-  check_word(hash_seed, op, "hash_seed");
-  check_word(size, op, "size");
+  Arguments given("hash_table_keys");
+  const int64_t num_buckets = read_buckets(given, "buckets", buckets);
+  given.read_word("hash_seed", hash_seed);
+  given.read_word("size", size);
   const DeviceContext context(buckets);
   int64_t n = 0;
   context.read(int64_data(size), 1, &n);
-  check_size_value(n, buckets.size(0), op);
+  check_size_value(given, "size", n, num_buckets);
   Tensor keys = new_output(buckets, {n});
   Tensor rows = new_output(buckets, {n});
   bool sound = false;
   if constexpr (kOnDevice) {
     Tensor unsound = new_output(buckets, {1});
-    cuda::hash_table_keys(data<Bucket>(buckets), buckets.size(0), int64_data(hash_seed), n,
+    cuda::hash_table_keys(data<Bucket>(buckets), num_buckets, int64_data(hash_seed), n,
                           mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),
                           mutable_data<int64_t>(unsound), context.stream());
     sound = context.value(unsound, 0) == 0;
   } else {
-    sound = cpu::hash_table_keys(data<Bucket>(buckets), buckets.size(0), *int64_data(hash_seed), n,
+    sound = cpu::hash_table_keys(data<Bucket>(buckets), num_buckets, *int64_data(hash_seed), n,
                                  mutable_data<int64_t>(keys), mutable_data<int64_t>(rows),
                                  torch_parallel_for());
   }
-  check(sound, op, ": the table is damaged: its ", n, " rows do not have one key each");
+  given.check(sound, "the table is damaged: its ", n, " rows do not have one key each");
   return keys;
 }
 

@@ -1,26 +1,25 @@
 #include "sparsekit/segment_sum.h"
 
-#include "device_context.h"
+#include "arguments.h"
 
 namespace sparsekit::ops {
 namespace {
 
 Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segments,
                             bool deterministic) {
-  const char* op = "unsorted_segment_sum";
-  check_same_device(op, {{"data", values}, {"segment_ids", segment_ids}});
-  check_dim(values, 2, op, "data");
-  check_dim(segment_ids, 1, op, "segment_ids");
-  check_size(segment_ids, 0, values.size(0), op, "segment_ids");
-  check_sort_sizes(segment_ids.numel(), num_segments, op, "num_segments");
+  Arguments given("unsorted_segment_sum");
+  given.read("data", values, kAnyDtype, 2);
+  given.read("segment_ids", segment_ids, kAnyDtype, 1);
+  given.check_size("segment_ids", segment_ids, 0, values.size(0));
+  given.check_sort_sizes(segment_ids.numel(), "num_segments", num_segments);
   values = packed(values);
-  segment_ids = packed_int64(segment_ids, op, "segment_ids");
+  segment_ids = given.packed_int64("segment_ids", segment_ids);
   const int64_t n = values.size(0), dim = values.size(1);
-  check_row_size(dim, op, "data");
-  check_elements({num_segments, dim}, op, "a result");
+  given.check_row_size("data", dim);
+  given.check_elements("a result", {num_segments, dim});
   const DeviceContext context(values);
   Tensor out = new_output(values, {num_segments, dim});
-  dispatch_rows(values, op, "data", [&](auto tag) {
+  given.dispatch_rows("data", values, [&](auto tag) {
     using T = typename decltype(tag)::type;
     int64_t bad = -1;
     if constexpr (kOnDevice) {
@@ -39,8 +38,8 @@ Tensor unsorted_segment_sum(Tensor values, Tensor segment_ids, int64_t num_segme
                                     mutable_data<T>(out), memory.data(), parallel_for);
     }
     if (bad >= 0) {
-      index_error(op, ": segment_ids[", bad, "] is ", context.value(segment_ids, bad),
-                  ", but num_segments is ", num_segments);
+      given.index_error("segment_ids[", bad, "] is ", context.value(segment_ids, bad),
+                        ", but num_segments is ", num_segments);
     }
   });
   return out;

@@ -15,70 +15,48 @@ namespace sparsekit::ops {
 // One tensor for a table, but `states` has those of one table after another, and row_steps may be
 // empty.
 struct TableLists {
-  const char* op;
-  const std::vector<Tensor>& weights;
-  const std::vector<Tensor>& states;
-  const std::vector<Tensor>& row_steps;
-  const std::vector<Tensor>& steps;
+  Arguments& given;
+  const Tensors& weights;
+  const Tensors& states;
+  const Tensors& row_steps;
+  const Tensors& steps;
 
   size_t size() const { return weights.size(); }
   size_t num_states() const { return states.size() / size(); }
-  const Tensor* states_of(size_t i) const { return states.data() + i * num_states(); }
-  const Tensor* row_step(size_t i) const { return row_steps.empty() ? nullptr : &row_steps[i]; }
 
-  void check_one_each(const char* name, const std::vector<Tensor>& list, bool may_be_none) const {
-    check(list.size() == size() || (may_be_none && list.empty()), op, ": ", name, " must have ",
-          size(), may_be_none ? " tensors or none, got " : " tensors, one for each weight, got ",
-          list.size());
+  void check_one_each(const char* name, const Tensors& list, bool may_be_none) const {
+    given.check(list.size() == size() || (may_be_none && list.empty()), name, " must have ", size(),
+                may_be_none ? " tensors or none, got " : " tensors, one for each weight, got ",
+                list.size());
   }
   void check_sizes() const {
-    check(!weights.empty(), op, ": there is no weight");
+    given.check(!weights.empty(), "there is no weight");
     check_one_each("row_steps", row_steps, true);
     check_one_each("steps", steps, false);
-    check(states.size() % size() == 0, op, ": states must have equally many tensors for each of ",
-          size(), " weights, got ", states.size());
-  }
-
-  // Calls body(i, op) for each table. What it throws names the table, if there are several.
-  template <class Body>
-  void for_each(const Body& body) const {
-    for (size_t i = 0; i < size(); ++i) {
-      try {
-        body(i, op);
-      } catch (const std::invalid_argument&) {
-        if (size() == 1) throw;
-        body(i, message(op, ": table ", i).c_str());
-        throw;
-      }
-    }
+    given.check(states.size() % size() == 0, "states must have equally many tensors for each of ",
+                size(), " weights, got ", states.size());
   }
 
   // Table i and its step, checked.
   template <class T>
-  SteppedTable<T> read_table(size_t i, StepNumber number, bool row_wise, const char* op_of) const {
-    const Tensor &weight = weights[i], &step = steps[i];
-    check_same_device(op_of,
-                      {{"the first weight", weights[0]}, {"weight", weight}, {"step", step}});
-    check_dtype(weight, dtype_of(weights[0]), op_of, "weight");
-    SteppedTable<T> table{
-        row_table<T>(weight, states_of(i), num_states(), row_step(i), row_wise, op_of),
-        mutable_data<int64_t>(step)};
-    check_dtype(step, ScalarType::Long, op_of, "step");
+  SteppedTable<T> read_table(size_t i, StepNumber number, bool row_wise) const {
+    given.check_dtype("weight", weights[i], dtype_of(weights[0]));
+    const Tensor* row_step = row_steps.empty() ? nullptr : &row_steps[i];
+    SteppedTable<T> table{row_table<T>(given, weights[i], states.data() + i * num_states(),
+                                       num_states(), row_step, row_wise),
+                          nullptr};
+    const Tensor& step = steps[i];
+    number.counted ? given.written("step", step, ScalarType::Long)
+                   : given.read("step", step, ScalarType::Long);
+    table.step = mutable_data<int64_t>(step);
     const int64_t least = number.counted ? 0 : 1;
     const int64_t numbers = step.numel();
-    check(numbers == 1, op_of, ": step must be one number >= ", least, ", got ", numbers,
-          " numbers");
+    given.check(numbers == 1, "step must be one number >= ", least, ", got ", numbers, " numbers");
     if constexpr (!kOnDevice) {
-      check(*table.step >= least && *table.step < std::numeric_limits<int64_t>::max(), op_of,
-            ": step must be one number >= ", least, ", got ", *table.step);
+      given.check(*table.step >= least && *table.step < std::numeric_limits<int64_t>::max(),
+                  "step must be one number >= ", least, ", got ", *table.step);
     }
     return table;
-  }
-
-  void add_table(Overlaps& overlaps, size_t i, bool counted) const {
-    if (size() > 1) overlaps.of_table(i);
-    ops::add_table(overlaps, weights[i], states_of(i), num_states(), row_step(i));
-    counted ? overlaps.written("step", steps[i]) : overlaps.read("step", steps[i]);
   }
 };
 
@@ -90,12 +68,12 @@ inline Rounding rounding_of(const std::optional<int64_t>& seed) {
 template <class Body>
 void dispatch_step(const TableLists& lists, const std::string& rule,
                    const std::vector<double>& settings, bool per_row, const Body& body) {
-  const char* op = lists.op;
-  check(!per_row || !lists.row_steps.empty(), op, ": per_row needs row_steps");
-  dispatch_rows(lists.weights[0], op, "weight", [&](auto tag) {
-    dispatch_rule(rule, settings, lists.num_states(), op, [&](const auto& chosen) {
-      check(!per_row || std::decay_t<decltype(chosen)>::kPerRow, op,
-            ": rows cannot count their own steps under ", rule);
+  const Arguments& given = lists.given;
+  given.check(!per_row || !lists.row_steps.empty(), "per_row needs row_steps");
+  given.dispatch_rows("weight", lists.weights[0], [&](auto tag) {
+    dispatch_rule(given, rule, settings, lists.num_states(), [&](const auto& chosen) {
+      given.check(!per_row || std::decay_t<decltype(chosen)>::kPerRow,
+                  "rows cannot count their own steps under ", rule);
       body(tag, chosen);
     });
   });

@@ -1,9 +1,8 @@
 #include "sparsekit/unique.h"
 
 #include <cstring>
-#include <limits>
 
-#include "device_context.h"
+#include "arguments.h"
 #include "process_seed.h"
 
 namespace sparsekit::ops {
@@ -36,17 +35,16 @@ struct Padded {
 // Writes the number of distinct keys to *num_unique, which is where the engine is.
 Padded unique_of(const DeviceContext& context, Tensor keys, std::optional<Tensor> num_keys,
                  int64_t* num_unique, const char* op) {
-  check_dim(keys, 1, op, "keys");
+  Arguments given(op);
+  given.read("keys", keys, kAnyDtype, 1);
   const int64_t n = keys.numel();
-  check(n <= std::numeric_limits<int32_t>::max(), op, ": keys has ", n,
-        " elements; at most 2^31 - 1 are supported");
+  given.check_count("keys", n);
   keys = packed(keys);
   Tensor unique_keys = new_output(keys, {n});
   Tensor inverse = new_output(keys, {n}, ScalarType::Long);
   Tensor counts = new_output(keys, {n}, ScalarType::Long);
-  check_same_device(op, {{"keys", keys}, {"num_keys", num_keys.value_or(keys)}});
-  const DeviceCount count = device_count(n, num_keys, op, "num_keys");
-  dispatch_keys(keys, op, [&](auto tag) {
+  const DeviceCount count = given.count(n, "num_keys", num_keys);
+  given.dispatch_keys(keys, [&](auto tag) {
     using Key = typename decltype(tag)::type;
     if constexpr (kOnDevice) {
       const Workspace memory(cuda::unique_workspace_bytes(n), keys);

@@ -5,63 +5,44 @@
 namespace sparsekit::ops {
 namespace {
 
-constexpr const char* kOp = "update_rows_";
-
 // The lists of a call, of which that of rows may be empty.
 struct Lists : TableLists {
-  std::vector<Tensor>& rows;
-  std::vector<Tensor>& grads;
+  Tensors& rows;
+  Tensors& grads;
 
   void check_sizes(const std::optional<Tensor>& num_grads) const {
     TableLists::check_sizes();
     check_one_each("rows", rows, true);
     check_one_each("grads", grads, false);
     if (!num_grads.has_value()) return;
-    check_dtype(*num_grads, ScalarType::Long, kOp, "num_grads");
-    check(num_grads->numel() == static_cast<int64_t>(size()) && num_grads->is_contiguous(), kOp,
-          ": num_grads must have one element for each of ", size(), " tables, got ",
-          num_grads->numel());
-    check_same_device(kOp, {{"weight", weights[0]}, {"num_grads", *num_grads}});
+    given.check_dtype("num_grads", *num_grads, ScalarType::Long);
+    given.check(num_grads->numel() == static_cast<int64_t>(size()) && num_grads->is_contiguous(),
+                "num_grads must have one element for each of ", size(), " tables, got ",
+                num_grads->numel());
   }
 
-  void check_overlaps(const std::optional<Tensor>& num_grads, bool counted) const {
-    Overlaps overlaps(kOp);
-    for (size_t i = 0; i < size(); ++i) {
-      add_table(overlaps, i, counted);
-      if (!rows.empty()) overlaps.read("rows", rows[i]);
-      overlaps.read("grad", grads[i]);
+  // The gradients of table i, checked; they and their rows become contiguous.
+  template <class T>
+  RowGradients<T> read_gradients(size_t i, const RowTable<T>& table) const {
+    Tensor& grad = grads[i];
+    RowGradients<T> gradients{};
+    if (!rows.empty()) given.read("rows", rows[i], ScalarType::Long, 1);
+    given.read("grad", grad, dtype_of(weights[i]));
+    const auto [n, dim] = given.check_dim("grad", grad, 2);
+    given.check(dim == table.dim, "grad must have size ", table.dim, " in dimension 1, got ", dim);
+    if (rows.empty()) {
+      given.check_size("grad", grad, 0, table.num_rows);
+    } else {
+      given.check_size("rows", rows[i], 0, n);
+      rows[i] = packed(rows[i]);
+      gradients.rows = int64_data(rows[i]);
     }
-    overlaps.read("num_grads", num_grads);
-    overlaps.check();
+    grad = packed(grad);
+    gradients.grad = data<T>(grad);
+    gradients.n = n;
+    return gradients;
   }
 };
-
-// The gradients of table i, checked; they and their rows become contiguous.
-template <class T>
-RowGradients<T> read_gradients(const Lists& lists, size_t i, const char* op) {
-  const Tensor& weight = lists.weights[i];
-  Tensor& grad = lists.grads[i];
-  RowGradients<T> gradients{};
-  check_same_device(op, {{"weight", weight}, {"grad", grad}});
-  check_dim(grad, 2, op, "grad");
-  check_size(grad, 1, weight.size(1), op, "grad");
-  check_dtype(grad, weight.scalar_type(), op, "grad");
-  if (lists.rows.empty()) {
-    check_size(grad, 0, weight.size(0), op, "grad");
-  } else {
-    Tensor& rows = lists.rows[i];
-    check_same_device(op, {{"weight", weight}, {"rows", rows}});
-    check_dim(rows, 1, op, "rows");
-    check_dtype(rows, ScalarType::Long, op, "rows");
-    check_size(rows, 0, grad.size(0), op, "rows");
-    rows = packed(rows);
-    gradients.rows = int64_data(rows);
-  }
-  grad = packed(grad);
-  gradients.grad = data<T>(grad);
-  gradients.n = grad.size(0);
-  return gradients;
-}
 
 // As cpu::update_rows, but with checks off it sees no bad row.
 template <class Rule, class T>
@@ -88,11 +69,13 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
   const size_t count = lists.size();
   std::vector<SteppedTable<T>> tables(count);
   std::vector<RowGradients<T>> gradients(count);
-  lists.for_each([&](size_t i, const char* op) {
-    tables[i] = lists.read_table<T>(i, number, Rule::kRowWise, op);
-    gradients[i] = read_gradients<T>(lists, i, op);
+  Arguments& given = lists.given;
+  given.for_each_table(count, [&](size_t i) {
+    tables[i] = lists.read_table<T>(i, number, Rule::kRowWise);
+    gradients[i] = lists.read_gradients<T>(i, tables[i].table);
   });
-  lists.check_overlaps(num_grads, number.counted);
+  given.read("num_grads", num_grads);
+  given.check_apart();
 
   const DeviceContext context(lists.weights[0]);
   const int64_t* exact = num_grads.has_value() ? int64_data(*num_grads) : nullptr;
@@ -108,20 +91,19 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
   }
   if (bad.table >= 0) {
     const auto i = static_cast<size_t>(bad.table);
-    const std::string table = count == 1 ? "" : message(": table ", i);
-    index_error(kOp, table, ": rows[", bad.position, "] is ",
-                context.value(lists.rows[i], bad.position), ", but weight has ",
-                tables[i].table.num_rows, " rows");
+    given.of_table(i, count);
+    given.index_error("rows[", bad.position, "] is ", context.value(lists.rows[i], bad.position),
+                      ", but weight has ", tables[i].table.num_rows, " rows");
   }
   if (number.counted) count_steps(context, tables);
 }
 
-void update_rows(std::vector<Tensor> weights, std::vector<Tensor> states,
-                 std::vector<Tensor> row_steps, std::vector<Tensor> rows, std::vector<Tensor> grads,
-                 std::vector<Tensor> steps, std::string rule, std::vector<double> settings,
-                 bool per_row, std::optional<int64_t> rounding_seed, bool count_steps,
+void update_rows(Tensors weights, Tensors states, Tensors row_steps, Tensors rows, Tensors grads,
+                 Tensors steps, std::string rule, std::vector<double> settings, bool per_row,
+                 std::optional<int64_t> rounding_seed, bool count_steps,
                  std::optional<Tensor> num_grads) {
-  const Lists lists{{kOp, weights, states, row_steps, steps}, rows, grads};
+  Arguments given("update_rows_", Arguments::kWrites);
+  const Lists lists{{given, weights, states, row_steps, steps}, rows, grads};
   lists.check_sizes(num_grads);
   dispatch_step(lists, rule, settings, per_row, [&](auto tag, const auto& chosen) {
     update<std::decay_t<decltype(chosen)>, typename decltype(tag)::type>(

@@ -1,0 +1,376 @@
+// The arguments of a call: each is checked as it is named, and an output that shares memory with
+// another argument is refused. A kernel that has checked a size, a key or a row number relies on it
+// while it writes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <vector>
+
+#include "device_context.h"
+
+namespace sparsekit::ops {
+
+using Tensors = std::vector<Tensor>;
+
+// The bytes from a tensor's first element to its last one, and how the rows of a matrix lie in
+// them.
+struct Span {
+  uintptr_t begin = 0, end = 0;
+  int64_t row_bytes = 0;
+  int64_t stride_bytes = 0;  // 0 unless it is a matrix of several rows that lie apart
+
+  Span() = default;
+
+  explicit Span(const Tensor& tensor) {
+    const int64_t count = tensor.numel();
+    if (count == 0) return;
+    const auto element = static_cast<int64_t>(tensor.element_size());
+    begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    row_bytes = count * element;
+    if (tensor.is_contiguous()) {
+      end = begin + static_cast<uintptr_t>(row_bytes);
+      return;
+    }
+    row_bytes = element;
+    for (int64_t d = 0; d < tensor.dim(); ++d) {
+      row_bytes += (tensor.size(d) - 1) * tensor.stride(d) * element;
+    }
+    end = begin + static_cast<uintptr_t>(row_bytes);
+    if (tensor.dim() == 2 && tensor.size(0) > 1 && (tensor.size(1) == 1 || tensor.stride(1) == 1)) {
+      row_bytes = tensor.size(1) * element;
+      stride_bytes = tensor.stride(0) * element;
+    }
+  }
+
+  bool overlaps(const Span& other) const {
+    if (begin >= other.end || other.begin >= end) return false;
+    if (stride_bytes <= 0 || stride_bytes != other.stride_bytes) return true;
+    // Rows that are equally far apart, as the states of an optimizer are: where rows of the one
+    // that begins later lie between rows of the other, no element is shared.
+    const Span& first = begin <= other.begin ? *this : other;
+    const Span& second = begin <= other.begin ? other : *this;
+    const auto apart = static_cast<int64_t>(second.begin - first.begin) % stride_bytes;
+    return apart < first.row_bytes || apart + second.row_bytes > stride_bytes;
+  }
+};
+
+// A name as errors show it. It becomes text only in an error, and what an error would say is not
+// asked for before there is one: each question to a tensor is a call of torch.
+struct Item {
+  const char* name;
+  int64_t position = -1;  // in a list
+
+  Item(const char* name) : name(name) {}
+  Item(const char* list, size_t position) : name(list), position(static_cast<int64_t>(position)) {}
+};
+inline std::ostream& operator<<(std::ostream& text, const Item& item) {
+  text << item.name;
+  return item.position < 0 ? text : text << '[' << item.position << ']';
+}
+
+// More than any memory has. Checked of every argument and result, so that what is computed from
+// sizes (numbers of bytes, of elements, of threads) is far from overflow.
+constexpr int64_t kMostElements = int64_t{1} << 44;
+
+// Entries, tables and features are numbered in 32 bits.
+constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
+
+// For arguments of several dtypes or shapes, which the op checks.
+constexpr ScalarType kAnyDtype = ScalarType::Undefined;
+constexpr int64_t kAnyDim = -1;
+
+// An op that writes to arguments says so, names all of them and then calls check_apart(); others
+// need not know where theirs lie.
+class Arguments {
+ public:
+  enum Access { kReads, kWrites };
+
+  explicit Arguments(const char* op, Access access = kReads) : op_(op), access_(access) {}
+
+  const char* op() const { return op_; }
+
+  // Python sees a ValueError ...
+  template <class... Parts>
+  [[noreturn]] void error(const Parts&... parts) const {
+    throw std::invalid_argument(message(where(), parts...));
+  }
+  template <class... Parts>
+  void check(bool condition, const Parts&... parts) const {
+    if (!condition) error(parts...);
+  }
+  // ... or an IndexError.
+  template <class... Parts>
+  [[noreturn]] void index_error(const Parts&... parts) const {
+    throw std::out_of_range(message(where(), parts...));
+  }
+
+  // An argument that is only read, on the device of the first argument, of this dtype and with so
+  // many dimensions. It may overlap others of its kind.
+  const Tensor& read(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
+                     int64_t dim = kAnyDim) {
+    return add(name, tensor, dtype, dim, false);
+  }
+  void read(const Item& name, const std::optional<Tensor>& tensor, ScalarType dtype = kAnyDtype,
+            int64_t dim = kAnyDim) {
+    if (tensor.has_value()) read(name, *tensor, dtype, dim);
+  }
+  // One int64: a table's size, or its hash_seed.
+  void read_word(const Item& name, const Tensor& word) {
+    check_one(name, read(name, word, ScalarType::Long, 1));
+  }
+  // On the CPU it is read before anything is written, so that it may overlap anything.
+  const Tensor& read_ahead(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
+                           int64_t dim = kAnyDim) {
+    return kOnDevice ? read(name, tensor, dtype, dim) : checked(name, tensor, dtype, dim);
+  }
+  // An argument whose memory is written to as it lies.
+  const Tensor& written(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
+                        int64_t dim = kAnyDim) {
+    check_contiguous(name, add(name, tensor, dtype, dim, true));
+    return tensor;
+  }
+  // As written(), of rows that may lie apart; the op checks how.
+  const Tensor& written_rows(const Item& name, const Tensor& tensor, ScalarType dtype) {
+    return add(name, tensor, dtype, kAnyDim, true);
+  }
+
+  // Lists of such arguments.
+  void read(const char* list, const Tensors& tensors, ScalarType dtype = kAnyDtype,
+            int64_t dim = kAnyDim) {
+    for (size_t i = 0; i < tensors.size(); ++i) read({list, i}, tensors[i], dtype, dim);
+  }
+  void read_ahead(const char* list, const Tensors& tensors, ScalarType dtype = kAnyDtype) {
+    for (size_t i = 0; i < tensors.size(); ++i) read_ahead({list, i}, tensors[i], dtype);
+  }
+
+  // Calls body(table) for each table. If there are several, the arguments that it names belong to
+  // that table, as do errors.
+  template <class Body>
+  void for_each_table(size_t count, const Body& body) {
+    for (size_t t = 0; t < count; ++t) {
+      of_table(t, count);
+      body(t);
+    }
+    table_ = -1;
+  }
+  void of_table(size_t table, size_t count) {
+    if (count > 1) table_ = static_cast<int64_t>(table);
+  }
+
+  // The argument whose device all must be on, or another tensor if there is none.
+  const Tensor& first_or(const Tensor& other) const { return first_ == nullptr ? other : *first_; }
+
+  // Raises when an argument that is written to overlaps another one.
+  void check_apart() const {
+    constexpr size_t kFew = 16;
+    if (named_.size() > kFew && !any_overlap()) return;
+    for (size_t i = 1; i < named_.size(); ++i) {
+      for (size_t j = 0; j < i; ++j) {
+        if (!clash(named_[i], named_[j])) continue;
+        error(named_[i], " overlaps ", named_[j],
+              " in memory, but what is written to must not be part of another argument");
+      }
+    }
+  }
+
+  void check_dtype(const Item& name, const Tensor& tensor, ScalarType dtype) const {
+    const ScalarType has = dtype_of(tensor);
+    if (has == dtype) return;
+    error(name, " must have dtype ", torch::headeronly::toString(dtype), ", got ",
+          torch::headeronly::toString(has));
+  }
+
+  // Raises unless the tensor has int64 or int32 numbers; returns whether they are int64.
+  bool check_wide(const Item& name, const Tensor& tensor) const {
+    const ScalarType has = dtype_of(tensor);
+    check(has == ScalarType::Long || has == ScalarType::Int, name, " must be int64 or int32, got ",
+          torch::headeronly::toString(has));
+    return has == ScalarType::Long;
+  }
+
+  // Counts a size of 0 as 1: a tensor without elements takes no memory, and its other sizes may be
+  // anything.
+  void check_elements(const Item& name, std::initializer_list<int64_t> sizes) const {
+    int64_t elements = 1;
+    bool possible = true;
+    for (const int64_t size : sizes) {
+      possible &= !__builtin_mul_overflow(elements, std::max<int64_t>(size, 1), &elements);
+    }
+    if (possible && elements <= kMostElements) return;
+    std::ostringstream shape;
+    for (const int64_t size : sizes) shape << (shape.tellp() > 0 ? ", " : "") << size;
+    error(name, " of shape [", shape.str(),
+          "] cannot be: at most 2^44 elements are "
+          "supported, and a size of 0 counts as 1");
+  }
+
+  // One dimension or two; returns the sizes.
+  std::pair<int64_t, int64_t> check_dim(const Item& name, const Tensor& tensor, int64_t dim) const {
+    const int64_t has = tensor.dim();
+    check(has == dim, name, " must have ", dim, " dimension(s), got ", has);
+    const std::pair sizes(tensor.size(0), dim == 2 ? tensor.size(1) : 1);
+    check_elements(name, {sizes.first, sizes.second});
+    return sizes;
+  }
+
+  void check_size(const Item& name, const Tensor& tensor, int64_t dim, int64_t size) const {
+    const int64_t has = tensor.size(dim);
+    check(has == size, name, " must have size ", size, " in dimension ", dim, ", got ", has);
+  }
+
+  void check_contiguous(const Item& name, const Tensor& tensor) const {
+    check(tensor.is_contiguous(), name, " must be contiguous");
+  }
+
+  void check_count(const Item& name, int64_t n) const {
+    check(n <= kMostNumbered, name, " has ", n, " elements; at most 2^31 - 1 are supported");
+  }
+
+  // A row is cut into slices of at least 32 elements, and a grid has room for 65535 of them.
+  void check_row_size(const Item& name, int64_t dim) const {
+    constexpr int64_t kMost = 65535 * 32;
+    check(!kOnDevice || dim <= kMost, "rows of ", name, " may have at most ", kMost,
+          " elements on a device, got ", dim);
+  }
+
+  // Entries and targets of an op that sorts. On the CPU the bound is beyond any memory and keeps
+  // sizes of workspace far from overflow; on a device, sort keys are 32-bit.
+  void check_sort_sizes(int64_t entries, const Item& name, int64_t targets) const {
+    constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
+    check(targets >= 0 && targets < kEnd, name, " must be in [0, ", kOnDevice ? "2^32 - 1" : "2^48",
+          "), got ", targets);
+    check(!kOnDevice || entries <= kMostNumbered, entries,
+          " entries; at most 2^31 - 1 are supported");
+  }
+
+  void check_list(const Item& name, size_t size, size_t expected) const {
+    check(size == expected, name, " must have ", expected, " element(s), got ", size);
+  }
+
+  void check_one(const Item& name, const Tensor& tensor) const {
+    const int64_t has = tensor.numel();
+    check(has == 1, name, " must have one element, got ", has);
+  }
+
+  // Row numbers, segment ids or offsets, contiguous and in int64; they may come in int32.
+  Tensor packed_int64(const Item& name, const Tensor& tensor) const {
+    if (check_wide(name, tensor)) return packed(tensor);
+    // Packed first: a view of few elements in memory can have more than memory has room for.
+    return torch::stable::to(packed(tensor), ScalarType::Long);
+  }
+
+  // Up to n entries: as many as the one element of `exact` says, if it is there.
+  DeviceCount count(int64_t n, const Item& name, const std::optional<Tensor>& exact) {
+    if (!exact.has_value()) return DeviceCount{n};
+    check_one(name, read(name, *exact, ScalarType::Long));
+    return DeviceCount{n, int64_data(*exact)};
+  }
+
+  // Calls body(TypeTag<T>) with core's type of the rows' dtype.
+  template <class Body>
+  auto dispatch_rows(const Item& name, const Tensor& rows, Body&& body) const {
+    switch (dtype_of(rows)) {
+      case ScalarType::Float:
+        return body(TypeTag<float>{});
+      case ScalarType::Double:
+        return body(TypeTag<double>{});
+      case ScalarType::BFloat16:
+        return body(TypeTag<BFloat16>{});
+      default:
+        error(name, " must be float32, float64 or bfloat16, got ",
+              torch::headeronly::toString(rows.scalar_type()));
+    }
+  }
+
+  // Calls body(TypeTag<Key>) with int32_t or int64_t.
+  template <class Body>
+  auto dispatch_keys(const Tensor& keys, Body&& body) const {
+    return check_wide("keys", keys) ? body(TypeTag<int64_t>{}) : body(TypeTag<int32_t>{});
+  }
+
+ private:
+  struct Argument {
+    Item name;
+    int64_t table;  // or -1
+    Span span;
+    bool is_written;
+
+    friend std::ostream& operator<<(std::ostream& text, const Argument& argument) {
+      text << argument.name;
+      return argument.table < 0 ? text : text << " of table " << argument.table;
+    }
+  };
+
+  const Tensor& add(const Item& name, const Tensor& tensor, ScalarType dtype, int64_t dim,
+                    bool is_written) {
+    checked(name, tensor, dtype, dim);
+    if (access_ == kWrites) named_.push_back({name, table_, Span(tensor), is_written});
+    return tensor;
+  }
+
+  const Tensor& checked(const Item& name, const Tensor& tensor, ScalarType dtype, int64_t dim) {
+    if (first_ == nullptr) {
+      first_ = &tensor;
+      first_name_ = name;
+      on_cpu_ = tensor.is_cpu();
+    } else {
+      // Asking whether both are on the CPU is quicker than making two devices.
+      check(on_cpu_ ? tensor.is_cpu() : tensor.device() == first_->device(), name,
+            " is not on the device of ", first_name_);
+    }
+    if (dtype != kAnyDtype) check_dtype(name, tensor, dtype);
+    if (dim != kAnyDim) check_dim(name, tensor, dim);
+    return tensor;
+  }
+
+  std::string where() const {
+    return table_ < 0 ? message(op_, ": ") : message(op_, ": table ", table_, ": ");
+  }
+
+  static bool clash(const Argument& one, const Argument& other) {
+    return (one.is_written || other.is_written) && one.span.overlaps(other.span);
+  }
+
+  // Looks for any overlap: in the order of the addresses where arguments begin, each is compared
+  // with those that have not ended there.
+  bool any_overlap() const {
+    struct Begin {
+      uintptr_t address;
+      size_t argument;
+    };
+    std::vector<Begin> begins;
+    begins.reserve(named_.size());
+    for (size_t i = 0; i < named_.size(); ++i) begins.push_back({named_[i].span.begin, i});
+    std::sort(begins.begin(), begins.end(),
+              [](const Begin& one, const Begin& other) { return one.address < other.address; });
+    std::vector<const Argument*> writes, reads;
+    const auto clashes = [](std::vector<const Argument*>& earlier, const Argument& argument) {
+      const auto ended = [&](const Argument* other) {
+        return other->span.end <= argument.span.begin;
+      };
+      earlier.erase(std::remove_if(earlier.begin(), earlier.end(), ended), earlier.end());
+      return std::any_of(earlier.begin(), earlier.end(),
+                         [&](const Argument* other) { return clash(argument, *other); });
+    };
+    for (const Begin& begin : begins) {
+      const Argument& argument = named_[begin.argument];
+      if (clashes(writes, argument)) return true;
+      if (argument.is_written && clashes(reads, argument)) return true;
+      (argument.is_written ? writes : reads).push_back(&argument);
+    }
+    return false;
+  }
+
+  const char* op_;
+  Access access_;
+  int64_t table_ = -1;
+  const Tensor* first_ = nullptr;
+  Item first_name_ = "";
+  bool on_cpu_ = false;
+  std::vector<Argument> named_;
+};
+
+}  // namespace sparsekit::ops
