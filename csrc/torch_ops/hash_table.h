@@ -10,10 +10,11 @@ constexpr int64_t kWordsPerBucket = sizeof(Bucket) / sizeof(int64_t);
 
 // Returns how many there are.
 inline int64_t read_buckets(Arguments& given, const Item& name, const Tensor& buckets) {
-  given.written(name, buckets, ScalarType::Long);
+  given.written_rows(name, buckets, ScalarType::Long);
   const auto [num_buckets, words] = given.check_dim(name, buckets, 2);
   given.check(words == kWordsPerBucket, name, " must have size ", kWordsPerBucket,
               " in dimension 1, got ", words);
+  given.check_contiguous(name, buckets);
   given.check(num_buckets > 0, name, " must not be empty");
   given.check(!kOnDevice || reinterpret_cast<uintptr_t>(buckets.const_data_ptr()) % 16 == 0, name,
               " must lie at a multiple of 16 bytes");

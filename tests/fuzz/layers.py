@@ -16,11 +16,11 @@ from sparsekit import (
     TableFullError,
     nn,
     optim,
-    reference,
 )
 
 from ..nn import bags as forms
 from ..ops.optimizer_rules import widths
+from ..reference import ops as reference
 from .case import Case
 
 _ADAM = {"lr": 0.1, "eps": 1e-2}

@@ -359,7 +359,7 @@ WRONG = {
     "dtype": (
         of("weights", lambda w: [v.double() for v in w]),
         ValueError,
-        "grads must have dtype Double, got Float",
+        r"grads\[0\] must have dtype Double, got Float",
     ),
     "dtypes": (
         of("weights", lambda w: [*w[:-1], w[-1].double()]),

@@ -47,7 +47,7 @@ struct FeatureBags {
 
   int64_t first_entry() const { return bags[0]; }
   int64_t num_entries() const { return bags[num_bags] - bags[0]; }
-  // True if all vectors are aligned to so many elements where the first one is.
+  // True if all vectors are aligned to `width` elements where the first one is.
   bool keeps_alignment(int64_t width) const { return num_bags <= 1 || stride % width == 0; }
   SPARSEKIT_HOST_DEVICE int64_t first() const { return key_start == nullptr ? 0 : *key_start; }
   SPARSEKIT_HOST_DEVICE int64_t key(int64_t i) const {
