@@ -64,6 +64,18 @@ def test_npz_of_other_things_is_refused(tmp_path, arrays, names):
         checkpoint.sources_of("npz", tmp_path / "t.npz")
 
 
+@pytest.mark.parametrize(
+    "comment",
+    [b"\xff", b"of mine", b"null", b"3", b"[1]", b"{}", b'{"table": 3}', b"[" * 60_000],
+)
+def test_comments_of_other_programs_name_no_table(tmp_path, comment):
+    path = tmp_path / "t.npz"
+    np.savez(path, vectors=vectors(3, 5))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = comment
+    assert [table.name for table in checkpoint.sources_of("npz", path)] == ["t"]
+
+
 def test_npz_that_is_damaged_is_refused(tmp_path):
     path = tmp_path / "t.npz"
     np.savez(path, vectors=vectors(30, 5))
