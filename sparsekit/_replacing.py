@@ -24,7 +24,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target
         return
-    part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
+    # Not longer than the name itself, which may be as long as names can be.
+    part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         yield part
         part.replace(target)

@@ -55,6 +55,13 @@ def test_a_pipe_or_device_is_written_into(tmp_path):
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path):
+    path = tmp_path / ("n" * 255)
+    with replacing(path) as part:
+        part.write_text("new")
+    assert path.read_text() == "new"
+
+
 def test_a_link_stays_a_link(tmp_path):
     (tmp_path / "there").mkdir()
     link, target = tmp_path / "link", tmp_path / "there/a.txt"

@@ -1,4 +1,4 @@
-"""What the training commands have in common: their options, settings from files, the Trainer."""
+"""Options, settings and the Trainer that all training commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer takes by keyword: the options of its table, and none that are unknown."""
+"""Keywords of layers: shows the options of their tables in `help`, and refuses unknown ones."""
 
 from __future__ import annotations
 

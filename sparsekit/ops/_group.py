@@ -63,7 +63,7 @@ Tensors = Sequence[torch.Tensor]
 
 _INT64 = (torch.int64,)
 _INT32 = (torch.int32,)
-# What the arguments of all ops on many tables must be: a name means the same in each of them.
+# Dtypes and dimensions of the arguments of all ops on many tables, where one name has one meaning.
 TENSORS = {
     "features": Of(_INT64, 2, on_cpu=True),
     "tables": Of(_INT64, 2, on_cpu=True),

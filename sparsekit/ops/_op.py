@@ -12,7 +12,7 @@ from ._checks import check_same_device, check_tensor
 
 
 class Of(NamedTuple):
-    """What a tensor must be, or each tensor of a list."""
+    """Dtypes and dimensions that a tensor must have, or each tensor of a list."""
 
     dtypes: Sequence[torch.dtype]
     dim: int | None  # None: any
@@ -46,7 +46,7 @@ class Op:
         self._tensors = tensors
 
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """All arguments by name; TypeError or ValueError for a tensor that the op does not take."""
+        """Return all arguments by name; raise TypeError or ValueError for what it cannot take."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         placed = {}
         for argument, kind in self._types.items():
