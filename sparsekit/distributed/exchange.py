@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .reports import INTERRUPTED, RemoteError, brief, of_rank, where_they_differ
 from .streams import own_stream
 from .transport import TorchTransport, Transport
-from .wire import Parts, padded, part_bytes, read_heads, write_heads
+from .wire import ALIGNMENT, Parts, part_bytes, read_heads, write_heads
 
 # Words of the block that begins a lookup, and those of them in front of the counts of tables: the
 # hash of what it is, 1 for an error, and three numbers for whoever exchanges. Counts for which
@@ -165,7 +165,8 @@ class Exchange:
 
     def expect(self, sizes: Sequence[int]) -> None:
         """Note how much each rank may send here from now on, in one part, head and all."""
-        self._most = [max(most, padded(size)) for most, size in zip(self._most, sizes, strict=True)]
+        each = zip(self._most, sizes, strict=True)
+        self._most = [max(most, size + -size % ALIGNMENT) for most, size in each]
 
     def _room(self, sizes: Sequence[int]) -> list[int]:
         """Bytes to keep for what comes from each rank, which should be of these sizes."""

@@ -89,10 +89,17 @@ class Layout:
         self._bounds += part_bytes(8 * words)
         self.sizes: list[int] = self._bounds[:, -1].tolist()
 
-    @property
-    def payloads(self) -> tuple[list[int], np.ndarray]:
-        """Bytes behind the head of each part, and int64 ``[world_size, tables]``, where in them."""
-        return [size - _HEAD_BYTES for size in self.sizes], self._bounds[:, :-1] - _HEAD_BYTES
+    def payloads(self, parts: Parts) -> tuple[list[torch.Tensor], np.ndarray]:
+        """The bytes behind the head of each part, and where in them each piece begins.
+
+        Returns:
+            uint8 tensors, one for each rank, and int64 ``[world_size, tables]``.
+        """
+        of_ranks = [
+            parts.data[begin + _HEAD_BYTES : begin + size]
+            for begin, size in zip(parts.begins, self.sizes, strict=True)
+        ]
+        return of_ranks, self._bounds[:, :-1] - _HEAD_BYTES
 
     def begins(self, of_parts: Sequence[int]) -> np.ndarray:
         """int64 ``[world_size, tables]``, the byte at which each piece begins.
@@ -102,9 +109,16 @@ class Layout:
         """
         return self._bounds[:, :-1] + np.array(of_parts, dtype=np.int64)[:, None]
 
-    def range_of(self, rank: int, columns: slice) -> tuple[int, int]:
-        """First byte of the pieces of these tables, within the part, and the end of the last."""
-        return int(self._bounds[rank, columns.start]), int(self._bounds[rank, columns.stop])
+    def ranges(self, of_parts: Sequence[int], columns: slice) -> list[tuple[int, int]]:
+        """First byte of the pieces of these tables in each part, and the end of the last.
+
+        Args:
+            of_parts: the byte at which each part begins.
+            columns: the tables, which lie side by side.
+        """
+        firsts, ends = (self._bounds[:, edge].tolist() for edge in (columns.start, columns.stop))
+        each = zip(of_parts, firsts, ends, strict=True)
+        return [(begin + first, begin + end) for begin, first, end in each]
 
 
 def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> None:

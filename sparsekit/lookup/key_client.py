@@ -74,10 +74,9 @@ class KeyClient:
         """
         words = parts.data.view(torch.int64)
         first = 0
-        for rank, begin in enumerate(parts.begins):
-            begin_of, end_of = (begin + byte for byte in keys.range_of(rank, columns))
-            last = first + (end_of - begin_of) // 8
-            words[begin_of // 8 : end_of // 8] = self._keys[first:last]
+        for begin, end in keys.ranges(parts.begins, columns):
+            last = first + (end - begin) // 8
+            words[begin // 8 : end // 8] = self._keys[first:last]
             first = last
 
     def pool(

@@ -34,8 +34,8 @@ class KeyServer:
     def __init__(self, plan: LookupPlan, come: Parts, keys: Layout, vectors: Layout) -> None:
         self._plan = plan
         self._vectors = vectors
-        sizes, begins = keys.payloads
-        self._keys = [come.payload(rank, size).view(torch.int64) for rank, size in enumerate(sizes)]
+        payloads, begins = keys.payloads(come)
+        self._keys = [payload.view(torch.int64) for payload in payloads]
         self._first = begins // 8
         self._features: list[torch.Tensor] = []
 

@@ -73,9 +73,8 @@ def _pieces(
         if batch.wire_dtype == batch.dtype:
             continue
         wire = parts.data.view(batch.wire_dtype)
+        ranges = layout.ranges(parts.begins, columns)
         for rank in others:
-            begin, end = layout.range_of(rank, columns)
-            first = (parts.begins[rank] + begin) // batch.wire_dtype.itemsize
-            piece = slice(first, first + (end - begin) // batch.wire_dtype.itemsize)
+            piece = slice(*(byte // batch.wire_dtype.itemsize for byte in ranges[rank]))
             pieces.append((wire[piece], own[piece]))
     return pieces
