@@ -1,4 +1,4 @@
-"""What the suites share: backends, reproducibility, and the inputs that are hard to get right."""
+"""Shared by all suites: backends, reproducibility, and inputs that are hard to get right."""
 
 import contextlib
 import faulthandler
@@ -8,8 +8,8 @@ import signal
 import sys
 import time
 
-# A build under a sanitizer in place of the usual one; tests/sanitize.sh names it. Here, since
-# the imports below bring sparsekit.
+# Under a sanitizer, load the library that tests/sanitize.sh names instead of the usual one. This
+# has to run before the imports below, which load sparsekit.
 if _library := os.environ.get("SPARSEKIT_PYBIND_LIBRARY"):
     _spec = importlib.util.spec_from_file_location("sparsekit._pybind", _library)
     sys.modules["sparsekit._pybind"] = importlib.util.module_from_spec(_spec)
@@ -29,8 +29,8 @@ import sparsekit
 HAS_GPU = bool(sparsekit.build_info()["cuda"]) and torch.cuda.is_available()
 BACKENDS = ["cpu", "simt", *([pytest.param("cuda", marks=pytest.mark.cuda)] if HAS_GPU else [])]
 
-# Random examples change from run to run on a developer's machine, never under CI. How fast they
-# come says more of the machine than of the test.
+# Random examples differ from run to run on a developer's machine, and never under CI. A slow
+# generation of examples says more about the machine than about the test: no deadline.
 settings.register_profile(
     "sparsekit",
     deadline=None,
@@ -40,8 +40,8 @@ settings.register_profile(
 )
 settings.load_profile("sparsekit")
 
-# xdist runs a process per core; more threads in each would only wait for one another, spinning.
-# Tests about threads set their number themselves.
+# xdist runs one process per core, so more threads would only spin while they wait for one another.
+# Tests about threads set the number themselves.
 torch.set_num_threads(1)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -50,17 +50,18 @@ KEY_DTYPES = (torch.int64, torch.int32)
 ROW_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
-# Any int64 key, with a liking for extremes and for repeats.
+# Any int64 key; extremes and repeated keys come more often than by chance.
 KEYS = st.one_of(
     st.sampled_from(KEY_EXTREMES), st.integers(-3, 3), st.integers(INT64_MIN, INT64_MAX)
 )
 
 
-# Limits of time: many times what a test takes, and more on a busy machine (`patience`).
+# Time limit of a test in seconds: many times what any test takes. It grows on a busy machine
+# (`patience`).
 LIMIT_S = 180
-# What a test may take with its fixtures, in terms of its limit.
+# A test and its fixtures together may take this multiple of the test's limit.
 WITH_FIXTURES = 1.5
-# In which pytest can say that a test was over its limit, on a busy machine as well.
+# Seconds left for pytest to report that a test was over its limit, enough on a busy machine too.
 REPORT_S = 15
 
 
@@ -69,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the host runner, and keep the real stderr, which during a test is captured."""
+    """Load the host runner, and keep the real stderr: pytest captures it during a test."""
     global _stderr
     try:
         simt.load()
@@ -79,14 +80,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def time_limit(test: pytest.Item) -> float:
-    """Seconds: what the test is marked with, or the common limit."""
+    """Return a test's limit in seconds: that of its `time_limit` mark, or the default."""
     mark = test.get_closest_marker("time_limit")
     return (mark.args[0] if mark else LIMIT_S) * test.config.getoption("--time-factor")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
-    """Fail a test that is over its limit, and with it what it waits for, such as a process."""
+    """Fail a test that exceeds its limit, even while it waits, for example for a process."""
     limit = time_limit(item)
     begin = time.monotonic()
 
@@ -107,9 +108,9 @@ def pytest_runtest_call(item: pytest.Item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """End the process if Python cannot, as in native code; show first what its threads are at.
+    """End the process if a test hangs in native code; first print the stacks of all threads.
 
-    xdist reports the test as failed and goes on in a new process.
+    xdist reports the test as failed and continues in a new process.
     """
     limit = patience(time_limit(item)) * WITH_FIXTURES + REPORT_S
     faulthandler.dump_traceback_later(limit, exit=True, file=_stderr)
@@ -121,34 +122,34 @@ def pytest_runtest_protocol(item: pytest.Item):
 
 @pytest.fixture(autouse=True)
 def needs_gpu(request: pytest.FixtureRequest) -> None:
-    """Leave out what is marked as for a GPU where there is none."""
+    """Skip tests marked `cuda` on a machine without a GPU."""
     if request.node.get_closest_marker("cuda") and not HAS_GPU:
         pytest.skip("no GPU, or a build without CUDA")
 
 
 @pytest.fixture(params=BACKENDS, scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where an op suite's tensors live; the suite runs once per backend."""
+    """Return the device of an op suite's tensors; the suite runs once per backend."""
     return torch.device("cpu" if request.param == "simt" else request.param)
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
-    """Name of the backend that `device` stands for."""
+    """Return the name of the backend that `device` stands for."""
     return request.node.callspec.params["device"]
 
 
 @pytest.fixture(params=["cpu", "simt"], scope="session")
 def engine(request: pytest.FixtureRequest) -> str:
-    """Which kernels do the work in a suite of layers, whose tensors are on the CPU."""
+    """Return the engine whose kernels a suite of layers uses; its tensors are on the CPU."""
     return request.param
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function):
-    """Run the tests of the simt backend under its mode, and those of a GPU with checks on.
+    """Run tests of the simt backend under SimtMode, and those of a GPU with checks on.
 
-    The CPU and the host runner always check; on a GPU a bad row would only be reported later.
+    The CPU and the host runner always check; a GPU would report a bad row only later.
     """
     parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
     mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
@@ -161,7 +162,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function):
 
 
 def pytest_report_header() -> str:
-    """Say why there may be no tests on a GPU."""
+    """Say why no test may run on a GPU."""
     reason = "" if HAS_GPU else " (no GPU or a build without CUDA: nothing runs on a device)"
     cpu = f"cpu ({sparsekit.instruction_set()})"
     return f"sparsekit backends: {cpu}, simt{', cuda' if HAS_GPU else reason}"
@@ -172,7 +173,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def key_pattern(name: str, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """n keys of one of the shapes in KEY_PATTERNS, the same every time."""
+    """Return n keys of one of the shapes in KEY_PATTERNS, the same ones on every call."""
     limits = torch.iinfo(dtype)
     random = torch.randint(limits.min, limits.max, (n,), generator=generator(n), dtype=dtype)
     if name == "equal":
@@ -192,7 +193,7 @@ KEY_PATTERNS = ("equal", "distinct", "half on one", "few", "extremes")
 
 
 def whole_numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Small whole numbers: their sums are exact in any order, so results must be equal."""
+    """Return small whole numbers: their sums are exact in any order, so results must be equal."""
     return torch.randint(-8, 9, shape, generator=generator(seed)).to(dtype)
 
 
@@ -201,7 +202,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy that begins one element behind an aligned address.
+    """Return a contiguous copy that begins one element past an aligned address.
 
     A GPU faults on a wide access to it, so kernels must take their narrow path.
     """
@@ -214,28 +215,29 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equality up to rounding, measured by the largest value, which sums have passed through."""
+    """Check for equality up to rounding, relative to the largest value: it entered the sums."""
     tolerance = TOLERANCE[actual.dtype]
     largest = expected.abs().max().item() if expected.numel() else 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(1, largest))
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equality that tells -0 from 0 and takes a NaN as equal to itself."""
+    """Return whether the bits are equal: -0 differs from 0, and a NaN equals itself."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return _bytes(one) == _bytes(other)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    # Cloned, since one element is contiguous whatever its stride, and then has no other view.
+    # The clone is needed: a single element counts as contiguous whatever its stride, and then
+    # view() to another dtype would fail.
     flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
 @contextlib.contextmanager
 def deterministic(on: bool = True):
-    """Ask for deterministic algorithms, or not. On the CPU they always are."""
+    """Turn deterministic algorithms on or off within the block. On the CPU they are always on."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(on)
     try:
@@ -245,9 +247,9 @@ def deterministic(on: bool = True):
 
 
 def assert_same_bits_for_any_threads(compute) -> None:
-    """Call compute, which returns tensors, under several thread counts and compare the bits.
+    """Call `compute`, which returns tensors, with several thread counts and compare the bits.
 
-    On the host runner and on a GPU the interleaving of threads differs from call to call anyway.
+    On the host runner and on a GPU, threads interleave differently in each call anyway.
     """
     before = torch.get_num_threads()
     try:

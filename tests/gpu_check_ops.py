@@ -1,7 +1,8 @@
-"""Every op at many small shapes, each compared with the CPU: what gpu_check.sh gives a sanitizer.
+"""Compares every op with the CPU at many small shapes; gpu_check.sh runs it under a sanitizer.
 
 usage: python tests/gpu_check_ops.py DEVICE SECONDS
-DEVICE is cuda, or simt, the host runner, to rehearse. Begins no more cases after so many seconds.
+
+DEVICE is cuda, or simt (the host runner) for a rehearsal. No case begins after SECONDS.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ EXTREMES = torch.tensor([0, -1, -(2**63), 2**63 - 1])
 
 
 def both(function, device, *arguments, mode, exact=True):
-    """Call with tensors of the CPU and of the device; the results must be the same."""
+    """Call with tensors on the CPU and on the device, and check that the results are the same."""
     expected = function(*(a.clone() if torch.is_tensor(a) else a for a in arguments))
     with mode():
         actual = function(*(a.to(device) if torch.is_tensor(a) else a for a in arguments))
@@ -59,13 +60,13 @@ def key_inputs(n):
 
 
 def padded(keys):
-    """The padded form, without what lies behind its end."""
+    """Return the results of `unique_padded` without the padding at their end."""
     distinct, inverse, counts, number = torch.ops.sparsekit.unique_padded(keys)
     return distinct[: int(number)], inverse, counts[: int(number)]
 
 
 def table_of(keys):
-    """Everything that a table answers, over two batches."""
+    """Return everything that a hash table answers, over two batches."""
     table = sparsekit.HashTable(max(1, len(keys)), load_factor=0.9, device=keys.device)
     first = table.find_or_insert(keys[: len(keys) // 2])
     before = table.find(keys)
@@ -74,7 +75,7 @@ def table_of(keys):
 
 
 def full_table(keys):
-    """A refusal, which must leave the table as it was."""
+    """Insert into a table that has no room: it must refuse, and stay as it was."""
     table = sparsekit.HashTable(3, load_factor=1.0, device=keys.device)
     rows, status = ops.hash_table_find_or_insert_(
         table.buckets, table.hash_seed, table.size, keys, 3
@@ -83,7 +84,7 @@ def full_table(keys):
 
 
 def bags(weight, rows, offsets, combiner, sample_weights):
-    """A bag and all its gradients."""
+    """Return the pooled bags and all their gradients."""
     weight = weight.clone().requires_grad_()
     inputs = [weight]
     if sample_weights is not None:
@@ -100,7 +101,7 @@ def initial(keys, dim, dtype, distribution):
 
 
 def updated(weight, rows, grad, case, per_row, seed):
-    """Two steps of a rule, some rows late for the second; then they catch up where they can."""
+    """Take two steps of a rule, the second without some rows; late rows catch up if possible."""
     rule, settings, count = CASES[case]
     wide = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
     columns = widths(rule, count, weight.shape[1])
@@ -158,7 +159,8 @@ def check_rows(device, mode, n, dim, dtype):
         both(initial, device, keys, dim, dtype, distribution, mode=mode, exact=False)
     touched = torch.randperm(40, generator=generator)[: min(n, 40)]
     for case, per_row, seed in itertools.product(CASES, (False, True), (None, 7)):
-        # Rounded at random, what differs in the last bit may end one bfloat16 apart.
+        # Stochastic rounding can turn a difference in the last bit into a whole bfloat16 step, so
+        # those cases are left out.
         rounded = seed is None or dtype == torch.bfloat16
         if rounded and (not per_row or CASES[case][0] in PER_ROW):
             grad = data[: len(touched)]
@@ -181,7 +183,7 @@ def main(device, seconds):
         simt.load()
     mode = simt.SimtMode if simt_mode else contextlib.nullcontext
     todo = list(cases(torch.device("cpu" if simt_mode else device), mode))
-    random.Random(0).shuffle(todo)  # so that a short run has seen some of everything
+    random.Random(0).shuffle(todo)  # so that even a short run covers some of everything
     begin = said = time.monotonic()
     done = 0
     for case in todo:
@@ -189,7 +191,7 @@ def main(device, seconds):
             break
         case()
         done += 1
-        if time.monotonic() > said + 5:  # for whoever ends it before its time
+        if time.monotonic() > said + 5:  # progress, for whoever stops the run early
             said = time.monotonic()
             print(f"{done} of {len(todo)} cases so far", flush=True)
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""Exceptions at a chosen moment, as a signal handler would raise them."""
+"""Raises exceptions at a chosen moment, as a signal handler would."""
 
 import os
 import sys
@@ -11,16 +11,16 @@ PACKAGE = os.path.dirname(sparsekit.__file__)
 
 
 class Interrupted(BaseException):
-    """Stands for KeyboardInterrupt, which pytest takes as its own."""
+    """Stand-in for KeyboardInterrupt, which pytest would handle itself."""
 
 
 def interrupt(call, moment):
-    """Call, and raise Interrupted at the moment-th bytecode of sparsekit's code that is run.
+    """Call, and raise Interrupted at bytecode number `moment` of those that sparsekit's code runs.
 
     Python runs signal handlers between bytecodes, so this reaches every place that a signal can.
 
     Returns:
-        None if the call was interrupted, else how many bytecodes there were.
+        None if the call was interrupted, else the number of bytecodes that ran.
     """
     seen = 0
 
@@ -43,7 +43,7 @@ def interrupt(call, moment):
     try:
         call()
     except Interrupted:
-        torch.set_grad_enabled(True)  # torch.no_grad() itself is not safe
+        torch.set_grad_enabled(True)  # an interrupted torch.no_grad() can leave it off
         return None
     finally:
         sys.settrace(before)

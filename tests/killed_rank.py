@@ -1,7 +1,7 @@
-"""sparsekit as the command line runs it, but for a rank that is killed once.
+"""Runs sparsekit's command line, and kills one rank once.
 
-killed_rank.py MARKER RANK STEP ARGUMENTS...: the rank dies before its step of that number, unless
-the file MARKER is there, which it makes.
+killed_rank.py MARKER RANK STEP ARGUMENTS...: RANK dies before its step number STEP, unless the file
+MARKER exists; it creates the file first.
 """
 
 import os

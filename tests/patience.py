@@ -1,13 +1,13 @@
-"""Limits of time that grow with what else the machine has to do."""
+"""Time limits that grow with the load of the machine."""
 
 import os
 
 
 def patience(seconds: float) -> float:
-    """How long to wait for what is given so many seconds on a machine with nothing else to do.
+    """Return how long to wait for what takes at most `seconds` on an idle machine.
 
-    As many times longer as there are processes ready to run for each core, going by the last
-    minute: two busy loops beside the tests, or another build, are no fault of theirs.
+    The limit grows with the number of processes per core that are ready to run, averaged over the
+    last minute: other processes, such as a build, must not fail a test.
     """
     cores = len(os.sched_getaffinity(0))
     return seconds * max(1.0, os.getloadavg()[0] / cores)

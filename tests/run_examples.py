@@ -1,6 +1,6 @@
-"""Runs scripts of examples/ on one rank, each in a fork, and writes what rank 0 has printed.
+"""Runs scripts of examples/ on one rank, each in a fork, and stores the output of rank 0.
 
-Importing torch and the trainers takes longer than the scripts do, so it is done once for all.
+Importing torch and the trainers takes longer than the scripts do; here it is done once for all.
 """
 
 import importlib
@@ -16,14 +16,14 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(name: str, port: str, printed: Path) -> dict[str, Any]:
-    """Run an example, whose ranks meet at a port; returns what it has left."""
+    """Run an example whose ranks meet at the port; returns its global variables."""
     os.environ["MASTER_PORT"] = port
     with printed.open("w") as file, redirect_stdout(file if os.environ["RANK"] == "0" else None):
         return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
 
 
 def main(folder: Path, calls: dict[str, tuple[str, list[str]]]) -> None:
-    """Run examples: name -> port, and packages to import before."""
+    """Run the examples; `calls` maps each name to its port and to the packages to import first."""
     sys.path.insert(0, str(EXAMPLES))
     for package in ["sparsekit", *{p for _, packages in calls.values() for p in packages}]:
         with suppress(ImportError):
@@ -32,8 +32,9 @@ def main(folder: Path, calls: dict[str, tuple[str, list[str]]]) -> None:
         child = os.fork()
         if child == 0:
             left = run(name, port, folder / f"{name}-{os.environ['RANK']}")
-            # Freed just behind a collective, a process group of torch 2.13 may wait for its thread
-            # with the lock for which that thread waits (seen in one of eight runs).
+            # Skip Python's clean-up: a process group of torch 2.13 that is freed right after a
+            # collective may wait for its thread while it holds a lock that the thread needs (one
+            # run in eight hung).
             assert left
             os._exit(0)
         if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):

@@ -22,14 +22,14 @@ LIBRARY = Path(
 
 
 class SimtMode(TorchDispatchMode):
-    """While this is on, the current thread's sparsekit ops run on the host runner."""
+    """Mode in which the current thread's sparsekit ops run on the host runner."""
 
     def __init__(self) -> None:
         load()
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the op, or its namesake."""
+        """Call the op, or its counterpart on the host runner."""
         if func.namespace == "sparsekit":
             func = getattr(torch.ops.sparsekit_simt, func._schema.name.split("::")[1]).default
         return func(*args, **(kwargs or {}))
@@ -40,7 +40,7 @@ def load() -> None:
     """Make `torch.ops.sparsekit_simt` available.
 
     Raises:
-        FileNotFoundError: the build, such as that of `make demo`, has no host runner.
+        FileNotFoundError: this build has no host runner, for example after `make demo`.
     """
     if not LIBRARY.exists():
         raise FileNotFoundError(

@@ -1,4 +1,4 @@
-"""Counts what a GPU would be asked to do: launches, memsets, waits, atomics, bytes.
+"""Counts what a GPU would have to do: launches, memsets, waits, atomics, bytes.
 
     with counted() as counts:
         step()
@@ -28,29 +28,29 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Count:
-    """What a GPU would be asked to do."""
+    """Work of a GPU: what an op asks it to do."""
 
     calls: int = 0
-    """Of an op."""
+    """Calls of the op itself."""
     kernels: int = 0
     memsets: int = 0
     library: int = 0
-    """Scans and sorts, each several kernels of CUB."""
+    """Scans and sorts; each launches several kernels of CUB."""
     torch: int = 0
-    """Ops of torch that launch something."""
+    """Torch's ops that launch something."""
     waits: int = 0
-    """How often the host waits for words from the device."""
+    """Times that the host waits for words from the device."""
     copies_in: int = 0
-    """Tensors that torch makes of what the host has; a wait each, if they are for a GPU."""
+    """Tensors that torch makes from host values; each causes a wait if it goes to a GPU."""
     atomics: int = 0
-    """On device memory, one for each thread; a reduction of several floats is one."""
+    """Atomics on device memory, one per thread; a reduction of several floats counts once."""
     accessed: int = 0
-    """Bytes that threads read and write, however often."""
+    """Bytes that threads read and write, repeats included."""
     read: int = 0
     """Bytes of the sectors of 32 bytes that a launch reads, each once: caches are perfect while it
     runs and empty before."""
     written: int = 0
-    """The same for what is written."""
+    """Bytes of the distinct 32-byte sectors that a launch writes."""
 
     def __add__(self, other: "Count") -> "Count":
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -58,44 +58,44 @@ class Count:
 
     @property
     def launches(self) -> int:
-        """All that is put on the stream."""
+        """Count everything that is put on the stream."""
         return self.kernels + self.memsets + self.library + self.torch
 
     @property
     def moved(self) -> int:
-        """Bytes read and written, each sector once a launch."""
+        """Return bytes read and written; a launch counts each sector once."""
         return self.read + self.written
 
 
 class Counts(dict[tuple[str, str], Count]):
-    """(op, what it launched) -> count. The op itself has the second name ""."""
+    """Map from (op, name of a launch) to Count; the name "" stands for the op itself."""
 
     def sum(self, op: str | None = None, name: str | None = None) -> Count:
-        """Add up all, or those of an op, or those of a name."""
+        """Add up all entries, or those of one op, or those of one name."""
         chosen = (c for key, c in self.items() if op in (None, key[0]) and name in (None, key[1]))
         return sum(chosen, Count())
 
     def ops(self) -> list[str]:
-        """In the order in which they first ran."""
+        """Return the ops in the order in which they first ran."""
         return list(dict.fromkeys(op for op, _ in self))
 
     def names(self, op: str) -> list[str]:
-        """What an op has launched, in that order."""
+        """Return the names of an op's launches, in the order in which they first ran."""
         return [name for of, name in self if of == op and name]
 
     def add(self, op: str, name: str, count: Count) -> None:
-        """Add to an entry."""
+        """Add a count to an entry."""
         self[op, name] = self.get((op, name), Count()) + count
 
 
 class _Request(IntEnum):
-    """As in csrc/core/simt/host.h."""
+    """The enum of the same name in csrc/core/simt/host.h."""
 
     KERNEL, MEMSET, LIBRARY, READ_BACK = range(4)
 
 
 class _Record(ctypes.Structure):
-    """As in csrc/core/simt/counts.h."""
+    """The struct of the same name in csrc/core/simt/counts.h."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -123,18 +123,18 @@ class _Record(ctypes.Structure):
 
 
 class Runner:
-    """The host runner's own list, of the thread that asks."""
+    """The host runner's list of launches; each thread has its own."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(simt.LIBRARY))
         self._library.sparsekit_simt_records.restype = ctypes.POINTER(_Record)
 
     def count(self, on: bool) -> None:
-        """Begin an empty list, or have none."""
+        """Start an empty list, or stop recording."""
         self._library.sparsekit_simt_count(int(on))
 
     def take(self) -> list[tuple[str, Count]]:
-        """Names and counts of what has been launched, and begin again."""
+        """Return the names and counts of the launches so far, and start an empty list."""
         number = ctypes.c_int64()
         records = self._library.sparsekit_simt_records(ctypes.byref(number))
         taken = [(r.name.decode(), r.count()) for r in records[: number.value]]
@@ -142,16 +142,16 @@ class Runner:
         return taken
 
     def sees_bytes(self) -> bool:
-        """Whether plain loads and stores are seen; builds for sanitizers do not."""
+        """Return whether plain loads and stores are counted; sanitizer builds do not count them."""
         return bool(self._library.sparsekit_simt_sees_bytes())
 
     def set_checked(self, on: bool) -> bool:
-        """Whether ops read back what kernels complain of, as `sparsekit.checked`."""
+        """Set whether ops read back what kernels report, as `sparsekit.checked` does."""
         return bool(self._library.sparsekit_set_checked(int(on)))
 
 
 class _Unchecked:
-    """Checks are off for the process while any thread counts."""
+    """Context in which checks are off for the whole process while any thread counts."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -173,7 +173,7 @@ class _Unchecked:
 
 _unchecked = _Unchecked()
 
-# Neither these nor views launch anything.
+# These ops launch nothing, and neither do views.
 _NO_LAUNCH = {
     *("alias", "detach", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty"),
     *("new_empty_strided", "resize_", "set_", "_coalesced_", "_local_scalar_dense", "_nnz"),
@@ -189,16 +189,16 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class _Dispatch(simt.SimtMode):
-    """Runs ops on the host runner and adds what comes of them to `counts`."""
+    """Mode that runs ops on the host runner and adds their launches to `counts`."""
 
     def __init__(self, counts: Counts, runner: Runner) -> None:
         super().__init__()
         self._counts = counts
         self._runner = runner
-        self._op: str | None = None  # the one that is running
+        self._op: str | None = None  # the op that is running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it, and count."""
+        """Call the op and count its work."""
         name = func._schema.name.split("::")[1]
         if func.namespace not in ("sparsekit", "sparsekit_simt"):
             result = func(*args, **(kwargs or {}))
@@ -208,7 +208,7 @@ class _Dispatch(simt.SimtMode):
         self._counts.add(name, "", Count(calls=1))
         self._op = name
         try:
-            # Straight to the kernel, with this mode on for what that calls of torch.
+            # Skip autograd, and keep this mode on for the torch ops that the kernel calls.
             with self:
                 return op.redispatch(_CPU, *args, **(kwargs or {}))
         finally:
@@ -221,10 +221,10 @@ class _Dispatch(simt.SimtMode):
         masks = [t for t in _tensors(inputs) if t.dtype == torch.bool] if "index" in name else []
         waits = name in _WAITS or bool(masks)
         count = Count(waits=int(waits), copies_in=int(name == "lift_fresh"))
-        touched = made or _tensors(inputs)  # some that work in place return nothing
+        touched = made or _tensors(inputs)  # some in-place ops return nothing
         if name not in _NO_LAUNCH and not func.is_view and any(map(_bytes, touched)):
             written = sum(map(_bytes, made))
-            # An op that picks some elements reads no more than it writes, and what says which.
+            # An op that selects elements reads at most as much as it writes, plus the indices.
             read = sum(
                 _bytes(t) if t.dtype == torch.int64 else min(_bytes(t), written or _bytes(t))
                 for t in _tensors(inputs)[name in _OVERWRITES :]
@@ -239,14 +239,14 @@ class _Dispatch(simt.SimtMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Counts the waits of methods that read a tensor of the CPU without any op."""
+    """Mode that counts the waits of methods that read a CPU tensor without calling an op."""
 
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self._counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it, and count."""
+        """Call the method; count a wait if it is one of those."""
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
             self._counts.add(f"Tensor.{func.__name__}", "", Count(calls=1, waits=1))
         return func(*args, **(kwargs or {}))
@@ -263,7 +263,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes behind a tensor, which may show some of them more than once."""
+    """Return the bytes in memory; an expanded tensor shows some of them more than once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -272,10 +272,10 @@ _counting = threading.local()
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Run this thread's ops of sparsekit on the host runner, and count until the end of the block.
+    """Run this thread's sparsekit ops on the host runner and count their work in this block.
 
-    Other threads may count at the same time, each for itself. What is counted for an op includes
-    no set-up that only its first call in a process needs.
+    Several threads may count at the same time, each its own ops. Set-up that only the first call of
+    an op in a process needs is not counted.
     """
     if getattr(_counting, "on", False):
         raise RuntimeError("counted: this thread is counting already")

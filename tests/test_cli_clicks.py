@@ -28,7 +28,7 @@ COLUMNS = ["data.label=click", "data.dense=price", "data.sparse=user,item"]
 
 @pytest.fixture
 def clicks(tmp_path):
-    """600 rows; a click is decided by user and price."""
+    """Write 600 rows; user and price decide whether there is a click."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path / "clicks.csv"
     rows = []
@@ -67,7 +67,7 @@ def test_what_is_logged_and_drawn(clicks, tmp_path, capsys):
     one = ["--ranks", "1", "--epochs", "2", "--log-to", str(folder), "--set", "trainer.log_every=5"]
     command = arguments("dlrm", clicks, *one, "--set", f"data.validation={clicks}")
     run(capsys, *command)
-    run(capsys, *command)  # begins anew
+    run(capsys, *command)  # starts over
     records = read_run(folder)
     assert [r["step"] for r in records if r["kind"] == "epoch"] == [12, 24]
     assert [r["step"] for r in records if r["kind"] == "step"] == [5, 10, 15, 20]
@@ -96,7 +96,7 @@ def test_settings_come_from_file_and_flags(clicks, tmp_path, capsys):
 
 
 def test_all_other_settings_do_something(clicks, capsys):
-    """Formats and settings, each once; what they do is tested with the trainer and the readers."""
+    """Formats and settings are used once each; tests of trainer and readers check their effects."""
     sample = clicks.with_name("sample.tsv")
     write_criteo_sample(sample, 300)
     tsv = clicks.with_name("clicks.tsv")
@@ -170,7 +170,7 @@ def test_wrong_files(clicks, tmp_path, capsys):
 
 
 def rows_of(*labels):
-    """A file of clicks with these labels."""
+    """Return a file of clicks with these labels."""
     rows = [f"{label},user {i % 7},{i % 5},{i % 3}" for i, label in enumerate(labels)]
     return "\n".join(["click,user,item,price", *rows, ""])
 
@@ -190,7 +190,7 @@ def rows_of(*labels):
     ],
 )
 def test_labels_that_cannot_be_trained_on(clicks, capsys, model, split, text, message):
-    """Said before a step, and with the file's name."""
+    """The error comes before the first step and names the file."""
     path = clicks.with_name("x.csv")
     path.write_text(text)
     files = [path if split == "train" else clicks, "--ranks", "1"]
@@ -235,7 +235,7 @@ def test_divergence_ends_with_1(clicks, capsys):
 
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_the_adult_data_as_files(tmp_path, split):
-    """Those written for training are read as anybody's; a validation part is one of training."""
+    """Files written for training read as any others; validation rows are part of training's."""
     columns = {name: np.array(["a", "b", "?"] * 20) for name in CATEGORIES}
     columns |= {name: np.array(list(map(str, range(60)))) for name in NUMBERS}
     people = Adult(columns, torch.arange(60) % 2.0)
@@ -292,7 +292,7 @@ def test_scaling_of_one_rank(tmp_path, capfd):
 
 @pytest.mark.parametrize(("of_two", "predicts"), [(150.0, True), (200.0, False)])
 def test_scaling_of_several_ranks(tmp_path, monkeypatch, capsys, of_two, predicts):
-    """What is printed and written of given measurements, on a machine of two cores."""
+    """Check what is printed and written for given measurements, on a machine of two cores."""
     rates = {1: 100.0, 2: of_two, 4: 120.0}
     monkeypatch.setattr(scaling, "_measure", lambda ranks, case, threads: rates[ranks])
     monkeypatch.setattr(scaling.os, "sched_getaffinity", lambda pid: {0, 1})
@@ -325,7 +325,7 @@ def test_what_scaling_measures_is_what_was_asked(tmp_path, monkeypatch, capsys):
     assert figures["case"] == dataclasses.asdict(case)
     assert (figures["threads"], figures["cores"]) == (3, 4)
     assert figures["samples_per_second"] == {"1": 10, "2": 10}
-    # Two ranks had no core for each of their threads.
+    # With two ranks there was no core for each thread.
     assert figures["predicted_speed_up"] == {}
     assert "no prediction: no two of these worlds had a core for each thread" in output
 
@@ -351,12 +351,12 @@ def test_ranks_have_parts_of_one_batch(ranks):
     for name in names:
         keys = torch.cat([part.sparse[name][0] for part in parts])
         assert torch.equal(keys, whole.sparse[name][0])
-        for part in parts:  # a key in each bag
+        for part in parts:  # one key in each bag
             assert torch.equal(part.sparse[name][1], torch.arange(part.rows + 1))
 
 
 def test_the_model_and_the_epochs_are_those_of_the_case(monkeypatch):
-    """Epochs that warm up are run, but not measured."""
+    """Warm-up epochs run, but are not measured."""
     case, found = Case(tables=2, rows=50, dim=4, batch=8, epochs=3), []
 
     class Recorded(train_scaling.Trainer):
@@ -377,7 +377,7 @@ def test_the_model_and_the_epochs_are_those_of_the_case(monkeypatch):
 
 
 def test_a_prediction_is_what_it_assumes():
-    """A step of 1 s on one rank, and of 0.6 s on two: 0.1 s more than half."""
+    """A step takes 1 s on one rank and 0.6 s on two: 0.1 s more than half."""
     worst, best = predicted({1: 100.0, 2: 100 / 0.6}, 4)
     assert worst == pytest.approx(1 / (0.25 + 0.1))
     assert best == pytest.approx(1 / (0.25 + 0.1 * (3 / 16) / (1 / 4)))

@@ -15,7 +15,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 
 def hashed(folder, content, *options, name="x.csv"):
-    """What `sparsekit hash` makes of a file, as columns of Python objects."""
+    """Return what `sparsekit hash` makes of a file, as columns of Python objects."""
     path, out = folder / name, folder / "out.parquet"
     path.write_bytes(gzip.compress(content.encode()) if name.endswith("gz") else content.encode())
     assert cli.main(["hash", str(path), "--out", str(out), *options]) == 0
@@ -98,7 +98,7 @@ def test_malformed_lines(tmp_path, capsys):
 
 
 def test_a_file_stays_as_it_was_if_another_cannot_be_written_whole(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sparsekit.cli.hash._BATCH", 1)  # so that rows have been written
+    monkeypatch.setattr("sparsekit.cli.hash._BATCH", 1)  # so that rows are written before the error
     hashed(tmp_path, "a,b\nx,1\nz,2\n")
     assert "out.parquet 2 rows in" in capsys.readouterr().out
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -27,7 +27,7 @@ def two_ranks():
 
 @pytest.fixture
 def data(tmp_path):
-    """Reviews as Amazon has them."""
+    """Write reviews in Amazon's format."""
     path = tmp_path / "reviews.json"
     reviews = generated_reviews(users=12, items=10, each=8)
     ratings = reviews.ratings
@@ -48,7 +48,7 @@ SMALL = ["--length", "30", "--batch-size", "16"]
 
 
 def train_as_rank(rank, data, placement, trace=None, log=None):
-    """The command as it runs on a rank, profiled or not; a launch would take seconds."""
+    """Run the command as one rank does, profiled or not: a launcher would take seconds."""
     args = argparse.Namespace(
         data=str(data),
         placement=placement,

@@ -1,7 +1,7 @@
-"""Files as they come, through every command that reads some: it works, or one true line says why.
+"""Real file layouts with every command that reads them: each works, or one true line says why.
 
 Layouts of MovieLens, Amazon's reviews, UCI's Adult data and Criteo, plain and compressed, from
-pipes, with quotes, byte-order marks and other ends of lines.
+pipes, with quotes, byte-order marks and other line ends.
 """
 
 import bz2
@@ -25,7 +25,7 @@ from sparsekit.data import CsvReader
 from sparsekit.errors import DataFormatError
 from sparsekit.hashing import xxh64
 
-# Rows: user, item, rating, time.
+# Rows of (user, item, rating, time).
 RATINGS = [
     (user, item, 1 + (user + item) % 5, 1000 * user + item)
     for user in range(1, 7)
@@ -97,7 +97,7 @@ COMMANDS = {
 HEADER = ("userId", "movieId", "rating", "timestamp")
 AMAZON = [(f"A{user}", f"{item:010d}", float(r), t) for user, item, r, t in RATINGS]
 NAMED = {"reviewerID": "user_id", "overall": "rating", "unixReviewTime": "timestamp"}
-# Layout -> its text, and the commands that read it.
+# Layout -> text and the commands that read it.
 LAYOUTS = {
     "u.data": (joined("\t", RATINGS), ["ratings", "autoencoder"]),
     "ratings.dat": (joined("::", RATINGS), ["ratings"]),
@@ -126,7 +126,7 @@ def command(name, file):
 
 
 def error_of(capfd, *arguments):
-    """What it says, having failed as it should."""
+    """Run a command that must fail; returns its message."""
     capfd.readouterr()
     assert cli.main(list(arguments)) == 2
     error = capfd.readouterr().err
@@ -135,7 +135,7 @@ def error_of(capfd, *arguments):
 
 
 class Pipe:
-    """A file that is written to once, by a thread."""
+    """Named pipe that a thread writes to once."""
 
     def __init__(self, path, content):
         os.mkfifo(path)
@@ -151,8 +151,8 @@ class Pipe:
             pass
 
     def done(self):
-        """Let the thread end, even if nobody has opened the pipe or read to its end."""
-        # Without waiting for a writer, who may have gone.
+        """Let the thread end, even if nothing has opened the pipe or read all of it."""
+        # Do not block here if the writer has ended already.
         os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK))
         self.thread.join()
 
@@ -162,7 +162,7 @@ PAIRS = [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in na
 
 @pytest.mark.parametrize(("layout", "name"), PAIRS)
 def test_layouts(layout, name, capfd, tmp_path):
-    """Plain, then compressed and with other ends of lines: the same figures."""
+    """A layout gives the same figures plain, compressed and with other line ends."""
     content = LAYOUTS[layout][0].encode()
     variants = {"plain": content, "gzip": gzip.compress(content)}
     variants["BOM and CRLF"] = b"\xef\xbb\xbf" + content.replace(b"\n", b"\r\n")
@@ -177,7 +177,7 @@ def test_layouts(layout, name, capfd, tmp_path):
         assert cli.main(command(name, file)) == 0, variant
         shown = capfd.readouterr().out
         found[variant] = re.findall(r"\d\.\d{4}\b", shown)[:2]
-    if not name.startswith("hash") and "clicks" not in layout:  # whose texts have newlines
+    if not name.startswith("hash") and "clicks" not in layout:  # whose texts contain newlines
         assert found["plain"]
         assert len({tuple(x) for x in found.values()}) == 1, found
 
@@ -201,7 +201,7 @@ def test_pipes(layout, name, capfd, tmp_path):
 @pytest.mark.parametrize("name", ["ratings", "autoencoder", "wide", "deepconn", "dlrm"])
 def test_each_command_computes_with_the_threads_that_were_asked_for(name, tmp_path, monkeypatch):
     def ask(threads):
-        raise ZeroDivisionError(threads)  # nothing has to be trained
+        raise ZeroDivisionError(threads)  # no training is needed
 
     monkeypatch.setattr(torch, "set_num_threads", ask)
     file = tmp_path / "file"
@@ -211,7 +211,7 @@ def test_each_command_computes_with_the_threads_that_were_asked_for(name, tmp_pa
 
 
 def refused():
-    """Name -> content that is no text, and what the message says."""
+    """Return name -> (content that is no text, message)."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("u.data", LAYOUTS["u.data"][0])
@@ -287,7 +287,7 @@ def test_two_results_are_not_written_to_one_file(capfd, tmp_path):
 
 
 def test_a_stream_is_read_as_a_file_is(tmp_path):
-    """Quotes, blocks and lines that are too long; once only."""
+    """Quotes, blocks and lines that are too long are handled alike in a stream and in a file."""
     lines = "".join(f'{i},"{chr(10) * (i % 3)}{"x" * (i % 50)}"\n' for i in range(200))
     content = f"a,b\n{lines}200,{'y' * 900}\n201,z\n".encode()
     (tmp_path / "x.csv").write_bytes(content)

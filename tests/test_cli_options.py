@@ -1,4 +1,4 @@
-"""Each option of each command arrives: an unusual value is seen where it takes effect."""
+"""Each option of each command arrives: an unusual value shows where it takes effect."""
 
 import argparse
 import functools
@@ -20,8 +20,8 @@ from sparsekit.distributed.world import settings
 from sparsekit.train.plots import read_run
 from sparsekit.train.profile import Profile
 
-# What a row of the tables below says of an option: the value that is given to it (None for a
-# switch), and where which value is then seen; or a file of tests that has the option.
+# A row says of an option which value it is given (None for a switch), and where which value must
+# then show; or it names a file of tests that uses the option.
 COMMON = {
     "--seed": ("7", {"Trainer.seed": 7}),
     "--threads": ("3", {"threads": 3}),
@@ -183,7 +183,7 @@ COMMANDS = {
         "--multi-hot": (None, {"write_criteo_sample.multi_hot": True}),
     },
     "info": {},
-    "bench": {},  # which has a parser of its own
+    "bench": {},  # which has its own parser
 }
 MODELS = [name.split()[1] for name in COMMANDS if name.startswith("train ")]
 OF_PROFILE = {
@@ -192,7 +192,7 @@ OF_PROFILE = {
     "--trace": ("trace", {"written": "trace"}),
 }
 for name in MODELS:
-    # It ends within training, and what its other options do is not seen.
+    # A profile ends during training, so most options' effects do not show.
     options = {
         option: row if isinstance(row, str) else (row[0], {})
         for option, row in COMMANDS[f"train {name}"].items()
@@ -201,7 +201,7 @@ for name in MODELS:
 
 
 def commands(parser, words=()):
-    """The words of each command below which there are no others, and its arguments."""
+    """Yield each command that has no subcommands, as its words, and the names of its arguments."""
     below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     if not below:
         names = {a.option_strings[0] if a.option_strings else a.dest for a in parser._actions}
@@ -211,7 +211,7 @@ def commands(parser, words=()):
 
 
 def test_each_option_has_a_row():
-    """A new option fails here, until the tables say how its effect is seen."""
+    """A new option fails here until the tables say how its effect shows."""
     assert dict(commands(make_parser())) == {name: set(rows) for name, rows in COMMANDS.items()}
     for rows in COMMANDS.values():
         for option, row in rows.items():
@@ -221,7 +221,7 @@ def test_each_option_has_a_row():
 
 @pytest.fixture
 def seen(monkeypatch, tmp_path):
-    """Name of a function or class, and of an argument -> its values in all calls."""
+    """Record calls: "name of a function or class.argument" -> its values in all calls."""
     found = {}
 
     def note(name, value):
@@ -256,14 +256,14 @@ def seen(monkeypatch, tmp_path):
         watch(checkpoint_command, name)
     watch(data_command, "write_criteo_sample")
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: note("threads", threads))
-    monkeypatch.setattr(settings, "wire_dtype", None)  # so that it is put back
+    monkeypatch.setattr(settings, "wire_dtype", None)  # so that it is restored
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():  # `train wide` ignores one from then on
+    with warnings.catch_warnings():  # `train wide` filters one from then on
         yield found
 
 
 def write(command):
-    """The files that a command reads."""
+    """Write the files that a command reads."""
     kind, *rest = command.split()
     name = rest[0] if rest else ""
     pairs = [(user, item) for user in range(9) for item in range(12) if (user + item) % 4]
@@ -302,7 +302,7 @@ def write(command):
 
 
 def seen_afterwards(seen, output):
-    """What is seen when a command has ended, in its files and in what it has made."""
+    """Yield what a command has left, in its files and in its objects."""
     yield from (("written", str(path)) for path in Path().rglob("*"))
     yield "lines", output.count("\n")
     yield "wire dtype", settings.wire_dtype

@@ -1,4 +1,4 @@
-"""--checkpoint and --resume of every model: interrupted and resumed is uninterrupted."""
+"""--checkpoint and --resume of every model: an interrupted and resumed run equals a whole one."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ def command(model, data, folder, *more):
 
 
 def contents(folder):
-    """All tensors of the latest checkpoint; tables by key."""
+    """Return all tensors of the latest checkpoint, tables by key."""
     path = checkpoint.latest(folder)
     manifest = read_manifest(path)
     dense = read_file(path / "dense.safetensors", manifest["files"]["dense.safetensors"]["crc32"])
@@ -127,7 +127,7 @@ def test_what_is_refused(tmp_path, capsys):
 
     assert "--resume needs --checkpoint" in refused(["train", "--resume", "--data", str(data)])
     run = command("ratings", data, folder, "--ranks", "1")
-    assert cli.main([*run, "--resume"]) == 0  # there is none, so it begins
+    assert cli.main([*run, "--resume"]) == 0  # there is no checkpoint, so the run starts
     assert "has checkpoints already; pass --resume" in refused(run)
     other = refused([*run, "--resume", "--dim", "8"])
     assert "--dim 8: the run in --checkpoint" in other
@@ -138,9 +138,10 @@ def test_what_is_refused(tmp_path, capsys):
     assert "only --placement single is saved" in refused(split)
 
 
-@pytest.mark.parametrize("model", ["ratings", "dlrm"])  # read at once, and as a stream
+# The first reads its data at once, the second as a stream.
+@pytest.mark.parametrize("model", ["ratings", "dlrm"])
 def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
-    """Also by a finished run, whose figures would stand beside others of the new data."""
+    """A finished run refuses them too: its figures would stand beside those of the new data."""
     data = write_data(tmp_path, model)
     run = command(model, data, tmp_path / "a", "--resume", "--ranks", "1", "--epochs", "1")
     assert cli.main(run) == 0
@@ -152,20 +153,20 @@ def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
     said = capsys.readouterr()
     assert said.out == ""
     assert f"{data}: has changed since the run in --checkpoint {tmp_path / 'a'} was" in said.err
-    assert "started; put it back" in said.err  # the size is the same
+    assert "started; put it back" in said.err  # with the size unchanged
     assert said.err.count("\n") == 1
     data.write_text(text)
     assert cli.main(run) == 0
 
 
 def test_what_the_trainer_refuses_is_one_line(tmp_path, capsys):
-    """As where a script has made the checkpoints, so that there is no note of the data."""
+    """Without a note about the data, as in a script's checkpoints, the trainer itself refuses."""
     data, folder = write_data(tmp_path, "ratings"), tmp_path / "a"
     run = command("ratings", data, folder, "--resume", "--ranks", "1", "--epochs", "1")
     assert cli.main(run) == 0
     (folder / checkpoints.RUN).unlink()
     data.write_text(data.read_text().replace(",5,", ",4,"))
-    gc.collect()  # the lock of the folder goes with the run
+    gc.collect()  # frees the run and thereby unlocks the folder
     capsys.readouterr()
     assert cli.main(run) == 2
     error = capsys.readouterr().err
@@ -205,7 +206,7 @@ def test_a_configuration_that_has_changed_is_refused(tmp_path, capsys):
 
 @pytest.mark.time_limit(120)
 def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
-    """Their epoch begins again: each rank reads other rows in each of its batches."""
+    """The epoch starts over: on another number of ranks each reads other rows in each batch."""
     data, folder = write_data(tmp_path, "dlrm"), tmp_path / "a"
     update, done = Step.update, 0
 
@@ -220,14 +221,14 @@ def test_files_on_another_number_of_ranks(tmp_path, monkeypatch, capfd):
         context.setattr(Step, "update", interrupted)
         assert cli.main(command("dlrm", data, folder, "--ranks", "1")) == 130
     assert checkpoint.latest(folder).name == "step-000000000012"
-    gc.collect()  # what the run had is gone, as at the end of its process, and its lock
+    gc.collect()  # frees what the run held, as the end of its process would, and unlocks the folder
     assert cli.main(command("dlrm", data, folder, "--ranks", "2", "--resume")) == 0
     printed = capfd.readouterr().out
     assert "1 epochs and 2 batches are done" in printed
     assert "the epoch begins again, as batches were those of 1 ranks, not 2" in printed
-    # 10 steps an epoch: 12 before, and two whole epochs.
+    # An epoch has 10 steps: 12 before the interruption, then two whole epochs.
     assert checkpoint.latest(folder).name == "step-000000000032"
-    # At the end of an epoch nothing is to be begun again.
+    # At the end of an epoch there is nothing to start over.
     assert cli.main([*command("dlrm", data, folder, "--resume", "--ranks", "1")]) == 0
     assert "again" not in capfd.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Settings of training commands: flags, ``--set`` and a YAML file are spellings of one thing."""
+"""Settings of training commands: flags, ``--set`` and a YAML file are equivalent."""
 
 import argparse
 
@@ -87,7 +87,7 @@ def test_wrong_settings_are_one_line(arguments, said, tmp_path, capsys):
 
 
 OF_RUN = {"seed": 0, "ranks": 2, "checkpoint-every": 1000, "keep": 3}
-# What the docs report was measured with these.
+# The figures in the docs were measured with these settings.
 DEFAULTS = {
     "ratings": {
         "epochs": 20, "global-batch-size": 1024, "dim": 32, "lr": 0.02, "capacity": 100_000,
@@ -132,7 +132,7 @@ def test_defaults_of_clicks(model, capsys):
 
 @pytest.mark.parametrize("model", ["dlrm", "deepfm"])
 def test_each_setting_of_clicks_is_an_option_too(model, capsys):
-    # Without these a changed setting would be refused for what it lacks.
+    # Without these options the settings would be refused as incomplete.
     whole = ["--set", "data.sparse=user", "--set", "data.validation=v.csv"]
 
     def config(*arguments: str) -> dict[str, dict[str, object]]:

@@ -1,4 +1,4 @@
-"""``sparsekit train wide``, on generated people and on the Adult data."""
+"""``sparsekit train wide`` on generated people and on the Adult data."""
 
 import csv
 import os
@@ -20,14 +20,14 @@ from sparsekit.train.plots import read_run
 
 @pytest.fixture(autouse=True)
 def own_filters():
-    """The command ignores a warning of torch; here that ends with the test."""
+    """Restore the warning filters: the command ignores a warning of torch."""
     with warnings.catch_warnings():
         yield
 
 
 @pytest.fixture
 def data(tmp_path):
-    """800 people whose income is decided by age, hours and, for half of them, the country."""
+    """Write 800 people; age, hours and, for half of them, the country decide the income."""
     generator = torch.Generator().manual_seed(0)
     path = tmp_path / "people.csv"
     with path.open("w", newline="") as file:
@@ -41,13 +41,13 @@ def data(tmp_path):
 
 
 def run(capsys, data, *arguments):
-    """What it prints."""
+    """Run the command; returns its output."""
     assert cli.main(["train", "wide", "--data", str(data), *arguments]) == 0
     return capsys.readouterr().out
 
 
 def results(output):
-    """The table: name -> (AUC, log loss)."""
+    """Return the printed table: name -> (AUC, log loss)."""
     rows = re.findall(r"^(constant rate|model) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
     return {name: (float(area), float(loss)) for name, area, loss in rows}
 
@@ -78,7 +78,7 @@ def test_it_beats_the_constant_and_saves_the_model(data, tmp_path, capsys, optim
         probabilities = model.probabilities(model.encode(test.columns))
     area = auc(probabilities, test.labels), log_loss(probabilities, test.labels)
     assert found["model"] == pytest.approx(area, abs=1e-4)
-    # Nothing of the test part is known to the model.
+    # The model must know nothing from the test part.
     for name, cuts in model.buckets.edges.items():
         assert set(cuts.tolist()) <= set(train.columns[name].astype(float))
 
@@ -89,7 +89,7 @@ def test_the_loss_and_the_seed_are_obeyed(data, tmp_path, capsys):
     found = [results(run(capsys, data, *ONE, "--seed", seed)) for seed in "112"]
     assert found[0] == found[1]
     assert found[0]["model"] != found[2]["model"]
-    assert found[0]["constant rate"] == found[2]["constant rate"]  # the split is the same
+    assert found[0]["constant rate"] == found[2]["constant rate"]  # same split
 
 
 def test_ranks_train_as_one_does(data, capfd):
@@ -149,7 +149,7 @@ def test_wrong_arguments(arguments, capsys):
 
 
 def test_the_adult_data_from_text_to_an_auc_of_0_90():
-    """The processor time counts, which other processes of a busy machine do not stretch much."""
+    """Processor time counts: other processes on a busy machine stretch it little."""
     pytest.importorskip("pyarrow")
     try:
         adult()
@@ -168,6 +168,6 @@ def test_the_adult_data_from_text_to_an_auc_of_0_90():
 
 
 def time_of_children():
-    """Seconds of both cores, of the processes that have ended."""
+    """Return the user and system time in seconds of child processes that have ended."""
     times = os.times()
     return times.children_user, times.children_system

@@ -1,4 +1,4 @@
-"""Wrong words on the command line: one line, exit code 2, and what was probably meant."""
+"""A mistyped command line gives one line, exit code 2 and the word probably meant."""
 
 import re
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from sparsekit.train.launch import RankError
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where commands run."""
+    """Create the folder in which commands run."""
     (tmp_path / "clicks.csv").write_text("user,item,click\na,b,1\nc,d,0\n")
     (tmp_path / "empty.csv").touch()
     (tmp_path / "runs").mkdir()
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def error_of(capsys, command):
-    """What it says, having failed as it should."""
+    """Run a command that must fail; returns its message."""
     try:
         code = cli.main(command.split())
     except SystemExit as ended:
@@ -43,7 +43,8 @@ CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        # Options, by the command to which they belong, and of its options only.
+        # Misspelt options and words: the message names the command they belong to and suggests only
+        # its options.
         ("--verison", r"^sparsekit: unrecognized arguments: --verison; did you mean --version\?"),
         ("train dlrm --confg x", r"^sparsekit train dlrm: .*; did you mean --config\? .*dlrm -"),
         ("profile dlrm --trce x", r"^sparsekit profile dlrm: .*; did you mean --trace\?"),
@@ -53,7 +54,7 @@ CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
         ("bench rn", r"^sparsekit bench: .*; did you mean run\?"),
         ("bench run --suite cpuu", r"^sparsekit bench run: .*; did you mean cpu\?"),
         ("train autoencoder --original --dim 5", "--dim 5: --original has layers of its own"),
-        # Files that there are not.
+        # Files that do not exist.
         ("train ratings --data clciks.csv", r"No such file.*; did you mean clicks\.csv\?"),
         ("train wide --data clicks.cvs", r"No such file.*; did you mean clicks\.csv\?"),
         ("train deepconn --data click.csv", r"No such file.*; did you mean clicks\.csv\?"),
@@ -64,7 +65,7 @@ CLICKS = "--ranks 1 --epochs 1 --set data.sparse=user --set data.label=click"
         ("plot rnus", r"rnus/metrics\.jsonl: No such file.*; did you mean runs\?"),
         ("train ratings --data linked", r"linked: No such file or directory$"),
         ("plot .", r"metrics\.jsonl: No such file or directory$"),
-        # What is there, but is not what it should be.
+        # Files and folders of the wrong kind.
         ("hash runs --out x.parquet --format csv", "runs: Is a directory"),
         ("recommend runs", r"^sparsekit: runs: is a folder; needed is the file that .*autoencoder"),
         ("train ratings --save runs/metrics.jsonl --log-to runs", r"is the file of --log-to;"),

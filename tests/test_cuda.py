@@ -1,4 +1,4 @@
-"""What only a device has: streams, several devices, graphs; and reports of bad values."""
+"""Only on a device: streams, several devices, graphs; on all backends, reports of bad values."""
 
 import ctypes
 
@@ -28,7 +28,7 @@ def test_ops_run_on_the_current_stream():
         return table, torch.zeros(5000, dtype=torch.int64, device="cuda")
 
     def chain(table: sparsekit.HashTable, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        keys.copy_(new_keys)  # an op on another stream would see zeros
+        keys.copy_(new_keys)  # an op on another stream would still see zeros
         unique, inverse, _, count = torch.ops.sparsekit.unique_padded(keys)
         rows, _ = torch.ops.sparsekit.hash_table_find_or_insert_(
             table.buckets, table.hash_seed, table.size, keys, table.capacity
@@ -38,16 +38,16 @@ def test_ops_run_on_the_current_stream():
     stream = torch.cuda.Stream()
     throw_away, wanted = inputs(), inputs()
     torch.cuda.synchronize()
-    # With checks on every op waits.
+    # With checks on, every op waits.
     with sparsekit.checked(False), torch.cuda.stream(stream):
-        # The first call of a kernel loads it, and a first tensor takes memory from the device;
-        # either may wait for all that runs there.
+        # Warm up: a first call loads the kernel and a first tensor takes memory from the device;
+        # both may wait for all work there.
         torch.cuda._sleep(1)
         chain(*throw_away)
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)
         unique, inverse, count, rows, vectors = chain(*wanted)
-        assert not stream.query()  # none of them has waited
+        assert not stream.query()  # no op has waited
     torch.cuda.synchronize()
     assert int(count) == 5000
     assert torch.equal(unique, new_keys)
@@ -83,10 +83,10 @@ def test_a_chain_of_ops_is_captured_in_a_graph():
 
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()  # the tensors were made on another stream
-    # With checks on every op waits, which a capture does not allow.
+    # With checks on, every op waits, which a capture does not allow.
     with sparsekit.checked(False):
         with torch.cuda.stream(stream):
-            lookup()  # warm-up, as torch asks for before a capture
+            lookup()  # torch requires a warm-up before a capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -111,7 +111,7 @@ def test_updates_in_backward_do_not_wait(kind):
     torch.cuda.synchronize()
     with sparsekit.checked(False), torch.cuda.stream(stream):
         torch.cuda._sleep(1)
-        for _ in range(2):  # the first steps load kernels and make the state
+        for _ in range(2):  # the first steps load kernels and create the optimizer's state
             layer(keys).sum().backward()
             optimizer.step()
         loss = layer(keys).sum()
@@ -218,7 +218,8 @@ def test_ops_take_only_as_many_keys_as_a_number_on_the_device_says(device, count
 @pytest.mark.parametrize("count", [-1, 0, 1, 5, 6, 9])
 def test_an_update_takes_only_as_many_gradients(device, count):
     used = min(max(count, 0), 6)
-    rows = torch.tensor([3, 0, 9, 4, 7, -1], device=device)  # the last is none, as padding is
+    # The row of -1 gets no gradient: it is padding.
+    rows = torch.tensor([3, 0, 9, 4, 7, -1], device=device)
     grad = randn(6, 5, seed=1).to(device)
     step = torch.ones((), dtype=torch.int64, device=device)
     last = torch.tensor([2], device=device)

@@ -1,7 +1,7 @@
-"""What all else on a device stands on, in seconds: `gpu_check.sh` runs it before anything longer.
+"""Basics of a device, tested within seconds: `gpu_check.sh` runs them before anything longer.
 
-Two ways past torch's dispatcher that the CPU has shown to pay: outputs and workspace are made by
-aoti_torch_empty_strided, and ops that nobody wants a gradient of are called below autograd.
+Two ways past torch's dispatcher that pay on the CPU must also work here: aoti_torch_empty_strided
+makes outputs and workspace, and ops that need no gradient are called below autograd.
 """
 
 import pytest
@@ -11,12 +11,12 @@ from conftest import KEY_DTYPES, ROW_DTYPES
 from sparsekit import ops
 
 gpu = pytest.mark.cuda
-# Nothing, one row, and more than torch's allocator serves from its pool of small blocks.
+# No rows, one row, and more bytes than torch's allocator takes from its pool of small blocks.
 SIZES = ((0, 4), (1, 1), (3, 5), (5, 0), (20_000, 64))
 
 
 def assert_own(out, like, dtype, *sizes):
-    """A new, contiguous, aligned tensor of torch's, on the device of `like`."""
+    """Check that `out` is a new, contiguous, aligned tensor of torch's on the device of `like`."""
     assert out.device == like.device
     assert out.dtype == dtype
     assert tuple(out.shape) == sizes
@@ -34,7 +34,7 @@ def test_outputs_of_rows(device, rows, dim, dtype):
     out = ops.gather_rows(table, places)
     assert_own(out, table, dtype, rows, dim)
     assert bool((out == 1).all())
-    out.fill_(3)  # it is the caller's to change
+    out.fill_(3)  # the caller may change the output
     assert bool((table == 1).all())
 
 
@@ -50,11 +50,11 @@ def test_outputs_of_keys(device, dtype):
 
 @gpu
 def test_outputs_come_from_torchs_allocator_and_go_back_to_it():
-    # The result has a multiple of the 2 MiB in which torch takes memory, so nothing is rounded up.
+    # The result is a multiple of 2 MiB, torch's unit of allocation, so nothing is rounded up.
     table = torch.ones(1000, 256, device="cuda")
     rows = torch.arange(1 << 17, device="cuda") % 1000
     data = torch.ones(1 << 17, 64, device="cuda")
-    ops.gather_rows(table, rows[:1])  # a first call keeps a few words
+    ops.gather_rows(table, rows[:1])  # the first call keeps a few words
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -69,7 +69,7 @@ def test_outputs_come_from_torchs_allocator_and_go_back_to_it():
     torch.cuda.reset_peak_memory_stats()
     ops.unsorted_segment_sum(data, ids, 10)
     assert torch.cuda.memory_allocated() == before
-    assert torch.cuda.max_memory_allocated() - before > 1 << 20  # workspace
+    assert torch.cuda.max_memory_allocated() - before > 1 << 20  # the peak includes workspace
 
 
 @gpu
@@ -79,7 +79,7 @@ def test_outputs_belong_to_the_current_stream():
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         address = ops.gather_rows(table, rows).data_ptr()
-        # The block is free again for this stream at once, and for no other.
+        # The freed block is available at once to this stream, and to no other.
         assert torch.empty_like(table).data_ptr() == address
     assert torch.empty_like(table).data_ptr() != address
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Layers, optimizers, tables and models on a device, against the CPU.
+"""Layers, optimizers, tables and models on a device give the results of the CPU.
 
-Most run on every backend, so that each of their lines has run before it meets a GPU.
+Most tests run on every backend, so that each of their lines has run before it meets a GPU.
 """
 
 import copy
@@ -44,7 +44,7 @@ each_layer = pytest.mark.parametrize("kind", LAYERS)
 
 
 class Run:
-    """A layer in training; every run of a kind and a dtype takes the same steps."""
+    """Layer in training; all runs of the same kind and dtype take the same steps."""
 
     def __init__(self, kind, dtype, device):
         self.kind = kind
@@ -59,7 +59,7 @@ class Run:
         self.optimizer = LazyAdam(self.layer.parameters(), lr=0.01)
 
     def inputs(self, number):
-        """Keys that repeat, new ones in every step, with padding; for bags, weights as well."""
+        """Return keys with repeats and padding, some new in every step; for bags, weights too."""
         device = self.layer.weight.device
         ids = torch.randint(0, 20 + 10 * number, (6, 2, 4), generator=generator(number))
         keys = (ids * 0x1E3779B97F4A7C15).masked_fill(ids % 7 == 0, PADDING).to(device)
@@ -88,26 +88,26 @@ class Run:
         self.optimizer.load_state_dict(state[1])
 
     def tensors(self):
-        """The state by name."""
+        """Return the tensors of layer and optimizer by name."""
         return {**self.layer.state_dict(), **self.optimizer.state[self.layer.weight]}
 
 
 def on_cpu(kind, dtype, steps):
-    """The twin of a run: so many steps on the CPU engine, also under the host runner's mode."""
+    """Take `steps` steps on the CPU engine, even in SimtMode; returns the run and its outputs."""
     with _disable_current_modes():
         twin = Run(kind, dtype, "cpu")
         return twin, [twin.step(number) for number in range(steps)]
 
 
 def assert_same_state(run, twin, device):
-    """Equality of keys, rows and counts, and of all else up to rounding."""
+    """Check that keys, rows and counts are equal, and the other tensors up to rounding."""
     assert run.layer.table.keys().tolist() == twin.layer.table.keys().tolist()
     theirs = twin.tensors()
     for name, tensor in run.tensors().items():
         assert tensor.device.type == device.type, name
         if tensor.is_floating_point():
             assert_close(tensor.cpu(), theirs[name])
-        elif name not in ("table.buckets", "table.hash_seed"):  # where keys lie is free
+        elif name not in ("table.buckets", "table.hash_seed"):  # keys may lie elsewhere
             assert torch.equal(tensor.cpu(), theirs[name]), name
 
 
@@ -120,7 +120,7 @@ def test_three_steps_of_a_layer_are_those_of_the_cpu(device, kind, dtype):
         assert_close(run.step(number).cpu(), expected)
     assert_same_state(run, twin, device)
     assert run.tensors()["step"] == 3
-    # In evaluation, unseen keys among others.
+    # Evaluation also looks up unseen keys.
     run.layer.eval()
     twin.layer.eval()
     size = len(twin.layer.table)
@@ -142,14 +142,15 @@ def test_a_layer_in_training_moves(device, kind):
     check_step(0)
     weight = run.layer.weight
     run.layer.to(device)
-    assert run.layer.weight is weight  # so the optimizer still has it
-    run.optimizer.load_state_dict(run.optimizer.state_dict())  # moves the state after it
+    assert run.layer.weight is weight  # so the optimizer still owns it
+    # Moves the state to the weight's device.
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
     assert_same_state(run, on_cpu(kind, torch.float32, 1)[0], device)
     check_step(1)
     original, run = run, copy.deepcopy(run)
     check_step(2)
     assert original.tensors()["step"] == 2
-    # To the CPU and back.
+    # Move to the CPU and back.
     for where in ("cpu", device):
         state, run = run.state(), Run(kind, torch.float32, where)
         run.load(state)
@@ -170,7 +171,7 @@ def test_an_optimizer_goes_on_from_a_state_of_the_cpu(device, kind):
     step(optimizer, saved, 1)
     weight = torch.nn.Parameter(saved.detach().to(device, copy=True))
     resumed = LazyAdam([weight])
-    # A copy, since torch lets two optimizers of one device share what one has loaded.
+    # A copy: two optimizers on one device would share the state that both load.
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for number in (2, 3):
         step(optimizer, saved, number)
@@ -208,7 +209,7 @@ def test_the_model_of_ratings_trains_on_a_device(device):
     data = Ratings(users, items, values, times)
 
     def train(where):
-        # Under a default device too, which must not reach what has generators of the CPU.
+        # A default device must not reach code that uses generators on the CPU.
         with torch.device(where):
             model = RatingModel(data, dim=4, capacity=50, history_size=5).to(where)
             sparse, dense = split_embedding_variable_from_others(model)
@@ -228,14 +229,14 @@ def test_the_model_of_ratings_trains_on_a_device(device):
 
 
 def ratings(number):
-    """Made up, with something to learn: each user likes items near its own number."""
+    """Make up ratings that can be learned: a user likes items whose numbers are near its own."""
     users, items = (torch.randint(0, 50, (number,), generator=generator(n)) for n in range(2))
     values = 5 - ((users - items).abs() % 50) / 12 + randn(number, seed=2) / 4
     return Ratings(users, items, values.clamp(1, 5), torch.arange(number, dtype=torch.float64))
 
 
 def test_200_steps_of_the_demo_give_the_losses_of_the_cpu(device):
-    """The model, optimizers and learning rates of `sparsekit train`."""
+    """Losses agree for the model, optimizers and learning rates of `sparsekit train`."""
     data = ratings(800)
 
     def train(where):
@@ -258,13 +259,13 @@ def test_200_steps_of_the_demo_give_the_losses_of_the_cpu(device):
         expected = train("cpu")
     losses = train(device)
     assert len(losses) == 200
-    assert losses[-25:].mean() < losses[:25].mean() / 2  # it has learned something
+    assert losses[-25:].mean() < losses[:25].mean() / 2  # the model has learned something
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["grad", "in backward"])
 def test_how_often_a_step_waits(backend, device, mode):
-    """A step of a layer waits for the device a few times, which is still to become none."""
+    """A step of a layer waits for the device at most this often; the aim is not at all."""
     if backend == "cpu":
         pytest.skip("there is nothing to wait for")
     layer = sparsekit.DistributedEmbedding("sum", 1000, 8, 2, 3, device=device, name="waits")
@@ -288,14 +289,14 @@ def test_how_often_a_step_waits(backend, device, mode):
         counted = waits.count(step, simt.LIBRARY if backend == "simt" else waits.LIBRARY)
     finally:
         set_checked(before)
-    # Whether the keys have found room, and how long the gradient is.
+    # It waits to learn whether the keys found room and, for a gradient, how long that is.
     assert counted.sparsekit == (2 if mode == "grad" else 1)
     assert counted.torch <= 12
     print(f"{mode}: {counted}")
 
 
 def fused_and_layer(device, steps):
-    """A step by ops, its inputs, and what a layer on the CPU makes of them, vectors and weight."""
+    """Return a step by ops, its inputs, the outputs of a layer on the CPU, and that layer."""
     offsets = torch.tensor([0, 3, 3, 7, 12])
     batches = [torch.randint(0, 9 + 4 * n, (12,), generator=generator(n)) for n in range(steps)]
     grads = [randn(4, 8, seed=n) for n in range(steps)]
@@ -328,7 +329,7 @@ def test_a_step_by_ops_waits_for_nothing_and_is_captured_in_a_graph():
     keys.copy_(inputs[0][0])
     grad.copy_(inputs[0][1])
     with sparsekit.checked(False):
-        graph, pooled = captured(fused, keys, grad)  # has taken the first step
+        graph, pooled = captured(fused, keys, grad)  # takes the first step
         for i in range(1, 6):
             keys.copy_(inputs[i][0])
             grad.copy_(inputs[i][1])

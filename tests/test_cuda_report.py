@@ -1,4 +1,4 @@
-"""No CUDA kernel may spill registers; and the report that says so can be believed."""
+"""No CUDA kernel spills registers, and the report about spills is right."""
 
 import re
 
@@ -32,7 +32,7 @@ SASS = f"""
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Kernels of the build that is loaded, with their short names."""
+    """Return the kernels of the loaded build by their short names."""
     if not sparsekit.build_info()["cuda"]:
         pytest.skip("this build of sparsekit has no CUDA")
     build = cuda_report.newest_build()
@@ -64,7 +64,7 @@ def test_report_has_every_kernel_on_every_arch(kernels):
 
 
 def test_every_kernel_is_in_the_status():
-    """With what it must move and what its machine code has; see docs/gpu-status.md."""
+    """The status has a row for each kernel; see docs/gpu-status.md."""
     text = (cuda_report.ROOT / "docs" / "gpu-status.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`(\w+_kernel)`", row.split("|")[1])}
@@ -81,8 +81,8 @@ def test_every_kernel_is_in_the_status():
         (73, 0, 256, 0.375),
         (96, 0, 256, 0.25),
         (40, 0, 128, 0.75),
-        (16, 0, 32, 0.5),  # blocks
-        (32, 49 << 10, 256, 0.25),  # shared memory
+        (16, 0, 32, 0.5),  # blocks limit the occupancy
+        (32, 49 << 10, 256, 0.25),  # shared memory limits it
     ],
 )
 def test_occupancy(registers, shared, threads, share):

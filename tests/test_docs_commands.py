@@ -1,4 +1,4 @@
-"""Commands that the README and the docs print are there as printed, and the quick ones run."""
+"""Commands in the README and the docs are valid as printed, and the quick ones run."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ LAUNCHER = re.compile(r"^torchrun .*? -m ")
 
 
 def printed(page: Path) -> list[str]:
-    """Lines of its blocks that are no Python, whole where they are continued, without comments."""
+    """Return the lines of the page's blocks without a language; joins continued lines."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     lines = (
         "\n".join(text for language, text in blocks if not language)
@@ -34,13 +34,13 @@ def printed(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Arguments of `sparsekit` in its blocks, behind torchrun too; what is written to, left out."""
+    """Return the arguments of each `sparsekit` command on the page, without redirections."""
     lines = [LAUNCHER.sub("", line).partition(" > ")[0] for line in printed(page)]
     return [shlex.split(line)[1:] for line in lines if line.startswith("sparsekit ")]
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """As the command line does."""
+    """Parse arguments as the command line does."""
     if arguments[0] == "bench":
         return parser_of_benchmarks("sparsekit bench").parse_args(arguments[1:])
     if arguments[0] == "train":
@@ -65,7 +65,7 @@ def test_commands_in_blocks_are_understood(page: Path) -> None:
 
 
 def known(arguments: list[str]) -> bool:
-    """Whether commands and options of a piece of a command line are there."""
+    """Return whether a part of a command line names existing commands and options."""
     if arguments[:1] == ["bench"]:
         parser: argparse.ArgumentParser = parser_of_benchmarks("sparsekit bench")
         arguments = arguments[1:]
@@ -91,7 +91,8 @@ def known(arguments: list[str]) -> bool:
 def test_commands_in_sentences_are_there(page: Path) -> None:
     found = re.findall(r"`sparsekit ([^`]+)`", page.read_text())
     for text in found:
-        words = [word.split("|") for word in text.replace("…", "").split()]  # dlrm|deepfm
+        # For example dlrm|deepfm.
+        words = [word.split("|") for word in text.replace("…", "").split()]
         for each in itertools.product(*words):
             assert known(list(each)), f"{page.name}: sparsekit {text}"
 
@@ -120,11 +121,11 @@ def test_commands_on_files_run_as_printed(
         if command[0] == "train" and ("--data" in command or "--show-config" in command):
             command = [*command, *small]
         elif command[0] not in ("hash", "plot", "predict"):
-            continue  # other data, or long; see tests of these commands
+            continue  # needs other data or takes long; tested elsewhere
         assert cli.main(command) == 0, command
         ran += 1
     assert ran == 8
-    assert "model:" in capsys.readouterr().out  # of --show-config
+    assert "model:" in capsys.readouterr().out  # printed by --show-config
     for written in (
         "clicks.parquet",
         "day_0.parquet",

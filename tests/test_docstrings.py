@@ -1,4 +1,4 @@
-"""The examples in docstrings print what they say, and words that need a second reading are out."""
+"""Examples in docstrings print what they say, and texts avoid words that need a second reading."""
 
 import doctest
 import importlib
@@ -42,7 +42,7 @@ TEXTS = [
 
 
 def test_words_that_need_a_second_reading() -> None:
-    """Vague ones, and openings that do not say what a thing is or does."""
+    """Texts use no vague words, and no openings that do not say what a thing is or does."""
     words = re.compile(r"\b(so many|shall|somebody)\b|(//|#|\"\"\") Of the file\b", re.IGNORECASE)
     assert len(TEXTS) > 400
     found = [f"{path}: {match[0]}" for path in TEXTS for match in words.finditer(path.read_text())]

@@ -15,11 +15,11 @@ from ops.optimizer_rules import CASES, widths
 from sparsekit import _load
 
 PACKAGE = Path(_load.__file__).parent
-# Rule, settings and, for each state, whether it is one number for a row.
+# Rule, settings and, for each state, whether it has one number per row.
 RULES = [(rule, v, [w == 1 for w in widths(rule, count, 2)]) for rule, v, count in CASES.values()]
 
-# Calls every op and prints a digest of each result. Inputs come from numpy, because torch's own
-# random normals are not the same under every instruction set.
+# A program that calls every op and prints a digest of each result. Its inputs come from numpy:
+# torch's random normals depend on the instruction set.
 DIGESTS = (
     f"RULES = {RULES}\n"
     + """
@@ -178,7 +178,7 @@ print("missing", sorted(schemas - {name.replace(".", "::", 1).split(".")[0] for 
 
 
 def run(program, package_parent=PACKAGE.parent, capability=None):
-    """Run Python code that finds this package first, under an ATEN_CPU_CAPABILITY or none."""
+    """Run Python code that imports this package, with ATEN_CPU_CAPABILITY set or unset."""
     path = os.pathsep.join([str(package_parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     environment.pop("ATEN_CPU_CAPABILITY", None)
@@ -190,7 +190,7 @@ def run(program, package_parent=PACKAGE.parent, capability=None):
 
 
 def digests(capability):
-    """(digest of every result, the other lines)."""
+    """Return a digest of each result by name, and the other lines as a dictionary."""
     done = run(DIGESTS, capability=capability)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -230,7 +230,7 @@ def test_what_engines_need_is_what_they_are_compiled_with():
 
 @pytest.fixture
 def libraries(tmp_path, monkeypatch):
-    """A copy of the compiled libraries, from which load() then fails to load."""
+    """Copy the compiled libraries to a folder, from which load() then takes them."""
     ignored = shutil.ignore_patterns("simt", "libsparsekit_cuda.so")
     shutil.copytree(PACKAGE / "lib", tmp_path / "lib", ignore=ignored)
     monkeypatch.setattr(_load, "_LIB", tmp_path / "lib")
@@ -263,13 +263,13 @@ def test_an_engine_is_chosen_by_what_is_there(libraries, monkeypatch, capability
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(_load, "processor_flags", lambda: frozenset(flags.split()))
     for name in ("avx512", "avx2"):
-        (libraries / name).mkdir(exist_ok=True)  # a build for another processor has none
+        (libraries / name).mkdir(exist_ok=True)  # a build for another processor lacks them
     for engine in engines:
         assert _load.instruction_set() == engine
         shutil.rmtree(libraries / engine, ignore_errors=True)
 
 
-# The variable decides what torch says of the processor; the file is how Linux describes it.
+# torch takes the processor's abilities from the variable, Linux describes them in the file.
 FORCED = """
 import builtins, io, warnings
 import torch
@@ -345,7 +345,7 @@ def test_a_missing_library(libraries, which):
 @pytest.mark.parametrize("content", [b"", b"no library", b"\x7fELF" + b"\x00" * 100])
 def test_a_library_that_does_not_load(libraries, which, content):
     library = library_of(libraries, which)
-    library.unlink()  # a new file, not new bytes in one that may be mapped
+    library.unlink()  # replace the file: a process may have the old one mapped
     library.write_bytes(content)
     with pytest.raises(ImportError) as caught:
         _load.load()

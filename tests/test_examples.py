@@ -1,4 +1,4 @@
-"""The examples run on two ranks, and learn; those of one model take the same steps."""
+"""The examples run on two ranks and learn; those of the same model take the same steps."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ import pytest
 from patience import patience
 
 ROOT = Path(__file__).parent.parent
-# Each with the packages that it needs.
+# Each example with the packages that it needs.
 NEEDS = {
     "ddp": [],
     "fsdp2": [],
@@ -41,7 +41,7 @@ def free_ports(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each example has printed, of those that can run here."""
+    """Run the examples whose packages are here; returns what each has printed."""
     folder = tmp_path_factory.mktemp("examples")
     names = [name for name in NEEDS if not absent(name)]
     ports = free_ports(len(names))
@@ -53,7 +53,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             "PYTHONPATH": str(ROOT),
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
             **{"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"},
-            # What torchrun sets, by which Lightning knows it; the agent's store is left out.
+            # torchrun sets these variables, and Lightning recognises it by them; only the variable
+            # of the agent's store is missing.
             **{"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "examples", "MASTER_PORT": ports[0]},
         }
         command = [sys.executable, "-W", "ignore", "tests/run_examples.py", str(folder), calls]
@@ -78,7 +79,7 @@ def test_example(name: str, request: pytest.FixtureRequest) -> None:
         pytest.skip(f"needs {', '.join(absent(name))}, which is not installed")
     printed = request.getfixturevalue("printed")
     (loss,) = re.findall(r"^loss (\d\.\d+)$", printed[name], re.MULTILINE)
-    if name == "two_tower":  # by chance 0.05
+    if name == "two_tower":  # 0.05 by chance
         assert float(re.findall(r"^recall@10 (.*)$", printed[name], re.MULTILINE)[0]) > 0.9
     else:
         assert float(loss) < 0.3

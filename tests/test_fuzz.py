@@ -1,4 +1,4 @@
-"""Ten seconds of the fuzzer on each backend, and that it reports what it is for."""
+"""The fuzzer runs for ten seconds on each backend, and it reports the faults that it looks for."""
 
 import os
 import random
@@ -13,7 +13,7 @@ SEED = 0 if os.environ.get("CI") else random.randrange(10**6)
 
 
 def fuzz(*arguments, before=""):
-    """Run it with these arguments, after some Python; the exit status and what it printed."""
+    """Run the fuzzer after the code in `before`; returns its exit status and its output."""
     script = (
         f"import sys; sys.argv[1:] = {list(arguments)}; from tests.fuzz import __main__ as fuzz\n"
     )
@@ -58,7 +58,7 @@ def test_a_mismatch_is_reported_and_can_be_repeated():
 
 
 def test_a_case_that_kills_its_process_is_named():
-    # As a sanitizer does, with its exit status.
+    # Exit as a sanitizer does.
     before = "import os; from sparsekit import ops; ops.unique = lambda keys: os._exit(1)"
     code, printed = fuzz("--op", "unique", before=before)
     assert code == 1

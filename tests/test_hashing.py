@@ -1,4 +1,4 @@
-"""sparsekit.hashing against the xxhash package, the published answers and its own rules."""
+"""sparsekit.hashing agrees with the xxhash package, published answers and its documented rules."""
 
 import array
 import builtins
@@ -24,7 +24,7 @@ SEEDS = st.one_of(st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]), st.integ
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.one_of(TEXT, st.binary(max_size=80), st.integers(), st.none())
 INTEGER_DTYPES = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-# More than one part of a list that is hashed by several threads.
+# Enough values that several threads hash more than one part of a list.
 MANY = 100_003
 
 
@@ -87,7 +87,7 @@ def test_the_example_in_the_docstring():
     assert result.attempted > 0
 
 
-# What is hashed for which type
+# Types
 
 
 @given(TEXT, SEEDS)
@@ -145,7 +145,7 @@ def test_a_code_does_not_depend_on_the_neighbours(values, seed, rng):
 
 
 class Reversed(collections.abc.Sequence):
-    """A sequence of its own kind."""
+    """Sequence of a type that hashing does not know."""
 
     def __init__(self, items):
         self.items = items
@@ -198,7 +198,7 @@ def test_string_arrays():
     expected = [oracle(word) for word in words]
     assert xxh64(np.array(words)).tolist() == expected
     assert xxh64(np.array([word.encode() for word in words])).tolist() == expected
-    assert xxh64(np.array([b"a\0"])).tolist() == [oracle(b"a")]  # as numpy reads it
+    assert xxh64(np.array([b"a\0"])).tolist() == [oracle(b"a")]  # numpy drops trailing zeros
     assert xxh64([b"a\0"]).tolist() == [oracle(b"a\0")]
 
 
@@ -260,7 +260,7 @@ def test_a_list_that_changes_while_it_is_hashed_counts_as_it_was():
     assert values == []
 
 
-# What is refused
+# Refusals
 
 
 class Bad:
@@ -314,7 +314,7 @@ def test_errors_of_an_index_method_pass():
 
 
 def test_an_error_of_a_signal_handler_passes():
-    """Only what makes a value impossible to hash becomes a ValueError that names it."""
+    """Only an error that makes a value impossible to hash becomes a ValueError that names it."""
 
     class Interrupt(Exception):
         pass
@@ -341,17 +341,17 @@ def test_an_error_of_a_signal_handler_passes():
         sys.set_int_max_str_digits(most_digits)
 
 
-# A list that changes while it is hashed
+# Lists that change while they are hashed
 
 
 class Clears:
-    """An integer of a type of its own, whose conversion empties the list that it is in."""
+    """Integer-like value whose conversion empties the list that contains it."""
 
     def __init__(self, items):
         self.items = items
 
     def __index__(self):
-        # What held the items is freed, and very likely filled with something else.
+        # The items' memory is freed and very likely used for something else.
         self.items.clear()
         self.items.extend([b"x" * 40] * 7)
         return 5
@@ -386,7 +386,7 @@ def test_an_import_hook_that_changes_the_list(monkeypatch, left):
 
 
 def test_a_signal_handler_that_changes_the_list():
-    """Python looks for signals while it writes a long int in decimal."""
+    """A handler runs meanwhile: Python looks for signals while it writes a long int in decimal."""
     number = 7**200_000
     texts = [f"text {i}" for i in range(5)]
     values = []

@@ -1,4 +1,4 @@
-"""How texts are hashed several at once, with the vectors of the processor and without."""
+"""Texts that are hashed several at once, with and without vector instructions."""
 
 import itertools
 import random
@@ -13,14 +13,14 @@ from xxh64_oracle import oracle
 from sparsekit import _pybind
 from sparsekit.hashing import xxh64
 
-# Of one code unit, of one beyond ASCII, of two and of four.
+# Texts that Python stores as ASCII, or with one, two or four bytes per character.
 ALPHABETS = ["abcxyz", "ab\x80é\xff", "aé\u07ff\u0800日\uffff", "a\U00010000😀\U0010ffff"]
 ENGINES = ["portable", "avx2", "avx512"]
 
 
 @pytest.fixture(params=ENGINES, autouse=True)
 def engine(request):
-    """Every test runs with every engine that the processor has."""
+    """Run a test with every engine that the processor supports."""
     if _pybind.use_xxh64_engine(request.param) != request.param:
         pytest.skip(f"this processor has no {request.param}")
     yield request.param
@@ -28,7 +28,7 @@ def engine(request):
 
 
 def check(values, seed=0):
-    """As a list, and as what columns there are of them."""
+    """Check the codes of values in a list and in each kind of column that can hold them."""
     expected = [oracle(value, seed) for value in values]
     assert xxh64(values, seed).tolist() == expected
     if all(isinstance(value, (str, type(None))) for value in values):
@@ -76,7 +76,8 @@ def test_values_of_every_kind_in_one_batch():
         ),
     ]
     check([draw.choice(kinds)() for _ in range(3000)])
-    # What the threads leave out, from an item on: long ints, numbers of other types, long texts.
+    # The threads skip these items and all that follow them: long ints, numbers of foreign types,
+    # long texts.
     left_out = [10**30, np.int64(-5), "é" * 5000, "日" * 5000]
     for item in left_out:
         values = [draw.choice(kinds)() for _ in range(700)]
@@ -85,16 +86,16 @@ def test_values_of_every_kind_in_one_batch():
 
 
 def test_texts_that_fill_all_room():
-    """As much UTF-8 as a batch can hold."""
+    """Texts as long in UTF-8 as a batch can hold."""
     check(["é" * 31 + "a"] * 600)
     check(["😀" * 15 + "é" + "a"] * 600)
     check([text for _ in range(300) for text in ("é" * 31, "日" * 4096, "é" * 32)])
-    # More than can wait, of many lengths: none may be overwritten before it is hashed.
+    # More texts, of many lengths, than can wait: none may be overwritten before it is hashed.
     check([f"{i}" + "é" * (i % 29) for i in range(3000)])
 
 
-# A program, for a read out of bounds ends the process; one for all engines, since most of its time
-# goes into importing torch.
+# A separate program, because a read out of bounds ends the process; one for all engines, because
+# most of its time goes into importing torch.
 AT_THE_EDGES = """
 import ctypes, itertools, mmap, sys
 import numpy as np, pyarrow as pa

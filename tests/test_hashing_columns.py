@@ -1,4 +1,4 @@
-"""sparsekit.hashing.xxh64 of Arrow columns and of numpy's arrays of text."""
+"""sparsekit.hashing.xxh64 of Arrow columns and of numpy arrays of text."""
 
 import ctypes
 import sys
@@ -16,10 +16,10 @@ from sparsekit import _pybind
 from sparsekit.hashing import xxh64
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
-# Lengths around words, stripes and what a string view holds itself.
+# Lengths around words, stripes and the texts that a string view holds inline.
 WORDS = [None, "", "a", "é", *(("ab日c" * 20)[:n] for n in range(40))]
 STRINGS = [pa.string(), pa.large_string(), pa.string_view()]
-# More than one part of a column that is hashed by several threads.
+# Enough values that several threads hash more than one part of a column.
 MANY = 100_003
 
 
@@ -146,13 +146,13 @@ def test_other_types_are_refused(column, format):
 
 def test_a_released_array_is_refused():
     capsules = pa.array(["a"]).__arrow_c_array__()
-    pa.Array._import_from_c_capsule(*capsules)  # takes it over
+    pa.Array._import_from_c_capsule(*capsules)  # releases the capsules' array
     with pytest.raises(ValueError, match="has been released"):
         _pybind.xxh64_arrow(*capsules, seed=0)
 
 
 class Failing:
-    """A column of strings whose first chunk cannot be read."""
+    """Column of strings whose first chunk cannot be read."""
 
     def __init__(self):
         kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -203,21 +203,21 @@ def test_threads_give_the_same_codes():
 
 
 def high_water():
-    """Bytes of the largest resident memory that this process has had."""
+    """Return the peak resident memory of this process in bytes."""
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 @pytest.mark.parametrize("size", [50, 1024])
 def test_no_copy_of_the_strings_is_made(size):
-    """64 MB of text and their codes; a copy, or objects, would show in the peak."""
+    """A copy of the 64 MB of text, or Python objects for them, would show in the peak."""
     count = 2**26 // size
     codes = 8 * count
     array = pa.concat_arrays([pa.array(["x" * size] * (count // 64))] * 64)
     chunked = pa.chunked_array([array.slice(5, count // 2), array.slice(0, count // 4)])
     xxh64(array[:2])
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+        file.write("5")  # resets the peak
     before = high_water()
     for column in (array, chunked, array.slice(3)):
         xxh64(column)
@@ -234,7 +234,8 @@ def test_fixed_width_arrays():
         trimmed = [word.rstrip("\0") for word in words]
         check(np.array(words, dtype="U"), trimmed)
         check(np.array([word.encode() for word in words], dtype="S"), trimmed)
-    table = np.array([(1, "ab", b"x"), (2, "é", b"yz")], dtype="i1,U3,S2")  # apart and unaligned
+    # Strided and unaligned fields.
+    table = np.array([(1, "ab", b"x"), (2, "é", b"yz")], dtype="i1,U3,S2")
     check(table["f1"], ["ab", "é"])
     check(table["f2"], [b"x", b"yz"])
 
@@ -255,7 +256,7 @@ def test_missing_strings():
     for missing in (None, np.nan):
         dtype = np.dtypes.StringDType(na_object=missing)
         check(np.array(["a", missing, "x" * 300, ""], dtype), ["a", None, "x" * 300, ""])
-    # Where a string stands for them, it is what counts.
+    # If a string stands for missing items, that string is hashed.
     stands_for = np.array(["a", "none"], np.dtypes.StringDType(na_object="none"))
     check(stands_for, ["a", "none"])
 
@@ -269,7 +270,7 @@ def test_code_points_that_are_no_characters_are_named(point):
 
 
 class Series:
-    """What xxh64 sees of a Series of pandas over one of numpy's arrays."""
+    """Stand-in for a pandas Series over a numpy array."""
 
     def __init__(self, array):
         self.array, self.dtype, self.ndim = array, array.dtype, 1
@@ -290,7 +291,7 @@ def test_series():
 
 @pytest.mark.parametrize("make", [pa.array, np.array], ids=["arrow", "numpy"])
 def test_other_threads_run_meanwhile(make):
-    """One that counts gets on during a long call, where nothing else makes Python switch to it."""
+    """A thread that counts makes progress during a long call: xxh64 releases the GIL."""
     column = make(["x" * 64] * 400_000)
     counts, stop = [], threading.Event()
 

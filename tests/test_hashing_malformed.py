@@ -1,6 +1,6 @@
 """sparsekit.hashing.xxh64 of Arrow columns whose offsets, views or structs are wrong.
 
-SPARSEKIT_FUZZ_FILES=10000 tries as many faults in place of 300.
+SPARSEKIT_FUZZ_FILES=10000 tries that many faults instead of 300.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ def from_offsets(kind, offsets, text=b"hello world", valid=None):
 
 
 def from_views(views, text=LONG * 3, valid=None):
-    """Each a size and, of a long text, the buffer and the offset in it."""
+    """Return a column of string views: each a size and, for a long text, its buffer and offset."""
     words = np.zeros((len(views), 4), np.int32)
     for word, (size, *where) in zip(words, views, strict=True):
         word[0] = size
@@ -47,7 +47,7 @@ def from_views(views, text=LONG * 3, valid=None):
         ([0, 5, 4, 11], 1),
         ([0, 5, -4, 11], 1),
         ([0, -(2**31), 2**31 - 1, 11], 0),
-        # The difference of both, of 32 bits, is small.
+        # The offsets' difference wraps around in 32 bits to a small number.
         ([0, 3, -10, 20, 11], 1),
     ],
 )
@@ -80,7 +80,7 @@ def test_views(view):
     assert xxh64(from_views([(3,), good])).tolist() == [oracle(b"\0" * 3), oracle(LONG)]
     with pytest.raises(ValueError, match=OUTSIDE.format(2)):
         xxh64(from_views([(3,), good, view]))
-    # Where an item is null, anything may be there.
+    # The view of a null item may hold anything.
     column = from_views([(3,), view, good], valid=pa.py_buffer(b"\5"))
     assert xxh64(column).tolist() == [oracle(b"\0" * 3), oracle(None), oracle(LONG)]
 
@@ -103,7 +103,7 @@ def test_entries_of_a_dictionary():
 
 
 def ipc(column, change=lambda stream: None):
-    """A column written and read, with a change in between; reading checks next to nothing."""
+    """Write a column, change the stream and read it back; reading checks almost nothing."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, pa.schema([("a", column.type)])) as writer:
         writer.write_batch(pa.record_batch([column], ["a"]))
@@ -125,7 +125,7 @@ def replace(old, new):
     [([0, 5, 10**9], "Length spanned by binary offsets"), ([-9, 5, 11], "Negative offsets")],
 )
 def test_what_reaches_beyond_a_buffer_of_pyarrow(offsets, reason):
-    """Only pyarrow knows how large its buffers are."""
+    """Offsets past the end of a buffer are found, as pyarrow knows how large its buffers are."""
     before, after = np.array([0, 5, 11], np.int32), np.array(offsets, np.int32)
     column = ipc(from_offsets(pa.binary(), before), replace(before.tobytes(), after.tobytes()))
     whole = pa.array([b"a", b"b"])
@@ -134,7 +134,7 @@ def test_what_reaches_beyond_a_buffer_of_pyarrow(offsets, reason):
 
 
 class Array(ctypes.Structure):
-    """ArrowArray."""
+    """The struct ArrowArray of Arrow's C data interface."""
 
 
 Array._fields_ = [
@@ -153,7 +153,7 @@ ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_cha
 
 
 def hash_changed(column, change):
-    """The codes of an array that another package exports, after a change of its struct."""
+    """Return the codes of an array that another package exports, with its struct changed."""
     schema, array = column.__arrow_c_array__()
     pointer = ctypes.pythonapi.PyCapsule_GetPointer(array, b"arrow_array")
     struct = ctypes.cast(pointer, ctypes.POINTER(Array)).contents
@@ -162,7 +162,7 @@ def hash_changed(column, change):
     change(struct)
     try:
         return _pybind.xxh64_arrow(schema, array, 0)
-    finally:  # as it is released
+    finally:  # restore it for the release
         for name, _ in Array._fields_:
             setattr(struct, name, getattr(whole, name))
         for i, buffer in enumerate(buffers):
@@ -222,7 +222,7 @@ NUMBERS = [0, 1, -1, 3, 8, 12, 13, 64, 2**16, 2**31 - 1, -(2**31)]
 
 
 def mutate(draw, stream):
-    """Change some numbers: of its messages, or of what they describe."""
+    """Change some numbers of a stream: in its messages or in its buffers."""
     for _ in range(draw.choice([1, 1, 2, 4])):
         place = draw.randrange(len(stream) // 4) * 4
         number = int.from_bytes(stream[place : place + 4], "little", signed=True)
@@ -231,7 +231,7 @@ def mutate(draw, stream):
 
 
 def test_structured_faults():
-    """Of what pyarrow reads, what its slow check of all passes is hashed, and the rest refused."""
+    """A column that pyarrow's full check accepts is hashed, and any other is refused."""
     words = [b"", b"a", b"bcd", LONG, b"x" * 12, b"y" * 13, LONG * 4]
     columns = [pa.array(words, kind) for kind in (pa.binary(), pa.large_binary(), pa.binary_view())]
     columns += [pa.array([b"abc", b"def"], pa.binary(3)), pa.array([3, -4], pa.int16())]
@@ -253,13 +253,13 @@ def test_structured_faults():
         except ValueError:
             refused += 1
             assert fault, case
-        except TypeError:  # another type
+        except TypeError:  # the change gave another type
             continue
         else:
             hashed += 1
             if not fault:
                 assert codes == [oracle(value) for value in column.to_pylist()]
-            else:  # none that matters for what is read
+            else:  # the fault is in a part that hashing does not read
                 assert column.null_count or re.search("padding|prefix|null_count", fault), fault
     assert refused > CASES * 0.05
     assert hashed > CASES * 0.05

@@ -1,6 +1,6 @@
 """sparsekit.hashing.SplitHashEncoder: the rule, options and errors.
 
-Known answers and what it must hold besides are in systems/test_s0_wide.py.
+Known answers and the other requirements are in systems/test_s0_wide.py.
 """
 
 import sys
@@ -44,7 +44,7 @@ def test_widths():
 
 
 class Frame:
-    """What the encoder sees of a DataFrame: a column by its name."""
+    """Stand-in for a DataFrame: returns a column by its name."""
 
     def __init__(self, data):
         self.data = data
@@ -68,7 +68,7 @@ def test_signs_are_as_documented_and_cancel_on_average():
         h = unsigned(value)
         mixed = (h ^ (h >> 32)) * 0x9E3779B97F4A7C15 % 2**64
         assert signs[value].tolist() == [1 - 2 * (mixed >> (63 - k) & 1) for k in range(4)]
-    # They are independent of one another and of the columns.
+    # Signs are independent of one another and of the columns.
     assert signs.mean(0).abs().max() < 0.03  # 4 standard deviations
     assert (signs.T @ signs / 20_000 - torch.eye(4)).abs().max() < 0.03
     columns = encoder.encode(data).col_indices().view(-1, 4)

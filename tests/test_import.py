@@ -9,9 +9,9 @@ import sparsekit
 
 PACKAGE = Path(sparsekit.__file__).parent
 
-# Each takes about as long as the rest of the package, or longer than that.
+# Each of these takes about as long to import as the rest of the package, or longer.
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes", "sympy")
-# Of the extra sparsekit-torch[data].
+# Packages of the extra sparsekit-torch[data].
 OPTIONAL = ("pyarrow", "scipy")
 
 LOOKUP = """

@@ -1,4 +1,4 @@
-"""Core knows no torch, only torch_ops does, and every op has its file in every layer."""
+"""Core knows no torch, only torch_ops includes it, and every op has its file in every layer."""
 
 import re
 from pathlib import Path
@@ -15,7 +15,7 @@ STABLE = ("torch/csrc/stable/", "torch/headeronly/")
 
 
 def violations(csrc):
-    """Lines "file: what is wrong" for every file below csrc."""
+    """Return a line "file: what is wrong" for each violation below csrc."""
     found = []
     for path in sorted(csrc.rglob("*")):
         if path.suffix not in SOURCES:
@@ -41,7 +41,7 @@ CUDA_NAME = re.compile(
     r"\b(?:threadIdx|blockIdx|blockDim|gridDim|__(?:shfl|syncwarp|syncthreads|ballot|any|all|match|"
     r"popc|ffs|ldg|shared__|global__|device__)\w*|atomic[A-Z]\w*|cuda[A-Z]\w*|cub::)"
 )
-# simt.cuh gives them other names; the other two have a host version beside the device's.
+# simt.cuh wraps those names; the other two files have a host version beside the device's.
 KNOW_CUDA = {"simt.cuh", "primitives.cu", "device_memory.cu"}
 
 
@@ -57,7 +57,7 @@ def stems(pattern, *others):
     return {path.stem.removeprefix("test_") for path in ROOT.glob(pattern)} - set(others)
 
 
-# Suites of several ops, or of one side of an op.
+# Suites that cover several ops, or one aspect of an op.
 ACROSS_OPS = (
     "overlap",
     "colliding_keys",
@@ -79,7 +79,7 @@ LAYERS = {
     "sparsekit/ops": stems("sparsekit/ops/[!_]*.py"),
     "tests/ops": stems("tests/ops/test_*.py", "checks", "opcheck", *ACROSS_OPS),
 }
-# What any of these three has is an op; core may have more, such as xxh64.
+# Each stem in one of these three folders is an op; core may have more, such as xxh64.
 OPS = LAYERS["csrc/torch_ops"] | LAYERS["sparsekit/ops"] | LAYERS["tests/ops"]
 
 

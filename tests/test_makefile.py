@@ -1,4 +1,4 @@
-"""`make demo` does as little as it can, `make test` adds to that, and neither repeats anything."""
+"""`make demo` does the minimum, `make test` adds to it, and neither repeats a step."""
 
 import itertools
 import os
@@ -27,14 +27,14 @@ _clock = itertools.count(10**9)
 
 
 def touch(path):
-    """Make a file newer than all that were touched before, however fast this is."""
+    """Make a file newer than all files touched before, however fast the test runs."""
     path.touch()
     os.utime(path, (next(_clock),) * 2)
 
 
 @pytest.fixture
 def tree(tmp_path):
-    """The sources that make looks at."""
+    """Create the sources whose times make compares."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in ("csrc", ".venv/bin", "sparsekit/lib"):
         (tmp_path / name).mkdir(parents=True)
@@ -46,7 +46,7 @@ def tree(tmp_path):
 
 
 def steps(tree, target, **variables):
-    """What the target would do; after that its marks are there."""
+    """Return the steps that the target would take, and create its marker files."""
     command = ["make", "--dry-run", "--no-print-directory", target]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("SPARSEKIT", "MAKE"))}
     output = subprocess.run(

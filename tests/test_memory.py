@@ -1,4 +1,4 @@
-"""Large CPU outputs: in memory that is kept for later ones."""
+"""Large CPU outputs reuse memory that the pool keeps."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ def _empty():
 
 
 def large(rows=4 * MIB // 64):
-    """A new output of 4 MiB, of ones."""
+    """Return a new output of 4 MiB, full of ones."""
     return ops.gather_rows(torch.ones(1, 16), torch.zeros(rows, dtype=torch.int64))
 
 
@@ -70,7 +70,7 @@ def test_what_nobody_takes_is_returned_after_a_while():
 
 
 def untouched(rows):
-    """Three outputs of 8 bytes a row, beside workspace: memory that no page is touched of."""
+    """Return three outputs of 8 bytes per row, made with workspace; no page of them is touched."""
     no_keys = torch.zeros(1, dtype=torch.int64)
     keys = torch.empty(rows, dtype=torch.int64)
     return torch.ops.sparsekit.unique_padded(keys, no_keys)[:3]
@@ -85,14 +85,14 @@ def test_what_is_idle_is_bounded_by_what_is_in_use():
         assert now.in_use >= sum(part.nbytes for outputs in held for part in outputs)
         assert now.idle <= now.recent_peak + 64 * MIB
         peaks.append(now.in_use)
-        # At least the last 128 blocks were taken by the last 30 calls.
+        # The peak of the last 128 blocks covers at least the last 30 calls.
         assert now.recent_peak >= max(peaks[-30:])
         held = held[len(held) - draw.randrange(3) :]
         now = pool_bytes()
         assert now.idle <= now.recent_peak + 64 * MIB
         idle_at_the_end.add(now.idle)
     held.clear()
-    assert max(idle_at_the_end) > 64 * MIB  # it does keep memory
+    assert max(idle_at_the_end) > 64 * MIB  # the pool does keep memory
     now = pool_bytes()
     assert now.in_use == 0
     assert sparsekit.empty_cache() == now.idle <= now.recent_peak + 64 * MIB
@@ -112,9 +112,10 @@ def test_a_peak_is_forgotten():
 
 def test_the_oldest_go_first():
     for _ in range(256):
-        large()  # until larger peaks are forgotten
+        large()  # makes the pool forget larger peaks
     sparsekit.empty_cache()
-    # None fits a later one. Idle may be what the largest has, and 64 MiB.
+    # No freed block fits the next request. At most the largest peak + 64 MiB may be idle, so the
+    # block of 56 MiB has gone.
     places = [large(rows=size * MIB // 64).data_ptr() for size in (56, 60, 64)]
     assert pool_bytes().idle == (60 + 64) * MIB
     assert large(rows=56 * MIB // 64).data_ptr() == places[1]
@@ -122,7 +123,7 @@ def test_the_oldest_go_first():
 
 @pytest.mark.parametrize(("varies", "most_changes"), [(0, 0), (0.1, 70)])
 def test_a_steady_loop_takes_hardly_any_new_memory(varies, most_changes):
-    """Steps like those of training: what the forward leaves goes when the backward has run."""
+    """As in training, the outputs of a step's forward are freed after its backward."""
     draw = random.Random(3)
 
     def step():
@@ -208,7 +209,7 @@ def test_an_output_cannot_grow():
 
 
 def compiled(folder, name, *options):
-    """The program of tests/`name`.cpp and the pool, without torch."""
+    """Compile the program of tests/`name`.cpp with the pool, without torch."""
     if shutil.which("g++") is None:
         pytest.skip(f"no g++ to compile {name}.cpp")
     here = Path(__file__).parent
@@ -272,7 +273,7 @@ def test_huge_pages_are_a_hint_that_changes_no_value():
 
 
 def test_huge_pages_of_a_tensor_beyond_2_gib():
-    # Not touched, so it takes no memory.
+    # Its pages stay untouched, so it takes no memory.
     tensor = torch.empty(5 << 30, dtype=torch.uint8)
     flags = [
         flags_at(prefer_huge_pages(t)[at:].data_ptr())
@@ -284,7 +285,7 @@ def test_huge_pages_of_a_tensor_beyond_2_gib():
 
 
 def flags_at(address):
-    """Linux's flags of the mapping at an address; hg stands for advice to use huge pages."""
+    """Return Linux's flags of the mapping at an address; hg: advised to use huge pages."""
     here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, *values = line.split()

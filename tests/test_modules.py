@@ -1,4 +1,4 @@
-"""How sparsekit's modules hang together: no circles, no long files, short ways through them."""
+"""sparsekit's modules have no import circles and no long files, and a lookup enters few files."""
 
 import ast
 import graphlib
@@ -12,12 +12,12 @@ import sparsekit
 
 PACKAGE = Path(sparsekit.__file__).parent
 MOST_LINES = 400
-# Entries into files by one forward, on one rank.
+# How often one forward on one rank may enter a file.
 MOST_ENTRIES = 12
 
 
 def files(package):
-    """Module name -> file."""
+    """Return module name -> file."""
     found = {}
     for path in sorted([*package.rglob("*.py"), *package.rglob("*.pyi")]):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -26,7 +26,7 @@ def files(package):
 
 
 class Imports(ast.NodeVisitor):
-    """The modules that a file imports, in functions and for type checkers too."""
+    """Collects the modules that a file imports, also in functions and for type checkers only."""
 
     def __init__(self, name, path, modules):
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -46,7 +46,7 @@ class Imports(ast.NodeVisitor):
 
 
 def circle(package):
-    """Modules that import one another in a circle, or None."""
+    """Return modules that import one another in a circle, or None."""
     modules = files(package)
     graph = {name: Imports(name, path, modules).found for name, path in modules.items()}
     assert any(graph.values())
@@ -93,7 +93,7 @@ def test_no_long_file():
 
 
 def entries(call):
-    """Calls of a function in another file of sparsekit than the one that the call comes from."""
+    """Return the calls from one file of sparsekit to a function in another."""
     found = []
 
     def of_package(frame):
@@ -122,7 +122,7 @@ def entries(call):
 def test_a_forward_enters_few_files(training):
     layer = sparsekit.DistributedEmbedding("mean", 1000, 8, 2, 3).train(training)
     keys = torch.tensor([[[7, -1, 7], [10**12, 0, 3]]])
-    layer(keys)  # the first call of a layer looks at more
+    layer(keys)  # the first call of a layer checks more
     found = entries(lambda: layer(keys))
     assert "lookup/local.py: outputs" in found
     assert len(found) <= MOST_ENTRIES, "\n".join(found)

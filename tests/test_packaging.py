@@ -1,4 +1,4 @@
-"""What the package is installed as, and what its source distribution holds."""
+"""The package's name when installed, and the contents of its source distribution."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ def test_the_source_distribution_can_be_built(tmp_path):
         names = {name.partition("/")[2] for name in files.getnames()}
     needed = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     cmake = (ROOT / "CMakeLists.txt").read_text()
-    # What CMakeLists.txt names besides.
+    # Files that CMakeLists.txt needs as well.
     needed |= set(re.findall(r"\b(?:tools|sparsekit)/[\w/]+\.py\b", cmake))
     needed |= {"CMakeLists.txt", "setup.py", "pyproject.toml", "version.txt", "README.md"}
     assert len(needed) > 50
@@ -32,7 +32,7 @@ def test_the_source_distribution_can_be_built(tmp_path):
 
 
 def test_every_message_and_page_installs_this_package():
-    """The public index has another package by the name of the import."""
+    """The public index has another package with the name of our import."""
     asked = (
         "setup.py",
         "README.md",
@@ -55,7 +55,7 @@ OTHER = "from . import block\nfrom .block import BlockSpec\n"
 
 @pytest.mark.parametrize("last", ["ours", "the other's"])
 def test_files_of_the_other_package_in_our_folder(tmp_path, monkeypatch, last):
-    """pip writes the later one over the earlier, and says nothing."""
+    """pip silently overwrites the files of the package that was installed first."""
     package = tmp_path / "sparsekit"
     package.mkdir()
     for file in (ROOT / "sparsekit").iterdir():
@@ -86,4 +86,4 @@ def test_files_of_the_other_package_in_our_folder(tmp_path, monkeypatch, last):
         )
     record.write_text("../../../bin/sparsekit,sha256=0,1\n__editable__.sparsekit-0.1.0.pth,,\n")
     monkeypatch.setattr(_distribution, "_PACKAGE", package)
-    _distribution.refuse_mixture()  # an editable installation has no files of its own
+    _distribution.refuse_mixture()  # an editable installation has no files here

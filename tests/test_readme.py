@@ -1,4 +1,4 @@
-"""The README is what newcomers run first: its snippets, and those of docs, must run as they say."""
+"""Snippets in the README and the docs run and print what they say: newcomers run them first."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# Of torch.distributed.checkpoint, on one process.
+# torch.distributed.checkpoint warns on a single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable")
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ def test_python_snippets_run_in_order() -> None:
     run(README, names)
 
     layer, slots, table = names["layer"], names["slots"], names["table"]
-    # The model of the first example has been trained.
+    # The first example has trained its model.
     assert names["loss"] < 0.5
     assert layer(names["ids"]).shape == (2, 64)
     assert layer.weight.grad.is_coalesced()
@@ -49,7 +49,7 @@ def test_python_snippets_run_in_order() -> None:
 
 
 def test_the_first_example_is_one_line_away_from_torch() -> None:
-    """With the line that is commented out it trains as well."""
+    """With the line that is commented out, it trains as well."""
     first = snippets(README)[0]
     theirs = re.search(r"^# (layer = torch\.nn\..*)$", first, re.MULTILINE)
     assert theirs
@@ -63,7 +63,7 @@ def test_the_first_example_is_one_line_away_from_torch() -> None:
     assert names["loss"] < 0.5
 
 
-# What a page has before its first example.
+# Page -> definitions that the page assumes before its first example.
 GIVEN = {
     "optimizers.md": """
 import torch, sparsekit
@@ -81,19 +81,19 @@ def test_snippets_of_the_docs_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where they write their files
+    monkeypatch.chdir(tmp_path)  # the snippets write files here
     text = page.read_text()
     names: dict[str, object] = {}
     exec(GIVEN.get(page.name, ""), names)
     run(text, names)
-    # What they print stands in them as comments.
+    # The snippets' output stands in them as comments.
     commented = {line.removeprefix("# ") for line in text.splitlines()}
     assert set(capsys.readouterr().out.splitlines()) <= commented
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_shapes_in_the_docs_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that end in the shape they give."""
+    """Lines that end in a comment with a shape have that shape."""
     monkeypatch.chdir(tmp_path)
     found = 0
     for page in PAGES:

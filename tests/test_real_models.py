@@ -1,4 +1,4 @@
-"""Models of other projects learn the same with their embeddings replaced; skipped without them."""
+"""Models of other projects learn the same with replaced embeddings; skipped if not installed."""
 
 import copy
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def curve(model, loss_of, optimizer):
-    """Losses of 50 steps."""
+    """Return the losses of 50 steps."""
     losses = []
     for step in range(50):
         optimizer.zero_grad()
@@ -27,7 +27,7 @@ def curve(model, loss_of, optimizer):
 
 
 def check(model, loss_of, swapped):
-    """loss_of(model, generator, ids) makes a batch; ids is what becomes of its ids."""
+    """Compare a model with its replaced twin; `loss_of` maps the ids of a batch by `ids`."""
     ours = copy.deepcopy(model)
     assert len(sparsekit.replace_embeddings(ours, extra_rows=1000, verbose=False)) == swapped
     for theirs, kind in KINDS.values():
@@ -52,7 +52,7 @@ def test_huggingface_bert():
         vocab_size=50, num_hidden_layers=1, num_attention_heads=2, **sizes
     )
     model = transformers.BertModel(config).eval()
-    model.resize_token_embeddings(60)  # before, since it asks for a torch.nn.Embedding
+    model.resize_token_embeddings(60)  # must come first: it requires a torch.nn.Embedding
     ids = torch.tensor([[1, 2, 59]])
     expected = model(ids).last_hidden_state
     replaced = sparsekit.replace_embeddings(model, "*word*", extra_rows=5, verbose=False)
@@ -115,7 +115,7 @@ def test_widedeep():
 
     def loss_of(model, random, ids=lambda ids: ids):
         a, b = torch.randint(1, 31, (2, 32), generator=random)
-        # Crossed columns, numbered on from column to column.
+        # Crossed columns: the ids of the second column follow those of the first.
         wide = ids(torch.stack([a, b + 30], 1))
         deep = ids(torch.stack([a, b], 1))
         predicted = model({"wide": wide, "deeptabular": deep}).squeeze(1)
@@ -123,7 +123,7 @@ def test_widedeep():
 
     torch.manual_seed(0)
     wide = models.Wide(60)
-    # It leaves a vector at padding_idx that is not zeros, for which a table is not replaced.
+    # Zero the vector at padding_idx, which Wide leaves random: such a table would not be replaced.
     torch.nn.init.zeros_(wide.wide_linear.weight[:1].detach())
     deep = models.TabMlp(columns, cat_embed_input=sizes, mlp_hidden_dims=[16, 8], mlp_dropout=0.0)
     check(models.WideDeep(wide=wide, deeptabular=deep), loss_of, 3)

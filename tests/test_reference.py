@@ -1,4 +1,4 @@
-"""The plain torch versions are called as the ops are."""
+"""The plain torch versions have the signatures of the ops."""
 
 import inspect
 
@@ -13,7 +13,7 @@ def parameters(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-# Hash tables are a class there, with methods for ops, which the ops on many tables take a list of.
+# The reference has a class for hash tables, so the ops on them have no function there.
 NAMES = [n for n in ops.__all__ if not n.startswith(("hash_table_", "group_find"))]
 
 

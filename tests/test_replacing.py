@@ -1,4 +1,4 @@
-"""Files that appear whole: after an error, beside another writer, or not at all."""
+"""Files appear whole or not at all: after an error and beside another writer too."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Files of reviews, as Amazon has them: what is read of each line."""
+"""Files of reviews in Amazon's format: the fields read from each line."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ NEW_NAMES = ("user_id", "asin", "rating", "text", "timestamp")
 
 
 def read(folder, rows, names=NAMES, pack=bytes):
-    """Reviews of a file with these rows; an entry that is ... is left out of its line."""
+    """Read a file of reviews with these rows; an entry that is ... is missing from its line."""
     lines = [
         json.dumps({n: value for n, value in zip(names, row, strict=False) if value is not ...})
         for row in rows
@@ -26,7 +26,7 @@ def read(folder, rows, names=NAMES, pack=bytes):
 @pytest.mark.parametrize("names", [NAMES, NEW_NAMES])
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 def test_each_field_is_in_its_place(tmp_path, names, pack):
-    """Users and items are numbered in the order of their names, not of their lines."""
+    """Users and items are numbered in the order of their names, not of the lines."""
     rows = [("b", "y", 4, "Good, GOOD film's", 7), ("a", "z", 2.5, "", 5), ("b", "x", 1, "é 2", 6)]
     reviews = read(tmp_path, rows, names, pack)
     assert len(reviews) == 3
@@ -43,7 +43,7 @@ def test_records_without_a_time_come_in_the_order_of_the_file(tmp_path, none):
     reviews = read(tmp_path, rows)
     assert reviews.ratings.timestamps.tolist() == [0] * 5
     _, test = split_reviews(reviews.ratings)
-    assert test.tolist() == [4]  # the latest
+    assert test.tolist() == [4]  # the latest in the file
 
 
 @pytest.mark.parametrize("none", [..., None])

@@ -1,4 +1,4 @@
-"""setup.py compiles CUDA kernels where a GPU can run them, or where they are asked for."""
+"""setup.py compiles CUDA kernels if a GPU can run them or a variable asks for them."""
 
 import runpy
 import shutil
@@ -21,7 +21,7 @@ def cuda_options():
 
 @pytest.fixture
 def choose(cuda_options, monkeypatch, capsys):
-    """Chips that the kernels would be compiled for, and what is printed."""
+    """Return a function that gives the chips to compile for and the printed text."""
     names = cuda_options.__globals__
 
     def chosen(nvcc, gpu, **variables):

@@ -1,4 +1,4 @@
-"""Counts of launches, waits, atomics and bytes are right, and docs/gpu-status.md has them."""
+"""Counts of launches, waits, atomics and bytes are right and equal those in docs/gpu-status.md."""
 
 import re
 import threading
@@ -28,7 +28,7 @@ def test_every_launch_and_wait_of_an_op():
     }
     assert launched["scan"].library == 1
     assert launched["read back"].waits == 1
-    # The result is cut to size by torch, from within the op.
+    # The op calls torch to cut the result to its size.
     assert launched["aten::copy_"].torch == 2
     total = counts.sum()
     assert (total.calls, total.kernels, total.library, total.waits) == (1, 5, 1, 1)
@@ -46,9 +46,9 @@ def test_memsets():
 def test_atomics():
     with counted() as counts:
         torch.ops.sparsekit.unique(torch.arange(40))
-    assert counts.sum("unique", "unique: mark").atomics == 40  # a bit of each distinct key
+    assert counts.sum("unique", "unique: mark").atomics == 40  # each distinct key sets a bit
     assert counts.sum("unique", "unique: clear").atomics == 0
-    # A claim, a position and a count of each; a lost claim is made again.
+    # Each key claims a place and adds its position and its count; a lost claim is repeated.
     assert 3 * 40 <= counts.sum("unique", "unique: enter").atomics < 3 * 40 + 40
 
 
@@ -61,7 +61,7 @@ def test_bytes(rows, distinct):
         out = ops.gather_rows(weight, rows)
     assert torch.equal(out, weight[rows])
     count = counts.sum("gather_rows", "gather_rows")
-    numbers, row = 32 * 8, 8 * 4  # bytes; a row has two lanes, of which each reads its number
+    numbers, row = 32 * 8, 8 * 4  # bytes; both lanes of a row read its number
     assert count.read == numbers + distinct * row
     assert count.written == 32 * row
     assert count.accessed == 2 * numbers + 2 * 32 * row
@@ -125,7 +125,7 @@ def test_threads_count_for_themselves():
             thread.start()
         for thread in threads:
             thread.join()
-        # Off while anyone counts, and on again.
+        # Checks are off while any thread counts, and on again afterwards.
         assert Runner().set_checked(True)
     finally:
         Runner().set_checked(before)
@@ -158,14 +158,14 @@ def test_ops_of_torch(call, expected):
     with counted() as counts:
         call(x)
     total = counts.sum()
-    if expected is None:  # several ops
+    if expected is None:  # decomposes into several ops
         assert total.torch >= 2
         return
     accessed = expected.read + expected.written
     assert total == expected + Count(accessed=accessed)
 
 
-# CUB takes up to so many launches for a scan or a sort, each of which counts as one.
+# Launches that a scan or sort of CUB takes at most; each such call counts as one launch.
 OF_LIBRARY = 6
 
 
@@ -176,7 +176,7 @@ def tables():
 
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_a_step_of_layers_takes_few_launches(tables):
-    """Updates in backward, whatever the number of tables; it waits to learn that none is full."""
+    """With updates in backward, launches do not grow with the tables; the step waits once."""
     step = cuda_counts.Step(tables, fused=True, batch=4, nnz=2, dim=8, keys=20)
     total = step.count().sum()
     assert total.launches + (OF_LIBRARY - 1) * total.library <= 40
@@ -185,7 +185,7 @@ def test_a_step_of_layers_takes_few_launches(tables):
 
 @needs_bytes
 def test_the_status_has_what_is_counted(tables):
-    """`make cuda-counts` writes it anew."""
+    """The status has the current counts; after a change, `make cuda-counts` rewrites it."""
     written = cuda_counts.in_status(cuda_counts.STATUS.read_text())
     assert cuda_counts.exact(written) == cuda_counts.exact(tables)
     for then, now in zip(totals(written), totals(tables), strict=True):
@@ -194,7 +194,7 @@ def test_the_status_has_what_is_counted(tables):
 
 
 def totals(text):
-    """Atomics and bytes of each table."""
+    """Return atomics and bytes of each configuration."""
     rows = [line for line in text.splitlines() if line.startswith("| **all**")]
     assert len(rows) == 3
     return [[float(cell) for cell in row.split("|")[-4:-1]] for row in rows]

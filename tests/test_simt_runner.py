@@ -1,4 +1,4 @@
-"""The host runner notices broken kernels, else what it says of the others means nothing."""
+"""The host runner notices broken kernels; otherwise its verdict on the real ones means nothing."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ import conftest
 import pytest
 import simt
 
-RUNS = 50  # of each kernel, in csrc/core/simt/selftest.cpp
+RUNS = 50  # of each kernel in csrc/core/simt/selftest.cpp
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def test_right_kernels_give_right_results(outcome, case):
 
 @pytest.mark.parametrize("case", ["sum without a barrier", "claim that is not atomic"])
 def test_missing_synchronisation_gives_wrong_results(outcome, case):
-    # How threads interleave is left to chance, but not much of it.
+    # Threads interleave at random, but a wrong result is almost certain.
     assert int(outcome[case].split()[0]) > RUNS * 0.9
 
 
@@ -42,8 +42,8 @@ def test_broken_rules_are_errors(outcome, case, message):
     assert message in outcome[case]
 
 
-# Of 64 threads: 4 bytes of their own and 4 of all read, 8 written, and an atomic on 4. What a
-# launch moves is sectors of 32 bytes.
+# 64 threads: each reads 4 bytes of its own and 4 common ones, writes 8, and adds atomically to 4. A
+# launch moves whole sectors of 32 bytes.
 KERNEL = "64 atomics, 1536 accessed, 320 read, 544 written"
 
 
@@ -62,10 +62,10 @@ def test_counts_are_those_of_the_kernel(outcome, case, counts):
 
 
 def test_a_build_without_the_runner_is_one_sentence(tmp_path, monkeypatch):
-    """As that of `make demo` is."""
+    """The error for a build without the runner, such as that of `make demo`, is one sentence."""
     library = tmp_path / "libsparsekit_simt.so"
     monkeypatch.setattr(simt, "LIBRARY", library)
-    monkeypatch.setattr(simt, "load", simt.load.__wrapped__)  # without what it remembers
+    monkeypatch.setattr(simt, "load", simt.load.__wrapped__)  # skip the cache of load
     with pytest.raises(pytest.UsageError) as caught:
         conftest.pytest_configure(None)
     assert str(caught.value) == (

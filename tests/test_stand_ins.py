@@ -1,4 +1,4 @@
-"""The stand-in for hypothesis has whatever the tests use of it."""
+"""The stand-in for hypothesis has everything that the tests use of it."""
 
 import ast
 from pathlib import Path
@@ -8,7 +8,7 @@ STAND_IN = TESTS / "stand_ins" / "hypothesis"
 
 
 def defined(path):
-    """Names that a module's own code gives a value."""
+    """Return the names that a module itself defines."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -23,7 +23,7 @@ def test_has_all_that_is_used():
     names["strategies"] = defined(STAND_IN / "strategies.py")
     missing, seen = set(), 0
     for path in sorted(TESTS.rglob("*.py")):
-        # What gpu_check.sh leaves out need not do with it.
+        # Files that gpu_check.sh does not run may use the real hypothesis.
         if STAND_IN in path.parents or path.name.startswith("test_hashing"):
             continue
         tree = ast.parse(path.read_text())

@@ -1,4 +1,4 @@
-"""HashTable against a dictionary, and what happens when it is full."""
+"""HashTable behaves like a dictionary, and refuses keys correctly when it is full."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def random_keys(n, seed=0):
 
 
 def all_bytes(*modules_or_optimizers):
-    """The bytes of every tensor of some modules and optimizers."""
+    """Return the bytes of every tensor of modules and optimizers."""
     tensors = []
     for item in modules_or_optimizers:
         if isinstance(item, torch.nn.Module):
@@ -73,14 +73,15 @@ def test_takes_exactly_its_capacity(capacity, load_factor, at_a_time):
     assert len(table) == capacity
     assert torch.equal(table.keys(), keys[:-1])
     assert torch.equal(table.find(keys[:-1]), torch.arange(capacity))
-    assert table.find(keys[-1:]) == -1  # also where no slot is empty and a probe could go round
+    # Also if no place is empty, so that a probe could loop for ever.
+    assert table.find(keys[-1:]) == -1
     before = all_bytes(table)
     with pytest.raises(TableFullError):
         table.find_or_insert(keys[-1:])
     with pytest.raises(TableFullError):
         table.find_or_insert(keys)
     assert all_bytes(table) == before
-    # Keys that are known are still found.
+    # Known keys are still found.
     assert torch.equal(table.find_or_insert(keys[:-1].flip(0)), torch.arange(capacity).flip(0))
     assert all_bytes(table) == before
 
@@ -104,13 +105,13 @@ def test_full_error_says_what_happened_and_leaves_the_table():
     ):
         assert part in str(error)
     assert all_bytes(table) == before
-    # What was refused then may be taken now.
+    # A key that was refused before may be inserted now.
     assert table.find_or_insert(torch.tensor([20])).tolist() == [3]
 
 
 @pytest.mark.parametrize("load_factor", [1.0, 0.6])
 def test_refused_call_leaves_no_trace(load_factor):
-    """A table that refused keys goes on like one that was never asked."""
+    """A table that refused keys goes on like one that was never given them."""
     keys = random_keys(900)
     table, twin = (HashTable(600, load_factor=load_factor) for _ in range(2))
     twin.hash_seed.copy_(table.hash_seed)
@@ -141,9 +142,9 @@ def test_full_layer_leaves_weight_and_optimizer(kind):
     assert (error.layer, error.size, error.capacity, error.refused) == ("items", 2, 3, 2)
     assert all_bytes(layer, optimizer) == before
     assert torch.equal(layer.weight.grad.to_dense(), grad.to_dense())
-    layer(torch.tensor([[[8, 1, 7, 1, 7]]])).sum().backward()  # one more fits
+    layer(torch.tensor([[[8, 1, 7, 1, 7]]])).sum().backward()  # there is room for one more key
     assert len(layer.table) == 3
-    # A full table still evaluates keys that it does not know.
+    # A full table still evaluates unknown keys.
     assert layer.eval()(torch.tensor([[[100, 101, 102, 103, 104]]])).isfinite().all()
 
 

@@ -1,6 +1,6 @@
-"""A test that hangs fails at its limit of time; one that no signal reaches takes its process along.
+"""A test that hangs fails at its time limit; if no signal reaches it, its process ends.
 
-The cases are runs of pytest with this suite's conftest.
+The cases run pytest with this suite's conftest.
 """
 
 import os
@@ -25,7 +25,7 @@ def test_that_ends():
     pass
 """
 
-# No signal gets through, and the interpreter's lock is kept.
+# No signal gets through, and the interpreter's lock stays held.
 IN_NATIVE_CODE = """
 @pytest.fixture
 def stuck():

@@ -1,10 +1,10 @@
-"""The codes of values as the rules of `sparsekit.hashing` have them, by the xxhash package."""
+"""Codes of values by the rules of `sparsekit.hashing`, computed with the xxhash package."""
 
 import xxhash
 
 
 def unsigned(value, seed=0):
-    """The 64 bits of one value."""
+    """Return the 64-bit hash of one value, unsigned."""
     if value is None:
         data = b""
     elif isinstance(value, bytes):
@@ -15,6 +15,6 @@ def unsigned(value, seed=0):
 
 
 def oracle(value, seed=0):
-    """The same as int64 has them."""
+    """Return the same hash as int64."""
     code = unsigned(value, seed)
     return code - 2**64 if code >= 2**63 else code
