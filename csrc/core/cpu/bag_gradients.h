@@ -1,4 +1,4 @@
-// The gradients of bags, bag after bag, as a segment reduction reads them.
+// Presents the gradients of bags, bag after bag, as input of a segment reduction.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 
 namespace sparsekit::cpu {
 
-// Gradients of the bags of a table's features as entries of a segment reduction.
+// The gradients of a table's bags as the entries of a segment reduction: every entry of a bag has
+// the bag's gradient as its row.
 template <class T, bool kScaled>
 struct BagGradients {
   static constexpr bool scaled = kScaled;
@@ -33,16 +34,16 @@ struct BagGradients {
   }
 
  private:
-  // Entries begin, ..., end - 1, all of this feature.
+  // Visits the entries [begin, end), which all belong to this feature.
   template <class F>
   void visit_feature(const FeatureBags<T>& bags, int64_t begin, int64_t end, const F& f) const {
     const EntryNumbers bounds = bags.bags;
     const int64_t base = first_entry, stride = bags.stride;
     const Combiner combiner = bags.combiner;
-    // By position among the entries.
+    // Converts a position among the table's entries to an index of its weight.
     const int64_t to_weight = base - bags.first_entry() + bags.first();
     const Acc<T>* weights = bags.sample_weights;
-    int64_t low = 0, high = bags.num_bags;  // the last bag that begins at the entry or before
+    int64_t low = 0, high = bags.num_bags;  // finds the last bag that begins at or before `begin`
     while (high - low > 1) {
       const int64_t middle = low + (high - low) / 2;
       (bounds[middle] - base <= begin ? low : high) = middle;

@@ -1,4 +1,4 @@
-// Divisors of pooled sums.
+// Divisors of pooled sums, and the minimum number of bags per thread.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace sparsekit::cpu {
 template <class A>
 [[gnu::noinline]] A total_weight(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   A total = 0;
-  for (int64_t run = begin; run < end; run += kSumRun) {  // as rows are added
+  for (int64_t run = begin; run < end; run += kSumRun) {  // in the same runs as sum_rows adds rows
     const int64_t stop = std::min(end, run + kSumRun);
     A sum = 0;
     for (int64_t i = run; i < stop; ++i) {
@@ -25,7 +25,7 @@ template <class A>
   return total;
 }
 
-// Divisor of the bag with the entries from begin to end; 0 for a bag that pools to zeros.
+// Returns the divisor of the bag with the entries [begin, end); 0 for a bag that pools to zeros.
 template <class A>
 inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   if (begin == end) return 0;
@@ -35,13 +35,13 @@ inline A divisor(const A* weights, int64_t begin, int64_t end, Combiner combiner
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 
-// Division and not multiplication by the inverse, which a tiny divisor would make infinite.
+// Divides, since the inverse of a tiny divisor would be infinite.
 template <class X, class A>
 X divided(X x, A divisor) {
   return divisor == 0 ? X{} : x / divisor;
 }
 
-// Bags that are worth a thread.
+// Returns the minimum number of bags per thread.
 inline int64_t bag_grain(int64_t n, int64_t num_bags, int64_t dim) {
   const int64_t elements_per_bag = (n / std::max<int64_t>(num_bags, 1) + 1) * dim;
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(elements_per_bag, 1));

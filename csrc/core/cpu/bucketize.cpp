@@ -7,23 +7,23 @@
 namespace sparsekit::cpu {
 namespace {
 
-// owner_of without the question whether there is a map, for loops.
+// Like sparsekit::owner_of, but whether there is a map is known at compile time, for loops.
 template <bool kMapped>
 int64_t owner_of(int64_t key, const Owners& owners) {
   if constexpr (kMapped) return owners.map[virtual_shard_of(key)];
   return owner_by_modulo(key, owners);
 }
 
-// Keys that one thread counts, and later moves, in one go. Fixed, so that the counts of a chunk do
-// not depend on the number of threads.
+// Number of keys that one thread counts, and later moves, in one go. It is fixed, so that the
+// counts of a chunk do not depend on the number of threads.
 constexpr int64_t kChunk = 16384;
 
 int64_t num_chunks(int64_t n) {
   return (n + kChunk - 1) / kChunk;
 }
 
-// Counting sort in two passes over the keys. `next` is [chunks, world_size]: how many keys of each
-// owner a chunk has, then where it puts the next one.
+// Counting sort in two passes over the keys. `next` [chunks, world_size] first holds the number of
+// keys of each owner in a chunk, then the position of the chunk's next key for that owner.
 template <bool kMapped, class Key>
 int64_t sort_by_owner(const Key* keys, int64_t n, const Owners& owners, Key* by_owner,
                       int64_t* counts, int64_t* permutation, int64_t* next,

@@ -16,7 +16,7 @@
 namespace sparsekit {
 namespace {
 
-// Minimum work per thread.
+// Minimum number of rows per thread.
 constexpr int64_t kRowsPerPart = 256;
 
 constexpr std::array<int8_t, 256> hex_values() {
@@ -44,7 +44,7 @@ bool read_hex(std::string_view text, int64_t& key) {
   return signs >= 0;
 }
 
-// std::from_chars takes a minus, but no plus.
+// Removes a plus sign, which std::from_chars does not accept.
 std::string_view without_plus(std::string_view text) {
   const bool plus = text.size() > 1 && text[0] == '+' && text[1] != '-';
   return plus ? text.substr(1) : text;
@@ -56,7 +56,7 @@ bool read_integer(std::string_view text, int64_t& key) {
   return error == std::errc{} && end == text.data() + text.size();
 }
 
-// Most numbers are integers of a few digits, which need no general reader.
+// Reads an integer of a few digits: most numbers are, and they need no general parser.
 bool read_short_integer(std::string_view text, float& number) {
   const bool negative = !text.empty() && text[0] == '-';
   if (negative) text.remove_prefix(1);
@@ -80,7 +80,8 @@ bool read_float(std::string_view text, float& number) {
   return error == std::errc{} && end == text.data() + text.size() && std::isfinite(number);
 }
 
-// The first `wanted` in [p, end), or end, eight bytes at a time: fields are short.
+// Returns the first `wanted` in [p, end), or end. Looks at eight bytes at a time, as fields are
+// short.
 const char* find_byte(const char* p, const char* end, char wanted) {
   constexpr uint64_t kOnes = 0x0101010101010101u;
   const uint64_t pattern = kOnes * static_cast<uint8_t>(wanted);
@@ -88,7 +89,7 @@ const char* find_byte(const char* p, const char* end, char wanted) {
     uint64_t word = 0;
     for (int i = 0; i < 8; ++i) word |= uint64_t{static_cast<uint8_t>(p[i])} << (8 * i);
     word ^= pattern;
-    // The lowest bit set belongs to the first byte that is zero; those above may err.
+    // The lowest set bit marks the first zero byte; higher bits may be false alarms.
     const uint64_t zeros = (word - kOnes) & ~word & kOnes << 7;
     if (zeros != 0) return p + (__builtin_ctzll(zeros) >> 3);
   }
@@ -96,7 +97,7 @@ const char* find_byte(const char* p, const char* end, char wanted) {
   return p;
 }
 
-// Bit i: whether byte i of these 64 is `wanted`.
+// Returns a mask in which bit i is set if byte i of these 64 is `wanted`.
 uint64_t find_in_64(const char* p, char wanted) {
   uint64_t mask = 0;
 #ifdef __SSE2__
@@ -112,14 +113,14 @@ uint64_t find_in_64(const char* p, char wanted) {
   return mask;
 }
 
-// Bit i: whether bits [0, i] have an odd number of ones.
+// Returns a mask in which bit i is set if bits [0, i] contain an odd number of ones.
 uint64_t parity_up_to(uint64_t bits) {
   for (int shift = 1; shift < 64; shift *= 2) bits ^= bits << shift;
   return bits;
 }
 
-// Calls on_newline(position) for each newline that ends a line, until it returns false; returns
-// whether it never did. See skip_line.
+// Calls on_newline(position) for each newline that ends a line, until it returns false. Returns
+// true if it never did. The arguments are those of skip_line.
 template <typename OnNewline>
 bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                 Place& place, const OnNewline& on_newline) {
@@ -143,7 +144,7 @@ bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, c
         const int i = __builtin_ctzll(opening);
         opening &= opening - 1;
         if (begins_field(i)) continue;
-        // A quote within a field without quotes is text: all behind it is the other way round.
+        // A quote within an unquoted field is text, so inside and outside swap behind it.
         quotes ^= uint64_t{1} << i;
         inside ^= ~uint64_t{0} << i;
         opening = quotes & inside & ~uint64_t{0} << i;
@@ -160,7 +161,7 @@ bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, c
   return true;
 }
 
-// Reads rows [begin, end) of a call.
+// Parses the rows [begin, end) of a call.
 class Part {
  public:
   Part(const TextFormat& format, const char* text, const Line* lines, const int64_t* order,
@@ -178,7 +179,7 @@ class Part {
     }
   }
 
-  std::vector<std::vector<int64_t>> keys;  // of each field that has some
+  std::vector<std::vector<int64_t>> keys;  // one array per field of keys
   std::vector<MalformedRow> malformed;
 
  private:
@@ -202,7 +203,7 @@ class Part {
     }
   }
 
-  // Moves p behind the closing quote; two quotes stand for one.
+  // Reads a quoted field and moves p behind its closing quote; two quotes in a row stand for one.
   bool read_quoted(const char*& p, const char* end, std::string_view& text, Malformed& why) {
     const char* const begin = ++p;
     p = find_byte(p, end, format_.quote);

@@ -1,5 +1,5 @@
-// Numbers distinct keys in order of first occurrence: what unique() does, for keys of which the
-// distinct ones fit the cache.
+// Numbers distinct keys in order of first occurrence, for inputs whose distinct keys fit the cache.
+// unique() is built on this.
 #pragma once
 
 #include <algorithm>
@@ -11,30 +11,30 @@
 
 namespace sparsekit::cpu {
 
-// Marks the number of a first occurrence.
+// Flag bit: first occurrence of the key.
 constexpr uint32_t kFirst = uint32_t{1} << 31;
 // Sentinel: key not found.
 constexpr uint32_t kAbsent = ~uint32_t{0};
 
-// A key and how often it has come, side by side, since both are needed at once.
+// A key and its count, side by side since they are used together.
 template <class Key>
 struct Distinct {
   Key key;
   uint32_t count;
 };
 
-// A hash table of 32-bit entries. An entry is 0 or holds a number plus one in its low bits and bits
-// of the key's hash in the rest, which tell most other keys without looking at them. A key enters
-// the first group that has room, from its home on; which entry of the group is nothing that a
-// branch could predict, so groups are compared as a whole. The table grows with what is in it:
-// where keys repeat it stays in a nearer cache.
+// A hash table of 32-bit entries. An entry is 0 if empty; otherwise its low bits hold a key's
+// number plus one and its other bits a tag of the key's hash, which rules out most other keys
+// without a look at them. A key goes into the first group with an empty entry, from its home group
+// on. No branch could predict which entry of a group it is, so a group is compared as a whole. The
+// table grows with the number of distinct keys, so with repetitive keys it stays in a nearer cache.
 template <class Key>
 class DistinctKeyMap {
  public:
   DistinctKeyMap() = default;
 
-  // distinct [most], entries [entries_for(most)], aligned to 32 bytes. Keys are hashed with `seed`.
-  // If most keys are expected to be distinct there is room for all of them from the start.
+  // distinct [most]; entries [entries_for(most)], aligned to 32 bytes. Keys are hashed with `seed`.
+  // With mostly_distinct, the table has its full size from the start.
   DistinctKeyMap(Distinct<Key>* distinct, int64_t most, uint32_t* entries, int64_t seed,
                  bool mostly_distinct = false)
       : distinct_(distinct), entries_(entries), most_entries_(entries_for(most)), seed_(seed) {
@@ -42,15 +42,16 @@ class DistinctKeyMap {
     clear(mostly_distinct ? most_entries_ : std::min(most_entries_, kFirstEntries));
   }
 
-  // A power of two, of which at most 5 in 8 are in use.
+  // Returns the table size for `most` distinct keys: a power of two that is at most 5/8 full.
   static int64_t entries_for(int64_t most) {
     int64_t entries = 4 * kGroup;
     while (5 * entries < 8 * most) entries *= 2;
     return entries;
   }
 
-  // Calls visit(i, number) for the keys from begin to end, numbers of first occurrences marked. A
-  // key may be given a wrong number once before its own. Given is Key, or a narrower type.
+  // Calls visit(i, number) for the keys [begin, end), with kFirst set in numbers of first
+  // occurrences. A key may be visited with a wrong number first; its last visit has the right one.
+  // Given is Key, or a narrower type.
   template <class Given, class Visit>
   void add(const Given* keys, int64_t begin, int64_t end, Visit&& visit) {
     each_block([=](int64_t i) { return keys[i]; }, begin, end,
@@ -60,8 +61,9 @@ class DistinctKeyMap {
                });
   }
 
-  // Calls visit(i, number) for the keys of others [n], with kAbsent for those that are not in the
-  // table, which stays as it is. A key may be called absent once before its number is told.
+  // Calls visit(i, number) for the keys of others [n], with kAbsent for keys that are not in the
+  // table. Does not change the table. A key may be visited with kAbsent first; its last visit has
+  // the right number.
   template <class Visit>
   void find(const Distinct<Key>* others, int64_t n, Visit&& visit) const {
     each_block([=](int64_t i) { return others[i].key; }, 0, n,
@@ -71,13 +73,13 @@ class DistinctKeyMap {
                });
   }
 
-  // First entry of a range of keys that comes after `ranges` others with `keys` keys in all: each
-  // then has room for entries_for() of its keys.
+  // Returns where the entries of a range of keys begin, after `ranges` other ranges with `keys`
+  // keys in all. It leaves room for entries_for() of the keys of each range.
   static int64_t entries_before(int64_t ranges, int64_t keys) {
     return (48 * ranges + 16 * keys / 5) / 16 * 16;
   }
 
-  // Number of distinct keys so far.
+  // Returns the number of distinct keys so far.
   uint32_t size() const { return size_; }
 
  private:
@@ -85,7 +87,7 @@ class DistinctKeyMap {
   static constexpr int kBlock = 64;
   static constexpr int64_t kFirstEntries = 131072;
 
-  // Bit mask of the entries of a group that equal `wanted` in the bits of `mask`.
+  // Returns a bit mask of the entries of a group that equal `wanted` in the bits of `mask`.
   static uint32_t match_group(const uint32_t* group, uint32_t mask, uint32_t wanted) {
 #ifdef __AVX2__
     const __m256i entries = _mm256_load_si256(reinterpret_cast<const __m256i*>(group));
@@ -113,10 +115,12 @@ class DistinctKeyMap {
     return entries_ + kGroup * (position & last_group_);
   }
 
-  // From the middle of the hash: its low bits choose the group, its high bits the part, if any.
+  // Takes the tag from the middle of the hash: its low bits choose the group, and its high bits the
+  // part in ByHash.
   uint32_t tag_of(uint64_t hash) const { return static_cast<uint32_t>(hash >> 24) & ~number_bits_; }
 
-  // Calls use(position, count, hashes) for blocks of keys whose groups were asked for a block ago.
+  // Calls use(position, count, hashes) for blocks of keys, each of whose groups was prefetched one
+  // block earlier.
   template <class KeyAt, class Use>
   void each_block(KeyAt&& key_at, int64_t begin, int64_t end, Use&& use) const {
     uint64_t hashes[2][kBlock];
@@ -133,33 +137,35 @@ class DistinctKeyMap {
     }
   }
 
-  // Looks at the home group of every key: without a branch or a store that the next lookup would
-  // have to wait for, nor for the distinct key, asked for when its number is known. numbers[k] is
-  // that of the only key which k can be if it is at home, plus one; 0 if it is surely absent.
+  // Looks at the home group of every key. There is no branch, and no store that the next lookup
+  // would have to wait for; nor does it wait for the distinct key, which it only prefetches.
+  // numbers[k] is one plus the number of the only key that k can be if it is in its home group, or
+  // 0 if k is certainly absent.
   void look_up_block(const uint64_t* hashes, int count, uint32_t* numbers) const {
     const uint32_t number_bits = number_bits_;
     const Distinct<Key>* distinct = distinct_;
     for (int k = 0; k < count; ++k) {
       const uint32_t* group = group_at(hashes[k]);
       const uint32_t matches = match_group(group, ~number_bits, tag_of(hashes[k]));
-      // Without a match take the last entry, empty or of another key.
+      // Without a match, take the last entry, which is empty or another key's.
       numbers[k] = group[__builtin_ctz(matches | 1u << (kGroup - 1))] & number_bits;
       prefetch(&distinct[numbers[k]]);
     }
   }
 
-  // No branch could predict which keys are new, either. So all keys of a block are
-  // looked up first, and those that are missing go in afterwards. While nearly all are new, a
-  // branch does predict it.
+  // Which keys are new is unpredictable, so all keys of a block are looked up first, without
+  // branches, and the missing ones are inserted afterwards. While nearly all are new, a branch
+  // predicts well, and the lookup is skipped.
   template <class Given, class Visit>
   void add_block(const Given* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;
     uint64_t missing = ~uint64_t{0} >> (kBlock - count);
-    if (!mostly_new_) {  // so there is a first one
+    if (!mostly_new_) {  // then there is a first distinct key
       uint32_t numbers[kBlock];
       look_up_block(hashes, count, numbers);
       Distinct<Key>* distinct = distinct_;
-      // An absent key is compared with the first distinct one, which it is not.
+      // A key with number 0 is absent; it is compared with the first distinct key, from which it
+      // differs.
       for (int k = 0; k < count; ++k) numbers[k] -= numbers[k] != 0;
       uint64_t found = 0;
       for (int k = 0; k < count; ++k) {
@@ -188,7 +194,7 @@ class DistinctKeyMap {
     for (int k = 0; k < kBlock; k += kGroup) {
       absent |= static_cast<uint64_t>(match_empty(numbers + k)) << k;
     }
-    if (absent == ~uint64_t{0}) {  // often so, where keys seldom repeat
+    if (absent == ~uint64_t{0}) {  // common if keys seldom repeat
       for (int k = 0; k < count; ++k) visit(k, kAbsent);
       return;
     }
@@ -262,7 +268,7 @@ class DistinctKeyMap {
   uint64_t last_group_ = 0;
   uint32_t number_bits_ = 0;
   uint32_t size_ = 0;
-  uint32_t room_ = 0;  // the table grows at this size
+  uint32_t room_ = 0;  // number of distinct keys at which the table grows
   bool mostly_new_ = true;
 };
 

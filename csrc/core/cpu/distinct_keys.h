@@ -1,4 +1,4 @@
-// Distinct keys of each of many tables, in order of first occurrence.
+// Finds the distinct keys of each of many tables, in order of first occurrence.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace sparsekit::cpu {
 
-// Calls use(keys, begin, end) with keys of a source as what they are.
+// Calls use(keys, begin, end) with the keys of a source in their own type.
 template <class Use>
 void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use) {
   if (source.wide_keys) {
@@ -23,22 +23,23 @@ void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use)
   }
 }
 
-// Tables of a call, of which Table says first_feature, features, first_entry and n. Small ones are
-// a thread's each.
+// Numbers the distinct keys of each table of a call. Table has the members first_feature, features,
+// first_entry and n. Each small table is handled by one thread.
 template <class Table>
 class DistinctKeys {
  public:
   const Table* tables;
   int64_t num_tables;
-  // Not needed by workspace_bytes():
+  // workspace_bytes() does not use these:
   const Source* sources = nullptr;
   const Feature* features = nullptr;
   int64_t seed = 0;            // as in unique()
   int32_t* inverse = nullptr;  // [entries] number of each entry's key in its table
   int64_t* counts = nullptr;   // [num_tables] distinct keys
-  bool distinct = true;        // else each entry's key counts, and has a number of its own
+  bool distinct = true;        // false: each entry's key gets a number of its own
 
-  // Bytes of workspace, aligned to 64, for each(); `order` [num_tables] is for both of them.
+  // Returns the bytes of workspace, aligned to 64, for each(). Pass the same `order` [num_tables]
+  // to both.
   int64_t workspace_bytes(int32_t* order, const ParallelFor& parallel_for) const {
     const SharedJobs jobs = shared(order, parallel_for);
     int64_t together = 0, alone = 0;
@@ -51,8 +52,8 @@ class DistinctKeys {
   }
 
   // Numbers the keys of each table, then calls then(t, keys, scratch, parallel_for) with its
-  // distinct ones and scratch [n] on the threads that it has to itself; not for a table without
-  // entries, whose count is 0.
+  // distinct keys and scratch [n]; parallel_for runs on the threads that this table may use. A
+  // table without entries gets the count 0, and no call of `then` if it is handled by one thread.
   template <class Then>
   void each(int32_t* order, void* workspace, const ParallelFor& parallel_for,
             const Then& then) const {
@@ -71,10 +72,11 @@ class DistinctKeys {
   }
 
  private:
-  // Keys that are worth a thread of their own.
+  // Minimum number of keys per thread.
   static constexpr int64_t kWorth = 8192;
 
-  // Memory for n entries of one table; two of the arrays only if one thread does it all.
+  // Memory for n entries of one table. Which arrays are used depends on whether one thread handles
+  // it.
   struct Memory {
     int64_t* keys;     // [n] distinct ones
     int64_t* scratch;  // [n]
@@ -118,7 +120,7 @@ class DistinctKeys {
     std::iota(inverse + table.first_entry, inverse + table.first_entry + table.n, 0);
   }
 
-  // One thread.
+  // Handles a table on one thread.
   template <class Then>
   void alone(int64_t t, void* workspace, const Then& then) const {
     const Table& table = tables[t];
@@ -140,7 +142,7 @@ class DistinctKeys {
     then(t, memory.keys, memory.scratch, one_thread());
   }
 
-  // All threads.
+  // Handles a table on all threads.
   template <class Then>
   void together(int64_t t, void* workspace, const ParallelFor& parallel_for,
                 const Then& then) const {

@@ -9,14 +9,14 @@ namespace {
 
 constexpr int64_t kGrain = 65536;
 
-// Checks the offsets of bags begin, ..., end - 1, without a branch in the loop, so that several are
-// compared at a time.
+// Checks the offsets of the bags [begin, end). The loop has no branch, so that it can be
+// vectorized.
 template <class Offset>
 bool good_offsets(const Offset* offsets, int64_t begin, int64_t end, int64_t n, int64_t most) {
   bool bad = false;
   for (int64_t b = begin; b < end; ++b) {
     const int64_t low = offsets[b], high = offsets[b + 1];
-    // Unsigned, since offsets that are bad may be too far apart for a difference.
+    // Unsigned, since the difference of bad offsets may overflow.
     const uint64_t length = static_cast<uint64_t>(high) - static_cast<uint64_t>(low);
     bad |= (high < low) | (high > n) | (length > static_cast<uint64_t>(most));
   }

@@ -8,8 +8,9 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Keys of a table by owner: `keys` [n] to sorted [n], and places [n]. counts[r * stride] is how
-// many rank r owns. False if there is a key that no rank owns, which then goes to rank 0.
+// Sorts the keys [n] of a table by owner into sorted [n]; places [n] tells where each key went.
+// counts[r * stride] becomes the number of keys that rank r owns. Returns false if the owner of a
+// key is not a rank; such keys go to rank 0.
 bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t* owner_of_key,
                    int64_t* sorted, int32_t* places, int64_t* counts, int64_t stride) {
   const int64_t world_size = owners.world_size;
@@ -24,7 +25,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
     owner_of_key[j] = static_cast<int32_t>(owner);
     ++counts[owner * stride];
   }
-  // Counts become places while keys are put there, and counts again afterwards.
+  // Counts become start positions, which advance while keys are moved; afterwards they are turned
+  // back into counts.
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {
     const int64_t count = counts[r * stride];
@@ -40,11 +42,12 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
   return good;
 }
 
-// Up to this many ranks a pass over all keys for each, without a branch, is less than to search
-// them.
+// Up to this many ranks, one branch-free pass over all keys per rank is faster than a search for
+// each key.
 constexpr int64_t kFewRanks = 16;
 
-// Rows of the keys of a table, in numbers that wrap around: only results need fit.
+// Computes the rows of a table's keys. Unsigned arithmetic wraps around, so only results have to
+// fit.
 void rows_of_few_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
                        const int32_t* places, int32_t* rows) {
   const auto at = [=](int64_t r, int64_t place) {
@@ -101,7 +104,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
   const RoutedTable& last = tables[num_tables - 1];
   Arena parts(workspace);
   auto* sorted = parts.take<int64_t>(last.first_entry + last.n);
-  auto* next = parts.take<int64_t>(num_tables);  // of each table's sorted keys
+  auto* next = parts.take<int64_t>(num_tables);  // [num_tables] next of each table's sorted keys
   auto* rest = parts.take<char>(0);
   std::fill_n(to.counts, world_size * num_tables, int64_t{0});
   const DistinctKeys<RoutedTable> keys_of{tables, num_tables, sources,    features,
@@ -115,7 +118,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
                      sorted + first, to.places + first, to.counts + t, num_tables);
                  if (!good) bad.report(t);
                });
-  // The pieces of all tables for a rank side by side.
+  // For each rank, join the pieces of all tables.
   for (int64_t t = 0; t < num_tables; ++t) next[t] = tables[t].first_entry;
   int64_t begin = 0;
   for (int64_t r = 0; r < world_size; ++r) {

@@ -17,17 +17,17 @@ namespace {
 
 // ---- pooling ----
 
-// Rows of the entries of a feature, entry by entry from its first on. Everything by value, since a
-// compiler must take it that writing to `out` changes what is behind a pointer.
+// The rows of a feature's entries, counted from its first entry. Its members are copies, since the
+// compiler must assume that a store to `out` changes anything behind a pointer.
 template <class T, class Index>
 struct EntryRows {
   const T* weight;
   int64_t num_rows, stride;
   const Index* index;
-  const int32_t* rows;  // only if Index is int32_t
+  const int32_t* rows;  // used only if Index is int32_t
   int64_t num_listed;
 
-  // -1 for an entry without a row, num_rows for what cannot be.
+  // Returns -1 for an entry without a row, and num_rows for an invalid position.
   int64_t row_number(int64_t i) const {
     int64_t row = index[i];
     if constexpr (sizeof(Index) == sizeof(*rows)) {
@@ -41,7 +41,7 @@ struct EntryRows {
   const T* vector(int64_t row) const { return weight + row * stride; }
 };
 
-// Writes the initial vector of a key that has no row.
+// Computes the initial vector of a key that has no row.
 template <class T>
 [[gnu::noinline]] const T* initial_vector(const PooledTable<T>& table, int64_t key, T* scratch) {
   Initializer initializer = table.initializer;
@@ -59,7 +59,7 @@ const Index* numbers_of(const EntryNumbers& numbers) {
   }
 }
 
-// Bags begin, ..., end - 1 of a feature.
+// Pools the bags [begin, end) of a feature.
 template <class T, class Index>
 void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const Index* index,
                int64_t begin, int64_t end, T* scratch, FirstBad* bad) {
@@ -87,14 +87,14 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   const int64_t distance = rows_ahead<T>(dim);
   const auto ahead = [=](int64_t i) {
     if (i + distance >= n) return;
-    // Not checked yet; even the address of a row that is none must not be computed.
+    // This row is not checked yet; even computing the address of an invalid one would be undefined.
     const int64_t r = rows.row_number(i + distance);
     if (rows.is_row(r)) prefetch_row(rows.vector(r), dim);
   };
   const Acc<T>* weights =
       bags.sample_weights == nullptr ? nullptr : bags.sample_weights + bags.first();
   const auto weight_of = [=](int64_t i) { return weights[i]; };
-  // The bag with these entries.
+  // Pools the bag with the entries [first, last).
   const auto pool = [&](int64_t first, int64_t last, T* pooled, const auto& row_at) {
     if (combiner == Combiner::kNone) {
       if (first < last) ahead(first);
@@ -111,7 +111,7 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
     const auto put_divided = [=](int64_t j, auto sum) { put_at(pooled + j, divided(sum, total)); };
     if (weights != nullptr) {
       sum_rows<T>(first, last, dim, row_at, weight_of, ahead, put_divided);
-    } else if (total == 1) {  // a division by it would take longer than the sum
+    } else if (total == 1) {  // skip the division, which would take longer than the sum
       sum_rows<T>(first, last, dim, row_at, NoScale{}, ahead, put);
     } else {
       sum_rows<T>(first, last, dim, row_at, NoScale{}, ahead, put_divided);
@@ -123,8 +123,8 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
   for (int64_t b = begin; b < end; ++b, pooled += stride) {
     const int64_t last = bounds[b + 1] - first_entry;
     pool(first, last, pooled, row);
-    // Once more with initial vectors, if there are any: a loop that can call for one keeps its sums
-    // in memory.
+    // If keys were absent, pool again with their initial vectors: a loop that may have to compute
+    // one keeps its sums in memory, so the common case has its own.
     if (has_absent && table.seed != nullptr) pool(first, last, pooled, row_or_initial);
     has_absent = false;
     first = last;
@@ -142,7 +142,7 @@ int64_t work_of(const SummedTable<T>& table) {
 template <class T>
 struct Memory {
   RowSort sort;
-  int32_t* numbers = nullptr;  // [n] of the sorted rows
+  int32_t* numbers = nullptr;  // [n] number of each entry's row in sorted order
   void* sums;
 
   Memory(Arena& arena, const SummedTable<T>& table, const ParallelFor& parallel_for)
@@ -153,12 +153,12 @@ struct Memory {
   }
 };
 
-// A table whose gradient lies in workspace, in the order of its numbers.
+// A table whose gradient is written to workspace, in the order of its row numbers.
 template <class T>
 struct TakenTable {
   SummedTable<T> table;
   int64_t* rows;
-  void* memory;  // to sum it
+  void* memory;  // scratch for the sum
 
   TakenTable(Arena& arena, const SummedTable<T>& of)
       : table(of), rows(arena.take<int64_t>(of.num_rows)) {
@@ -176,7 +176,7 @@ int64_t memory_bytes(const SummedTable<T>& table, const ParallelFor& parallel_fo
   return arena.bytes() + Arena::bytes_of<Memory<T>>(taken.table, parallel_for);
 }
 
-// Returns as group_embedding_bag_backward.
+// Sums the gradient of one table. Returns the same as group_embedding_bag_backward.
 template <class T>
 int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t divide_by,
                   void* workspace, const ParallelFor& parallel_for) {
@@ -210,7 +210,7 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
     const int64_t num_rows = table.num_rows;
     parallel_for(0, table.n, 65536, [=](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        // A number out of range stays so; the sum reports it.
+        // An invalid number stays invalid; the sum reports it.
         const int64_t number = index[i];
         numbers[i] = static_cast<uint64_t>(number) < static_cast<uint64_t>(num_rows)
                          ? place[number]
@@ -230,7 +230,7 @@ int64_t sum_table(const SummedTable<T>& table, EntryNumbers all_index, int64_t d
   return -1;
 }
 
-// The first entry whose number is >= its table's num_rows, or -1.
+// Returns the first entry whose number is >= its table's num_rows, or -1.
 template <class T>
 int64_t first_beyond(const SummedTable<T>* tables, int64_t num_tables, EntryNumbers index,
                      const ParallelFor& parallel_for) {
@@ -238,7 +238,7 @@ int64_t first_beyond(const SummedTable<T>* tables, int64_t num_tables, EntryNumb
   const auto check = [&](const auto* numbers, const SummedTable<T>& table) {
     const int64_t num_rows = table.num_rows;
     parallel_for(0, table.n, 65536, [=, &bad](int64_t begin, int64_t end) {
-      // The largest first, which is quicker to find than the first beyond.
+      // Compute the maximum first: unlike a search, that can be vectorized.
       auto largest = std::numeric_limits<std::decay_t<decltype(*numbers)>>::min();
       for (int64_t i = begin; i < end; ++i) largest = std::max(largest, numbers[i]);
       if (largest < num_rows) return;
@@ -295,8 +295,8 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
   const PoolWorkspace<T> work(arena, tables, features, num_features, parallel_for);
   int64_t* units_before = work.units_before;
   const auto grain = [tables, &parallel_for](const FeatureBags<T>& bags) {
-    // Not more units of a feature than share it out evenly: each begins with rows that nobody has
-    // asked for ahead.
+    // Make few units per feature, only as many as balance the threads: the first rows of each unit
+    // are not prefetched.
     const int64_t few = bags.num_bags / (4 * parallel_for.num_threads());
     return std::max(few, bag_grain(bags.num_entries(), bags.num_bags, tables[bags.table].dim));
   };
@@ -314,7 +314,7 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
                 const int64_t begin = unit * grain(bags);
                 const int64_t end = std::min(bags.num_bags, begin + grain(bags));
                 T* own = work.scratch + thread * work.scratch_of_thread;
-                if (bags.bags.wide != nullptr) {  // index may be null, if it has no elements
+                if (bags.bags.wide != nullptr) {  // index may be null if it has no elements
                   pool_bags(table, bags, index.wide, begin, end, own, &bad);
                 } else {
                   pool_bags(table, bags, index.narrow, begin, end, own, &bad);

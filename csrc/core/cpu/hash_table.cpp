@@ -10,14 +10,14 @@ namespace {
 
 constexpr int64_t kGrain = 2048;
 
-// Keys in flight: enough to cover a memory access, few enough for the line-fill
-// buffers.
+// Number of keys in flight: enough to hide the latency of a memory access, few enough for the
+// line-fill buffers.
 constexpr int kBlock = 16;
 
-// Calls use(position, count, homes, next_homes) for blocks of the keys from begin to end, until it
-// returns false: home buckets of the block, and of the kBlock keys after it, for which it is to ask
-// one by one as it goes. Homes are computed by blocks, since that can be done for several at a
-// time.
+// Calls use(position, count, homes, next_homes) for blocks of the keys [begin, end), until it
+// returns false. homes are the home buckets of the block, next_homes those of the kBlock keys after
+// it; `use` must prefetch the latter one by one as it goes. Homes are computed by blocks, so that
+// the compiler can vectorize it.
 template <class Key, class Use>
 void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Use&& use) {
@@ -39,8 +39,9 @@ void each_block(const Bucket* buckets, int64_t num_buckets, int64_t seed, const 
   }
 }
 
-// Looks only into the home buckets of a block of keys. Returns bits of the keys that are not there;
-// their rows are undefined. No branch depends on what is found, since none could be predicted.
+// Looks only into the home buckets of a block of keys. Returns a bit mask of the keys that are not
+// there; their rows are undefined. There is no branch on the result of a comparison, since none
+// could be predicted.
 template <class Key, class Row>
 uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_homes, const Key* keys,
                       int count, Row* rows) {
@@ -57,8 +58,8 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
 template <class Key, class Row>
 void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Row* rows) {
-  // Keys that may be behind their home bucket. They are resolved once there are enough to ask for
-  // all their next lines before the first is read.
+  // Keys that may be in a bucket behind their home. They are resolved once there are enough of them
+  // that all their next buckets can be prefetched before the first one is read.
   int64_t pending[2 * kBlock];
   int64_t next[2 * kBlock];
   int num_pending = 0;
@@ -97,8 +98,8 @@ struct Table {
   int64_t capacity;
 };
 
-// Inserts a key that was absent when it was looked up, unless an earlier entry of the same call has
-// brought it in since.
+// Inserts a key that was absent when it was looked up. An earlier entry of the same call may have
+// inserted it since; then its row is found.
 inline Inserted find_or_insert_key(Table& table, int64_t home, int64_t key, int64_t* row) {
   *row = find_from(table.buckets, table.num_buckets, home, key);
   if (*row >= 0) return Inserted::kAll;
@@ -111,8 +112,8 @@ inline Inserted find_or_insert_key(Table& table, int64_t home, int64_t key, int6
   return Inserted::kAll;
 }
 
-// Finds or inserts the keys from *position to end, in order. *position becomes that of the first
-// for which there is no room, or `end`.
+// Finds or inserts the keys from *position to end, in order. *position becomes the position of the
+// first key for which there is no room, or `end`.
 template <class Key>
 Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
                       int64_t* position) {
@@ -120,7 +121,7 @@ Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
   const auto use = [&](int64_t from, int count, const Bucket* const* homes,
                        const Bucket* const* next_homes) {
     uint64_t missing = find_at_home(homes, next_homes, keys + from, count, rows + from);
-    // A key 0 matches an empty slot, whose row is -1.
+    // Key 0 matches an empty slot, whose row is -1.
     for (int k = 0; k < count; ++k) missing |= static_cast<uint64_t>(rows[from + k] < 0) << k;
     for (uint64_t rest = missing; rest != 0; rest &= rest - 1) {
       const Bucket* home = homes[__builtin_ctzll(rest)];
@@ -142,7 +143,7 @@ Inserted insert_range(Table& table, const Key* keys, int64_t end, int64_t* rows,
   return inserted;
 }
 
-// As insert_range, for keys that have been looked up: visits those whose row is -1.
+// Like insert_range, for keys that have been looked up: visits only those whose row is -1.
 template <class Key>
 Inserted insert_missing(Table& table, const Key* keys, int64_t end, int64_t* rows,
                         int64_t* position) {
@@ -158,7 +159,7 @@ Inserted insert_missing(Table& table, const Key* keys, int64_t end, int64_t* row
   return Inserted::kAll;
 }
 
-// Takes a key out and the marks it left on full buckets.
+// Removes a key, and takes it off the `spilled` counts of the buckets that it passed.
 void erase(const Table& table, int64_t key, int64_t row) {
   int64_t b = home_bucket(key, table.seed, table.num_buckets);
   for (int64_t step = 0; step < table.num_buckets; ++step) {
@@ -173,11 +174,11 @@ void erase(const Table& table, int64_t key, int64_t row) {
     --bucket.spilled;
     b = next_bucket(b, table.num_buckets);
   }
-  // Another thread has written to keys, or to the table.
+  // The key was not found: another thread has written to `keys` or to the table. Undo the changes.
   for (int64_t i = 0; i < table.num_buckets; ++i) ++table.buckets[i].spilled;
 }
 
-// Takes out what this call inserted, the newest first, so that what remains is the table as it was.
+// Removes the keys that this call inserted, newest first, which restores the table as it was.
 template <class Key>
 void take_back(Table& table, int64_t size_before, const Key* keys, int64_t end,
                const int64_t* rows) {
@@ -212,8 +213,8 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
   Table table{buckets, num_buckets, seed, size_before, capacity};
   int64_t position = 0;
   Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
-  // One thread inserts. If few of the keys so far were new, all threads look up the rest, which
-  // leaves it little to do; else that would be work done twice.
+  // Insertion takes one thread. If few keys so far were new, all threads look up the rest first, so
+  // that few are left to insert; otherwise looking them up first would double the work.
   if (inserted == Inserted::kAll && position < n) {
     if (parallel_for.num_threads() > 1 && table.size - size_before < kGrain / 2) {
       hash_table_find(buckets, num_buckets, seed, keys + position, n - position, rows + position,
@@ -241,7 +242,7 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
   parallel_for(0, size, kGrain, [=](int64_t begin, int64_t end) {
     std::fill(keys + begin, keys + end, int64_t{0});
   });
-  // Spilled keys as the buckets count them, less those that there are.
+  // Sum of the buckets' counts of spilled keys, less the number that the keys account for.
   std::atomic<int64_t> surplus{0};
   std::atomic<bool> sound{true};
   parallel_for(0, num_buckets, kGrain, [&](int64_t begin, int64_t end) {
@@ -259,7 +260,7 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
     }
     surplus += own;
   });
-  // A row that no key has, or that two have, does not find itself.
+  // If a row has no key, or two keys, looking up its key finds another row or none.
   hash_table_find(buckets, num_buckets, seed, keys, size, rows, parallel_for);
   parallel_for(0, size, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {

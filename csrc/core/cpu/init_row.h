@@ -1,4 +1,4 @@
-// The initial vector of one key.
+// Computes the initial vector of one key.
 #pragma once
 
 #include <algorithm>

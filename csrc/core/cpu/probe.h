@@ -1,4 +1,4 @@
-// Looking at one bucket, and walking from one to the next.
+// Searches one bucket, and walks from one bucket to the next.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ namespace sparsekit::cpu {
 
 inline void prefetch(const void* address) {
   __builtin_prefetch(address, 0, 2);
-  // GCC takes a function that does nothing but prefetch for one without effect, and drops calls of
-  // it. This line, which is no instruction, counts as an effect.
+  // GCC assumes that a function which only prefetches has no effect, and drops calls of it. This
+  // line emits no instruction, but counts as an effect.
   asm volatile("");
 }
 
@@ -36,11 +36,12 @@ inline uint32_t match_slots(const Bucket& bucket, int64_t key) {
 #endif
 }
 
-// First empty slot, or kSlotsPerBucket when the bucket is full. How full it is, no branch could
-// predict.
+// Returns the first empty slot, or kSlotsPerBucket if the bucket is full. The result is
+// unpredictable, so the AVX2 version has no branch.
 inline int first_empty_slot(const Bucket& bucket) {
 #ifdef __AVX2__
-  // The second half of the line: a key, the rows, `spilled`. Empty slots have a negative row.
+  // The second half of the line holds a key, the rows and `spilled`. Empty slots have a negative
+  // row.
   static_assert(offsetof(Bucket, rows) == 40 && sizeof(bucket.rows) == 20);
   const auto* half = reinterpret_cast<const __m256i*>(&bucket.keys[4]);
   const __m256 words = _mm256_castsi256_ps(_mm256_loadu_si256(half));
@@ -59,7 +60,7 @@ inline int64_t next_bucket(int64_t bucket, int64_t num_buckets) {
 
 enum class Probe { kFound, kAbsent, kMoveOn };
 
-// Looks for `key` in one bucket of its path; *row is its row when found and -1 when absent.
+// Looks for `key` in one bucket of its path. *row becomes its row, or -1 if it is absent.
 template <class Row>
 inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   const uint32_t slots = match_slots(bucket, key);
@@ -71,8 +72,8 @@ inline Probe probe_bucket(const Bucket& bucket, int64_t key, Row* row) {
   return bucket.passed() ? Probe::kMoveOn : Probe::kAbsent;
 }
 
-// Row of `key`, or -1, from bucket `b` of its path on. The step count is bounded, so that even a
-// table loaded from a damaged file cannot make the search endless.
+// Returns the row of `key`, or -1, searching its path from bucket `b` on. The number of steps is
+// bounded, so that a table loaded from a damaged file cannot make the search endless.
 inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, int64_t key) {
   int64_t row = -1;
   for (int64_t step = 0; step < num_buckets; ++step) {
@@ -82,8 +83,9 @@ inline int64_t find_from(const Bucket* buckets, int64_t num_buckets, int64_t b, 
   return -1;
 }
 
-// Stores a key that is not in the table, from its home bucket on. False when no slot is free, which
-// a sound table below its capacity always has; nothing has then changed.
+// Stores a key that is not in the table, searching for room from its home bucket on. Returns false
+// if no slot is free, which happens only in a damaged table or one at capacity; nothing has then
+// changed.
 inline bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t home, int64_t key,
                           int32_t row) {
   int64_t b = home;

@@ -1,15 +1,15 @@
-// Sums of rows by segment; shared by segment_sum and the backward of embedding_bag, which differ
-// only in where the rows lie and what they are multiplied by.
+// Sums rows by segment. segment_sum and the backward of embedding_bag share this; they differ only
+// in where the rows are and in their scales.
 //
-// Where there are several entries for each segment, positions are cut into two halves that are
-// summed apart and added at the end. In each half, entries of a segment are added in the order of
-// their positions, in runs of kRun; then the sums of the runs are. So the order of additions
-// depends on the ids alone, and a long sum in float stays accurate.
+// If there are several entries per segment, positions are split into two halves that are summed
+// separately and added at the end. In each half, entries of a segment are added in order of
+// position, in runs of kRun; then the sums of the runs are added. So the order of additions depends
+// only on the ids, and a long sum in float stays accurate.
 //
-// Threads share out the halves, then the columns: each goes through all ids of its half and adds
-// its columns of every row to sums in memory. So the rows are read once and in order, nobody has
-// more to do than others however the ids are spread, and nothing is sorted. Threads beyond what
-// columns there are share out runs.
+// Threads share out the halves first, then the columns: each thread goes through all ids of its
+// half and adds its columns of every row to sums in memory. So rows are read once and in order,
+// work is balanced for any distribution of ids, and nothing is sorted. If there are more threads
+// than columns can occupy, threads also share out runs.
 #pragma once
 
 #include <algorithm>
@@ -28,11 +28,11 @@ namespace sparsekit::cpu {
 
 constexpr int64_t kRun = 1024;
 
-// Entries for each segment from which on a second set of sums pays.
+// Minimum number of entries per segment for which a second half pays.
 constexpr int64_t kEntriesForHalves = 4;
 
-// Progress of a thread in a segment: distance (in elements) from the first sum to the one of its
-// current run, and in the low bits the entries of that run so far.
+// Progress of a thread in a segment: the distance (in elements) from the first sum to the sum of
+// the current run, and in the low bits the number of entries in that run so far.
 using Progress = int64_t;
 constexpr int kMetBits = 11;
 constexpr Progress kMet = (Progress{1} << kMetBits) - 1;
@@ -44,22 +44,22 @@ constexpr Progress run_begins_at(int64_t offset) {
 // Minimum work per thread, in elements.
 constexpr int64_t kLeastWork = 32768;
 
-// Bytes of a row that are worth a thread: half a cache line.
+// Minimum bytes of a row per thread: half a cache line.
 constexpr int64_t kLeastWidth = 32;
 
-// A half's part of the workspace.
+// The workspace of one half.
 template <class T>
 struct Half {
   int64_t begin, end;  // positions
-  Progress* progress;  // [parts, num_segments + 1]; the last is of entries to leave out
-  int64_t* runs;       // [most_runs] segments of runs other than the first of their segment
+  Progress* progress;  // [parts, num_segments + 1]; the last one is for dropped entries
+  int64_t* runs;       // [most_runs] segment of each run that is not the first one of its segment
   int64_t* num_runs;   // [1]
-  Acc<T>* run_sum;     // [most_runs, dim] their sums
+  Acc<T>* run_sum;     // [most_runs, dim] sums of these runs
   Acc<T>* sum;         // [num_segments, dim] sums of first runs
 
   int64_t most_runs() const { return (end - begin) / kRun; }
 
-  // Adds the sums of later runs to those of the first, for segments from low to high - 1.
+  // Adds the sums of later runs to those of first runs, for the segments [low, high).
   void add_runs(int64_t low, int64_t high, int64_t dim) const {
     for (int64_t r = 0; r < *num_runs; ++r) {
       if (runs[r] < low || runs[r] >= high) continue;
@@ -68,13 +68,14 @@ struct Half {
     }
   }
 
-  // Sum of a segment, or nullptr if it has no entries.
+  // Returns the sum of a segment, or nullptr if it has no entries.
   const Acc<T>* total(int64_t s, int64_t dim) const {
     return progress[s] == run_begins_at(s * dim) ? nullptr : sum + s * dim;
   }
 };
 
-// The first half's sums are where the result will be, if that is of their type.
+// Workspace of a reduction. The sums of the first half are in the output itself if their type is
+// that of the output.
 template <class T>
 struct SegmentWorkspace {
   int64_t num_halves = 0, column_parts = 0, run_parts = 0;
@@ -83,7 +84,7 @@ struct SegmentWorkspace {
 
   SegmentWorkspace(Arena& arena, int64_t n, int64_t dim, int64_t num_segments, T* out,
                    const ParallelFor& parallel_for) {
-    if (n == 0 || dim == 0) return;  // nothing is to be added
+    if (n == 0 || dim == 0) return;  // there is nothing to add
     const int64_t threads = std::clamp<int64_t>(n * std::max<int64_t>(dim, 1) / kLeastWork, 1,
                                                 parallel_for.num_threads());
     const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(Acc<T>));
@@ -111,7 +112,7 @@ struct SegmentWorkspace {
   }
 };
 
-// sum = before + scale * row.
+// Adds a row: sum = before + scale * row.
 template <bool kScaled, class T>
 inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t width, Acc<T>* sum) {
   int64_t j = 0;
@@ -126,7 +127,7 @@ inline void add_row(const T* row, Acc<T> scale, const Acc<T>* before, int64_t wi
       }
     };
     add(Vector<T>{});
-    add(Vector<T, 32>{});  // half a cache line is what a thread may have of a row
+    add(Vector<T, 32>{});  // half a cache line, the least that a thread has of a row
   }
   for (; j < width; ++j) sum[j] = before[j] + (kScaled ? scale * load(row[j]) : load(row[j]));
 }
@@ -138,19 +139,21 @@ struct Addition {
   Progress before;
 };
 
-// Selects one of two numbers without a branch; for ?: the compiler makes one that is mispredicted.
+// Selects one of two numbers without a branch; for ?: the compiler emits one that is often
+// mispredicted.
 template <class I>
 inline I select(bool first, I one, I other) {
   return other ^ ((one ^ other) & -static_cast<I>(first));
 }
 
-// Assigns a run to one of `run_parts` threads. Neighbouring elements go to the same one, since they
-// can share a cache line. Not seeded: offsets chosen to go to one thread only make it work alone.
+// Assigns a run to one of `run_parts` threads. Neighbouring elements get the same thread, since
+// they may share a cache line. The hash needs no seed: ids chosen to collide only make one thread
+// do all the work.
 inline int64_t part_of_run(int64_t offset, int64_t run_parts) {
   return bucket_of_hash(hash_key(offset >> 6), run_parts);
 }
 
-// Numbers from begin to end as int64; `space` is for them.
+// Returns the numbers [begin, end) as int64, converted into `space` if they are narrow.
 inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t end,
                                int64_t* space) {
   if (ids.wide != nullptr) return ids.wide + begin;
@@ -158,12 +161,13 @@ inline const int64_t* as_int64(const EntryNumbers& ids, int64_t begin, int64_t e
   return space;
 }
 
-// One thread's part of a half: columns of the runs whose rows are its own. kWidth is the number of
-// columns, or 0 for any. Returns -1, or the first position whose id is >= num_segments.
+// Sums one thread's part of a half: its columns, and only the runs assigned to it. kWidth is the
+// number of columns, or 0 if it is not a constant. Returns -1, or the first position whose id is >=
+// num_segments.
 //
-// Block by block the additions are written down, and then made. Whether an entry is its segment's
-// first is nothing that a branch could predict; so the first loop has no branch, the second does
-// nothing but add, and both ask for what is far ahead.
+// Each block of additions is listed first and made afterwards. Whether an entry is the first of its
+// segment is unpredictable, so the first loop has no branch; the second one does nothing but add;
+// and both can prefetch far ahead.
 template <int kWidth, class T, class Entries>
 int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, const Entries& entries,
                  const SegmentWorkspace<T>& work, const Half<T>& half, int64_t part) {
@@ -176,7 +180,8 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
   Progress* progress = half.progress + part * (num_segments + 1);
   for (int64_t s = 0; s <= num_segments; ++s) progress[s] = run_begins_at(s * dim);
   int64_t num_runs = 0;
-  // As numbers, since later runs are summed elsewhere than first ones.
+  // Addresses as integers, since the sums of later runs are in another array than those of first
+  // runs.
   const auto zeros = reinterpret_cast<uintptr_t>(work.zeros);
   const auto sums = reinterpret_cast<uintptr_t>(half.sum + column);
   const int64_t to_run_sum = static_cast<int64_t>(reinterpret_cast<uintptr_t>(half.run_sum) -
@@ -190,7 +195,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
   Addition<T> additions[kBlock + kRowsAhead];
   A scales[Entries::scaled ? kBlock : 1];
   int64_t space[kBlock + kAhead];
-  const auto ask_for_progress = [=](int64_t id) {  // which may be anything
+  const auto ask_for_progress = [=](int64_t id) {  // the id is not checked yet
     prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(progress) +
                                            static_cast<uintptr_t>(id) * sizeof(Progress)));
   };
@@ -206,7 +211,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
     const int64_t* block_ids = as_int64(ids, block, std::min(half.end, end + kAhead), space);
     int64_t count = 0, largest = -1;
     const auto write_down = [&](int64_t i, const T* row, A scale) {
-      // Entries to leave out are written down too, and then written over.
+      // Entries to drop are listed too, and overwritten by the next one.
       const int64_t given = block_ids[i - block];
       largest = std::max(largest, given);
       const bool counts = static_cast<uint64_t>(given) < static_cast<uint64_t>(num_segments);
@@ -243,7 +248,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
       ask_for(additions[k + distance]);
       const auto [row, before] = additions[k];
       const uintptr_t sum = sum_of(before);
-      // Zeros if it has no content, so that none need be cleared.
+      // Start from zeros if the sum has no content yet, so that sums need not be cleared.
       const uintptr_t old = select((before & kMet) == 0, zeros, sum);
       add_row<Entries::scaled>(row, scales[Entries::scaled ? k : 0],
                                reinterpret_cast<const A*>(old), width, reinterpret_cast<A*>(sum));
@@ -253,7 +258,7 @@ int64_t sum_part(const EntryNumbers& ids, int64_t dim, int64_t num_segments, con
   return -1;
 }
 
-// Calls sum with the width as a constant, if it is one of these, else with 0.
+// Calls `sum` with the width as a constant if it is one of kWidths, otherwise with 0.
 template <int... kWidths, class Sum>
 void with_width(int64_t width, const Sum& sum) {
   const auto is = [&](auto known) {
@@ -264,9 +269,9 @@ void with_width(int64_t width, const Sum& sum) {
 }
 
 // out[s] = sum over the entries i with ids[i] = s of scale * row[0 : dim]; zeros if there are none.
-// Entries has `scaled`, whether there is a scale other than 1, and `visit(begin, end, f)`, which
-// calls f(i, row, scale) for the positions of a range. Returns -1, or the first position whose id
-// is >= num_segments.
+// Entries has `scaled`, true if a scale may differ from 1, and `visit(begin, end, f)`, which calls
+// f(i, row, scale) for the positions of a range. Returns -1, or the first position whose id is >=
+// num_segments.
 template <class T, class Entries>
 int64_t reduce_segments(const EntryNumbers& ids, int64_t n, int64_t dim, int64_t num_segments,
                         const Entries& entries, void* workspace, T* out,

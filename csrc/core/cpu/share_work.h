@@ -1,4 +1,4 @@
-// Shares out many jobs of different sizes among threads.
+// Distributes many jobs of different sizes among threads.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@ inline ParallelFor one_thread() {
                         void* context) { body(begin, end, context); });
 }
 
-// Who does what of `jobs` jobs: those that are most of the work get all threads, one after another;
-// the others are taken in turn, the largest first, by threads that do each alone.
+// Distributes `jobs` jobs: large ones are done one after another, each by all threads; the others
+// are taken in turn, the largest first, each by one thread.
 class SharedJobs {
  public:
-  // `order` [jobs] is workspace. size(job) is its work, and `worth` as much as all threads are
-  // worth.
+  // `order` [jobs] is workspace. size(job) is the work of a job, and `worth` the minimum work per
+  // thread, in the same unit.
   template <class Size>
   SharedJobs(int64_t jobs, int32_t* order, int64_t worth, const ParallelFor& parallel_for,
              const Size& size)
@@ -33,7 +33,7 @@ class SharedJobs {
     if (threads_ <= 1) return;
     const auto larger = [&](int32_t a, int32_t b) { return size(a) > size(b); };
     if (!std::is_sorted(order, order + jobs, larger)) std::sort(order, order + jobs, larger);
-    // Beside a larger job than that, threads would wait for the one that does it.
+    // A larger job on one thread would keep the other threads waiting at the end.
     while (together_ < jobs && size(order[together_]) >= worth &&
            size(order[together_]) > rest / (2 * threads_)) {
       rest -= size(order[together_++]);
@@ -41,14 +41,14 @@ class SharedJobs {
     threads_ = std::min(threads_, jobs - together_);
   }
 
-  // Upper bound of the `thread` that alone() is called with.
+  // Returns an upper bound of the `thread` that alone() is called with.
   int64_t threads() const { return std::max<int64_t>(threads_, 1); }
 
-  // Jobs for all threads; they are the first in order.
+  // Returns the number of jobs for all threads; they come first in `order`.
   int64_t num_together() const { return together_; }
   int32_t job(int64_t place) const { return order_[place]; }
 
-  // together(job) for the large jobs, then alone(job, thread) for the others.
+  // Calls together(job) for the large jobs, then alone(job, thread) for the others.
   template <class Together, class Alone>
   void run(const Together& together, const Alone& alone) const {
     for (int64_t place = 0; place < together_; ++place) together(order_[place]);
@@ -71,8 +71,8 @@ class SharedJobs {
   int64_t together_ = 0;
 };
 
-// Calls work(job, unit, thread) for the units of all jobs: job j has units_before[j + 1] -
-// units_before[j] of them. Threads take them in turn.
+// Calls work(job, unit, thread) for all units of all jobs: job j has units_before[j + 1] -
+// units_before[j] units. Threads take units in turn.
 template <class Work>
 void share_units(const int64_t* units_before, int64_t jobs, const ParallelFor& parallel_for,
                  const Work& work) {
@@ -83,7 +83,7 @@ void share_units(const int64_t* units_before, int64_t jobs, const ParallelFor& p
     for (int64_t thread = begin; thread < end; ++thread) {
       int64_t job = 0;
       for (int64_t unit; (unit = next.fetch_add(1)) < units;) {
-        // Units come in rising order.
+        // A thread gets units in ascending order.
         while (units_before[job + 1] <= unit) ++job;
         work(job, unit - units_before[job], thread);
       }

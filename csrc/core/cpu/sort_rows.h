@@ -1,4 +1,4 @@
-// Row numbers in rising order.
+// Sorts row numbers.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace sparsekit::cpu {
 
-// Sorts by digits of 11 bits, from the lowest on: row numbers have two or three of them.
+// Radix sort by digits of 11 bits, lowest first; row numbers have two or three such digits.
 class RowSort {
  public:
   RowSort(Arena& arena, int64_t n)
@@ -16,7 +16,7 @@ class RowSort {
         others_(arena.take<uint64_t>(n)),
         places_(arena.take<int32_t>(n)) {}
 
-  // Writes the rows [n] to sorted [n] in rising order, and returns for each where it is now.
+  // Writes the rows [n] to sorted [n] in ascending order, and returns where each one went.
   const int32_t* places(const int32_t* rows, int64_t n, int64_t* sorted) const {
     uint64_t* pairs = pairs_;
     uint32_t most = 0;
@@ -60,7 +60,7 @@ class RowSort {
     for (int64_t j = 0; j < n; ++j) to[next[pairs[j] >> shift & (kDigits - 1)]++] = pairs[j];
   }
 
-  uint64_t* pairs_;  // [n] row, and where it was
+  uint64_t* pairs_;  // [n] row in the high half, its index in the low half
   uint64_t* others_;
   int32_t* places_;
 };

@@ -11,19 +11,20 @@
 
 namespace sparsekit::cpu {
 
-// Rows to ask for ahead of the one being added. That is far, since where keys repeat most rows are
-// in a near cache already, and only those that are not take long.
+// Number of rows to prefetch ahead of the one being added. It is large, since where keys repeat
+// most rows are cached already, and only the few others take long.
 constexpr int64_t kRowsAhead = 64;
 
-// The same for large rows, which would drive each other out of the cache.
+// The same with a limit for large rows, which would evict each other from the cache.
 template <class T>
 int64_t rows_ahead(int64_t dim) {
   const int64_t fit = 16384 / std::max<int64_t>(dim * static_cast<int64_t>(sizeof(T)), 1);
   return std::clamp<int64_t>(fit, 4, kRowsAhead);
 }
 
-// Into the second-level cache, which has room for far more requests than the first: a gather of
-// rows of 256 bytes in pages of 2 MiB takes 4.6 ms in place of 7.2, of 1 KiB 19 in place of 32.
+// Prefetches into the second-level cache, which allows far more requests in flight than the first:
+// a gather of rows of 256 bytes in pages of 2 MiB takes 4.6 ms instead of 7.2, of 1 KiB 19 instead
+// of 32.
 template <class T>
 inline void prefetch_row(const T* row, int64_t dim) {
   const char* bytes = reinterpret_cast<const char*>(row);
@@ -32,7 +33,7 @@ inline void prefetch_row(const T* row, int64_t dim) {
   asm volatile("");  // see prefetch()
 }
 
-// Bytes of a vector register, and registers that a loop may keep its sums in.
+// Bytes of a vector register, and the number of registers for the sums of a loop.
 #ifdef __AVX512F__
 constexpr int kVectorBytes = 64;
 constexpr int kSumRegisters = 16;
@@ -41,8 +42,8 @@ constexpr int kVectorBytes = 32;
 constexpr int kSumRegisters = 8;
 #endif
 
-// Some neighbouring elements. Loops over a few elements are unrolled before GCC looks for vectors
-// in them, which it then does not find.
+// A vector of neighbouring elements. GCC unrolls short loops before it looks for loops to
+// vectorize, and so misses them.
 template <class A, int kBytes>
 struct VectorOf {
   typedef A type __attribute__((vector_size(kBytes)));
@@ -52,7 +53,7 @@ using Vector = typename VectorOf<A, kBytes>::type;
 template <class A>
 constexpr int kLanes = kVectorBytes / sizeof(A);
 
-// From and to any address.
+// Loads from, or stores to, any address, aligned or not.
 template <class V, class A>
 inline V load_vector(const A* elements) {
   V vector;
@@ -68,10 +69,10 @@ inline void put_at(A* target, V vector) {
   }
 }
 
-// The scale of rows that are added as they are.
+// Scale of rows that are added unscaled.
 struct NoScale {};
 
-// Adds scale(i) * row(i)[column : column + kWidth] for i in [begin, end), in this order, in
+// Sums scale(i) * row(i)[column : column + kWidth] for i in [begin, end), in this order, in
 // registers.
 template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Put>
 inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& row,
@@ -90,7 +91,7 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
     source += column;
     [[maybe_unused]] A factor{};
     if constexpr (kScaled) factor = scale(i);
-    // Asked for, since GCC else unrolls it when it has already put `registers` into memory.
+    // Ask for unrolling: otherwise GCC does it too late, after it has put `registers` into memory.
 #pragma GCC unroll 16
     for (int r = 0; r < kWidth / kStep; ++r) {
       Element x;
@@ -106,7 +107,8 @@ inline void sum_block(int64_t begin, int64_t end, int64_t column, const RowAt& r
   for (int r = 0; r < kWidth / kStep; ++r) put(column + r * kStep, registers[r]);
 }
 
-// The widest block of at most `width` columns, a power of two, that is to be summed at once.
+// Calls `sum` with the widest block of at most `width` columns, a power of two, that fits in
+// registers.
 template <class T, class Sum>
 inline int64_t with_block(int64_t width, const Sum& sum) {
   constexpr int kMost = kSumRegisters * kLanes<Acc<T>>;
@@ -126,12 +128,13 @@ inline int64_t with_block(int64_t width, const Sum& sum) {
   return sum(std::integral_constant<int, 1>{});
 }
 
-// Rows of a long sum are added in runs of this many, and then the sums of the runs: the error of a
-// float sum grows with the number of additions that a term passes through, which is n one after
-// another, and here 256 + n / 256. The CUDA kernels cut bags likewise (kPart in pool_bags.cuh).
+// Rows of a long sum are added in runs of this length, and then the sums of the runs. The error of
+// a float sum grows with the number of additions that a term passes through: n if terms are added
+// one after another, 256 + n / 256 with runs. The CUDA kernels split bags in the same way (kPart in
+// pool_bags.cuh).
 constexpr int64_t kSumRun = 256;
 
-// As sum_block for more rows than a run has.
+// Like sum_block, for more rows than a run has.
 template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Put>
 [[gnu::noinline]] void sum_long_block(int64_t begin, int64_t end, int64_t column, const RowAt& row,
                                       const ScaleAt& scale, const Ahead& ahead, const Put& put) {
@@ -150,16 +153,15 @@ template <int kWidth, class T, class RowAt, class ScaleAt, class Ahead, class Pu
   for (int j = 0; j < kWidth; ++j) put(column + j, total[j]);
 }
 
-// put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim), added in the order
-// of i, in runs of kSumRun; the sum is one of Acc<T>, or a Vector of those from j on. row(i) is a
-// `const T*`, null for a row to leave out. ahead(i) is called once for each i, and prefetches
-// what it likes. Kept out of its callers, in which GCC would leave what it calls for each row out
-// of line.
+// Calls put(j, sum over i in [begin, end) of scale(i) * row(i)[j]) for j in [0, dim), adding in the
+// order of i, in runs of kSumRun. The sum is one Acc<T>, or a Vector of the sums from j on. row(i)
+// is a `const T*`, null for a row to skip. ahead(i) is called once for each i, and may prefetch.
+// noinline: within its callers, GCC would call row() and the others out of line for each row.
 template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
 [[gnu::noinline]] void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
                                 const ScaleAt& scale, const Ahead& ahead, const Put& put) {
   if (dim == 0) {
-    for (int64_t i = begin; i < end; ++i) row(i);  // which may find that there is no such row
+    for (int64_t i = begin; i < end; ++i) row(i);  // row() reports invalid rows
   }
   const auto nothing = [](int64_t) {};
   for (int64_t column = 0; column < dim;) {

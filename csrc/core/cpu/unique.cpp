@@ -8,16 +8,17 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Two ways, with the same result. By range: each thread numbers a range of the keys, and looks up
-// what it has found in the ranges before. By hash: keys are moved to parts by their hash, and
-// numbered there, in the cache; nothing is looked up twice, but there are several passes more. The
-// hash table of a million distinct keys is not in a cache, which costs more than those; beyond
-// kMostByRange, keys are numbered by range only if they repeat so often that most are found in it.
+// unique() has two algorithms with the same result. By range: each thread numbers a range of the
+// keys, and looks up its distinct keys in the ranges before. By hash: keys are moved to parts by
+// their hash and numbered there, in the cache; nothing is looked up twice, but there are several
+// more passes. With a million distinct keys the hash table of a range does not fit in a cache,
+// which costs more than these passes; so beyond kMostByRange, keys are numbered by range only if
+// they repeat often enough that most lookups hit the cache.
 constexpr int64_t kMostByRange = int64_t{1} << 21;
 constexpr int64_t kLargeSample = 16384;
 constexpr double kOftenRepeated = 0.45;  // at most this share of a large sample is distinct
-// With more threads than this, looking up distinct keys in all ranges before theirs is most of the
-// work where keys seldom repeat.
+// With more threads than this, if keys seldom repeat, looking up distinct keys in all earlier
+// ranges dominates the work.
 constexpr int kMostRangesOfDistinct = 4;
 constexpr int64_t kLeastByHash = int64_t{1} << 17;
 constexpr int64_t kLeastSampled = int64_t{1} << 16;
@@ -37,8 +38,8 @@ int64_t distinct_of_sample(const Key* keys, int64_t n, int64_t size, int64_t see
   return numbering.size();
 }
 
-// Guesses from a sample whether most keys are distinct. Of s keys drawn from m that are equally
-// frequent, s * s / 2m are repeats; of n keys most are distinct if m > n.
+// Guesses from a sample whether most keys are distinct. A sample of s keys from m equally frequent
+// ones has about s * s / 2m repeats; most of n keys are distinct if m > n.
 template <class Key>
 bool mostly_distinct(const Key* keys, int64_t n, int64_t seed, void* workspace) {
   const int64_t repeated = kSample - distinct_of_sample(keys, n, kSample, seed, workspace);

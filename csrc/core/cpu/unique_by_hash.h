@@ -1,4 +1,4 @@
-// unique() by parts of the keys, each with its range of hashes.
+// unique() by partitioning the keys: each part has a range of hashes.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,13 @@ namespace sparsekit::cpu {
 
 constexpr int64_t kPartKeys = 16384;
 constexpr int kMaxParts = 256;
-// The keys of a chunk are moved by one thread.
+// Number of keys per chunk; one thread moves the keys of a chunk.
 constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 
-// Moves the keys to parts, stably, numbers each part, and turns numbers within parts into ranks
-// among all: first occurrences are met in order when chunks are walked as they were moved.
+// Moves the keys to parts, stably, numbers the keys of each part, and turns these numbers into
+// ranks among all distinct keys. Walking the chunks in the order in which their keys were moved
+// meets first occurrences in order.
 template <class Key, class Index>
 class ByHash {
  public:
@@ -47,7 +48,8 @@ class ByHash {
     lay_out_parts();
     each_chunk([&](int64_t chunk) { move_keys(chunk, keys, part_keys); });
     parallel_for(0, parts_, 1, [&](int64_t begin, int64_t end) {
-      // One place for the entries of all parts of a thread, so that it is in the cache.
+      // A thread reuses the entries of its first part for all its parts, so that they stay in the
+      // cache.
       uint32_t* entries = entries_ + DistinctKeyMap<Key>::entries_before(begin, start(0, begin));
       for (int64_t part = begin; part < end; ++part) number_part(part, part_keys, entries);
     });
@@ -63,11 +65,12 @@ class ByHash {
  private:
   int64_t begin_of(int64_t chunk) const { return n_ * chunk / chunks_; }
 
-  // First key of a chunk within a part; for the chunk after the last, the part's end.
+  // Returns the first position of a chunk's keys within a part; for the chunk after the last, the
+  // end of the part.
   uint32_t& start(int64_t chunk, int64_t part) { return start_[chunk * parts_ + part]; }
 
   void choose_parts(int64_t chunk, const Key* keys) {
-    uint8_t* part_of = part_of_;  // a local, since a byte might be part of *this
+    uint8_t* part_of = part_of_;  // a local copy, since stores of bytes may alias *this
     const int shift = 64 - bits_;
     const int64_t seed = seed_;
     const int64_t end = begin_of(chunk + 1);
@@ -91,7 +94,8 @@ class ByHash {
     }
   }
 
-  // Calls visit(i, part, place) for the keys of a chunk: place is where i has been moved to.
+  // Calls visit(i, part, place) for the keys of a chunk; place is the position to which key i
+  // moves.
   template <class Visit>
   void walk(int64_t begin, int64_t end, uint32_t* next, Visit&& visit) const {
     const uint8_t* part_of = part_of_;
@@ -117,7 +121,8 @@ class ByHash {
     }
   }
 
-  // From here on firsts_[chunk * parts] is the rank of the first key that is new in the chunk.
+  // Turns firsts_[chunk * parts_] into the rank of the chunk's first new key. Returns the number of
+  // distinct keys.
   int64_t rank_chunks() {
     uint32_t rank = 0;
     for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
@@ -140,7 +145,7 @@ class ByHash {
     const Distinct<Key>* distinct = distinct_;
     uint32_t* ranks = ranks_;
     for (int64_t begin = begin_of(chunk); begin < begin_of(chunk + 1); begin += kRun) {
-      // Listed without a branch, since which keys come for the first time is unpredictable.
+      // List first occurrences without a branch, since they are unpredictable.
       int found = 0;
       walk(begin, std::min(begin_of(chunk + 1), begin + kRun), next,
            [&](int64_t, int part, uint32_t place) {
@@ -176,14 +181,14 @@ class ByHash {
   int bits_ = 1;
   int64_t parts_;
   int64_t chunks_;
-  // [n] each, those of a part from its begin on:
+  // Arrays [n]; the elements of a part start at the part's begin:
   Distinct<Key>* distinct_;
   uint32_t* ranks_;
-  uint32_t* numbers_;  // [n], as keys were moved: numbers within the part, then ranks
+  uint32_t* numbers_;  // [n] in the order of part_keys_: numbers within the part, then ranks
   uint8_t* part_of_;   // [n]
-  Key* part_keys_;     // [n], by part, where there are no counts
+  Key* part_keys_;     // [n] keys by part; unused if `counts` has room for them
   uint32_t* start_;    // [chunks + 1, parts]
-  uint32_t* firsts_;   // [chunks, parts]: how many keys of the part are new in the chunk
+  uint32_t* firsts_;   // [chunks, parts] number of keys of the part that are new in the chunk
   uint32_t* entries_;
 };
 

@@ -1,4 +1,4 @@
-// unique() by ranges of the keys, one for each thread.
+// unique() by splitting the keys into ranges, one per thread.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@ namespace sparsekit::cpu {
 constexpr int64_t kLeastRange = 8192;
 constexpr int kMaxRanges = 32;
 
-// Each thread numbers a range of the keys. Then, range by range, threads share out its distinct
-// keys and look them up in the ranges before it, whose tables change no more; what is not there is
-// new.
+// Each thread numbers a range of the keys. Then, range by range, threads share out the range's
+// distinct keys and look them up in the earlier ranges, whose tables no longer change; keys that
+// are not found are new.
 template <class Key, class Index>
 class ByRange {
  public:
@@ -65,12 +65,12 @@ class ByRange {
   }
 
  private:
-  // Distinct keys of a range that one thread looks up.
+  // Number of a range's distinct keys that one thread looks up at a time.
   static constexpr int64_t kShare = 2048;
 
   int64_t begin_of(int64_t range) const { return n_ * range / ranges_; }
 
-  // Numbers within the range go to inverse for the time being.
+  // Numbers the keys of a range; `inverse` holds these numbers until write_inverse.
   void number_range(int64_t range, const Key* keys, bool mostly_distinct, Index* inverse) {
     const int64_t begin = begin_of(range);
     const int64_t end = begin_of(range + 1);
@@ -82,8 +82,9 @@ class ByRange {
     numberings_[range] = numbering;
   }
 
-  // Ranks of those distinct keys of a range that are in one before it, to which their counts are
-  // added. Those that are new get kAbsent; returns how many there are.
+  // Looks up distinct keys [begin, end) of a range in the earlier ranges. Those found get their
+  // rank, and their counts are added; the others are new and get kAbsent. Returns the number of new
+  // keys.
   uint32_t find_before(int64_t range, int64_t begin, int64_t end, int64_t* counts) {
     if (range == 0) return static_cast<uint32_t>(end - begin);
     uint32_t* ranks = ranks_ + begin;
@@ -101,7 +102,7 @@ class ByRange {
       for (int64_t i = 0; i < end - begin; ++i) absent += ranks[i] == kAbsent;
       return absent;
     }
-    // Listed without a branch, since which are new is unpredictable.
+    // List found keys without a branch, since they are unpredictable.
     uint32_t found[kShare];
     uint32_t num_found = 0;
     for (int64_t i = 0; i < end - begin; ++i) {
@@ -139,9 +140,9 @@ class ByRange {
   int64_t seed_;
   int64_t ranges_ = 1;
   DistinctKeyMap<Key> numberings_[kMaxRanges];
-  Distinct<Key>* distinct_;  // [n]: those of each range from its begin on
-  uint32_t* ranks_;          // [n]: for each of them, its rank among all
-  uint32_t* firsts_;  // [shares of a range]: how many keys are new, then the first one's rank
+  Distinct<Key>* distinct_;  // [n] distinct keys of each range, from the range's begin on
+  uint32_t* ranks_;          // [n] rank of each among the distinct keys of all ranges
+  uint32_t* firsts_;         // [shares of a range] number of new keys, then rank of the first one
   uint32_t* entries_;
 };
 

@@ -7,8 +7,8 @@
 namespace sparsekit::cpu {
 namespace {
 
-// The means that a rule wants, of element(0), ..., element(dim - 1), added in an order that no
-// instruction set changes.
+// Returns the means that a rule needs, over element(0), ..., element(dim - 1). The order of
+// additions is the same for all instruction sets.
 template <class Rule, class A, class Element>
 RowMeans<A> mean_of_row(int64_t dim, const Element& element) {
   constexpr int64_t kLanes = 16;
@@ -31,7 +31,7 @@ RowMeans<A> mean_of_row(int64_t dim, const Element& element) {
   return {mean(first), mean(second)};
 }
 
-// One row. `put(value, column)` makes a weight of a value.
+// Updates one row. `put(value, column)` rounds a new weight to T.
 template <class Rule, class T, class Put>
 inline void update_row(const typename Rule::template StepConstants<Acc<T>>& numbers, int64_t dim,
                        const T* __restrict__ g, T* __restrict__ w, Acc<T>* __restrict__ s0,
@@ -66,7 +66,7 @@ inline void update_row(const typename Rule::template StepConstants<Acc<T>>& numb
   }
 }
 
-// Rows [begin, end) of one table's gradients.
+// Updates the rows of gradients [begin, end) of one table.
 template <class Rule, class T>
 void update_some(const RowTable<T>& table, const RowGradients<T>& gradients, int64_t begin,
                  int64_t end, const Rule& rule,
@@ -121,7 +121,7 @@ template <class Rule, class T>
 BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradients,
                    int64_t num_tables, const Rule& rule, StepNumber number, Rounding rounding,
                    const ParallelFor& parallel_for) {
-  int64_t elements = 0;  // of all gradients; a row without any counts as one
+  int64_t elements = 0;  // elements of all gradients; an empty row counts as one
   const auto width = [tables](int64_t k) { return std::max<int64_t>(tables[k].table.dim, 1); };
   for (int64_t k = 0; k < num_tables; ++k) {
     const auto& [rows, grad, n] = gradients[k];
@@ -131,7 +131,7 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
       if (rows[i] < 0 || rows[i] >= tables[k].table.num_rows) return {k, i};
     }
   }
-  // A range of elements has the rows that begin in it.
+  // A range of elements covers the rows that begin in it.
   parallel_for(0, elements, 16384, [&](int64_t begin, int64_t end) {
     int64_t before = 0, known_step = 0;
     typename Rule::template StepConstants<Acc<T>> of_step{};

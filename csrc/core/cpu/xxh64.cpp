@@ -13,8 +13,8 @@ inline uint64_t merge(uint64_t hash, uint64_t accumulator) {
   return (hash ^ absorb(0, accumulator)) * kPrime1 + kPrime4;
 }
 
-// The four accumulators after all whole stripes of [p, end), joined into one word. Kept out of
-// line: it needs many registers, which a short string would save and restore for nothing.
+// Returns the four accumulators after all whole stripes of [p, end), merged into one word. Kept out
+// of line: it needs many registers, which a short string would save and restore for nothing.
 [[gnu::noinline]] uint64_t hash_stripes(const uint8_t* p, const uint8_t* end, uint64_t seed) {
   uint64_t a = seed + kPrime1 + kPrime2;
   uint64_t b = seed + kPrime2;

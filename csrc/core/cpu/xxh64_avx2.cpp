@@ -6,7 +6,8 @@
 
 #include "sparsekit/xxh64_steps.h"
 
-// The rest of the module is for every x86-64, so these instructions are asked for by function.
+// The rest of the module must run on every x86-64, so each function enables these instructions
+// itself.
 #define SPARSEKIT_AVX2 __attribute__((target("avx2,bmi,bmi2")))
 #define SPARSEKIT_INLINE SPARSEKIT_AVX2 __attribute__((always_inline)) inline
 
@@ -17,15 +18,15 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// All that 16 registers hold.
+// As many as fit in 16 registers.
 constexpr int kSide = 2;
 
 SPARSEKIT_INLINE __m256i in_all(uint64_t x) {
   return _mm256_set1_epi64x(static_cast<long long>(x));
 }
 
-// AVX2 does not multiply 64-bit lanes. Of the mixed products of halves only the low 32 bits count,
-// so one multiplication of 32-bit lanes gives both.
+// AVX2 cannot multiply 64-bit lanes. Only the low 32 bits of the mixed products of halves count, so
+// one multiplication of 32-bit lanes computes both.
 SPARSEKIT_INLINE Lanes times(Lanes x, uint64_t factor) {
   const auto a = reinterpret_cast<__m256i>(x);
   const __m256i low = _mm256_mul_epu32(a, in_all(factor));

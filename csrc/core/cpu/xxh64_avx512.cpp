@@ -6,7 +6,8 @@
 
 #include "sparsekit/xxh64_steps.h"
 
-// The rest of the module is for every x86-64, so these instructions are asked for by function.
+// The rest of the module must run on every x86-64, so each function enables these instructions
+// itself.
 #define SPARSEKIT_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,bmi,bmi2")))
 #define SPARSEKIT_INLINE SPARSEKIT_AVX512 __attribute__((always_inline)) inline
 
@@ -17,7 +18,7 @@ using namespace xxh64_steps;
 
 #include "cpu/xxh64_lanes256.h"
 
-// With 32 registers. Vectors of 512 bits were no quicker: AVX-512 is here for its multiplication
+// Uses 32 registers. Vectors of 512 bits were not faster: the gain of AVX-512 is its multiplication
 // and rotation of 64-bit lanes.
 constexpr int kSide = 8;
 

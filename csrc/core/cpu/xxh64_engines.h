@@ -1,4 +1,4 @@
-// The engines of x86-64, each to be used only where it is supported.
+// The engines for x86-64; call hash_together only where is_supported() is true.
 #pragma once
 
 #include "sparsekit/xxh64_batch.h"

@@ -1,12 +1,12 @@
-// Parts of the one block of workspace that a caller passes in.
+// Cuts the one block of workspace that a caller passes in into parts.
 #pragma once
 
 #include <cstdint>
 
 namespace sparsekit {
 
-// Hands out the parts in turn, each at a multiple of kAlignment bytes. Over a null block it only
-// counts, so one piece of code says both how much is needed and where everything lies.
+// Hands out the parts in turn, each at a multiple of kAlignment bytes. Constructed with null, it
+// only counts bytes, so the code that lays out the workspace also computes its size.
 template <int64_t kAlignment>
 class BasicArena {
  public:
@@ -21,7 +21,7 @@ class BasicArena {
 
   int64_t bytes() const { return bytes_; }
 
-  // Bytes of all that Parts takes, which is made of an arena and of what sizes depend on.
+  // Returns the bytes that Parts takes; its constructor receives an arena and `sizes`.
   template <class Parts, class... Sizes>
   static int64_t bytes_of(const Sizes&... sizes) {
     BasicArena arena;

@@ -1,4 +1,4 @@
-// Keys grouped by the rank that owns them.
+// Groups keys by the rank that owns them.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,11 @@ namespace cpu {
 
 int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size);
 
-// Stable partition of keys [n] by owner: by_owner [n] has the keys of rank 0, then those of rank 1
-// and so on, each group in the order of `keys`; counts [world_size] says how many each rank has;
-// permutation [n] where each came from: by_owner[i] = keys[permutation[i]]. Returns -1, or the
-// smallest virtual shard of a key that the map gives to no rank; results are then undefined.
+// Partitions keys [n] stably by owner: by_owner [n] has the keys of rank 0, then those of rank 1
+// and so on, each group in the order of `keys`; counts [world_size] is the number of keys of each
+// rank, and permutation [n] tells where each key came from: by_owner[i] = keys[permutation[i]].
+// Returns -1, or the smallest virtual shard of a key whose owner in the map is not a rank; results
+// are then undefined.
 template <class Key>
 int64_t bucketize(const Key* keys, int64_t n, const Owners& owners, Key* by_owner, int64_t* counts,
                   int64_t* permutation, void* workspace, const ParallelFor& parallel_for);
@@ -27,9 +28,9 @@ namespace cuda {
 
 int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size);
 
-// As on the CPU; entries of by_owner and permutation beyond n.get() are undefined. n.most < 2^31.
-// *bad becomes the smallest virtual shard that the map gives to no rank, if there is a smaller one
-// than it holds and a key there; such keys count as those of rank 0.
+// Like the CPU version; entries of by_owner and permutation beyond n.get() are undefined. n.most <
+// 2^31. *bad becomes the minimum of its old value and of the virtual shards of keys whose owner in
+// the map is not a rank; such keys are counted for rank 0.
 template <class Key>
 void bucketize(const Key* keys, DeviceCount n, const Owners& owners, Key* by_owner, int64_t* counts,
                int64_t* permutation, int64_t* bad, void* workspace, void* stream);

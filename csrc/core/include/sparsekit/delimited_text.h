@@ -1,4 +1,4 @@
-// Lines of text with delimited fields (CSV, TSV) as numbers and keys.
+// Parses lines of text with delimited fields (CSV, TSV) into numbers and keys.
 #pragma once
 
 #include <cstdint>
@@ -10,19 +10,19 @@ namespace sparsekit {
 
 enum class FieldKind : uint8_t { kSkip, kFloat, kHash, kInteger, kHex };
 
-// Describes how the text of one field of a line is read.
+// Tells how to read one field of a line.
 struct Field {
   FieldKind kind = FieldKind::kSkip;
 
-  // kFloat: the number of row i goes to output[i * stride]. An empty field is `missing`, unless it
-  // is required.
+  // For kFloat: the number of row i goes to output[i * stride]. An empty field becomes `missing`,
+  // unless the field is required.
   float* output = nullptr;
   int64_t stride = 1;
   float missing = 0;
   bool required = false;
 
-  // The others but kSkip: texts between separators are keys of their own; 0: the field is one key.
-  // An empty text is no key, an empty field is the key `missing_key` if it has one.
+  // For the kinds of keys: each text between separators is a key; with separator 0 the whole field
+  // is one key. An empty text is no key; an empty field becomes `missing_key` if has_missing_key.
   char separator = 0;
   bool has_missing_key = false;
   int64_t missing_key = 0;
@@ -31,7 +31,7 @@ struct Field {
 
 struct TextFormat {
   char delimiter = '\t';
-  char quote = 0;  // 0: quotes are text like any other
+  char quote = 0;  // 0: quotes have no special meaning
   int64_t max_line_bytes = 0;
   std::vector<Field> fields;
 };
@@ -40,30 +40,30 @@ struct Line {
   int64_t begin, end;  // without its newline
 };
 
-// A place in a text: outside quoted fields, inside one, or just behind one, where another quote
-// goes on with it.
+// The state of a scan at a position: outside quoted fields, inside one, or just behind a quote that
+// either ends the field or, if another quote follows, is an escaped one.
 enum class Place : uint8_t { kOutside, kInside, kBehind };
 
 struct FoundLines {
   std::vector<Line> lines;
-  int64_t end = 0;        // behind the last one and its newline
-  bool unclosed = false;  // the last one ends within a quoted field
+  int64_t end = 0;        // behind the last line and its newline
+  bool unclosed = false;  // the last line ends within a quoted field
 };
 
-// The lines that begin in [0, stop) of a text, which begins with one. A line ends with "\n" or
-// "\r\n" outside quoted fields, or where the text ends, if that is `complete`; else an unfinished
-// one is left out. A field is quoted if it begins with `quote` (0: none is); two quotes in it are
-// text. Blank lines are left out if `skip_blank`.
+// Finds the lines that begin in [0, stop); a line must begin at 0. A line ends with "\n" or "\r\n"
+// outside quoted fields, or at the end of the text if that is `complete`; otherwise an unfinished
+// line is left out. A field is quoted if it begins with `quote` (0: no field is); two quotes in a
+// row inside it stand for one. Blank lines are left out if `skip_blank`.
 FoundLines find_lines(const char* text, int64_t size, int64_t stop, char delimiter, char quote,
                       bool skip_blank, bool complete);
 
-// Where a line ends that goes on at `begin`: behind its newline, or -1 if that is not in the text.
-// `place` is that of `begin`, and afterwards that of the end of the text. The byte before `begin`
-// must be there, unless the line begins with the text.
+// Returns the position behind the newline that ends the line which goes on at `begin`, or -1 if the
+// text ends before. `place` is the state at `begin` on entry and at the end of the text on return.
+// The byte before `begin` must be readable, unless the line begins at 0.
 int64_t skip_line(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                   Place& place);
 
-// Why a line cannot be read.
+// Reasons why a line cannot be read.
 enum class Malformed : int32_t {
   kTooFewFields,
   kTooManyFields,
@@ -84,15 +84,15 @@ struct MalformedRow {
 };
 
 struct ParsedKeys {
-  // Of row i in the f-th of the fields that are keys: as many as offsets[f * rows + i + 1] is
-  // higher than the entry before it.
+  // Row i has offsets[f * rows + i + 1] - offsets[f * rows + i] keys in the f-th of the fields of
+  // keys.
   std::vector<int64_t> offsets;
-  // All keys, field by field and in each row by row, if read one part after another.
+  // All keys: field by field, and row by row within a field, when the parts are read in turn.
   std::vector<std::vector<int64_t>> parts;
 };
 
 // Reads lines[order[i]] of `text` as row i, for i in [0, rows). A line is read up to its first
-// fault, and its row then holds anything.
+// fault; the contents of a malformed row are undefined.
 void parse_lines(const TextFormat& format, const char* text, const Line* lines,
                  const int64_t* order, int64_t rows, ParsedKeys& keys,
                  std::vector<MalformedRow>& malformed, const ParallelFor& parallel_for);

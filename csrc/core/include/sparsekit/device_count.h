@@ -1,4 +1,4 @@
-// Sizes that only the device knows.
+// Sizes that are known only on the device.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace sparsekit {
 
-// A number of entries: `most`, or the smaller number that lies at `exact` in device memory when the
-// kernel runs. So one op can work on the result of another without a word to the host.
+// A number of entries: `most`, or the smaller number stored at `exact` in device memory when the
+// kernel runs. It lets an op consume the result of another one without a round trip to the host.
 struct DeviceCount {
   int64_t most;
   const int64_t* exact = nullptr;

@@ -1,5 +1,5 @@
-// The few words that pass between host and device. read_back waits for the stream, so ops use it
-// only where a result's size or an error must be known on the host.
+// Passes small values between host and device. read_back waits for the stream, so ops use it only
+// where the host must know a result's size or an error.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace sparsekit::cuda {
 
-// Value of a position word while nothing bad was found: all bytes are equal, so a memset sets it.
+// Value of a position word until an error is found: all bytes are equal, so a memset can set it.
 constexpr int kNoPositionByte = 0x7F;
 constexpr int64_t kNoPosition = 0x7F7F7F7F7F7F7F7F;
 
-// The same for an op on several tables: the position in one of them, after all of the tables
-// before.
+// For ops on several tables, a position word holds the table in its upper bits and the position
+// within the table in its lower ones, so errors of the first table are the smallest.
 constexpr int kPositionBits = 40;
 SPARSEKIT_HOST_DEVICE inline int64_t position_of_table(int64_t table, int64_t position) {
   return table << kPositionBits | position;
@@ -25,10 +25,10 @@ inline int64_t position_in_table(int64_t both) {
   return both & ((int64_t{1} << kPositionBits) - 1);
 }
 
-// Fills device memory with one byte, in the order of the stream. Does not wait.
+// Fills device memory with one byte, in stream order. Does not wait.
 void fill_bytes(void* device, int byte, int64_t bytes, void* stream);
 
-// True while the stream is recorded into a CUDA graph, when nothing may wait for it.
+// Returns true while the stream is being captured into a CUDA graph, when waiting is forbidden.
 bool is_capturing(void* stream);
 
 struct Piece {
@@ -37,13 +37,13 @@ struct Piece {
   int64_t bytes;
 };
 
-// Copies a few small pieces to the host and waits for them, once.
+// Copies a few small pieces to the host and waits once for all of them.
 void read_back(const Piece* pieces, int count, void* stream);
 
-// Copies to the device, in the order of the stream. The host's memory may change right after.
+// Copies to the device, in stream order. The caller may reuse the host's memory right after.
 void copy_to_device(void* device, const void* host, int64_t bytes, void* stream);
 
-// Counts the waits of read_back in this process.
+// Returns how often read_back has waited in this process.
 int64_t num_waits();
 
 }  // namespace sparsekit::cuda

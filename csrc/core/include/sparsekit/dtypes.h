@@ -42,7 +42,7 @@ template <class T>
 SPARSEKIT_HOST_DEVICE inline T store(Acc<T> x) {
   return static_cast<T>(x);
 }
-// Rounds to nearest, ties to even; a NaN stays one, whatever its payload.
+// Rounds to nearest, ties to even; a NaN stays a NaN, whatever its payload.
 template <>
 SPARSEKIT_HOST_DEVICE inline BFloat16 store<BFloat16>(float x) {
   uint32_t bits;

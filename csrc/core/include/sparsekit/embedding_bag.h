@@ -1,4 +1,4 @@
-// Pooling of table rows into bags, and its gradients.
+// Pools table rows into bags; computes the gradients of pooling.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace sparsekit {
 
 // Combines the rows x_i of a bag, with weights w_i (1 when there are none), to one vector:
 //   sum: S = sum w_i x_i;   mean: S / sum w_i;   sqrtn: S / sqrt(sum w_i^2).
-// A divisor of zero, as of an empty bag, gives zeros. With kNone a bag has at most one row, which
-// is copied; only the ops on many tables know it.
+// A divisor of zero, as for an empty bag, gives zeros. With kNone a bag has at most one row, which
+// is copied; only the ops on many tables accept it.
 enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2, kNone = 3 };
 
 // Bag b pools rows[offsets[b] : offsets[b + 1]].
@@ -39,15 +39,16 @@ template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows,
                                                const ParallelFor& parallel_for);
 
-// grad_weight [num_rows, dim] from grad_out [num_bags, dim]; rows that no bag uses are zero. The
-// order of additions is fixed, as in unsorted_segment_sum. Returns as embedding_bag does.
+// Computes grad_weight [num_rows, dim] from grad_out [num_bags, dim]; rows that no bag uses are
+// zero. The order of additions is fixed, as in unsorted_segment_sum. Returns the same as
+// embedding_bag.
 template <class T>
 int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
                                const Acc<T>* sample_weights, Combiner combiner, T* grad_weight,
                                void* workspace, const ParallelFor& parallel_for);
 
-// grad_sample_weights [n], the gradient for the weights themselves. Rows are as the forward took
-// them, so there is nothing left to check.
+// Computes grad_sample_weights [n], the gradient of the weights themselves. The forward has checked
+// the rows, so nothing is checked again.
 template <class T>
 void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, int64_t dim,
                                            const Bags& bags, const Acc<T>* sample_weights,
@@ -56,10 +57,10 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
 
 }  // namespace cpu
 
-// On a device. Offsets and rows are checked there: *bad_offset and *bad_row, which the caller has
-// set to INT64_MAX, become the smallest position at which offsets break the rule of Bags (as
-// cpu::check_offsets reports it) and of a row >= num_rows. A bag with bad offsets counts as empty,
-// a bad row as a row of zeros. n and num_bags < 2^31.
+// On a device, offsets and rows are checked by the kernels: *bad_offset and *bad_row, which the
+// caller has set to INT64_MAX, become the smallest position at which offsets break the rule of Bags
+// (the position that cpu::check_offsets reports) and the smallest position of a row >= num_rows. A
+// bag with bad offsets counts as empty, a bad row as a row of zeros. n and num_bags < 2^31.
 namespace cuda {
 
 struct BagErrors {

@@ -1,4 +1,4 @@
-// Row numbers and segment ids, which come in two widths.
+// Row numbers and segment ids in either of two widths.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace sparsekit {
 
-// A number for each entry, in int64 or, if that is null, in int32.
+// One number per entry: int64 if `wide` is not null, otherwise int32 in `narrow`.
 struct EntryNumbers {
   const int64_t* wide;
   const int32_t* narrow;

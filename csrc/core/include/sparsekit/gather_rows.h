@@ -1,4 +1,4 @@
-// Copies of table rows.
+// Copies table rows.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 namespace sparsekit {
 namespace cpu {
 
-// out[i] = table[rows[i]], or zeros where rows[i] < 0, for rows of row_bytes bytes: copying knows
-// no dtype. table [num_rows, row_bytes], rows [n], out [n, row_bytes]. Returns -1, or the first
-// position whose row is >= num_rows; out is then undefined.
+// out[i] = table[rows[i]], or zeros where rows[i] < 0. Rows are row_bytes bytes of any dtype. table
+// [num_rows, row_bytes], rows [n], out [n, row_bytes]. Returns -1, or the first position whose row
+// is >= num_rows; out is then undefined.
 int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
                     int64_t n, void* out, const ParallelFor& parallel_for);
 

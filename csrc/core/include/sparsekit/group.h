@@ -1,4 +1,4 @@
-// Arguments of an op on many tables: sources of keys, and the table that each of their bags asks.
+// Arguments of an op on many tables: sources of keys, and the table that each run of bags asks.
 #pragma once
 
 #include <cstdint>
@@ -25,21 +25,21 @@ struct Source {
   }
 };
 
-// A run of a source's bags, for one table. An entry is a key of such a bag; entries are counted
-// feature by feature, so those of a table, whose features are neighbours, lie side by side.
+// A run of a source's bags, for one table. An entry is a key of such a bag. Entries are numbered
+// feature by feature; the features of a table are neighbours, so its entries are contiguous.
 struct Feature {
   int64_t table, source;
   int64_t first_bag, bags;
   int64_t max_nnz;
-  // Known on the host only where offsets are:
+  // Known on the host only if the offsets are in its memory:
   int64_t key_start, n, first_entry;
 };
 
 // Features and entries of one table of a call.
 struct AskedTable {
   int64_t first_feature, features;
-  int64_t first_entry, n;  // on the host, only where offsets are
-  int64_t end;             // keys are in [0, end); -1: any are
+  int64_t first_entry, n;  // known on the host only if offsets are in its memory
+  int64_t end;             // keys are in [0, end); -1 if any key is allowed
 };
 
 namespace cpu {
@@ -51,17 +51,18 @@ struct BagCheck {
   int64_t position = -1;  // of the offset, or the bag
 };
 
-// Checks that offsets of the bags [first, last) of a source rise and stay within its keys, and that
-// no bag has more than `most` keys.
+// Checks that the offsets of the bags [first, last) of a source never decrease and stay within its
+// keys, and that no bag has more than `most` keys.
 BagCheck check_bags(const Source& source, int64_t first, int64_t last, int64_t most,
                     const ParallelFor& parallel_for);
 
-// The first position of a key outside [0, end) among [first, last), or -1.
+// Returns the first position of a key outside [0, end) among [first, last), or -1.
 int64_t check_keys(const Source& source, int64_t first, int64_t last, int64_t end,
                    const ParallelFor& parallel_for);
 
 // Writes the entry at which each bag of the features begins, feature by feature, and then the
-// number of entries, to bags [bags of all features + 1]; and key_start of each to key_starts.
+// number of entries, to bags [bags of all features + 1]; and each feature's key_start to
+// key_starts.
 void write_bags(const Source* sources, const Feature* features, int64_t num_features, int32_t* bags,
                 int64_t* key_starts, const ParallelFor& parallel_for);
 
@@ -71,11 +72,11 @@ struct GroupTable;
 struct NewRows;
 struct RoutedTable;
 
-// On a device, offsets that are bad are taken for what lies within their keys. Of features nothing
-// is read that only offsets say, nor n of tables.
+// On a device, bad offsets are clamped to the range of their source's keys. Fields that follow from
+// offsets (key_start, n and first_entry of features; n and first_entry of tables) are not read.
 namespace cuda {
 
-// All of it on the host.
+// Describes the call; all arrays are in host memory.
 struct GroupCall {
   const GroupTable* tables;   // [num_tables], or
   const RoutedTable* routed;  // [num_tables] where keys go to their owners
@@ -86,27 +87,28 @@ struct GroupCall {
   const Feature* features;
   int64_t num_features;
   int64_t num_bags;  // of all features
-  int64_t entries;   // a bound
+  int64_t entries;   // upper bound
 };
 
-// Smallest positions of what is wrong, each set to INT64_MAX by the caller. The position of an
-// offset or a bag counts from the first offset of the first source, that of a key from the first
-// key of the first source.
+// Smallest positions of errors, each set to INT64_MAX by the caller. The position of an offset or a
+// bag counts from the first offset of the first source, that of a key from the first key of the
+// first source.
 struct GroupErrors {
   int64_t* bad_offset;
   int64_t* long_bag;
   int64_t* bad_key;
 };
 
-// Output of cpu::write_bags: the bags that entries belong to.
+// Output of begin_group, the same as that of cpu::write_bags.
 struct GroupBags {
   int32_t* bags;        // [num_bags + 1]
   int64_t* key_starts;  // [num_features]
 };
 
-// Comes before all that is done with the entries of a call, in the same workspace. Writes `bags`,
-// and looks for what cpu::check_bags and cpu::check_keys look for, and for sources whose offsets do
-// not begin at 0 or end at n. Where offsets are bad, entries beyond `entries` are cut off.
+// Runs before any other function that uses the entries of a call, in the same workspace. Writes
+// `bags` and makes the checks of cpu::check_bags and cpu::check_keys; checks also that the offsets
+// of each source begin at 0 and end at n. With bad offsets, there may be more entries than
+// `entries`; the rest is cut off.
 void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
                  void* workspace, void* stream);
 

@@ -1,5 +1,5 @@
-// Distinct keys of many tables, grouped by the rank that owns them; where their vectors lie among
-// what the ranks answer.
+// Groups the distinct keys of many tables by the rank that owns them, and finds their vectors among
+// the answers of the ranks.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace sparsekit {
 
-// Who owns the keys of one of the tables.
+// A table of the call, with the owners of its keys.
 struct RoutedTable : AskedTable {
   Owners owners;
 };
@@ -20,64 +20,64 @@ struct RoutedKeys {
   int64_t* counts;   // [world_size, tables] keys
   int64_t* numbers;  // [tables] keys for all ranks
   int32_t* inverse;  // [entries] number of each entry's key in its table
-  int32_t* places;   // [entries] from a table's first entry on: where each of its keys, by number,
-                     // is among those for rank 0, then rank 1, and so on
+  int32_t* places;   // [entries] from a table's first entry on: the place of each of its keys, by
+                     // number, when those for rank 0 come first, then those for rank 1, and so on
 };
 
-// The vectors of a table that have come from a rank, in rows of any unit: that of key number j
-// among those of the table for this and all ranks before it, of which there are `end`, begins at
-// row `begin` + (j - end of the rank before) * step.
+// The vectors of a table that one rank has sent, in rows of any unit. `end` is the number of the
+// table's keys for this rank and all ranks before it. The vector of key j in that order begins at
+// row `begin` + (j - `end` of the rank before) * step.
 struct ComeVectors {
   int64_t begin, end;
 };
 
 namespace cpu {
 
-// Bytes of workspace, aligned to 64, for group_bucketize; `order` [tables] is for both of them.
+// Bytes of workspace, aligned to 64, for group_bucketize. Pass the same `order` [tables] to both.
 int64_t group_bucketize_workspace_bytes(const RoutedTable* tables, int64_t num_tables,
                                         int64_t entries, int32_t* order,
                                         const ParallelFor& parallel_for);
 
-// Distinct keys, or all where `distinct` is false, in order of first occurrence for each table and
-// rank. `seed` as in unique(). Returns -1, or a table whose owners name a rank that there is not;
-// its keys then go to rank 0.
+// Finds the distinct keys, or takes all keys if `distinct` is false, in order of first occurrence
+// for each table and rank. `seed` as in unique(). Returns -1, or a table whose map of owners has a
+// value that is not a rank; such keys then go to rank 0.
 int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Source* sources,
                         const Feature* features, int64_t world_size, bool distinct, int64_t seed,
                         const RoutedKeys& to, int32_t* order, void* workspace,
                         const ParallelFor& parallel_for);
 
-// rows[first_entry + j] = row at which the vector of the table's key number j begins. come
-// [tables, world_size] says where they have come; steps [tables] is how many rows a vector takes.
+// rows[first_entry + j] = row at which the vector of the table's key j begins. come [tables,
+// world_size] tells where the vectors lie; steps [tables] is the number of rows per vector.
 void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_size,
                    const ComeVectors* come, const int64_t* steps, const int32_t* places,
                    int32_t* rows, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// As on the CPU, with call.routed. Nothing waits for the host.
+// Like the CPU versions, for call.routed. Nothing waits for the host.
 namespace cuda {
 
-// Size of the workspace, which begin_group is given first.
+// Size of the workspace, which must be passed to begin_group first.
 int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_size, bool distinct);
 
-// world_size * num_tables < 2^31. *bad_owners is the smallest number of a table whose owners name a
-// rank that there is not.
+// world_size * num_tables < 2^31. *bad_owners becomes the smallest number of a table whose map of
+// owners has a value that is not a rank.
 void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world_size,
                      bool distinct, int64_t seed, const RoutedKeys& to, int64_t* bad_owners,
                      void* workspace, void* stream);
 
-// Arguments of exchange_rows.
+// Arguments of exchange_rows; the arrays are in host memory except where noted.
 struct ExchangeCall {
   int64_t num_tables, world_size, entries;
-  const int64_t* first_bags;  // [num_tables + 1] of each table among those of all
+  const int64_t* first_bags;  // [num_tables + 1] first bag of each table among the bags of all
   const ComeVectors* come;
   const int64_t* steps;
-  const int32_t* bags;    // on the device, as are
-  const int32_t* places;  // [entries]
+  const int32_t* bags;    // in device memory
+  const int32_t* places;  // in device memory, [entries]
 };
 
-// Errors found: the smallest position of a bad place, and of a table whose bags do not rise to
-// at most `entries`, or which has fewer entries than keys that have come.
+// Errors found: the smallest position of a bad place, and the smallest number of a table whose bags
+// decrease or exceed `entries`, or that has fewer entries than keys have been received.
 struct ExchangeErrors {
   int64_t* bad_place;
   int64_t* bad_table;
@@ -85,7 +85,7 @@ struct ExchangeErrors {
 
 int64_t exchange_rows_workspace_bytes(const ExchangeCall& call);
 
-// Rows of bad places are -1; nothing else is written for bags that are bad.
+// Writes -1 for rows of bad places, and nothing else for bad bags.
 void exchange_rows(const ExchangeCall& call, int32_t* rows, const ExchangeErrors& errors,
                    void* workspace, void* stream);
 

@@ -1,4 +1,4 @@
-// Pooling of the rows of many tables at once, and its gradients.
+// Pools the rows of many tables at once; computes the gradients of pooling.
 #pragma once
 
 #include <cstdint>
@@ -18,36 +18,35 @@ struct PooledTable {
   const T* weight;
   int64_t num_rows, dim;
   int64_t stride;  // row r begins at weight + r * stride; rows may overlap
-  // [num_listed], or null. With it, what is given for an entry is not its row but the row's
-  // position here.
+  // [num_listed], or null. If given, `index` holds positions in this list instead of rows.
   const int32_t* rows;
   int64_t num_listed;
-  // Entries with a negative row read the initial vector of this seed; zeros if it is null.
+  // Entries with a negative row read the initial vector of this seed, or zeros if it is null.
   const int64_t* seed;
   Initializer initializer;  // without its seed
 };
 
-// The bags of a feature, one vector for each: bag b's begins at out + b * stride, its gradient at
-// grad + b * stride.
+// The bags of a feature. The vector of bag b begins at out + b * stride, its gradient at grad + b *
+// stride.
 template <class T>
 struct FeatureBags {
   int64_t table, num_bags;
-  EntryNumbers bags;  // [num_bags + 1] the entry at which each bag begins, and the end
+  EntryNumbers bags;  // [num_bags + 1] the entry at which each bag begins; the last one is the end
   Combiner combiner;
   T* out;
   const T* grad;
   int64_t stride;
-  // All weights of the source, or null; the feature's own begin at key_start.
+  // Weights of the whole source, or null; the feature's own begin at key_start.
   const Acc<T>* sample_weights;
   const void* keys;
   bool wide_keys;
   int64_t num_keys;
-  const int64_t* key_start;  // null: at 0
-  int64_t max_nnz;           // on a device
+  const int64_t* key_start;  // null: 0
+  int64_t max_nnz;           // read only on a device
 
   int64_t first_entry() const { return bags[0]; }
   int64_t num_entries() const { return bags[num_bags] - bags[0]; }
-  // True if all vectors are aligned to `width` elements where the first one is.
+  // Returns true if all vectors are aligned to `width` elements whenever the first one is.
   bool keeps_alignment(int64_t width) const { return num_bags <= 1 || stride % width == 0; }
   SPARSEKIT_HOST_DEVICE int64_t first() const { return key_start == nullptr ? 0 : *key_start; }
   SPARSEKIT_HOST_DEVICE int64_t key(int64_t i) const {
@@ -55,7 +54,8 @@ struct FeatureBags {
   }
 };
 
-// Gradients of a table begin at a multiple of this many elements, for loads of many in one.
+// Gradients of a table begin at a multiple of this many elements, so that they can be loaded in
+// vectors.
 constexpr int64_t kPartElements = 16;
 
 // Inputs of the gradient of one table.
@@ -64,17 +64,17 @@ struct SummedTable {
   const FeatureBags<T>* features;
   int64_t num_features;
   int64_t first_entry, n;
-  int64_t num_rows, dim;  // of the gradient
+  int64_t num_rows, dim;  // of the gradient, as is dim
   T* grad;                // [num_rows, dim]
-  // [num_rows], or null. With it, gradients come in the order of these rows, which is written to
-  // sorted_rows [num_rows].
+  // [num_rows], or null. If given, gradients are written in ascending order of these rows, which
+  // are written to sorted_rows [num_rows].
   const int32_t* rows;
   int64_t* sorted_rows;
 };
 
-// Takes the gradient of a table from the thread that summed it, while it is in the cache: grad
-// [num_rows, dim] of the int64 `rows` [num_rows], neither of which stays. Called for several tables
-// at a time, each with the threads that it may use. Must not throw.
+// Consumes the gradient of a table on the thread that summed it, while it is in the cache: grad
+// [num_rows, dim] of the int64 `rows` [num_rows]. Both arrays are reused after the call. Called for
+// several tables at a time, each with the threads that it may use. Must not throw.
 template <class T>
 class GradientTaker {
  public:
@@ -94,14 +94,15 @@ class GradientTaker {
   void* context_;
 };
 
-// Output of all tables: the sum for row r of table t begins at out + r * row_strides[t].
+// Output for the sums of all tables: the sum for row r of table t begins at out + r *
+// row_strides[t].
 template <class T>
 struct SumRoom {
   T* out;
   int64_t elements;            // of out
   const int64_t* row_strides;  // [tables]
 
-  // Number of rows whose vector of `dim` elements fits within out.
+  // Returns the number of rows of table t whose vector of `dim` elements fits within out.
   int64_t num_rows(int64_t t, int64_t dim) const {
     return elements < dim ? 0 : (elements - dim) / row_strides[t] + 1;
   }
@@ -109,35 +110,35 @@ struct SumRoom {
 
 namespace cpu {
 
-// Bytes of workspace for group_embedding_bag, aligned to 64; without initial vectors, 8 for each
-// feature and 8 more.
+// Bytes of workspace for group_embedding_bag, aligned to 64. Without initial vectors, it is 8 bytes
+// for each feature and 8 more.
 template <class T>
 int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
                                             const FeatureBags<T>* features, int64_t num_features,
                                             const ParallelFor& parallel_for);
 
 // Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
-// `rows`; bags are as wide as index. Returns -1, or an entry of which there is no such row; the
-// result is then undefined.
+// `rows`; bags are as wide as index. Returns -1, or an entry whose row or position does not exist;
+// the result is then undefined.
 template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
                             int64_t num_features, EntryNumbers index, void* workspace,
                             const ParallelFor& parallel_for);
 
-// Bytes of workspace, aligned to 64, for group_embedding_bag_backward, with a taker or without;
-// `order` [tables] is for both of them.
+// Bytes of workspace, aligned to 64, for group_embedding_bag_backward, with a taker or without.
+// Pass the same `order` [tables] to both.
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int32_t* order,
                                                      const ParallelFor& parallel_for,
                                                      bool has_taker = false);
 
-// Gradients of the rows of all tables, each as embedding_bag_backward of its entries makes it, then
-// divided by `divisor`. index[e] is the number of entry e's row in its table; a negative one is
-// left out. Returns -1, or the first entry whose number is >= num_rows.
+// Computes the gradients of the rows of all tables, each like embedding_bag_backward of the table's
+// entries, then divides by `divisor`. index[e] is the number of entry e's row in its table; entries
+// with a negative one are skipped. Returns -1, or the first entry whose number is >= num_rows.
 //
-// With a taker, gradients go to it, in the order of `rows`, and grad and sorted_rows are not looked
-// at; a bad entry is then found before anything is taken.
+// With a taker, gradients go to it, in the order of `rows`, and grad and sorted_rows are not used;
+// a bad entry is then found before the taker is called.
 template <class T>
 int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
                                      EntryNumbers index, int64_t divisor, int32_t* order,
@@ -146,11 +147,11 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
 
 }  // namespace cpu
 
-// As on the CPU. Bags that are bad are taken for what lies within `entries`, an entry without such
-// a row for one without a row; it is reported in *bad_index or bag_errors. counts [tables] is how
-// many of `rows` [entries] each table has from its first entry on; those of PooledTable are not
-// looked at, nor is first_entry of SummedTable. A feature has no more entries than max_nnz for each
-// bag.
+// Like the CPU versions. Bad bags are clamped to `entries`; an entry whose row does not exist
+// counts as one without a row and is reported in *bad_index or *bad_row. counts [tables] is the
+// number of valid elements of `rows` [entries] that each table has from its first entry on;
+// PooledTable::rows and num_listed are not read, nor is SummedTable::first_entry. A feature has at
+// most max_nnz entries per bag.
 namespace cuda {
 
 template <class T>
@@ -171,7 +172,7 @@ template <class T>
 void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
                          void* workspace, void* stream);
 
-// Summands of the gradients of all tables. Features lie table by table, and so do their bags,
+// Terms of the gradients of all tables. Features are ordered by table, and so are their bags,
 // gradients and sorted rows.
 template <class T>
 struct GroupSums {
@@ -187,7 +188,7 @@ struct GroupSums {
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums);
 
-// Sums go in order, whatever the size.
+// Adds in a fixed order, whatever the size.
 template <class T>
 void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
                                   void* stream);
@@ -195,10 +196,10 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
 template <class T>
 int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums);
 
-// The same sums, of sums.rows, to other places. Of sums.tables grad is not looked at, and num_rows
-// is the most rows that there may be; a table has no more than entries, whatever counts say. Sums
-// of a row that there is not are left out; it is reported in *bad_row, by its position among the
-// rows of all tables. Nobody waits for the number of rows.
+// Writes the same sums, for the rows sums.rows, into `room`. grad of sums.tables is not read, and
+// num_rows is an upper bound; a table has at most as many rows as entries, whatever counts say.
+// Sums for rows that do not fit in `room` are dropped; the position of such a row among the rows of
+// all tables is reported in *bad_row. The host does not wait for the number of rows.
 template <class T>
 void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
                                      int64_t* bad_index, int64_t* bad_row, void* workspace,
@@ -207,12 +208,12 @@ void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>&
 template <class T>
 int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);
 
-// An optimizer's step with the gradients, as group_embedding_bag_backward sums them and update_rows
-// takes them, without either in memory: only sums of rows with entries far apart get there. Nobody
-// waits for their number. Of sums.tables grad is not looked at, and num_rows is the most rows that
-// there may be; a table has no more than entries, whatever counts say. Positions in *bad_row count
-// the distinct rows of a table. before_changes() is called when the launches that look at `index`
-// have been made and nothing is changed yet; it may throw.
+// Makes an optimizer's step with the gradients that group_embedding_bag_backward would write, as
+// update_rows would, but keeps gradients out of memory: only sums of rows whose entries are far
+// apart are stored. The host does not wait for the number of rows. grad of sums.tables is not read,
+// and num_rows is an upper bound; a table has at most as many rows as entries, whatever counts say.
+// Positions in *bad_row count the distinct rows of a table. before_changes() is called after the
+// launches that check `index` and before anything is changed; it may throw.
 template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,

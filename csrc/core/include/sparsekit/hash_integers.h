@@ -9,8 +9,9 @@
 
 namespace sparsekit {
 
-// The decimal digits of value < 10^8 in the 8 bytes of a word, the first in the lowest one. Two
-// numbers of four digits side by side become four of two, and those eight of one.
+// Returns the decimal digits of value < 10^8 in the 8 bytes of a word, the first digit in the
+// lowest byte. Divides in parallel: two numbers of four digits become four of two, then eight of
+// one.
 SPARSEKIT_HOST_DEVICE inline uint64_t eight_digits(uint64_t value) {
   const uint64_t fours = value / 10000 | value % 10000 << 32;
   const uint64_t hundreds = (fours * 10486 >> 20) & 0x0000007F0000007Fu;
@@ -19,7 +20,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t eight_digits(uint64_t value) {
   return tens | (twos - 10 * tens) << 8;
 }
 
-// Counts the lowest bytes that are zero, at most 7.
+// Counts the zero bytes at the low end of a word, at most 7.
 SPARSEKIT_HOST_DEVICE inline int zero_bytes(uint64_t word) {
   int count = 0;
   if ((word & 0xFFFFFFFFu) == 0) count += 4, word >>= 32;
@@ -28,8 +29,8 @@ SPARSEKIT_HOST_DEVICE inline int zero_bytes(uint64_t word) {
   return count;
 }
 
-// XXH64 of the decimal text of an integer. The text never is in memory: it is put together in three
-// words, of which bytes at the front are left out.
+// Returns the XXH64 of the decimal text of an integer. The text is never in memory: it is assembled
+// in three words, whose leading zeros are shifted out.
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool negative,
                                                    uint64_t seed) {
   namespace steps = xxh64_steps;
@@ -49,7 +50,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool nega
   a = (a | kZeros) - ((negative ? kMinus : 0) << shift);
   b |= kZeros;
   c |= kZeros;
-  // Shifted by 64 in two steps, where one would be undefined.
+  // Shift in two steps, since shifting by 64 at once would be undefined.
   a = a >> shift | b << 1 << (63 - shift);
   b = b >> shift | c << 1 << (63 - shift);
   c >>= shift;
@@ -75,7 +76,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool nega
   return steps::finish(hash);
 }
 
-// Hashes the decimal text of an integer, given its 64 bits, signed or not.
+// Hashes the decimal text of an integer given as 64 bits, signed or unsigned.
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal_of_bits(int64_t value, bool is_unsigned,
                                                            uint64_t seed) {
   const bool negative = value < 0 && !is_unsigned;

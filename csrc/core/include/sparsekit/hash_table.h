@@ -11,26 +11,27 @@ namespace sparsekit {
 
 constexpr int kSlotsPerBucket = 5;
 
-// One 64-byte line, all that a lookup reads. A slot is empty when its row is -1, so every int64
-// is a legal key; an empty slot's key is 0. Slots fill in order.
+// One 64-byte line, which is all that most lookups read. A slot is empty when its row is -1, so
+// every int64 is a legal key; an empty slot's key is 0. Slots fill in order.
 struct Bucket {
   int64_t keys[kSlotsPerBucket];
   int32_t rows[kSlotsPerBucket];
-  // Keys that looked here, found the bucket full and moved on. 0 ends the search for a key.
+  // Number of keys that found this bucket full and moved on. 0 ends the search for a key.
   int32_t spilled;
 
-  // True if keys that are not here may be further on. A bucket that is not full has never been
-  // passed, so a count that says otherwise is damage, which must not send every search on.
+  // Returns true if keys whose search reached this bucket may be in later ones. Keys only pass full
+  // buckets, so a count in a bucket that is not full is damage, which must not prolong every
+  // search.
   SPARSEKIT_HOST_DEVICE bool passed() const {
     return spilled > 0 && rows[kSlotsPerBucket - 1] >= 0;
   }
 };
 static_assert(sizeof(Bucket) == 64, "a bucket is one cache line");
 
-// Mixes every bit of the key into the high bits, which home_bucket() uses. Two rounds of
-// multiply and xor-shift, constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
-// Anyone can make keys that this maps together, so keys from outside are hashed as key ^ seed, with
-// a random seed (docs/design/hashing.md says what that is good for).
+// Mixes every bit of the key into the high bits, which home_bucket() uses: two rounds of multiply
+// and xor-shift, with the constants of the splitmix64 finaliser (Steele, Lea and Flood 2014).
+// Colliding keys are easy to construct, so keys from outside are hashed as key ^ seed with a random
+// seed (docs/design/hashing.md discusses how much that protects).
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
@@ -38,8 +39,8 @@ SPARSEKIT_HOST_DEVICE inline uint64_t hash_key(int64_t key) {
   return x ^ (x >> 31);
 }
 
-// The bucket where the search for a key starts: hash scaled to [0, num_buckets) by multiply-high,
-// so that the number of buckets need not be a power of two.
+// Returns the bucket where the search for a key starts: the hash scaled to [0, num_buckets) by
+// multiply-high, so that the number of buckets need not be a power of two.
 SPARSEKIT_HOST_DEVICE inline int64_t bucket_of_hash(uint64_t hash, int64_t num_buckets) {
   __extension__ using uint128 = unsigned __int128;
   return static_cast<int64_t>((static_cast<uint128>(hash) * static_cast<uint64_t>(num_buckets)) >>
@@ -50,7 +51,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t seed, int6
   return bucket_of_hash(hash_key(key ^ seed), num_buckets);
 }
 
-// Number of buckets that a key in bucket `b` has passed.
+// Returns the number of buckets that a key in bucket `b` has passed.
 SPARSEKIT_HOST_DEVICE inline int64_t buckets_passed(int64_t b, int64_t key, int64_t seed,
                                                     int64_t num_buckets) {
   const int64_t distance = b - home_bucket(key, seed, num_buckets);
@@ -62,16 +63,16 @@ namespace cpu {
 // Empties all buckets.
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, const ParallelFor& parallel_for);
 
-// rows[i] = row of keys[i], or -1 when it is absent. Key and Row are int32_t or int64_t. `seed`
-// belongs to the buckets: under another one their keys are not found.
+// rows[i] = row of keys[i], or -1 if the key is absent. Key and Row are int32_t or int64_t. `seed`
+// must be the one that the keys were inserted with.
 template <class Key, class Row>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                      int64_t n, Row* rows, const ParallelFor& parallel_for);
 
-// As find, but absent keys get the rows *size, *size + 1, ... in order of first occurrence, and
-// *size grows. All or nothing: when the rows would exceed `capacity`, the table and *size are left
-// as they were, byte for byte, rows[i] of the absent keys is -1, and the call returns how many
-// entries of `keys` those are (repeats counted); otherwise it returns 0. It returns -1 when the
+// Like find, but absent keys get the rows *size, *size + 1, ... in order of first occurrence, and
+// *size grows. All or nothing: if the rows would exceed `capacity`, the table and *size are left as
+// they were, byte for byte, rows[i] of absent keys is -1, and the call returns the number of
+// entries of `keys` that are absent (repeats counted); otherwise it returns 0. It returns -1 if the
 // table is damaged (by a bad file, say): no slot is free though *size is below `capacity`.
 // Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
 template <class Key>
@@ -79,16 +80,16 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
                                   const ParallelFor& parallel_for);
 
-// keys[row] = key for every entry whose row is below `size`. rows [size] is workspace. False when
-// the table is damaged: it does not have exactly one key for each row, or its counts of spilled
-// keys are not those of its keys; keys is then undefined.
+// keys[row] = key for every entry whose row is below `size`. rows [size] is workspace. Returns
+// false if the table is damaged: it does not have exactly one key for each row, or its counts of
+// spilled keys do not match its keys; `keys` is then undefined.
 bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// On a device: pointers, that to the seed included, are to its memory, `stream` is a cudaStream_t,
-// nothing waits for the host.
+// On a device, all pointers, including the one to the seed, are to device memory, `stream` is a
+// cudaStream_t, and nothing waits for the host.
 namespace cuda {
 
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream);
@@ -100,15 +101,15 @@ void hash_table_find(const Bucket* buckets, int64_t num_buckets, const int64_t* 
 
 int64_t hash_table_find_or_insert_workspace_bytes(int64_t n);
 
-// As on the CPU. status[0] becomes the size before the call; status[1] the number of entries
-// refused, 0 when all went well, or -1 when the table is damaged: *size makes no sense, or no slot
-// was free, and the table is then worth nothing.
+// Like the CPU version. status[0] becomes the size before the call; status[1] the number of entries
+// refused, 0 on success, or -1 if the table is damaged: *size is out of range, or no slot was free.
+// A table without a free slot is then unusable.
 template <class Key>
 void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                                int64_t* size, int64_t capacity, const Key* keys, DeviceCount n,
                                int64_t* rows, int64_t* status, void* workspace, void* stream);
 
-// *unsound [1] becomes 0, or not 0 when the table is damaged. rows [size] is workspace.
+// *unsound [1] becomes nonzero if the table is damaged, else 0. rows [size] is workspace.
 void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
                      int64_t* keys, int64_t* rows, int64_t* unsound, void* stream);
 

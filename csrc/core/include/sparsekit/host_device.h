@@ -1,4 +1,4 @@
-// Functions for both sides: the CPU engine and the device kernels.
+// Marks functions that both the CPU engine and device kernels call.
 #pragma once
 
 #ifdef __CUDACC__

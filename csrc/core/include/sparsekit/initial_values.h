@@ -1,4 +1,4 @@
-// The numbers behind init_rows, the same code for CPU and device.
+// The numbers of init_rows, computed by the same code on the CPU and on devices.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace sparsekit {
 
-// The four values of columns 4 * block ... 4 * block + 3 of a key's row.
+// Computes the four values of columns 4 * block ... 4 * block + 3 of a key's row.
 SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer, int64_t key,
                                                  int64_t block, float values[4]) {
   const float a = initializer.a, b = initializer.b;
@@ -24,8 +24,8 @@ SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer,
                   static_cast<uint32_t>(block), 0}},
       static_cast<uint32_t>(initializer.seed), static_cast<uint32_t>(initializer.seed >> 32));
   if (initializer.distribution == Distribution::kUniform) {
-    // 24 random bits make every float in [0, 1) of that spacing equally likely. a + u * (b - a)
-    // may round up to b, which the interval leaves out.
+    // 24 random bits give evenly spaced floats in [0, 1), all equally likely. a + u * (b - a) may
+    // round up to b, which is outside the interval.
     for (int j = 0; j < 4; ++j) {
       const float u = static_cast<float>(random.word[j] >> 8) * 0x1p-24f;
       const float value = a + u * (b - a);
@@ -34,13 +34,13 @@ SPARSEKIT_HOST_DEVICE inline void initial_values(const Initializer& initializer,
     return;
   }
   for (int j = 0; j < 4; j += 2) {
-    // (0, 1] for the logarithm. In double, so that the rounding of the last step is all that a
-    // platform's log and cos could change.
+    // u is in (0, 1] for the logarithm. It is a double, so that differences between platforms in
+    // log and cos matter only if they change the final rounding to float.
     const double u = (static_cast<double>(random.word[j]) + 1) * 0x1p-32;
     const double radius = std::sqrt(-2 * std::log(u));
     double sine = 0, cosine = 0;
 #ifdef __CUDA_ARCH__
-    // The plain functions drag along, for huge angles, a path that needs a stack.
+    // sin and cos bring a path for huge angles that would need stack memory.
     sincospi(0x1p-31 * random.word[j + 1], &sine, &cosine);
 #else
     const double angle = 2 * 3.14159265358979323846 * 0x1p-32 * random.word[j + 1];

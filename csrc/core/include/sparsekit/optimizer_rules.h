@@ -1,25 +1,27 @@
-// The arithmetic of each optimizer on one element of a row, shared by both engines.
+// The update of one element of a row, for each optimizer; shared by both engines.
 //
 // A rule is a struct of the optimizer's settings with
-//   kStates       how many states belong to it, each an element for every element of the weight;
-//   kRowWise      whether the last of them is one number for a whole row;
-//   kRowMeans     how many means over a row step() depends on, up to two;
+//   kStates       the number of states, each an element for every element of the weight;
+//   kRowWise      whether the last state is one number for a whole row;
+//   kRowMeans     the number of means over a row that step() depends on, up to two;
 //   kPerRow       whether a row may count its own steps;
-//   StepConstants<A>    what the elements of one step share;
+//   StepConstants<A>    the numbers that all elements of a step share;
 //   at<A>(t)      those numbers for step t >= 1;
 //   step(...)     the step of one element: gradient g, weight w, states s[kStates].
 // A rule with means has
-//   kMeansReadWeight, kMeansReadStates   what they need besides gradients;
-//   of_element(k, g, w, s)               what the means are of; s is a copy to work on;
-//   of_row(k, means, before)             a number of the row, which step() finds behind the states
-//                                        of the element; with kRowWise it is the row's new state,
-//                                        and before is the old one.
-// A rule whose rows move without a gradient too has what catch_up_rows needs:
-//   without_gradient(a, b)  the numbers of such a step, out of two that are kept for it;
-//   most_replayed()         how many of them may matter: those after it, taken together, would move
-//                           a weight by less than 2^-53 of what the first one does at equal rates;
-//   decay(k, steps)         factor of state k over this many of them.
-// A is the type rows are computed in. Expressions are written as torch.optim evaluates them.
+//   kMeansReadWeight, kMeansReadStates   whether the means depend on weight or states too;
+//   of_element(k, g, w, s)               the terms that are averaged; s is a copy to work on;
+//   of_row(k, means, before)             a number of the row, which step() reads from s, after the
+//                                        states of the element; with kRowWise it is the row's new
+//                                        state, and before is the old one.
+// A rule that also moves rows without a gradient has what catch_up_rows needs:
+//   without_gradient(a, b)  the numbers of such a step, made of its two numbers in MissedSteps;
+//   most_replayed()         the number of such steps worth replaying: all later ones together would
+//                           move a weight by less than 2^-53 of the first one's move at equal
+//                           rates;
+//   decay(k, steps)         the factor by which `steps` such steps shrink state k.
+// A is the type in which rows are computed. Expressions are in the order in which torch.optim
+// evaluates them.
 #pragma once
 
 #include <cmath>
@@ -30,7 +32,7 @@
 
 namespace sparsekit {
 
-// The smallest k for which ratio^k + ratio^(k + 1) + ... is below 2^-53 of ratio.
+// Returns the smallest k for which ratio^k + ratio^(k + 1) + ... is below 2^-53 of ratio.
 inline int64_t steps_to_vanish(double ratio) {
   if (ratio <= 0) return 0;
   if (ratio >= 1) return std::numeric_limits<int64_t>::max();
@@ -38,8 +40,8 @@ inline int64_t steps_to_vanish(double ratio) {
       std::ceil(1 + (std::log(1 - ratio) - 53 * std::log(2.0)) / std::log(ratio)));
 }
 
-// base^steps for a base in [0, 1). By squaring, which leaves a kernel more registers than pow; what
-// is lost, steps * 2^-53 at most, is nothing beside a state that has decayed.
+// Returns base^steps for a base in [0, 1). Squaring needs fewer registers in a kernel than pow; its
+// error, at most steps * 2^-53, does not matter for a state that has decayed.
 SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
   double power = 1;
   for (; steps > 0; steps >>= 1, base *= base) {
@@ -48,21 +50,21 @@ SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
   return power;
 }
 
-// States that have an element for every element of the weight.
+// Number of states that have an element for every element of the weight.
 template <class Rule>
 constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
 
-// Terms that a rule averages over a row, or their means; 0 for a row of no elements. Not an
-// array, which would cost the CUDA kernel 6 registers.
+// The terms that a rule averages over a row, or their means; 0 for a row without elements. An array
+// would cost the CUDA kernel 6 registers.
 template <class A>
 struct RowMeans {
   A first, second;
 };
 
 // g += weight_decay w;   without momentum w -= lr g;
-// with it, b = momentum b + g and w -= lr (nesterov ? g + momentum b : b).
-// torch.optim.SGD without dampening; Sutskever et al., "On the importance of initialization and
-// momentum in deep learning", ICML 2013.
+// with momentum, b = momentum b + g and w -= lr (nesterov ? g + momentum b : b).
+// This is torch.optim.SGD without dampening; see Sutskever et al., "On the importance of
+// initialization and momentum in deep learning", ICML 2013.
 template <bool kMomentum>
 struct Sgd {
   static constexpr int kStates = kMomentum ? 1 : 0;
@@ -91,7 +93,7 @@ struct Sgd {
     w -= k.lr * g;
   }
 
-  // Takes lr; the second number is unused.
+  // Takes lr; the second number is not used.
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_lr, double) const {
     return {static_cast<A>(step_lr), static_cast<A>(momentum), A{0}, nesterov};
@@ -141,7 +143,7 @@ struct Adam {
     s[1] = k.beta2 * s[1] + k.rest2 * g * g;
     A v = s[1];
     if constexpr (kAmsgrad) {
-      // Written so that a NaN stays.
+      // This way round, the comparison keeps a NaN of v.
       s[2] = s[2] > v ? s[2] : v;
       v = s[2];
     }
@@ -171,7 +173,7 @@ struct Adam {
 // With lr_t = lr / (1 + (t - 1) lr_decay):
 // v += g^2,   w -= lr_t * g / (sqrt(v) + eps).
 // Duchi, Hazan and Singer, "Adaptive subgradient methods", JMLR 2011; torch.optim.Adagrad.
-// Weight decay comes before: g += weight_decay w, or decoupled w *= 1 - lr_t weight_decay.
+// Weight decay comes first: g += weight_decay w, or, if decoupled, w *= 1 - lr_t weight_decay.
 struct Adagrad {
   static constexpr int kStates = 1;
   static constexpr bool kRowWise = false;
@@ -202,7 +204,7 @@ struct Adagrad {
   }
 };
 
-// The same with one v for a row, to which the mean of g^2 over the row is added: FBGEMM's
+// Adagrad with one v per row, to which the mean of g^2 over the row is added: FBGEMM's
 // EXACT_ROWWISE_ADAGRAD. Without kL2 there is no penalty; a runtime flag would cost the CUDA kernel
 // 6 to 20 registers.
 template <bool kL2>
@@ -233,7 +235,7 @@ struct RowWiseAdagrad : Adagrad {
 //   with it            b = momentum b + g / d,      w -= lr b   (torch.optim.RMSprop), or
 //   with eps_inside    b = momentum b + lr g / d,   w -= b      (TensorFlow's RMSProp).
 // Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
-// Weight decay comes before: g += weight_decay w, or decoupled w *= 1 - lr weight_decay.
+// Weight decay comes first: g += weight_decay w, or, if decoupled, w *= 1 - lr weight_decay.
 template <bool kMomentum>
 struct RmsProp {
   static constexpr int kStates = kMomentum ? 2 : 1;
@@ -279,7 +281,7 @@ struct RmsProp {
 // With p = -lr_power:   n' = n + g^2,   z += g - (n'^p - n^p) / lr * w,
 // w = |z| <= l1 ? 0 : (sign(z) l1 - z) / (n'^p / lr + 2 l2).
 // McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with l2
-// counted as TensorFlow does: it adds l2 w^2 to the loss, where the paper's lambda_2 adds half of
+// as TensorFlow defines it: it adds l2 w^2 to the loss, where the paper's lambda_2 adds half of
 // that. With lr = 0, where a schedule may begin or end, nothing changes.
 struct Ftrl {
   static constexpr int kStates = 2;  // n and z
@@ -310,12 +312,12 @@ struct Ftrl {
     const A after = power(k, s[0]);
     s[1] += g - (after - before) / k.lr * w;
     const A z = s[1];
-    // Not the other way round: a NaN must not become a zero.
+    // Test for the zero, not for the opposite, so that a NaN does not become a zero.
     w = std::abs(z) <= k.l1 ? A{0} : ((z < 0 ? -k.l1 : k.l1) - z) / (after / k.lr + k.l2);
   }
 };
 
-// Adam with one v for a row: v = beta2 v + (1 - beta2) mean of g^2 over the row. FBGEMM's
+// Adam with one v per row: v = beta2 v + (1 - beta2) mean of g^2 over the row. This is FBGEMM's
 // PARTIAL_ROWWISE_ADAM, with rescale_eps.
 struct PartialRowWiseAdam : Adam<false> {
   static constexpr bool kRowWise = true;
@@ -338,11 +340,11 @@ struct PartialRowWiseAdam : Adam<false> {
   }
 };
 
-// With m and v of Adam, m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t):
+// With m and v as in Adam, m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t):
 // u = m' / (sqrt(v') + eps) + weight_decay w,   w -= lr |w| / |u| * u,
-// where |x| is the norm of a row and |w| / |u| is 1 if either is 0.
+// where |x| is the norm of a row, and |w| / |u| is taken as 1 if either is 0.
 // You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020,
-// algorithm 2, with a row for a layer, as in FBGEMM's LAMB.
+// algorithm 2, with each row as a layer, as in FBGEMM's LAMB.
 struct Lamb {
   static constexpr int kStates = 2;
   static constexpr bool kRowWise = false;
@@ -362,7 +364,7 @@ struct Lamb {
     const Adam<false> adam{1, beta1, beta2, eps, 0, true};
     return {static_cast<A>(lr), static_cast<A>(weight_decay), adam.at<A>(t)};
   }
-  // Moves the moments and returns u.
+  // Updates the moments and returns u.
   template <class A>
   SPARSEKIT_HOST_DEVICE static A direction(const StepConstants<A>& k, A g, A w, A* s) {
     s[0] = k.adam.beta1 * s[0] + k.adam.rest1 * g;
@@ -376,7 +378,7 @@ struct Lamb {
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static A of_row(const StepConstants<A>& k, const RowMeans<A>& means, A) {
-    // Written so that a NaN stays.
+    // A NaN fails both comparisons, and so stays.
     if (means.first == 0 || means.second == 0) return k.lr;
     return k.lr * (std::sqrt(means.first) / std::sqrt(means.second));
   }

@@ -8,16 +8,16 @@
 
 namespace sparsekit {
 
-// Most ranks there may be.
+// Largest number of ranks.
 constexpr int64_t kMaxWorldSize = 2048;
 
-// Keys are hashed to this many virtual shards, of which a map says who owns each.
+// Keys are hashed to this many virtual shards; a map says which rank owns each.
 constexpr int64_t kVirtualShards = int64_t{1} << 16;
 
-// The virtual shard of a key; a narrower key counts as its value in 64 bits. The same on all ranks
-// and in all versions: saved tables are placed by it, so it must never change. The finaliser of
-// MurmurHash3 (Appleby), and not the hash of the buckets (hash_table.h): keys that share a rank
-// would share the leading bits of that one, and fill some of the rank's buckets only.
+// Returns the virtual shard of a key; an int32 key counts as the int64 of the same value. Saved
+// tables are placed by it, so it must be the same on all ranks and in all versions. It is the
+// finaliser of MurmurHash3 (Appleby). The hash of the buckets (hash_table.h) would not do: the keys
+// of a rank would share its leading bits and fill only some of the rank's buckets.
 SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDu;
@@ -25,11 +25,12 @@ SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   return static_cast<int64_t>(x >> 48);  // the last step, x ^ (x >> 33), leaves these bits alone
 }
 
-// Placement of keys on world_size ranks, in [1, kMaxWorldSize].
+// The placement of keys on world_size ranks; world_size is in [1, kMaxWorldSize].
 struct Owners {
-  const int16_t* map = nullptr;  // [kVirtualShards], the rank of each; null: unsigned key modulo
+  const int16_t* map = nullptr;  // [kVirtualShards] rank of each; null: the rank is the unsigned
+                                 // key modulo world_size
   uint64_t world_size = 1;
-  uint64_t reciprocal = ~uint64_t{0};  // 2^64 / world_size or 1 less
+  uint64_t reciprocal = ~uint64_t{0};  // 2^64 / world_size, rounded down, or 1 less
 
   Owners() = default;
   Owners(const int16_t* ranks, int64_t num_ranks)
@@ -39,19 +40,19 @@ struct Owners {
 };
 static_assert(std::is_trivially_copyable_v<Owners>, "kernels take arrays of them");
 
-// unsigned(key) % world_size, by multiplication in place of division.
+// Returns unsigned(key) % world_size, by multiplication, which is faster than division.
 SPARSEKIT_HOST_DEVICE inline int64_t owner_by_modulo(int64_t key, const Owners& owners) {
   __extension__ using uint128 = unsigned __int128;
   const auto unsigned_key = static_cast<uint64_t>(key);
-  // This is the quotient or 1 less.
+  // The estimate is the exact quotient or 1 less.
   const auto quotient =
       static_cast<uint64_t>((static_cast<uint128>(unsigned_key) * owners.reciprocal) >> 64);
   const uint64_t rest = unsigned_key - quotient * owners.world_size;
   return static_cast<int64_t>(rest < owners.world_size ? rest : rest - owners.world_size);
 }
 
-// The rank that owns a key. What the map says is returned as it is: whoever takes a map from
-// outside checks that its values are ranks.
+// Returns the rank that owns a key. The map's values are not checked here; whoever receives a map
+// from outside checks that they are ranks.
 SPARSEKIT_HOST_DEVICE inline int64_t owner_of(int64_t key, const Owners& owners) {
   return owners.map == nullptr ? owner_by_modulo(key, owners) : owners.map[virtual_shard_of(key)];
 }

@@ -1,4 +1,4 @@
-// Runs core in parallel on a thread pool that the caller brings; core has none of its own.
+// Runs loops on a thread pool that the caller provides; core has none of its own.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,10 @@
 
 namespace sparsekit {
 
-// A loop over [begin, end) that may call its body on several threads, each with a sub-range of at
-// least `grain` items. The body must not throw. Every kernel gives the same bits whatever the
-// number of threads, so ranges may only decide who works, never in which order values are added.
+// A parallel loop over [begin, end) that may call its body on several threads, each with a
+// sub-range of at least `grain` items. The body must not throw. Every kernel gives the same bits
+// for any number of threads, so ranges may decide who works but not the order in which values are
+// added.
 class ParallelFor {
  public:
   using Body = void (*)(int64_t begin, int64_t end, void* context);
@@ -16,13 +17,13 @@ class ParallelFor {
 
   explicit ParallelFor(Run run, int num_threads = 1) : run_(run), num_threads_(num_threads) {}
 
-  // Into how many parts work is best cut. Like ranges, it may not decide what is computed.
+  // Number of parts to cut work into. Like the ranges, it must not affect results.
   int num_threads() const { return num_threads_; }
 
   template <class F>
   void operator()(int64_t begin, int64_t end, int64_t grain, F&& body) const {
     if (begin >= end) return;
-    // Too little work to be cut: skip the caller's pool.
+    // Too little work to split: skip the caller's pool.
     if (end - begin <= grain) return static_cast<void>(body(begin, end));
     using Callable = std::remove_reference_t<F>;
     run_(

@@ -12,7 +12,7 @@ struct Philox4x32 {
   uint32_t word[4];
 };
 
-// The four random words of a 128-bit counter under a 64-bit key.
+// Returns the four random words of a 128-bit counter under a 64-bit key.
 SPARSEKIT_HOST_DEVICE inline Philox4x32 philox4x32_10(Philox4x32 counter, uint32_t key0,
                                                       uint32_t key1) {
   for (int round = 0; round < 10; ++round) {

@@ -1,4 +1,4 @@
-// Rows of a weight with what an optimizer keeps beside them.
+// Rows of a weight, and the states that an optimizer keeps for them.
 #pragma once
 
 #include <cstdint>
@@ -19,25 +19,25 @@ struct RowTable {
   int64_t strides[kMostStates];
   int64_t num_rows;
   int64_t dim;
-  // [num_rows], or null: a number of steps for each row.
+  // [num_rows] step count of each row, or null.
   int32_t* row_step;
 };
 
-// A step as row_step has it, where the largest number stands for all beyond it.
+// Converts a step to an element of row_step; the largest value stands for all larger steps.
 SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
   constexpr int64_t kMost = 0x7FFFFFFF;
   return static_cast<int32_t>(step < kMost ? step : kMost);
 }
 
-// Rounds new weights to BFloat16: to the nearest, or up or down at random, with the odds that make
-// the mean exact. Other types keep their bits.
+// How to round new weights to BFloat16: to nearest, or stochastically up or down with odds that
+// make the mean exact. Other types are not rounded.
 struct Rounding {
   bool stochastic;
   uint64_t seed;
 };
 
-// 16 random bits for each of the columns [8 block, 8 block + 8) of a row in a step: two for a word,
-// the lower half first.
+// Returns 16 random bits for each of the columns [8 block, 8 block + 8) of a row in a step: two
+// columns share a word, the lower half first.
 SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t step, int64_t row,
                                                       int64_t block) {
   const Philox4x32 counter{{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),
@@ -46,14 +46,14 @@ SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t ste
                        static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(step >> 32));
 }
 SPARSEKIT_HOST_DEVICE inline uint32_t bits_of_column(const Philox4x32& random, int64_t column) {
-  // Choices and not an index, which would put the words into memory on a device.
+  // Selects instead of indexing, which would put the words into memory on a device.
   const int at = static_cast<int>(column & 7);
   const uint32_t low = at < 2 ? random.word[0] : random.word[1];
   const uint32_t high = at < 6 ? random.word[2] : random.word[3];
   return (at < 4 ? low : high) >> (at % 2 * 16) & 0xFFFF;
 }
 
-// Adds less than one unit of the last place, then cuts.
+// Rounds stochastically: adds a random amount below one unit in the last place, then truncates.
 SPARSEKIT_HOST_DEVICE inline BFloat16 store_at_random(float x, uint32_t random16) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

@@ -1,4 +1,4 @@
-// Sums of rows by segment, in any order of the segment ids.
+// Sums rows by segment; segment ids may be in any order.
 #pragma once
 
 #include <cstdint>
@@ -14,11 +14,11 @@ template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments,
                                     const ParallelFor& parallel_for);
 
-// out[s] = sum of data[i] over the i with segment_ids[i] == s; rows with an id < 0 are dropped,
-// segments without rows are zero. data [n, dim], segment_ids [n], out [num_segments, dim].
-// Rows are added in groups whose bounds depend on the ids alone, never on the number of threads,
-// so the result has the same bits every time. Returns -1, or the position of an id
-// >= num_segments, in which case out is untouched.
+// out[s] = sum of data[i] over the i with segment_ids[i] == s. Rows with an id < 0 are dropped,
+// segments without rows are zero. data [n, dim], segment_ids [n], out [num_segments, dim]. Rows are
+// added in groups whose bounds depend only on the ids, never on the number of threads, so the
+// result has the same bits every time. Returns -1, or the position of an id >= num_segments, in
+// which case out is untouched.
 template <class T>
 int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                              int64_t num_segments, T* out, void* workspace,
@@ -28,12 +28,12 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
 
 namespace cuda {
 
-// Bytes of workspace, the same for both modes. n < 2^31 and num_segments < 2^32 - 1.
+// Bytes of workspace, in either mode. n < 2^31 and num_segments < 2^32 - 1.
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
 
-// As on the CPU when `deterministic`: the order of additions depends on the ids alone. Otherwise
-// whatever is fastest: float sums may differ in the last bits from run to run, and numbers below
+// If `deterministic`, the order of additions depends only on the ids, as on the CPU. Otherwise the
+// fastest way is taken: float sums may differ in the last bits from run to run, and numbers below
 // the smallest normal float may be lost. *bad, which the caller has set to INT64_MAX, becomes the
 // smallest position of an id >= num_segments, if there is one; such rows are dropped.
 template <class T>

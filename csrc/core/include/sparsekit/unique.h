@@ -1,4 +1,4 @@
-// Distinct keys in order of first occurrence.
+// Finds distinct keys in order of first occurrence.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@ namespace cpu {
 int64_t unique_workspace_bytes(int64_t n);
 
 // Writes the distinct keys to unique_keys [n], in order of first occurrence; to inverse [n] the
-// position of each key in unique_keys; to counts [n], unless it is null, how often each distinct
-// key occurs. Returns the number of distinct keys u; entries from u on are undefined. `seed` is any
-// number that whoever makes the keys does not know: none of the results depends on it.
-// Index is int64_t, or int32_t for int64_t keys. Precondition: n < 2^31.
+// position of each key in unique_keys; to counts [n], unless null, how often each distinct key
+// occurs. Returns the number u of distinct keys; elements from u on are undefined. `seed`
+// should be unknown to whoever chooses the keys; results do not depend on it. Index is int64_t, or
+// int32_t for int64_t keys. Precondition: n < 2^31.
 template <class Key, class Index>
 int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index* inverse,
                int64_t* counts, void* workspace, const ParallelFor& parallel_for);
@@ -27,8 +27,8 @@ namespace cuda {
 
 int64_t unique_workspace_bytes(int64_t n);
 
-// As on the CPU, the number of distinct keys being written to *num_unique in device memory. Of
-// inverse, unique_keys and counts, entries beyond the counts are undefined.
+// Like the CPU version, but writes the number of distinct keys to *num_unique in device memory.
+// Elements of inverse, unique_keys and counts beyond these numbers are undefined.
 template <class Key>
 void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int64_t* inverse,
             int64_t* counts, int64_t* num_unique, void* workspace, void* stream);

@@ -1,4 +1,4 @@
-// One fused optimizer step over the rows that have a gradient, of all tables of a call.
+// Makes one fused optimizer step over the rows that have a gradient, for all tables of a call.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@
 
 namespace sparsekit {
 
-// A table and the number of its step, which stay the same from call to call ...
+// A table and its step number; both stay the same from call to call.
 template <class T>
 struct SteppedTable {
   RowTable<T> table;
   int64_t* step;
 };
 
-// ... and what a call brings: the gradients grad [n, dim] of the rows `rows` [n], which must be
-// distinct. rows null means row i for gradient i.
+// The gradients that a call brings: grad [n, dim] of the rows `rows` [n], which must be distinct.
+// With rows null, gradient i is for row i.
 template <class T>
 struct RowGradients {
   const int64_t* rows;
@@ -26,10 +26,10 @@ struct RowGradients {
   int64_t n;
 };
 
-// Number of the step: *step, or one more if that counts the steps made before. With per_row a
-// row counts its own steps in row_step and takes the numbers of that count, for rules with kPerRow;
-// else row_step, if there is one, is set to the step. A count beyond what row_step can have stays
-// at its largest number.
+// Tells how to get the number of the step: *step, or *step + 1 if *step counts the steps made
+// before (`counted`). With per_row, for rules with kPerRow, each row counts its own steps in
+// row_step and is updated with that count; otherwise row_step, if not null, is set to the step. A
+// count that row_step cannot hold stays at its largest value.
 struct StepNumber {
   bool counted;
   bool per_row;
@@ -37,7 +37,8 @@ struct StepNumber {
   SPARSEKIT_HOST_DEVICE int64_t get(const int64_t* step) const { return *step + (counted ? 1 : 0); }
 };
 
-// A row outside [0, num_rows): its table and its position there. Without one the table is -1.
+// A row outside [0, num_rows): its table and its position among that table's gradients; -1 if there
+// is none.
 struct BadRow {
   int64_t table = -1;
   int64_t position = -1;
@@ -45,8 +46,8 @@ struct BadRow {
 
 namespace cpu {
 
-// Updates the rows of gradients[i] in tables[i] by the rule. All other rows, and their states, keep
-// their bits, as *step does. Returns the first bad row, if there is one; then nothing has been
+// Updates the rows of gradients[i] in tables[i] by the rule. All other rows and their states keep
+// their bits, and so does *step. Returns the first bad row, if there is one; then nothing has been
 // changed.
 template <class Rule, class T>
 BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradients,
@@ -57,22 +58,22 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
 
 namespace cuda {
 
-// Up to this many tables travel with the launch. Of more, the launch has what is new in the call,
-// and `on_device` is a copy of `tables` there.
+// Up to this many tables travel in the launch's arguments. With more, only the gradients do, and
+// `on_device` must be a copy of `tables` in device memory.
 constexpr int64_t kTablesOfLaunch = 30;
 
-// One launch for up to 768 tables, or two if rows of some are not aligned to 16 bytes and others
-// are. A step is read on the device; nothing happens to a table whose step is below 1. Rows outside
-// [0, num_rows) are left out, and the smallest position_of_table(table, position) of them is
-// reported in *bad. counts [tables], on the device, or null: how many gradients there are, at most
-// n.
+// Makes one launch for up to 768 tables, or two if rows of some are aligned to 16 bytes and rows of
+// others are not. The step is read on the device; a table whose step is below 1 is not changed.
+// Rows outside [0, num_rows) are skipped, and the smallest position_of_table(table, position) of
+// them is reported in *bad. counts [tables], on the device, gives the number of gradients, at most
+// n; null means n.
 template <class Rule, class T>
 void update_rows(const SteppedTable<T>* tables, const SteppedTable<T>* on_device,
                  const RowGradients<T>* gradients, int64_t num_tables, const int64_t* counts,
                  const Rule& rule, StepNumber number, Rounding rounding, int64_t* bad,
                  void* stream);
 
-// Adds one to each of the numbers, which are on the device.
+// Adds one to each of the numbers, which are in device memory.
 void count_steps(int64_t* const* steps, int64_t count, void* stream);
 
 }  // namespace cuda

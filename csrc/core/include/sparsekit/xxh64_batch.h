@@ -1,5 +1,5 @@
-// XXH64 of many texts. Texts of one length are hashed together: no branch depends on a length that
-// cannot be predicted, and the multiplications of one text overlap with those of others.
+// Computes XXH64 of many texts. Texts of equal length are hashed together: this avoids
+// unpredictable branches on the length, and the multiplications of different texts overlap.
 #pragma once
 
 #include <algorithm>
@@ -16,21 +16,22 @@ struct WaitingText {
   int64_t place;
 };
 
-constexpr int kTogether = 32;    // texts of one length that are hashed together
-constexpr int kFew = 5;          // fewer are hashed one by one
-constexpr size_t kTooLong = 64;  // bytes; such a text does not wait for others
+constexpr int kTogether = 32;    // texts of equal length that are hashed together
+constexpr int kFew = 5;          // fewer than this are hashed one by one
+constexpr size_t kTooLong = 64;  // bytes; longer texts are hashed at once
 
 // Prefetch distances ahead of the current text, in codes and in bytes of text.
 constexpr size_t kCodesAhead = 256;
 constexpr size_t kBytesAhead = 1024;
 
-// Hashes `count` texts of `size` bytes each, fewer than kTooLong. Reads no byte beyond a text. An
-// engine works in steps of several texts, so there must be kTogether of them, if only copies.
+// Hashes `count` texts of `size` < kTooLong bytes each. Reads no byte beyond a text. An engine
+// works in steps of several texts, so the array must have kTogether elements; those from `count` on
+// may be copies.
 using HashTogether = void (*)(const WaitingText* texts, int count, size_t size, uint64_t seed,
                               int64_t* codes);
 
-// Selects the engine, for tests: "avx512", "avx2" or "portable", or the next one that the processor
-// has. Returns the name of what is used from now on, or null if there is no such engine.
+// Selects the engine, for tests: "avx512", "avx2" or "portable", or the next simpler one that the
+// processor has. Returns the name of the selected engine, or null if `wanted` is not an engine.
 const char* use_xxh64_engine(const char* wanted);
 HashTogether xxh64_engine();
 
@@ -46,14 +47,14 @@ inline void prefetch(const void* address, size_t ahead) {
   prefetch(reinterpret_cast<uintptr_t>(address) + ahead);
 }
 
-// Hashes texts as enough of one length have come together.
+// Collects texts by length, and hashes those of a length as soon as there are enough.
 class TextHasher {
  public:
   TextHasher(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes) {
     for (size_t size = 0; size < kTooLong; ++size) end_[size] = waiting_[size];
   }
 
-  // codes[place] = XXH64 of the text, which must stay where it is until flush().
+  // codes[place] = XXH64 of the text, which must stay in memory until flush().
   void add(const char* text, size_t size, int64_t place) {
     if (size >= kTooLong) {
       codes_[place] = static_cast<int64_t>(xxh64(text, size, seed_));
@@ -61,7 +62,7 @@ class TextHasher {
     }
     WaitingText* end = end_[size];
     *end++ = {text, place};
-    // Each row of waiting_ is aligned to its size.
+    // The array is full: each row of waiting_ is aligned to its size.
     if (reinterpret_cast<uintptr_t>(end) % sizeof waiting_[0] == 0) {
       end -= kTogether;
       hash_together_(end, kTogether, size, seed_, codes_);
@@ -69,7 +70,7 @@ class TextHasher {
     end_[size] = end;
   }
 
-  // Hashes all texts that still wait.
+  // Hashes all texts that are still waiting.
   void flush() {
     for (size_t size = 0; size < kTooLong; ++size) flush(size);
   }
@@ -96,15 +97,15 @@ class TextHasher {
   alignas(kTogether * sizeof(WaitingText)) WaitingText waiting_[kTooLong][kTogether];
 };
 
-// codes[i] = XXH64 of texts(i), a string_view, for i in all the ranges that ranges.next() gives.
+// codes[i] = XXH64 of texts(i), a string_view, for all i in the ranges that ranges.next() yields.
 template <class Texts, class Ranges>
 void hash_texts(const Texts texts, Ranges& ranges, uint64_t seed, int64_t* codes) {
   TextHasher hasher(seed, codes);
   for (int64_t i = 0, end = 0; ranges.next(&i, &end);) {
     for (; i < end; ++i) {
       const auto text = texts(i);
-      // Texts mostly lie one behind the other, but since they are hashed out of order, the
-      // processor does not see that by itself.
+      // Texts are mostly adjacent in memory, but hashed out of order, so the hardware prefetcher
+      // does not recognize the pattern.
       prefetch(text.data(), kBytesAhead);
       prefetch(codes + i, kCodesAhead * sizeof *codes);
       hasher.add(text.data(), text.size(), i);

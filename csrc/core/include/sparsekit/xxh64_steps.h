@@ -1,4 +1,4 @@
-// The steps that XXH64 is made of, for both engines: words in registers, whatever they come from.
+// The steps of XXH64 for both engines, on words in registers, independent of where these come from.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ constexpr uint64_t kPrime3 = 0x165667B19E3779F9u;
 constexpr uint64_t kPrime4 = 0x85EBCA77C2B2AE63u;
 constexpr uint64_t kPrime5 = 0x27D4EB2F165667C5u;
 
-// Little-endian loads, put together byte by byte so that neither byte order nor alignment matters.
-// gcc and clang turn each into one load instruction.
+// Little-endian loads, assembled byte by byte so that neither byte order nor alignment matters. gcc
+// and clang turn each into one load instruction.
 inline uint64_t load32(const uint8_t* p) {
   return uint64_t{p[0]} | uint64_t{p[1]} << 8 | uint64_t{p[2]} << 16 | uint64_t{p[3]} << 24;
 }
@@ -40,7 +40,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t absorb(uint64_t accumulator, uint64_t lane
   return rotate_left(accumulator + lane * kPrime2, 31) * kPrime1;
 }
 
-// Mix in the rest after the stripes of 32 bytes: 8 bytes, 4 bytes, 1 byte.
+// Mix in the bytes that remain after the stripes of 32: 8, 4 or 1 at a time.
 SPARSEKIT_HOST_DEVICE inline uint64_t add8(uint64_t hash, uint64_t word) {
   return rotate_left(hash ^ absorb(0, word), 27) * kPrime1 + kPrime4;
 }
