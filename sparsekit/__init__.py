@@ -30,14 +30,14 @@ __version__: str = _pybind.build_info()["version"]
 
 
 def build_info() -> dict[str, object]:
-    """How this installation was built, and which engine it runs.
+    """Return how this installation was built, and which engine it runs.
 
     Returns:
         The version, compiler, C++ standard, build type, the torch it was built with and the oldest
-        it runs with, the Python of the binding module, whether CUDA kernels are in it and for
-        which chips (``cuda_archs``, such as ``"sm_80,sm_90"``), the version of NCCL that the
-        native exchange was built with (``nccl``, False if it was left out), and the instruction
-        set of the CPU engine in use.
+        it runs with, the Python of the binding module, whether it has CUDA kernels and for which
+        chips (``cuda_archs``, such as ``"sm_80,sm_90"``), the version of NCCL that the native
+        exchange was built with (``nccl``, False if it was left out), and the instruction set of the
+        CPU engine in use.
     """
     return {**_pybind.build_info(), "cpu_engine": instruction_set()}
 

@@ -1,4 +1,4 @@
-"""`python -m sparsekit` is the command ``sparsekit``."""
+"""Makes `python -m sparsekit` run the command ``sparsekit``."""
 
 import sys
 

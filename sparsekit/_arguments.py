@@ -1,4 +1,4 @@
-"""A parser of arguments whose errors are one line, with the nearest right name."""
+"""A parser of arguments whose errors take one line and suggest the nearest valid name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._nearest import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, whose errors come after the whole usage and do not say what is near."""
+    """argparse's parser with short errors; argparse prints the whole usage and suggests no name."""
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2."""
@@ -20,14 +20,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{hint} (see {self.prog} --help)\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, but a command refuses by itself what it does not know."""
+        """Parse like argparse, but let each command refuse the arguments that it does not know."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return found, unknown
 
     def knows(self, option: str) -> bool:
-        """Whether there is an option of this name, or one that it abbreviates."""
+        """Return whether there is an option of this name, or one that it abbreviates."""
         return any(name.startswith(option) for name in self._names(True))
 
     def _names(self, options: bool) -> Iterator[str]:

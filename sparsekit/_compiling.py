@@ -1,4 +1,4 @@
-"""What compilers and exporters of torch must not look into, and what to do in place of them."""
+"""Keeps torch's compilers out of lookups, and refuses torch's exporters."""
 
 import contextlib
 import functools
@@ -15,18 +15,20 @@ _WHY = "sparsekit: a lookup in a table cannot be compiled, so a graph ends befor
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.disable`, put off until there is a compiler in the process.
+    """Apply `torch.compiler.disable`, but only once there is a compiler in the process.
 
-    That would import the compiler, which takes as long as importing torch. A compiler that comes to
-    a function with the marks below ends its graph before the call and looks at nothing inside.
+    Applied at once it would import the compiler, which takes as long as importing torch. A compiler
+    that meets a function with the marks below ends its graph before the call and does not look
+    inside.
     """
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         nonlocal disabled
-        # Every optimizer of torch loads the compiler; but to switch it off takes as long as half a
-        # lookup, and mostly nothing is being compiled.
+        # The loaded module proves little, since every optimizer of torch loads it. Disabling the
+        # compiler takes as long as half a lookup, so this is done only while something is being
+        # compiled.
         if "torch._dynamo" not in sys.modules or not (
             torch.compiler.is_compiling() or _compiles_calls()
         ):
@@ -42,18 +44,19 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _skip_frames_of(function: Callable[..., object]) -> None:
-    """Have a compiler leave the function's own code alone: `torch._dynamo.eval_frame.skip_code`.
+    """Tell the compiler to skip the function's own code, as `eval_frame.skip_code` does.
 
-    All that `uncompiled` returns share one code, which would be compiled anew for each of them.
+    All functions that `uncompiled` returns share one code object, which would otherwise be compiled
+    again for each of them.
     """
     frames = torch._C._dynamo.eval_frame
-    with contextlib.suppress(AttributeError):  # under a torch without these, it only takes longer
+    with contextlib.suppress(AttributeError):  # a torch without these only runs slower
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
         frames.set_code_exec_strategy(function.__code__, skip)
 
 
 def _compiles_calls() -> bool:
-    """Whether a compiler looks at what is called in this thread."""
+    """Return whether a compiler intercepts calls in this thread."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
@@ -61,9 +64,10 @@ _skip_frames_of(_compiles_calls)
 
 
 def refuse_recording(name: str) -> None:
-    """Raise NotImplementedError for a call of the layer of this name that is being recorded.
+    """Raise NotImplementedError for a layer that is called while torch records a graph.
 
-    A record would keep the rows that keys have today, or what a batch of no values looks like.
+    The graph would keep the rows that keys have now, or the outcome for a batch without values.
+    `name` is that of the layer.
     """
     tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
     raise _not_supported(name, "torch.jit.trace" if tracing else "torch.export")

@@ -1,4 +1,4 @@
-"""The content of files as they come: plain, compressed or a pipe, told apart by the first bytes."""
+"""Opens files that are plain, compressed or pipes, which are told apart by their first bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMPRESSED: dict[bytes, Any] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-# First bytes of what is read by no reader of text.
+# First bytes of files that no text reader can read, and a name for each kind.
 _NAMES = {
     b"PK\3\4": "a zip archive; unpack it",
     b"7z\xbc\xaf'\x1c": "a 7z archive; unpack it",
@@ -46,8 +46,8 @@ class Content(io.RawIOBase):
     """The bytes of a file, decompressed if it begins as gzip, bzip2 or xz.
 
     Attributes:
-        plain: whether they are those of a regular file, at their places.
-        regular: whether it can be opened again, as a pipe cannot.
+        plain: whether this is a regular, uncompressed file, in which offsets are the file's own.
+        regular: whether the file can be opened again; a pipe cannot.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -75,7 +75,7 @@ class Content(io.RawIOBase):
             raise
 
     def _check(self, head: bytes) -> None:
-        """Raise DataFormatError where the first bytes are of no text."""
+        """Raise DataFormatError if the first bytes are not those of a text."""
         name = next((name for mark, name in _NAMES.items() if head.startswith(mark)), None)
         if head[_TAR] == b"ustar":
             name = "a tar archive; unpack it"
@@ -97,26 +97,26 @@ class Content(io.RawIOBase):
             raise
 
     def readable(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read some bytes into a buffer, and return how many; 0 at the end.
+        """Read some bytes into a buffer, and return their number; 0 at the end.
 
         Raises:
-            DataFormatError: what is compressed is truncated or damaged.
+            DataFormatError: a compressed file is truncated or damaged.
         """
         return self._guarded(self._stream.readinto, buffer)
 
     def close(self) -> None:
         """Close the file."""
-        if hasattr(self, "_file"):  # else it could not be opened
+        if hasattr(self, "_file"):  # missing if the file could not be opened
             self._file.close()
         super().close()
 
 
 class _Behind(io.RawIOBase):
-    """Bytes that have been read, and what comes behind them."""
+    """A stream of the bytes that were read already, and then the rest of the file."""
 
     def __init__(self, head: bytes, rest: BinaryIO) -> None:
         self._head, self._rest = head, rest
@@ -133,22 +133,23 @@ class _Behind(io.RawIOBase):
 
 
 def open_content(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """`Content` with a buffer.
+    """Open a file as `Content` with a buffer.
 
     Raises:
         OSError: the file cannot be opened.
-        DataFormatError: it is no text, by its first bytes, or neither a file nor a pipe.
+        DataFormatError: the first bytes are not those of a text, or it is neither a file nor a
+            pipe.
     """
     return io.BufferedReader(Content(path))
 
 
 def lines_of(path: str | os.PathLike[str]) -> Iterator[str]:
-    r"""The lines of a text in UTF-8, with their ends: ``"\n"``, ``"\r\n"`` or ``"\r"``.
+    r"""Yield the lines of a text in UTF-8, with their ends: ``"\n"``, ``"\r\n"`` or ``"\r"``.
 
     Raises:
         OSError: the file cannot be read.
-        DataFormatError: it is no text in UTF-8, is truncated or damaged, or has a line of more than
-            16 million characters.
+        DataFormatError: the file is not a text in UTF-8, is truncated or damaged, or has a line of
+            more than 16 million characters.
     """
     with io.TextIOWrapper(open_content(path), encoding="utf-8-sig", newline="") as file:
         try:

@@ -1,6 +1,6 @@
 """Name under which pip knows this package, ``sparsekit-torch``; it is imported as ``sparsekit``.
 
-The public index has an unrelated package named ``sparsekit``, whose files would lie in our folder.
+The public index has an unrelated package ``sparsekit``, which would be installed into our folder.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _PACKAGE = Path(__file__).parent
 
 
 def refuse_mixture() -> None:
-    """Look for a distribution ``sparsekit`` that was installed into our folder, over or under us.
+    """Check that no distribution ``sparsekit`` was installed into our folder, before or after ours.
 
     Raises:
-        ImportError: there is one, so that files of both are mixed.
+        ImportError: there is one, so files of both are mixed.
     """
     # Neither an editable installation nor one in another folder lists this file.
     ours = f"{_PACKAGE.name}/__init__.py,"

@@ -1,11 +1,11 @@
-"""Packages that only some functions need: those of the extras."""
+"""Imports packages that only some functions need, and names the extra that installs them."""
 
 import importlib
 from typing import Any
 
 __all__ = ["needed"]
 
-# The extra of each package, and its name in an index where that is another one.
+# The extra that installs each package, and its name in an index where the module's differs.
 _EXTRAS = {
     "matplotlib": "train",
     "pyarrow": "data",
@@ -17,10 +17,10 @@ _NAMES = {"yaml": "pyyaml"}
 
 
 def needed(module: str, user: str) -> Any:
-    """Import a module of such a package.
+    """Import a module that only some functions need.
 
     Raises:
-        ImportError: it cannot be imported; the message says what needs it and how to install it.
+        ImportError: the module is missing; the message says what needs it and how to install it.
     """
     try:
         return importlib.import_module(module)

@@ -1,8 +1,8 @@
-"""Loads the compiled libraries, or says in one error why that cannot be.
+"""Loads the compiled libraries, or explains in one error why they do not load.
 
 Order matters: the engine (``libsparsekit_core.so``) is built once per instruction set under one
 library name. The copy that fits this machine is loaded first; ``libsparsekit_torch.so``, which
-asks for that name, then gets it.
+depends on that name, then gets this copy.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ _OPS = "libsparsekit_torch.so"
 OPS_LIBRARY = _LIB / _OPS
 _CUDA = "libsparsekit_cuda.so"
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps /path/to/sparsekit"
-# What the processor must have for each engine, by the names of Linux; CMakeLists.txt compiles with
-# the same. Best first.
+# Instruction sets that each engine needs, as Linux names them; the best engine is first.
+# CMakeLists.txt compiles with the same sets.
 _AVX2 = frozenset({"avx2", "bmi1", "bmi2"})
 ENGINES = {"avx512": _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "avx2": _AVX2}
 
@@ -30,7 +30,7 @@ def _torch_version() -> tuple[int, int]:
 
 
 def processor_flags() -> frozenset[str]:
-    """The processor's instruction sets, as far as the operating system lets programs use them."""
+    """Return the processor's instruction sets, as far as the operating system enables them."""
     try:
         with open("/proc/cpuinfo") as lines:
             flags = next((line for line in lines if line.startswith("flags")), "")
@@ -40,10 +40,10 @@ def processor_flags() -> frozenset[str]:
 
 
 def instruction_set() -> str:
-    """Name of the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
+    """Return the engine that fits this machine: ``"avx512"``, ``"avx2"`` or ``"generic"``.
 
-    Asks torch, so ``ATEN_CPU_CAPABILITY=default`` selects the portable engine as it does torch's;
-    and the processor, because torch believes that variable whatever the processor has.
+    It asks torch, so that ``ATEN_CPU_CAPABILITY=default`` selects the portable engine here as well,
+    and the processor, because torch trusts that variable without a check.
     """
     names = list(ENGINES)
     wanted = torch.backends.cpu.get_cpu_capability().lower()
@@ -54,7 +54,7 @@ def instruction_set() -> str:
 
 
 def _warn_of_less(engine: str) -> None:
-    """Say so if the processor has less than torch takes it to have."""
+    """Warn if the processor lacks instruction sets that torch takes it to have."""
     wanted = torch.backends.cpu.get_cpu_capability().lower()
     if missing := ENGINES.get(wanted, frozenset()) - processor_flags():
         warnings.warn(
@@ -66,7 +66,7 @@ def _warn_of_less(engine: str) -> None:
 
 
 def _other_copy() -> str | None:
-    """Path of the ops of another copy of sparsekit in this process, of which there can be one."""
+    """Return the path of the ops of another copy of sparsekit, if this process has loaded one."""
     ours = str(_LIB / _OPS)
     paths = [p for p in torch.ops.loaded_libraries if Path(p).name == _OPS and p != ours]
     return paths[0] if paths else None
@@ -94,7 +94,7 @@ def load() -> None:
     _warn_of_less(engine)
     core = _LIB / engine / "libsparsekit_core.so"
     ops = _LIB / _OPS
-    # The CUDA kernels, in builds that have them. Loads without a GPU or a driver as well.
+    # The CUDA kernels, in builds that have them; their library loads without a GPU or driver too.
     cuda = [_LIB / _CUDA] if (_LIB / _CUDA).exists() else []
     for library in (core, ops, *cuda):
         if not library.exists():
@@ -116,15 +116,15 @@ def load() -> None:
 
 
 class checked:
-    """Whether ops on CUDA look at once for values that only the device sees.
+    """A switch for immediate checks of values that only a CUDA device sees.
 
-    With checks off, as they begin, a row or offset out of range is left out (it reads zeros and
-    writes nothing), and the next op that waits for the device anyway, such as `ops.unique`, raises
-    the error. With checks on every op waits, and the call itself raises an error that names the
-    position and the value. Checks on the CPU are always on. ``SPARSEKIT_CHECKED=1`` in the
-    environment turns them on from the start.
+    With checks off, the default, a row or offset out of range is ignored (it reads zeros and writes
+    nothing), and the next op that waits for the device anyway, such as `ops.unique`, raises the
+    error. With checks on, every op waits for the device, and the call itself raises an error that
+    names the position and the value. Checks on the CPU are always on. ``SPARSEKIT_CHECKED=1`` in
+    the environment turns them on from the start.
 
-    Takes effect at once; as a context manager, until its end::
+    It takes effect at once; as a context manager, until the end of the block::
 
         with sparsekit.checked():
             step(batch)
@@ -145,5 +145,5 @@ class checked:
 
 def _set_checked(on: bool) -> bool:
     if not (_LIB / _CUDA).exists():
-        return True  # there are only the CPU's checks
+        return True  # without CUDA there are only the CPU's checks
     return bool(ctypes.CDLL(str(_LIB / _CUDA)).sparsekit_set_checked(int(on)))

@@ -1,4 +1,4 @@
-"""Files that appear whole, in place of what was there."""
+"""Writes files that replace an existing one only when they are complete."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new path beside the given one, for a file that takes its place at the end.
+    """Yield a new path beside the given one; the file written there replaces it at the end.
 
-    After an error what was there stays, and nothing beside it. The name is nobody else's: of two
-    jobs that write the same file, the last to end wins, and neither gets a mixture. A link stays,
-    and its target is replaced; what is no file, such as /dev/null or a pipe, is written into.
+    After an error the old file is unchanged and the new one is removed. The new path is unique: of
+    two jobs that write the same file, the last to end wins, and their contents do not mix. For a
+    link, its target is replaced. A path that is not a file, such as /dev/null or a pipe, is yielded
+    itself.
 
     Raises:
         OSError: the file cannot be replaced.
@@ -24,7 +25,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target
         return
-    # Not longer than the name itself, which may be as long as names can be.
+    # Of fixed length, since the target's name may be as long as file names can be.
     part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         yield part

@@ -1,4 +1,4 @@
-"""Errors of sparsekit that are not one of Python's own, and checks of numbers and choices."""
+"""Errors that sparsekit raises besides Python's own, and checks of numbers and choices."""
 
 import numbers
 import operator
@@ -9,7 +9,7 @@ import torch
 
 
 class TableFullError(RuntimeError):
-    """A table has no room for the new keys of a call; the table is as it was before the call.
+    """Raised when a table has no room for the new keys of a call; the table is left unchanged.
 
     With several ranks, the parts of the table on ranks that had room keep their new keys, and all
     ranks raise. The next call finds these keys, so nothing has to be undone.
@@ -18,7 +18,7 @@ class TableFullError(RuntimeError):
         layer: name of the layer or table.
         rank: rank of the process whose shard is full.
         size: rows in use.
-        capacity: rows there are.
+        capacity: rows that the table has room for.
         refused: distinct new keys in the call, none of which was inserted.
     """
 
@@ -40,19 +40,19 @@ class TableFullError(RuntimeError):
 
 
 class DataFormatError(ValueError):
-    """A data file that cannot be read as it should; the message names the file and the place."""
+    """Raised when a data file cannot be read; the message names the file and the place."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the message names the file and what is wrong."""
+    """Raised when a checkpoint cannot be written or read; the message names file and fault."""
 
 
 class ResumeError(ValueError):
-    """A trainer that would go on from the checkpoint of a run on other data, or made otherwise."""
+    """Raised when a trainer would resume a run on other data, or one with other settings."""
 
 
 class DivergedError(ArithmeticError):
-    """Training has left the range of floating point numbers; its weights are of no use any more."""
+    """Raised when training has left the range of floating point; its weights are useless."""
 
 
 def check_choice(name: str, argument: str, value: object, choices: Sequence[object]) -> None:
@@ -63,11 +63,11 @@ def check_choice(name: str, argument: str, value: object, choices: Sequence[obje
 
 
 def check_int(name: str, argument: str, value: object, least: int, most: int) -> int:
-    """``value`` as an int, a numpy one too; ``name`` begins the message.
+    """Return ``value``, a Python or NumPy integer, as an int; ``name`` begins the message.
 
     Raises:
-        TypeError: not a whole number; True and False are none.
-        ValueError: outside [least, most].
+        TypeError: value is not an integer, or is True or False.
+        ValueError: value is outside [least, most].
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
@@ -81,10 +81,10 @@ def check_int(name: str, argument: str, value: object, least: int, most: int) ->
 
 
 def check_number(name: str, argument: str, value: Any) -> float:
-    """``value`` as a float, that of a tensor of one element too; ``name`` begins the message.
+    """Return ``value``, a number or a tensor of one, as a float; ``name`` begins the message.
 
     Raises:
-        TypeError: not a number; True and False are none.
+        TypeError: value is not a number, or is True or False.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()

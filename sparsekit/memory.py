@@ -1,4 +1,4 @@
-"""Large blocks of CPU memory: in pages of 2 MiB, and kept for reuse."""
+"""Large blocks of CPU memory, backed by pages of 2 MiB and kept for reuse."""
 
 import ctypes
 from typing import NamedTuple
@@ -17,12 +17,12 @@ _library.sparsekit_prefer_huge_pages.restype = None
 
 
 class PoolBytes(NamedTuple):
-    """Bytes of the memory that CPU outputs and workspace of 2 MiB and more come from.
+    """Sizes of the pool that serves CPU outputs and workspace of 2 MiB and more, in bytes.
 
     Attributes:
-        in_use: of blocks that tensors have.
-        idle: of blocks that are kept for later tensors.
-        recent_peak: the largest ``in_use`` there was while the last 128 to 256 blocks were taken.
+        in_use: bytes of blocks that tensors use.
+        idle: bytes of blocks that are kept for later tensors.
+        recent_peak: the largest ``in_use`` while the last 128 to 256 blocks were allocated.
     """
 
     in_use: int
@@ -38,26 +38,26 @@ def pool_bytes() -> PoolBytes:
 
 
 def empty_cache() -> int:
-    """Return the memory that sparsekit's ops keep for reuse to the system.
+    """Give the memory that sparsekit's ops keep for reuse back to the system.
 
-    Outputs and workspace of 2 MiB and more on the CPU are not returned when a tensor goes, but used
-    for a later one, since new memory can cost more time than what an op does with it. What no
-    op has used for 128 such tensors is returned without this call, and so is, the oldest first,
-    what exceeds the most that has been in use at once lately by more than 64 MiB (`pool_bytes`).
-    Such an output cannot grow: its ``resize_`` to more elements raises RuntimeError. On CUDA memory
-    is torch's, and `torch.cuda.empty_cache` does this.
+    CPU outputs and workspace of 2 MiB and more are not freed with their tensor but reused for a
+    later one, since new memory can cost more time than the op itself. Without this call, blocks are
+    given back once 128 such tensors have not used them; the oldest are also given back when idle
+    blocks exceed the recent peak by more than 64 MiB (`pool_bytes`). Such an output cannot grow:
+    its ``resize_`` to more elements raises RuntimeError. CUDA memory comes from torch, and
+    `torch.cuda.empty_cache` frees it.
 
     Returns:
-        The number of bytes.
+        The number of bytes given back.
     """
     return _library.sparsekit_empty_cache()
 
 
 def prefer_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose memory on the CPU, not yet touched, should come in pages of 2 MiB.
+    """Ask for pages of 2 MiB for a CPU tensor that has not been touched yet, and return it.
 
-    A row of a large table is then found without a walk through page tables. Only a hint to the
-    system. Other devices and tensors without memory are left as they are.
+    A row of a large table is then found without a walk through page tables. This is only a hint to
+    the system. Tensors on other devices or without memory are left as they are.
     """
     if tensor.device.type == "cpu" and type(tensor) is torch.Tensor:
         _library.sparsekit_prefer_huge_pages(tensor.data_ptr(), tensor.nbytes)

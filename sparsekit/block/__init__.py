@@ -1,7 +1,8 @@
-"""Stands in the way of block.py of the unrelated package ``sparsekit`` on the public index.
+"""Blocks the import of block.py of the unrelated package ``sparsekit`` on the public index.
 
-Installed after ours, that package replaces our ``__init__.py`` by its own, which imports ``block``
-first. Python prefers a folder to a file, so that import ends here, with an error that says why.
+Installed after ours, that package replaces our ``__init__.py`` with its own, which imports
+``block`` first. Python prefers a folder to a file, so the import ends here, with an error that says
+why.
 """
 
 from .._distribution import refuse_mixture

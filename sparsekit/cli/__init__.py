@@ -1,4 +1,4 @@
-"""The command ``sparsekit``: what all commands share, and those that belong to no application."""
+"""The ``sparsekit`` command line: shared code, and the commands that belong to no application."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments; None means those of the process.
 
     Returns:
-        The exit code: 0; 1 when training has diverged or a rank has failed; 2 for what the user can
-        put right; 130 after Ctrl-C.
+        The exit code: 0; 1 when training has diverged or a rank has failed; 2 for an error that the
+        user can fix; 130 after Ctrl-C.
     """
-    # Only now: the commands of applications import this package, for what all commands share.
+    # Imported late, since the commands of applications import this package for its shared code.
     from .dispatch import run
 
     return run(argv)

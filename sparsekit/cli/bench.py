@@ -1,4 +1,4 @@
-"""``sparsekit bench``: the benchmarks of a clone of the repository."""
+"""``sparsekit bench``: runs the benchmarks of a clone of the repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .common import UsageError
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
-    """Add the command to the help; what follows it is for a parser of its own, see `run`."""
+    """Add the command to the help; `run` leaves its arguments to the parser of the benchmarks."""
     commands.add_parser(
         "bench",
         help="time the kernels against roofs and peers, in a clone of the repository; what follows "
@@ -22,10 +22,11 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the benchmarks, which are no part of the package: they lie beside it, or where we are."""
+    """Run the benchmarks, which lie beside the package in a clone, or in the current folder."""
     for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / "benchmarks" / "bench_hash_table.py").exists():
-            # Last, or ranks that are started would import what lies there instead of this package.
+            # Append it: placed first, ranks that are started would import the clone's package, not
+            # this one.
             sys.path.append(str(folder))
             benchmarks = importlib.import_module("benchmarks.__main__")
             return benchmarks.main(arguments, prog="sparsekit bench")

@@ -1,4 +1,4 @@
-"""``sparsekit checkpoint``: look at checkpoints, verify, compare and convert them, as files."""
+"""``sparsekit checkpoint``: inspects, verifies, compares and converts checkpoints as files."""
 
 from __future__ import annotations
 

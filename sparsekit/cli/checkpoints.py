@@ -1,4 +1,4 @@
-"""Options by which a command saves its place, and goes on from it when it is started again."""
+"""Options that let a command save its progress, and resume from it when started again."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ DEFAULT_EVERY = 1000
 DEFAULT_KEEP = 3
 # File beside the checkpoints that lists the options of the run.
 RUN = "run.json"
-# Options that may differ when a run goes on.
+# Options that may differ when a run is resumed.
 _FREE = {
     "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
     "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
-    "config", "settings",  # which become settings with a dot in their names
+    "config", "settings",  # compared as settings, whose names have a dot
 }  # fmt: skip
-# Options that name files of data: of models that load them, and of those that read them as streams.
+# Options that name data files: `data` of models that load them, the rest of models that stream
+# them.
 _DATA = ("data", "data.train", "data.validation", "data.test")
-# Only the beginning and the end of a larger file are compared.
+# Larger files are compared by their beginning and end only.
 _WHOLE_BYTES, _END_BYTES = 4 << 30, 64 << 20
 
 
 def add_options(parser: Parser | argparse.ArgumentParser) -> None:
-    """Add them."""
+    """Add the options of checkpoints."""
     parser.set_defaults(checkpoint=None, resume=False)
     parser.add_argument(
         "--checkpoint",
         metavar="FOLDER",
-        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="where to save the run after each epoch and every few steps",
     )
     count = number(int, 1, 2**31 - 1)
@@ -53,10 +54,10 @@ def add_options(parser: Parser | argparse.ArgumentParser) -> None:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Check the folder before the work, and note there what the run is started with.
+    """Check the folder before the work begins, and write the options of the run into it.
 
     Raises:
-        UsageError: the folder is another run's, or cannot be written.
+        UsageError: the folder belongs to another run, or cannot be written.
     """
     if args.checkpoint is None:
         if args.resume:
@@ -83,7 +84,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments for a `Trainer`."""
+    """Return arguments for a `Trainer`."""
     if args.checkpoint is None:
         return {}
     return {
@@ -93,13 +94,13 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shaping(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that decide on the result."""
+    """Return the options that affect the result."""
     chosen = {name: value for name, value in vars(args).items() if name not in _FREE}
     return json.loads(json.dumps(chosen, default=str))
 
 
 def _contents(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file of data."""
+    """Return the size and CRC-32 of each data file."""
     found = {}
     for option in _DATA:
         given = getattr(args, option, None) or ()
@@ -122,7 +123,7 @@ def _size_and_crc(path: str) -> list[int]:
 
 def _compare(folder: Path, now: dict[str, Any], contents: dict[str, list[int]]) -> None:
     if not (folder / RUN).exists():
-        return  # made by a script
+        return  # a script made these checkpoints, and writes no such file
     before = json.loads((folder / RUN).read_text())
     for path, was in before.pop("contents", {}).items():
         if contents.get(path, was) != was:

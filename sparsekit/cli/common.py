@@ -18,7 +18,7 @@ from ..errors import CheckpointError, DataFormatError, ResumeError
 
 
 class UsageError(Exception):
-    """A mistake that the user can put right; shown without a traceback."""
+    """A mistake that the user can fix; shown without a traceback."""
 
 
 EXPECTED = (
@@ -32,25 +32,25 @@ EXPECTED = (
 
 
 def discard_output() -> None:
-    """Let what is left to flush go nowhere."""
+    """Redirect stdout to nowhere, so that flushing the rest of it cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def number(kind: type, least: float, most: float) -> Callable[[str], float]:
-    """Makes the parser of an argument that is an int or a float in [least, most]."""
+    """Return a parser for an argument that is an int or a float in [least, most]."""
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:  # true of nan as well
+        if not least <= value <= most:  # rejects nan as well
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
         return value
 
-    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    parse.__name__ = kind.__name__  # argparse quotes the name: "invalid int value"
     return parse
 
 
 def check_folder(file: str | None, option: str = "--save", *, folder: bool = False) -> None:
-    """Raise before the work that a file or folder cannot be written, which would show after it."""
+    """Raise UsageError before the work begins if a file or folder cannot be written."""
     if file is None:
         return
     path = Path(file).resolve()
@@ -63,30 +63,30 @@ def check_folder(file: str | None, option: str = "--save", *, folder: bool = Fal
 
 
 def check_other_file(option: str, written: str | None, read: str | None) -> None:
-    """Raise before the work if a file would be overwritten that is read, whatever its names are."""
+    """Raise UsageError before the work begins if the output would overwrite the input."""
     try:
         same = written is not None and read is not None and os.path.samefile(written, read)
-    except OSError:  # one is not there
+    except OSError:  # one of the files does not exist
         return
     if same:
         raise UsageError(f"{option} {written}: is the file that is read, {read}; choose another")
 
 
 def check_apart(option: str, file: str | None, other_option: str, other: str | None) -> None:
-    """Raise before the work if two results would be written to one file."""
+    """Raise UsageError before the work begins if two results would be written to one file."""
     if file is not None and other is not None and os.path.realpath(file) == os.path.realpath(other):
         raise UsageError(f"{option} {file}: is the file of {other_option}; choose another")
 
 
 def why(error: OSError, path: str) -> str:
-    """Explains why a file could not be read, and suggests which one was meant."""
+    """Explain why a file could not be read, and suggest the one that was probably meant."""
     hint = did_you_mean_file(path) if isinstance(error, FileNotFoundError) else ""
     return f"{error.strerror or error}{hint}"
 
 
 @contextlib.contextmanager
 def writing(option: str, file: str) -> Iterator[None]:
-    """Raise UsageError that names the option where a file cannot be written."""
+    """Turn the OSError of a failed write into a UsageError that names the option."""
     try:
         yield
     except OSError as error:
@@ -94,9 +94,9 @@ def writing(option: str, file: str) -> Iterator[None]:
 
 
 def set_threads(threads: int | None) -> None:
-    """Compute with ``--threads`` threads; None: as OMP_NUM_THREADS says, or one."""
-    # Batches of this size gain little from a second thread, and lose much where cores are shared,
-    # with other ranks for instance: torch's threads wait for one another by spinning.
+    """Set the number of torch's threads; None means that of OMP_NUM_THREADS, or one."""
+    # A second thread gains little at the batch sizes of the commands, and costs much where cores
+    # are shared, for instance with other ranks: torch's threads wait for one another by spinning.
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = 1
     if threads is not None:
@@ -104,17 +104,17 @@ def set_threads(threads: int | None) -> None:
 
 
 def rank() -> int:
-    """The number of this process among the ranks."""
+    """Return this process's rank, 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are."""
+    """Return the number of ranks, 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def sum_over_ranks(values: Iterable[float]) -> list[float]:
-    """Each value's sum over all ranks."""
+    """Sum each value over all ranks."""
     total = torch.tensor(list(values), dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(total)

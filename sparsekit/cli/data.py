@@ -1,4 +1,4 @@
-"""``sparsekit data``: files to try things with."""
+"""``sparsekit data``: generates files to experiment with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the command that was given, and turns errors into one line and an exit code."""
+"""Runs the given command, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .common import EXPECTED, discard_output
 
 
 def run(argv: Sequence[str] | None) -> int:
-    """See `sparsekit.cli.main`."""
+    """Run the command line; see `sparsekit.cli.main`."""
     command, *arguments = (sys.argv[1:] if argv is None else list(argv)) or [""]
     try:
-        if command == "bench":  # what follows is for the benchmarks, which have their own parser
+        if command == "bench":  # the benchmarks parse their own arguments
             return bench.run(arguments)
         if command == "train":
             arguments = train.with_model(arguments)
@@ -35,7 +35,7 @@ def run(argv: Sequence[str] | None) -> int:
         print(f"sparsekit: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output, `head` for one, has gone.
+        # The reader of our output, for instance `head`, has gone.
         discard_output()
         return 141
     except KeyboardInterrupt:
@@ -44,7 +44,7 @@ def run(argv: Sequence[str] | None) -> int:
 
 
 def make_parser() -> Parser:
-    """The parser of all commands."""
+    """Make the parser of all commands."""
     parser = Parser(prog="sparsekit", description="Sparse embeddings for PyTorch.")
     parser.add_argument("--version", action="version", version=f"sparsekit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

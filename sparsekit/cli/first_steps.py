@@ -1,4 +1,4 @@
-"""Some steps of a training command under the profiler, in place of all of them."""
+"""Profiles the first steps of a training command instead of running all of them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..train.profile import Profile, profiled
 from .common import UsageError, rank
 
-WARM_UP = 3  # steps that are not profiled: memory is allocated, ranks get connected
+WARM_UP = 3  # steps before the profile, in which memory is allocated and ranks connect
 
 
 class _Enough(Exception):
-    """All steps that were asked for have been profiled."""
+    """Signal that all requested steps have been profiled."""
 
 
 def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
-    """Call fit until ``args.steps`` steps behind warm-up are done, and print what they took.
+    """Call fit until ``args.steps`` steps after the warm-up are done, and print their profile.
 
-    A step ends with that of an optimizer, of several with the one that is stepped first.
+    A step ends when the optimizer has made its step; with several, the one that steps first.
 
     Raises:
         UsageError: training ends before that, or ``args.trace`` cannot be written.

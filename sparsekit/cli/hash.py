@@ -1,4 +1,4 @@
-"""``sparsekit hash``: a file of raw values in, a Parquet file of keys out."""
+"""``sparsekit hash``: writes the keys of a file's raw values to a Parquet file."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _hash(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[Reader, Collection[str]]:
-    """The reader, and which of its features are written as lists."""
+    """Return the reader, and the features that are written as lists."""
     form = FORMATS[args.format or _format_of(args.file)]
     options: dict[str, Any] = {"on_error": "skip" if args.skip_malformed else "raise"}
     if form.open is None:
@@ -134,7 +134,7 @@ def _split(names: str | None) -> list[str]:
 
 
 def _columns(reader: Reader, batch: Batch, lists: Collection[str]) -> dict[str, Any]:
-    """Name -> Arrow array of each column of the result."""
+    """Return an Arrow array for each column of the result, by name."""
     import pyarrow
 
     label = reader.columns.label

@@ -1,4 +1,4 @@
-"""``sparsekit info``: how sparsekit was built."""
+"""``sparsekit info``: shows how sparsekit was built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sparsekit plot``: a picture of a run."""
+"""``sparsekit plot``: draws a picture of a run."""
 
 from __future__ import annotations
 

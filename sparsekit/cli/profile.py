@@ -1,4 +1,4 @@
-"""``sparsekit profile``: where the time of training steps goes, and what ranks send each other."""
+"""``sparsekit profile``: shows where training spends its time, and what ranks send each other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _add_options(model: argparse.ArgumentParser) -> None:
     of_profile.add_argument(
         "--trace",
         metavar="FILE",
-        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="where to write a Chrome trace, for chrome://tracing or ui.perfetto.dev; rank 1 "
         "writes FILE with .rank1 in front of its suffix",
     )

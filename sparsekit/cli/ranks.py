@@ -1,4 +1,4 @@
-"""The ranks that do the work of a command, and the options that say how many there are."""
+"""Starts the ranks that do the work of a command, and adds the options for their number."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from .common import (
 )
 from .first_steps import profile_fit
 
-# Reads the data, on one process.
+# Function that reads the data, on one process.
 Load = Callable[[argparse.Namespace], Any]
-# Trains on it, on each rank; returns the exit code.
+# Function that trains on the data, on each rank; returns the exit code.
 Fit = Callable[[Any, argparse.Namespace], int]
 
 
 def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
-    """Add how many processes share the work, and with how many threads each."""
+    """Add the options for the number of processes and for the threads of each."""
     parser.set_defaults(threads=None, ranks=ranks)
     parser.add_argument(
         "--ranks",
@@ -57,9 +57,9 @@ def add_ranks(parser: argparse.ArgumentParser, ranks: int | None) -> None:
 
 
 def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
-    """Load the data once and train on ``args.ranks`` ranks; returns the exit code.
+    """Load the data once and train on ``args.ranks`` ranks; return the exit code.
 
-    Both are functions of a module, so that they can be sent by name.
+    `load` and `fit` must be functions of a module, since they are sent by name.
     """
     check_folder(args.save)
     check_other_file("--save", args.save, data if isinstance(data := args.data, str) else None)
@@ -72,15 +72,14 @@ def train(args: argparse.Namespace, load: Load, fit: Fit) -> int:
 
 
 def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
-    """Load the data once and work on it on ``args.ranks`` ranks; returns the exit code."""
-    if dist.is_torchelastic_launched():  # by torchrun: the ranks are there, and this is one
+    """Load the data once and process it on ``args.ranks`` ranks; return the exit code."""
+    if dist.is_torchelastic_launched():  # torchrun has started the ranks, and this is one of them
         return run_as_rank(args, load, fit)
     data = load(args)
     if args.ranks == 1:
         return _fit(fit, data, args)
     try:
-        # Pickled here, since torch would otherwise put tensors into shared memory, which may be
-        # small.
+        # Pickled here, since torch would put tensors into shared memory, which may be too small.
         run_on_ranks(args.ranks, run_as_rank, args, load, fit, pickle.dumps(data))
     except RankError as error:
         if error.kind in {kind.__name__ for kind in EXPECTED}:
@@ -91,13 +90,13 @@ def start(args: argparse.Namespace, load: Load, fit: Fit) -> int:
             raise BrokenPipeError from None
         raise
     finally:
-        # A rank that has been ended leaves its bar.
+        # A rank that was terminated leaves its progress bar behind.
         Progress("", 0, sys.stdout).clear()
     return 0
 
 
 def logs(args: argparse.Namespace) -> list[Log]:
-    """Where a trainer's records go: the file in ``--log-to``."""
+    """Return the logs of a trainer: the file in ``--log-to``, on rank 0."""
     if args.log is None or rank() > 0:
         return []
     folder = Path(args.log)
@@ -107,7 +106,7 @@ def logs(args: argparse.Namespace) -> list[Log]:
 
 
 def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | None = None) -> int:
-    """Runs on each rank."""
+    """Join the other ranks, load the data unless it is given, and call fit; runs on each rank."""
     start_rank()
     _join()
     loaded = _load_once(args, load) if data is None else pickle.loads(data)
@@ -116,15 +115,16 @@ def run_as_rank(args: argparse.Namespace, load: Load, fit: Fit, data: bytes | No
     except BrokenPipeError:
         discard_output()
         raise
-    # One that leaves early would cut off what the others still read.
+    # A rank that left early would cut off messages that other ranks still read.
     dist.barrier()
-    # Not after an error: the launcher must hear of it before the others do, by a lost connection.
+    # Not reached after an error: the launcher must see that error before other ranks lose
+    # connection.
     dist.destroy_process_group()
     return status
 
 
 def _fit(fit: Fit, data: Any, args: argparse.Namespace) -> int:
-    """All of it, or under `sparsekit profile` some steps."""
+    """Call fit, under `sparsekit profile` for some steps only."""
     return profile_fit(fit, data, args) if hasattr(args, "trace") else fit(data, args)
 
 
@@ -138,8 +138,8 @@ def _join() -> None:
 
 
 def _load_once(args: argparse.Namespace, load: Load) -> Any:
-    """Load on rank 0, which may have to download it, and send it to the others."""
-    loaded: list[Any] = [False, None]  # whether it went well, and what it is, perhaps None
+    """Load the data on rank 0, which may have to download it, and send it to the other ranks."""
+    loaded: list[Any] = [False, None]  # success, and the data, which may be None
     error: Exception | None = None
     if rank() == 0:
         try:
@@ -148,5 +148,5 @@ def _load_once(args: argparse.Namespace, load: Load) -> Any:
             error = raised
     dist.broadcast_object_list(loaded)
     if not loaded[0]:
-        raise error or SystemExit(2)  # rank 0 says why
+        raise error or SystemExit(2)  # rank 0 reports the error
     return loaded[1]

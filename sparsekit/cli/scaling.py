@@ -1,4 +1,4 @@
-"""``sparsekit scaling``: how much faster a model trains on more ranks of this machine."""
+"""``sparsekit scaling``: measures how much faster a model trains on more ranks of this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..train.plots import plot_scaling
 from ..train.scaling import Case, predicted, samples_per_second
 from .common import UsageError, check_apart, check_folder, number, rank, writing
 
-WORLDS = (8, 64, 512)  # for which speed-up is predicted
+WORLDS = (8, 64, 512)  # numbers of ranks for which the speed-up is predicted
 
 
 def add(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -64,7 +64,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return worlds
 
 
-_numbers.__name__ = "numbers"  # argparse names it in "invalid numbers value"
+_numbers.__name__ = "numbers"  # argparse quotes the name: "invalid numbers value"
 
 
 def _scaling(args: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def _scaling(args: argparse.Namespace) -> int:
 
 
 def _forecast(measured: dict[int, float]) -> dict[int, tuple[float, float]]:
-    """Print speed-ups of larger worlds, predicted from those that had a core for each thread."""
+    """Print the speed-ups predicted for more ranks, from runs that had a core for each thread."""
     largest = max(measured, default=1)
     if largest == 1:
         print("\nno prediction: no two of these worlds had a core for each thread")

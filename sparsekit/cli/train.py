@@ -1,4 +1,4 @@
-"""``sparsekit train``: the models that can be trained from the command line."""
+"""``sparsekit train``: trains models from the command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_models(models: argparse._SubParsersAction[TrainingParser]) -> None:
 
 
 def with_model(arguments: Sequence[str]) -> list[str]:
-    """The arguments of the command, with the default model if they name none."""
+    """Return the arguments, with the default model in front if they name no model."""
     if arguments and (not arguments[0].startswith("-") or arguments[0] in ("-h", "--help")):
         return list(arguments)
     return [DEFAULT_MODEL, *arguments]

@@ -17,20 +17,20 @@ from ..train.config import ConfigError, read_yaml, to_yaml
 from . import checkpoints, ranks
 from .common import UsageError, number, why, writing
 
-# They say where settings come from, or what else the command does.
+# Options that are not settings: they say where settings come from, or what else the command does.
 _NO_SETTINGS = {"config", "set", "show-config", "resume"}
 
 
 class TrainingParser(Parser):
     """Parser of a training command, whose flags can also be set by ``--set`` and a YAML file.
 
-    Both are read as the flags that they name, so that there is one check of each setting.
+    Settings from both are turned into flags, so that each setting is checked in one place.
     """
 
     flags_are_settings = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's; what the file says comes first, and so counts less than what is given."""
+        """Parse like argparse; given flags and ``--set`` override the settings of the YAML file."""
         if not self.flags_are_settings:
             return super().parse_known_args(args, namespace)
         found, unknown = super().parse_known_args(self._as_flags(args), namespace)
@@ -44,7 +44,8 @@ class TrainingParser(Parser):
         return found, unknown
 
     def _flags(self) -> dict[str, argparse.Action]:
-        named = {action.option_strings[0][2:]: action for action in self._actions[1:]}  # no help
+        # The first is --help.
+        named = {action.option_strings[0][2:]: action for action in self._actions[1:]}
         return {name: action for name, action in named.items() if name not in _NO_SETTINGS}
 
     def _as_flags(self, args: Iterable[str]) -> list[str]:
@@ -74,7 +75,7 @@ class TrainingParser(Parser):
         return of_file + given
 
     def _flag(self, where: str, name: Any, value: Any) -> list[str]:
-        """The flag for a setting: none for a switch that is off."""
+        """Return the flag for a setting as a list, which is empty for a switch that is off."""
         flags = self._flags()
         flag = str(name).replace("_", "-")
         action = flags.get(flag) or self._option_string_actions.get(f"--{flag}")
@@ -101,13 +102,13 @@ def add(
     """Add a command that trains on one file, with --data, --save and the ways to set its flags.
 
     Args:
-        models: where it is added.
-        name: of the command.
-        run: what it does.
-        help: a line on it.
-        description: what its own help begins with.
-        data: what the help says of --data.
-        save: and of --save; None if there is no such option.
+        models: subparsers to which the command is added.
+        name: name of the command.
+        run: called with the parsed arguments.
+        help: one line for the list of models.
+        description: first paragraph of the command's own help.
+        data: help of --data.
+        save: help of --save; None for a command without this option.
     """
     parser = models.add_parser(
         name,
@@ -127,7 +128,7 @@ def add(
 
 
 def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
-    """Add the options by which settings are given and shown."""
+    """Add the options that give and show settings."""
     hidden = argparse.SUPPRESS
     parser.set_defaults(config=None, settings=None, show_config=False)
     parser.add_argument(
@@ -150,7 +151,7 @@ def add_settings(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def as_yaml(settings: Any) -> str:
-    """Settings as YAML; UsageError where the package for it is not installed."""
+    """Return settings as YAML; raise UsageError if the package for it is not installed."""
     try:
         return to_yaml(settings)
     except ImportError as error:
@@ -158,17 +159,17 @@ def as_yaml(settings: Any) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | None = 2) -> None:
-    """Add those that all models have; seed says what comes of it.
+    """Add the options that all models share; `seed` is the help of ``--seed``.
 
-    Without a default, ranks are None unless they are given.
+    If num_ranks is None, so is ``args.ranks`` unless the user gives it.
     """
     parser.set_defaults(log=None)
     parser.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, help=seed)
     parser.add_argument(
-        "--log-to",  # torchrun would take --log for an abbreviation of its own options
+        "--log-to",  # torchrun would read --log as an abbreviation of its own options
         dest="log",
         metavar="FOLDER",
-        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="where to write metrics.jsonl, for `sparsekit plot FOLDER`",
     )
     ranks.add_ranks(parser, num_ranks)
@@ -178,7 +179,7 @@ def add_options(parser: argparse.ArgumentParser, seed: str, num_ranks: int | Non
 def add_batch_size(
     parser: argparse.ArgumentParser, samples: str, default: Any, shown: str = ""
 ) -> None:
-    """Add the size of a step; shown is what the help says of a default that is none."""
+    """Add the batch size; `shown` describes the default in the help where argparse cannot."""
     parser.add_argument(
         "--global-batch-size",
         "--batch-size",
@@ -192,7 +193,7 @@ def add_batch_size(
 
 @contextlib.contextmanager
 def reading(option: str, file: str | None) -> Iterator[None]:
-    """Raise UsageError where a file cannot be read, or a package that reads it is not there."""
+    """Raise UsageError where a file cannot be read, or the package that reads it is missing."""
     try:
         yield
     except OSError as error:
@@ -208,7 +209,7 @@ def make_trainer(
     optimizers: Sequence[torch.optim.Optimizer],
     **others: Any,
 ) -> Trainer:
-    """A `Trainer` that logs and saves as the command's options say; others are arguments of it."""
+    """Return a `Trainer` that logs and saves as the options say; others are passed on to it."""
     others = {"stream": sys.stdout, "logs": ranks.logs(args), **others}
     return Trainer(model, losses, optimizers, seed=args.seed, **checkpoints.options(args), **others)
 
@@ -216,7 +217,7 @@ def make_trainer(
 def falling(
     optimizers: Iterable[torch.optim.Optimizer], steps: int
 ) -> list[torch.optim.lr_scheduler.LRScheduler]:
-    """Schedules by which learning rates fall to zero in that number of steps."""
+    """Return schedules by which learning rates fall to zero in that number of steps."""
     return [
         torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
         for optimizer in optimizers

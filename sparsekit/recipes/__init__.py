@@ -1,4 +1,4 @@
 """Applications, a folder each: models, baselines and commands.
 
-What a user imports of them is in `sparsekit.models`.
+Users import the models from `sparsekit.models`.
 """

@@ -1,4 +1,4 @@
-"""Numbers as categories."""
+"""Turns numbers into categories."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 import torch
 
-# Texts that stand for a missing number.
+# Values that stand for a missing number.
 MISSING = (None, "", "?")
 
 
 class QuantileBuckets:
-    """Cuts numeric columns into buckets, whose numbers can be hashed as categories are.
+    """Cuts numeric columns into buckets, whose numbers can be hashed like categories.
 
-    Bucket i of a column has the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing one is
-    in bucket -1. A number that no row had before falls among its neighbours, where its text would
-    be a category of its own.
+    Bucket i of a column has the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing number
+    is in bucket -1. A number that was not in the data for the edges shares a bucket with its
+    neighbours, whereas its text would be a category of its own.
 
     Args:
         edges: name of each numeric column -> its edges, rising and finite.
 
     Raises:
-        ValueError: edges that do not rise.
+        ValueError: edges are not finite or do not rise.
     """
 
     def __init__(self, edges: Mapping[str, Iterable[float]]) -> None:
@@ -35,25 +35,25 @@ class QuantileBuckets:
 
     @classmethod
     def fit(cls, columns: Any, names: Iterable[str], count: int = 32) -> QuantileBuckets:
-        """Choose edges by the numbers in some rows; those to be predicted are no part of them.
+        """Choose edges from the numbers of some rows, which must not be rows to be predicted.
 
-        A column of at most `count` distinct numbers gets a bucket for each. In others a number that
-        makes up ``1 / count`` of the rows has a bucket of its own, as the zeros of an amount that
-        few people have; the rest are cut into `count` parts of nearly equal size. That is at most
-        ``3 * count`` buckets.
+        A column of at most `count` distinct numbers gets a bucket for each. In other columns, a
+        number that makes up at least ``1 / count`` of the rows gets a bucket of its own, such as
+        the zeros of an amount that few people have; the rest are cut into `count` parts of nearly
+        equal size. This makes at most ``3 * count`` buckets.
 
         Args:
             columns: name -> n numbers or their texts; see `__call__`.
-            names: the numeric ones.
-            count: >= 1.
+            names: names of the numeric columns.
+            count: number of parts, >= 1.
 
         Raises:
-            ValueError: a value that is no number, named with its position.
+            ValueError: a value is not a number; the message gives its position.
         """
         return cls({name: _edges(_numbers(name, columns[name]), count) for name in names})
 
     def __call__(self, columns: Any) -> dict[str, torch.Tensor]:
-        """The bucket of each number.
+        """Return the bucket of each number.
 
         Args:
             columns: name -> n values for each name in `edges`: an array or a tensor of numbers, or
@@ -63,7 +63,7 @@ class QuantileBuckets:
             Name -> int64 ``[n]`` in [-1, len(edges)].
 
         Raises:
-            ValueError: a value that is no number, named with its position.
+            ValueError: a value is not a number; the message gives its position.
         """
         return {name: self._bucket(name, columns[name]) for name in self.edges}
 
@@ -74,10 +74,10 @@ class QuantileBuckets:
 
 
 def _numbers(name: str, column: Any) -> np.ndarray:
-    """float64 [n], NaN where a number is missing."""
+    """Return a column as float64 [n], NaN where a number is missing."""
     if isinstance(column, torch.Tensor):
         column = column.cpu().numpy()
-    # An Arrow column of numbers has NaN for null then, one of text None.
+    # A null becomes NaN in an Arrow column of numbers, and None in one of text.
     values = np.asarray(column) if hasattr(column, "to_pylist") else column
     if isinstance(values, np.ndarray) and values.dtype.kind in "iuf":
         return values.astype(np.float64)
@@ -100,7 +100,7 @@ def _edges(numbers: np.ndarray, count: int) -> np.ndarray:
     frequent = times * count >= len(numbers)
     rest = numbers[~np.isin(numbers, values[frequent])]
     quantiles = rest[np.arange(1, count) * len(rest) // count] if len(rest) else rest
-    # A frequent value begins a bucket, and so does the next one.
+    # A frequent value begins a bucket, and so does the value after it.
     following = values[1:][frequent[:-1]]
     edges = np.unique(np.concatenate([quantiles, values[frequent], following]))
     return edges[edges > values[0]]

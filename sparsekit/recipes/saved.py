@@ -1,4 +1,4 @@
-"""Files of trained models: written by any number of ranks, and read by any other."""
+"""Files of trained models: written by any number of ranks, and read by any other number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..nn import DistributedEmbedding
 
 
 def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys ``[n]`` and vectors ``[n, dim]`` of all ranks, on the CPU of rank 0; on others none."""
+    """Return keys ``[n]`` and vectors ``[n, dim]`` of all ranks on rank 0's CPU; elsewhere none."""
     own = [(items.keys.cpu(), items.vectors.cpu()) for items in layer.items()]
     parts: list[Any] = [own]
     if dist.is_initialized():
@@ -27,7 +27,7 @@ def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
-    """Write a model on rank 0; on others nothing. A file that was there stays until it is whole.
+    """Write a model on rank 0; other ranks do nothing. An existing file stays until this is done.
 
     Raises:
         OSError: the file cannot be written.
@@ -39,21 +39,21 @@ def write(path: str | os.PathLike[str], saved: dict[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str], *expected: str) -> dict[str, Any]:
-    """Reads what `write` has written.
+    """Read a model that `write` has written.
 
     Args:
         path: the file.
-        expected: the entries ``"format"`` of which it must have one.
+        expected: the accepted values of its entry ``"format"``.
 
     Raises:
-        ValueError: the file is something else.
-        OSError: it cannot be read.
+        ValueError: the file holds something else.
+        OSError: the file cannot be read.
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception:  # whatever an unpickler says of other bytes
+    except Exception:  # an unpickler may raise anything for foreign bytes
         saved = None
     found = saved.get("format") if isinstance(saved, dict) else None
     if isinstance(found, str) and found.startswith("sparsekit ") and found not in expected:

@@ -1,1 +1,1 @@
-"""Recommendations by what a user has rated."""
+"""Recommends items to users from their earlier ratings."""

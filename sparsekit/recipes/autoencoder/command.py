@@ -1,4 +1,4 @@
-"""``sparsekit train autoencoder``: what users will rate next, by what they have rated."""
+"""``sparsekit train autoencoder``: predicts which items users will rate next."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from .recommend import MOVIELENS
 from .recommendations import Recommendations, popular, recommend
 
 K = 10
-# Chosen on the latest fifth of each user's ratings in the train part, as the model's defaults.
+# Chosen, like the defaults of the model, on the latest fifth of each user's training ratings.
 DEFAULT_EPOCHS = 40
 DEFAULT_BATCH = 64
 DEFAULT_DIM = 64
-# The original's way: full batches, of which an epoch has one.
+# As in the original: one full batch per epoch.
 ORIGINAL_EPOCHS = 400
 ORIGINAL_SHOWN = 50
 ORIGINAL_CELLS = 2**31
@@ -147,7 +147,7 @@ def _fit(model: Autoencoder, test: Ratings, args: argparse.Namespace) -> Trainer
         (torch.arange(users),),
         epochs=epochs,
         global_batch_size=batch_size,
-        # To watch only: nothing is chosen by it.
+        # Test metrics are only shown; nothing is chosen by them.
         evaluate=lambda _: {f"test P@{K}": _metrics(recommend(model, K), test)[0]},
         resume=args.resume,
     )
@@ -161,7 +161,7 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
         model,
         lambda _, batch: (model.losses(batch[0]), 0.0),
         model.optimizers(),
-        stream=io.StringIO(),  # a line for each step would be too many
+        stream=io.StringIO(),  # a line for each epoch would be too many
     )
     epochs = args.epochs or ORIGINAL_EPOCHS
     data, batch_size = (torch.arange(users),), args.batch_size or users
@@ -177,8 +177,8 @@ def _fit_original(model: DenseAutoencoder, args: argparse.Namespace) -> Trainer:
 
 
 def _metrics(best: Recommendations, test: Ratings) -> tuple[float, float, float]:
-    """P, recall and NDCG."""
-    if best.scores.isnan().any():  # the loss of the last step was that of the weights before it
+    """Return precision, recall and NDCG at K."""
+    if best.scores.isnan().any():  # the last loss was computed before the last update
         raise DivergedError("a score is not a number: training has diverged in its last step")
     hits = best.hits(test)
     return precision_at_k(*hits, K), recall_at_k(*hits, K), ndcg_at_k(*hits, K)

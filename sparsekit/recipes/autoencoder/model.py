@@ -17,44 +17,44 @@ from ...optim import LazyAdam, split_embedding_variable_from_others
 from .. import saved
 from .rated_items import RatedItems
 
-# Mark of the file format of a saved model.
+# Format name in the file of a saved model.
 FORMAT = "sparsekit autoencoder 1"
 
 
 class Autoencoder(torch.nn.Module):
-    r"""Scores all items for a user by the items that the user has rated.
+    r"""Scores all items for a user from the items that the user has rated.
 
     .. math::
         h = \tanh(W_1 \tanh(\sum_{j \in N} w_j e_j / |w| + b_0) + b_1), \quad
         s_i = h \cdot v_i + c_i
 
-    N is what the user has rated, :math:`w_j` in [0.2, 1] the rating, :math:`e_j` the vector of an
-    item as input, and :math:`v_i, c_i` that of an item to be scored. Vectors are looked up by
-    the items' ids, so what an item takes is on one rank, and no ``[users, items]`` matrix is made.
+    N are the items that the user has rated, :math:`w_j` in [0.2, 1] the ratings, :math:`e_j` the
+    vector of an item as input, and :math:`v_i, c_i` vector and bias of an item to be scored.
+    Vectors are looked up by the items' ids, so each item takes memory on one rank only, and no
+    ``[users, items]`` matrix is made.
 
-    The loss of a user is the cross entropy between a softmax over scores and the items rated,
-    weighted by :math:`w`. It is masked: the softmax is over the rated items and `negatives` others,
-    drawn anew for each step and the same for all its users; no other item counts. That a user has
-    not rated an item is then evidence, but weak: it only says that others come first. In training
-    a random part of the bag is left out, or h could learn to hand through what is to be predicted.
-    What is drawn depends on the step and the entry, never on the rank. Sources: Liang et al.,
-    "Variational autoencoders for collaborative filtering", WWW 2018, whose Mult-DAE this is with a
-    sampled softmax (Jean et al., ACL 2015).
+    The loss of a user is the cross entropy between a softmax over scores and the rated items,
+    weighted by :math:`w`. It is masked: the softmax covers only the rated items and `negatives`
+    random others, which are drawn once per step for all its users. A missing rating is thus weak
+    evidence: it only says that the user prefers other items. In training a random part of the bag
+    is dropped; otherwise h could learn to pass its input through. Draws depend on the step and the
+    entry, never on the rank. Sources: Liang et al., "Variational autoencoders for collaborative
+    filtering", WWW 2018, for Mult-DAE, and Jean et al., ACL 2015, for the sampled softmax.
 
     Args:
-        history: what users have rated, which is also what is trained on.
+        history: what users have rated, both the input and the target of training.
         dim: elements of h, e and v, >= 1.
-        layers: number of W, b after the first, >= 0.
-        dropout: part of the bag that is left out in training, in [0, 1).
+        layers: number of dense layers (W, b), >= 0.
+        dropout: fraction of the bag that is dropped in training, in [0, 1).
         negatives: items drawn for each step, >= 1; repeats count once.
-        seed: of initial vectors and of what is drawn.
-        source: what the data is called, for those who load the model.
+        seed: seed of the initial vectors and of all draws.
+        source: name of the data, saved with the model.
 
     Raises:
         TypeError, ValueError: an argument out of range.
 
     Shape:
-        - rows: int64 ``[n]``, places in ``history.users``. Losses: float32 ``[n]``.
+        - rows: int64 ``[n]``, indices into ``history.users``. Losses: float32 ``[n]``.
     """
 
     _weights: torch.Tensor  # float32 [entries], w
@@ -89,10 +89,10 @@ class Autoencoder(torch.nn.Module):
         self.history = history
         self.dropout = dropout
         self.negatives = negatives
-        # How often has been drawn; a buffer, so that a checkpoint goes on with other draws.
+        # Number of draws so far; a buffer, so that a resumed run does not repeat earlier draws.
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("_weights", history.weights(), persistent=False)
-        # On the CPU, where the generator is, whatever torch's default device.
+        # Drawn on the CPU, where the generator is, whatever torch's default device is.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
         self._noise = seeds[0]
@@ -102,7 +102,7 @@ class Autoencoder(torch.nn.Module):
                 "rated": DistributedEmbedding(
                     "sqrtn", capacity, dim, 1, seed=seeds[1], name="rated"
                 ),
-                # The first element is the bias: one lookup gives both.
+                # The first element is the bias, so that one lookup returns bias and vector.
                 "scored": DistributedEmbedding(
                     "sum", capacity, 1 + dim, 1, seed=seeds[2], name="scored"
                 ),
@@ -112,23 +112,23 @@ class Autoencoder(torch.nn.Module):
         self.hidden = torch.nn.ModuleList([_linear(dim, generator) for _ in range(layers)])
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Codes (1, h) of users, ``[n, 1 + dim]``; all ranks call it, each with its own users."""
+        """Return codes (1, h) of this rank's users, ``[n, 1 + dim]``; a collective."""
         entries, offsets, _ = self.history(rows)
         keys = self.history.items[self.history.columns[entries]]
         return self._look_up(keys, offsets, self._weights[entries], keys[:0])[0]
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Vectors (c, v) of the items from begin to end, ``[m, 1 + dim]``; all ranks call it."""
+        """Return vectors (c, v) of the items from begin to end, ``[m, 1 + dim]``; a collective."""
         return self._table("scored").vectors(self.history.items[begin:end])
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Scores s ``[n, m]`` of codes, from `encode`, and vectors, from `vectors`."""
+        """Return scores s ``[n, m]`` from codes of `encode` and vectors of `vectors`."""
         return codes @ vectors.T
 
     def losses(self, rows: torch.Tensor) -> torch.Tensor:
-        """The masked loss of each user, ``[n]``; each call draws anew.
+        """Return the masked loss of each user, ``[n]``; each call makes new draws.
 
-        On several ranks all call it, each with its part of a batch, of which some may have nothing.
+        A collective: each rank passes its part of a batch, which may be empty.
         """
         history = self.history
         entries, offsets, row = history(rows)
@@ -142,7 +142,7 @@ class Autoencoder(torch.nn.Module):
         of_rated, of_others = vectors.split([len(keys), len(others)])
         rated = (codes[row] * of_rated).sum(1)  # [entries]
         unrated = self.score(codes, of_others)  # [n, others]
-        # Each one drawn stands for as many items as its chance to be drawn says.
+        # A drawn item stands for 1 / chance items, where chance is its probability of being drawn.
         chance = 1 - (1 - 1 / len(history.items)) ** self.negatives
         unrated = unrated - math.log(chance)
         place = torch.searchsorted(others, columns).clamp(max=len(others) - 1)
@@ -152,18 +152,18 @@ class Autoencoder(torch.nn.Module):
         return _logsumexp(rated, row, unrated) - mean
 
     def optimizers(self, lr: float = 5e-3) -> list[torch.optim.Optimizer]:
-        """`LazyAdam` for the tables and Adam for the dense part."""
+        """Return `LazyAdam` for the tables and Adam for the dense part."""
         sparse, dense = split_embedding_variable_from_others(self)
         return [LazyAdam(sparse, lr=lr), torch.optim.Adam(dense, lr=lr)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model and its history to one file, for any number of ranks.
 
-        On several ranks all call it, as on each only a part of the tables is; rank 0, which needs
-        memory for all of them, writes.
+        A collective, since each rank holds a part of the tables. Rank 0 writes, and needs memory
+        for all of them.
 
         Raises:
-            OSError: on rank 0, the file cannot be written. One that was there stays as it was.
+            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
         """
         model = {
             "format": FORMAT,
@@ -177,17 +177,17 @@ class Autoencoder(torch.nn.Module):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Autoencoder:
-        """Read what `save` has written, on the CPU; on several ranks all call it.
+        """Read a model that `save` has written, onto the CPU; a collective.
 
         Raises:
-            ValueError: the file is something else.
-            OSError: it cannot be read.
+            ValueError: the file holds something else.
+            OSError: the file cannot be read.
         """
         return cls.restored(saved.read(path, FORMAT))
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Autoencoder:
-        """The model of a file's content."""
+        """Rebuild a model from the content of its file."""
         model = cls(RatedItems.restored(state["history"]), **state["settings"])
         model.steps.fill_(state["steps"])
         with torch.no_grad():
@@ -203,7 +203,7 @@ class Autoencoder(torch.nn.Module):
     def _look_up(
         self, keys: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor, scored: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes (1, h) of bags, and the vectors (c, v) of items to be scored."""
+        """Return codes (1, h) of bags, and vectors (c, v) of the items to be scored."""
         one_each = torch.arange(len(scored) + 1, device=scored.device)
         bags = {"rated": (keys, offsets), "scored": (scored, one_each)}
         found = self.embeddings(bags, {"rated": weights})
@@ -213,8 +213,9 @@ class Autoencoder(torch.nn.Module):
         return torch.nn.functional.pad(codes, (1, 0), value=1.0), found["scored"][:, 0]
 
     def _draw(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which entries stay in their bag, bool, and columns of other items, rising."""
-        # Hashes in place of a generator: they are the same on each rank, whatever its share.
+        """Draw which entries stay in their bag, bool, and columns of other items, rising."""
+        # Hashes instead of a generator: they are equal on all ranks, whatever a rank's share of a
+        # batch.
         seed = (self._noise + 2 * int(self.steps)) % 2**63
         self.steps += 1
         kept = ops.hash_integers(entries, seed) >= int((self.dropout - 0.5) * 2**64)
@@ -224,10 +225,10 @@ class Autoencoder(torch.nn.Module):
 
 
 def _share(items: int) -> int:
-    """Rows for a rank's part of the items.
+    """Return the number of rows for a rank's part of the items.
 
-    A hash spreads them: more than this, six standard deviations above the mean, comes to a rank
-    with a chance of about 10^-9.
+    A hash spreads the items over the ranks. The result is six standard deviations above the mean; a
+    rank gets more items with a probability of about 10^-9.
     """
     mean = items / (dist.get_world_size() if dist.is_initialized() else 1)
     return min(items, math.ceil(mean + 6 * math.sqrt(mean)))
@@ -247,7 +248,7 @@ def _sum(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def _logsumexp(ragged: torch.Tensor, row: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Of each row of block ``[n, m]`` and of the elements that ragged ``[e]`` has for it."""
+    """Return each row's logsumexp over block ``[n, m]`` and its elements of ragged ``[e]``."""
     top = block.detach().amax(1).scatter_reduce(0, row, ragged.detach(), "amax")
     total = (block - top[:, None]).exp().sum(1)
     return total.index_add(0, row, (ragged - top[row]).exp()).log() + top

@@ -8,18 +8,18 @@ import torch
 
 from ...datasets import Ratings
 
-# The weight of the lowest rating; that of the highest is 1. An item without a rating has 0.
+# Weight of the lowest rating; the highest has 1, an item without a rating 0.
 LEAST_WEIGHT = 0.2
 
 
 class RatedItems(torch.nn.Module):
-    """The items of each user with their ratings; on several ranks each has those of all users.
+    """The items of each user with their ratings; each of several ranks holds those of all users.
 
-    Users and items are numbered in rising order of their ids. Of several ratings of one item by one
-    user the latest counts.
+    Users and items are numbered in rising order of their ids. If a user has rated an item several
+    times, the latest rating counts.
 
     Args:
-        train: the ratings that may be known; never those that are to be predicted. At least one.
+        train: the known ratings, at least one; never those that are to be predicted.
     """
 
     users: torch.Tensor  # int64 [u], sorted, distinct
@@ -34,7 +34,7 @@ class RatedItems(torch.nn.Module):
         items, column = train.items.unique(return_inverse=True)
         cells, cell = (row * len(items) + column).unique(return_inverse=True)
         by_time = train.timestamps.argsort(stable=True)
-        # The last place in time of each cell; plain indexing has no order among equal cells.
+        # Latest rating of each cell; with plain indexing, any rating of a cell might win.
         latest = torch.zeros_like(cells)
         place = torch.arange(len(by_time), device=cell.device)
         latest.scatter_reduce_(0, cell[by_time], place, "amax")
@@ -52,9 +52,9 @@ class RatedItems(torch.nn.Module):
             rows: int64 ``[n]``, numbers of users.
 
         Returns:
-            All int64: ``entries [e]``, places in `columns` and `ratings`; ``offsets [n + 1]``:
-            ``entries[offsets[i]:offsets[i + 1]]`` are those of rows[i]; and ``bag [e]``, which has
-            that i for each of them.
+            All int64: ``entries [e]``, indices into `columns` and `ratings`; ``offsets [n + 1]``:
+            ``entries[offsets[i]:offsets[i + 1]]`` belong to rows[i]; and ``bag [e]``, this i for
+            each entry.
         """
         starts = self.starts[rows]
         counts = self.starts[rows + 1] - starts
@@ -64,9 +64,9 @@ class RatedItems(torch.nn.Module):
         return place + (starts - offsets[:-1])[bag], offsets, bag
 
     def scaled(self) -> torch.Tensor:
-        """Ratings as float32 ``[n]`` in [0, 1]: 0 for the lowest that anyone has given.
+        """Return ratings scaled to [0, 1], float32 ``[n]``; the lowest of all becomes 0.
 
-        If there is but one value it is 1.
+        If all ratings are equal, they become 1.
         """
         low, high = self.ratings.aminmax()
         if low == high:
@@ -74,12 +74,12 @@ class RatedItems(torch.nn.Module):
         return (self.ratings - low) / (high - low)
 
     def weights(self) -> torch.Tensor:
-        """Ratings as float32 ``[n]`` in [0.2, 1]: the lowest is told apart from none."""
+        """Return ratings scaled to [0.2, 1], float32 ``[n]``; the lowest differs from none."""
         return LEAST_WEIGHT + (1 - LEAST_WEIGHT) * self.scaled()
 
     @classmethod
     def restored(cls, state: Mapping[str, torch.Tensor]) -> RatedItems:
-        """Make what a ``state_dict`` was taken of."""
+        """Rebuild an object from its ``state_dict``."""
         one = torch.zeros(1)
         history = cls(Ratings(one.long(), one.long(), one, one))
         for name in history.state_dict():

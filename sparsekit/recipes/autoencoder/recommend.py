@@ -1,4 +1,4 @@
-"""``sparsekit recommend``: the best items of each user, by a trained model."""
+"""``sparsekit recommend``: writes the best items of each user, as scored by a trained model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...cli.common import (
 from ...datasets import DatasetUnavailableError, movielens_100k_titles
 from .recommendations import Recommendations, load_recommender, recommend
 
-# Name of the data in models that were trained on it.
+# Value of `source` in models that were trained on MovieLens-100K.
 MOVIELENS = "MovieLens-100K"
 
 
@@ -59,7 +59,8 @@ def _recommend(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.model}: {why(error, args.model)}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
-    best = recommend(model, min(args.k, len(model.history.items)))  # more would be empty places
+    # A larger k would leave places empty.
+    best = recommend(model, min(args.k, len(model.history.items)))
     with writing("--out", args.out):
         best.write(args.out)
     print(f"{args.out}: {len(best):,} items for {len(best.users):,} users")
@@ -69,7 +70,7 @@ def _recommend(args: argparse.Namespace) -> int:
 
 
 def _titles(source: str) -> dict[int, str]:
-    """Titles of items, if the data has any that can be had."""
+    """Return titles of items; none if the data has none or they cannot be downloaded."""
     if source != MOVIELENS:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""The best items for each user, without those that the user has rated."""
+"""Finds the best items for each user among those that the user has not rated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .. import saved
 from . import dense_model, model
 from .rated_items import RatedItems
 
-# Most users and items that are scored at a time.
+# Largest numbers of users and items that are scored at a time.
 USERS = 256
 ITEMS = 4096
 
@@ -32,13 +32,13 @@ class Recommender(Protocol):
     training: bool
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Codes of users."""
+        """Return codes of users."""
 
     def vectors(self, begin: int, end: int) -> torch.Tensor:
-        """Vectors of items."""
+        """Return vectors of items."""
 
     def score(self, codes: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """Scores ``[users, items]``."""
+        """Return scores ``[users, items]``."""
 
     def train(self, mode: bool = True) -> torch.nn.Module:
         """Switch between training and evaluation."""
@@ -62,7 +62,7 @@ class Recommendations:
         return int(self.scores.isfinite().sum())
 
     def rows(self) -> Iterator[tuple[int, int, float]]:
-        """User, item and score, users rising and each one's scores falling."""
+        """Yield user, item and score, with users rising and each user's scores falling."""
         columns = self.users.tolist(), self.items.tolist(), self.scores.tolist()
         for user, items, scores in zip(*columns, strict=True):
             for item, score in zip(items, scores, strict=True):
@@ -73,26 +73,27 @@ class Recommendations:
         """Write lines of user, item and score, with tabs between them and no header.
 
         Raises:
-            OSError: the file cannot be written. One that was there stays as it was.
+            OSError: the file cannot be written; an existing one is left unchanged.
         """
         with replacing(path) as part, part.open("w", encoding="utf-8") as file:
             for user, item, score in self.rows():
                 file.write(f"{user}\t{item}\t{score:.6f}\n")
 
     def hits(self, test: Ratings) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compare with what users have rated later.
+        """Compare the recommendations with later ratings.
 
         Returns:
-            ``(hits, relevant)``, as `sparsekit.train.metrics.precision_at_k` takes them: bool
-            ``[u, k]``, whether an item is in test with its user, and int64 ``[u]``, how many
-            distinct items test has for a user, those that nobody has rated before included.
+            ``(hits, relevant)``, as `sparsekit.train.metrics.precision_at_k` takes them: bool ``[u,
+            k]``, whether the user has rated the item in test; and int64 ``[u]``, the number of
+            distinct items that the user has rated in test, including those that nobody rated
+            before.
         """
         row = torch.searchsorted(self.users, test.users).clamp(max=len(self.users) - 1)
         known = self.users[row] == test.users
         found = torch.cat([test.items[known], self.items.reshape(-1)])
         items, number = found.unique(return_inverse=True)
         of_test, of_best = number.split([int(known.sum()), self.items.numel()])
-        # A pair of user and item is one number.
+        # Encode a pair of user and item as one number.
         wanted = (row[known] * len(items) + of_test).unique()
         first = torch.arange(len(self.users), device=row.device)[:, None] * len(items)
         hits = torch.isin(first + of_best.view_as(self.items), wanted)
@@ -104,12 +105,12 @@ class Recommendations:
 def recommend(model: Recommender, k: int = 10) -> Recommendations:
     """Find the k items that the model scores highest for each user of its history.
 
-    Only items of the history are known, and those that the user has rated are left out. At most
-    256 x 4096 scores are there at a time. On several ranks all call it: each finds a part, and all
-    have the result.
+    Candidates are the items of the history that the user has not rated. At most 256 x 4096 scores
+    are in memory at a time. A collective: each rank handles a part of the users, and all return the
+    whole result.
 
     Raises:
-        TypeError, ValueError: k is no int in [1, 2^20].
+        TypeError, ValueError: k is not an int in [1, 2^20].
     """
     k = check_int("recommend", "k", k, 1, 2**20)
     users, rank, ranks = len(model.history.users), 0, 1
@@ -117,7 +118,7 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
         rank, ranks = dist.get_rank(), dist.get_world_size()
     device = model.history.users.device
     mine = torch.arange(users, device=device).tensor_split(ranks)[rank]
-    # As many parts on each rank, since all must look up equally often.
+    # All ranks have equally many parts, since all must make the same number of lookups.
     parts = mine.tensor_split(math.ceil(math.ceil(users / ranks) / USERS))
     training = model.training
     model.train(False)
@@ -136,9 +137,9 @@ def recommend(model: Recommender, k: int = 10) -> Recommendations:
 
 
 def popular(history: RatedItems, k: int = 10) -> Recommendations:
-    """The baseline: the items that most users have rated; of equals the lowest id."""
+    """Return the baseline: the items that most users have rated, on a tie the lowest id."""
     counts = torch.bincount(history.columns, minlength=len(history.items))
-    # Each item's place, so that no two scores are equal.
+    # Score items by their place in this order, so that no two scores are equal.
     order = counts.argsort(descending=True, stable=True)
     scores = torch.empty(len(order), dtype=torch.float64, device=order.device)
     scores[order] = -torch.arange(len(order), dtype=torch.float64, device=order.device)
@@ -157,8 +158,8 @@ def load_recommender(path: str | os.PathLike[str]) -> Recommender:
     """Read an `Autoencoder` or a `DenseAutoencoder` that was saved.
 
     Raises:
-        ValueError: the file is something else.
-        OSError: it cannot be read.
+        ValueError: the file holds something else.
+        OSError: the file cannot be read.
     """
     state = saved.read(path, model.FORMAT, dense_model.FORMAT)
     if state["format"] == model.FORMAT:
@@ -172,13 +173,13 @@ def _best(
     k: int,
     scorer: Callable[[int, int], Callable[[int], torch.Tensor]],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Columns and scores ``[n, k]`` of each part of the users, from scores piece by piece.
+    """Return columns and scores ``[n, k]`` for each part of the users, scoring piece by piece.
 
     Args:
-        history: what is left out.
+        history: ratings whose items are left out.
         parts: int64 ``[n]`` each, numbers of users.
-        k: how many.
-        scorer: ``scorer(begin, end)(i)`` has the scores ``[n, end - begin]`` of parts[i].
+        k: items for each user.
+        scorer: ``scorer(begin, end)(i)`` returns the scores ``[n, end - begin]`` of parts[i].
     """
     device = history.users.device
 
@@ -194,7 +195,7 @@ def _best(
             scores = _without_rated(history, rows, scores_of(i), begin, end)
             columns = torch.arange(begin, end, device=device).expand_as(scores)
             columns = torch.cat([best[i][0], columns], 1)
-            # Stable: of equal scores the lowest id comes first, whatever the pieces.
+            # Stable, so that on a tie the lowest id comes first, whatever the pieces are.
             scores, place = torch.sort(
                 torch.cat([best[i][1], scores], 1), dim=1, descending=True, stable=True
             )
@@ -205,7 +206,7 @@ def _best(
 def _without_rated(
     history: RatedItems, rows: torch.Tensor, scores: torch.Tensor, begin: int, end: int
 ) -> torch.Tensor:
-    """Scores ``[n, end - begin]`` with -inf for what the users have rated."""
+    """Return scores ``[n, end - begin]`` with -inf for items that the user has rated."""
     entries, _, row = history(rows)
     column = history.columns[entries]
     here = (begin <= column) & (column < end)

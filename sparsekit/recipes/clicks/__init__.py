@@ -1,1 +1,1 @@
-"""Probabilities of clicks: DLRM and DeepFM, on files of any size."""
+"""Predicts clicks with DLRM and DeepFM, on files of any size."""

@@ -1,4 +1,4 @@
-"""Looks at the files of `sparsekit train dlrm` and `deepfm` before any of them is trained on."""
+"""Checks the files of `sparsekit train dlrm` and `deepfm` before training begins."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .config import RunConfig
 
 
 def check_files(config: RunConfig, readers: Mapping[str, Reader]) -> None:
-    """Read the first batch of each; from then on wrong labels are malformed.
+    """Read the first batch of each reader; from then on readers treat wrong labels as malformed.
 
     Args:
-        config: of the run.
-        readers: by the names that their files have in its section data.
+        config: settings of the run.
+        readers: readers by name: train, validation or test, as in the section `data` of config.
 
     Raises:
-        UsageError: files without rows, or validation files that cannot decide when to stop.
+        UsageError: files have no rows, or validation files cannot decide when to stop.
         DataFormatError: a malformed row.
     """
     for name, reader in readers.items():
-        # A loss takes labels between the two as well, an AUC does not.
+        # A loss accepts labels between 0 and 1 as well, an AUC does not.
         reader.limit_labels(0, 1, between=name == "train")
         if next(iter(reader), None) is None:
             raise UsageError(f"data.{name}: no rows in {', '.join(getattr(config.data, name))}")

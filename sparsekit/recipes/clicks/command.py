@@ -1,4 +1,4 @@
-"""``sparsekit train dlrm`` and ``deepfm``: models of clicks, on files or the Adult census data."""
+"""``sparsekit train dlrm`` and ``deepfm``: trains on files of clicks or the Adult census data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from .config import (
 from .trained import MODELS, scores
 
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
-NUMBER_BUCKETS = 32  # of a column of the census
+NUMBER_BUCKETS = 32  # for each numeric column of the census
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
@@ -62,7 +62,7 @@ def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
             data=None,
             epochs=None,
         )
-        hidden = argparse.SUPPRESS  # or the help would say "default: None"
+        hidden = argparse.SUPPRESS  # keeps "default: None" out of the help
         training.add_settings(train, "optimizer.lr=0.01 or model.top=64,32")
         for setting in settings:
             train.add_argument(
@@ -98,14 +98,14 @@ def _train(args: argparse.Namespace) -> int:
         print(training.as_yaml(config), end="")
         return 0
     trained.check_new(args)
-    # By name, or a run that is resumed could not be told from one whose file has changed.
+    # Stored by name, so that a resumed run fails if a setting in the config file has changed.
     settings = {n: functools.reduce(getattr, n.split("."), config) for n in names(config)}
     vars(args).update(settings)
     return ranks.train(args, _load, _fit_and_report)
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
-    """Defaults, then the file, then what is set by flags."""
+    """Return the defaults, overridden by the file and then by flags."""
     config = RunConfig(MODELS[args.model][1]())
     try:
         if args.config is not None:
@@ -157,7 +157,7 @@ def _fit_and_report(data: tuple[Adult, Adult] | None, args: argparse.Namespace) 
 def _write_adult(
     data: tuple[Adult, Adult], config: RunConfig, folder: Path
 ) -> tuple[RunConfig, QuantileBuckets]:
-    """Write the people to CSV files, which are then read as anybody's are."""
+    """Write the people to CSV files, which are then read like a user's own."""
     train, test = data
     parts = {"train": train, "test": test}
     if config.trainer.patience is not None:
@@ -184,7 +184,7 @@ def _write_adult(
 
 
 def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Reader:
-    """Reads a rank's share of each batch; seed is of the order, None for that of the files."""
+    """Return a reader of this rank's share of each batch, shuffled unless seed is None."""
     data = config.data
     batch = -(-config.trainer.global_batch_size // world_size())
     order: dict[str, Any] = {"shuffle": seed is not None, "seed": seed or 0}
@@ -205,7 +205,7 @@ def _reader(config: RunConfig, files: tuple[str, ...], seed: int | None) -> Read
 def _losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
     losses = torch.nn.functional.binary_cross_entropy_with_logits(
         scores(model, batch).float(),
-        cast(torch.Tensor, batch.label),  # the readers here all have one
+        cast(torch.Tensor, batch.label),  # these readers always have labels
         reduction="none",
     )
     return losses, 0.0
@@ -250,7 +250,7 @@ def _model(reader: Reader, config: RunConfig, args: argparse.Namespace) -> torch
     settings = vars(config.model)
     try:
         return kind(list(columns.sparse), len(columns.dense), **settings, seed=args.seed)
-    except RuntimeError as error:  # how torch's allocator says it
+    except RuntimeError as error:  # torch's allocator raises it when memory runs out
         raise UsageError(
             f"no memory for tables of {config.model.rows:,} rows of dim {config.model.dim}: use a "
             f"smaller model.rows or model.dim"
@@ -285,12 +285,12 @@ def _trainer(model: torch.nn.Module, config: RunConfig, args: argparse.Namespace
 
 
 def _evaluate(tested: dict[str, Reader], model: torch.nn.Module) -> dict[str, float]:
-    """Each rank predicts its share of each batch."""
+    """Compute metrics for each reader; each rank predicts its share of each batch."""
     metrics = {}
     for name, reader in tested.items():
         found = [(scores(model, batch).sigmoid(), batch.label) for batch in Prefetcher(reader)]
         probabilities, labels = (gather(torch.cat(each)) for each in zip(*found, strict=True))
-        if not probabilities.isfinite().all():  # the last loss was of the weights before
+        if not probabilities.isfinite().all():  # the last loss was computed before the last update
             raise DivergedError(
                 "a probability is not finite: training has diverged in its last step"
             )

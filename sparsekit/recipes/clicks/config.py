@@ -15,7 +15,7 @@ OPTIMIZERS = {"lazy_adam": LazyAdam, "adagrad": Adagrad, "row_wise_adagrad": Row
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Files; without any, the Adult census data."""
+    """Data files; without any, the Adult census data is used."""
 
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
@@ -50,12 +50,12 @@ class DeepFMConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer of the tables, by name; the dense part has Adam."""
+    """Settings of the optimizers: one for the tables, by name, and Adam for the dense part."""
 
     name: str = "lazy_adam"
     lr: float = 0.002
     dense_lr: float = 0.001
-    lr_scale: float = 1.0  # of both rates, for larger batches
+    lr_scale: float = 1.0  # factor for both rates, for larger batches
     warmup_steps: int = 0
 
 
@@ -69,7 +69,7 @@ class TrainerConfig:
     accumulate: int = 1
     clip_norm: float | None = None
     bfloat16: bool = False
-    patience: int | None = None  # epochs without a better validation AUC
+    patience: int | None = None  # epochs to wait for a better validation AUC
     log_every: int = 20  # an epoch of the Adult census data has 39 steps
     tensorboard: bool = False
 
@@ -85,7 +85,7 @@ class RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raise UsageError for what no training could do."""
+    """Raise UsageError for settings with which training is impossible."""
     data, trainer = config.data, config.trainer
     for name, value, choices in (
         ("data.format", data.format, tuple(FORMATS)),

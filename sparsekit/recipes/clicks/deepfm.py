@@ -1,4 +1,4 @@
-"""DeepFM: a factorisation machine beside a stack of layers, on the same vectors."""
+"""DeepFM: a factorisation machine and a stack of dense layers on the same vectors."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from .dense import draw, stack, tables
 
 
 class DeepFM(torch.nn.Module):
-    r"""The probability of a click, from numbers and bags of keys.
+    r"""A model of the probability of a click, from numbers and bags of keys.
 
     .. math::
         y = b + w \cdot x + \sum_f w_f
             + \tfrac{1}{2} \sum_k \left[ (\sum_f v_{fk})^2 - \sum_f v_{fk}^2 \right]
             + \mathrm{deep}(x, v)
 
-    x are the numbers, w_f and v_f the weight and the vector of feature f; a bag's are the sum of
-    its keys'. Source: Guo et al., "DeepFM", IJCAI 2017. One lookup gives both: the first element of
-    a row is w_f.
+    x are the numbers, w_f and v_f the weight and the vector of feature f; those of a bag are the
+    sums over its keys. Source: Guo et al., "DeepFM", IJCAI 2017. One lookup returns both: the first
+    element of a row is w_f.
 
     Args:
         features: names of the categorical features; batches may have more.
-        dense: how many numbers a sample has.
-        rows: of each table, on each rank; or name -> rows.
+        dense: number of dense inputs of a sample.
+        rows: rows of each table on each rank; or name -> rows.
         dim: elements of a vector v.
-        deep: widths of the stack, less the last, which is 1.
-        seed: of the initial weights.
+        deep: widths of the stack's layers, except the last, which is 1.
+        seed: seed of the initial weights.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DeepFM(torch.nn.Module):
         self.deep = stack((dense + len(features) * dim, *deep, 1), generator, last_relu=False)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Scores, float32 ``[n]``, whose sigmoid is the probability of label 1.
+        """Return scores, float32 ``[n]``, whose sigmoid is the probability of label 1.
 
         Args:
             dense: float32 ``[n, dense]``.
@@ -65,5 +65,5 @@ class DeepFM(torch.nn.Module):
         return first + squares.sum(1) / 2 + deep
 
     def prefetch(self, batch: Batch) -> None:
-        """Begin to send the keys of the next batch; `Trainer` calls it."""
+        """Begin to send the keys of the next batch; called by `Trainer`."""
         self.embeddings.prefetch(batch.sparse)

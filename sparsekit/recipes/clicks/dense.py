@@ -13,15 +13,16 @@ from ...nn import DistributedEmbedding, EmbeddingGroup, Uniform
 def tables(
     features: Sequence[str], rows: int | Mapping[str, int], dim: int, seed: int
 ) -> EmbeddingGroup:
-    """A hash table for each feature, whose bags are summed; it returns ``[n, features * dim]``.
+    """Return a group of hash tables, one per feature; sums each bag to ``[n, features * dim]``.
 
     Args:
-        features: their names, in the order of the result.
-        rows: of each table, on each rank; or name -> rows.
+        features: names of the features, in the order of the output.
+        rows: rows of each table on each rank; or name -> rows.
         dim: elements of a vector.
-        seed: of the initial vectors, uniform in +-(1 / rows) ** 0.5 as in DLRM, for 10,000 rows.
+        seed: seed of the initial vectors, uniform in +-0.01: DLRM's +-(1 / rows) ** 0.5 for 10,000
+            rows.
     """
-    # On the CPU, where the generator is, whatever torch's default device.
+    # Drawn on the CPU, where the generator is, whatever torch's default device is.
     generator = torch.Generator("cpu").manual_seed(seed)
     seeds = torch.randint(2**62, (len(features),), generator=generator, device="cpu").tolist()
     layers = {
@@ -40,12 +41,12 @@ def tables(
 
 
 def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool) -> torch.nn.Module:
-    """Linear layers with a ReLU between each two, from widths[0] to widths[-1] columns.
+    """Return linear layers from widths[0] to widths[-1] columns, with a ReLU between each two.
 
     Weights are drawn from N(0, 2 / (inputs + outputs)), biases are zero.
 
     Raises:
-        ValueError: a width below 1.
+        ValueError: a width is below 1.
     """
     if min(widths) < 1:
         raise ValueError(f"widths of linear layers must be >= 1, got {list(widths)}")
@@ -59,6 +60,6 @@ def stack(widths: Sequence[int], generator: torch.Generator, *, last_relu: bool)
 
 
 def draw(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
-    """Fill with normal numbers; on the CPU, so that they are the same on each device."""
+    """Fill with normal numbers, drawn on the CPU so that they are the same for each device."""
     with torch.no_grad():
         weight.copy_(torch.randn(weight.shape, generator=generator, device="cpu") * std)

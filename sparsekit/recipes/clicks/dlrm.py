@@ -12,15 +12,15 @@ from .dense import draw, stack, tables
 
 
 class LowRankCross(torch.nn.Module):
-    r"""Products of features: :math:`x_{l+1} = x_0 \odot (U_l V_l x_l + b_l) + x_l`.
+    r"""Cross network of low rank: :math:`x_{l+1} = x_0 \odot (U_l V_l x_l + b_l) + x_l`.
 
     Source: Wang et al., "DCN V2", WWW 2021, section 3.2, low rank.
 
     Args:
         width: columns of x.
-        layers: how many times it is done.
+        layers: number of layers.
         rank: rows of V.
-        generator: of the initial weights, drawn from N(0, 2 / (width + rank)).
+        generator: draws the initial weights from N(0, 2 / (width + rank)).
     """
 
     def __init__(self, width: int, layers: int, rank: int, generator: torch.Generator) -> None:
@@ -38,7 +38,7 @@ class LowRankCross(torch.nn.Module):
                 torch.nn.init.zeros_(parameter)
 
     def forward(self, first: torch.Tensor) -> torch.Tensor:
-        """``[n, width]`` to the same shape."""
+        """Map ``[n, width]`` to the same shape."""
         x = first
         for down, up in zip(self.down, self.up, strict=True):
             x = first * up(down(x)) + x
@@ -46,22 +46,22 @@ class LowRankCross(torch.nn.Module):
 
 
 class DLRM(torch.nn.Module):
-    """DLRM-DCNv2, as in MLPerf: the probability of a click, from numbers and bags of keys.
+    """DLRM-DCNv2, as in MLPerf: predicts the probability of a click from numbers and bags of keys.
 
-    Numbers go through the bottom stack to a vector of dim elements; it and a vector of each feature
-    are crossed, and the top stack makes the score of it. A key's vector is made when the key is
-    first seen in training; keys need no vocabulary.
+    The bottom stack turns the numbers into a vector of dim elements, the cross network combines it
+    with a vector of each feature, and the top stack computes the score. A key's vector is made when
+    the key is first seen in training; keys need no vocabulary.
 
     Args:
         features: names of the categorical features; batches may have more.
-        dense: how many numbers a sample has.
-        rows: of each table, on each rank; or name -> rows.
+        dense: number of dense inputs of a sample.
+        rows: rows of each table on each rank; or name -> rows.
         dim: elements of a vector.
-        bottom: widths of the bottom stack, less the last, which is dim.
-        top: widths of the top stack, less the last, which is 1.
-        cross_layers: of the cross network.
-        cross_rank: of its matrices.
-        seed: of the initial weights.
+        bottom: widths of the bottom stack's layers, except the last, which is dim.
+        top: widths of the top stack's layers, except the last, which is 1.
+        cross_layers: layers of the cross network.
+        cross_rank: rank of the cross network's matrices.
+        seed: seed of the initial weights.
 
     Example:
         >>> model = DLRM(["user", "item"], dense=1, rows=1000, bottom=[8], top=[8])
@@ -91,7 +91,7 @@ class DLRM(torch.nn.Module):
         self.top = stack((width, *top, 1), generator, last_relu=False)
 
     def forward(self, dense: torch.Tensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        """Scores, float32 ``[n]``, whose sigmoid is the probability of label 1.
+        """Return scores, float32 ``[n]``, whose sigmoid is the probability of label 1.
 
         Args:
             dense: float32 ``[n, dense]``.
@@ -103,5 +103,5 @@ class DLRM(torch.nn.Module):
         return self.top(self.cross(vectors))[:, 0]
 
     def prefetch(self, batch: Batch) -> None:
-        """Begin to send the keys of the next batch; `Trainer` calls it."""
+        """Begin to send the keys of the next batch; called by `Trainer`."""
         self.embeddings.prefetch(batch.sparse)

@@ -1,4 +1,4 @@
-"""``sparsekit predict``: probabilities of clicks, by a trained model."""
+"""``sparsekit predict``: writes the probabilities of clicks by a trained model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add(commands: argparse._SubParsersAction[Parser]) -> None:
         metavar="FILE",
         nargs="+",
         required=True,
-        default=argparse.SUPPRESS,  # or the help would say "default: None"
+        default=argparse.SUPPRESS,  # keeps "default: None" out of the help
         help="files with the columns that the model was trained on",
     )
     parser.add_argument("--out", metavar="FILE", default="predictions.txt", help="where to write")
@@ -82,7 +82,7 @@ def _predict(run: dict[str, Any], args: argparse.Namespace) -> int:
         model = trained.load(args.folder, run)
         with torch.no_grad():
             found = [trained.scores(model, batch).sigmoid() for batch in Prefetcher(reader)]
-    probabilities = gather(torch.cat([torch.empty(0), *found]))  # a rank's rows are one piece
+    probabilities = gather(torch.cat([torch.empty(0), *found]))  # each rank's rows are contiguous
     if len(probabilities) == 0:
         raise UsageError(f"--data {' '.join(args.data)}: no rows")
     if rank() == 0:

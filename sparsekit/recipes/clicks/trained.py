@@ -1,4 +1,4 @@
-"""A trained model of clicks in a folder, with all that prediction on another file needs."""
+"""Saves a trained click model in a folder, with all that prediction on other files needs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .dlrm import DLRM
 MODELS = {"dlrm": (DLRM, DLRMConfig), "deepfm": (DeepFM, DeepFMConfig)}
 FORMAT = "sparsekit clicks 1"
 _MODEL = "model"
-# Beside it, with these entries. No name that a folder of checkpoints has: run.json says what a run
-# was started with, and would be written over, or this would.
+# File beside the model, with the entries below. A folder of checkpoints has run.json, the options
+# of its run: another name keeps the two from overwriting one another.
 _NOTE = "model.json"
 _ENTRIES = {"what", "model", "seed", "settings", "format", "dense", "sparse", "buckets"}
 
 
 def scores(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Scores ``[n]`` of a batch, whose sigmoid is the probability of a click."""
-    # Numbers are counts and amounts, some of them in millions.
+    """Return scores ``[n]`` of a batch, whose sigmoid is the probability of a click."""
+    # The logarithm, since numbers are counts and amounts, some of them in millions.
     return model(batch.dense.clamp(min=0).log1p(), batch.sparse)
 
 
 def check_new(args: argparse.Namespace) -> None:
-    """Raise UsageError before the work where ``--save`` names no folder for a new model."""
+    """Raise UsageError before the work begins unless ``--save`` names a folder for a new model."""
     folder = args.run_folder
     check_folder(folder, folder=True)
     if folder is None:
@@ -60,14 +60,14 @@ def save(
     columns: Columns,
     buckets: QuantileBuckets | None,
 ) -> None:
-    """Write the model and how files are read; a collective.
+    """Write the model and how its files are read; a collective.
 
     Args:
-        args: of the command, which names model, seed and ``--save``.
-        model: as trained.
+        args: arguments of the command: model, seed and ``--save``.
+        model: the trained model.
         config: settings of the run.
-        columns: that it was trained on.
-        buckets: of columns named "NAME bucket", which files do not have.
+        columns: columns that the model was trained on.
+        buckets: buckets that make the columns named "NAME bucket", which files lack; or None.
     """
     folder = Path(args.run_folder)
     run = {
@@ -84,14 +84,14 @@ def save(
         with writing("--save", args.run_folder):
             folder.mkdir(exist_ok=True)
             (folder / _NOTE).write_text(json.dumps(run, indent=1) + "\n")
-    checkpoint.save(model, folder / _MODEL)  # appears at once, so without it there is no model
+    checkpoint.save(model, folder / _MODEL)  # last and atomic: without it there is no model
 
 
 def read(folder: str) -> dict[str, Any]:
-    """The note that `save` has written beside the model.
+    """Return the note that `save` has written beside the model.
 
     Raises:
-        UsageError: the folder is something else, or cannot be read.
+        UsageError: the folder holds something else, or cannot be read.
     """
     try:
         run = json.loads((Path(folder) / _NOTE).read_text())
@@ -108,12 +108,13 @@ def read(folder: str) -> dict[str, Any]:
 
 
 def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
-    """The model, in evaluation; a collective.
+    """Return the model in evaluation mode; a collective.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the model is damaged.
     """
-    # Any rank may own more rows than it did when there were more ranks, and takes no new ones.
+    # Room for all rows on each rank: with fewer ranks than in training, each owns more. None are
+    # added.
     tables = read_manifest(_model(folder)).tables.values()
     rows = {table.layer: max(1, table.size) for table in tables}
     kind, _ = MODELS[run["model"]]
@@ -125,19 +126,19 @@ def load(folder: str, run: dict[str, Any]) -> torch.nn.Module:
 
 
 def reader(run: dict[str, Any], files: Sequence[str], batch_size: int) -> Reader:
-    """Reads files as those that the model was trained on, in order and without their labels."""
+    """Return a reader like that of training, but in file order and without labels."""
     sparse = {name: Keys(**keys) for name, keys in run["sparse"].items()}
     how: dict[str, Any] = {"dense": run["dense"], "sparse": sparse}
     form = FORMATS[run["format"]]
     if form.open is not None:
         return form.reader(files, batch_size, **how)
-    # Its reader would ask for labels.
+    # The format's own reader would require labels.
     names = ["label", *run["dense"], *sparse]
     return CsvReader(files, batch_size, columns=names, quote=None, delimiter="\t", **how)
 
 
 def with_buckets(run: dict[str, Any], file: str, out: Path) -> None:
-    """Copy a CSV file with the columns that the model has of the buckets of its numbers.
+    """Copy a CSV file, and add the columns of buckets that the model was trained on.
 
     Raises:
         DataFormatError, ValueError: a column is missing, or a row is malformed.

@@ -1,1 +1,1 @@
-"""Ratings predicted from text."""
+"""Predicts ratings from text."""

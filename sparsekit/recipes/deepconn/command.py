@@ -1,4 +1,4 @@
-"""``sparsekit train deepconn``: ratings from text, on one rank or with layers spread over two."""
+"""``sparsekit train deepconn``: predicts ratings from text, with layers on one rank or two."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVALUATION_BATCH = 256
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Pairs to train and test on, and the documents of both."""
+    """Pairs for training and for testing, and the documents of both."""
 
     train: Ratings
     test: Ratings
@@ -151,7 +151,7 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
         (data.train.users, data.train.items, data.train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # To watch only: nothing is chosen by it.
+        # Test metrics are only shown; nothing is chosen by them.
         evaluate=lambda _: {"test RMSE": math.sqrt(_test_mse(model, data))},
         resume=args.resume,
     )
@@ -159,10 +159,10 @@ def _fit(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 
 
 def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
-    """Train layers that are on different ranks, on the batches that the trainer would make.
+    """Train layers that are on different ranks, on the same batches as `Trainer` makes.
 
-    The trainer gives each rank another part of a batch and averages the gradients of layers that
-    all ranks have; here all ranks have the same batch and each has layers of its own.
+    `Trainer` gives each rank its part of a batch and averages the gradients of layers that all
+    ranks have; here both ranks have the whole batch, and each has its own layers.
     """
     optimizer = model.optimizer(args.lr)
     generator = torch.Generator("cpu").manual_seed(args.seed)
@@ -181,7 +181,7 @@ def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
                 total += losses.sum().item()
                 mean = total / (progress.done + share.samples)
                 progress.update(share.samples, lambda: mean)  # noqa: B023  (called at once)
-                if not math.isfinite(total):  # on both ranks, as both compute it
+                if not math.isfinite(total):  # both ranks raise, since both compute the loss
                     raise DivergedError(f"the loss of epoch {epoch + 1} is {total}")
             rate = progress.done / progress.seconds
             tested = math.sqrt(_test_mse(model, data))
@@ -191,7 +191,7 @@ def _fit_placed(model: DeepCoNN, data: Data, args: argparse.Namespace) -> bool:
 
 @torch.no_grad()
 def _test_mse(model: DeepCoNN, data: Data) -> float:
-    """Of all pairs of the test part; with placement single each rank has a part of each batch."""
+    """Return the MSE of the test part; with placement single each rank computes its part of it."""
     model.eval()
     squares = 0.0
     parts = world_size() if model.placement == "single" else 1
@@ -202,7 +202,7 @@ def _test_mse(model: DeepCoNN, data: Data) -> float:
         squares += losses.sum(dtype=torch.float64).item()
     model.train()
     mse = (sum_over_ranks([squares])[0] if parts > 1 else squares) / len(data.test)
-    if not math.isfinite(mse):  # the loss of the last step was that of the weights before it
+    if not math.isfinite(mse):  # the last loss was computed before the last update
         raise DivergedError(f"the test MSE is {mse}: training has diverged in its last step")
     return mse
 

@@ -1,4 +1,4 @@
-"""DeepCoNN: ratings from what a user has written and what has been written of an item."""
+"""DeepCoNN: predicts ratings from the texts of a user and the texts about an item."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ...optim import Adam
 
 PLACEMENTS = ("single", "split", "alternating")
 TOWERS = ("user", "item")
-WIDTH, POOL = 3, 2  # words that a filter sees, and places of which the larger value counts
+WIDTH, POOL = 3, 2  # words that a filter spans, and neighbours of which pooling keeps the maximum
 
 
 class DeepCoNN(torch.nn.Module):
-    r"""Two towers of text; a rating is the dot product of their vectors.
+    r"""A model of two towers of text; a rating is the dot product of their vectors.
 
     Source: Zheng, Noroozi and Yu, "Joint Deep Modeling of Users and Items Using Reviews for
     Recommendation", WSDM 2017. A tower is words ``[n, length]`` -> vectors of words -> convolution
@@ -25,23 +25,23 @@ class DeepCoNN(torch.nn.Module):
     words are one table for both towers. Word 0 is padding: its vector is zeros and stays so.
 
     Args:
-        words: numbers of words, padding included; see `sparsekit.datasets.reviews.Vocabulary`.
+        words: number of words, padding included; see `sparsekit.datasets.reviews.Vocabulary`.
         length: words of a document, at least 4.
         dim: elements of a word's vector.
-        filters: of the convolution.
+        filters: filters of the convolution.
         hidden: elements of a document's vector.
-        placement: where layers are.
+        placement: which rank holds which layers.
 
-            - ``"single"``: all of them on each rank. Over several ranks each has a part of the
-              batch and of the table, as with other models.
-            - ``"split"``: a tower on each of two ranks, the words of both sharded over them. The
-              ranks give each other the vectors of documents.
-            - ``"alternating"``: of each tower every second layer is on the other rank.
+            - ``"single"``: all layers on each rank. With several ranks, each has a part of the
+              batch and of the table, as in other models.
+            - ``"split"``: one tower on each of two ranks, which share the table of words and
+              exchange the vectors of documents.
+            - ``"alternating"``: every second layer of each tower is on the other rank.
 
-        seed: of the initial weights, which are the same for any placement.
+        seed: seed of the initial weights, which are the same for any placement.
 
     Raises:
-        TypeError, ValueError: on bad arguments, or for split and alternating other than 2 ranks.
+        TypeError, ValueError: a bad argument, or split or alternating without 2 ranks.
 
     Example:
         >>> model = DeepCoNN(words=100, length=8)
@@ -76,13 +76,13 @@ class DeepCoNN(torch.nn.Module):
             padding_idx=0,
             use_hashtable=False,
             embedding_initializer=Uniform(-0.5, 0.5),
-            # Ranks have different documents of one batch, of which each computes the mean.
+            # With single, each rank has a part of the batch and computes the mean over that part.
             gradient_reduction="mean" if placement == "single" else "sum",
             seed=seed,
             name="words",
         )
         self.flat = filters * (length - WIDTH + 1 - POOL + 1)
-        # All on all ranks, so that each layer starts from the same weights wherever it is.
+        # Every rank draws all layers, so that initial weights do not depend on the placement.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             convolutions = {tower: torch.nn.Conv1d(dim, filters, WIDTH) for tower in TOWERS}
@@ -96,14 +96,14 @@ class DeepCoNN(torch.nn.Module):
         self._rank = rank
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Ratings float32 ``[n]`` of documents int64 ``[n, length]``.
+        """Return ratings float32 ``[n]`` of documents int64 ``[n, length]``.
 
-        Unless the placement is single, both ranks are given the same documents, and both have the
+        Unless the placement is single, both ranks must pass the same documents, and both get the
         result.
 
         Raises:
-            ValueError: documents of another shape.
-            RuntimeError: ranks whose batches differ in size.
+            ValueError: documents have another shape.
+            RuntimeError: the ranks' batches differ in size.
         """
         for name, documents in zip(TOWERS, (users, items), strict=True):
             if documents.shape != (len(users), self.length):
@@ -112,7 +112,7 @@ class DeepCoNN(torch.nn.Module):
                     f"{list(documents.shape)}"
                 )
         if self.placement == "single":
-            # One lookup for both: a word that is in either is looked up once.
+            # One lookup for both towers: a word that occurs in both is looked up once.
             of_users, of_items = self.words(torch.stack([users, items])).unbind()
             user = self._dense("user", self._features("user", of_users))
             item = self._dense("item", self._features("item", of_items))
@@ -125,22 +125,22 @@ class DeepCoNN(torch.nn.Module):
             features = self._features(other, self._swap(vectors, "words"))
             features = self._swap(features, "features")
         document = self._dense(own, features)
-        # Both ranks compute the same loss, each of them the gradient of its own document's vector:
-        # so none goes back.
+        # Both ranks compute the same loss, and each the gradient of its own document's vector, so
+        # no gradient has to be sent.
         return (document * self._swap(document.detach(), "documents")).sum(1)
 
     def losses(
         self, users: torch.Tensor, items: torch.Tensor, ratings: torch.Tensor
     ) -> torch.Tensor:
-        """Squared errors, ``[n]``; arguments as those of forward, and ratings ``[n]``."""
+        """Return squared errors, ``[n]``; arguments as for `forward`, and ratings ``[n]``."""
         return (self(users, items) - ratings).square()
 
     def optimizer(self, lr: float = 1e-4) -> torch.optim.Optimizer:
-        """For the weights that this rank has."""
+        """Return Adam for the weights that this rank holds."""
         return Adam(self.parameters(), lr=lr)
 
     def _features(self, tower: str, vectors: torch.Tensor) -> torch.Tensor:
-        """``[n, length, dim]`` -> ``[n, flat]``."""
+        """Map vectors ``[n, length, dim]`` to features ``[n, flat]``."""
         found = self.convolutions[tower](vectors.transpose(1, 2)).tanh()
         return torch.nn.functional.max_pool1d(found, POOL, stride=1).flatten(1)
 

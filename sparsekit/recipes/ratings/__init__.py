@@ -1,1 +1,1 @@
-"""Ratings of items by users, predicted next to two baselines."""
+"""Predicts how users rate items, and compares with two baselines."""

@@ -9,26 +9,26 @@ import torch
 
 from ...datasets import Ratings
 
-# Offered to the choice of damping; on MovieLens-100K the best ones lie well inside.
+# Candidates for the damping; on MovieLens-100K the best ones lie well inside this range.
 DAMPINGS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 SWEEPS = 30
 
 
 def rmse(predictions: torch.Tensor, ratings: torch.Tensor) -> float:
-    """Root of the mean squared error of two tensors ``[n]``, computed in float64."""
+    """Return the root of the mean squared error of two tensors ``[n]``, computed in float64."""
     return (predictions.double() - ratings.double()).square().mean().sqrt().item()
 
 
 @dataclass(frozen=True, eq=False)
 class BiasBaseline:
-    """rating = mean + user bias + item bias; an unknown user or item has bias 0.
+    """The model rating = mean + user bias + item bias; an unknown user or item has bias 0.
 
     Attributes:
-        mean: of all ratings of the train part.
-        low, high: the range of ratings, which predictions are cut to.
-        user_ids, item_ids: int64, sorted, distinct: ``[u]`` and ``[i]``.
-        user_bias, item_bias: float64 ``[u]`` and ``[i]``.
-        damping: (of users, of items) that the biases were fitted with.
+        mean: mean of all training ratings. low, high: the range of ratings, to which predictions
+            are clamped. user_ids, item_ids: int64, sorted, distinct: ``[u]`` and ``[i]``.
+            user_bias,
+        item_bias: float64 ``[u]`` and ``[i]``.
+        damping: damping of users and of items with which the biases were fitted.
     """
 
     mean: float
@@ -41,7 +41,7 @@ class BiasBaseline:
     damping: tuple[float, float]
 
     def predict(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Ratings float64 ``[n]`` for ids int64 ``[n]``."""
+        """Predict ratings float64 ``[n]`` for ids int64 ``[n]``."""
         prediction = self.mean + _find(self.user_ids, self.user_bias, users)
         return (prediction + _find(self.item_ids, self.item_bias, items)).clamp(self.low, self.high)
 
@@ -52,14 +52,15 @@ def _find(ids: torch.Tensor, values: torch.Tensor, wanted: torch.Tensor) -> torc
 
 
 def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None) -> BiasBaseline:
-    """Fit the biases by least squares with ``damping * bias^2`` added for each of them.
+    """Fit the biases by least squares, with ``damping * bias^2`` added for each bias.
 
-    So a bias is the mean of its residuals, with ``damping`` zeros among them.
+    A bias is then the mean of its residuals and of ``damping`` additional zeros.
 
     Args:
         train: at least one rating.
-        damping: (of users, of items). None chooses the pair that does best on the latest fifth of
-            each user's ratings in train after a fit on the others, and then fits on all of train.
+        damping: one value for users and one for items. None chooses the pair that does best on the
+            latest fifth of each user's ratings in train after a fit on the others, and then fits on
+            all of train.
     """
     if damping is None:
         damping = _choose_damping(train)
@@ -67,7 +68,7 @@ def fit_bias_baseline(train: Ratings, damping: tuple[float, float] | None = None
     user_ids, user, user_count = train.users.unique(return_inverse=True, return_counts=True)
     item_ids, item, item_count = train.items.unique(return_inverse=True, return_counts=True)
     residuals = ratings - ratings.mean()
-    user_bias = ratings.new_zeros(len(user_ids))  # float64, where the ratings are
+    user_bias = ratings.new_zeros(len(user_ids))  # float64, on the ratings' device
     item_bias = ratings.new_zeros(len(item_ids))
     # Each half sweep is exact for one side given the other; this converges to the minimum.
     for _ in range(SWEEPS):

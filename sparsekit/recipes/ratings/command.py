@@ -1,4 +1,4 @@
-"""``sparsekit train ratings``: a rating model, next to two baselines."""
+"""``sparsekit train ratings``: trains a rating model and compares it with two baselines."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ...train import Trainer
 from .baselines import fit_bias_baseline, rmse
 from .model import RatingModel
 
-# Epochs, size and learning rates were chosen on the latest fifth of each user's ratings in the
-# train part, the test part unseen.
+# Epochs, size and learning rates were chosen on the latest fifth of each user's training ratings,
+# not on the test part.
 DEFAULT_EPOCHS = 20
 DENSE_LR = 1e-3
 TEST_FRACTION = 0.2
@@ -78,7 +78,7 @@ def _fit_and_report(data: tuple[Ratings, Ratings], args: argparse.Namespace) -> 
     init(wire_dtype=torch.bfloat16 if args.wire_dtype == "bfloat16" else None)
     try:
         model = RatingModel(train, dim=args.dim, capacity=args.capacity, seed=args.seed)
-    except RuntimeError as error:  # how torch's allocator says it
+    except RuntimeError as error:  # torch's allocator raises it when memory runs out
         raise UsageError(
             f"no memory for tables of {args.capacity:,} rows of dim {args.dim}: use a smaller "
             f"--capacity or --dim"
@@ -130,7 +130,7 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
         (train.users, train.items, train.ratings),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # To watch only: nothing is chosen by it.
+        # Test metrics are only shown; nothing is chosen by them.
         evaluate=lambda model: {"test RMSE": _test_rmse(model, test)},
         resume=args.resume,
     )
@@ -138,14 +138,14 @@ def _fit(model: RatingModel, train: Ratings, test: Ratings, args: argparse.Names
 
 
 def _test_rmse(model: torch.nn.Module, test: Ratings) -> float:
-    """Each rank predicts its share of each batch, since all must look up equally often."""
+    """Return the test RMSE; each rank predicts its share, as all must make equally many lookups."""
     squares = 0.0
     columns = (test.users, test.items, test.ratings)
     for batch in zip(*(column.split(EVALUATION_BATCH) for column in columns), strict=True):
         users, items, ratings = (c.tensor_split(world_size())[rank()] for c in batch)
         squares += (model(users, items).double() - ratings.double()).square().sum().item()
     result = math.sqrt(sum_over_ranks([squares])[0] / len(test))
-    if not math.isfinite(result):  # the loss of the last step was that of the weights before it
+    if not math.isfinite(result):  # the last loss was computed before the last update
         raise DivergedError(f"the test RMSE is {result}: training has diverged in its last step")
     return result
 

@@ -1,4 +1,4 @@
-"""A model of ratings over raw ids."""
+"""A rating model over raw ids."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .. import saved
 
 # Biases and vectors start small, so that the first predictions are near the mean.
 INITIAL = Uniform(-0.05, 0.05)
-# Chosen on the latest fifth of each user's ratings in the train part of MovieLens-100K.
+# Chosen on the latest fifth of each user's training ratings in MovieLens-100K.
 L2_VECTORS = 0.15
 L2_RATED = 0.4
 L2_BIASES = 0.01
-# Mark of the file format of a saved model.
+# Format name in the file of a saved model.
 FORMAT = "sparsekit ratings 1"
 
 
@@ -26,7 +26,7 @@ class UserHistory(torch.nn.Module):
     """The latest items of each user as bags for an embedding layer.
 
     Args:
-        train: the ratings that may be known; never those that are to be predicted.
+        train: the known ratings; never those that are to be predicted.
         max_items: most items of a bag.
     """
 
@@ -46,7 +46,7 @@ class UserHistory(torch.nn.Module):
     def forward(
         self, users: torch.Tensor, without: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gather the bag of each user, less one item.
+        """Gather the bag of each user, without one item.
 
         Args:
             users: int64 ``[n]``. An unknown user has an empty bag.
@@ -82,7 +82,7 @@ class RatingModel(torch.nn.Module):
         dim: elements of p, q and y.
         capacity: rows of each table, on each rank.
         history_size: most items of a history.
-        seed: of the initial vectors.
+        seed: seed of the initial vectors.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RatingModel(torch.nn.Module):
             "history_size": history_size,
             "seed": seed,
         }
-        # On the CPU, where the generator is, whatever torch's default device.
+        # Drawn on the CPU, where the generator is, whatever torch's default device is.
         generator = torch.Generator("cpu").manual_seed(seed)
         seeds = torch.randint(2**62, (3,), generator=generator, device="cpu").tolist()
 
@@ -117,7 +117,8 @@ class RatingModel(torch.nn.Module):
                 name=name,
             )
 
-        # The first element of a user's and an item's vector is the bias: one lookup gives both.
+        # The first element of a user's and an item's vector is its bias, so that one lookup returns
+        # both.
         layers = [
             layer("user", seeds[0], 1 + dim),
             layer("item", seeds[1], 1 + dim),
@@ -131,18 +132,18 @@ class RatingModel(torch.nn.Module):
         self.low, self.high = (bound.item() for bound in train.ratings.aminmax())
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Predict ratings, float32 ``[n]``, of ids int64 ``[n]``; cut to their range in train."""
+        """Predict ratings, float32 ``[n]``, of ids int64 ``[n]``; clamped to the range in train."""
         return self._score(users, items)[0].clamp(self.low, self.high)
 
     def losses(
         self, users: torch.Tensor, items: torch.Tensor, ratings: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute what is minimised.
+        """Compute the squared errors and penalties that training minimises.
 
         Returns:
-            ``(squared errors [n], penalties [n])``. A sample's penalty is the squares of the
-            vectors that it looked up, times the constants above; so a vector is held back in
-            proportion to how often it is used.
+            ``(squared errors [n], penalties [n])``. A sample's penalty is the sum of squares of the
+            vectors that it looked up, times the constants above, so a vector is regularised in
+            proportion to its use.
         """
         scores, penalty = self._score(users, items)
         return (scores - ratings).square(), penalty
@@ -155,11 +156,11 @@ class RatingModel(torch.nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file, for any number of ranks.
 
-        On several ranks all call it, as on each only a part of the tables is; rank 0, which needs
-        memory for all of them, writes.
+        A collective, since each rank holds a part of the tables. Rank 0 writes, and needs memory
+        for all of them.
 
         Raises:
-            OSError: on rank 0, the file cannot be written. One that was there stays as it was.
+            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
         """
         tables = {name: saved.all_items(self._layer(name)) for name in self.embeddings.layers}
         model = {
@@ -175,7 +176,7 @@ class RatingModel(torch.nn.Module):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, capacity: int | None = None) -> RatingModel:
-        """Read what `save` has written, on the CPU; on several ranks all call it.
+        """Read a model that `save` has written, onto the CPU; a collective.
 
         Args:
             path: the file.
@@ -183,8 +184,8 @@ class RatingModel(torch.nn.Module):
                 or more if its rows were on several ranks.
 
         Raises:
-            ValueError: the file is something else.
-            OSError: it cannot be read.
+            ValueError: the file holds something else.
+            OSError: the file cannot be read.
             TableFullError: the rows do not fit.
         """
         state = saved.read(path, FORMAT)

@@ -1,4 +1,4 @@
-"""``sparsekit train wide``: a wide network on hashed features of the Adult census data."""
+"""``sparsekit train wide``: trains a wide network on hashed features of the Adult census data."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ...train.metrics import auc, gather, log_loss
 from ..buckets import QuantileBuckets
 from .model import LOSSES, OPTIMIZERS, WideModel, select_rows
 
-# The split is always the same, whatever --seed, or settings would be tested on what chose them.
+# The split does not depend on --seed: otherwise settings would be tested on data that chose them.
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
-# Loss, epochs, batch size, buckets and lengths were chosen on a fifth of the train part, the test
-# part unseen.
+# Loss, epochs, batch size, buckets and lengths were chosen on a fifth of the train part, not on the
+# test part.
 DEFAULT_EPOCHS = 6
 DEFAULT_BATCH = 256
 NUMBER_BUCKETS = 32
@@ -107,7 +107,7 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
         (torch.arange(len(train)), train.labels),
         epochs=args.epochs,
         global_batch_size=args.batch_size,
-        # To watch only: nothing is chosen by it.
+        # Test metrics are only shown; nothing is chosen by them.
         evaluate=lambda _: _evaluate(model, of_test, test.labels),
         resume=args.resume,
     )
@@ -121,12 +121,12 @@ def _fit_and_report(data: tuple[Adult, Adult], args: argparse.Namespace) -> int:
 
 
 def _evaluate(model: WideModel, matrix: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """Each rank predicts its share of each batch, since all must look up equally often."""
+    """Return test metrics; each rank predicts its share, as all must make equally many lookups."""
     parts = torch.arange(len(labels)).split(EVALUATION_BATCH)
     mine = [part.tensor_split(world_size())[rank()] for part in parts]
     found = [model.probabilities(select_rows(matrix, part)) for part in mine]
     probabilities, truth = gather(torch.cat(found)), gather(labels[torch.cat(mine)])
-    if not probabilities.isfinite().all():  # the loss of the last step was of the weights before it
+    if not probabilities.isfinite().all():  # the last loss was computed before the last update
         raise DivergedError("a probability is not finite: training has diverged in its last step")
     return {
         "test AUC": auc(probabilities, truth),

@@ -20,27 +20,27 @@ from ..buckets import QuantileBuckets
 
 LOSSES = ("bce", "mse")
 OPTIMIZERS = ("adam", "ftrl")
-# Mark of the file format of a saved model.
+# Format name in the file of a saved model.
 FORMAT = "sparsekit wide 1"
 
 
 class WideModel(torch.nn.Module):
     r"""Two linear layers on hashed categories: ``[n, width]`` -> ``int(width ** 0.3)`` -> 1.
 
-    The first one is the table of a `DistributedEmbedding`: the columns of a row's nonzeros are its
-    keys, the entries their weights, so no dense ``[n, width]`` matrix is ever made, and on several
-    ranks column c is on rank ``c % world_size``.
+    The first layer is the table of a `DistributedEmbedding`: the columns of a row's nonzeros are
+    its keys, the entries their weights, so no dense ``[n, width]`` matrix is ever made, and on
+    several ranks column c is on rank ``c % world_size``.
 
     Args:
-        encoder: which features there are, and the columns of their values.
-        buckets: of its numeric features; the number of a bucket is what is hashed. None: all
-            features are categories as they come.
+        encoder: defines the features, and the columns of their values.
+        buckets: buckets of the numeric features; a bucket's number is hashed in place of its
+            values. None hashes all features as categories.
         loss: ``"bce"``, the binary cross entropy of the score's sigmoid, or ``"mse"``, the squared
             error of the score itself.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
 
     Raises:
-        ValueError: another loss, or buckets of features that encoder lacks.
+        ValueError: loss is unknown, or buckets has features that encoder lacks.
 
     Example:
         >>> model = WideModel(SplitHashEncoder({"city": 1000, "day": 7}))
@@ -64,7 +64,7 @@ class WideModel(torch.nn.Module):
             raise ValueError(f"WideModel: buckets has {strangers}, which encoder lacks")
         self.loss = loss
         self.dim = int(encoder.width**0.3)
-        # On the CPU, where the generator is, whatever torch's default device.
+        # Drawn on the CPU, where the generator is, whatever torch's default device is.
         generator = torch.Generator("cpu").manual_seed(seed)
         of_embedding = torch.randint(2**62, (1,), generator=generator, device="cpu").item()
         ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -84,20 +84,20 @@ class WideModel(torch.nn.Module):
             self.head.bias.zero_()
 
     def encode(self, columns: Any) -> torch.Tensor:
-        """Rows of raw values as a matrix: torch CSR, float32 ``[n, width]``.
+        """Encode rows of raw values as a matrix: torch CSR, float32 ``[n, width]``.
 
         Args:
-            columns: name -> n values of each feature, as `SplitHashEncoder.encode` takes them and,
-                where it is numeric, `QuantileBuckets`.
+            columns: name -> n values of each feature, as `SplitHashEncoder.encode` takes them, or
+                `QuantileBuckets` if the feature is numeric.
         """
         return self.encoder.encode(_Features(columns, self.buckets(columns)))
 
     def forward(self, matrix: Any) -> torch.Tensor:
-        """Scores, float32 ``[n]``, of a CSR matrix ``[n, width]``, of torch or scipy."""
+        """Return scores, float32 ``[n]``, of a CSR matrix ``[n, width]`` of torch or scipy."""
         return self.head(self.embedding(matrix)[:, 0])[:, 0]
 
     def losses(self, matrix: Any, labels: torch.Tensor) -> torch.Tensor:
-        """The loss of each sample, float32 ``[n]``; labels are floating, 0 or 1, ``[n]``."""
+        """Return the loss of each sample, float32 ``[n]``; labels are floating, 0 or 1, ``[n]``."""
         scores = self(matrix)
         if self.loss == "mse":
             return (scores - labels).square()
@@ -106,26 +106,26 @@ class WideModel(torch.nn.Module):
         )
 
     def probabilities(self, matrix: Any) -> torch.Tensor:
-        """Probabilities of label 1, float32 ``[n]``: sigmoid, or with mse the score in [0, 1]."""
+        """Return probabilities of label 1, float32 ``[n]``: sigmoid, with mse the clamped score."""
         scores = self(matrix)
         return scores.clamp(0, 1) if self.loss == "mse" else scores.sigmoid()
 
     def optimizer(self, name: str = "adam", batch_size: int = 1) -> torch.optim.Optimizer:
-        """One for all weights: `Adam` with lr 0.002, or `Ftrl` with lr 0.2 and l1 = l2 = 1.0.
+        """Make the optimizer: `Adam` with lr 0.002, or `Ftrl` with lr 0.2 and l1 = l2 = 1.0.
 
-        Ftrl weighs gradients against l1, l2 and its initial accumulator, 0.1. These stand for
+        Ftrl weighs gradients against l1, l2 and its initial accumulator, 0.1. These values suit
         gradients of the sum over a batch; the loss is the mean, so they are divided by batch_size
         (the accumulator by its square), which gives the same weights.
 
-        The penalties are the table's alone. If they were the head's as well, small batches could
-        make all weights of both zero in the first steps, and from there no gradient leads away.
+        Only the table has penalties. If the head had them as well, small batches could make all
+        weights of both zero in the first steps, where all gradients are zero too.
 
         Args:
             name: ``"adam"`` or ``"ftrl"``.
             batch_size: samples in a step, of all ranks together.
 
         Raises:
-            TypeError, ValueError: another name, or a batch_size < 1.
+            TypeError, ValueError: name is unknown, or batch_size is no integer >= 1.
         """
         check_choice("WideModel", "name", name, OPTIMIZERS)
         n = check_int("WideModel", "batch_size", batch_size, 1, 2**31 - 1)
@@ -138,18 +138,18 @@ class WideModel(torch.nn.Module):
         return Ftrl(groups, lr=0.2, initial_accumulator_value=0.1 / n**2)
 
     def weights(self) -> torch.Tensor:
-        """The vectors of all columns, ``[width, dim]``; on several ranks all call it."""
+        """Return the vectors of all columns, ``[width, dim]``; a collective."""
         columns = torch.arange(self.encoder.width, device=self.head.weight.device)
         return self.embedding.vectors(columns)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the model to one file, for any number of ranks.
 
-        On several ranks all call it, as on each only a part of the table is; rank 0, which needs
-        memory for all of it, writes.
+        A collective, since each rank holds a part of the table. Rank 0 writes, and needs memory for
+        all of it.
 
         Raises:
-            OSError: on rank 0, the file cannot be written. One that was there stays as it was.
+            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
         """
         encoder = self.encoder
         model = {
@@ -171,17 +171,17 @@ class WideModel(torch.nn.Module):
     def load(
         cls, path: str | os.PathLike[str], feature_lengths: Mapping[str, int] | None = None
     ) -> WideModel:
-        """Read what `save` has written, on the CPU; on several ranks all call it.
+        """Read a model that `save` has written, onto the CPU; a collective.
 
         Args:
             path: the file.
-            feature_lengths: What the caller expects, if anything: other lengths are other columns,
-                for which the weights mean nothing.
+            feature_lengths: lengths that the model must have, or None to accept any. With other
+                lengths the weights would belong to other columns.
 
         Raises:
-            ValueError: the file is something else, or its features are others than expected, in
-                another order or of other lengths.
-            OSError: it cannot be read.
+            ValueError: the file holds something else, or its features differ from feature_lengths
+                in name, order or length.
+            OSError: the file cannot be read.
         """
         state = saved.read(path, FORMAT)
         if feature_lengths is not None:
@@ -197,7 +197,7 @@ class WideModel(torch.nn.Module):
 
 
 class _Features:
-    """Columns, of which the numeric ones are replaced by their buckets."""
+    """Columns with the numeric ones replaced by their buckets."""
 
     def __init__(self, columns: Any, buckets: dict[str, torch.Tensor]) -> None:
         self.columns = columns
@@ -208,9 +208,9 @@ class _Features:
 
 
 def select_rows(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of a torch CSR matrix, as one: int64 ``[k]``, in any order and also repeatedly.
+    """Return the given rows, int64 ``[k]``, of a torch CSR matrix; they may repeat, in any order.
 
-    torch has no such selection for CSR that keeps the result sparse.
+    torch has no selection of CSR rows that keeps the result sparse.
     """
     starts, columns, entries = matrix.crow_indices(), matrix.col_indices(), matrix.values()
     counts = (starts[1:] - starts[:-1])[rows]
