@@ -1,5 +1,5 @@
-// Forks beside threads that take and give back large memory; see test_memory.py. A program of its
-// own, since forking one that has loaded torch takes ten times as long.
+// Forks while other threads take and give back large memory; see test_memory.py. It is a program of
+// its own because forking a process that has loaded torch takes ten times as long.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,7 +29,7 @@ int main(int, char** argv) {
   for (int i = 0; i < forks && failed == 0; ++i) {
     const pid_t child = fork();
     if (child == 0) {
-      alarm(30);  // ends a child that waits for ever
+      alarm(30);  // ends a child that hangs
       void* memory = take_large_memory(size_t{4} << 20);
       *static_cast<char*>(memory) = 1;
       give_back_large_memory(memory);

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
-# Builds for the GPU of this machine and judges the kernels on it, offline, with the machine's own
-# python, torch, nvcc, cmake, ninja, pybind11 and pytest.
+# Builds for this machine's GPU and checks and times the kernels on it, offline, with the machine's
+# own python, torch, nvcc, cmake, ninja, pybind11 and pytest.
 #   usage: tests/gpu_check.sh [PART ...]
-# All parts when none is named, always in this order:
+# Without PART all parts run; their order is always this:
 #   build       compile; kernels that spill are a failure
-#   tests       tests:first   what the rest stands on: outputs, ops below autograd, a graph
+#   tests       tests:first   basics: outputs, ops below autograd, a graph
 #               tests:ops     the op suite
 #               tests:layers  layers, optimizers, streams, graphs, the demo model against the CPU
 #               tests:nccl    the native exchange on one rank
 #               tests:ranks   several ranks that share the GPU
-#   sanitizer   memcheck, racecheck, initcheck and synccheck at a time; sanitizer:memcheck is one
+#   sanitizer   memcheck, racecheck, initcheck and synccheck at once; sanitizer:memcheck is one
 #   bench       all benchmarks of suite gpu; bench:unique is one, and several make one run
-# A call ends by itself within SPARSEKIT_GPU_CHECK_SECONDS (570). A step that fails or runs out of
-# time keeps no later one from running; a sanitizer that cannot be had is no failure.
-# Results are in $OUT, else build/gpu_check, and complete up to the last step that has ended:
+# A call ends by itself within SPARSEKIT_GPU_CHECK_SECONDS (570). After a step that fails or runs
+# out of time the later ones still run; a sanitizer that is not available is no failure.
+# Results are in $OUT, or in build/gpu_check, and complete up to the last step that has ended:
 #   gpu_check.json  machine, steps with result and seconds; benchmarks.json as they are measured;
-#   log.txt  what all steps have said; junit/  a file for each part of the tests.
-# $COMMIT says which commit this is, where there is no git.
-# SPARSEKIT_GPU_CHECK_REHEARSE=1 does without a GPU what can be done: the same build, the tests and
-# small shapes on the host runner, the benchmarks at toy size.
+#   log.txt  output of all steps; junit/  a file for each part of the tests.
+# Without git, $COMMIT says which commit this is.
+# SPARSEKIT_GPU_CHECK_REHEARSE=1 runs without a GPU: the same build, the tests and small shapes on
+# the host runner, the benchmarks at toy size.
 set -uo pipefail
 
 cd "$(dirname "$0")"
@@ -46,7 +46,7 @@ rehearse=${SPARSEKIT_GPU_CHECK_REHEARSE:-0}
 limit=${SPARSEKIT_GPU_CHECK_SECONDS:-570}
 device=cuda
 [ "$rehearse" != 1 ] || device=simt
-# nvcc and compute-sanitizer are often there without being on the path.
+# nvcc and compute-sanitizer are often installed, but not on the path.
 for home in ${CUDA_HOME:+"$CUDA_HOME"} /usr/local/cuda /usr/local/cuda-*; do
   export PATH="$PATH:$home/bin:$home/compute-sanitizer"
 done
@@ -56,15 +56,15 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
 has() { "$python" -c "import $1" 2>/dev/null; }
 left() { echo $((limit - SECONDS)); }
-# chosen PART: whether it has been asked for, by its name or as part of another.
+# chosen PART: succeeds if PART, or the part that contains it, has been asked for.
 chosen() { [[ " ${wanted[*]} " == *" $1 "* || " ${wanted[*]} " == *" ${1%%:*} "* ]]; }
-# Whether anything of a part has been asked for.
+# any_of PART: succeeds if PART, or a part of it, has been asked for.
 any_of() { [[ " ${wanted[*]}" == *" $1"* ]]; }
 
-# Exit status of a step that says in its last line why it cannot be done here.
+# Exit status of a step that cannot run here; its last line of output says why.
 export not_available=77
 
-# record NAME EXIT_STATUS SECONDS LOG: a line of the summary, and the log behind the others.
+# record NAME EXIT_STATUS SECONDS LOG: add a line to the summary, and LOG to log.txt.
 record() {
   local result=ok detail
   [ "$2" = 0 ] || result=FAILED
@@ -94,8 +94,8 @@ whole = {
 END
 }
 
-# step NAME MOST KEEP COMMAND...: run it for at most MOST seconds, keeping KEEP for later steps. It
-# is interrupted as by Ctrl-C, so that pytest says how far it has come.
+# step NAME MOST KEEP COMMAND...: run COMMAND for at most MOST seconds, and leave KEEP seconds for
+# later steps. At the limit it gets the signal of Ctrl-C, so that pytest says how far it has come.
 step() {
   local name=$1 most=$2 keep=$3 begin=$SECONDS status=0
   shift 3
@@ -141,8 +141,8 @@ print(found["gpu"] or "no GPU", "torch", found["torch"], "commit", found["commit
 END
 }
 
-# setup.py without the metadata in pyproject.toml, which need a newer setuptools than may be here
-# and which a build in place has no use for.
+# Run setup.py without the metadata in pyproject.toml: setuptools may be too old here to read it,
+# and a build in place does not need it.
 build() {
   "$python" - <<'END'
 import runpy, sys
@@ -154,7 +154,7 @@ runpy.run_path("setup.py", run_name="__main__")
 END
 }
 
-# The build has kernels and sees the GPU; otherwise all tests of it would be skipped in silence.
+# Check that the build has kernels and sees the GPU: otherwise its tests would silently be skipped.
 usable() {
   "$python" - "$device" <<'END'
 import sys, torch, sparsekit
@@ -167,17 +167,17 @@ print("kernels for", info.get("cuda_archs", "?"), "under torch", torch.__version
 END
 }
 
-# tests NAME ARGUMENT...: pytest, on as many processes as make sense where there is xdist.
+# tests NAME ARGUMENT...: run pytest, with xdist on half as many processes as cores, at most 8.
 tests() {
   local name=$1 workers=$(($(nproc) / 2))
   shift
   local options=(-q -p no:cacheprovider --durations=5 -o "junit_family=xunit1")
   options+=("--junitxml=$out/junit/$name.xml")
   [ "$workers" -le 8 ] || workers=8
-  # Each has up to four ranks of its own, of which each has a context on the GPU.
+  # Each process starts up to four ranks, and each rank has a context on the GPU.
   [ "$name" != ranks ] || [ "$workers" -le 4 ] || workers=4
   [ "$workers" -lt 2 ] || ! has xdist || options+=(-p xdist -n "$workers")
-  # Other plugins that may be here say things that are errors to these tests.
+  # Other plugins may be installed whose warnings would be errors in these tests.
   export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
   has hypothesis || export PYTHONPATH="$PWD/tests/stand_ins:$PYTHONPATH"
   [ "$name" != ranks ] || export SPARSEKIT_RANKS_DEVICE=$device
@@ -185,23 +185,23 @@ tests() {
   local status=${PIPESTATUS[0]} passed
   passed=$(grep -cE '[0-9]+ passed' "$out/tests.txt")
   rm "$out/tests.txt"
-  # A run in which all is skipped shows nothing.
+  # A run that skips all its tests has not passed.
   [ "$status" = 0 ] && [ "$passed" -gt 0 ]
 }
 
-# sanitizer TOOL MOST: takes at most so many seconds, many of them for the last case to end in.
-# Without torch's cache every tensor is an allocation of its own, so that one element too far is
-# seen. The log ends with what went wrong, or with what has been counted.
+# sanitizer TOOL MOST: run the cases under TOOL for at most MOST seconds, half of which are kept for
+# the last case. Without torch's cache every tensor is an allocation of its own, so the tool sees an
+# access one element past its end. The log ends with the error, or with the number of cases.
 sanitizer() {
   local cases=("$python" tests/gpu_check_ops.py "$device")
-  # Importing torch under the tool may take longer than the ten seconds that it waits by itself.
+  # Importing torch under the tool may take longer than its default limit of ten seconds.
   local runner=(compute-sanitizer --tool "$1" --error-exitcode 99 --report-api-errors no
     --launch-timeout 60)
-  # By a part of the mangled name: torch's kernels are most of the work and not what is judged.
-  # But initcheck must see what they write.
+  # Check only kernels with sparsekit in their mangled name: torch's are most of the work and not
+  # under test. initcheck checks all, as it must see what torch's kernels write.
   [ "$1" = initcheck ] || runner+=(--kernel-name kns=sparsekit)
   if [ "$rehearse" = 1 ]; then
-    # Without a GPU the tool sees nothing, but it must know what it is asked for.
+    # Without a GPU the tool can check nothing, but it must accept the options.
     if command -v compute-sanitizer >/dev/null; then "${runner[@]}" --version || return; fi
     "${cases[@]}" $(($2 / 3))
     return
@@ -213,12 +213,12 @@ sanitizer() {
   summaries=$(grep -c SUMMARY "$out/$1.tmp")
   rm "$out/$1.tmp"
   [ "$status" = 0 ] || return "$status"
-  # A tool that has lost hold of the program lets it end by itself, without a summary.
+  # A tool that loses track of the program lets it end by itself, without a summary.
   [ "$summaries" -gt 0 ] || { echo "$1 has checked nothing" && return 1; }
 }
 
-# can_run RUNNER...: the tool is there, and runs a program that has nothing of ours. Not all drivers,
-# containers and chips let it; if it cannot run this one, what it says about ours means nothing.
+# can_run RUNNER...: check that the tool exists and can run a program without sparsekit. Some
+# drivers, containers and chips do not support it; its verdict on our kernels then means nothing.
 can_run() {
   if ! command -v "$1" >/dev/null; then
     echo "there is no $1"
@@ -239,7 +239,7 @@ export python commit out device rehearse
 
 rm -rf "$out"/{steps.tsv,log.txt,running.txt,junit,gpu_check.json,benchmarks.json,versions.json}
 mkdir -p "$out/junit"
-# Seconds that are kept for a part that comes later.
+# Seconds that are kept for later parts.
 for_bench=5
 ! any_of bench || for_bench=130
 for_sanitizer=$for_bench
@@ -265,7 +265,7 @@ else
   layers=(-m cuda tests --ignore-glob='tests/test_hashing*' --ignore=tests/ops --ignore=tests/ranks
     --ignore=tests/nccl --ignore=tests/test_cuda_first.py)
 fi
-# Worlds of two and of four, and two of three combiners: making so many processes is most of it.
+# Only worlds of two and four, and two of three combiners: starting the processes takes most time.
 ranks=(-k "not sqrtn and not 3-" tests/ranks/test_lookup.py tests/ranks/test_group.py
   tests/ranks/test_training.py)
 of_tests() { # NAME MOST ARGUMENT...
@@ -278,13 +278,13 @@ of_tests layers 400 "${layers[@]}"
 of_tests nccl 150 "${nccl[@]}"
 of_tests ranks 450 "${ranks[@]}"
 
-# At the same time, since each is slow by itself and none is timed.
+# The tools run at the same time: each is slow, and none is timed.
 tools=()
 for tool in memcheck racecheck initcheck synccheck; do
   ! chosen "sanitizer:$tool" || tools+=("$tool")
 done
 most=$(($(left) - for_bench))
-# Long enough to see all cases; without the other parts there is time for more.
+# Four minutes are enough for all cases, even if more time is left.
 [ "$most" -lt 240 ] || most=240
 [ "$rehearse" != 1 ] || [ "$most" -lt 60 ] || most=60
 begin=$SECONDS
@@ -327,7 +327,7 @@ if [ -e "$out/benchmarks.json" ]; then
   sed -n '/^======== bench:/,$p' "$out/log.txt"
 fi
 failed=$(cut -f 2 "$out/steps.tsv" | grep -c FAILED)
-# What they hold is in gpu_check.json.
+# gpu_check.json has the contents of these files.
 rm -f "$out"/{steps.tsv,versions.json}
 rmdir --ignore-fail-on-non-empty "$out/junit"
 [ "$failed" = 0 ]

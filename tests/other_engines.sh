@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the op suite again on each CPU engine that this processor has, but for the one that pytest
-# runs it on anyway. Called by `make test`; arguments go to pytest.
+# Runs the op suite on each CPU engine of this processor except the default one, which pytest runs
+# anyway. Called by `make test`; arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -1,5 +1,4 @@
-// Takes and gives back large memory in sizes that change, for a sanitizer to watch; see
-// test_memory.py.
+// Takes and gives back large memory of varying sizes under a sanitizer; see test_memory.py.
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -13,7 +12,7 @@ int main() {
   std::mt19937 random(1);
   std::vector<void*> held;
   for (int step = 0; step < 3000; ++step) {
-    // Large ones for a while, then small ones: idle blocks go for their number and for their age.
+    // Large blocks for a while, then small ones: both limits of idle blocks, bytes and age, act.
     const size_t most = step / 500 % 2 == 0 ? 60 : 6;
     const size_t bytes = (2 + random() % most) << 20;
     auto* memory = static_cast<char*>(sparsekit::ops::take_large_memory(bytes));

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Runs the op suite under sanitizers: the engine and the CUDA kernels on the host runner under
-# AddressSanitizer with UndefinedBehaviorSanitizer, and what reads and hashes data, mutated files
-# included; then the kernels under ThreadSanitizer, to which each thread of a kernel is a thread. The engine is not run under that: it does not know OpenMP's
-# barriers, and would report every loop. Called by `make sanitize`; arguments go to pytest.
-# `--fuzz SECONDS SEED` runs the fuzzer under the first two in place of the suite.
+# Runs the op suite under sanitizers. AddressSanitizer with UndefinedBehaviorSanitizer checks the
+# CPU engine, the CUDA kernels on the host runner, and the reading and hashing of data, mutated files
+# included. ThreadSanitizer then checks the kernels alone, whose threads are threads of the host: it
+# does not know the barriers of OpenMP and would report every loop of the CPU engine.
+# Called by `make sanitize`; arguments go to pytest. `--fuzz SECONDS SEED` runs the fuzzer under the
+# first two sanitizers instead of the suite.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -12,7 +13,7 @@ build=${build%/sparsekit/lib/simt}
 targets=(sparsekit_core_asan sparsekit_simt_asan _pybind_asan)
 test "${1:-}" = --fuzz || targets+=(sparsekit_simt_tsan)
 cmake --build "$build" --target "${targets[@]}"
-# libstdc++ as well: a sanitizer that starts before it does not find its throw.
+# Preload libstdc++ as well: a sanitizer that starts first does not find its function for throw.
 preload() { echo "$(g++ -print-file-name="$1") $(g++ -print-file-name=libstdc++.so.6)"; }
 
 under() {
@@ -28,12 +29,12 @@ run() {
   under "$sanitizer" pytest -q -n 2 --dist worksteal -p no:cacheprovider --time-factor 3 "$@"
 }
 
-# The tests ask for more memory than there is, which must fail as it does elsewhere.
+# Tests ask for more memory than there is; that must fail as it does without a sanitizer.
 refuse=allocator_may_return_null=1
 export ASAN_OPTIONS=detect_leaks=0:$refuse UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-# Preloaded, its functions are found before those of the engine that sparsekit loads.
+# The functions of a preloaded engine are found before those of the engine that sparsekit loads.
 engine=$PWD/$build/asan/libsparsekit_core.so
-test -e "$engine"  # what cannot be preloaded is left out with a warning
+test -e "$engine"  # the loader would skip a missing file with a warning
 if test "${1:-}" = --fuzz; then
   under asan tests.fuzz --backend cpu --seconds "$2" --seed "$3"
   engine=
@@ -43,18 +44,18 @@ fi
 run asan tests/ops -k "not simt and not opcheck" "$@"
 engine=
 run asan tests/ops -k simt "$@"
-# So that each bytes object has guards of its own. What is freed is kept for a while, so the test of
-# the memory in use is left out, and that of faulty Parquet files, which measures memory too; and so
-# are those whose loaders fork: this AddressSanitizer does not take its locks before a fork, so that
-# one which another thread held is never free in the child.
+# PYTHONMALLOC=malloc gives each bytes object guards of its own. Left out are the tests that measure
+# memory (of strings and of faulty Parquet files), because AddressSanitizer keeps freed memory for a
+# while, and those whose loaders fork: this version does not take its locks before a fork, so a lock
+# that another thread holds then is never released in the child.
 PYTHONMALLOC=malloc SPARSEKIT_PYBIND_LIBRARY=$(echo "$PWD/$build"/asan/_pybind*.so) SPARSEKIT_FUZZ_FILES=3000 \
   run asan tests/data tests/test_hashing*.py \
   -k "not no_copy_of_the_strings and not workers_of and not fuzz_parquet" "$@"
 
-# Reports go to files, since pytest's workers have no exit status that anyone looks at.
+# Reports go to files: nothing looks at the exit status of pytest's workers.
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
-# The slowest, so of one dtype each: others are the same kernels with other sizes.
+# ThreadSanitizer is the slowest, so it gets one dtype: the others use the same kernels.
 TSAN_OPTIONS=log_path=$reports/race:$refuse run tsan tests/ops \
   -k "simt and not dtype1 and not dtype2" "$@"
 if compgen -G "$reports/race*" >/dev/null; then

@@ -47,8 +47,7 @@ class Count:
     accessed: int = 0
     """Bytes that threads read and write, repeats included."""
     read: int = 0
-    """Bytes of the sectors of 32 bytes that a launch reads, each once: caches are perfect while it
-    runs and empty before."""
+    """Bytes of the distinct 32-byte sectors that a launch reads, as if its cache were perfect."""
     written: int = 0
     """Bytes of the distinct 32-byte sectors that a launch writes."""
 

@@ -16,7 +16,7 @@ for version in "${versions[@]}"; do
   echo "== torch $version"
   "$python" -m venv "$folder/venv"
   "$folder/venv/bin/pip" install --quiet "torch==$version" numpy
-  # No dependencies and no index: what is tested is this file and nothing else.
+  # No dependencies and no index: only this file is tested.
   "$folder/venv/bin/pip" install --quiet --no-deps --no-index "$wheel"
   (cd "$folder" && "$folder/venv/bin/python" -W error "$smoke" "$version")
   rm -rf "$folder"
