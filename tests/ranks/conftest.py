@@ -1,4 +1,4 @@
-"""Pools of ranks, one for each world size, kept for a module."""
+"""Pools of ranks: one for each world size, shared by the tests of a module."""
 
 import pytest
 
@@ -6,7 +6,7 @@ import sparsekit
 
 from .pool import Ranks
 
-# Of tensors on the CPU.
+# Backends that exchange tensors on the CPU.
 BACKENDS = ["torch", "shared_memory"]
 
 
@@ -16,7 +16,7 @@ def _choose(rank, backend):
 
 @pytest.fixture(params=BACKENDS)
 def two_ranks_over(two_ranks, request):
-    """Two ranks, whose exchange each backend carries in turn."""
+    """Return a pool of two ranks; the tests run once with each backend of the exchange."""
     two_ranks(_choose, request.param)
     two_ranks.backend = request.param
     return two_ranks
@@ -38,12 +38,12 @@ def two_ranks():
 
 @pytest.fixture
 def fresh_ranks():
-    """For a test that leaves ranks dead or in a collective; their timeout is short."""
+    """Return a maker of pools with short timeouts, for tests that leave ranks dead or hanging."""
     pools = []
 
     def make(world_size, timeout=10, backend="auto"):
         pools.append(Ranks(world_size, timeout))
-        pools[-1](_choose, backend)  # returns when all of them are up
+        pools[-1](_choose, backend)  # returns when all ranks are up
         return pools[-1]
 
     yield make

@@ -1,9 +1,9 @@
-"""Has the ranks of a pool work on a device although their tests know of the CPU only.
+"""Makes the ranks of a pool work on a device, although their tests only know the CPU.
 
-SPARSEKIT_RANKS_DEVICE=cuda: all ranks share one GPU. What the tests make without naming a device is
-made there, and what they return goes back to the CPU, where one rank has computed the same. Ranks
-reach each other through host memory and gloo, since NCCL refuses two ranks on one GPU; all else is
-as on several. With "simt" the same runs over the host runner, which rehearses it.
+SPARSEKIT_RANKS_DEVICE=cuda: all ranks share one GPU. Tensors that tests make without naming a
+device are made there, and results return to the CPU, where one rank has computed the same. Ranks
+exchange through host memory and gloo, since NCCL refuses two ranks on one GPU; the rest is as on
+several GPUs. With "simt" the host runner stands in for the GPU, as a rehearsal.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class _OverHost(transport.TorchTransport):
         return finish
 
 
-# Random numbers come from the CPU's generators, so that all is as where one rank has computed it.
+# Random numbers come from the CPU's generators, so that they equal those of the single rank there.
 _RANDOM = (torch.rand, torch.randn, torch.randint, torch.randperm)
 _FILLED_AT_RANDOM = (torch.Tensor.uniform_, torch.Tensor.normal_)
 
@@ -55,7 +55,7 @@ class _MadeOnDevice(TorchFunctionMode):
 
 
 def begin() -> None:
-    """Called by a rank before anything else, with its process group made."""
+    """Set up a rank's device; called before anything else, but after its process group is made."""
     if NAME == "cpu":
         return
     simt.load()
@@ -64,15 +64,15 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def where() -> Any:
-    """What a rank runs a function in."""
+    """Context in which a rank runs functions: what they make is on the device."""
     if NAME == "cpu":
         yield
         return
     device = torch.device("cpu" if NAME == "simt" else NAME)
     mode = simt.SimtMode() if NAME == "simt" else contextlib.nullcontext()
-    # A layer made without a device asks for the default one, all else is made by a function.
+    # Layers made without a device ask for the default one; other tensors come from functions.
     torch.set_default_device(device)
-    # Some tests compare bits. Of torch's own ops not all can.
+    # Some tests compare bits, but not all of torch's own ops can be deterministic.
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with mode, _MadeOnDevice(device):
@@ -82,5 +82,5 @@ def where() -> Any:
 
 
 def on_cpu(results: Any) -> Any:
-    """Results as they can be sent to, and compared in, another process."""
+    """Return results on the CPU, where another process can receive and compare them."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), results)

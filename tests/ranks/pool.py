@@ -1,7 +1,8 @@
-"""Ranks for tests: processes with a gloo group, which run a function together.
+"""Pools of ranks for tests: processes with a gloo group that run a function together.
 
-Processes are forks of one that has imported torch, which takes seconds. A pool lives for a whole
-module; after a call that left a rank dead or in a collective the next one gets new processes.
+The processes are forks of one that has imported torch, which takes seconds. A pool lives for a
+whole module; after a call that left a rank dead or in a collective, the next call starts new
+processes.
 """
 
 import multiprocessing
@@ -20,7 +21,7 @@ from patience import patience
 
 @dataclass
 class Raised:
-    """What a rank raised."""
+    """Error that a rank raised."""
 
     type: str
     message: str
@@ -28,13 +29,13 @@ class Raised:
 
 
 class Died:
-    """In place of the result of a rank that is no more."""
+    """Stands for the result of a rank that has died."""
 
 
 class Ranks:
-    """`ranks(function, *arguments)` calls function(rank, *arguments) on every rank.
+    """Pool of ranks: `ranks(function, *arguments)` calls function(rank, *arguments) on each.
 
-    Functions are sent by name, so they must be at the top of a module.
+    Functions are sent by name, so they must be at the top level of a module.
     """
 
     def __init__(self, world_size: int, timeout: float = 60) -> None:
@@ -44,7 +45,8 @@ class Ranks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # The first optimizer of a process imports torch._dynamo, which takes seconds in each rank.
+        # The first optimizer of a process imports torch._dynamo, which would take seconds in each
+        # rank.
         context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "sparsekit"])
         self.usable = True
         self.folder = tempfile.TemporaryDirectory()
@@ -60,11 +62,11 @@ class Ranks:
             self.processes.append(process)
 
     def outcomes(self, function: Any, *arguments: Any) -> list[Any]:
-        """Result of each rank, or what it `Raised`, or that it `Died`."""
+        """Return each rank's result, or what it `Raised`, or that it `Died`."""
         if not self.usable:
             self.close()
             self._start()
-        self.usable = False  # until all ranks have answered; waiting may be interrupted
+        self.usable = False  # until all ranks have answered; the wait may be interrupted
         for connection in self.connections:
             connection.send((function, arguments))
         begin = time.monotonic()
@@ -72,7 +74,7 @@ class Ranks:
         answers = 0
         for connection in self.connections:
             try:
-                # Asked again, since the machine may get busier meanwhile.
+                # Compute the patience in each turn: the machine may get busier while this waits.
                 while not (ready := connection.poll(1)):
                     if time.monotonic() - begin > patience(100 + self.timeout):
                         break
@@ -84,7 +86,7 @@ class Ranks:
         return results
 
     def __call__(self, function: Any, *arguments: Any) -> list[Any]:
-        """Result of each rank; a test failure if one raised."""
+        """Return each rank's result; the test fails if one raised or died."""
         results = self.outcomes(function, *arguments)
         for rank, result in enumerate(results):
             if isinstance(result, (Died, Raised)):
@@ -110,7 +112,7 @@ def _serve(
     environment: dict[str, str],
 ) -> None:
     sys.path[:] = path
-    # Those of now, where a fork has those of the first pool.
+    # Take the test's path and environment; a fork has those of the first pool.
     os.environ.clear()
     os.environ.update(environment)
     import torch

@@ -1,4 +1,4 @@
-"""Dense gradients averaged over shared memory, beside those that gloo averages."""
+"""Dense gradients averaged over shared memory equal those that gloo averages."""
 
 import time
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Dense(torch.nn.Module):
-    """Parameters of many sizes, one with fewer elements than there are ranks."""
+    """Model with parameters of many sizes, one of them with fewer elements than ranks."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -50,7 +50,7 @@ def averaged(rank, dtype, bucket_cap_mb):
             model.zero_grad()
             model(batch).sum().backward()
         ours, theirs = ([p.grad for p in model.parameters()] for model in models)
-        # DistributedDataParallel divides before it adds up, and rounds each time.
+        # DistributedDataParallel divides before it adds, and rounds at each step.
         close = {"atol": 1e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else {}
         torch.testing.assert_close(ours, theirs, **close)
         assert len({str(bits) for bits in bits_of_all_ranks(ours)}) == 1
@@ -70,7 +70,7 @@ def test_several_buckets(ranks):
 
 
 class _Both(torch.autograd.Function):
-    """Two inputs, so that a graph may end in one or the other first."""
+    """Adds two inputs; backward may reach either first."""
 
     @staticmethod
     def forward(ctx, one, other):
@@ -82,13 +82,13 @@ class _Both(torch.autograd.Function):
 
 
 def in_another_order(rank):
-    """A layer's backward comes before the dense one's on one rank, and behind it on the other."""
+    """Run backward of the table before the dense part's on one rank, and after it on the other."""
     torch.manual_seed(0)
     table = sparsekit.DistributedEmbedding("sum", 100, 4, 1, 1, name="table")
     dense = DistributedDataParallel(torch.nn.Linear(4, 4))
     dense.register_comm_hook(None, averaging_of(CPU).average)
     x = torch.full((6, 4), float(rank + 1))
-    # What is computed last comes first in backward.
+    # Backward begins with the op that forward ran last.
     for _ in range(3):
         vectors = table(torch.arange(6).view(6, 1, 1)).flatten(1)
         if rank == 0:

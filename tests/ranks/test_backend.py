@@ -1,4 +1,4 @@
-"""Ranks choose together what carries their exchange."""
+"""Ranks choose together which transport carries their exchange."""
 
 import errno
 import os
@@ -99,7 +99,7 @@ def test_a_layer_on_the_cpu_cannot_have_nccl(two_ranks):
 
 
 def without_memory(rank, backend, what, where):
-    """The chosen transport, and warnings, where some ranks are refused something."""
+    """Return the chosen transport and the warnings when some ranks are refused a resource."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if rank == where:
@@ -125,7 +125,7 @@ def limit(which, value):
 
 
 def open_files(more):
-    # The lowest number that is free, and others beyond it.
+    # The lowest free descriptor, plus `more`.
     return lambda: os.dup(0) + more
 
 
@@ -162,7 +162,7 @@ OBSTACLES = {
 def test_memory_that_cannot_be_had(two_ranks, what, where, reason):
     (first, warned), (second, silent) = two_ranks(without_memory, "shared_memory", what, where)
     assert first == second == "TorchTransport"
-    assert silent == []  # one rank says it
+    assert silent == []  # only one rank warns
     (warning,) = warned
     assert re.search(
         f"backend='shared_memory' cannot be had; gloo takes its place: {reason}", warning
@@ -180,7 +180,7 @@ def on_other_hosts(rank, backend, way):
         if way == "hosts":
             path = Path(os.devnull if rank else shared_memory._BOOT_ID)
             patch.setattr(shared_memory, "_BOOT_ID", path)
-        else:  # as in another container, where no such name is known
+        else:  # in another container this address does not exist
             offer = shared_memory._Meeting.offer
             unknown = b"\0nobody is here"
             patch.setattr(

@@ -1,4 +1,4 @@
-"""Checkpoints written on N ranks and loaded on M."""
+"""Checkpoints written on N ranks are loaded on M."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ from sparsekit.checkpoint import Checkpoints
 from .pool import Died, Ranks
 
 WORLDS = (1, 2, 3, 4)
-ROWS = 600  # of the second table, on all ranks together
+ROWS = 600  # of the second table, over all ranks
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,12 @@ def pools():
 
 
 def part(rank, world):
-    """Which of the samples of a step a rank has."""
+    """Return a rank's share of the samples of a step."""
     return slice(rank, None, world)
 
 
 def begin(rank, world, folder, options):
-    """Train two steps and save; returns what this rank has."""
+    """Train two steps and save; returns what this rank holds."""
     model, optimizers = made(**options)
     train(model, optimizers, 0, 2, part(rank, world))
     checkpoint.save(model, folder, optimizers)
@@ -40,7 +40,7 @@ def begin(rank, world, folder, options):
 
 
 def go_on(rank, world, folder, options):
-    """Load; returns what this rank has, and what all tables hold after two more steps."""
+    """Load; returns what this rank holds, and what it holds after two more steps."""
     model, optimizers = made(seed=5, **options)
     train(model, optimizers, 7, 8, part(rank, world))
     checkpoint.load(model, folder, optimizers)
@@ -56,7 +56,7 @@ def go_on(rank, world, folder, options):
 
 
 def together(parts):
-    """What all ranks have of tables, in order of keys; all else as rank 0 has it."""
+    """Join the tables of all ranks in the order of keys; take all else from rank 0."""
     joined = dict(parts[0])
     for name in ("users", "rows"):
         order = torch.cat([each[f"{name} keys"] for each in parts]).argsort()
@@ -157,7 +157,7 @@ def test_chains(pools, tmp_path, in_background):
 
 
 def errors(rank, world, folder):
-    """What goes wrong on one rank is raised on all, and what was there stays."""
+    """A save that fails on one rank raises on all, and the earlier checkpoint stays."""
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
     keep = Checkpoints(folder)
@@ -191,7 +191,7 @@ def errors(rank, world, folder):
         checkpoint.save.__globals__["write"] = original
     checkpoint.load(model, folder, optimizers)
     for name, value in contents(model, optimizers).items():
-        if name.startswith(("users ", "rows ")):  # the dense part is rank 0's
+        if name.startswith(("users ", "rows ")):  # rank 0's dense part was saved
             assert torch.equal(value, before[name]), name
     keep.close()
     return texts
@@ -225,7 +225,7 @@ def test_a_damaged_file_is_named_on_all_ranks(pools, tmp_path):
 
 
 def too_small(rank, world, folder):
-    """Load a chain whose rows are more than rank 1 has room for, though no part of it is."""
+    """Load a chain with more rows than rank 1 has room for, though none of its parts has more."""
     model, optimizers = made(capacity=30, placement="modulo", rows=ROWS // world)
     train_first_rows(model, optimizers)
     before = contents(model, optimizers)
@@ -288,7 +288,7 @@ def test_two_jobs_in_one_folder(pools, tmp_path):
 
 
 def odd_path(rank, world, folder):
-    """Saved and loaded, and refused once it is there."""
+    """Save and load under a path that is not UTF-8; a second save there is refused."""
     folder = folder / os.fsdecode(b"caf\xe9")
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
@@ -296,7 +296,7 @@ def odd_path(rank, world, folder):
     keep.save(0, model, optimizers)
     train(model, optimizers, 1, 2, part(rank, world))
     if rank == 1:
-        keep._marks = None  # as after an interrupt; all ranks write all rows then
+        keep._marks = None  # as after an interrupt: all ranks must then write all rows
     keep.async_save(1, model, optimizers)
     keep.wait()
     with pytest.raises(RuntimeError, match="there is something already"):
@@ -304,7 +304,7 @@ def odd_path(rank, world, folder):
     loaded, of_loaded = made(seed=1)
     assert keep.load(loaded, of_loaded).step == 1
     for name, value in contents(model, optimizers).items():
-        if name.startswith(("users ", "rows ")):  # the dense part is rank 0's
+        if name.startswith(("users ", "rows ")):  # rank 0's dense part was saved
             assert torch.equal(contents(loaded, of_loaded)[name], value), name
     keep.close()
     late = Checkpoints(folder)
@@ -333,5 +333,5 @@ def test_a_rank_that_dies_leaves_the_old_checkpoint(fresh_ranks, tmp_path):
     assert isinstance(found[1], Died)
     model, optimizers = made()
     checkpoint.load(model, tmp_path / "old", optimizers)
-    if (tmp_path / "new").exists():  # its part may have been written by then
+    if (tmp_path / "new").exists():  # rank 0 may have written its part before
         checkpoint.load(model, tmp_path / "new", optimizers)

@@ -1,4 +1,4 @@
-"""The commands that train on ranks: what is printed, and by which of them."""
+"""Commands that train on ranks: each line comes from the right rank."""
 
 import contextlib
 import io
@@ -9,7 +9,7 @@ import pytest
 
 from sparsekit import cli
 
-SMALL = ["--ranks", "1", "--epochs", "1"]  # the ranks are there already
+SMALL = ["--ranks", "1", "--epochs", "1"]  # the pool's ranks are used; the command starts none
 CLICKS = ["data.label=click", "data.sparse=user", "data.dense=price", "model.rows=99"]
 COMMANDS = {
     "ratings": ["ratings", "--dim", "4", "--capacity", "100"],
@@ -54,12 +54,13 @@ def test_one_rank_prints_the_figures_of_all(two_ranks, tmp_path, name):
         command += ["--set", f"data.test={path}"]
     whole = printed(0, command).splitlines()
     first, second = (output.splitlines() for output in two_ranks(printed, command))
-    loaded = 0 if name == "dlrm" else 1  # a line by whoever loads the data, which here are both
+    loaded = 0 if name == "dlrm" else 1  # both ranks load data here, and each says so in a line
     assert len(second) == loaded
     assert len(first) == len(whole)
     for line, expected in zip(first[loaded:], whole[loaded:], strict=True):
         assert re.sub(r"[\d.,]+", "#", line) == re.sub(r"[\d.,]+", "#", expected)
-        if name != "dlrm" and not re.search(r"\d s\b", expected):  # whose batches are others
+        # Batches of dlrm differ by rank, and so do seconds.
+        if name != "dlrm" and not re.search(r"\d s\b", expected):
             numbers = [float(x) for x in re.findall(r"\d\.\d+", line)]
             assert numbers == pytest.approx(
                 [float(x) for x in re.findall(r"\d\.\d+", expected)], abs=2e-3

@@ -1,4 +1,4 @@
-"""States that torch.distributed.checkpoint has saved on N ranks and loads on M."""
+"""States that torch.distributed.checkpoint saves on N ranks are loaded on M."""
 
 import itertools
 
@@ -19,7 +19,7 @@ WORLDS = (1, 2, 3)
 
 
 class Pools(dict):
-    """Those that are used, by the number of ranks."""
+    """Pools of ranks by world size, started at first use."""
 
     def __missing__(self, world):
         return self.setdefault(world, Ranks(world))
@@ -43,7 +43,7 @@ def load(model, folder, optimizers, **options):
 
 
 def begin(rank, world, folder, options):
-    """Train two steps and save; returns what this rank has."""
+    """Train two steps and save; returns what this rank holds."""
     model, optimizers = made(**options)
     train(model, optimizers, 0, 2, part(rank, world))
     save(model, folder, optimizers)
@@ -51,7 +51,7 @@ def begin(rank, world, folder, options):
 
 
 def go_on(rank, world, folder, options):
-    """Load; returns what this rank has, and what all tables hold after two more steps."""
+    """Load; returns what this rank holds, and what it holds after two more steps."""
     model, optimizers = made(seed=5, **options)
     train(model, optimizers, 7, 8, part(rank, world))
     load(model, folder, optimizers)
@@ -83,7 +83,7 @@ def test_any_number_of_ranks_loads_what_any_other_has_saved(pools, tmp_path, opt
 def as_if_nothing_had_been(rank, world, folder, optimizer):
     model, optimizers = made(optimizer)
     wrapped = DistributedDataParallel(model)
-    torch.manual_seed(10 + rank)  # each rank has its own random numbers
+    torch.manual_seed(10 + rank)  # so each rank has its own random numbers
     train(wrapped, optimizers, 0, 3, part(rank, world))
     save(wrapped, folder, optimizers)
     train(wrapped, optimizers, 3, 6, part(rank, world))
@@ -102,7 +102,7 @@ def test_on_as_many_ranks_training_goes_on_bit_for_bit(pools, tmp_path, optimize
 
 
 def parts_read(rank, world, folder, options):
-    """Which parts of tables a rank reads."""
+    """Load; returns the parts of tables that this rank has read."""
     model, optimizers = made(**options)
     seen, original = set(), sparsekit.checkpoint.dcp.DcpSource.read
 
@@ -146,7 +146,7 @@ def test_another_placement(pools, tmp_path, both):
 
 
 def errors(rank, world, folder):
-    """What goes wrong on one rank is raised on all, and what was there stays."""
+    """A save or load that fails on one rank raises on all, and what was there stays."""
     model, optimizers = made()
     train(model, optimizers, 0, 1, part(rank, world))
     save(model, folder / "a", optimizers)
@@ -194,7 +194,7 @@ def test_an_error_on_one_rank_is_raised_on_all(pools, tmp_path):
 
 
 def loaded_on_more(rank, folder):
-    """A state for saving is refused on ranks too that the checkpoint has nothing of."""
+    """A state made for saving cannot be loaded, not even by ranks that saved nothing."""
     model, optimizers = made()
     with pytest.raises(BaseException, match=r"load_from=path"):
         dcp.load({"app": DcpState(model, optimizers)}, checkpoint_id=folder)
@@ -219,7 +219,7 @@ def test_the_dense_part_is_that_of_rank_0(pools, tmp_path):
 
 
 def of_a_group(rank, world, folder):
-    """Saved and loaded by this rank alone, though the default group has more."""
+    """This rank saves and loads by itself, although the default group has more ranks."""
     alone = [dist.new_group([one]) for one in range(world)][rank]
     layers = [
         sparsekit.Embedding(9, 2, name="ids", seed=seed, process_group=alone) for seed in (rank, 7)
@@ -241,7 +241,7 @@ def background(rank, world, folder):
     wrapped = DistributedDataParallel(model)
     train(wrapped, optimizers, 0, 2, part(rank, world))
     before = contents(model, optimizers)
-    group = dist.new_group(backend="gloo")  # of its own, as training goes on meanwhile
+    group = dist.new_group(backend="gloo")  # its own group, as training continues meanwhile
     state = {"app": DcpState(model, optimizers)}
     saved = dcp.async_save(state, checkpoint_id=folder, process_group=group)
     train(wrapped, optimizers, 2, 5, part(rank, world))
@@ -249,7 +249,7 @@ def background(rank, world, folder):
     loaded, of_loaded = made(seed=3)
     load(loaded, folder, of_loaded)
     assert_equal(contents(loaded, of_loaded), before)
-    # A plain state_dict is refused there as well.
+    # async_save also refuses a plain state_dict.
     saved = dcp.async_save(model.state_dict(), checkpoint_id=folder / "b", process_group=group)
     with pytest.raises(BaseException, match=r"would keep one rank.s part .*\.DcpState"):
         saved.result()

@@ -1,4 +1,4 @@
-"""Drop-ins on several ranks: those of one process with the samples of all."""
+"""Drop-ins on several ranks equal those of one process that has all samples."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ KINDS = ["vectors", "sum", "mean", "max", "weighted", "one by one"]
 
 
 def batch_of(rank, step):
-    """Raw ids of rank `rank`, which another rank has as well; some of them padding."""
+    """Return a rank's raw ids, some shared with other ranks, and some of them padding."""
     draw = torch.Generator().manual_seed(10 * step + rank)
     ids = torch.randint(0, 30, (rank + 3, 4), generator=draw) * BIG // 7 - 3
     return ids, torch.rand(ids.shape, generator=draw)
@@ -82,7 +82,7 @@ def message_of(call):
 
 
 def errors_of(rank):
-    """A bad input of one rank is an error on both, and the next call goes on."""
+    """A bad input on one rank is an error on both, and the next call works."""
     layer, found = EmbeddingBag(9, 4, mode="max", name="bag"), []
     ids = torch.tensor([[1, 2]])
     found.append(message_of(lambda: layer(ids, None, torch.ones(1, 2) if rank == 0 else None)))
@@ -136,7 +136,7 @@ def losses(rank, swapped, world_size=None):
         optimizer.zero_grad()
         found.append(out.detach())
     if swapped:
-        model(torch.tensor([[BIG, BIG + 1, BIG + 2]]))  # there is room for further ids
+        model(torch.tensor([[BIG, BIG + 1, BIG + 2]]))  # the table has room for new ids
     return found
 
 

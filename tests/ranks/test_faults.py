@@ -1,7 +1,7 @@
-"""What goes wrong on one rank becomes an error on every rank, and nobody waits for long.
+"""A failure on one rank is an error on every rank, and no rank waits for long.
 
-How long is bounded by the pool: a rank that is not done when the timeout of its collectives is long
-past `Raised("hangs")`.
+The pool sets the limit: a rank that still runs well after the timeout of its collectives counts as
+`Raised("hangs")`.
 """
 
 import os
@@ -29,7 +29,7 @@ def step(module, keys):
 
 
 def raised(outcomes, kind, *parts):
-    """Every rank has raised this kind of error, with these parts in its message."""
+    """Check that every rank raised this kind of error with these parts in its message."""
     for outcome in outcomes:
         assert isinstance(outcome, Raised), outcome
         assert outcome.type == kind, outcome.trace
@@ -41,9 +41,9 @@ def full_on_one(rank, strategy):
     module = layer("movies", capacity=3, strategy=strategy, placement="modulo")
     step(module, [0, 1, 2, 3])
     with pytest.raises(sparsekit.TableFullError) as caught:
-        step(module, [5, 7, 9, 11])  # all on rank 1 of 2
+        step(module, [5, 7, 9, 11])  # rank 1 owns all of them
     assert (caught.value.layer, caught.value.rank, caught.value.size) == ("movies", 1, 2)
-    step(module, [0, 1, 2, 3])  # all ranks can go on
+    step(module, [0, 1, 2, 3])  # all ranks still work
     return len(module.table)
 
 
@@ -68,7 +68,7 @@ def test_a_key_out_of_range_on_one_rank(two_ranks_over):
 
 
 class Odd(Exception):
-    """Unpickled it is called with its message alone, which raises."""
+    """Error that cannot be unpickled: its constructor takes more than the message."""
 
     def __init__(self, key, why):
         super().__init__(f"key {key}: {why}")
@@ -187,7 +187,7 @@ def frozen_on_one_later(rank):
 def other_seed_on_one_later(rank):
     module = layer("users")
     step(module, [1, 2])
-    module.seed.data.fill_(rank)  # which no counter of writes tells
+    module.seed.data.fill_(rank)  # no counter of writes notices this
     step(module, [1, 2])
 
 

@@ -1,4 +1,4 @@
-"""Features of a KeyedJaggedTensor on several ranks are those of one rank with all their samples."""
+"""Features of a KeyedJaggedTensor on several ranks equal those of one rank with all samples."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def batch_of(rank, step):
 
 
 def of_all_ranks(world_size, step):
-    """The samples of all ranks, feature by feature."""
+    """Join the samples of all ranks, feature by feature."""
     parts = [batch_of(rank, step) for rank in range(world_size)]
     calls = [part.of(key) for key in KEYS for part in parts]
     values = torch.cat([values for (values, _), _ in calls])
@@ -38,7 +38,7 @@ def of_all_ranks(world_size, step):
 
 
 def train(rank, strategy, output, unpooled=False, world_size=None):
-    """Outputs of some steps: this rank's, or those of a process that has all samples."""
+    """Return the outputs of some steps: of this rank, or of a process that has all samples."""
     features = {**FEATURES, "unused": Feature("shared", None)} if unpooled else FEATURES
     group = group_of(strategy, output, features)
     optimizer = optim.SGD(group.parameters(), lr=0.1)
@@ -78,12 +78,12 @@ def test_ranks_are_one_rank(case, ranks):
 
 
 def refused(rank):
-    """What one rank cannot read is an error on all, and changes nothing."""
+    """An input that one rank cannot read is an error on all and changes nothing."""
     group = group_of("auto", "concatenated", FEATURES)
     keyed = batch_of(0, 2)
     if rank == 1:
         lengths = torch.ones(12, dtype=torch.int64)
-        lengths[8] = 6  # of feature a
+        lengths[8] = 6  # too many for feature a
         keyed = Keyed(list(KEYS), torch.arange(17), torch.tensor([0, *lengths]).cumsum(0))
     with pytest.raises(ValueError, match="shared: feature 'a': bag 2 has 6 keys, more than max_n"):
         group(keyed)

@@ -1,4 +1,4 @@
-"""torch's fully_shard of the dense part beside tables: as on one rank."""
+"""The dense part under torch's fully_shard, beside tables, trains as on one rank."""
 
 import copy
 import math
@@ -11,14 +11,14 @@ import sparsekit
 from sparsekit.distributed import ignored_parameters
 from sparsekit.optim import clip_grad_norm_, clip_grad_value_
 
-# All take one path; these have states of each form.
+# All rules take the same path; these three cover each form of state.
 RULES = ["LazyAdam", "Adam", "RowWiseAdagrad"]
 
 
 def model(group):
     torch.manual_seed(0)
     layer = sparsekit.EmbeddingBag(99, 5, name="t", mode="sum", process_group=group)
-    # The last layer has one row, so rank 1 has none of its weight and bias.
+    # The last layer has one row, so rank 1 holds nothing of its weight and bias.
     return torch.nn.Sequential(layer, torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
 
 
@@ -66,7 +66,7 @@ def test_fully_shard_beside_tables(two_ranks):
 
 
 def replicas(rank):
-    """Norms of DTensors that are sharded, replicated, or first one and then the other."""
+    """Return norms of DTensors: sharded, replicated, and partly both."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -103,7 +103,7 @@ def ignored(rank):
     assert {"0.0.shard", "0.0.owners", "0.0.table.buckets"} <= found.keys()
     assert all(name.startswith("0.0.") for name in found)
     assert ignored_parameters(made[1]) == {}
-    # A tool that broadcasts what it is not told to leave alone, as Lightning does in validation.
+    # Broadcast everything that is not ignored, as Lightning does in validation.
     made[0][0](torch.tensor([[1, 2, 3, 4]]))
     before = {name: tensor.clone() for name, tensor in found.items()}
     ddp = torch.nn.parallel.DistributedDataParallel
@@ -120,7 +120,7 @@ def test_ignored_parameters(two_ranks):
 
 
 def accumulate(rank, group=None):
-    """Two halves of a batch without a step between, under no_sync: gradients of one step."""
+    """Return gradients of two half batches without a step between them, the first under no_sync."""
     made = model(group)
     keys = torch.randint(0, 30, (8, 3), generator=torch.Generator().manual_seed(0))
     if group is not None:

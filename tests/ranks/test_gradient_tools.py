@@ -1,4 +1,4 @@
-"""Clipping and the check of gradients on two ranks: as on one, and the same on both."""
+"""Clipping and the check of gradients on two ranks act as on one, and alike on both."""
 
 import copy
 import io
@@ -17,12 +17,12 @@ from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradient
 
 BATCH, SLOTS, NNZ, DIM = 12, 2, 3, 5
 SHARES = {"even": (6, 6), "uneven": (1, 11), "rank 1 has no samples": (12, 0)}
-# Which keys a table is asked for; even ones are placed by modulo, so rank 1 has no row to learn.
+# Keys that a table is asked for; "modulo" places all even ones on rank 0, so rank 1 learns no row.
 KEYS = {"all": lambda keys: keys, "even": lambda keys: 2 * keys}
 
 
 def backward(rank, share, keys_of, dtype, use_hashtable=True):
-    """A model with gradients of a rank's share of the batch."""
+    """Return a model with the gradients of a rank's share of the batch."""
     layer = sparsekit.DistributedEmbedding(
         "sum", 90, DIM, SLOTS, NNZ, use_hashtable=use_hashtable, dtype=dtype, name="layer",
         placement="modulo" if keys_of == "even" else None,
@@ -36,13 +36,13 @@ def backward(rank, share, keys_of, dtype, use_hashtable=True):
     begin = sum(share[:rank])
     mine = slice(begin, begin + share[rank])
     error = model(keys[mine]) - target[mine]
-    # Of the global batch: a mean over the rank's own samples would weigh ranks, not samples.
+    # Divide by the global batch: a mean over the rank's samples would weigh ranks, not samples.
     ((error * error).sum() * len(share) / BATCH).backward()
     return model, layer, head
 
 
 def clip(rank, share, keys_of, dtype, max_norm, norm_type, without=None):
-    """Norm, each key's clipped gradient, and those of the head."""
+    """Clip; returns the norm, each key's clipped gradient, and the head's gradients."""
     model, layer, head = backward(rank, share, keys_of, dtype)
     if rank == 1 and without is not None:
         assert layer.weight.grad is None or len(layer.weight.grad._values()) == 0
@@ -102,14 +102,14 @@ def test_a_rank_without_parameters_takes_part(two_ranks):
 
 
 def clip_in_groups(rank):
-    """Each rank has tables of its own."""
+    """Clip in groups of one rank each, whose tables are separate."""
     groups = [dist.new_group([0]), dist.new_group([1])]
     before = settings.process_group
     sparsekit.init(process_group=groups[rank])
     try:
         weight = sparsekit.nn.EmbeddingWeight(torch.zeros(1, 1))
         weight.grad = torch.tensor([[3.0 + rank]])
-        # A group that is given wins over that of init.
+        # A group passed as an argument wins over that of init.
         of_all = clip_grad_norm_([weight], math.inf, process_group=dist.group.WORLD).item()
         return clip_grad_norm_([weight], 1).item(), of_all
     finally:
@@ -125,7 +125,7 @@ def total_norm(parameters, **how):
 
 
 def unscaled(parameters):
-    """As a GradScaler and those that log norms take gradients."""
+    """Access gradients as a GradScaler and loggers of norms do."""
     for p in parameters:
         p.grad = p.grad.coalesce() if p.grad.is_sparse else p.grad
     torch.norm(torch.stack([p.grad.detach().data.norm(2) for p in parameters]))
@@ -143,19 +143,19 @@ NORMS_OF_TORCH = {
 
 
 def clip_by_torch(rank, penalty, twice):
-    """Of a skewed batch, so that the norms of the ranks' own rows differ."""
+    """Clip by torch after uneven shares, so that the norms of the ranks' own rows differ."""
     for way in NORMS_OF_TORCH.values():
         model, layer, _ = backward(rank, SHARES["uneven"], "all", torch.float32)
         if twice:
             model(torch.zeros(1, SLOTS, NNZ, dtype=torch.int64)).sum().backward()
-        if penalty:  # of the whole weight, which makes the gradient dense
+        if penalty:  # the penalty covers the whole weight, which makes the gradient dense
             layer.weight.square().sum().backward()
         parameters = list(model.parameters())
         before = [p.grad.to_dense().clone() for p in parameters]
         with pytest.raises(RuntimeError, match=r"^layer: .* sparsekit\.optim\.clip_grad_norm_"):
             way(parameters)
         assert all(map(torch.equal, before, [p.grad.to_dense() for p in parameters]))
-        # What works on each row is right for a shard, too.
+        # Functions that work row by row are right for a shard, too.
         total = clip_grad_norm_(parameters, math.inf)
         torch.nn.utils.clip_grads_with_norm_(parameters, total / 2, total)
         after = [p.grad.to_dense() for p in parameters]
@@ -169,7 +169,7 @@ def clip_by_torch(rank, penalty, twice):
 @pytest.mark.parametrize("penalty", [False, True])
 @pytest.mark.parametrize("twice", [False, True])
 def test_norms_of_torch_are_refused_on_several_ranks(two_ranks, penalty, twice):
-    """Each rank would clip by its own rows' norm, and dense parameters would drift apart."""
+    """Each rank would clip by the norm of its own rows, and the dense parameters would diverge."""
     two_ranks(clip_by_torch, penalty, twice)
 
 
@@ -203,7 +203,7 @@ def test_all_ranks_see_a_norm_that_is_not_finite(two_ranks, bad_rank, bad, norm_
 
 
 def clip_alone(rank):
-    """Over groups of one rank each, which share nothing."""
+    """Return norms over groups of one rank each, which share nothing."""
     groups = [dist.new_group([one]) for one in range(2)]
     weight = sparsekit.nn.EmbeddingWeight(torch.zeros(1))
     weight.grad = torch.tensor([3.0 + rank])
@@ -218,7 +218,7 @@ def test_the_group_may_be_given(two_ranks):
 
 
 def twice(rank, strategy):
-    """Gradients of gradients: of the output's they are as ever, of the table's they are refused."""
+    """Gradients of the output can be differentiated again; those of the table refuse it."""
     layer = sparsekit.DistributedEmbedding("sum", 90, DIM, 1, NNZ, name="layer", strategy=strategy)
     keys = torch.arange(6).view(2, 1, 3) + rank
     out = layer(keys)
@@ -237,9 +237,10 @@ def test_a_gradient_of_a_sharded_gradient_is_refused(two_ranks, strategy):
 
 
 def check(rank, broken, use_hashtable):
-    """What check_finite_gradients says when these ranks have broken rows; and the first's key.
+    """Return the key of the first broken row, and what check_finite_gradients reports.
 
-    The second row of the gradient and, on rank 0, the third.
+    Ranks in `broken` have an infinity in the second row of the gradient, rank 0 in the third as
+    well.
     """
     model, layer, head = backward(rank, SHARES["uneven"], "all", torch.float32, use_hashtable)
     key = None
@@ -287,7 +288,7 @@ def test_finite_gradients_of_ranks(two_ranks):
 
 
 def check_alone(rank):
-    """The check over groups of one rank each, when rank 1 has a NaN."""
+    """Check the gradients of each rank in a group of its own; rank 1 has a NaN."""
     groups = [dist.new_group([one]) for one in range(2)]
     model, layer, _ = backward(rank, SHARES["even"], "all", torch.float32)
     if rank == 1:
@@ -302,7 +303,7 @@ def test_the_group_of_the_check_may_be_given(two_ranks):
 
 
 def test_what_is_made_of_a_shards_gradient_is_one():
-    """Wherever it is among the arguments; a norm of it would be that of one rank's rows."""
+    """The result is marked wherever the gradient is among the arguments: a norm would be wrong."""
     own = ShardGradient.of(torch.ones(3, 2), "users")
     ones = torch.ones(3, 2)
     for made in (own * 2, torch.add(ones, own), torch.where(ones > 0, own, ones), own + ones):

@@ -1,4 +1,4 @@
-"""Many tables in one exchange: equal to separate layers, with a fixed number of collectives."""
+"""Many tables share one exchange: equal to separate layers, with a fixed number of collectives."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 def layers(count, prefix):
-    """Mixed in all that a group may mix; some of them not pooled, some without hash table."""
+    """Return layers that mix dims, dtypes and kinds; some do not pool, some have no hash table."""
     made = {}
     for i in range(count):
         dim, dtype, hashed = 1 + i * 3 % 17, DTYPES[i % 3], i % 4 != 3
@@ -27,7 +27,7 @@ def layers(count, prefix):
 
 
 def inputs(made, rank, seed):
-    """Bags for each layer, a different number on each rank."""
+    """Return bags for each layer; ranks have different numbers of bags."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     keys = {}
     for name, layer in made.items():
@@ -36,7 +36,7 @@ def inputs(made, rank, seed):
 
 
 def compare(rank, count):
-    """A few steps of a group and of its twins; then the collectives of one step of the group."""
+    """Compare a group with separate layers in some steps; returns the collectives of a step."""
     together, apart = layers(count, "g"), layers(count, "s")
     group = sparsekit.EmbeddingGroup(together)
     exchange = next(iter(together.values())).exchange
@@ -75,7 +75,7 @@ def test_a_group_is_its_layers_and_has_a_fixed_number_of_collectives(ranks):
 
 
 def collectives_of_steps(rank, in_backward):
-    """Those of one training step, for each number of tables."""
+    """Return the collectives of one training step for each number of tables."""
     counts = {}
     for count in (1, 26, 100):
         tables = {
@@ -87,7 +87,7 @@ def collectives_of_steps(rank, in_backward):
         if in_backward:
             sparsekit.optim.fuse_in_backward(optimizer, group)
         exchange = tables["t0"].exchange
-        for seed in range(2):  # the first may tell the others more
+        for seed in range(2):  # the handshake of the first may be longer
             before = exchange.collectives
             outputs = group(inputs(tables, rank, seed))
             torch.stack(list(outputs.values())).sum().backward()
@@ -132,7 +132,7 @@ def test_more_tables_than_a_handshake_has_room_for(ranks, count):
 
 
 def interrupted_at_the_rest(rank):
-    """Rank 1 never sends the rest of its counts, and goes on with the next lookup."""
+    """Rank 1 never sends the rest of its counts, and continues with the next lookup."""
     group, keys = many_tables(508)
     exchange = group.layers["t0"].exchange
     if rank == 1:
@@ -172,7 +172,7 @@ def test_an_error_shows_where_many_tables_differ(two_ranks):
 
 
 def prefetched(rank):
-    """Steps with and without prefetch, and a call with another batch than the one prefetched."""
+    """Compare steps with and without prefetch, one of them with another batch than prefetched."""
     plain, ahead = (sparsekit.EmbeddingGroup(layers(5, "p")) for _ in range(2))
     optimizers = [sparsekit.optim.LazyAdam(g.parameters(), lr=0.1) for g in (plain, ahead)]
     batches = [inputs(plain.layers, rank, seed) for seed in range(5)]

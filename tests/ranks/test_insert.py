@@ -1,4 +1,4 @@
-"""insert=False on several ranks: all of them agree on it, and no owner gives a new key a row."""
+"""With insert=False on all ranks no owner gives a new key a row; ranks must agree on it."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def frozen(rank, options):
     layer = layer_with(**options)
     bags = torch.arange(10, 30) + rank, T([0, 3, 20])
     twin = layer_with(**options).eval()
-    for _ in range(2):  # the second one may go without a handshake
+    for _ in range(2):  # the second may skip the handshake
         out, expected = layer(bags), twin(bags)
         assert torch.equal(out, expected)
         out.square().sum().backward()

@@ -1,4 +1,4 @@
-"""A step that is interrupted on one rank: no rank trains on parts of two steps, none hangs."""
+"""After an interrupt on one rank, none trains on parts of two steps, and none hangs."""
 
 import itertools
 import os
@@ -19,7 +19,7 @@ TOLD = ("A step was interrupted on one of them", *BROKEN)
 
 
 class Run:
-    """Steps of one layer on this rank, batch by batch."""
+    """Training of one layer on this rank, step by step."""
 
     def __init__(self, way):
         self.layer = sparsekit.DistributedEmbedding(
@@ -29,7 +29,7 @@ class Run:
         self.batch = 0
 
     def train(self):
-        """Batch n has the keys 2n and 2n + 1 on every rank, so each rank learns of one of them."""
+        """Train on keys 2n and 2n + 1 in batch n on every rank: each rank learns one of them."""
         number, self.batch = self.batch, self.batch + 1
         self.layer.weight.grad = None
         self.layer(torch.tensor([[[2 * number, 2 * number + 1]]])).sum().backward()
@@ -42,7 +42,7 @@ class Run:
         assert (grad._values() == dist.get_world_size()).all()
 
     def skip(self):
-        """On to a batch that all ranks know of, as after loading a checkpoint."""
+        """Skip to a batch number that all ranks share, as after loading a checkpoint."""
         self.batch = (self.batch // 10 + 1) * 10
 
 
@@ -53,18 +53,19 @@ def of_all_ranks(value):
 
 
 def replace_exchange(layer):
-    """A working exchange in place of a broken one, which spares starting the ranks again."""
+    """Replace a broken exchange by a working one: cheaper than new processes."""
     exchanges = world._exchanges[dist.group.WORLD]
     ((key, _),) = [item for item in exchanges.items() if item[1] is layer.exchange]
     device, backend, timeout, _ = key
-    layer.exchange.close()  # on the other rank, too: groups yet to come are named after those there
+    # On the other rank, too: both must count their groups alike to name the next one.
+    layer.exchange.close()
     group = dist.new_group(timeout=timeout)
     transport = world.make_transport(backend, group, device, timeout)
     exchanges[key] = Exchange(group, device, transport)
 
 
 def trial(rank, way, interruption):
-    """Interrupt a step on rank 1, which goes on as if nothing had been; what was each rank told?"""
+    """Interrupt a step on rank 1, which then continues; returns the errors that ranks got."""
     run = Run(way)
     run.step()
     told, interrupted = "", False
@@ -93,7 +94,7 @@ def trial(rank, way, interruption):
 
 
 class InCall:
-    """Interrupts a function of sparsekit the number-th time that it is called."""
+    """Interrupts the `number`-th call of a function of sparsekit."""
 
     def __init__(self, name, number):
         self.name, self.number = f"sparsekit.{name}", number
@@ -114,10 +115,11 @@ class InCall:
 
 
 class AtLine:
-    """Interrupts at the line of this number of all that sparsekit runs once a lookup is counted.
+    """Interrupts at the `number`-th line that sparsekit runs after a lookup is counted.
 
-    An interruption before that is as one in the model: ranks cannot know of it. After the last line
-    in `Exchange.alone` neither, as all has been computed, and autograd has the gradient.
+    Ranks cannot notice an earlier interrupt, which is like one in the model's own code. They need
+    not notice one after the last line of `Exchange.alone`: by then everything is computed, and
+    autograd has the gradient.
     """
 
     ALONE = Exchange.alone.__wrapped__.__code__
@@ -152,7 +154,7 @@ def in_call(rank, way, *arguments):
     return trial(rank, way, InCall(*arguments))
 
 
-# Around each of the collectives of a step, where the others wait already, or soon will.
+# Calls around each collective of a step, in which the others already wait or soon will.
 BETWEEN = [
     *(("all_to_all", "distributed.Exchange.send", number) for number in (1, 2, 3)),
     *(
@@ -170,7 +172,7 @@ BETWEEN = [
         for name in ("write_bags", "_bags_of_ranks", "_Owned.sums", "_Owned.gradient")
     ),
 ]
-# What begins a collective of each backend.
+# The function that begins a collective, for each backend.
 COLLECTIVES = {
     "torch": "distributed.transport.dist.all_to_all_single",
     "shared_memory": "distributed.shared_memory._pybind.SharedMemoryCommunicator.begin",
@@ -184,7 +186,7 @@ def test_a_step_is_interrupted_on_one_rank(two_ranks_over, way, name, number):
         assert TOLD[0] in told
 
 
-# It may or may not have begun.
+# The collective may or may not have begun.
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_a_collective_is_interrupted_on_one_rank(two_ranks_over, number):
     name = COLLECTIVES[two_ranks_over.backend]
@@ -192,7 +194,7 @@ def test_a_collective_is_interrupted_on_one_rank(two_ranks_over, number):
     for rank, (interrupted, told) in enumerate(outcomes):
         assert interrupted == (rank == 1)
         assert any(text in told for text in BROKEN)
-        assert "timed out" not in told.lower()  # the others need not wait for it
+        assert "timed out" not in told.lower()  # the other rank learns of it sooner
 
 
 def at_lines(rank, way, seed, trials):
@@ -200,11 +202,11 @@ def at_lines(rank, way, seed, trials):
     run.step()
     with AtLine(0) as line:
         run.train()
-    assert line.collectives == line.exchange.collectives  # none begins afterwards
+    assert line.collectives == line.exchange.collectives  # no collective begins after that line
     generator = random.Random(seed)
     numbers = generator.sample(range(1, line.lines + 1), trials)
     outcomes = []
-    for number in of_all_ranks(numbers)[1]:  # ranks have different lines
+    for number in of_all_ranks(numbers)[1]:  # the line counts of ranks differ
         outcomes.append((number, line.last_alone, *trial(rank, way, AtLine(number))))
     return outcomes
 

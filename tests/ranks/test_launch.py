@@ -1,4 +1,4 @@
-"""Ranks started by the launcher, and how their errors come back."""
+"""The launcher starts ranks and reports their errors."""
 
 import atexit
 import logging
@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from sparsekit.train.launch import RankError, run_on_ranks, start_rank
 
-# Signals that the launcher has handlers of its own for.
+# Signals for which the launcher installs handlers.
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def leave_a_file(folder):
     start_rank()
     dist.init_process_group("gloo")
-    # A rank that leaves at once breaks the connections that a slower one is still making.
+    # A rank that leaves at once would break connections that a slower one is still making.
     dist.barrier()
     (folder / f"{dist.get_rank()} of {dist.get_world_size()}").touch()
     dist.destroy_process_group()

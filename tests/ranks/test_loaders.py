@@ -15,7 +15,7 @@ from sparsekit.train.scaling import Case, samples_per_second
 
 from .pool import Raised
 
-ROWS, BATCH = 29, 12  # of all ranks
+ROWS, BATCH = 29, 12  # the batch of all ranks
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def train(rank, file, kind, accumulate):
     prefetch = model.prefetch
     model.prefetch = lambda batch: (prefetched.append(batch.rows), prefetch(batch))
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)
-    # SGD of either, since Adam makes much of rounding where a gradient is near zero.
+    # SGD for both parts: Adam would amplify rounding where a gradient is near zero.
     optimizers = [torch.optim.SGD(sparse, lr=0.5), torch.optim.SGD(dense, lr=0.1)]
     trainer = Trainer(
         model, losses, optimizers, stream=io.StringIO(), accumulate=accumulate, clip_norm=0.3
@@ -52,12 +52,12 @@ def train(rank, file, kind, accumulate):
     keys = torch.arange(7)
     vectors = [layer.vectors(keys) for layer in model.embeddings.layers.values()]
     dense = torch.cat([p.detach().view(-1) for p in dense])
-    # Shards are read in another order than on one rank, but over ranks all rows are there.
+    # Ranks read the shards in another order than a single rank, but together they have all rows.
     return torch.cat(vectors), dense, [epoch.loss for epoch in history], prefetched
 
 
 def shares_of_one_rank(file, ranks):
-    """Batches of one rank that have the rows which ranks have at a time."""
+    """Yield batches for one rank, each with the rows that all ranks have in one step."""
     columns = {"label": "label", "dense": ["x"], "sparse": {"user": "int", "item": "int"}}
     readers = [
         list(CsvReader(file, BATCH // ranks, **columns, rank=rank, world_size=ranks))
@@ -84,7 +84,7 @@ def test_ranks_train_as_one(ranks, file, kind, accumulate, monkeypatch):
         torch.testing.assert_close(found[0], vectors, rtol=0, atol=2e-6)
         torch.testing.assert_close(found[1], dense, rtol=0, atol=2e-6)
         assert found[2] == pytest.approx(means, rel=1e-5)
-        # Of each epoch all but the first batch.
+        # Each epoch prefetches all batches but the first.
         assert len(found[3]) == 3 * (len(shares) - 1)
 
 
@@ -117,7 +117,7 @@ def test_gradients_are_averaged_once_a_step(two_ranks):
 
 
 class Loader:
-    """Batches of one number each; `what` happens on the last rank after the second."""
+    """Yields batches of two samples; on the last rank, `what` happens after the second batch."""
 
     def __init__(self, rank, what):
         self.last = rank == dist.get_world_size() - 1
@@ -154,7 +154,7 @@ def test_an_error_of_one_loader_is_an_error_on_all_ranks(two_ranks):
 
 
 def stop_early(rank):
-    """What rank 0 says counts, although others see other values."""
+    """Early stopping follows rank 0, although other ranks see other values."""
     model = torch.nn.Linear(1, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, of_linear, [sgd], stream=io.StringIO())
@@ -174,7 +174,7 @@ def test_ranks_stop_together(two_ranks):
 
 
 def bytes_of_steps(rank, evaluated):
-    """What is recorded of each step, with so many lookups in an evaluation."""
+    """Train with an evaluation of `evaluated` lookups; returns the logged bytes of each step."""
     layer = sparsekit.DistributedEmbedding("sum", 40, 2, 1, 1, placement="modulo", name="t")
     records = []
 
@@ -200,7 +200,7 @@ def bytes_of_steps(rank, evaluated):
 
 def test_bytes_of_a_step_are_not_those_of_an_evaluation(two_ranks):
     records, of_others = two_ranks(bytes_of_steps, 5)
-    assert of_others == []  # rank 0 writes
+    assert of_others == []  # only rank 0 logs
     assert len(records) == 4
     assert records[2:] == two_ranks(bytes_of_steps, 0)[0][2:]
     assert records[3] > 0
@@ -209,7 +209,7 @@ def test_bytes_of_a_step_are_not_those_of_an_evaluation(two_ranks):
 def telemetry(rank):
     layer = sparsekit.DistributedEmbedding("sum", 40, 2, 1, 1, placement="modulo", name="t")
     keys = torch.tensor([0, 2, 4, 1]) if rank == 0 else torch.tensor([6])
-    layer(keys.view(-1, 1, 1))  # four even ones, an odd one
+    layer(keys.view(-1, 1, 1))  # rank 0 owns four even keys, rank 1 an odd one
     exchange = sparsekit.distributed.exchange_of(None, torch.device("cpu"))
     return Telemetry(layer).read(1, exchange)["t"]
 

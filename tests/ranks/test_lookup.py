@@ -20,7 +20,7 @@ def gather(value):
 
 
 def whole_table(layer):
-    """Keys and rows of all ranks, as a table that `oracle` can read."""
+    """Return the keys and rows of all ranks as one table that `oracle` can read."""
     parts = gather((layer.table.keys(), layer.weight.detach()))
     table = reference.HashTable(10_000)
     table.find_or_insert(torch.cat([keys for keys, _ in parts]))
@@ -36,7 +36,7 @@ def whole_gradient(layer):
 
 
 def bags_of(rank):
-    """Shared keys and own keys; empty bags in other places; rank 2 has no keys at all."""
+    """Return bags with shared and own keys; empty bags differ by rank, and rank 2 has no keys."""
     if rank == 2:
         return [[]] * SLOTS
     rotated = BAGS[rank:] + BAGS[:rank]
@@ -90,7 +90,7 @@ def check_dense(rank, dynamic):
     keys = keys.reshape(-1)[: 8 - 4 * rank] if dynamic else keys
     out = layer(keys)
     out.sum().backward()
-    layer.combiner = None  # which whole_table asks for
+    layer.combiner = None  # whole_table reads it
     whole = whole_table(layer)
     rows = whole.table.find(keys.reshape(-1))
     expected = reference.gather_rows(whole.weight, rows).view(*keys.shape, 3)
@@ -106,9 +106,9 @@ def test_not_pooled(two_ranks, dynamic):
 
 
 def check_strategies(rank):
-    """auto takes the way that moves fewer bytes, and each way gives the same result."""
+    """auto takes the way that moves fewer bytes, and both ways give the same result."""
     generator = torch.Generator().manual_seed(rank)
-    large = torch.randint(0, 10**9, (4, 1, 200), generator=generator)  # keys that never repeat
+    large = torch.randint(0, 10**9, (4, 1, 200), generator=generator)  # keys do not repeat
     small = torch.randint(0, 50, (400, 1, 2), generator=generator)
     for dtype in (torch.float32, torch.bfloat16):
         for keys, best in ((large, "reduce_scatter"), (small, "all_to_all")):
@@ -130,12 +130,13 @@ def test_the_way_that_moves_fewer_bytes(ranks):
     ranks(check_strategies)
 
 
-# For each number of ranks and dtype: the most keys that go to their owners and the fewest of which
-# bags come, if a bag has 8 columns and keys of its own, each rank as many. At equal bytes keys go.
+# For each world size and dtype: the most keys at which auto still sends keys to owners, and the
+# fewest at which it receives bags. A bag has 8 columns and keys of its own, spread evenly over
+# ranks. At equal bytes keys go.
 THRESHOLDS = {
-    (2, torch.float32): (6, 8),  # 120 and 128 bytes, 160 and 144
-    (2, torch.float64): (4, 6),  # 144 and 144, 216 and 160
-    (3, torch.float32): (14, 16),  # 373 and 384, 426 and 416
+    (2, torch.float32): (6, 8),  # bytes by key and by bag: 120 and 128; then 160 and 144
+    (2, torch.float64): (4, 6),  # 144 and 144; then 216 and 160
+    (3, torch.float32): (14, 16),  # 373 and 384; then 426 and 416
 }
 
 
@@ -172,7 +173,7 @@ def test_the_bytes_at_which_the_way_changes(ranks):
 
 
 def weights_without_a_sum(rank):
-    """Weights of a bag may cancel out, on all ranks together or within one rank's keys."""
+    """Weights of a bag may cancel out, over all ranks or within one rank's keys."""
     keys, offsets = torch.tensor([1, 2, 2, 4, 3, 1, 5]), torch.tensor([0, 2, 4, 6, 7])
     weights = torch.tensor([0.5, -0.5, 1.0, 0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
     for combiner in COMBINERS:
@@ -181,7 +182,7 @@ def weights_without_a_sum(rank):
             layer = sparsekit.DistributedEmbedding(
                 combiner, 40, 4, 1, 3, name="w", strategy=strategy, dtype=torch.float64
             )
-            layer(torch.arange(8).view(-1, 1, 1))  # so that rows are those of the same keys
+            layer(torch.arange(8).view(-1, 1, 1))  # so that both layers give a key the same row
             outputs.append(layer((keys + rank, offsets), weights))
             outputs[-1].sum().backward()
             gradients.append(layer.weight.grad.to_dense())
@@ -206,7 +207,7 @@ def weights_of_bfloat16(rank):
 
 
 def test_weights_of_sums_that_travel(two_ranks):
-    """Bags of bfloat16 are summed in float32 on each rank."""
+    """Each rank sums bags of bfloat16 in float32."""
     two_ranks(weights_of_bfloat16)
 
 
@@ -305,7 +306,7 @@ def test_an_unseen_key_reads_in_evaluation_what_training_would_start_from(ranks)
 
 
 def check_gradient(rank):
-    """Central differences in lockstep: all ranks call, one changes an element of its shard."""
+    """Central differences agree: all ranks call, and one changes an element of its shard."""
     layer = sparsekit.DistributedEmbedding(
         "sqrtn", 10, 2, 2, 3, dtype=torch.float64, name="g", gradient_reduction="sum"
     )

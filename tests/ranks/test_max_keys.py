@@ -1,4 +1,4 @@
-"""A fixed number of keys for each rank, so that they go out without a handshake."""
+"""With a fixed number of keys for each rank, keys travel without a handshake."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def layers(prefix, most, count=5):
-    """Tables of several dims and dtypes, some of which do not pool."""
+    """Return tables of several dims and dtypes, some of which do not pool."""
     made = {}
     for i in range(count):
         settings = {"dtype": DTYPES[i % 3], "name": f"{prefix}{i}", "seed": i}
@@ -25,7 +25,7 @@ def layers(prefix, most, count=5):
 
 
 def batch(rank, seed, names):
-    """Of another size on each rank, and of no keys on the last one at times."""
+    """Return a batch whose size differs by rank; the last rank has no keys at times."""
     generator = torch.Generator().manual_seed(100 * seed + rank)
     bags = 0 if seed % 3 == 2 and rank == 1 else 3 + 2 * rank
     return {name: torch.randint(0, 60, (bags, 2, 3), generator=generator) for name in names}
@@ -40,7 +40,7 @@ def train(group, optimizer, inputs):
 
 
 def equal_to_those_without(rank, wire_dtype, ahead):
-    """Weights after a few steps with and without a limit; then the collectives of each step."""
+    """Compare weights after steps with and without limit; returns the collectives of each step."""
     sparsekit.init(wire_dtype=wire_dtype)
     groups = [sparsekit.EmbeddingGroup(layers("m", most)) for most in (40, None)]
     sparsekit.init(wire_dtype=None)
@@ -74,7 +74,7 @@ def equal_to_those_without(rank, wire_dtype, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_keys_without_a_handshake(ranks, ahead):
     wire_dtype = torch.bfloat16 if ahead else None
-    # Four of the group without a limit, and three of the one with it, once all know of it.
+    # The group without a limit needs four, the one with it three once all ranks know the limit.
     for collectives in ranks(equal_to_those_without, wire_dtype, ahead):
         assert collectives == [8, 7, 7, 7, 7, 7]
 
@@ -91,7 +91,7 @@ def step(module, keys):
 
 
 def too_many_keys(rank, first):
-    """Rank 1 asks rank 0 for three keys where two are allowed, and then nobody asks for so many."""
+    """Rank 1 asks rank 0 for three keys where two are allowed; later steps keep to the limit."""
     module = one(2)
     if not first:
         step(module, [0, 1, 2, 3])
@@ -137,7 +137,7 @@ def two_limits(rank):
 
 
 def a_limit_that_changes_on_one(rank):
-    module = one(3000)  # for which a handshake has no room
+    module = one(3000)  # too many keys to fit into a handshake
     step(module, [0, 1])
     step(module, [0, 1])
     if rank == 1:
@@ -152,7 +152,7 @@ def test_ranks_with_other_limits(two_ranks_over, function):
 
 
 def missed_on_one(rank):
-    """Rank 1 fails between the handshake and the keys, so that only rank 0 knows of the limit."""
+    """Rank 1 fails between the handshake and the keys, so that only rank 0 knows the limit."""
     module = one(3)
     if rank == 1:
         with pytest.MonkeyPatch.context() as patch:
@@ -173,7 +173,7 @@ def test_an_agreement_that_one_rank_has_missed(two_ranks_over):
 
 
 def an_attribute_of_one(rank):
-    """Something that the plan says nothing of is new on one rank."""
+    """An attribute that no plan depends on changes on one rank."""
     module = one(3)
     exchange = module.exchange
     for i in range(4):
@@ -189,7 +189,7 @@ def test_an_attribute_that_is_set_on_one_rank(two_ranks):
 
 
 def without_a_way_by_key(rank):
-    """A limit of one layer of two, and one of a layer that goes by bag, limit nothing."""
+    """A limit has no effect on one of two layers in a group, or on a layer that goes by bag."""
     group = sparsekit.EmbeddingGroup({"a": one(1, "a"), "b": one(None, "b")})
     keys = torch.tensor([[[0, 1]], [[2, 3]]])
     group({"a": keys, "b": keys})

@@ -1,4 +1,4 @@
-"""The map of owners: evenly loaded ranks, in saved states, and the same on all ranks."""
+"""The map of owners loads ranks evenly, is saved in states and agrees on all ranks."""
 
 import copy
 import io
@@ -25,20 +25,20 @@ def keys(count):
 
 
 def reversed_map(made):
-    """Another one, by which all but some keys live on another rank."""
+    """Return a map by which almost all keys live on another rank."""
     return (made.world_size - 1 - made.owners).to(torch.int16)
 
 
 IDS = {
     "sequential": lambda n, _: torch.arange(n),
-    "random": lambda n, _: torch.randint(2**62, (n,), generator=torch.Generator()),  # seed 0
+    "random": lambda n, _: torch.randint(2**62, (n,), generator=torch.Generator()),  # seeded with 0
     "snowflake": lambda n, _: 2**60 + torch.arange(n) * 2**22,
     "multiples": lambda n, world_size: torch.arange(n) * world_size,
 }
 
 
 def loads(rank, placement):
-    """How many of 10,000 keys a rank, that all ranks look up a part of, come to live here."""
+    """Look up 10,000 keys per rank, spread over ranks; returns the rows stored on this rank."""
     world_size = dist.get_world_size()
     rows = {}
     for name, of in IDS.items():
@@ -62,12 +62,12 @@ def test_ranks_hold_about_as_many_rows_each(world_size):
         rows = [of_rank[name] for of_rank in by_hash]
         assert sum(rows) == 10_000 * world_size
         assert max(rows) <= 11_000, name
-    # What it is for.
+    # The hash is for this case: by modulo, all rows are on one rank.
     assert sorted(of_rank["multiples"] for of_rank in by_modulo)[-2] == 0
 
 
 def round_trip(rank, assign):
-    """A layer goes on by the map of the state, be it another one than its own."""
+    """A layer continues with the map of the loaded state, even if it had another one."""
     made, twin, loaded = layer("a"), layer("twin", seed=3), layer("b", seed=7)
     assert made.owners is twin.owners is loaded.owners is even_map(2, torch.device("cpu"))
     assert made.state_dict()["owners"].data_ptr() == made.owners.data_ptr()
@@ -85,10 +85,10 @@ def round_trip(rank, assign):
     assert torch.equal(loaded.owners, made.owners)
     assert torch.equal(loaded(keys(20)), expected)
     assert len(loaded.table) == len(made.table) == len(own)
-    # Others have what they had.
+    # Other layers keep their map.
     assert twin.owners is even_map(2, torch.device("cpu"))
     assert torch.equal(twin.owners, torch.arange(65536).mul(2).bitwise_right_shift(16).short())
-    # Back to the map that all share.
+    # Load a state with the shared map again.
     loaded.load_state_dict(copy.deepcopy(twin.state_dict()), assign=assign)
     assert torch.equal(loaded.owners, twin.owners)
     assert not assign or loaded.owners is twin.owners
@@ -107,9 +107,9 @@ def copies(rank):
     for other in (copy.deepcopy(made), copy.deepcopy(made).double()):
         assert torch.equal(other.owners, made.owners)
         torch.testing.assert_close(other(keys(9)).float(), expected)
-    moved = layer("moved")._apply(torch.clone)  # as to another device
+    moved = layer("moved")._apply(torch.clone)  # as a move to another device does
     assert moved.owners is even_map(2, torch.device("cpu"))
-    # An average has the map of its model, and other averages have their own.
+    # An averaged layer takes over the map of its model's layer, and no other one's.
     model = torch.nn.ModuleList([layer("one"), layer("other")])
     averaged = AveragedModel(model)
     model[1].owners = reversed_map(model[1])

@@ -1,4 +1,4 @@
-"""``sparsekit predict``: what `train dlrm --save` has written predicts other files by itself."""
+"""``sparsekit predict``: a model that `train dlrm --save` wrote predicts other files."""
 
 import contextlib
 import csv
@@ -40,7 +40,7 @@ def clicks(tmp_path):
 
 
 def train(data, *more, model="dlrm", columns=("click", "user,item", "price"), ranks="1"):
-    """Arguments; what is trained on is tested as well."""
+    """Return the arguments of a training whose test file is its training file."""
     settings = [f"data.{n}={c}" for n, c in zip(("label", "sparse", "dense"), columns, strict=True)]
     settings += [f"data.test={data}", "model.dim=4", "model.rows=300", "optimizer.lr=0.02"]
     settings += ["trainer.batch_size=50"]
@@ -49,7 +49,7 @@ def train(data, *more, model="dlrm", columns=("click", "user,item", "price"), ra
 
 
 def on_rank(rank, command):
-    """What a rank does that the command has started, and prints."""
+    """Run what the command starts on each rank; returns the output."""
     args = make_parser().parse_args(command)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
@@ -70,7 +70,7 @@ def read(path):
 
 
 def assert_as_tested(probabilities, labels, printed):
-    """The log loss of what was predicted is the one that training has shown at its end."""
+    """Check that the predictions' log loss is the test log loss at the end of training."""
     shown = float(re.findall(r"test log loss ([\d.]+)", printed)[-1])
     assert abs(log_loss(probabilities, torch.tensor(labels).float()) - shown) < 1e-4
 
@@ -80,7 +80,7 @@ def test_any_number_of_ranks_predicts_what_any_other_has_trained(
 ):
     rows = list(csv.DictReader(clicks.read_text().splitlines()))
     labels = [int(row["click"]) for row in rows]
-    other = tmp_path / "other.csv"  # no label, more columns, another order
+    other = tmp_path / "other.csv"  # no label, an extra column, another order
     with other.open("w", newline="") as file:
         writer = csv.DictWriter(file, ["price", "note", "item", "user"], extrasaction="ignore")
         writer.writeheader()

@@ -1,6 +1,6 @@
-"""Faults at random points of random steps: every rank ends in time, and no table is damaged.
+"""After faults at random points of random steps, every rank ends in time and no table is damaged.
 
-SPARSEKIT_FAULTS is how many are tried, and SPARSEKIT_FAULTS_SEED with which the first of them is.
+SPARSEKIT_FAULTS is the number of faults, SPARSEKIT_FAULTS_SEED the seed of the first one.
 """
 
 import os
@@ -22,7 +22,7 @@ from .pool import Died, Raised, Ranks
 
 FAULTS = int(os.environ.get("SPARSEKIT_FAULTS", "8"))
 FIRST = int(os.environ.get("SPARSEKIT_FAULTS_SEED", "0"))
-# Seconds that ranks wait for one another, and that a fault may last.
+# Seconds after which a collective times out, and within which a faulty run must end.
 TIMEOUT, MOST = 6, 30
 STEPS = 4
 FOLDER = os.path.dirname(sparsekit.__file__)
@@ -42,7 +42,7 @@ def strike(kind):
 
 
 class Lines:
-    """Counts the lines of sparsekit that run in it, and strikes at one of them."""
+    """Counts the lines of sparsekit that run in it, and causes a fault at one of them."""
 
     def __init__(self, kind=None, number=None):
         self.kind, self.number, self.count = kind, number, 0
@@ -86,7 +86,7 @@ def train(group, optimizer, generator):
 
 
 def check(group):
-    """Each key of a table has a row of its own, and all that was trained is finite."""
+    """Check that each key of a table has its own row and that all trained numbers are finite."""
     for layer in group.layers.values():
         keys = layer.table.keys()
         assert len(set(keys.tolist())) == len(keys) == len(layer.table)
@@ -95,7 +95,7 @@ def check(group):
 
 
 def renew_exchanges():
-    """Working exchanges in place of broken ones, which spares starting the ranks again."""
+    """Replace broken exchanges by working ones: cheaper than new processes."""
     exchanges = world._exchanges.get(dist.group.WORLD, {})
     for (device, backend, timeout, purpose), exchange in exchanges.items():
         exchange.close()
@@ -105,7 +105,7 @@ def renew_exchanges():
 
 
 def trial(rank, way, kind, victim, share):
-    """Train with a fault; what was raised, and the seconds that all of it took."""
+    """Train with a fault; returns the error raised and the seconds taken."""
     renew_exchanges()
     sparsekit.init(timeout=TIMEOUT)
     generator = torch.Generator().manual_seed(rank)
@@ -118,7 +118,7 @@ def trial(rank, way, kind, victim, share):
         with Lines(kind, number):
             for _ in range(STEPS):
                 train(group, optimizer, generator)
-        # A rank that dies behind its last collective is missed in the next step.
+        # If a rank dies after its last collective, the others notice in the next step.
         train(group, optimizer, generator)
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
@@ -168,6 +168,6 @@ def test_a_fault(pools, seed):
     if isinstance(outcomes[victim], Died):
         assert kind in ("kill", "stop")
         assert all(raised for raised, _ in others), others
-    else:  # nothing has happened, where there were fewer lines than in the first step
+    else:  # no fault happened if there were fewer lines than in the first step
         assert not isinstance(outcomes[victim], Raised), outcomes[victim]
         assert kind in ("raise", "delay") or outcomes[victim][0] is None

@@ -1,4 +1,4 @@
-"""Rows that a load or a reset frees on several ranks: the keys that get them have fresh states."""
+"""Keys that get rows which a load or a reset freed on several ranks start with fresh states."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The transport through shared memory carries what gloo carries."""
+"""The transport through shared memory carries the same as gloo."""
 
 import gc
 import itertools
@@ -19,10 +19,10 @@ from sparsekit.distributed.transport import TorchTransport, room_for
 from . import on_device
 from .pool import Raised, Ranks
 
-# Tensors of other devices are none of its business.
+# The transport is only for tensors on the CPU.
 pytestmark = pytest.mark.skipif(on_device.NAME != "cpu", reason="for tensors on the CPU")
 
-MEBIBYTE = 1 << 20  # the size of a ring, where ranks are few
+MEBIBYTE = 1 << 20  # the size of a ring if ranks are few
 SECONDS = 30
 
 
@@ -38,13 +38,13 @@ def any_ranks(request):
 
 
 def message(number, sender, receiver, size, dtype=torch.uint8):
-    """What one rank sends another in some collective, which both can compute."""
+    """Return the message from one rank to another in a collective; both ranks can compute it."""
     first = 31 * number + 7 * sender + 3 * receiver
     return torch.arange(first, first + size).to(dtype)
 
 
 def sizes_of(number, world_size, most):
-    """Elements from each rank to each, alike on all ranks; some are 0, and some sums are."""
+    """Return the elements from each rank to each, the same on all ranks; some sums are 0."""
     generator = random.Random(number)
     return [
         [
@@ -56,7 +56,7 @@ def sizes_of(number, world_size, most):
 
 
 def begin(transport, number, most, dtype=torch.uint8):
-    """Begin a collective of random sizes; gives what is waited for, and what must come."""
+    """Begin a collective of random sizes; returns its wait function and the expected parts."""
     rank, world_size = transport.rank, transport.world_size
     sizes = sizes_of(number, world_size, most)
     ranks = range(world_size)
@@ -87,7 +87,7 @@ def large(rank):
     for number in range(3):
         wait, expected = begin(transport, number, 9 * MEBIBYTE + 5)
         assert torch.equal(wait(), expected)
-    # All that there is to send goes to one rank.
+    # All ranks send only to rank 0.
     ranks = range(transport.world_size)
     size = 12 * MEBIBYTE + 3
     send = message(0, rank, 0, size)
@@ -102,7 +102,7 @@ def test_messages_of_many_times_the_memory(any_ranks):
 
 
 def several_at_once(rank, most):
-    """All are begun before any is waited for, in an order of its own on each rank."""
+    """Begin several collectives, then wait for them in an order that differs by rank."""
     transport = made()
     for numbers in batches(range(60), 6):
         begun = [begin(transport, number, most) for number in numbers]
@@ -121,10 +121,10 @@ def test_several_collectives_at_once(any_ranks, most):
 
 
 def one_ahead(rank):
-    """As prefetching does: what is begun is waited for after others have come and gone."""
+    """As with prefetching, wait for a collective only after later ones have ended."""
     transport = made()
     for first in range(0, 40, 4):
-        # More than the memory holds, so that only a later call can send the rest of it.
+        # It exceeds the shared memory, so only a later call can send the rest.
         early, expected_early = begin(transport, first, 3 * MEBIBYTE)
         for number in range(first + 1, first + 4):
             wait, expected = begin(transport, number, 20_000)
@@ -138,7 +138,7 @@ def test_a_collective_that_is_begun_early(any_ranks):
 
 
 def sent_at_once(rank):
-    """What fits is there for the others when beginning returns."""
+    """A message that fits is available to the others as soon as begin returns."""
     transport = made()
     splits = [1000] * transport.world_size
     wait = transport.begin_all_to_all(torch.ones(sum(splits)), splits, splits)
@@ -154,17 +154,17 @@ def test_what_fits_is_sent_at_once(any_ranks):
 
 
 def late(rank):
-    """Seconds for collectives of which one rank is late, and for one that waits for room."""
+    """Return seconds for collectives with one late rank, and for one that waits for room."""
     transport = made()
     world_size = transport.world_size
     begin = time.monotonic()
     for number in range(100):
         if rank == number % world_size:
-            time.sleep(0.002)  # the others are asleep by then
+            time.sleep(0.002)  # the others sleep by then
         splits = [8] * world_size
         transport.all_to_all(torch.zeros(sum(splits)), splits, splits)
     middle = time.monotonic()
-    # Much more than the memory holds, from rank 0 to rank 1.
+    # Send much more than the memory holds, from rank 0 to rank 1.
     send, receive = [0] * world_size, [0] * world_size
     if rank == 0:
         send[1] = 100 * MEBIBYTE
@@ -175,7 +175,7 @@ def late(rank):
 
 
 def test_ranks_that_sleep_are_woken(ranks):
-    # One that nobody wakes looks after 0.1 s, which would take ten seconds.
+    # A sleeping rank that is not woken looks every 0.1 s: ten seconds for these collectives.
     for small, large in ranks(late):
         assert small < patience(4)
         assert large < patience(4)
@@ -223,13 +223,14 @@ def test_messages_shorter_than_their_room(ranks, with_gloo):
 def longer(rank, size):
     transport = made()
     world_size = transport.world_size
-    # The last rank sends rank 0 more than it has room for.
+    # The last rank sends rank 0 one byte more than expected.
     sizes = [size + (sender == world_size - 1) for sender in range(world_size)]
     send_splits = [sizes[rank] if receiver == 0 else 1 for receiver in range(world_size)]
     receive_splits = [size if rank == 0 else 1] * world_size
     send = torch.zeros(sum(send_splits), dtype=torch.uint8)
     transport.all_to_all(send, send_splits, receive_splits)
-    transport.all_to_all(send, send_splits, receive_splits)  # for those that were not told yet
+    # For ranks that have not got the error yet.
+    transport.all_to_all(send, send_splits, receive_splits)
 
 
 @pytest.mark.parametrize("size", [0, 7, 5 * MEBIBYTE])
@@ -267,7 +268,7 @@ def wrong_arguments(rank):
         transport.all_to_all(ones, [2, 2], [2, 2, 0])
     with pytest.raises(ValueError, match="negative"):
         transport.all_to_all(ones, [5, -1], [2, 2])
-    # None of which has harmed it.
+    # These errors have not harmed the transport.
     assert torch.equal(transport.all_to_all(ones, [2, 2], [2, 2]), ones)
 
 
@@ -276,7 +277,7 @@ def test_wrong_arguments(two_ranks):
 
 
 def two_threads(rank):
-    """Each with a transport of its own."""
+    """Two threads exchange at the same time, each through its own transport."""
     transports = [made(), made()]
     errors = []
 

@@ -1,4 +1,4 @@
-"""What happens to ranks that share memory when one of them dies, stops, leaves, or does harm."""
+"""Ranks that share memory notice when one of them dies, stops, leaves or does harm."""
 
 import ctypes
 import os
@@ -22,8 +22,8 @@ from .pool import Died, Raised, Ranks
 
 pytestmark = pytest.mark.skipif(on_device.NAME != "cpu", reason="for tensors on the CPU")
 
-LARGE = 3 << 20  # bytes, more than the memory holds
-# What waits for a dead rank looks every 0.1 s; the rest is for a busy machine.
+LARGE = 3 << 20  # bytes: more than the memory holds
+# A rank that waits for a dead one looks every 0.1 s; the rest is for a busy machine.
 SOON = 4
 
 
@@ -50,7 +50,7 @@ def check(transport, received):
 
 
 def seconds_to_raise(function):
-    """How long it waits, and what it raises."""
+    """Return the seconds until it raises, and the message."""
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         function()
@@ -58,7 +58,7 @@ def seconds_to_raise(function):
 
 
 def files():
-    """Open files of this process, without the one that lists them."""
+    """Return the number of this process's open files, except the one that lists them."""
     return len(os.listdir("/proc/self/fd")) - 1
 
 
@@ -70,7 +70,7 @@ def die(rank, how):
         if how == "exit":
             os._exit(1)
         if os.fork() == 0:
-            time.sleep(2 * SOON)  # lives longer than its parent
+            time.sleep(2 * SOON)  # outlives its parent
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     return seconds_to_raise(all_to_all(transport, LARGE))
@@ -80,7 +80,7 @@ def die(rank, how):
 def test_a_rank_that_dies(fresh_ranks, how, world_size):
     outcomes = fresh_ranks(world_size).outcomes(die, how)
     dead = outcomes.pop(1)
-    assert isinstance(dead, (Died, Raised))  # a child has the connection to the test as well
+    assert isinstance(dead, (Died, Raised))  # a child also holds the connection to the test
     for seconds, text in outcomes:
         assert seconds < SOON
         assert "rank 1 is gone: its process has ended" in text
@@ -124,7 +124,7 @@ def leave_after_sending(rank):
             all_to_all(transport)
         return
     time.sleep(0.5)
-    check(transport, wait())  # all of which came before the end
+    check(transport, wait())  # rank 1 sent it all before it closed
     seconds, text = seconds_to_raise(all_to_all(transport))
     assert seconds < SOON
     assert "rank 1 is gone: it has closed its exchange" in text
@@ -135,7 +135,7 @@ def test_what_was_sent_before_the_end_is_received(two_ranks):
 
 
 def spread(rank):
-    """Rank 2 learns from rank 0, which gives up first, what rank 0 has learned of rank 1."""
+    """Rank 0 gives up first, and rank 2 learns from it what happened to rank 1."""
     transport = made()
     if rank == 1:
         time.sleep(0.3)
@@ -182,7 +182,7 @@ def stop(rank, seconds):
         return
     os.kill(pids[1], signal.SIGSTOP)
     try:
-        wait = all_to_all(transport, LARGE)  # which takes both
+        wait = all_to_all(transport, LARGE)  # needs both ranks
         if seconds == 2:
             assert "timed out" in seconds_to_raise(wait)[1]
     finally:
@@ -206,7 +206,7 @@ def interrupt(rank):
     transport = made()
     wait = all_to_all(transport, LARGE)
     if rank == 0:
-        # The program under test has its main thread here, to which signals go.
+        # Signals go to the main thread, which runs this function.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         begin = time.monotonic()
@@ -214,7 +214,7 @@ def interrupt(rank):
             wait()
         assert time.monotonic() - begin < SOON
     dist.barrier()
-    check(transport, wait())  # it can be waited for again
+    check(transport, wait())  # a second wait works
     check(transport, all_to_all(transport)())
 
 
@@ -227,13 +227,13 @@ def nothing_is_left(rank):
         with open("/proc/net/unix") as listed:
             return sum("@" in line.split()[-1] for line in listed)
 
-    made().close()  # what is made once in a process is there now
+    made().close()  # creates what a process keeps for ever
     dist.barrier()
     before = files(), sorted(os.listdir("/dev/shm")), "memfd:sparsekit" in maps()
     dist.barrier()
     transport = made()
     check(transport, all_to_all(transport, LARGE)())
-    assert files() == before[0] + transport.world_size - 1  # a socket for each other rank
+    assert files() == before[0] + transport.world_size - 1  # one socket per other rank
     assert "memfd:sparsekit" in maps()
     transport.close()
     assert (files(), sorted(os.listdir("/dev/shm")), "memfd:sparsekit" in maps()) == before
@@ -278,12 +278,12 @@ def test_a_forked_process_leaves_it_alone(two_ranks):
     two_ranks(use_after_fork)
 
 
-# Where the positions of rings and their bytes begin in the memory of two ranks.
+# Offsets of the rings' positions and of their bytes in the memory of two ranks.
 POSITIONS, RINGS, MEBIBYTE = 4096, 8192, 1 << 20
 
 
 def fill(first, last, word):
-    """Write over a part of the memory that ranks share."""
+    """Overwrite a part of the memory that ranks share."""
     mapped = re.search(r"(\w+)-(\w+) .*memfd:sparsekit", maps())
     begin, end = (int(address, 16) for address in mapped.groups())
     assert end - begin == RINGS + 2 * MEBIBYTE
@@ -297,7 +297,7 @@ def overwrite_positions(rank, word):
     dist.barrier()
     if rank == 1:
         fill(POSITIONS, RINGS, word)
-        dist.barrier()  # no sending before rank 0 has looked: that would mend what it reads
+        dist.barrier()  # wait until rank 0 has looked: sending would repair the positions
     text = seconds_to_raise(lambda: all_to_all(transport, LARGE)())[1]
     if rank == 0:
         dist.barrier()
@@ -306,14 +306,14 @@ def overwrite_positions(rank, word):
 
 @pytest.mark.parametrize("word", [1, 9, 1 << 40, 2**64 - 8, 2**64 - 1])
 def test_positions_that_are_overwritten(two_ranks, word):
-    # The first to notice gives up, and the other one with it.
+    # The first rank to notice gives up, and then the other does.
     for text in two_ranks(overwrite_positions, word):
         assert "the memory shared with another rank has been overwritten" in text
 
 
 def overwrite_messages(rank, word):
     transport = made(2)
-    wait = all_to_all(transport)  # whose messages are in the memory now
+    wait = all_to_all(transport)  # its messages are in the memory now
     dist.barrier()
     if rank == 1:
         fill(RINGS, RINGS + 2 * MEBIBYTE, word)
@@ -328,7 +328,7 @@ def test_sizes_that_are_overwritten(two_ranks, word):
 
 
 def strangers(rank):
-    """Processes that connect before the ranks do, and know nothing."""
+    """Processes that are no ranks connect first and send garbage."""
     offer = shared_memory._Meeting.offer
     kept = []
 

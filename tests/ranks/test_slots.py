@@ -1,4 +1,4 @@
-"""Combiners and limits by slot on several ranks are those of one rank."""
+"""Combiners and limits by slot on several ranks equal those of one rank."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ def keys(begin):
 
 
 def in_turns(rank, exchange, first, second):
-    """Call both; on rank 0 the second thread may begin once the first has sent a header."""
+    """Call both; on rank 0 the second runs in a thread once the first has sent a header."""
     if rank == 1:
         first()
         second()
@@ -34,7 +34,7 @@ def in_turns(rank, exchange, first, second):
         begun = begin(*arguments)
         if not sent.is_set():
             sent.set()
-            time.sleep(0.3)  # in which the other thread could come between
+            time.sleep(0.3)  # the other thread might get in between
         return begun
 
     def run(function):

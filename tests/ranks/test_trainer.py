@@ -1,4 +1,4 @@
-"""The trainer on N ranks: the same weights and losses as on one."""
+"""The trainer on N ranks has the weights and losses of one rank."""
 
 import errno
 import io
@@ -18,7 +18,7 @@ from sparsekit.train import JsonLines, Trainer
 
 from .pool import Raised
 
-# Batches of 7, 7, 7 and 1: uneven shares, and all ranks but the first without any of the last.
+# Batches of 7, 7, 7 and 1: uneven shares, and of the last batch only rank 0 has a sample.
 SAMPLES, BATCH, EPOCHS = 22, 7, 5
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-10}
 
@@ -30,14 +30,14 @@ def make_data(dtype):
 
 
 def shards(layer):
-    """Keys and rows of this rank."""
+    """Return the keys and rows of this rank."""
     keys = layer.table.keys()
     return keys, layer.weight.detach()[: len(keys)]
 
 
 def train(rank, dtype, optimizer, penalty):
     layer = sparsekit.DistributedEmbedding("mean", 40, 4, 2, 3, dtype=dtype, name="layer")
-    torch.manual_seed(rank)  # all ranks are to begin with the dense weights of the first
+    torch.manual_seed(rank)  # the trainer must broadcast the dense weights of rank 0
     head = torch.nn.Linear(8, 1, dtype=dtype)
     if rank == 0:
         torch.nn.init.eye_(head.weight)
@@ -64,7 +64,8 @@ def train(rank, dtype, optimizer, penalty):
 
 
 def assert_same(many, one, tolerance):
-    """Compare results ``(keys, rows, dense weight, losses)`` of several ranks with one rank's."""
+    """Compare the results ``(keys, rows, dense weight, losses)`` of several ranks with one
+    rank's."""
     keys, rows, dense, losses = zip(*many, strict=True)
     assert all(torch.equal(weight, dense[0]) for weight in dense)
     assert all(loss == losses[0] for loss in losses)
@@ -97,7 +98,7 @@ def train_ratings(rank):
     )
     history = trainer.fit(
         (users, items, ratings), epochs=5, global_batch_size=45
-    )  # the last has one
+    )  # the last batch has one sample
     keys, rows = [], []
     for number, layer in enumerate(model.embeddings.layers.values()):
         key, row = shards(layer)
@@ -108,7 +109,7 @@ def train_ratings(rank):
 
 
 def saved_and_loaded(rank, path):
-    """Predictions of a model, of its copy from a file, and what that has of other users."""
+    """Return predictions of a model, after checking those of its copy from a file."""
     generator = torch.Generator().manual_seed(1)
     users, items = (torch.randint(0, n, (136,), generator=generator) for n in (12, 9))
     ratings = torch.rand(136, generator=generator) * 4 + 1
@@ -166,7 +167,7 @@ def test_batches_are_split_without_gaps_or_overlaps(ranks):
 
 
 def batch_sizes(rank, world_size, **size):
-    """How many samples the batches of this rank have; of tensors, and of a reader."""
+    """Return the sizes of this rank's batches."""
     layer = torch.nn.Linear(1, 1)
     seen = []
 
@@ -200,7 +201,7 @@ class Stopped(Exception):
 
 
 def resumed(rank, folder):
-    """Losses of a run without a break, and of one that goes on in mid-epoch, and its records."""
+    """Return the losses of a run without a break, and of one resumed in mid-epoch."""
 
     def fit(name, last):
         steps = 0
@@ -228,12 +229,12 @@ def resumed(rank, folder):
         return [epoch.loss for epoch in trainer.history]
 
     whole = fit("a", 99)
-    assert fit("b", 4) == []  # steps 1 to 5 are of the first epoch
+    assert fit("b", 4) == []  # steps 1 to 5 belong to the first epoch
     return whole, fit("b", 99)
 
 
 def test_losses_of_an_epoch_that_goes_on_in_its_middle(ranks, tmp_path):
-    """Each rank's own are counted once."""
+    """The losses of each rank are counted once."""
     for whole, parts in ranks(resumed, tmp_path):
         assert len(whole) == 2
         assert parts == pytest.approx(whole, rel=1e-12)
@@ -268,7 +269,7 @@ def test_a_model_that_does_nothing_without_samples(ranks):
 
 
 def diverge(rank, bad_rank):
-    """Train with a loss that is infinite in the second step, on one rank only."""
+    """Train with a loss that becomes infinite in the second step, on one rank only."""
     model, steps = torch.nn.Linear(1, 1), []
 
     def loss_fn(model, batch):

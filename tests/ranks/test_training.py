@@ -1,4 +1,4 @@
-"""N ranks are as good as one: same weights after training on the same global batches."""
+"""N ranks have the weights of one rank after training on the same global batches."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from . import on_device
 from .pool import Ranks
 
 STEPS, BATCH, SLOTS, NNZ, DIM = 20, 12, 2, 3, 5
-# One rank computes on the CPU in any case; a GPU's kernels round differently.
+# The single rank computes on the CPU, and a GPU's kernels round differently.
 TOLERANCE = {torch.float32: 1e-4 if on_device.NAME == "cuda" else 1e-6, torch.float64: 1e-10}
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -30,7 +30,7 @@ def batches(dtype):
 
 
 def share(rank, world_size):
-    """Samples of a rank: uneven shares, and with 4 ranks the last has none."""
+    """Return a rank's samples: shares are uneven, and the last of 4 ranks has none."""
     parts = {1: [12], 2: [5, 7], 3: [1, 6, 5], 4: [4, 5, 3, 0]}[world_size]
     begin = sum(parts[:rank])
     return slice(begin, begin + parts[rank])
@@ -48,7 +48,7 @@ def build(combiner, use_hashtable, dtype, reduction, strategy="auto", placement=
 
 
 def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction, *strategy):
-    """Keys, their rows and the head's weight, after all steps."""
+    """Train; returns the keys, their rows and the head's weight."""
     module = build(combiner, use_hashtable, dtype, reduction, *strategy)
     layer = module[0]
     model = wrap_ddp(module)
@@ -64,7 +64,7 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
     for keys, target in batches(dtype):
         keys = keys if use_hashtable else keys.abs()
         error = model(keys[mine]) - target[mine]
-        # Of the global batch: a mean over the rank's own samples would weigh ranks, not samples.
+        # Divide by the global batch: a mean over the rank's samples would weigh ranks, not samples.
         ((error * error).sum() * world_size / BATCH).backward()
         for each in optimizers:
             each.step()
@@ -82,7 +82,7 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
 
 
 def gathered(results):
-    """Rows of all ranks in the order of their keys, and the head, which all ranks share."""
+    """Return the rows of all ranks in the order of their keys, and the head that ranks share."""
     keys, rows, heads = zip(*results, strict=True)
     assert all(torch.equal(head, heads[0]) for head in heads)
     keys, rows = torch.cat(keys), torch.cat(rows)
@@ -98,7 +98,7 @@ def any_ranks(request):
     pool.close()
 
 
-# Four of the eight settings of these three in which every pair occurs, with each combiner.
+# Four of the eight combinations, in which each pair of values occurs.
 SETTINGS = [
     (use_hashtable, optimizer, dtype)
     for i, use_hashtable in enumerate([True, False])
@@ -112,7 +112,7 @@ SETTINGS = [
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
     world_size = any_ranks.world_size
-    # Each of the two in half of the cases, since more of them would take long.
+    # Each placement in half of the cases: all cases with both would take long.
     placement = "modulo" if dtype == torch.float64 or not use_hashtable else "hash"
     settings = (combiner, use_hashtable, dtype, optimizer, "mean", "auto", placement)
     one = gathered([train(0, 1, *settings)])

@@ -31,7 +31,7 @@ def make(capacity=60, name="n", **settings):
 
 
 def of_keys(keys):
-    """Vectors that tell which key they are of, and that bfloat16 would round."""
+    """Return vectors that identify their keys and that bfloat16 would round."""
     return keys.unsqueeze(1) + torch.tensor([0, 1 / 512, 1 / 3])
 
 
@@ -47,13 +47,13 @@ def check(rank, settings):
     dtype, padding = layer.weight.dtype, layer.padding_key
     keys = torch.arange(30)
     start = layer.vectors(keys).clone()
-    # In their own order, of other numbers; the last rank has none.
+    # Ranks assign different numbers of keys, each in its own order; the last rank assigns none.
     mine = keys[keys % (ranks - 1) == rank].flip(0) if rank < ranks - 1 else keys[:0]
     layer.assign(mine, of_keys(mine).double())
     expected = of_keys(keys).to(dtype)
     if padding is not None:
         expected[padding] = 0
-    # And each rank asks for others again.
+    # Each rank then asks for keys of any rank.
     asked = torch.stack([keys.roll(rank), keys.flip(0)])
     found = layer.vectors(asked if rank else asked[:, :7])
     assert torch.equal(found, expected[asked if rank else asked[:, :7]])
@@ -98,7 +98,7 @@ def test_the_last_rank_counts_for_equal_keys(three_ranks):
 
 def faults(rank, case):
     layer = make(4, placement="modulo") if case == "full" else make(60, use_hashtable=False)
-    keys = torch.arange(2) + 2 * rank  # 0 to 5, two of them on each rank
+    keys = torch.arange(2) + 2 * rank  # keys 0 to 5, two of them per rank
     vectors, odd = of_keys(keys), rank == 1
     layer.assign(keys, vectors)
     try:
@@ -106,13 +106,13 @@ def faults(rank, case):
             layer.vectors(torch.tensor([3, 180]) if odd else keys)
         elif case == "shape":
             layer.assign(keys, vectors[:, :2] if odd else vectors)
-        elif case == "full":  # of rank 1, which is to get three new keys
+        elif case == "full":  # rank 1 has no room for its three new keys
             many = torch.tensor([31 + 3 * rank, 9])
             layer.assign(many, of_keys(many))
         elif case == "different calls":
             layer.vectors(keys) if odd else layer.assign(keys, vectors)
     finally:
-        # They go on, as they were but for what others had room for.
+        # The layer works, unchanged except for rows that other ranks had room for.
         everything = torch.arange(6)
         assert torch.equal(layer.vectors(everything), of_keys(everything))
         held = torch.cat([piece.keys for piece in layer.items()])
@@ -151,7 +151,7 @@ def test_unnamed_layers_take_what_torch_draws_alike_on_all_ranks(three_ranks):
 
 
 def on_meta(rank):
-    """Made on meta, where no exchange is, and given memory later."""
+    """A layer made on meta, without an exchange, can be given memory later."""
     with torch.device("meta"):
         layer = make()
         rows = make(use_hashtable=False)
@@ -163,7 +163,7 @@ def on_meta(rank):
         twin = make(use_hashtable=one.table is not None)
         assert torch.equal(one(keys), twin(keys))
     assert layer.owners is kept.owners
-    # A map of its own is gone with all the rest.
+    # A move to meta also drops a layer's own map.
     kept.owners = kept.owners.flip(0)
     assert kept.to("meta").to_empty(device="cpu").owners is layer.owners
 
@@ -173,7 +173,7 @@ def test_layers_begun_on_meta(three_ranks):
 
 
 def on_cpu_by_name(rank):
-    """As where the default device is another one than the layers'."""
+    """Layers work on their device while the default device is another one."""
     keys = torch.arange(8)
     with torch.device("meta"):
         for strategy in ("all_to_all", "reduce_scatter"):
@@ -192,7 +192,7 @@ def test_another_default_device(three_ranks):
 
 
 def xavier(rank):
-    """As one table with the rows of all ranks."""
+    """Functions initialize the table as if it were one table with the rows of all ranks."""
     init = torch.nn.init
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     vectors = []

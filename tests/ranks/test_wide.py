@@ -1,4 +1,4 @@
-"""The wide model on N ranks: the weights of one, any batch, files and metrics."""
+"""The wide model on N ranks has the weights of one, for any batch, file and metric."""
 
 import io
 
@@ -13,7 +13,7 @@ from sparsekit.train.metrics import gather
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 
-# 104 columns: over three ranks, one of the tables has a row too many.
+# 104 columns do not divide by three ranks: one table has an extra row.
 LENGTHS = {"city": 300, "age": 50}
 SAMPLES = 131
 
@@ -31,7 +31,7 @@ def make_model(columns, loss="bce"):
 
 
 def train(rank, optimizer, loss, path=None):
-    """Weights, dense weights, losses of epochs and scores; ranks get shares of batches of 31."""
+    """Train on shares of batches of 31; returns weights, dense weights, losses and scores."""
     columns, labels = make_data()
     model = make_model(columns, loss)
     matrix = model.encode(columns)

@@ -1,4 +1,4 @@
-"""Vectors and gradients that are rounded to bfloat16 between ranks, and what that may change."""
+"""Rounding of vectors and gradients to bfloat16 between ranks stays within its bounds."""
 
 import contextlib
 
@@ -11,9 +11,9 @@ import sparsekit
 from .test_faults import raised
 
 BFLOAT16 = torch.bfloat16
-# By how much an element may change, in terms of its size.
+# Largest relative change of an element.
 ROUNDING = 2.0**-8
-# Of additions in another order.
+# Tolerance for additions in another order.
 EPSILON = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
@@ -27,7 +27,7 @@ def by_default(wire_dtype):
 
 
 def bags(rank):
-    """Of three keys, most of which other ranks have as well; one of no keys that count."""
+    """Return bags of three keys, most of which other ranks have too; one bag has only padding."""
     generator = torch.Generator().manual_seed(rank)
     keys = torch.randint(0, 40, (30, 2, 3), generator=generator)
     keys[rank] = -1
@@ -47,7 +47,7 @@ def upstream(rank, dtype):
 
 
 def on_ranks(own):
-    """The sum of what each rank has."""
+    """Sum a tensor over all ranks."""
     own = own.clone()
     dist.all_reduce(own)
     return own
@@ -59,7 +59,7 @@ def scale(rank, combiner, keys):
 
 
 def check_bounds(rank, strategy, combiner, dtype):
-    """Outputs and gradients are as close to those of a plain layer as is documented."""
+    """Outputs and gradients are as close to those of a plain layer as documented."""
     keys, grad = bags(rank), upstream(rank, dtype)
     layers = [
         pooling("same", combiner, wire, strategy=strategy, dtype=dtype) for wire in (BFLOAT16, None)
@@ -75,12 +75,12 @@ def check_bounds(rank, strategy, combiner, dtype):
     slack = 1 + 1e-3
     within = ROUNDING * slack * summands + EPSILON[dtype]
     assert ((wired - plain).abs() <= within).all()
-    # No rank has all keys, so that something has been rounded.
+    # No rank owns all keys, so something must have been rounded.
     assert (wired - plain).abs().max() > EPSILON[dtype]
 
-    # What the ranks send for a row is the sum of their gradients of it.
+    # By key, ranks send the sum of their gradients of a row.
     weighted = (grad.double() * scale(rank, combiner, keys)).unsqueeze(2).expand(-1, -1, 3, -1)
-    if strategy == "reduce_scatter":  # but there those of bags
+    if strategy == "reduce_scatter":  # by bag, they send those of bags
         weighted = weighted.abs()
     sent = torch.zeros(41, 8, dtype=torch.float64)
     sent.index_add_(0, keys.flatten() % 41, weighted.reshape(-1, 8))
@@ -104,7 +104,7 @@ def test_results_are_within_the_documented_bound(ranks, strategy, combiner, dtyp
 
 
 def vectors_of_rows(rank):
-    """Each is as it is, or rounded once; those of this rank's own rows are as they are."""
+    """A vector is rounded once, but the rank's own rows are not."""
     keys = torch.arange(64)
     wired, plain = (
         sparsekit.All2AllDenseEmbedding(
@@ -119,7 +119,7 @@ def vectors_of_rows(rank):
     assert torch.equal(got[~own], exact[~own].to(BFLOAT16).float())
     assert not torch.equal(got[~own], exact[~own])
     assert 0 < own.sum() < 64
-    got.sum().backward()  # ones, which bfloat16 has
+    got.sum().backward()  # bfloat16 holds ones exactly
     exact.sum().backward()
     assert torch.equal(wired.weight.grad.to_dense(), plain.weight.grad.to_dense())
 
@@ -129,7 +129,7 @@ def test_a_vector_is_rounded_once_and_those_of_own_rows_are_not(ranks):
 
 
 def sums_in_float32(rank):
-    """One rank's small gradients are not lost beside another one's large one."""
+    """Small gradients of one rank are not lost beside a large one of another rank."""
     layer = sparsekit.All2AllDenseEmbedding(
         8, 4, 1, 1, dynamic_input=True, name="sums", wire_dtype=BFLOAT16, gradient_reduction="sum"
     )
@@ -144,7 +144,7 @@ def test_gradients_are_added_in_float32(ranks):
 
 
 def rows_of_bfloat16(rank, strategy):
-    """Rows of that dtype go as they are; but the sums of bags are float32 unless told."""
+    """Rows of bfloat16 travel unchanged; sums of bags travel in float32 unless told otherwise."""
     keys = bags(rank)
     wired, plain = (
         pooling("narrow", wire_dtype=wire, strategy=strategy, dtype=BFLOAT16)
@@ -172,7 +172,7 @@ MIXED = [
 
 
 def mixed_group(rank):
-    """Layers of any dtypes in one call, bit by bit as alone, and in four collectives."""
+    """Layers of mixed dtypes in one call equal separate ones bit by bit, in four collectives."""
 
     def layers():
         return {
@@ -195,7 +195,7 @@ def mixed_group(rank):
             out.backward(upstream(rank, out.dtype))
             assert torch.equal(out, outputs[name]), name
     for name, layer in alone.items():
-        # In another order of rows.
+        # Rows may be in another order.
         one, other = (
             x.weight.grad.to_dense()[x.table.keys().argsort()] for x in (layer, group.layers[name])
         )
@@ -207,7 +207,7 @@ def test_a_group_of_several_dtypes(ranks):
 
 
 def way_of_auto(rank, wire_dtype, keys_of_a_bag):
-    """The collective behind the handshake is that of keys or that of bags."""
+    """Return what the first collective after the handshake carries: keys or bags."""
     layer = sparsekit.DistributedEmbedding(
         "sum", 4000, 64, 1, keys_of_a_bag, name="auto", wire_dtype=wire_dtype
     )
@@ -220,14 +220,14 @@ def way_of_auto(rank, wire_dtype, keys_of_a_bag):
             return send(what, *rest)
 
         patch.setattr(layer.exchange, "send", note)
-        # Distinct keys, half of them of the other rank.
+        # Distinct keys, half of which the other rank owns.
         layer(torch.arange(20 * keys_of_a_bag).view(20, 1, keys_of_a_bag))
     return sent[0].split(":")[0]
 
 
 def test_auto_counts_the_bytes_of_both_ways_on_the_wire(two_ranks):
-    # By key 8 + 4 * 64 bytes for half of the keys; by bag 8 for all keys and 4 * 64 for each bag;
-    # and with bfloat16 2 * 64 each. They change places in the same bags or nearly so.
+    # By key 8 + 4 * 64 bytes for half of the keys; by bag 8 for all keys and 4 * 64 for each bag.
+    # With bfloat16, 2 * 64 instead of 4 * 64. Both dtypes switch at almost the same size of bags.
     for wire_dtype in (None, BFLOAT16):
         assert two_ranks(way_of_auto, wire_dtype, 1) == ["keys"] * 2
         assert two_ranks(way_of_auto, wire_dtype, 8) == ["bags"] * 2
@@ -257,9 +257,9 @@ def defaults(rank):
     with by_default(BFLOAT16):
         assert pooling("a").dtype_on_wire == BFLOAT16
         assert pooling("b", wire_dtype=torch.float32).dtype_on_wire == torch.float32
-        sparsekit.init(timeout=60)  # leaves it as it is
+        sparsekit.init(timeout=60)  # init without wire_dtype keeps it
         assert pooling("c").wire_dtype == BFLOAT16
-        # Settings that a layer has are its own.
+        # A layer keeps the settings that it was made with.
         made = pooling("d")
     assert pooling("e").dtype_on_wire == torch.float32
     assert made.dtype_on_wire == BFLOAT16

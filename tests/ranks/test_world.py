@@ -1,4 +1,4 @@
-"""init, wrap_ddp, and what a sharded layer can be done to."""
+"""init, wrap_ddp, and operations on a sharded layer."""
 
 import copy
 import io
@@ -89,7 +89,7 @@ def test_one_process_needs_no_exchange():
 
 
 def copies_train_alike(rank, named_group):
-    """A copied, a saved and loaded, and a pickled layer go on as the first does."""
+    """A copied, a loaded and an unpickled layer train like the first one."""
     group = dist.group.WORLD if named_group else None
     layer = sparsekit.DistributedEmbedding("sum", 40, 3, 1, 2, name="copied", process_group=group)
     keys = torch.tensor([[[1, 2]], [[3, 4 + rank]]])
@@ -185,7 +185,7 @@ def alone_in_a_group(rank):
         "sum", 40, 3, 1, 1, name="alone", process_group=groups[rank]
     )
     assert layer.exchange is None
-    for number in range(3 + rank):  # each rank as often as it likes
+    for number in range(3 + rank):  # ranks may call it a different number of times
         layer(torch.arange(4).view(4, 1, 1) + 4 * number)
     assert layer.table.keys().tolist() == list(range(4 * (3 + rank)))
 
@@ -212,7 +212,7 @@ def ignored_by_ddp(rank):
     wrapped = wrap_ddp(model)
     assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
     keys = torch.arange(4).view(4, 1, 1) + 10 * rank
-    for _ in range(3):  # DDP sends buffers around before each forward; not the table's
+    for _ in range(3):  # DDP broadcasts buffers before each forward, but not the table's
         wrapped(keys).square().sum().backward()
     heads = [None] * 2
     dist.all_gather_object(heads, (model.head.weight, model.head.weight.grad))
@@ -242,7 +242,7 @@ def test_a_state_of_another_rank_is_refused(two_ranks):
 
 
 class Projected(sparsekit.DistributedEmbedding):
-    """A layer with a dense part of its own."""
+    """Layer with a dense part of its own."""
 
     def __init__(self):
         super().__init__("sum", 40, 3, 1, 1, name="projected")
@@ -267,7 +267,7 @@ def test_ddp_takes_the_dense_part_of_a_subclass(two_ranks):
 
 
 def in_a_group_of_its_own(rank):
-    """Ranks 0 and 1 share one table, rank 2 has one by itself."""
+    """Ranks 0 and 1 share one table, and rank 2 has its own."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     mine = groups[rank // 2]
     layer = sparsekit.DistributedEmbedding(
@@ -282,7 +282,7 @@ def test_a_group_of_some_ranks(fresh_ranks):
     assert fresh_ranks(3)(in_a_group_of_its_own) == [(2, 3), (2, 3), (1, 6)]
 
 
-# Runs in a process of its own, which says how many threads it has as it ends.
+# A program of its own, which prints its number of threads as it ends.
 ENDING = """
 import atexit, os, sys, time
 rank, file, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -315,7 +315,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("ending", ["return", "raise"])
 def test_no_thread_of_gloo_is_left_when_python_ends(ending, tmp_path):
-    # One that needs Python after its end aborts the process, once in a while.
+    # A thread that needs Python after its end aborts the process, but only now and then.
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", ENDING, str(rank), str(tmp_path / "ranks"), ending],
@@ -334,7 +334,7 @@ def test_no_thread_of_gloo_is_left_when_python_ends(ending, tmp_path):
 
 
 def of_several_sizes(rank):
-    # Ranks may have made other layers before.
+    # The ranks may have made different numbers of layers before.
     sparsekit.tables.embedding_table._names = itertools.count()
     layer = sparsekit.Embedding(10 + rank, 3, seed=1)
     return layer(torch.tensor([5])).shape

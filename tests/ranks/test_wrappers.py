@@ -1,4 +1,4 @@
-"""Tools of torch that take parameters for replicated ones leave tables alone, or are refused."""
+"""Tools of torch that expect replicated parameters leave tables alone or are refused."""
 
 import copy
 import io
@@ -64,7 +64,7 @@ def with_a_frozen_dense_part(rank):
     made = model()
     made[2].requires_grad_(False)
     wrapped = sparsekit.distributed.wrap_ddp(made)
-    assert wrapped is made  # DistributedDataParallel would raise
+    assert wrapped is made  # DistributedDataParallel would raise without trainable parameters
     wrapped(keys(2, 3)).sum().backward()
     assert made[0].weight.grad is not None
     assert made[2].weight.grad is None
@@ -83,7 +83,7 @@ def overwritten(rank):
     made = model()
     made(keys(2, 3))
     for tensor in made.state_dict(keep_vars=True).values():
-        dist.broadcast(tensor.data.view(torch.uint8), 0)  # gloo has no int16
+        dist.broadcast(tensor.data.view(torch.uint8), 0)  # gloo cannot send int16
     with pytest.raises(RuntimeError, match=r"holds the table of rank 0 of 2.*wrap_ddp") as caught:
         made.eval()(keys(2, 3))
     assert ("on rank 1: " in str(caught.value)) == (rank == 0)
@@ -94,9 +94,10 @@ def test_a_table_that_another_has_overwritten(two_ranks):
 
 
 def redundancy(rank):
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns of torch's own code
+    # Its import warns of torch's own code.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    made = model(placement="modulo")  # a key for each rank
+    made = model(placement="modulo")  # one key for each rank
     made(keys(2, 3)).sum().backward()
     rows = made[0].weight.detach().clone()
     optimizer = ZeroRedundancyOptimizer(made.parameters(), torch.optim.SGD, lr=0.0)
@@ -147,7 +148,7 @@ def checkpoint(rank, folder):
         with pytest.raises(BaseException, match=r"table: .* would keep one rank's .*DcpState"):
             dcp.save(state, checkpoint_id=f"{folder}/dcp")
 
-    # The way out.
+    # torch.save works: each rank saves its own state.
     torch.save(made.state_dict(), f"{folder}/{rank}.pt")
     for assign in (False, True):
         loaded = model(seed=7)
@@ -164,7 +165,7 @@ def checkpoint(rank, folder):
 
 
 def warned_of(rank, savers, copies):
-    """What a lookup warns of after some ranks have saved; then what later ones do."""
+    """Save on some ranks; returns the warnings of the next lookup, and of the one after it."""
     table = sparsekit.Embedding(10, 4, name="saved")
     keys = torch.tensor([1, 2])
     table(keys)
@@ -197,7 +198,7 @@ def test_a_checkpoint_of_one_rank_is_refused(two_ranks, tmp_path):
 
 
 def average(rank, use_hashtable, lazy):
-    """The average of a vector is that of what was looked up after each step, row or no row."""
+    """A vector's average is that of the values looked up after each step, with or without a row."""
     made = model(use_hashtable=use_hashtable)
     averaged = AveragedModel(made)
     kind = sparsekit.optim.Adam if lazy else sparsekit.optim.SGD
@@ -205,7 +206,7 @@ def average(rank, use_hashtable, lazy):
     seen = []
     for step in range(4):
         optimizer.zero_grad()
-        made[0](keys(2 * step, 2 * step + 1)).square().sum().backward()  # others wait
+        made[0](keys(2 * step, 2 * step + 1)).square().sum().backward()  # the other keys are late
         optimizer.step()
         averaged.update_parameters(made)
         seen.append(made[0].eval()(keys(*range(9))).detach())
@@ -222,7 +223,7 @@ def test_averaged_model(two_ranks, use_hashtable, lazy):
 
 
 def test_an_average_of_other_rows():
-    """A row has the key that it has in the model, although the average has learned another."""
+    """A row of the average follows its key in the model, even if the average learned other keys."""
     made = model()
     averaged = AveragedModel(made)
     made[0](keys(1))
