@@ -1,5 +1,5 @@
-// Shared by every kernel on bags: the entries of a bag, even if offsets are wrong, and what its
-// sum is divided by.
+// Shared by all kernels on bags: the entries of a bag, with bad offsets handled, and the divisor of
+// its sum.
 #pragma once
 
 #include <cmath>
@@ -15,14 +15,15 @@ struct Range {
   int64_t end;
 };
 
-// Entries of a bag, none if its offsets are bad: bounds that are out of order or beyond the rows.
+// Returns the entries of a bag; none if its offsets are bad, that is, out of order or beyond the
+// rows.
 SPARSEKIT_DEVICE Range bag_range(const Bags& bags, int64_t bag) {
   const Range range{bags.offsets[bag], bags.offsets[bag + 1]};
   const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= bags.n;
   return good ? range : Range{0, 0};
 }
 
-// Reports offsets[position], position <= num_bags, if it breaks the rule of Bags.
+// Reports offsets[position], for position <= num_bags, if it breaks the rule of Bags.
 SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* bad_offset) {
   const int64_t offset = bags.offsets[position];
   const int64_t least = position == 0 ? 0 : bags.offsets[position - 1];
@@ -31,8 +32,8 @@ SPARSEKIT_DEVICE void check_offset(const Bags& bags, int64_t position, int64_t* 
   if (!good) simt::atomic_min(bad_offset, position);
 }
 
-// The bag >= from that has entry i, or -1. Where offsets are bad, one of the bags that have it, or
-// -1.
+// Returns the bag >= from that contains entry i, or -1. With bad offsets several bags may contain
+// it; the result is one of them or -1.
 SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   int64_t low = from, high = bags.num_bags;
   while (high - low > 1) {
@@ -48,13 +49,13 @@ SPARSEKIT_DEVICE int64_t find_bag(const Bags& bags, int64_t i, int64_t from) {
   return range.begin <= i && i < range.end ? low : -1;
 }
 
-// Summand of a weight in the total that the divisor comes from.
+// Returns the term of a weight in the total from which the divisor is computed.
 template <class A>
 SPARSEKIT_DEVICE A in_total(A weight, Combiner combiner) {
   return combiner == Combiner::kMean ? weight : weight * weight;
 }
 
-// Divisor of a pooled sum; 0 for a bag that pools to zeros.
+// Returns the divisor of a pooled sum; 0 for a bag that pools to zeros.
 template <class A>
 SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   if (count == 0) return A{0};
@@ -62,7 +63,7 @@ SPARSEKIT_DEVICE A divisor(A total, int64_t count, Combiner combiner) {
   return combiner == Combiner::kMean ? total : std::sqrt(total);
 }
 
-// Division and not multiplication by the inverse, which a tiny divisor would make infinite.
+// Divides, since the inverse of a tiny divisor would be infinite.
 template <class A>
 SPARSEKIT_DEVICE A divided(A x, A by) {
   return by == 0 ? A{0} : x / by;

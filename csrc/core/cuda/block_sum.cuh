@@ -1,4 +1,4 @@
-// Sums over all that comes before, by one block.
+// Computes prefix sums with one block.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@ namespace sparsekit::cuda {
 
 constexpr int kSumThreads = 256;
 
-// A launch of one block for the functions below.
+// Returns the launch of one block that the functions below need.
 inline simt::Grid one_block() {
   simt::Grid grid{1, kSumThreads};
   grid.shared_bytes = kSumThreads / simt::kWarp * static_cast<int64_t>(sizeof(int64_t));
   return grid;
 }
 
-// The sum of what the threads before this one bring. All threads of the block call it.
+// Returns the sum of `mine` over the threads before this one. All threads of the block call it.
 SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   auto* of_warps = simt::shared<int64_t>();
   int64_t up_to_here = mine;
@@ -30,7 +30,7 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   simt::barrier();
   int64_t before = up_to_here - mine;
   for (int i = 0; i < warp; ++i) before += of_warps[i];
-  simt::barrier();  // the words are free again
+  simt::barrier();  // before the shared words are reused
   return before;
 }
 

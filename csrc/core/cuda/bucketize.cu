@@ -12,18 +12,19 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * simt::kWarp;
 
-// Keys that a lane has on their way at a time.
+// Number of keys that a lane loads at a time.
 constexpr int kBatch = 4;
 
-// Keys of a warp, a multiple of 32 * kBatch; a block has those of its warps. Grows with world_size,
-// so that the table of counts has no more than half as many entries as there are keys.
+// Returns the number of keys per warp, a multiple of 32 * kBatch; a block has the keys of its
+// warps. It grows with world_size, so that the table of counts has at most half as many entries as
+// there are keys.
 int keys_per_warp(int64_t world_size) {
   return 256 * std::max(1, static_cast<int>(world_size / 256));
 }
 
 struct Workspace {
   int64_t blocks;
-  int32_t* starts;  // [world_size, blocks] counts of keys, then where each block puts its first
+  int32_t* starts;  // [world_size, blocks] key counts, then where each block puts its first key
   char* scan;
 
   Workspace(Arena& arena, int64_t n, int64_t world_size) {
@@ -38,7 +39,7 @@ struct Ranks {
   Owners owners;
   int64_t* bad;  // see bucketize.h
 
-  // The owner of the key, or 0 if what the map says is no rank.
+  // Returns the owner of the key, or 0 if the map's value is not a rank.
   SPARSEKIT_DEVICE int checked(int64_t key, int owner) const {
     if (owner >= 0 && owner < static_cast<int>(owners.world_size)) return owner;
     simt::atomic_min(bad, virtual_shard_of(key));
@@ -61,7 +62,7 @@ SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& 
       const int64_t i = base + j * simt::kWarp;
       key[j] = i < end ? keys[i] : Key{};
     }
-    int from_map[kBatch];  // all of them before any is looked at: these are loads, too
+    int from_map[kBatch];  // load all before checking any, so that these loads overlap too
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       from_map[j] = static_cast<int>(owner_of(key[j], ranks.owners));
@@ -75,8 +76,8 @@ SPARSEKIT_DEVICE void for_keys_of_warp(const Key* keys, int64_t n, const Ranks& 
   }
 }
 
-// Fills counts [kWarps, world_size], in shared memory, with how many keys of each owner each warp
-// of the block has.
+// Fills counts [kWarps, world_size], in shared memory, with the number of keys of each owner in
+// each warp of the block.
 template <class Key>
 SPARSEKIT_DEVICE void count_owners(const Key* keys, int64_t n, int world_size, const Ranks& ranks,
                                    int keys_per_warp, int32_t* counts) {
@@ -105,8 +106,8 @@ SPARSEKIT_KERNEL __launch_bounds__(kThreads)
   }
 }
 
-// Keys of one owner keep their order: blocks, the warps of a block, the steps of a warp and its
-// lanes all follow that of the input.
+// Keys of one owner keep their order: the order of blocks, of the warps of a block, of the steps of
+// a warp and of its lanes all follow that of the input.
 template <class Key>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     scatter_kernel(const Key* keys, DeviceCount n, int world_size, Ranks ranks, int keys_per_warp,

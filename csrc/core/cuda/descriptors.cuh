@@ -1,4 +1,4 @@
-// Brings descriptors of many tables to a launch.
+// Passes descriptors of many tables to the device.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,11 @@
 namespace sparsekit::cuda {
 
 constexpr int kGroupThreads = 256;
-// On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
+// Minimum blocks per multiprocessor. With this hint ptxas uses a few registers more instead of
+// spilling.
 constexpr int kGroupBlocksAtOnce = 2;
 
-// Descriptors as a parameter of the launch: 4 KB with every driver, 32 KB where there is more.
+// Descriptors as a launch parameter: 4 KB, which every driver supports, or 32 KB if there are more.
 template <int kWords>
 struct Brought {
   static constexpr int kMost = kWords;
@@ -34,12 +35,12 @@ SPARSEKIT_KERNEL bring_kernel(SPARSEKIT_GRID_CONSTANT(Words) brought, int count,
 
 using DescriptorArena = BasicArena<16>;
 
-// Arrays that go to the device together. They travel as parameters of a launch or, if there are
-// many tables, of a few: unlike a copy that needs no page-locked memory, waits for nothing and may
-// be captured in a graph.
+// Arrays of descriptors that go to the device together. They travel as parameters of one launch or,
+// with many tables, of a few: unlike a copy, this needs no page-locked memory, waits for nothing
+// and can be captured in a graph.
 class Descriptors {
  public:
-  // Bytes of an array with n elements.
+  // Returns the bytes of an array with n elements.
   template <class D>
   static int64_t bytes(int64_t n) {
     DescriptorArena arena;
@@ -47,8 +48,8 @@ class Descriptors {
     return arena.bytes();
   }
 
-  // Begins the first array here; each further one lies behind the one before. add() returns
-  // where.
+  // `device` is where the first array goes; each further one follows the one before. add() returns
+  // an array's address.
   explicit Descriptors(const void* device)
       : device_(static_cast<char*>(const_cast<void*>(device))) {}
 
@@ -85,8 +86,8 @@ class Descriptors {
   std::vector<char> bytes_;
 };
 
-// Fills in what descriptors of the bags of a feature have in common, and where the bags of the next
-// feature begin.
+// Fills in the fields that all descriptors of a feature's bags have, and the first bag of the next
+// feature.
 template <class Bags, class Described>
 void describe_bags(const Bags& of, Described& feature, Described& next) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
@@ -99,7 +100,8 @@ void describe_bags(const Bags& of, Described& feature, Described& next) {
   next.first_bag = feature.first_bag + static_cast<int32_t>(of.num_bags);
 }
 
-// The last of `count` rising numbers that is not above `value`; the first if all are.
+// Returns the index of the last of `count` ascending numbers that is <= `value`, or 0 if all are
+// above it.
 template <class At>
 SPARSEKIT_DEVICE int last_up_to(int64_t value, int count, const At& at) {
   int first = 0;

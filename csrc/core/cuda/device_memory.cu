@@ -25,7 +25,7 @@ bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
   if (error == cudaErrorStreamCaptureImplicit) {
-    // The legacy stream, while another one captures.
+    // This is the legacy stream, while another stream is being captured.
     (void)cudaGetLastError();
     return true;
   }
@@ -34,8 +34,8 @@ bool is_capturing(void* stream) {
 }
 
 void read_back(const Piece* pieces, int count, void* stream) {
-  // Page-locked, so that the copies are asynchronous and one wait is enough. Freed only for a
-  // larger one: at the end of a thread the driver may be gone.
+  // Page-locked, so that the copies are asynchronous and one wait is enough. It is freed only to
+  // get a larger one: when a thread ends, the driver may be gone already.
   thread_local char* staging = nullptr;
   thread_local int64_t size = 0;
   ++waits;
@@ -89,7 +89,7 @@ void read_back(const Piece* pieces, int count, void*) {
 
 void copy_to_device(void* device, const void* host, int64_t bytes, void*) {
   std::memcpy(device, host, static_cast<size_t>(bytes));
-  // Put on the stream without a wait, as a memset is.
+  // Like a memset, this is queued on the stream without a wait.
   simt::host::note(simt::host::Request::kMemset, "copy to the device", 0, bytes);
 }
 #endif

@@ -9,7 +9,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// For two blocks at a time: left to itself, ptxas aims at more of them and spills a few registers.
+// The launch bounds ask for two blocks at a time: without them, ptxas aims at more and spills a few
+// registers.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_bags_kernel(Pooling<T> in, LongBags<T> long_bags) {
   pool_own_bag<kWidth>(in, long_bags, long_bags.capacity > 0 && simt::column() == 0,
@@ -23,7 +24,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256, 2)
                               first_element(kWidth, in.log2_lanes));
 }
 
-// A tile per part.
+// Pools the parts of long bags, one tile per part.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256, 2) pool_parts_kernel(Pooling<T> in, LongBags<T> long_bags) {
   const int64_t slot = tile_of_thread(in.log2_lanes);
@@ -63,8 +64,8 @@ void pool_bags(const Pooling<T>& in, const LongBags<T>& long_bags, const RowShap
 
 // ---- backward ----
 
-// Sums over the entries of a bag, by all lanes of a warp, which hold the same bag: the total of
-// the weights and, with `dots`, the weighted sum of those.
+// Sums over the entries of a bag: the total of the weights and, if `dots` is given, the weighted
+// sum of the dots. All lanes of a warp call sum_bag with the same bag.
 template <class A>
 struct BagSums {
   A total;
@@ -86,7 +87,7 @@ SPARSEKIT_DEVICE BagSums<A> sum_bag(const A* weights, const A* dots, const Range
   return sums;
 }
 
-// divisors[bag] of weighted bags, a warp for each.
+// Computes divisors[bag] of weighted bags, one warp per bag.
 template <class A>
 SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                      A* divisors) {
@@ -99,15 +100,15 @@ SPARSEKIT_KERNEL bag_divisors_kernel(Bags bags, const A* sample_weights, Combine
   }
 }
 
-// Entries of the segment sum over rows: the scaled gradients of their bags.
+// The entries of the segment sum over rows; each one stands for the scaled gradient of its bag.
 template <class A>
 struct BagEntries {
-  int32_t* bag;          // [n], -1 for an entry of no bag; null when there are sample weights
-  ScaledRow<A>* scaled;  // [n] with sample weights; else [num_bags], or null when nothing is scaled
+  int32_t* bag;          // [n], -1 for an entry without a bag; null if there are sample weights
+  ScaledRow<A>* scaled;  // [n] with sample weights; else [num_bags], or null if nothing is scaled
   A* divisors;           // [num_bags], null unless weights are divided
 };
 
-// A thread for each entry, bag and offset.
+// One thread for each entry, bag and offset.
 template <class A>
 SPARSEKIT_KERNEL bag_entries_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                     BagEntries<A> entries, int64_t* bad_offset) {
@@ -147,7 +148,8 @@ struct BackwardWorkspace {
 
 // ---- backward of the sample weights ----
 
-// grad[i] = gradient of entry i's bag times its row, kInFlight entries per tile.
+// Computes grad[i] = dot product of entry i's row and its bag's gradient; a tile handles kInFlight
+// entries.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     entry_dots_kernel(const T* grad_out, Pooling<T> in, Acc<T>* grad) {
@@ -159,14 +161,14 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
   int64_t row[kInFlight];
   for (int j = 0; j < kInFlight; ++j) row[j] = first + j < in.bags.n ? in.bags.rows[first + j] : -1;
-  // Gradient to multiply; null for zeros.
+  // Gradient and row to multiply; null for zeros.
   const T *g[kInFlight], *x[kInFlight];
   int64_t bag = -1;
   for (int j = 0; j < kInFlight; ++j) {
     const int64_t i = first + j;
     g[j] = x[j] = nullptr;
     if (i >= in.bags.n) continue;
-    // Mostly the bag of the entry before.
+    // The entry is mostly in the bag of the entry before.
     const bool same = bag >= 0 && i < in.bags.offsets[bag + 1];
     if (!same) bag = find_bag(in.bags, i, bag < 0 ? 0 : bag + 1);
     if (row[j] < 0 || row[j] >= in.num_rows || bag < 0) continue;
@@ -196,8 +198,8 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   }
 }
 
-// From the dots to the gradient, as the CPU's comment says; a warp per bag. Bags overlap when
-// offsets are bad, so the gradients are read and written as what another warp may write.
+// Turns the dots into the gradient by the formula in cpu/embedding_bag.cpp, one warp per bag. With
+// bad offsets bags may overlap, so gradients are accessed as memory that another warp may write.
 template <class A>
 SPARSEKIT_KERNEL normalise_dots_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                        A* grad) {

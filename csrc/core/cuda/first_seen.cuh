@@ -1,10 +1,12 @@
-// Distinct keys of a batch, each with the position where it came first: a scratch hash table that
-// unique() and the insertion of new keys share. In four steps, each a launch:
+// Finds the distinct keys of a batch and the first position of each, with a scratch hash table.
+// unique() and the insertion of new keys share it. There are four steps, each a launch:
 //   enter  every key finds or claims its slot, which keeps the smallest position and a count;
 //   mark   every used slot sets the bit of its first position;
-//   scan   of the bits gives each first position its rank, so order is that of first occurrence;
-//   emit   (the caller's kernel) looks up slot and rank of every key.
-// Nothing depends on which thread came first except the place of a slot, which nobody sees.
+//   scan   of the bits gives each first position its rank, so the order is that of first
+//   occurrence;
+//   emit   looks up slot and rank of every key; this is the caller's kernel.
+// The result does not depend on the order of threads: only the slot of a key does, which is
+// internal.
 #pragma once
 
 #include "cuda/primitives.h"
@@ -15,24 +17,24 @@
 
 namespace sparsekit::cuda {
 
-// 16 bytes that move in one access; two share a 32-byte sector.
+// 16 bytes, moved in one access; two slots share a 32-byte sector.
 struct alignas(16) Slot {
   int64_t key;
   int32_t first;
   int32_t count;
 };
 
-// Marks a free slot. The key of this value has a slot of its own behind the others.
+// Marks a free slot. The key with this value has its own slot behind the others.
 constexpr int64_t kNoKey = INT64_MIN;
 
-// Slots for n keys: 3 of 5 used when all are distinct.
+// Returns the number of slots for n keys: 3 of 5 are used if all keys are distinct.
 SPARSEKIT_HOST_DEVICE inline int64_t num_slots(int64_t n) {
   return n + n * 2 / 3 + 1;
 }
 
 struct FirstSeen {
   Slot* slots;      // [num_slots(n) + 1]
-  uint32_t* bits;   // [words] bit i: the key at position i comes there first
+  uint32_t* bits;   // [words] bit i is set if the key at position i occurs there first
   int32_t* before;  // [words + 1] number of bits in earlier words; the last is the total
   void* scan;
   int64_t words;
@@ -51,7 +53,7 @@ struct FirstSeen {
   SPARSEKIT_DEVICE int64_t total() const { return before[words]; }
 };
 
-// The slot of `key` among `capacity` ones, claimed if it is new.
+// Returns the slot of `key` among `capacity` slots; claims one if the key is new.
 SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t seed, int64_t key) {
   if (key == kNoKey) return capacity;
   for (int64_t s = home_bucket(key, seed, capacity);;) {
@@ -62,9 +64,9 @@ SPARSEKIT_DEVICE int64_t enter_key(Slot* slots, int64_t capacity, int64_t seed, 
   }
 }
 
-// For a full warp: counts one more key in `slot`, at `position`, which rises with the lane. Lanes
-// with slot < 0 have none. Equal slots are counted by one lane, so that a hot key costs one atomic
-// per warp.
+// Counts one more key in `slot`, at `position`, which ascends with the lane; all lanes of the warp
+// call it. Lanes with slot < 0 have no key. One lane counts all equal slots of the warp, so that a
+// hot key costs one atomic per warp.
 SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
   const uint32_t same = simt::warp_match(slot);
   if (slot < 0 || simt::lowest_bit(same) != simt::lane()) return;
@@ -72,9 +74,9 @@ SPARSEKIT_DEVICE void count_key(Slot* slots, int64_t slot, int32_t position) {
   simt::atomic_add(&slots[slot].count, simt::count_bits(same));
 }
 
-// Empties the slots and bits that n keys need. Declared here, defined in unique.cu.
+// Clears the slots and bits that n keys need. Defined in unique.cu, as is rank_first_seen.
 void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
-// mark and scan.
+// Runs the steps mark and scan.
 void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream);
 
 }  // namespace sparsekit::cuda

@@ -5,7 +5,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// One block: where the entries and keys of each feature begin.
+// Computes, in one block, where the entries and keys of each feature begin.
 SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
   const auto key_start = [&](int f) {
     const DeviceFeature& feature = group.features[f];
@@ -17,13 +17,13 @@ SPARSEKIT_KERNEL group_entries_kernel(DeviceGroup group) {
     return clamped_offset(group.source(feature.source), last_bag, first) - first;
   };
   sum_up(group.num_features, count, [&](int f, int64_t before) {
-    // Bad offsets could claim more entries than results have room for.
+    // With bad offsets there may be more entries than results have room for.
     group.entry[f] = before < group.most ? static_cast<int32_t>(before) : group.most;
     if (f < group.num_features) group.key_starts[f] = key_start(f);
   });
 }
 
-// Begin of bag i of all features; for i = num_bags, the end of the last one.
+// Writes where bag i of all features begins; for i = num_bags, where the last one ends.
 SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num_bags,
                                 int32_t* bags, int64_t* long_bag) {
   if (i == num_bags) {
@@ -34,11 +34,11 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   const DeviceFeature& feature = group.features[f];
   const Source source = group.source(feature.source);
   const int64_t bag = feature.first_bag + (i - feature.first);
-  // In the order of the bags whatever offsets are, and no further than the feature's entries.
+  // Clamp to the feature's entries, as offsets may be bad.
   const int64_t at = clamped_offset(source, bag, group.key_starts[f]) - group.key_starts[f];
   const int64_t count = group.entry[f + 1] - group.entry[f];
   bags[i] = static_cast<int32_t>(group.entry[f] + (at < count ? at : count));
-  // Bad offsets can have any difference.
+  // The difference of bad offsets may be anything.
   const int64_t low = offset_at(source, bag), high = offset_at(source, bag + 1);
   const bool good = 0 <= low && low <= high && high <= source.n;
   if (good && high - low > feature.max_nnz) {
@@ -46,7 +46,7 @@ SPARSEKIT_DEVICE void write_bag(const DeviceGroup& group, int64_t i, int64_t num
   }
 }
 
-// Element i of the offsets of all sources.
+// Checks element i of the offsets of all sources.
 SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t* bad_offset) {
   const auto first = [&](int s) { return group.sources[s].first_offset; };
   const int s = last_up_to(i, group.num_sources, first);
@@ -60,7 +60,7 @@ SPARSEKIT_DEVICE void check_offset(const DeviceGroup& group, int64_t i, int64_t*
   if (!good) simt::atomic_min(bad_offset, i);
 }
 
-// The key of entry e, in a table that does not take any.
+// Reports the key of entry e if its table does not allow it.
 SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* bad_key) {
   const int f = group.feature_of(e), t = group.features[f].table;
   if (group.ends[t] < 0 || group.takes(t, group.key(f, e))) return;
@@ -68,7 +68,7 @@ SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* ba
   simt::atomic_min(bad_key, source.key_start + group.key_starts[f] + (e - group.entry[f]));
 }
 
-// A thread for each bag, each offset and, where tables do not take any key, each entry.
+// One thread for each bag, each offset and, if some table limits keys, each entry.
 SPARSEKIT_KERNEL group_bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
                                    int32_t* bags, GroupErrors errors) {
   int64_t i = simt::global_thread();
@@ -118,7 +118,7 @@ const AskedTable& asked(const GroupCall& call, int64_t t) {
   return call.tables[t];
 }
 
-// True if some table does not take every key.
+// Returns true if some table does not allow every key.
 bool limits_keys(const GroupCall& call) {
   for (int64_t t = 0; t < call.num_tables; ++t) {
     if (asked(call, t).end >= 0) return true;
@@ -126,7 +126,7 @@ bool limits_keys(const GroupCall& call) {
   return false;
 }
 
-// [num_tables], and room for one more.
+// Returns of(t) for each table, with room reserved for one more element.
 template <class D, class Of>
 std::vector<D> for_tables(const GroupCall& call, const Of& of) {
   std::vector<D> all;
@@ -165,7 +165,7 @@ std::vector<DeviceTable> device_tables(const GroupCall& call) {
   return tables;
 }
 
-// In the order in which begin_group sends them.
+// Places the arrays in the order in which begin_group sends them.
 void place_descriptors(const GroupCall& call, DescriptorArena& arena, DeviceGroup& group) {
   group.sources = arena.take<DeviceSource>(call.num_sources + 1);
   group.features = arena.take<DeviceFeature>(call.num_features + 1);

@@ -1,5 +1,5 @@
-// The entries of a group on a device: which key each is, of which table. How many there are, only
-// the device knows.
+// The entries of a group on a device: the key and the table of each. Only the device knows how many
+// entries there are.
 #pragma once
 
 #include <cstdint>
@@ -14,16 +14,16 @@ namespace sparsekit::cuda {
 struct DeviceSource {
   const void* keys;
   const void* offsets;
-  int64_t first_offset;  // counted over all sources, as is key_start; the next one's says how many
+  int64_t first_offset;  // counted over all sources, as is key_start; ends at the next source's
   int32_t key_start;
   bool wide_keys, wide_offsets;
-  bool asked;  // by some feature
+  bool asked;  // true if some feature uses this source
 };
 
 struct DeviceFeature {
   int32_t table, source;
   int64_t first_bag;
-  int64_t first;  // of its bags among those of all features
+  int64_t first;  // first of its bags among those of all features
   int64_t max_nnz;
 };
 
@@ -40,28 +40,29 @@ struct DeviceTable {
   int32_t dim;
 };
 
-// Element i of an array of int64 or int32.
+// Returns element i of an array of int64 or int32.
 SPARSEKIT_DEVICE int64_t number_at(const void* array, bool wide, int64_t i) {
   return wide ? simt::global(static_cast<const int64_t*>(array))[i]
               : simt::global(static_cast<const int32_t*>(array))[i];
 }
-// As Source::offset, which does not know where offsets are.
+// Like Source::offset, for offsets in global memory, which it tells the compiler.
 SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
   return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
 }
 
-// Arrays that say where something begins have one element more, which ends the last one.
+// Descriptors of a call in device memory. Arrays of begins have one more element, the end of the
+// last one.
 struct DeviceGroup {
   const DeviceSource* sources;
   const DeviceFeature* features;
   const int32_t* first_features;  // [num_tables + 1]
-  const int64_t* ends;            // [num_tables] as in AskedTable; null if any key is fine
+  const int64_t* ends;            // [num_tables] as in AskedTable; null if any key is allowed
   const DeviceTable* tables;      // [num_tables], or
   const Owners* owners;           // [num_tables]
   int32_t num_sources, num_features, num_tables;
-  int32_t most;         // entries that results have room for
-  int32_t* entry;       // [num_features + 1] the first of each feature
-  int64_t* key_starts;  // [num_features] where that is in its source
+  int32_t most;         // maximum number of entries, for which results have room
+  int32_t* entry;       // [num_features + 1] first entry of each feature
+  int64_t* key_starts;  // [num_features] position of that entry's key in its source
 
   SPARSEKIT_DEVICE Source source(int s) const {
     const DeviceSource& of = sources[s];
@@ -91,14 +92,14 @@ struct DeviceGroup {
   }
 };
 
-// An offset, kept within [least, n]: they may be anything.
+// Returns an offset clamped to [least, n], since offsets may be bad.
 SPARSEKIT_DEVICE int64_t clamped_offset(const Source& source, int64_t bag, int64_t least) {
   const int64_t at = offset_at(source, bag);
   return at < least ? least : at > source.n ? source.n : at;
 }
 
-// The group of a call: where everything lies in the workspace, of which this takes the first part.
-// Once begin_group has filled it, every function of the call may ask for it.
+// Returns the group of a call, laid out in the first part of the workspace. Once begin_group has
+// filled that part, every function of the call may use it.
 DeviceGroup device_group(const GroupCall& call, const GroupBags& bags, Arena& arena);
 
 }  // namespace sparsekit::cuda

@@ -1,5 +1,5 @@
-// Keys of all tables go out in order of (owner, table, entry): a sort by (owner, table) does it, as
-// it is stable. In that order it also says how many there are of each, and where.
+// Sends keys of all tables in order of (owner, table, entry): a stable sort by (owner, table) does
+// it. The sorted order also gives the number of keys of each (owner, table), and where they are.
 #include "sparsekit/group_bucketize.h"
 
 #include <algorithm>
@@ -9,20 +9,21 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Keys of a table for a rank are a piece; pieces are numbered rank by rank, as they are sent.
+// The keys of a table for a rank are a piece; pieces are numbered rank by rank, in the order of
+// sending.
 struct Pieces {
   int32_t world_size, num_tables;
-  uint32_t* piece;  // [most] of each sorted entry; count() for one whose key is not sent
+  uint32_t* piece;  // [most] piece of each sorted entry; count() if its key is not sent
   int32_t* entry;   // [most]
-  int32_t* begin;   // [count()] where the keys of each are among those of all
-  // [count() + 1] keys of the pieces, but table by table; then how many come before each.
+  int32_t* begin;   // [count()] where the keys of each piece begin among all keys sent
+  // [count() + 1] key counts of the pieces, ordered by table; then their prefix sums.
   int32_t* before;
 
   SPARSEKIT_HOST_DEVICE int64_t count() const { return int64_t{world_size} * num_tables; }
 };
 
-// Numbers of keys; which piece the first entry with each belongs to. Until then `inverse` holds
-// slots, unless every entry's key counts.
+// Numbers the keys, and finds the piece of the first entry with each key. On entry, `inverse` holds
+// the slots of keys if `distinct`.
 SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bool distinct,
                                       Pieces pieces, uint32_t* piece_of, int32_t* entries_of,
                                       int32_t* inverse, int64_t* bad_owners) {
@@ -49,7 +50,7 @@ SPARSEKIT_KERNEL route_entries_kernel(DeviceGroup group, FirstEntries firsts, bo
   }
 }
 
-// Number of sorted entries that belong to pieces before this one.
+// Returns the number of sorted entries in pieces before this one.
 SPARSEKIT_DEVICE int32_t entries_before(const Pieces& pieces, int32_t entries, int64_t piece) {
   int32_t begin = 0;
   for (int32_t count = entries; count > 0;) {
@@ -80,7 +81,7 @@ SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* co
   counts[p] = count;
 }
 
-// A thread for each key that is sent, and for each table.
+// One thread for each key that is sent, and for each table.
 SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to) {
   const int64_t i = simt::global_thread();
   const auto keys_before = [&](int64_t t) { return pieces.before[t * pieces.world_size]; };
@@ -99,7 +100,7 @@ SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys t
 struct RouteWorkspace {
   Pieces pieces{};
   FirstEntries firsts;
-  uint32_t* piece_of;  // [most] before they are sorted
+  uint32_t* piece_of;  // [most] pieces of entries before the sort
   int32_t* entries_of;
   char *sort, *scan;
 
@@ -119,7 +120,7 @@ struct RouteWorkspace {
   }
 };
 
-// Bits of a number of at most `most`.
+// Returns the number of bits that numbers up to `most` need.
 int bits_up_to(int64_t most) {
   int bits = 1;
   while (most >> bits != 0) ++bits;
@@ -144,7 +145,7 @@ struct DeviceExchange {
   const int32_t* places;
 
   SPARSEKIT_DEVICE int32_t bound(int t) const { return bags[tables[t].first_bag]; }
-  // Bags may be anything.
+  // Bags may be bad, so clamp.
   SPARSEKIT_DEVICE int32_t first_entry(int t) const {
     const int32_t at = bound(t);
     return at < 0 ? 0 : at > entries ? entries : at;
@@ -153,7 +154,7 @@ struct DeviceExchange {
   SPARSEKIT_DEVICE int32_t num_keys(int t) const { return of_table(t)[world_size - 1].end; }
 };
 
-// A thread for each table and for each entry.
+// One thread for each table and each entry.
 SPARSEKIT_KERNEL exchange_rows_kernel(DeviceExchange call, int32_t* rows, ExchangeErrors errors) {
   const int64_t i = simt::global_thread();
   if (i < call.num_tables) {

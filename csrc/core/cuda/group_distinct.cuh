@@ -1,7 +1,7 @@
-// Distinct keys of all tables of a call, numbered in the same launches. Entries are numbered
-// through, and those of a table lie side by side, so one scan of a bit for each entry ranks the
-// first occurrences in all tables: the rank within a table is that among all entries, less that of
-// the table's first entry.
+// Numbers the distinct keys of all tables of a call in the same launches. Entries are numbered
+// across tables, and those of a table are contiguous, so one scan of a bit per entry ranks the
+// first occurrences in all tables: the rank within a table is the rank among all entries minus that
+// of the table's first entry.
 #pragma once
 
 #include "cuda/group.cuh"
@@ -10,8 +10,8 @@
 
 namespace sparsekit::cuda {
 
-// Numbers entries that have something in common, in their order: a bit for each, and how many there
-// are before each word of bits.
+// Ranks a marked subset of the entries, in order: it has a bit for each entry, and for each word of
+// bits the number of marked entries before it.
 struct Ranks {
   uint32_t* bits;   // [words]
   int32_t* before;  // [words + 1]
@@ -24,7 +24,7 @@ struct Ranks {
         scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
         words((n + 31) / 32) {}
 
-  // By all lanes of the warp that has word `word`, each of which says whether its entry counts.
+  // Marks the entries of a word, one per lane. All lanes of the warp with word `word` call it.
   SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
     const uint32_t mask = simt::warp_ballot(counts);
     if (simt::lane() != 0) return;
@@ -41,13 +41,14 @@ struct Ranks {
   }
 };
 
-// A scratch table with a part for each table of the call, 5 slots for 3 entries. A slot has the
-// first entry, of those that have come so far, with some key; -1 while it is free.
+// The slots of all tables: a part for each table of the call, with 5 slots per 3 entries. A slot
+// holds the smallest entry so far with some key, or -1 while it is free. Returns where a table's
+// part begins.
 SPARSEKIT_HOST_DEVICE inline int64_t slots_before(int64_t entries, int64_t table) {
   return entries + entries * 2 / 3 + table;
 }
 
-// slot_of[e] = slot of the key of entry e.
+// Computes slot_of[e] = slot of the key of entry e.
 SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* slots,
                                     uint32_t* slot_of) {
   const int32_t entries = group.entries();
@@ -77,7 +78,7 @@ SPARSEKIT_KERNEL group_enter_kernel(DeviceGroup group, int64_t seed, int32_t* sl
   }
 }
 
-// Marks the entries whose key no earlier entry has. Clears `words` as well.
+// Marks the entries that are the first with their key. Also clears `words`.
 SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, const uint32_t* slot_of,
                                    Ranks first_seen, int64_t* words, int64_t num_words) {
   for (int64_t i = simt::global_thread(); i < num_words; i += simt::global_threads()) words[i] = 0;
@@ -89,7 +90,7 @@ SPARSEKIT_KERNEL group_mark_kernel(DeviceGroup group, const int32_t* slots, cons
   }
 }
 
-// The first entry with each key, once find_first_entries has run.
+// The first entry with each key, valid after find_first_entries.
 struct FirstEntries {
   int32_t* slots;
   Ranks ranks;
@@ -100,20 +101,21 @@ struct FirstEntries {
   static int64_t num_slots(const GroupCall& call) {
     return slots_before(call.entries, call.num_tables);
   }
-  // Looks up an entry whose key has that slot.
+  // Returns the first entry with the key of this slot.
   SPARSEKIT_DEVICE int32_t entry(int32_t slot) const { return slots[static_cast<uint32_t>(slot)]; }
-  // Number of a key among those of its table, whose entries start with `begin`.
+  // Returns the number of a key among those of its table, whose entries start at `begin`.
   SPARSEKIT_DEVICE int32_t number(int32_t first, int32_t begin) const {
     return ranks.rank(first) - ranks.rank(begin);
   }
 };
 
-// A grid for the kernels on entries: as many threads as entries, and as words of bits have lanes.
+// Returns a grid for the kernels on entries: one thread for each entry, and a warp for each word of
+// bits.
 inline simt::Grid grid_for_entries(const GroupCall& call) {
   return simt::strided_grid_for(call.entries + simt::kWarp, kGroupThreads);
 }
 
-// Leaves the slot of each entry's key in slot_of [entries], and clears `words`.
+// Writes the slot of each entry's key to slot_of [entries], and clears `words`.
 inline void find_first_entries(const GroupCall& call, const DeviceGroup& group, int64_t seed,
                                const FirstEntries& first, int32_t* slot_of, int64_t* words,
                                int64_t num_words, void* stream) {

@@ -1,5 +1,5 @@
-// Bags of all features in the same launches. A block belongs to one feature, which it finds by its
-// number; what it does there is what pool_bags.cuh does with the bags of one call.
+// Pools the bags of all features in the same launches. Each block belongs to one feature, found by
+// the block's number, and pools bags as in pool_bags.cuh.
 #include "sparsekit/group_embedding_bag.h"
 
 #include <algorithm>
@@ -38,7 +38,7 @@ struct PoolTable {
   float a, b;
 };
 
-// Both arrays have one element more, which ends the last one.
+// Both arrays of descriptors have one more element, which ends the last one.
 template <class T>
 struct PoolGroup {
   const PoolFeature<T>* features;
@@ -60,10 +60,10 @@ struct PoolGroup {
   }
 };
 
-// Stands for an initial vector, in place of a row.
+// Stands for an initial vector instead of a row.
 constexpr int64_t kInitialRow = -2;
 
-// The bags of a feature, as pool_bags.cuh asks for them. Bags may be anything.
+// The bags of a feature, with the members that pool_bags.cuh needs. Bags may be bad.
 template <class T, bool kInitial>
 struct FeaturePooling {
   using Element = T;
@@ -76,9 +76,9 @@ struct FeaturePooling {
   const Acc<T>* sample_weights;
   const int32_t* bags;
   int64_t num_rows, dim;
-  int64_t limit;         // what index must be below
-  int64_t first_listed;  // of the table's rows among those of all
-  int64_t key_of_entry;  // an entry's key less the entry
+  int64_t limit;         // index must be below this
+  int64_t first_listed;  // first of the table's rows among those of all tables
+  int64_t key_of_entry;  // position of an entry's key minus the entry
   Combiner combiner;
   int log2_lanes;
 
@@ -150,7 +150,7 @@ struct FeaturePooling {
     for (int l = 0; l < kWidth; l += kDrawColumns) {
       float values[kDrawColumns];
       initial_values(initializer, key, (element + l) / kDrawColumns, values);
-      // The columns of a narrow piece may be any of the draw's.
+      // The columns of a narrow piece may start anywhere in the draw.
       const int first = kWidth < kDrawColumns ? static_cast<int>(element % kDrawColumns) : 0;
 #pragma unroll
       for (int k = 0; k < kWidth && k < kDrawColumns; ++k) {
@@ -180,7 +180,7 @@ SPARSEKIT_DEVICE void pool_feature(const PoolGroup<T>& group, int f, const LongB
   }
 }
 
-// Drawing initial vectors takes more registers than two blocks have.
+// Drawing initial vectors takes more registers than two blocks per multiprocessor leave.
 template <class T, bool kShortBags, bool kInitial>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_features_kernel(PoolGroup<T> group, LongBags<T> long_bags) {
@@ -192,7 +192,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtO
   }
 }
 
-// The parts of long bags, a tile for each, which has lanes for the longest rows.
+// Pools the parts of long bags, one tile per part, with enough lanes for the longest rows.
 template <class T, bool kInitial>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kInitial ? 1 : kGroupBlocksAtOnce)
     pool_feature_parts_kernel(PoolGroup<T> group, LongBags<T> long_bags, int log2_lanes) {
@@ -224,12 +224,12 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
 template <class T>
 RowShape shape_of_feature(const PooledTable<T>* tables, const FeatureBags<T>& feature) {
   const PooledTable<T>& table = tables[feature.table];
-  // Wide, where every vector begins at a multiple of 16 bytes.
+  // Accesses are wide if every vector begins at a multiple of 16 bytes.
   const bool aligned = feature.keeps_alignment(kWide<T>) && table.stride % kWide<T> == 0;
   return row_shape<T>(table.dim, table.weight, aligned ? feature.out : misaligned<T>());
 }
 
-// Bags that may be long, and the shape that suits them all.
+// The features with bags that may be long, and a row shape that suits them all.
 struct LongShape {
   bool any = false;
   int64_t dim = 0;
@@ -246,7 +246,7 @@ struct LongShape {
       log2_lanes = std::max(log2_lanes, shape.log2_lanes);
       columns = std::max(columns, shape.columns);
     }
-    dim = (dim + 7) / 8 * 8;  // so that sums are aligned for all of them
+    dim = (dim + 7) / 8 * 8;  // so that sums are aligned for all tables
   }
 };
 

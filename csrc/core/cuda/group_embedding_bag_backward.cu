@@ -5,7 +5,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Combiners of the features of a call.
+// Tells which kinds of scaling the features of a call need.
 struct Ways {
   bool weighted = false, scaled = false, divided = false;
 
@@ -22,14 +22,14 @@ struct Ways {
   }
 };
 
-// The features of all tables, which lie side by side.
+// A call's features, which are contiguous over all tables, and their totals.
 template <class T>
 struct SumCall {
   const SummedTable<T>* tables;
   int64_t num_tables, entries;
   const FeatureBags<T>* features;
   int64_t num_features = 0, num_bags = 0, stride = 0;
-  int64_t longest = 0;  // no table has more entries
+  int64_t longest = 0;  // upper bound of the entries of a table
 
   explicit SumCall(const GroupSums<T>& sums)
       : tables(sums.tables),
@@ -104,7 +104,7 @@ struct SumWorkspace {
   }
 };
 
-// To bring rows in their order.
+// Workspace for sorting rows.
 struct OrderWorkspace {
   uint32_t *keys, *sorted_keys;
   int32_t *numbers, *sorted_numbers;
@@ -138,7 +138,7 @@ struct BackwardWorkspace {
         order(arena, ordered_rows) {}
 };
 
-// For sums that go where there is room.
+// Workspace for sums that are written into a SumRoom.
 template <class T>
 struct RoomWorkspace {
   char* descriptors;
@@ -152,7 +152,7 @@ struct RoomWorkspace {
         at(arena.take<int64_t>(call.entries)) {}
 };
 
-// For rows that are updated.
+// Workspace for finding row runs, for updates.
 template <class T>
 struct RunsWorkspace {
   SumWorkspace<T> sums;
@@ -177,7 +177,7 @@ std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
   return features;
 }
 
-// Wide, where every gradient begins at a multiple of 16 bytes.
+// Accesses are wide if every gradient begins at a multiple of 16 bytes.
 template <class T>
 RowShape shape_of_table(const SummedTable<T>& table) {
   RowShape shape = row_shape<T>(table.dim, table.grad);
@@ -204,8 +204,8 @@ std::vector<SumTable> sum_tables(const SumCall<T>& call) {
   return tables;
 }
 
-// The order of the rows of each table, of which there are n: where their sums go, and the rows in
-// that order.
+// Sorts the n rows of all tables, each table by itself: writes where their sums go to group.at, and
+// the sorted rows to sorted_rows.
 template <class T>
 void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                 const OrderWorkspace& work, void* stream) {
@@ -215,7 +215,7 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
   sort_pairs(work.keys, work.sorted_keys, work.numbers, work.sorted_numbers, n, 32, work.sort,
              stream);
   const int32_t* numbers = work.sorted_numbers;
-  if (group.num_tables > 1) {  // by table, in the order of rows that there is
+  if (group.num_tables > 1) {  // stable sort by table, which keeps the order of rows
     simt::launch("group: tables to sort", tables_to_sort_kernel<T>, grid, stream, group, n, numbers,
                  work.keys);
     sort_pairs(work.keys, work.sorted_keys, numbers, work.numbers, n, bits_of(group.num_tables - 1),
@@ -226,7 +226,8 @@ void order_rows(const SumGroup<T>& group, int64_t n, int64_t* sorted_rows,
                sorted_rows);
 }
 
-// A call's group, but for what differs between gradients and updates; sends `descriptors`.
+// Returns a call's group, without the fields that differ between gradients and updates; sends
+// `descriptors`.
 template <class T>
 SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const SumWorkspace<T>& work,
                       Descriptors& descriptors, int64_t* bad_index, void* stream) {
@@ -255,7 +256,7 @@ SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const Su
   return group;
 }
 
-// All but the sums: where everything is, and a sort key for each entry.
+// Prepares the sums: where everything lies, and a sort key for each entry.
 template <class T>
 void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, void* stream) {
   simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels);
@@ -269,7 +270,7 @@ void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, void* str
                group, work.keys, work.values);
 }
 
-// The sums, of up to num_rows rows.
+// Computes the sums of up to num_rows rows.
 template <bool kAllRows, class T>
 void finish_sums(const SumGroup<T>& group, const SumCall<T>& call, int64_t num_rows,
                  const SumWorkspace<T>& work, void* stream) {
@@ -298,7 +299,7 @@ int64_t rows_of(const GroupSums<T>& sums) {
   return num_rows;
 }
 
-// Rows whose order is asked for.
+// Returns the number of rows to sort, 0 if none are.
 template <class T>
 int64_t ordered_rows_of(const GroupSums<T>& sums) {
   return sums.num_tables == 0 || sums.tables[0].sorted_rows == nullptr ? 0 : rows_of(sums);
@@ -332,7 +333,8 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
 
 namespace {
 
-// The tables with what says whether all accesses to their sums may be wide.
+// Copies the tables; `grad` of the copies only tells whether all accesses to their sums may be
+// wide.
 template <class T>
 std::vector<SummedTable<T>> tables_at(const GroupSums<T>& sums, const SumRoom<T>& room) {
   std::vector<SummedTable<T>> tables(sums.tables, sums.tables + sums.num_tables);

@@ -4,20 +4,20 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients of a table's distinct rows, added up as they are taken. The order of additions is that
-// of sum_tables_kernel.
+// Gradients of a table's distinct rows, summed when they are read, in the same order of additions
+// as in sum_tables_kernel.
 template <class T>
 struct SummedGradients {
   struct Found {
     int64_t row;
-    int32_t begin, end;  // of its entries among those of the table
+    int32_t begin, end;  // the row's entries among those of the table
   };
 
   GradientRows<T> bags;
   const int32_t* rows;
   const int32_t* begins;
   const int32_t* values;  // of the table's sorted entries
-  const T* sums;          // of rows over several chunks, by the one in which they begin
+  const T* sums;          // sums of rows that span several chunks, indexed by their first chunk
   int64_t stride, n;
   Acc<T> divide_by;
 
@@ -56,7 +56,7 @@ struct SummedGradients {
   }
 };
 
-// The tables of a launch, in memory.
+// The tables of a launch; the arrays are in device memory.
 template <class T>
 struct SummedTables {
   using Gradients = SummedGradients<T>;
@@ -69,7 +69,8 @@ struct SummedTables {
   SPARSEKIT_DEVICE Gradients gradients(int i) const { return Gradients(runs, shares[i].table); }
 };
 
-// Walks the rows of a table in an update. Accesses are wide only where those of bags may be, too.
+// Returns the shape of a table's rows in an update. Accesses are wide only if those of the bags'
+// gradients may be wide too.
 template <class Rule, class T>
 RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sums, bool per_row) {
   constexpr int kWidth = kWide<Acc<T>>;
@@ -83,7 +84,7 @@ RowShape shape_of_update(const SteppedTable<T>& table, const SummedTable<T>& sum
   return shape_of_step<Rule>(table.table, grad, per_row);
 }
 
-// Tables of one launch.
+// The tables that one launch updates.
 struct LaunchShares {
   std::vector<Share> shares;
   simt::Grid grid{};

@@ -1,4 +1,4 @@
-// All tables of a call in the same launches.
+// Finds and inserts the keys of all tables of a call in the same launches.
 #include "sparsekit/group_find.h"
 
 #include "cuda/group_distinct.cuh"
@@ -7,7 +7,8 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Row of a key in this lane's table, -1 where it is absent. For a full warp.
+// Returns the row of a key in this lane's table, or -1 if it is absent. All lanes of the warp call
+// it.
 SPARSEKIT_DEVICE int32_t row_of_key(const DeviceGroup& group, int t, int64_t key, bool wanted) {
   const DeviceTable& table = group.tables[t];
   const bool hashed = table.buckets != nullptr;
@@ -19,7 +20,7 @@ SPARSEKIT_DEVICE int32_t row_of_key(const DeviceGroup& group, int t, int64_t key
 
 SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows) {
   const int32_t entries = group.entries();
-  // Whole warps loop together: `first` is where the lanes of this one start.
+  // All lanes of a warp loop together: `first` is the entry of lane 0.
   for (int64_t first = simt::global_thread() - simt::lane(); first < entries;
        first += simt::global_threads()) {
     const auto e = static_cast<int32_t>(first + simt::lane());
@@ -31,8 +32,8 @@ SPARSEKIT_KERNEL group_find_kernel(DeviceGroup group, int32_t* rows) {
   }
 }
 
-// inverse[e], so far the slot of entry e's key, becomes its number in the table. The first entry
-// with a key finds its row; that of a missing one is -1 for now.
+// Replaces inverse[e], the slot of entry e's key, by the number of the key in its table. The first
+// entry with a key looks up its row, which is -1 for now if the key is missing.
 SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ranks missing,
                                      int32_t* inverse, int32_t* rows, int64_t* status) {
   const int32_t entries = group.entries();
@@ -57,7 +58,7 @@ SPARSEKIT_KERNEL group_number_kernel(DeviceGroup group, FirstEntries firsts, Ran
   }
 }
 
-// A thread decides for a table, so that a refusal changes nothing.
+// One thread decides for each table, so that a refusal changes nothing.
 SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks missing,
                                     int64_t* counts, int64_t* status) {
   const int64_t t = simt::global_thread();
@@ -76,7 +77,8 @@ SPARSEKIT_KERNEL group_admit_kernel(DeviceGroup group, Ranks first_seen, Ranks m
   if (status[2 * t + 1] == 0) *size = after;
 }
 
-// A warp looks at a word of missing keys: each lane stores one, then all write its row.
+// Each warp handles a word of missing keys: each lane inserts one key, then all lanes write the
+// initial vectors of these keys.
 template <class T>
 SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads)
     group_insert_kernel(DeviceGroup group, Ranks missing, const int32_t* inverse, int32_t* rows,
@@ -159,7 +161,7 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
   const simt::Grid grid = grid_for_entries(call);
-  // Until there are numbers, `inverse` holds slots.
+  // `inverse` holds slots until the kernel "number" replaces them.
   find_first_entries(call, group, seed, work.firsts, inverse, status, 2 * call.num_tables, stream);
   simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.firsts,
                work.missing, inverse, rows, status);

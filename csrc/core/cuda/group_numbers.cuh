@@ -1,4 +1,4 @@
-// Prepares sums of many tables: where each table's entries, rows and chunks are, which row
+// Prepares sums of many tables: finds where each table's entries, rows and chunks begin, which row
 // each entry is added to, and the order of the rows.
 #pragma once
 
@@ -11,7 +11,7 @@ SPARSEKIT_DEVICE int32_t clamped(int32_t at, int32_t end) {
   return at < 0 ? 0 : at > end ? end : at;
 }
 
-// One block: where tables have their entries, rows and chunks.
+// Computes, in one block, where the entries, rows and chunks of each table begin.
 template <class T>
 SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   const auto first_bag = [&](int t) {
@@ -20,7 +20,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   const auto entries_before = [&](int t) {
     return clamped(group.bags[first_bag(t)], group.entries);
   };
-  // Bags may be bad, but tables get different entries.
+  // Even with bad bags, tables must not share entries.
   sum_up(
       group.num_tables,
       [&](int t) {
@@ -45,7 +45,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   for (int i = 0; i < levels.count; ++i) {
     const auto chunks = [&](int t) {
       int64_t n = num_entries(t);
-      // A table that nobody asks has rows to be cleared.
+      // A table without entries may have rows to clear.
       int64_t count = n == 0 && num_rows(t) > 0 ? 1 : (n + kChunk - 1) / kChunk;
       for (int j = 0; j < i; ++j) count = count <= 1 ? 0 : (2 * count + kChunk - 1) / kChunk;
       return count;
@@ -62,7 +62,7 @@ SPARSEKIT_KERNEL plan_sums_kernel(SumGroup<T> group, SumLevels<T> levels) {
   }
 }
 
-// Divisors of weighted bags, a warp for each.
+// Computes divisors of weighted bags, one warp per bag.
 template <class T>
 SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
   using A = Acc<T>;
@@ -81,7 +81,8 @@ SPARSEKIT_KERNEL group_divisors_kernel(SumGroup<T> group) {
   if (simt::lane() == 0) group.divisors[bag] = divisor(total, range.end - range.begin, combiner);
 }
 
-// The bag of table t that has entry e, or -1. Where bags are bad, one of those that have it, or -1.
+// Returns the bag of table t that contains entry e, or -1. With bad bags several may contain it;
+// the result is one of them or -1.
 template <class T>
 SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e) {
   const auto first_bag = [&](int table) {
@@ -94,8 +95,8 @@ SPARSEKIT_DEVICE int32_t bag_of_entry(const SumGroup<T>& group, int t, int64_t e
   return range.begin <= e && e < range.end ? bag : -1;
 }
 
-// Sort key and value of each entry; what bags or entries are scaled by. A thread for each entry and
-// each bag.
+// Writes sort key and value of each entry, and the scales of bags or entries. One thread for each
+// entry and each bag.
 template <class T>
 SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_t* values) {
   using A = Acc<T>;
@@ -109,7 +110,7 @@ SPARSEKIT_KERNEL number_entries_kernel(SumGroup<T> group, uint32_t* keys, int32_
   }
   if (i >= group.entries) return;
   const int t = group.table_of(i);
-  if (i < group.entry[t] || i >= group.entry[t + 1]) {  // behind the last one
+  if (i < group.entry[t] || i >= group.entry[t + 1]) {  // behind the last entry
     keys[i] = group.key_start(group.num_tables);
     values[i] = -1;
     return;
@@ -171,9 +172,10 @@ SPARSEKIT_KERNEL place_rows_kernel(SumGroup<T> group, int64_t n, const int32_t* 
   group.at[number] = group.element[t] + (i - group.row[t]) * group.tables[t].dim;
 }
 
-// ---- or where callers have room for them ----
+// ---- rows in the caller's memory ----
 
-// A table's rows of `unit` elements: how many of them may begin a sum.
+// Memory for the sums of a table: rows begin at multiples of `unit` elements, and num_rows of them
+// fit.
 struct SumTarget {
   int64_t unit, num_rows;
 };

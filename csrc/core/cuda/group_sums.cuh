@@ -1,11 +1,12 @@
-// Gradients of the rows of all tables in the same launches. A distinct row has a number among those
-// of all tables, so one sort brings the entries of each together; those of a table stay where they
-// are. Then chunks are summed as in segment_reduce.cuh: each table's are counted from its first
-// entry on, so sums have the bits that they have for the table by itself.
+// Sums the gradients of the rows of all tables in the same launches. Each distinct row has a number
+// that is unique across tables, so one sort brings the entries of each row together and keeps the
+// entries of a table contiguous. Then chunks are summed as in segment_reduce.cuh. The chunks of
+// each table are counted from its first entry on, so sums have the same bits as for the table
+// alone.
 //
-// An optimizer's step needs no gradient in memory. There, only rows whose entries lie in several
-// chunks are summed so; for the others it is enough to know where their entries begin, and whoever
-// takes the gradient adds them up (RowRuns).
+// An optimizer's step needs no gradients in memory. For it, only rows whose entries lie in several
+// chunks are summed in this way; for the others, finding where their entries begin is enough, and
+// the update kernel adds them up (RowRuns).
 #pragma once
 
 #include <cstdint>
@@ -24,7 +25,7 @@ struct SumFeature {
   const Acc<T>* sample_weights;  // may be null
   const int64_t* key_start;
   int32_t table;
-  int32_t first_bag;  // among those of all features
+  int32_t first_bag;  // among the bags of all features
   int32_t num_keys;
   int32_t combiner;
 };
@@ -36,7 +37,7 @@ struct SumTable {
   bool wide;
 };
 
-// Both arrays of descriptors have one element more, which ends the last one.
+// Both arrays of descriptors have one more element, which ends the last one.
 template <class T>
 struct SumGroup {
   using A = Acc<T>;
@@ -48,24 +49,24 @@ struct SumGroup {
   const int32_t* rows;  // may be null
   const int64_t* counts;
   const int32_t* bags;
-  // [num_tables + 1], what the tables before have, made by plan_sums_kernel.
+  // [num_tables + 1] totals of the tables before; computed by plan_sums_kernel.
   int32_t* entry;
   int64_t* row;
   int64_t* element;
-  // [all rows] the element of `out` at which each sum begins, or -1 where there is no room for it;
-  // null: they lie as rows are numbered.
+  // [all rows] the element of `out` at which each sum begins, or -1 if there is no room for it;
+  // null if sums are in the order of row numbers.
   int64_t* at;
-  // By bag or, where there are sample weights, by entry; null where nothing is scaled.
+  // Indexed by bag or, with sample weights, by entry; null if nothing is scaled.
   ScaledRow<A>* scaled;
-  A* divisors;  // [num_bags], of weighted bags that are divided
+  A* divisors;  // [num_bags] for weighted bags that are divided
   bool by_entry;
   A divide_by;
-  int64_t stride;  // of partial sums
-  // The gradient; with `begins`, [chunks, stride] of sums_over_chunks().
+  int64_t stride;  // row stride of partial sums
+  // The gradient; with `begins`, [chunks, stride] for sums_over_chunks().
   T* out;
-  // Null, or where the entries with a sort key begin among those of their table.
+  // Null, or [keys] where the entries with each sort key begin among those of their table.
   int32_t* begins;
-  const int32_t* chunks;  // [num_tables + 1] before a table's
+  const int32_t* chunks;  // [num_tables + 1] chunks of the tables before
   int64_t* bad_index;
   bool bounded;  // a table has no more rows than entries, whatever counts say
 
@@ -80,12 +81,13 @@ struct SumGroup {
     const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= entries;
     return good ? range : Range{0, 0};
   }
-  // Sort keys of a table's numbers, and one more for its entries without a row.
+  // A table has a range of sort keys: one for each row, and a last one for its entries without a
+  // row.
   SPARSEKIT_DEVICE uint32_t key_start(int t) const { return static_cast<uint32_t>(row[t] + t); }
   SPARSEKIT_DEVICE uint32_t no_row(int t) const { return key_start(t + 1) - 1; }
 
-  // Sums of rows of table t that lie in several chunks: by the one in which they begin, which no
-  // other such row does.
+  // Returns the sums of those rows of table t that span several chunks, indexed by their first
+  // chunk; at most one such row begins in a chunk.
   SPARSEKIT_DEVICE T* sums_over_chunks(int t) const { return out + int64_t{chunks[t]} * stride; }
 
   SPARSEKIT_DEVICE A weight_of(const SumFeature<T>& feature, int64_t e) const {
@@ -96,27 +98,27 @@ struct SumGroup {
   }
 };
 
-// The entries of a level of the reduction, as in segment_reduce.h; its chunks, and the blocks that
-// add them, are counted over all tables.
+// The entries of a level of the reduction, as in segment_reduce.cuh. Chunks, and the blocks that
+// sum them, are counted over all tables.
 template <class T>
 struct SumLevel {
   uint32_t* keys;
   int32_t* values;
   Acc<T>* rows;  // [n, stride]
-  int64_t n;     // has room for
+  int64_t n;     // capacity
   int32_t* chunks;
   int64_t* blocks;
 };
 
 template <class T>
 struct SumLevels {
-  static constexpr int kMost = 8;  // n < 2^31 needs 6, and one for what the last one leaves
+  static constexpr int kMost = 8;  // n < 2^31 needs 6, plus the output of the last one
 
   SumLevel<T> level[kMost];
-  int count;  // of launches; there is one level more
+  int count;  // number of launches; there is one more level
 };
 
-// Gradients of a table's bags, as sum_runs asks for them.
+// Gradients of a table's bags, as the RowsOf that sum_runs takes.
 template <class T>
 struct GradientRows {
   using Scalar = T;
@@ -124,7 +126,7 @@ struct GradientRows {
   const SumFeature<T>* features;
   int num_features;
   int64_t dim;
-  // The first feature, mostly the only one.
+  // Copied from the first feature, which is mostly the only one.
   const T* grad;
   int64_t stride;
   int32_t first_bag;
@@ -157,7 +159,7 @@ struct GradientRows {
   }
 };
 
-// Partial sums.
+// Partial sums, as the RowsOf that sum_runs takes.
 template <class A>
 struct PartialRows {
   using Scalar = A;
@@ -174,14 +176,14 @@ struct PartialRows {
   }
 };
 
-// The gradient that belongs to a sum.
+// Returns the gradient that a sum gives: rounded, then divided.
 template <class T>
 SPARSEKIT_DEVICE T divided_sum(Acc<T> sum, Acc<T> divide_by) {
   const T rounded = store<T>(sum);
   return divide_by == Acc<T>{1} ? rounded : store<T>(load(rounded) / divide_by);
 }
 
-// Range of a level's entries of a table, and begin of the next level's.
+// Where the entries of a level begin for each table: at begins[t] * scale.
 struct Begins {
   const int32_t* begins;
   int32_t scale;
@@ -189,16 +191,16 @@ struct Begins {
   SPARSEKIT_DEVICE int64_t operator()(int t) const { return int64_t{begins[t]} * scale; }
 };
 
-// Notes for each sort key of table t where its entries begin, as far as a chunk can tell: keys
-// without entries have the place of the next ones, and the one behind the last row has the end.
-// Shared out over the lanes of a tile.
+// Writes, for each sort key of table t, where its entries begin, as far as this chunk can tell: a
+// key without entries gets the position of the next key's entries, and the key behind the last row
+// gets the end. The lanes of a tile share the work.
 template <class T>
 SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& sorted, int t,
                                   uint32_t chunk, int lane, int lanes) {
   const int64_t first = group.entry[t];
   const auto n = static_cast<uint32_t>(group.entry[t + 1] - first);
   const uint32_t key_start = group.key_start(t), no_row = group.no_row(t);
-  // The first key that is not among those of the entries before k.
+  // Returns the first key above those of the entries before k.
   const auto next_key = [&](uint32_t k) {
     const uint32_t key = k == 0 ? key_start : sorted.keys[first + k - 1] + 1;
     return key < key_start ? key_start : key;
@@ -214,8 +216,8 @@ SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& s
   }
 }
 
-// A chunk of table t: whole runs to `out`, others to the next level. Without kAllRows there are
-// `begins`, and the first level leaves out rows that lie in one chunk.
+// Sums a chunk of table t: whole runs go to `out`, others to the next level. Without kAllRows,
+// there is `begins`, and the first level skips rows that lie within one chunk.
 template <int kWidth, bool kFirst, bool kAllRows, class T, class RowsOf>
 SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& from, Begins begins,
                                 const SumLevel<T>& to, int t, uint32_t chunk, int64_t element,
@@ -234,7 +236,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     if (group.at != nullptr) return group.at[group.row[t] + number];
     return group.element[t] + number * rows.dim;
   };
-  // Rows that no entry has are zeros.
+  // Writes zeros for rows without entries.
   const auto clear = [&](uint32_t key, uint32_t last) {
     const A zeros[kWidth] = {};
     for (; key < last && element < rows.dim; ++key) {
@@ -244,7 +246,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
   };
   if (kFirst && n == 0) return clear(key_start, no_row);
 
-  // Keys on the other side of the chunk's bounds, which only rows in several chunks have as well.
+  // Keys just outside the chunk; only rows that span several chunks share them.
   constexpr uint32_t kNone = ~0u;
   const uint32_t before = begin == 0 ? kNone : from.keys[first + begin - 1];
   const uint32_t after = end == n ? kNone : from.keys[first + end];
@@ -255,7 +257,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     return found;
   };
   bool has_head = false, has_tail = false;
-  // The first key that may still have no entry.
+  // The smallest key that may have no entries.
   uint32_t next = begin == 0 ? key_start : before + 1;
   if (next < key_start) next = key_start;
   sum_runs<kWidth>(begin, end, n, element, rows, entry,
@@ -283,7 +285,7 @@ SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& fro
     clear(next, no_row);
   }
   if (element > 0) return;
-  // A slot without a sum keeps its key, so that the entries of the next level are sorted as well.
+  // A slot without a sum keeps its key, so that the entries of the next level are sorted too.
   to.keys[slot] = from.keys[first + begin];
   to.keys[slot + 1] = from.keys[first + end - 1];
   to.values[slot] = has_head ? static_cast<int32_t>(slot) : -1;
@@ -329,16 +331,16 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
   }
 }
 
-// All that is needed to take gradients row by row: where the entries of each row begin, what they
-// are, and the sums of rows that lie in several chunks.
+// The input for taking gradients row by row: where the entries of each row begin, their values, and
+// the sums of rows that span several chunks.
 template <class T>
 struct RowRuns {
   SumGroup<T> group;
-  const int32_t* values;  // of sorted entries
+  const int32_t* values;  // of the sorted entries
 };
 
-// Finds them. They stay in `workspace`. Sends `descriptors`, which must have room for
-// sum_descriptor_bytes more.
+// find_row_runs finds the runs and leaves them in `workspace`. It sends `descriptors`, which must
+// have room for sum_descriptor_bytes more.
 template <class T>
 int64_t sum_descriptor_bytes(const GroupSums<T>& sums);
 template <class T>

@@ -6,7 +6,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// rows[i] of keys[i]; *misses, unless null, counts the -1 among them.
+// rows[i] = row of keys[i]; *misses, unless null, is increased by the number of -1 among them.
 template <class Key>
 SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                              const Key* keys, DeviceCount n, int64_t* rows, int64_t* misses) {
@@ -25,7 +25,7 @@ SPARSEKIT_KERNEL find_kernel(const Bucket* buckets, int64_t num_buckets, const i
   if (simt::thread() == 0 && *in_block > 0) simt::atomic_add(misses, int64_t{*in_block});
 }
 
-// The scratch slot of a missing key waits in rows[i] as this negative number.
+// Encodes the scratch slot of a missing key as a negative number, to keep it in rows[i].
 SPARSEKIT_DEVICE int64_t coded(int64_t slot) {
   return -2 - slot;
 }
@@ -46,7 +46,7 @@ SPARSEKIT_KERNEL enter_missing_kernel(const int64_t* seed, const Key* keys, Devi
   }
 }
 
-// One thread decides for all, so that a refusal changes nothing.
+// One thread decides for all keys, so that a refusal changes nothing.
 SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* size,
                               int64_t capacity, int64_t slots, int64_t* status) {
   if (simt::global_thread() != 0) return;
@@ -79,7 +79,7 @@ SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const int64
   }
 }
 
-// A quarter of a bucket per lane.
+// Each lane clears a quarter of a bucket.
 SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
   const int64_t i = simt::global_thread();
   if (i >= num_buckets * kLanesPerKey) return;
@@ -90,7 +90,7 @@ SPARSEKIT_KERNEL clear_buckets_kernel(Quarter* quarters, int64_t num_buckets) {
                                : Quarter{{two_rows, row_and_spilled}};
 }
 
-// Adds to *surplus the spilled keys as the buckets count them, less those that there are.
+// Adds to *surplus the buckets' counts of spilled keys, less the number that the keys account for.
 SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
                                      const int64_t* seed, int64_t size, int64_t* keys,
                                      int64_t* surplus) {
@@ -103,14 +103,14 @@ SPARSEKIT_KERNEL scatter_keys_kernel(const Bucket* buckets, int64_t num_buckets,
   const int32_t row = bucket.rows[slot];
   if (row >= 0 && row < size) {
     const int64_t key = bucket.keys[slot];
-    // Relaxed: in a damaged table two slots may have one row.
+    // A relaxed store, since in a damaged table two slots may have the same row.
     simt::store(&keys[row], key);
     own -= buckets_passed(i / kSlotsPerBucket, key, *seed, num_buckets);
   }
   if (own != 0) simt::atomic_add(surplus, own);
 }
 
-// A row that no key has, or that two have, does not find itself.
+// If a row has no key, or two keys, looking up its key finds another row or none.
 SPARSEKIT_KERNEL verify_kernel(const int64_t* rows, int64_t size, int64_t* unsound) {
   const int64_t i = simt::global_thread();
   if (i < size && rows[i] != i) simt::store(unsound, int64_t{1});
@@ -155,7 +155,7 @@ void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64
   grid.shared_bytes = sizeof(int32_t);
   simt::launch("hash_table: find", find_kernel<Key>, grid, stream, buckets, num_buckets, seed, keys,
                n, rows, work.misses);
-  // The scratch table is as large as the misses need, which only the device knows.
+  // The size of the scratch table depends on the number of misses, which only the device knows.
   clear_first_seen(work.seen, misses, stream);
   simt::launch("hash_table: enter", enter_missing_kernel<Key>, simt::strided_grid_for(n.most),
                stream, seed, keys, n, misses, work.seen, rows);

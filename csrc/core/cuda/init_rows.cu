@@ -7,8 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Every lane looks up one key, and a tile writes the rows of its lanes in turn: of most batches few
-// keys are new, and those that are not cost no more than the reading of their row number.
+// Every lane looks up one key, and a tile writes the new rows of its lanes in turn: in most batches
+// few keys are new, and the others cost only the read of their row number.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(kThreads)
     init_rows_kernel(T* out, int64_t num_rows, int64_t dim, const int64_t* keys,
@@ -47,7 +47,7 @@ void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const
                const int64_t* device_seed, int64_t* bad, void* stream) {
   if (n <= 0) return;
   const bool wide = draws_are_aligned(out, dim);
-  // A lane per draw, which is as many floats as an access may be wide.
+  // One lane per draw: a draw has as many floats as the widest access.
   const RowShape shape = row_shape<float>((dim + kDrawColumns - 1) / kDrawColumns * kDrawColumns);
   simt::Grid grid = simt::grid_for(n, kThreads);
   grid.columns = shape.columns;

@@ -1,4 +1,4 @@
-// Writing initial vectors, four columns at a time: what one draw fills.
+// Writes initial vectors, four columns at a time, the size of one draw.
 #pragma once
 
 #include "cuda/row_shape.h"
@@ -8,17 +8,17 @@
 namespace sparsekit::cuda {
 
 constexpr int kDrawColumns = 4;
-// The widest access for them.
+// Elements of the widest access to the columns of a draw.
 template <class T>
 constexpr int kDrawWidth = kWide<T> < kDrawColumns ? kWide<T> : kDrawColumns;
 
-// True if rows of T from `out` on are aligned for accesses of kDrawWidth.
+// Returns true if rows of T from `out` on are aligned for accesses of kDrawWidth elements.
 template <class T>
 SPARSEKIT_HOST_DEVICE bool draws_are_aligned(const T* out, int64_t dim) {
   return dim % kDrawColumns == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0;
 }
 
-// Writes columns [column, column + 4) of a key's row, as far as there are such columns.
+// Writes those of the columns [column, column + 4) of a key's row that exist.
 template <class T, int kWidth>
 SPARSEKIT_DEVICE void write_initial(T* row, int64_t dim, int64_t column,
                                     const Initializer& initializer, int64_t key) {

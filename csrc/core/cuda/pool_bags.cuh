@@ -1,4 +1,4 @@
-// The forward of embedding_bag: a tile of lanes pools a bag, and a long bag is shared by many.
+// Forward of embedding_bag: a tile of lanes pools a bag, and many tiles share a long bag.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,16 @@
 
 namespace sparsekit::cuda {
 
-// Entries of a bag that one tile pools. A longer bag is cut into parts of this many, which are
-// pooled by tiles of their own and then put together in order, kPart at a time.
+// Maximum number of entries of a bag that one tile pools. A longer bag is split into parts of this
+// size; each part is pooled by its own tile, and then parts are added in order, kPart at a time.
 constexpr int64_t kPart = 256;
 
-// The bags of one call of embedding_bag. What pools bags asks for them, and for what entries stand
-// for, by the functions here, so that bags of another kind only need the same functions.
+// The bags of one call of embedding_bag. The code below accesses bags and entries only through
+// these members, so another kind of bags needs only to have the same ones.
 template <class T>
 struct Pooling {
   using Element = T;
-  static constexpr bool kCopies = false;  // whether a combiner may be kNone
+  static constexpr bool kCopies = false;  // true if the combiner may be kNone
 
   const T* weight;
   int64_t num_rows;
@@ -38,13 +38,13 @@ struct Pooling {
   SPARSEKIT_DEVICE int64_t offset(int64_t bag) const { return bags.offsets[bag]; }
   SPARSEKIT_DEVICE Range range(int64_t bag) const { return bag_range(bags, bag); }
   SPARSEKIT_DEVICE T* vector(int64_t bag) const { return out + bag * dim; }
-  // Number of the long bag among all bags of a launch.
+  // Returns the number of a bag among all bags of a launch.
   SPARSEKIT_DEVICE int64_t number(int64_t bag) const { return bag; }
 
   SPARSEKIT_DEVICE void check(int64_t position) const {
     if (position <= bags.num_bags) check_offset(bags, position, errors.bad_offset);
   }
-  // Row of entry i, or -1 for zeros.
+  // Returns the row of entry i, or -1 for zeros.
   SPARSEKIT_DEVICE int64_t row(int64_t i, bool report) const {
     const int64_t row = bags.rows[i];
     if (row < num_rows) return row < 0 ? -1 : row;
@@ -61,13 +61,13 @@ struct Pooling {
   }
 };
 
-// The next kInFlight entries: what is known of them before their rows arrive.
+// The next kInFlight entries: their rows' numbers and weights, known before the rows arrive.
 template <class T>
 struct Entries {
-  int64_t row[kInFlight];  // -1 where there is none
+  int64_t row[kInFlight];  // -1 if there is none
   Acc<T> weight[kInFlight];
 
-  // Takes the `count` entries from `begin` without the first `from`.
+  // Looks up the entries begin + from, ..., of the `count` entries from `begin` on.
   template <class In>
   SPARSEKIT_DEVICE void look_up(const In& in, int64_t begin, int from, int count, bool report) {
     for (int j = 0; j < kInFlight; ++j) {
@@ -86,7 +86,7 @@ struct Entries {
       if (row[j] != -1 && element < in.dim) in.read(begin + j, row[j], element, piece[j]);
     }
   }
-  // Adds the j-th of these.
+  // Adds the row of the j-th of these entries.
   template <int kWidth, class In>
   SPARSEKIT_DEVICE void add(const In& in, int j, const RowPiece<T, kWidth>& piece,
                             Acc<T> (&sum)[kWidth], Acc<T>& total) const {
@@ -94,15 +94,15 @@ struct Entries {
     if (row[j] == -1) return;
     for (int l = 0; l < kWidth; ++l) {
       const Acc<T> value = load(piece.at(l));
-      // A sum would lose the sign of zero.
+      // Adding to zero would lose the sign of a negative zero.
       const bool copies = In::kCopies && in.combiner == Combiner::kNone;
       sum[l] = copies ? value : sum[l] + weight[j] * value;
     }
   }
 };
 
-// Adds the weighted rows of the `count` entries from `begin` to sum, in order, and to total what
-// their weights add to the total. Calls before(k) before it adds the k-th.
+// Adds the weighted rows of the `count` entries from `begin` on to sum, in order, and their weights
+// to total. Calls before(k) before it adds the k-th.
 template <int kWidth, class In, class T, class Before>
 SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_t element,
                                   T (&sum)[kWidth], T& total, const Before& before) {
@@ -122,7 +122,7 @@ SPARSEKIT_DEVICE void add_entries(const In& in, int64_t begin, int count, int64_
   }
 }
 
-// sum = the weighted rows of the `count` entries from `begin`, at most kPart; total likewise.
+// Computes sum and total of the `count` <= kPart entries from `begin` on.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool(const In& in, int64_t begin, int count, int64_t element,
                            T (&sum)[kWidth], T& total) {
@@ -141,7 +141,7 @@ SPARSEKIT_DEVICE void write_bag(const In& in, int64_t bag, int64_t count, int64_
   write_row(in.vector(bag) + element, sum);
 }
 
-// Pools a bag; a long one gets zeros for now.
+// Pools a bag; a long one is set to zeros for now.
 template <int kWidth, class In>
 SPARSEKIT_DEVICE void pool_bag(const In& in, int64_t bag, const Range& range, int64_t element) {
   const int64_t entries = range.end - range.begin;
@@ -151,7 +151,7 @@ SPARSEKIT_DEVICE void pool_bag(const In& in, int64_t bag, const Range& range, in
   write_bag(in, bag, count, element, sum, total);
 }
 
-// A part of a long bag: entries [begin + index * kPart, ...) of it, at most kPart.
+// A part of a long bag: at most kPart of its entries, from begin + index * kPart on.
 struct Part {
   int64_t bag;  // negative in a slot without a part
   int64_t index;
@@ -161,19 +161,19 @@ SPARSEKIT_DEVICE int64_t num_parts(const Range& range) {
   return (range.end - range.begin + kPart - 1) / kPart;
 }
 
-// Parts of all long bags, those of one bag side by side. The bags lie in order of arrival, which no
-// sum depends on.
+// Parts of all long bags; the parts of a bag are contiguous. The order of the bags depends on
+// timing, but no sum depends on it.
 template <class T>
 struct LongBags {
-  int64_t* taken;    // parts so far
+  int64_t* taken;    // number of parts so far
   Part* parts;       // [capacity]
   Acc<T>* sums;      // [capacity, dim]
   Acc<T>* totals;    // [2, capacity]
-  int64_t capacity;  // 0 when no bag can be long
+  int64_t capacity;  // 0 if no bag can be long
   int64_t dim;
 
   LongBags(Arena& arena, int64_t n, int64_t dim)
-      // A bag of more than kPart entries has fewer than two parts for each kPart of them.
+      // A bag of more than kPart entries has fewer than two parts per kPart entries.
       : capacity(n <= kPart ? 0 : 2 * (n / kPart) + 1), dim(dim) {
     taken = arena.take<int64_t>(capacity == 0 ? 0 : 1);
     parts = arena.take<Part>(capacity);
@@ -182,7 +182,7 @@ struct LongBags {
   }
 };
 
-// Puts a long bag down as parts. All lanes of a warp call it, those of a tile for the same bag.
+// Lists a long bag as parts. All lanes of a warp call it, the lanes of a tile with the same bag.
 template <class In, class T>
 SPARSEKIT_DEVICE void put_down_parts(const In& in, const LongBags<T>& long_bags, int64_t bag,
                                      const Range& range) {
@@ -197,9 +197,9 @@ SPARSEKIT_DEVICE void put_down_parts(const In& in, const LongBags<T>& long_bags,
   }
 }
 
-// For a full warp, a tile per bag, and one more for the last offset. Long bags are put down as
-// parts, if `long_too`, and get zeros for now; they keep them if there is no space, which only bags
-// that overlap can bring about.
+// Pools one bag per tile; one more tile checks the last offset. All lanes of the warp call it. With
+// `long_too`, long bags are listed as parts. They are set to zeros for now, and stay so if there is
+// no room for their parts, which happens only if bags overlap.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, bool long_too,
                                    int64_t bag, int64_t element) {
@@ -209,21 +209,21 @@ SPARSEKIT_DEVICE void pool_own_bag(const In& in, const LongBags<T>& long_bags, b
   if (bag < in.num_bags()) pool_bag<kWidth>(in, bag, range, element);
 }
 
-// Bags of a tile, where bags are short: a bag of an entry or two is three waits in a row, for its
-// offsets, its row numbers and its rows, with little under way in each.
+// Number of bags per tile if bags are short: with an entry or two, a tile waits three times in a
+// row, for the bag's offsets, row numbers and rows, with few loads in flight each time.
 constexpr int kBags = 4;
-// Bags are short with fewer entries than this on average, two batches of rows: from there on the
-// waits before the rows no longer count for much. An estimate, not yet measured.
+// Bags are short if they have fewer entries than this on average, two batches of rows: above it,
+// the waits before the rows no longer matter much. An estimate, not yet measured.
 constexpr int64_t kShort = 2 * kInFlight;
 
-// The same for kBags bags a tile from `first` on, whose entries, side by side, are walked as those
-// of one bag.
+// Like pool_own_bag, for kBags bags per tile from `first` on. Their entries, which are contiguous,
+// are walked like those of one bag.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_bags, bool long_too,
                                           int64_t first, int64_t element) {
   const int64_t last = first + kBags < in.num_bags() ? first + kBags : in.num_bags();
   int64_t before = first < last ? in.offset(first) : 0;
-  // True if the entries do lie side by side, and are few.
+  // True if the entries are really contiguous, and few.
   bool plain = before >= 0;
   for (int j = 0; j < kBags; ++j) {
     const int64_t bag = first + j;
@@ -267,7 +267,7 @@ SPARSEKIT_DEVICE void pool_own_short_bags(const In& in, const LongBags<T>& long_
   while (bag < last) finish_bag();
 }
 
-// The sum of the part in a slot, which is one of bag `bag`.
+// Computes the sum of the part in a slot, which belongs to bag `bag`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int64_t slot,
                                 int64_t bag, int64_t element) {
@@ -280,18 +280,18 @@ SPARSEKIT_DEVICE void pool_part(const In& in, const LongBags<T>& long_bags, int6
   if (element == 0) long_bags.totals[slot] = total;
 }
 
-// A round of adding parts. Every stride-th part of a bag holds the sum of `stride` parts; now every
-// kPart-th of those takes the sum of kPart of them, and in the last round, when only the first part
-// of a bag is left to do so, writes the bag. Sums stay in their place, where one lane reads and
-// writes an element; totals, which all lanes of a row read, go from one half of `totals` to the
-// other.
+// A round of adding parts. Before it, every stride-th part of a bag holds the sum of `stride`
+// parts; now every kPart-th of these parts receives the sum of kPart of them. In the last round,
+// only the first part of a bag is left to do so, and it writes the bag. Sums stay in place, as one
+// lane reads and writes an element; totals, which all lanes of a row read, move from one half of
+// `totals` to the other.
 struct Round {
   int64_t stride;
   int half;
   bool last;
 };
 
-// The part in a slot takes its share in a round; it is one of bag `bag`.
+// Does the work of the part in a slot, which belongs to bag `bag`, in a round.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void add_to_part(const In& in, const LongBags<T>& long_bags, Round round,
                                   int64_t slot, int64_t bag, int64_t element) {

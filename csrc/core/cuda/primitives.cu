@@ -83,7 +83,8 @@ void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* valu
     sorted_keys[i] = keys[order[static_cast<size_t>(i)]];
     sorted_values[i] = values[order[static_cast<size_t>(i)]];
   }
-  // CUB reads the keys once to count digits of 8 bits, and moves the pairs once for each digit.
+  // Counts bytes as CUB moves them: it reads the keys once to count digits of 8 bits, and moves the
+  // pairs once for each digit.
   const int64_t digits = (bits + 7) / 8;
   simt::host::note(simt::host::Request::kLibrary, "sort", n * (4 + 8 * digits), n * 8 * digits);
 }

@@ -1,18 +1,18 @@
-// Scan and sort, which CUB does for the device and a loop does for the host runner.
+// Scan and sort: CUB on a device, loops in the host runner.
 #pragma once
 
 #include <cstdint>
 
 namespace sparsekit::cuda {
 
-// Bytes of workspace for the two below, for up to n elements.
+// Bytes of workspace for exclusive_scan and sort_pairs of up to n elements.
 int64_t scan_workspace_bytes(int64_t n);
 int64_t sort_workspace_bytes(int64_t n);
 
 // out[i] = in[0] + ... + in[i - 1] for i in [0, n). `out` may be `in`. n < 2^31.
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void* workspace, void* stream);
 
-// Sorts pairs by the low `bits` bits of the key, stable; the arrays do not overlap. n < 2^31.
+// Sorts pairs stably by the low `bits` bits of the key; the arrays do not overlap. n < 2^31.
 void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
                 int32_t* sorted_values, int64_t n, int bits, void* workspace, void* stream);
 

@@ -7,10 +7,10 @@
 
 namespace sparsekit::cuda {
 
-// Rows that a tile asks for before it uses the first.
+// Number of rows that a tile loads before it uses the first.
 constexpr int kInFlight = 4;
 
-// The kWidth elements of a row that one lane has, as they lie in memory.
+// The kWidth elements of a row that one lane handles, in their storage type.
 template <class S, int kWidth>
 struct RowPiece {
   static constexpr int kAccess = kWidth < kWide<S> ? kWidth : kWide<S>;

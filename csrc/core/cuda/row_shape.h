@@ -8,8 +8,8 @@
 
 namespace sparsekit::cuda {
 
-// A row is read by a tile of 2^log2_lanes neighbouring lanes, 1 to 32, each with `width` elements
-// in one access. Rows wider than that are cut into `columns` slices, one per column of the grid.
+// A tile of 2^log2_lanes neighbouring lanes, 1 to 32, reads a row, each lane `width` elements in
+// one access. Rows wider than that are cut into `columns` slices, one per column of the grid.
 struct RowShape {
   int width;
   int log2_lanes;
@@ -18,12 +18,13 @@ struct RowShape {
   int lanes() const { return 1 << log2_lanes; }
 };
 
-// Elements of T in the widest access, 16 bytes.
+// Number of elements of T in the widest access, 16 bytes.
 template <class T>
 constexpr int kWide = 16 / static_cast<int>(sizeof(T));
 
-// kWide<T> elements per lane if every row of every array starts at a multiple of 16 bytes, else 1.
-// `arrays` are the addresses of all arrays of rows of T (null ones do not count).
+// Returns a shape with kWide<T> elements per lane if every row of every array starts at a multiple
+// of 16 bytes, otherwise with 1. `arrays` are the addresses of all arrays of rows of T; null ones
+// are ignored.
 template <class T, class... Arrays>
 RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   const bool aligned =
@@ -31,25 +32,25 @@ RowShape row_shape(int64_t dim, const Arrays*... arrays) {
   RowShape shape{aligned ? kWide<T> : 1, 0, 1};
   const int64_t accesses = (dim + shape.width - 1) / shape.width;
   while (shape.log2_lanes < 5 && shape.lanes() < accesses) ++shape.log2_lanes;
-  // At least one, so that rows of no elements still have their numbers checked.
+  // At least one column, so that row numbers are checked even if rows have no elements.
   shape.columns = std::max(1, static_cast<int>((accesses + shape.lanes() - 1) / shape.lanes()));
   return shape;
 }
 
-// Stands for an array whose rows start anywhere.
+// Returns a stand-in for an array whose rows are not aligned.
 template <class T>
 T* misaligned() {
   return reinterpret_cast<T*>(sizeof(T));
 }
 
-// A grid with a tile for each of n rows.
+// Returns a grid with one tile for each of n rows.
 inline simt::Grid grid_for_rows(int64_t n, const RowShape& shape, int threads = 256) {
   simt::Grid grid = simt::grid_for(n << shape.log2_lanes, threads);
   grid.columns = shape.columns;
   return grid;
 }
 
-// The row of this tile, and the elements of it that this lane has.
+// Return the row of this tile, and the first element that this lane handles.
 SPARSEKIT_DEVICE int64_t tile_of_thread(int log2_lanes) {
   return simt::global_thread() >> log2_lanes;
 }

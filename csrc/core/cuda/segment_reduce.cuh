@@ -1,11 +1,11 @@
-// Sums of rows by segment on a device; shared by segment_sum and the backward of embedding_bag,
-// which differ only in which row an entry stands for and what that is multiplied by.
+// Sums rows by segment on a device. segment_sum and the backward of embedding_bag share this; they
+// differ only in the row that an entry stands for, and in its scale.
 //
-// In order: sort the entries by segment, then let each tile add a fixed chunk of the sorted
-// entries. A segment that crosses a chunk's bounds leaves partial sums, which are the entries of
-// the next level, until one chunk is left. So a hot segment is shared by the whole device, and the
-// order of additions depends on the ids alone.
-// By atomics: one pass over the entries as they come.
+// In order: entries are sorted by segment, then each tile adds a fixed chunk of the sorted entries.
+// A segment that crosses a chunk's bounds leaves partial sums, which are the entries of the next
+// level, until one chunk is left. So the whole device shares a hot segment, and the order of
+// additions depends only on the ids.
+// By atomics: one pass over the entries in the given order.
 #pragma once
 
 #include <algorithm>
@@ -21,18 +21,19 @@
 
 namespace sparsekit::cuda {
 
-// Sorted entries per tile. Even, so that both partial sums of a chunk meet at the next level.
+// Sorted entries per tile. The number is even, so that both partial sums of a chunk are in one
+// chunk of the next level.
 constexpr uint32_t kChunk = 64;
 
-// A row and what it is multiplied by.
+// A row and its scale.
 template <class A>
 struct alignas(2 * sizeof(A)) ScaledRow {
   int32_t row;  // negative for a row of zeros
   A scale;
 };
 
-// The rows behind the values of entries: row `value`, or, where `scaled` is given, the one that
-// scaled[value] names.
+// The rows that the values of entries stand for: row `value`, or, if `scaled` is given, row and
+// scale of scaled[value].
 template <class S>
 struct Rows {
   using Scalar = S;
@@ -52,26 +53,26 @@ struct Rows {
   }
 };
 
-// An entry: the segment it belongs to, which is num_segments for one that is dropped, and its row;
-// a value below 0 stands for an entry that is not there.
+// An entry: its segment, or num_segments if it is dropped, and its row; a negative value marks an
+// absent entry.
 struct Entry {
   uint32_t key;
   int32_t value;
 };
 
-// Position of a run of entries with equal keys in a tile's range: all in it, begun before it, or
-// begun in it and going on after it.
+// How a run of entries with equal keys lies in a tile's range: it is entirely inside, began before
+// it, or begins inside and goes on behind it.
 enum class Run { kWhole, kHead, kTail };
 
-// Walks entries [begin, end) of n, not none, which are sorted by key. put(run, key, sum) is called
-// for every run in which any entry is there, with the sum of its rows in the range, added in
-// order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. The numbers are unsigned
-// because they get a little past n < 2^31.
+// Walks the entries [begin, end) of n, at least one, which are sorted by key. Calls put(run, key,
+// sum) for every run with an entry that is not absent, with the sum of its rows in the range, added
+// in order. entry(k) must work for k in [max(begin - 1, 0), min(end, n - 1)]. The numbers are
+// unsigned because they go a little beyond n < 2^31.
 template <int kWidth, class RowsOf, class EntryAt, class Put>
 SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t element,
                                const RowsOf& rows, const EntryAt& entry, const Put& put) {
   using S = typename RowsOf::Scalar;
-  // Past the end the last entry's key is repeated, which ends no run.
+  // Past the end, the key of the last entry is repeated, which ends no run.
   const auto entry_or_none = [&](uint32_t k) {
     Entry found = entry(k < end ? k : end - 1);
     if (k >= end) found.value = -1;
@@ -108,15 +109,15 @@ SPARSEKIT_DEVICE void sum_runs(uint32_t begin, uint32_t end, uint32_t n, int64_t
   if (any) put(head ? Run::kHead : goes_on ? Run::kTail : Run::kWhole, key, sum);
 }
 
-// The segment of entry i as a key; reports an id that is too large.
+// Returns the segment of entry i as a sort key; reports an id that is too large.
 SPARSEKIT_DEVICE uint32_t segment_key(int64_t id, int64_t i, int64_t num_segments, bool report,
                                       int64_t* bad) {
   if (id >= num_segments && report) simt::atomic_min(bad, i);
   return static_cast<uint32_t>(id < 0 || id >= num_segments ? num_segments : id);
 }
 
-// Summands: entry i, for i in [0, n), is row values[i], or row i when `values` is null, of
-// segment ids[i]. Entries with a value or id below 0 are dropped. *bad as in unsorted_segment_sum.
+// Terms of the sums: entry i, for i in [0, n), is row values[i], or row i if `values` is null, of
+// segment ids[i]. Entries with a negative value or id are dropped. *bad as in unsorted_segment_sum.
 struct Segments {
   const int64_t* ids;
   const int32_t* values;
@@ -127,8 +128,9 @@ struct Segments {
 
 // ---- in order ----
 
-// Entries of a level. The rows of level 0 are the caller's, those of the others partial sums: two
-// per chunk of the level before, one of a run that began before it, one of a run that goes on.
+// Entries of a level. The rows of level 0 are the caller's; those of other levels are partial sums,
+// two per chunk of the level before: one of a run that began before the chunk, one of a run that
+// goes on behind it.
 template <class T>
 struct Level {
   uint32_t* keys;
@@ -139,11 +141,11 @@ struct Level {
 
 template <class T>
 struct SegmentWorkspace {
-  static constexpr int kMaxLevels = 8;  // n < 2^31 needs 6, and one for what the last one leaves
+  static constexpr int kMaxLevels = 8;  // n < 2^31 needs 6, plus the output of the last one
 
-  uint32_t* keys;      // [n] of the entries as they come
+  uint32_t* keys;      // [n] keys of the entries, unsorted
   int32_t* positions;  // [n]
-  uint32_t* present;   // a bit for each segment, set when it has entries
+  uint32_t* present;   // one bit per segment, set if it has entries
   char* sort;
   Level<T> levels[kMaxLevels];
   int num_levels = 0;
@@ -186,8 +188,8 @@ SPARSEKIT_KERNEL segment_keys_kernel(Segments in, uint32_t* keys, int32_t* posit
   keys[i] = key;
 }
 
-// Sums the runs of one chunk of `from` per tile: whole ones to `out`, others to `to`. `present` is
-// given at level 0.
+// Sums the runs of one chunk of `from` per tile: whole runs go to `out`, others to `to`. `present`
+// is given only at level 0.
 template <class T, class S, int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     sum_chunks_kernel(Level<T> from, Rows<S> rows, int64_t num_segments, int log2_lanes,
@@ -227,7 +229,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   to.values[2 * chunk + 1] = has_tail ? static_cast<int32_t>(2 * chunk + 1) : -1;
 }
 
-// Zeros for segments without entries; a warp for each word of `present`.
+// Writes zeros for segments without entries, one warp for each word of `present`.
 template <class T, int kWidth>
 SPARSEKIT_KERNEL zero_absent_kernel(const uint32_t* present, int64_t num_segments, int64_t dim,
                                     int log2_lanes, T* out) {
@@ -247,7 +249,7 @@ SPARSEKIT_KERNEL zero_absent_kernel(const uint32_t* present, int64_t num_segment
 template <class T, int kWidth>
 void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& shape,
                      const SegmentWorkspace<T>& work, T* out, void* stream) {
-  int bits = 1;  // of num_segments, the key of dropped entries
+  int bits = 1;  // enough for num_segments, the key of dropped entries
   while (bits < 32 && in.num_segments >> bits != 0) ++bits;
   sort_pairs(work.keys, work.levels[0].keys, in.values == nullptr ? work.positions : in.values,
              work.levels[0].values, in.n, bits, work.sort, stream);
@@ -275,8 +277,8 @@ void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& sh
 
 // ---- by atomics ----
 
-// Adds 32 entries per warp to `out`. Entries of one segment among them are brought together first
-// and added in registers, so that a hot segment costs one atomic addition per warp.
+// Adds 32 entries per warp to `out`. Entries of the same segment are first brought together and
+// added in registers, so that a hot segment costs one atomic addition per warp.
 template <int kWidth>
 SPARSEKIT_KERNEL __launch_bounds__(256)
     add_rows_kernel(Segments in, Rows<float> rows, int log2_lanes, float* out) {
@@ -291,7 +293,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
     if (key == in.num_segments) mine.value = -1;
   }
 
-  // The warp's entries, grouped by key, in shared memory.
+  // The warp's entries, grouped by key, are in shared memory.
   const uint32_t equal = simt::warp_match(mine.key);
   int place = lane;
   if (simt::warp_any(simt::count_bits(equal) > 1)) {
@@ -309,7 +311,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
   entries[place] = mine;
   simt::warp_sync();
 
-  // A tile has as many entries as it has lanes.
+  // A tile has as many entries as lanes.
   const int lanes = 1 << log2_lanes;
   const int begin = lane & ~(lanes - 1);
   const auto add = [&](uint32_t key, const float (&sum)[kWidth]) {
@@ -332,8 +334,8 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
         has_tail = has_tail || run == Run::kTail;
       });
 
-  // A group over several tiles is a tail and the heads of the tiles after it. Those are summed as
-  // far as the group reaches, then the tail's tile adds the lot.
+  // A group over several tiles consists of a tail and the heads of the tiles after it. The heads
+  // are summed as far as the group reaches, then the tail's tile adds the total.
   if (!simt::warp_any(has_tail)) return;
   const int last = begin + lanes - 1;
   const uint32_t last_key = entries[last].key;
@@ -367,9 +369,9 @@ void reduce_by_atomics(const Segments& in, const Rows<float>& rows, const RowSha
 }
 
 // Sorting moves about 76 bytes per entry and costs some ten launches. Atomics on rows that do not
-// stay in the L2 cache read and write these in memory once more for every entry. So atomics suit
-// few entries, rows of up to 32 bytes, and outputs of up to 32 MiB; all three are estimates, not
-// yet measured.
+// stay in the L2 cache read and write them in memory for every entry. So atomics suit few entries,
+// rows of up to 32 bytes, and outputs of up to 32 MiB; all three limits are estimates, not yet
+// measured.
 inline bool prefer_atomics(int64_t n, int64_t dim, int64_t num_segments) {
   constexpr int64_t kFewEntries = 32768;
   constexpr int64_t kSmallRow = 8;

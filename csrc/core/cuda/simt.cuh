@@ -1,10 +1,11 @@
-// All that the kernels know of the machine. nvcc turns every function here into the CUDA intrinsic
-// behind it; g++ gets simt/host.h instead, where tests run all threads of a block concurrently.
+// Everything that kernels use of the machine. nvcc compiles each function here to the CUDA
+// intrinsic behind it; g++ gets simt/host.h instead, with which tests run all threads of a block
+// concurrently.
 //
 // Rules for kernels, which the host runner enforces: a block has a multiple of 32 threads; every
-// lane of a warp takes part in each collective, and every thread of a block in each barrier.
-// Memory that another thread may write in the same launch is only touched through the atomics and
-// the relaxed load and store; all else is plain C++.
+// lane of a warp takes part in each collective, and every thread of a block in each barrier. Memory
+// that another thread may write in the same launch is accessed only through the atomics and the
+// relaxed load and store; everything else is plain C++.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +23,15 @@ struct Grid {
   int columns = 1;
 };
 
-// Blocks for n threads; at least one, so that a kernel over nothing may still write its result.
+// Returns a grid for n threads; it has at least one block, so that a kernel over nothing can still
+// write its result.
 inline Grid grid_for(int64_t n, int threads = 256) {
   return Grid{n <= 0 ? 1 : (n + threads - 1) / threads, threads};
 }
 
-// The same for kernels that loop over their items with the stride of the grid: a few full waves of
-// the largest chip, so that a kernel which the device finds to have little to do costs little. The
-// host runner gets few blocks, so that small tests loop as well.
+// Like grid_for, for kernels that loop over their items with the stride of the grid. It gives a few
+// full waves of the largest chip, so that a kernel costs little if the device finds that there is
+// little to do. The host runner gets few blocks, so that small tests loop too.
 #ifdef __CUDACC__
 constexpr int64_t kMostBlocks = 2112;
 #else
@@ -41,7 +43,7 @@ inline Grid strided_grid_for(int64_t n, int threads = 256) {
   return grid;
 }
 
-// N values that move in one access of sizeof(T) * N bytes, at most 16.
+// N values that are moved in one access of sizeof(T) * N bytes, at most 16.
 template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {
   T at[N];
@@ -61,7 +63,7 @@ struct alignas(sizeof(T) * N) Vec {
 
 #define SPARSEKIT_KERNEL [[maybe_unused]] static __global__ void
 #define SPARSEKIT_DEVICE __device__ __forceinline__
-// A large parameter, which threads read where the launch has put it.
+// A large parameter, which threads read in place, without a copy.
 #define SPARSEKIT_GRID_CONSTANT(Type) const __grid_constant__ Type
 
 namespace sparsekit::simt {
@@ -82,22 +84,22 @@ SPARSEKIT_DEVICE int column() {
   return static_cast<int>(blockIdx.y);
 }
 
-// The block's shared memory: the same bytes for every call, 16-byte aligned, not initialised.
+// Returns the block's shared memory: the same bytes for every call, 16-byte aligned, uninitialised.
 template <class T>
 SPARSEKIT_DEVICE T* shared() {
   extern __shared__ int4 sparsekit_shared_memory[];
   return reinterpret_cast<T*>(sparsekit_shared_memory);
 }
 
-// A pointer to device memory that was itself read from memory, where nvcc does not know what it
-// points to and would take accesses that any kind of memory answers.
+// Tells nvcc that a pointer is to global memory. For a pointer that was itself read from memory,
+// nvcc cannot know this and would use slower generic accesses.
 template <class T>
 SPARSEKIT_DEVICE T* global(T* address) {
   __builtin_assume(__isGlobal(address));
   return address;
 }
 
-// The same for a pointer that has come as a number, of a shuffle say.
+// Convert a pointer to global memory to a number, to pass it through a shuffle, and back.
 template <class T>
 SPARSEKIT_DEVICE uint64_t to_number(T* address) {
   return __cvta_generic_to_global(address);
@@ -112,16 +114,16 @@ SPARSEKIT_DEVICE void free_registers() {
   asm volatile("" ::: "memory");
 }
 
-// Waits for all threads of the block; what they wrote before is seen after.
+// Waits for all threads of the block; their earlier writes are visible afterwards.
 SPARSEKIT_DEVICE void barrier() {
   __syncthreads();
 }
-// The same for the lanes of a warp.
+// Does the same for the lanes of a warp.
 SPARSEKIT_DEVICE void warp_sync() {
   __syncwarp();
 }
 
-// Collectives of a warp. They order no memory.
+// Collectives of a warp. They do not order memory accesses.
 template <class T>
 SPARSEKIT_DEVICE T warp_shuffle(T value, int from) {
   return __shfl_sync(~0u, value, from);
@@ -132,13 +134,13 @@ SPARSEKIT_DEVICE uint32_t warp_ballot(bool condition) {
 SPARSEKIT_DEVICE bool warp_any(bool condition) {
   return __any_sync(~0u, condition);
 }
-// Mask of the lanes whose value is that of this lane.
+// Returns the mask of the lanes whose value equals this lane's.
 template <class T>
 SPARSEKIT_DEVICE uint32_t warp_match(T value) {
   return __match_any_sync(~0u, value);
 }
 
-// __popc, __ffs - 1 (mask != 0) and the mask of the lanes before one.
+// Return __popc, and __ffs - 1 (mask != 0).
 SPARSEKIT_DEVICE int count_bits(uint32_t mask) {
   return __popc(mask);
 }
@@ -202,7 +204,7 @@ SPARSEKIT_DEVICE void store(T* address, T value) {
   }
 }
 
-// address[0 : N] += value; one 16-byte reduction at the L2 where the chip has it.
+// address[0 : N] += value; uses one 16-byte reduction at the L2 where the chip has it.
 template <int N>
 SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
 #if __CUDA_ARCH__ >= 900
@@ -220,10 +222,10 @@ SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
   }
 }
 
-// Host side. All throw std::runtime_error with CUDA's message.
+// Host functions. All throw std::runtime_error with CUDA's message.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // else CUB would find it after its next launch and take it for its own
+  (void)cudaGetLastError();  // clear it: CUB would take it for its own after its next launch
   throw std::runtime_error(std::string("sparsekit: ") + what + ": " + cudaGetErrorString(error));
 }
 
@@ -258,7 +260,7 @@ SPARSEKIT_DEVICE int64_t global_thread() {
 SPARSEKIT_DEVICE int64_t global_threads() {
   return blocks() * block_size();
 }
-// The lanes of a mask that come before `lane`.
+// Returns the lanes of a mask that come before `lane`.
 SPARSEKIT_DEVICE uint32_t lanes_before(uint32_t mask, int lane) {
   return mask & ((1u << lane) - 1);
 }

@@ -1,4 +1,4 @@
-// A weight and its states, in slices of a few columns.
+// Accesses a weight and its states in slices of a few columns.
 #pragma once
 
 #include "cuda/row_shape.h"
@@ -40,8 +40,8 @@ struct TableSlice {
   }
 };
 
-// Wide accesses if every row of the weight, of the states and of grad, if there is one, begins
-// at a multiple of 16 bytes.
+// Returns the shape of a table's rows. Accesses are wide if every row of the weight, of the states
+// and of grad, unless null, begins at a multiple of 16 bytes.
 template <class T>
 RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
   using A = Acc<T>;
@@ -49,7 +49,7 @@ RowShape shape_of(const RowTable<T>& table, int states, const T* grad) {
                                 table.weight, grad);
   bool aligned = true;
   for (int k = 0; k < states; ++k) aligned = aligned && table.strides[k] % kWide<A> == 0;
-  // Without wide accesses there are as many lanes to a row as for a row that is not aligned.
+  // Without wide accesses, a row has as many lanes as an unaligned one.
   return aligned ? shape : row_shape<A>(table.dim, reinterpret_cast<const A*>(sizeof(A)));
 }
 

@@ -21,7 +21,7 @@ SPARSEKIT_KERNEL enter_kernel(const Key* keys, DeviceCount n, int64_t seed, Firs
                               int64_t* slot_of) {
   const int64_t count = n.get();
   const int64_t capacity = num_slots(count);
-  // Whole warps loop together: `first` is where the lanes of this one start.
+  // All lanes of a warp loop together: `first` is the position of lane 0.
   for (int64_t first = simt::global_thread() - simt::lane(); first < count;
        first += simt::global_threads()) {
     const int64_t i = first + simt::lane();
@@ -84,7 +84,7 @@ void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int6
   Arena arena(workspace);
   const FirstSeen seen(arena, n.most);
   clear_first_seen(seen, n, stream);
-  // `inverse` holds the slots until emit turns them into ranks.
+  // `inverse` holds the slots until emit_kernel turns them into ranks.
   simt::launch("unique: enter", enter_kernel<Key>, simt::strided_grid_for(n.most), stream, keys, n,
                seed, seen, inverse);
   rank_first_seen(seen, n, stream);

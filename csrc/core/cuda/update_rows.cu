@@ -3,7 +3,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Gradients that lie in memory, as far as the device knows them.
+// Gradients in memory, and their number as the device knows it.
 template <class T>
 struct GivenGradients {
   struct Found {
@@ -22,7 +22,7 @@ struct GivenGradients {
   }
 };
 
-// Work of the tables of a launch.
+// The tables of a launch, and their gradients.
 template <class T, int kTables>
 struct GivenTables {
   static constexpr int kMost = kTables;
@@ -31,7 +31,7 @@ struct GivenTables {
   int32_t count;
   Share shares[kMost];
   RowGradients<T> given[kMost];
-  const int64_t* counts;  // of gradients, for each table of the call; may be null
+  const int64_t* counts;  // number of gradients of each table of the call; may be null
 
   SPARSEKIT_DEVICE Gradients gradients(int i) const {
     const int64_t* exact = counts == nullptr ? nullptr : counts + shares[i].table;
@@ -39,8 +39,8 @@ struct GivenTables {
   }
 };
 
-// The tables of a launch, as its parameter: up to kTablesOfLaunch with all that belongs to them, in
-// the 4 KB that every driver takes, ...
+// The parameter of a launch for up to kTablesOfLaunch tables: it holds everything about them in 4
+// KB, which every driver supports.
 template <class T>
 struct FewTables : GivenTables<T, kTablesOfLaunch> {
   SteppedTable<T> tables[kTablesOfLaunch];
@@ -49,7 +49,8 @@ struct FewTables : GivenTables<T, kTablesOfLaunch> {
   void put(int i, const SteppedTable<T>& table) { tables[i] = table; }
 };
 
-// ... or with what is new in a call only, in 32 KB.
+// The parameter of a launch for more tables: in 32 KB, it holds only the data that is new in a
+// call.
 template <class T>
 struct ManyTables : GivenTables<T, 768> {
   const SteppedTable<T>* tables;
@@ -60,7 +61,7 @@ struct ManyTables : GivenTables<T, 768> {
   void put(int, const SteppedTable<T>&) {}
 };
 
-// The steps of a launch, in the 4 KB that every driver takes.
+// The step counters of a launch, in 4 KB, which every driver supports.
 struct Steps {
   static constexpr int kMost = 500;
   int64_t* steps[kMost];
@@ -73,7 +74,7 @@ SPARSEKIT_KERNEL count_steps_kernel(SPARSEKIT_GRID_CONSTANT(Steps) steps, int co
   if (step >= 0) *steps.steps[i] = step + 1;
 }
 
-// A call, cut into launches.
+// A call, which is split into launches.
 template <class Rule, class T>
 struct Call {
   const SteppedTable<T>* tables;
@@ -87,7 +88,7 @@ struct Call {
   int64_t* bad;
   void* stream;
 
-  // Launches for the tables whose lanes move kWidth elements in one access.
+  // Makes the launches for the tables whose lanes access kWidth elements at once.
   template <int kWidth, class Tables>
   void launch_all() const {
     Tables launch;

@@ -1,4 +1,4 @@
-// The loop over rows of an optimizer's step, whatever tables and gradients a launch brings.
+// The loop over rows of an optimizer's step, for any source of tables and gradients.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,15 @@
 namespace sparsekit::cuda {
 
 constexpr int kUpdateThreads = 256;
-// On a multiprocessor, at least. With it ptxas takes a few registers more where it would spill.
+// Minimum blocks per multiprocessor. With this hint ptxas uses a few registers more instead of
+// spilling.
 constexpr int kUpdateBlocksAtOnce = 2;
 
-// Work of one table of a launch: its blocks are those from first_block on to that of the
-// next one. They are `columns` times as many as its grid has rows of blocks; see row_shape.h.
+// The share of one table in a launch: its blocks are those from first_block on to first_block of
+// the next share. `columns` consecutive blocks handle the same rows; see row_shape.h.
 struct Share {
   int32_t first_block;
-  int32_t table;  // its position in the call
+  int32_t table;  // position of the table in the call
   uint16_t columns;
   uint16_t log2_lanes;
 
@@ -41,9 +42,10 @@ SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
   return first;
 }
 
-// The means of a rule over a row, the same on all lanes of its tile; 0 for a negative row. All
-// lanes of the warp call it. Their bits do not depend on kWidth, which only the place of a gradient
-// decides: lanes have the elements that they would have if all accesses were wide.
+// Returns the means that a rule needs over a row, the same on all lanes of its tile; 0 for a
+// negative row. All lanes of the warp call it. The bits of the means must not depend on kWidth,
+// which depends only on the alignment of gradients: so each lane has the elements that it would
+// have if all accesses were wide.
 template <class Rule, class T, int kWidth, class StepConstants, class Gradient>
 SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& numbers,
                                               const Gradient& gradient, const RowTable<T>& table,
@@ -73,7 +75,7 @@ SPARSEKIT_DEVICE RowMeans<Acc<T>> mean_of_row(int64_t row, const StepConstants& 
       }
     }
   }
-  // A shuffle orders no memory: before one lane writes its elements all must have read them.
+  // Shuffles do not order memory accesses: all lanes must have read before one writes its elements.
   if constexpr (Rule::kMeansReadWeight || Rule::kMeansReadStates) simt::warp_sync();
   for (int apart = 1 << log2_lanes >> 1; apart > 0; apart >>= 1) {
     const int other = simt::lane() ^ apart;
@@ -94,11 +96,11 @@ struct Block {
   StepConstants numbers;
 };
 
-// Tables has the shares of a launch and, for each of them, table(i) and gradients(i). The latter
-// have
-//   n                                how many there are;
-//   find(i)                          where gradient i is, and its `row`; -1 from n on;
-//   read<kWidth>(found, i, dim, at)  its elements [at, at + kWidth).
+// Updates rows. Tables has the shares of a launch and, for each share i, table(i) and gradients(i).
+// Gradients have
+//   n                                their number;
+//   find(i)                          the location of gradient i, and its `row`; -1 from n on;
+//   read<kWidth>(found, i, dim, at)  elements [at, at + kWidth) of that gradient.
 template <class Rule, class T, int kWidth, class Tables>
 SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
     update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, Rule rule, StepNumber number,
@@ -113,7 +115,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
   if (t < 1) return;
   const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
   const int block = static_cast<int>(simt::block()) - share.first_block;
-  // In shared memory, and read again for each row: it would take too many registers.
+  // In shared memory, and read again for each row: registers for all of it would be too many.
   auto& own = *simt::shared<Block<T, Gradients, StepConstants>>();
   if (simt::thread() == 0) {
     const bool is_last = at_table + 1 == tables.count;
@@ -133,9 +135,9 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
   const int stride = columns * kWidth << log2_lanes;
   const int tile_in_warp = simt::lane() >> log2_lanes;
   const int64_t first = (thread >> log2_lanes) - tile_in_warp;
-  // One ahead, so that no row has to wait for its number first.
+  // Read one row number ahead, so that no row has to wait for its number.
   auto next = own.gradients.find(first + tile_in_warp);
-  // The lanes of a warp stay together, for what they tell each other.
+  // The lanes of a warp stay together, since they communicate.
   for (int64_t of_warp = first; of_warp < own.gradients.n; of_warp += own.tiles) {
     simt::free_registers();
     const int64_t i = of_warp + tile_in_warp;
@@ -181,7 +183,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
       auto w = read<T, kWidth>(weight_at);
       TableSlice<A, kWidth, kOwn> states;
       states.read(own.table, row, at);
-      // After them, as it may have to wait for what it is the sum of.
+      // Read after weight and states, since a sum may have to wait for its terms.
       const simt::Vec<T, kWidth> g = gradient(at);
       Philox4x32 random{};
       if constexpr (std::is_same_v<T, BFloat16>) {
@@ -206,22 +208,22 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
   }
 }
 
-// Spreads the rows of a table over lanes. The states fill their accesses; BFloat16 weights
-// beside them have half as many bytes.
+// Returns the shape of a table's rows in a step. Accesses to states have full width; those to
+// BFloat16 weights have half as many bytes.
 template <class Rule, class T>
 RowShape shape_of_step(const RowTable<T>& table, const T* grad, bool per_row) {
   RowShape shape = shape_of(table, kElementStates<Rule>, grad);
-  // A state with one number for a row must be updated by one tile.
+  // One tile must update a state that is one number per row.
   if (Rule::kRowMeans > 0 || per_row) shape.columns = 1;
   return shape;
 }
 
-// Gives each share of a launch its blocks and returns the launch's grid. Where there is more to do
-// than kMaxBlocks can do at a time, a table gets as many of them as its rows, rows(i), are of all.
+// Gives each share of a launch its blocks and returns the launch's grid. If more than kMaxBlocks
+// are wanted, tables get blocks in proportion to the work of their rows, rows(i).
 template <class RowsOf>
 simt::Grid share_out_blocks(Share* shares, int count, const RowsOf& rows) {
-  // More than any device runs at a time; each block then has rows enough to be worth its two
-  // powers.
+  // More than any device runs at a time. Each block then has enough rows to pay for the two powers
+  // that it computes for the step.
   constexpr int64_t kMaxBlocks = 2048;
   const auto wanted = [&](int i) {
     return simt::grid_for(rows(i) << shares[i].log2_lanes, kUpdateThreads).blocks;
