@@ -5,7 +5,7 @@ import torch
 
 import sparsekit
 from sparsekit import checkpoint, cli, optim
-from sparsekit.checkpoint import CheckpointError
+from sparsekit.checkpoint import CheckpointError, Checkpoints
 from sparsekit.checkpoint.diff import Difference, TableDifference
 
 
@@ -66,6 +66,23 @@ def test_dense_tensors_of_the_same_bits(tmp_path):
     without = saved(tmp_path / "without")
     assert checkpoint.diff(paths[0], without).only_a == ["module.buffer"]
     assert checkpoint.diff(without, paths[0]).only_b == ["module.buffer"]
+
+
+def test_tables_are_those_of_the_newest_of_a_chain(tmp_path):
+    """Not those that an older one had, nor those alone that it had already."""
+    keep = Checkpoints(tmp_path, complete_every=3)
+    layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "abc"}
+    paths = []
+    for step, names in enumerate(("ab", "bc")):
+        model = torch.nn.ModuleDict({name: layers[name] for name in names})
+        model["b"].assign(torch.tensor([step]), torch.ones(1, 2))
+        paths.append(keep.save(step, model))
+    keep.close()
+    assert set(checkpoint.diff(paths[1], paths[1]).tables) == {"b", "c"}
+    for pair, only in ((paths, "ac"), (paths[::-1], "ca")):
+        found = checkpoint.diff(*pair)
+        assert (found.only_a, found.only_b) == ([only[0]], [only[1]])
+        assert set(found.tables) == {"b"}
 
 
 def test_names_in_words(tmp_path, capsys):
