@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the op suite under sanitizers. AddressSanitizer with UndefinedBehaviorSanitizer checks the
 # CPU engine, the CUDA kernels on the host runner, and the reading and hashing of data, including
-# mutated files. ThreadSanitizer then checks the kernels alone, whose threads are threads of the host: it
+# mutated files. ThreadSanitizer then checks the kernels alone, whose threads are host threads: it
 # does not know the barriers of OpenMP and would report every loop of the CPU engine.
 # Called by `make sanitize`; arguments go to pytest. `--fuzz SECONDS SEED` runs the fuzzer under the
 # first two sanitizers instead of the suite.

@@ -45,7 +45,7 @@ def outputs_of(layer, kind, ids, weights):
 
 
 def train(rank, kind, world_size=None):
-    """Outputs of some steps: this rank's, or, by rank, those of a process that has all samples."""
+    """Return outputs of some steps: of this rank, or of all if one process has all samples."""
     layer = layer_of(kind)
     optimizer = sparsekit.optim.SGD(layer.parameters(), lr=0.1)
     found = []

@@ -189,7 +189,7 @@ def per_rank(rank, world_size, path):
 
 
 def test_a_batch_size_is_that_of_each_rank(ranks, tmp_path):
-    """For tensors, as for readers and DataLoaders; that of all ranks has another name."""
+    """batch_size is per rank for tensors, readers and loaders; global_batch_size is for all."""
     path = tmp_path / "y.csv"
     path.write_text("y\n" + "1\n" * 12 * ranks.world_size)
     for found in ranks(per_rank, ranks.world_size, path):
