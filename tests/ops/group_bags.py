@@ -1,4 +1,4 @@
-"""Random groups whose bags are pooled, and gradients of those, beside the reference."""
+"""Random groups: pooling of their bags, and its gradients, compared with the reference."""
 
 import random
 
@@ -19,7 +19,7 @@ from .groups import Group, Source
 
 
 def more(group, key_starts, initial):
-    """What pooling may take besides."""
+    """Return the optional arguments of pooling."""
     arguments = {"sample_weights": group.sample_weights, "key_starts": key_starts}
     if initial:
         arguments["keys"] = group.asked[0]
@@ -28,7 +28,7 @@ def more(group, key_starts, initial):
 
 
 def pool(group, outs, found, initial=False):
-    """Pool what group_find_or_insert_ or group_find has returned."""
+    """Pool the rows found by group_find_or_insert_ or group_find."""
     *numbers, bags, key_starts = found if len(found) == 5 else (found[0], *found[1:])
     if len(numbers) == 3:
         rows, inverse, counts = numbers
@@ -46,7 +46,7 @@ def on_cpu(value):
 
 
 def in_double(value):
-    """On the CPU, and exact enough to compare with whatever the order of additions is."""
+    """Return tensors on the CPU in float64, where the order of additions does not matter."""
     if isinstance(value, torch.Tensor):
         return value.cpu().double() if value.is_floating_point() else value.cpu()
     return [in_double(tensor) for tensor in value]
@@ -75,15 +75,15 @@ def check_pool(group, found, initial=False):
     longest = int(bags[: num_bags + 1].diff().max()) if initial and num_bags else 0
     each = zip(outs, pooled(weights), pooled([w.abs() for w in weights]), strict=True)
     for out, expected, magnitude in each:
-        # Initial values, too, which are below 1, as most weights of keys are.
+        # Initial values count too; most keys' weights are below 1, and so are those values.
         assert_equal_but_for_rounding(out, expected, magnitude + longest)
     return outs
 
 
 def assert_equal_but_for_rounding(actual, expected, magnitude):
-    """Magnitude is what the sum of absolute values comes to."""
+    """Check for equality up to rounding; `magnitude` is the sum of the terms' absolute values."""
     largest = magnitude.max().item() if magnitude.numel() else 0
-    # A term passes through the additions of a run, 1024 in a gradient, and a few more.
+    # A term passes through the additions of its run, 1024 in a gradient, and a few more.
     of_run = 1100 * torch.finfo(accumulate_dtype(actual.dtype)).eps / 2
     tolerance = max(TOLERANCE[actual.dtype], of_run) * max(1, largest)
     torch.testing.assert_close(actual.cpu().double(), expected, rtol=0, atol=tolerance)
@@ -112,7 +112,7 @@ def random_grads(group):
 
 
 def sums_of(group, counts, sums):
-    """The gradients of each table, of those of all."""
+    """Split the gradients of all tables by table."""
     return split_by_table(group.dims, counts.tolist(), torch.empty(int(counts.sum())), sums)[1]
 
 
@@ -146,7 +146,7 @@ def check_backward(group, found, divisor=1, with_rows=True):
 
 
 def entries_of(group, counts):
-    """The entries of each table that stand for its distinct rows."""
+    """Yield, for each table, the entries that stand for its distinct rows."""
     entry = 0
     for t, count in enumerate(counts.tolist()):
         yield slice(entry, entry + count)
@@ -154,9 +154,9 @@ def entries_of(group, counts):
 
 
 def places_for(group, found, seed):
-    """Room for the gradients of all rows, in any order and with gaps: out, row_strides and found.
+    """Return `out`, `row_strides` and `found` with places for gradients in any order and with gaps.
 
-    Units are such that vectors of some tables may be read and written wide.
+    The strides allow wide reads and writes of some tables' vectors.
     """
     draw = random.Random(seed)
     rows, inverse, counts, *rest = found
@@ -185,7 +185,7 @@ def backward_at(group, grads, found, out, row_strides, placed):
 
 
 def check_backward_at(group, found, seed=0):
-    """The bits of the sums in one piece, and nothing else changes."""
+    """The gradients have the bits of those in one piece, and nothing else is written."""
     grads = random_grads(group)
     if not grads:
         return
@@ -213,7 +213,7 @@ def check_backward_at(group, found, seed=0):
 
 
 def check_strided(group, found):
-    """Rows anywhere in one piece of memory, as vectors are that ranks have sent."""
+    """Rows may lie anywhere in one piece of memory, as do vectors that ranks have sent."""
     counts = found[2]
     space, row_strides, placed = places_for(group, found, seed=1)
     space = misaligned(space) if len(space) % 2 else space
@@ -239,7 +239,7 @@ def check_strided(group, found):
 
 
 def check_all(group):
-    """Before keys are inserted, and after."""
+    """Check the ops before and after keys are inserted."""
     unseen = group.find()
     check_pool(group, unseen)
     check_pool(group, unseen, initial=True)

@@ -18,8 +18,8 @@ NO_LIMIT = 2**63 - 1
 @dataclass
 class Source:
     keys: torch.Tensor
-    offsets: torch.Tensor  # without elements: each key is a bag
-    weights: torch.Tensor  # without elements: none
+    offsets: torch.Tensor  # no elements: each key is a bag
+    weights: torch.Tensor  # no elements: unweighted
 
     @property
     def bags(self) -> int:
@@ -28,7 +28,7 @@ class Source:
 
 @dataclass
 class Group:
-    """Tables and what they are asked; see sparsekit.ops._group."""
+    """Tables and the requests for them; see sparsekit.ops._group."""
 
     dtype: torch.dtype
     dims: list[int]
@@ -38,7 +38,7 @@ class Group:
     device: torch.device | str = "cpu"
     sources: list[Source] = field(default_factory=list)
     features: list[list[int]] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # elements of each output
+    places: list[int] = field(default_factory=list)  # number of elements of each output
 
     def __post_init__(self) -> None:
         self.hash_tables = [
@@ -73,7 +73,7 @@ class Group:
 
     @property
     def asked(self) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-        """Keys, offsets and features."""
+        """Return keys, offsets and features."""
         features = torch.tensor(self.features, dtype=torch.int64).view(-1, 9)
         keys = [source.keys.to(self.device) for source in self.sources]
         return keys, [source.offsets.to(self.device) for source in self.sources], features
@@ -85,11 +85,11 @@ class Group:
         return [source.weights.to(self.device) for source in self.sources]
 
     def entries(self) -> int:
-        """How many keys are of a feature."""
+        """Return the number of keys of all features."""
         return sum(map(self.keys_of, self.features))
 
     def keys_of(self, feature: list[int]) -> int:
-        """How many keys the bags of a feature have."""
+        """Return the number of keys in the bags of a feature."""
         _, s, first, bags, *_ = feature
         offsets = self.sources[s].offsets
         return int(offsets[first + bags] - offsets[first]) if len(offsets) else bags
@@ -97,7 +97,7 @@ class Group:
     def ask(
         self, table: int, source: int, first_bag: int, bags: int, combiner: str, stride: int = 0
     ) -> None:
-        """A feature whose vectors go to an output of their own."""
+        """Add a feature whose vectors get an output of their own."""
         dim = self.dims[table]
         stride = max(stride, dim)
         begin = stride - dim
@@ -129,7 +129,7 @@ class Group:
         )
 
     def bucketize(self, world_size: int, distinct: bool = True, op=None):
-        """Keys by owner; those of tables without a hash table must be in their range."""
+        """Sort keys by owner; keys of tables without a hash table must be in range."""
         ends = [
             -1 if hashed else capacity * ranks
             for hashed, capacity, ranks in zip(
@@ -154,7 +154,7 @@ def random_bags(
 def random_group(
     seed: int, dtype: torch.dtype, device: torch.device, most_keys: int = 300
 ) -> Group:
-    """Tables of all kinds, asked by sources of all kinds, one of which several tables share."""
+    """Return tables of all kinds and sources of all kinds; several tables share one source."""
     draw = random.Random(seed)
     n = draw.randint(1, 6)
     hashed = [draw.random() < 0.8 for _ in range(n)]
@@ -171,7 +171,7 @@ def random_group(
         size = draw.choice([0, 1, 2, draw.randint(0, most_keys)])
         key_dtype = draw.choice([torch.int64, torch.int32])
         keys = key_pattern(draw.choice(["distinct", "few", "half on one"]), size, torch.int64)
-        # In the range of all tables, and what one of three ranks would be asked.
+        # Keys in the range of all tables, and owned by one of three ranks.
         keys = (keys % 300 * 3 + 1).to(key_dtype)
         plain = draw.random() < 0.3
         bags = size if plain else draw.choice([1, 2, 17, 60]) if size else draw.choice([0, 1, 5])
@@ -180,7 +180,7 @@ def random_group(
         if draw.random() < 0.3:
             weights = torch.rand(size, generator=generator(seed)).to(weights.dtype) + 0.5
         group.sources.append(Source(keys, offsets[:0] if plain else offsets, weights))
-        # Bags are dealt out to features; some may be left.
+        # Features take runs of bags; some bags may be left over.
         first = draw.choice([0, 0, 0, min(bags, 1)])
         while first <= bags:
             count = draw.choice([bags - first, draw.randint(0, bags - first)])

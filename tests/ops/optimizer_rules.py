@@ -1,8 +1,8 @@
-"""Rules, settings and states, for the suites of update_rows_ and catch_up_rows_ and gpu_check."""
+"""Rules, settings and states for tests of update_rows_ and catch_up_rows_, and for gpu_check."""
 
 import torch
 
-# rule, settings, number of states. Rates are large, so that an error shows.
+# Rule, settings, number of states. Large rates make errors visible.
 CASES = {
     "sgd": ("sgd", [0.1, 0.0, 0.01, 0], 0),
     "momentum": ("sgd", [0.1, 0.9, 0.01, 0], 1),
@@ -29,16 +29,16 @@ CASES = {
     "partial row-wise adam": ("partial_row_wise_adam", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
     "lamb": ("lamb", [0.1, 0.8, 0.99, 1e-2, 0.1], 2),
 }
-# Rules whose last state is one number for a row, and those whose rows may count their own steps.
+# Rules whose last state is one number per row, and rules whose rows may count their own steps.
 ROW_WISE = ("row_wise_adagrad", "partial_row_wise_adam")
 PER_ROW = ("adam", "partial_row_wise_adam", "lamb")
 _MOMENTS = [("sgd", 0), ("adam", 0), ("partial_row_wise_adam", 0), ("lamb", 0)]
-# Rule and number of the states that may be negative.
+# (rule, number of a state) for the states that may be negative.
 SIGNED = [*_MOMENTS, ("rms_prop", 1), ("ftrl", 1)]
 
 
 def widths(rule, count, dim):
-    """How many columns each of a rule's states has."""
+    """Return the number of columns of each state."""
     return [1 if rule in ROW_WISE and k == count - 1 else dim for k in range(count)]
 
 
@@ -52,9 +52,9 @@ def wide(dtype):
 
 
 def table_of(case, num_rows, dim, dtype, together=True):
-    """A weight and states as they are after some steps; positive where they are of squares.
+    """Return a weight and states as after some steps; sums of squares are positive.
 
-    together: the states of a row are neighbours, as optimizers keep them.
+    together: the states of a row are neighbours in memory, as in optimizers.
     """
     rule, _, count = CASES[case]
     weight = random((num_rows, dim), dtype, seed=1)
@@ -66,7 +66,7 @@ def table_of(case, num_rows, dim, dtype, together=True):
 
 
 def _neighbours(states):
-    """Copies; those of one width share memory, so that all of a row are in one place."""
+    """Copy states; those of the same width share memory, in which a row's states are neighbours."""
     alike = [state for state in states if state.shape == states[0].shape]
     together = list(torch.stack(alike, 1).unbind(1)) if alike else []
     return [*together, *(state.clone() for state in states[len(alike) :])]
@@ -77,7 +77,7 @@ def distinct_rows(n, num_rows, seed=0):
 
 
 def copied(table, device=None, together=True):
-    """The same on a device, with the states as they lie."""
+    """Copy a table to a device; `together` lays out the states as in `table_of`."""
     weight, states = table
     own = [state.detach().to(device).contiguous() for state in states]
     own = _neighbours(own) if together else [state.clone() for state in own]

@@ -1,4 +1,4 @@
-"""Offsets that say too much are refused before anything beyond the entries is read."""
+"""Offsets that exceed the entries are refused before anything past the entries is read."""
 
 import os
 import signal
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import sparsekit
 
-# Entries end where a page begins that must not be touched; hence a process of its own.
+# Entries end right before a page that must not be touched. A fault ends the process, so this is a
+# program of its own.
 PROGRAM = """
 import contextlib, ctypes, mmap, sys
 import simt
@@ -63,7 +64,7 @@ for backend in (contextlib.nullcontext, simt.SimtMode):
 
 
 def test_nothing_beyond_the_entries_is_read():
-    """On the CPU, and by the kernels on the host runner."""
+    """This holds on the CPU and for the kernels on the host runner."""
     tests = Path(__file__).parents[1]
     path = [str(Path(sparsekit.__file__).parents[1]), str(tests), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(

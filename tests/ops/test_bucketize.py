@@ -1,4 +1,4 @@
-"""sparsekit.ops.bucketize against the reference."""
+"""sparsekit.ops.bucketize equals the reference."""
 
 import pytest
 import torch
@@ -64,7 +64,8 @@ def test_any_int32_keys(device, keys, world_size):
 
 
 def test_every_world_size(device):
-    # Where quotients change, and at both ends, a remainder by multiplication may be one off.
+    # A remainder computed by multiplication may be off by one where quotients change and at both
+    # ends.
     ends = [*KEY_EXTREMES, INT64_MIN + 1, INT64_MAX - 1, 1, 2]
     for world_size in range(1, 2049):
         edges = [world_size * q + r for q in (1, 2**32, 2**52 - 1) for r in (-1, 0, 1)]
@@ -151,8 +152,8 @@ def test_what_is_refused(keys, world_size, error, message):
         ops.bucketize(keys, world_size)
 
 
-# The hash may never change: saved tables are placed by it. The values are those of fmix64 in
-# Appleby's MurmurHash3.cpp, shifted right by 48.
+# The hash must never change: saved tables depend on it. The values are those of fmix64 in Appleby's
+# MurmurHash3.cpp, shifted right by 48.
 SHARDS = {
     0: 0x0000,
     1: 0xB456,
@@ -168,7 +169,7 @@ SHARDS = {
 
 
 def test_the_hash_of_a_key_never_changes(device):
-    # Owners that spell the shard: its upper and its lower byte.
+    # Use the two bytes of the shard as owners, first the upper one, then the lower one.
     shards = torch.arange(65536)
     keys = torch.tensor(list(SHARDS), device=device)
     found = torch.zeros(len(keys), dtype=torch.int64, device=device)
@@ -196,7 +197,8 @@ def test_ranks_own_equally_many_keys(world_size, kind):
     counts = ops.bucketize(keys, world_size, even_map(world_size))[1]
     assert counts.max() <= 1.1 * 10_000
     if kind in ("snowflake", "multiples") and world_size in (2, 4, 64, 1024):
-        assert ops.bucketize(keys, world_size)[1].tolist()[0] == len(keys)  # by modulo
+        # This map goes by modulo.
+        assert ops.bucketize(keys, world_size)[1].tolist()[0] == len(keys)
 
 
 @pytest.mark.parametrize("kind", ["sequential", "random", "snowflake"])
@@ -210,7 +212,7 @@ def test_keys_of_one_rank_fill_the_buckets_evenly(hash_seed, kind):
         table = sparsekit.HashTable(len(own))
         table.hash_seed.fill_(hash_seed)
         table.find_or_insert(own)
-        # How many keys found their bucket full, of all: the last word of each.
+        # The last word of each bucket counts the keys that found it full.
         spilled.append(int(table.buckets.view(torch.int32)[:, 15].sum()) / len(own))
     assert max(spilled) < 1.2 * spilled[-1]
 
@@ -239,7 +241,7 @@ def test_an_owner_that_is_no_rank(device, rank):
     message = rf"bucketize: owners\[{shards[7]}\] is {rank}, but must be a rank, in \[0, 3\)"
     with pytest.raises(ValueError, match=message):
         ops.bucketize(keys, 3, owners)
-    # Where no key asks for it, it is not looked at.
+    # An owner that no key asks for is not checked.
     unused = (torch.bincount(torch.tensor(shards), minlength=65536) == 0).nonzero()[0]
     owners = random_map(3)
     owners[unused] = rank

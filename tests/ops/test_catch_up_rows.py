@@ -1,4 +1,4 @@
-"""sparsekit.ops.catch_up_rows_ against steps without a gradient, one by one."""
+"""sparsekit.ops.catch_up_rows_ equals single steps without a gradient."""
 
 import math
 
@@ -15,7 +15,7 @@ REPLAYED = ("momentum", "nesterov", "exact adam", "lazy adam")
 
 
 def numbers_of(case, steps):
-    """What is kept of each step, with a learning rate that changes."""
+    """Return learning rates that change, and the numbers that an optimizer keeps of each step."""
     rule, settings, _ = CASES[case]
     rates = [0.1 / (1 + step % 7) for step in steps]
     if rule == "sgd":
@@ -30,13 +30,13 @@ def numbers_of(case, steps):
 
 
 def settings_of(case):
-    """Without weight decay, which rows without a gradient do not have."""
+    """Return rule and settings without weight decay, which rows without a gradient do not get."""
     rule, settings, _ = CASES[case]
     return rule, [*settings[:2], 0.0, settings[3]] if rule == "sgd" else settings
 
 
 def step_by_step(case, table, row_step, rates, first_step):
-    """The same by update_rows_ with gradients of zeros, for rows that have begun."""
+    """Take the same steps by update_rows_ with zero gradients, for rows with at least one step."""
     rule, settings = settings_of(case)
     for i, rate in enumerate(rates):
         step = first_step + i
@@ -53,7 +53,8 @@ def test_equals_steps_with_gradients_of_zeros(device, case, dim, dtype):
     rule, settings = settings_of(case)
     rates, numbers = numbers_of(case, range(4, 24))
     start = table_of(case, 30, dim, dtype)
-    row_step = torch.arange(30, dtype=torch.int32)  # row 0 never had one, rows from 23 are ahead
+    # Row 0 has had no step, rows from 23 on are ahead.
+    row_step = torch.arange(30, dtype=torch.int32)
     steps = [row_step.clone().to(device), row_step.clone()]
     steps[0][1:3] = steps[1][1:3] = 3
     ours, expected = copied(start, device), copied(start)
@@ -96,14 +97,14 @@ def test_what_is_cut_off_does_not_matter(device, case, dtype):
     for now, wanted in zip(flat(ours), flat(expected), strict=True):
         assert_close(now.cpu(), wanted)
     assert (ours[0][0].cpu() != start[0][0]).all()
-    # Momentum is as good as gone; a second moment decays more slowly, and must have decayed.
+    # Momentum has almost vanished; a second moment decays more slowly, but must have decayed.
     assert ours[1][0][0].abs().max() < 1e-30
     if rule == "adam":
         torch.testing.assert_close(ours[1][1].cpu(), expected[1][1], rtol=1e-3, atol=0)
 
 
 def test_a_row_that_is_further_back_than_what_is_kept(device):
-    # Which no optimizer leaves; nothing is read in front of numbers.
+    # No optimizer leaves a row this late, but the op must not read before the first of `numbers`.
     rule, settings = settings_of("momentum")
     _, numbers = numbers_of("momentum", range(10, 13))
     start = table_of("momentum", 2, 4, torch.float64)

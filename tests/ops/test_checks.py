@@ -1,4 +1,4 @@
-"""An op refuses all that the checks of its tensors refuse, since those come after it."""
+"""An op itself refuses what the Python checks of its tensors refuse: it runs before they do."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from sparsekit import HashTable, ops
 KEYS = torch.tensor([1, 2])
 TABLE = HashTable(5)
 
-# The public function, the tensors that op and function begin with, and what comes after them.
+# Public function, the tensors that op and function both take first, and the remaining arguments.
 CASES = {
     "unique": (ops.unique, {"keys": KEYS}, ()),
     "bucketize": (ops.bucketize, {"keys": KEYS}, (3,)),
@@ -52,7 +52,7 @@ def assert_refused(name, place):
             message = f"^{name}: {argument} must .*, got (torch|shape)"
             with pytest.raises(error, match=message) as info:
                 public(*arguments, *rest)
-            assert info.value.__suppress_context__  # one error, not two
+            assert info.value.__suppress_context__  # a single error, without a cause
 
 
 @pytest.mark.parametrize("name", CASES)

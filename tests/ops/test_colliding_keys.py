@@ -1,4 +1,4 @@
-"""Keys made to collide under the hash without a seed cost no more than others."""
+"""Keys that collide under the hash without a seed cost no more than other keys."""
 
 import time
 
@@ -14,7 +14,7 @@ MASK = 2**64 - 1
 
 
 def unshift(x, shift):
-    """The inverse of x ^ x >> shift."""
+    """Invert x ^ x >> shift."""
     result = x
     for _ in range(64 // shift):
         result = x ^ (result >> shift)
@@ -22,7 +22,7 @@ def unshift(x, shift):
 
 
 def key_of_hash(hash):
-    """The key that has a hash: the finaliser of splitmix64 backwards."""
+    """Return the key with a given hash, by the inverse of splitmix64's finaliser."""
     x = unshift(hash, 31) * pow(0x94D049BB133111EB, -1, 2**64) & MASK
     x = unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 2**64) & MASK
     x = unshift(x, 30)
@@ -30,7 +30,7 @@ def key_of_hash(hash):
 
 
 def colliding(n):
-    """Keys whose hashes without a seed have the same upper 20 and lower 27 bits."""
+    """Return keys whose hashes without a seed agree in the upper 20 and the lower 27 bits."""
     assert n <= 2**17
     return torch.tensor([key_of_hash(0x123 << 52 | i << 27 | 77) for i in range(n)])
 
@@ -52,7 +52,7 @@ def test_the_keys_do_collide():
 
 @pytest.mark.parametrize("n", [300, 3000])
 def test_few_keys_move_on(device, n):
-    """Counts the work: how many buckets keys have passed. Without a seed it is about n^2 / 10."""
+    """Colliding keys pass few buckets; without a seed they would pass about n^2 / 10."""
     passed = []
     for keys in (random_keys(n), colliding(n)):
         table = HashTable(n, device=device)
@@ -69,7 +69,7 @@ def test_few_keys_move_on(device, n):
 
 
 def seconds(calls, repeats):
-    """The least time of this thread that each call takes, the calls taking turns."""
+    """Return each call's least thread time; the calls take turns."""
     times = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, times, strict=True):
@@ -98,6 +98,6 @@ def test_100_000_colliding_keys_take_as_long_as_others(call):
             return lambda table: table.find(keys), lambda: filled(keys)
         return ops.unique, lambda: keys
 
-    # Without seeds the second took more than 500 times as long as the first.
+    # Without seeds, the second call took over 500 times as long as the first.
     usual, made = seconds([calls(random_keys(n)), calls(colliding(n))], 7)
     assert made < 5 * usual

@@ -1,4 +1,4 @@
-"""sparsekit.ops.embedding_bag, forward and gradients, against the reference and torch."""
+"""sparsekit.ops.embedding_bag, forward and gradients, equals the reference and torch."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ weighted_or_not = pytest.mark.parametrize("weighted", [False, True])
 
 
 def bags_of(lengths, num_rows, seed=0, lowest=-1):
-    """(rows, offsets) of bags of these lengths."""
+    """Return (rows, offsets) of bags of these lengths."""
     lengths = torch.tensor(lengths, dtype=torch.int64)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     rows = torch.randint(lowest, num_rows, (int(lengths.sum()),), generator=generator(seed))
@@ -38,7 +38,7 @@ def bags_of(lengths, num_rows, seed=0, lowest=-1):
 
 
 def check(weight, rows, offsets, combiner, sample_weights, device):
-    """Compare the pooled bags and both gradients with the reference's."""
+    """Compare the pooled bags and both gradients with those of the reference."""
     results = []
     for embedding_bag in (ops.embedding_bag, reference.embedding_bag):
         on = device if embedding_bag is ops.embedding_bag else torch.device("cpu")
@@ -58,7 +58,7 @@ def check(weight, rows, offsets, combiner, sample_weights, device):
 @pytest.mark.parametrize("dim", [0, 1, 3, 16, 64, 100, 128, 257, 1024])
 def test_equals_the_reference(device, dim, combiner, weighted, dtype):
     rows, offsets = bags_of([0, 1, 3, 0, 0, 17, 40, 2, 0], 23)
-    # Away from zero: a small divisor would magnify what is only rounding.
+    # Weights stay away from zero: a small divisor would magnify rounding.
     sample_weights = randn(len(rows)).abs() + 0.5 if weighted else None
     sample_weights = (
         sample_weights.double() if weighted and dtype == torch.float64 else sample_weights
@@ -89,7 +89,7 @@ def test_shapes_of_bags(device, lengths, combiner, weighted):
 )
 def test_any_bags(device, lengths, num_rows, dim, combiner, weighted, seed):
     rows, offsets = bags_of(lengths, num_rows, seed, lowest=-2)
-    # -1, 0 or 1, so that weights of zero and sums of zero are among them.
+    # Weights are -1, 0 or 1, so that some weights and some sums are zero.
     weights = whole_numbers(len(rows), dtype=torch.float64, seed=seed).sign()
     weight = randn(num_rows, dim, dtype=torch.float64, seed=seed)
     check(weight, rows, offsets, combiner, weights if weighted else None, device)
@@ -103,8 +103,8 @@ SHORT = [[2], [0, 0, 5], [1, 0, 2, 0], [0, 3, 4, 0, 0, 1, 2], [2] * 33, [1] * 30
 @pytest.mark.parametrize("dim", [1, 4, 20, 64, 132])
 @pytest.mark.parametrize("lengths", SHORT)
 def test_short_bags(device, lengths, dim, weighted, dtype):
-    """Which share a tile on a device; alone, and among them one that is cut into parts."""
-    # In bfloat16 gradients of so long a bag come out differently on both sides.
+    """Short bags share a tile on a device, both alone and around a bag that is cut into parts."""
+    # In bfloat16, the gradients of such a long bag round differently in the reference.
     for extra in ([], *([[700, *[1] * 150]] if dtype != torch.bfloat16 else [])):
         rows, offsets = bags_of(lengths + extra + lengths, 23)
         sample_weights = randn(len(rows)).abs() + 0.5 if weighted else None
@@ -119,7 +119,7 @@ def test_a_bag_gives_the_same_bits_among_short_and_long_ones(device, combiner):
     weight = randn(23, 8).to(device)
     together = ops.embedding_bag(weight, rows.to(device), offsets.to(device), combiner)
     for bag, (begin, end) in enumerate(itertools.pairwise(offsets)):
-        # With nine others of one row each, or 20, which is short or long on average.
+        # Nine other bags of length 1 or 20 make the average bag short or long.
         for length in (1, 20):
             other_rows, others = bags_of([length] * 9, 23, seed=2, lowest=0)
             mixed = torch.cat([rows[begin:end], other_rows]).to(device)
@@ -158,7 +158,7 @@ def test_formulas(device):
         return ops.embedding_bag(weight, rows, offsets, combiner, *weights)[:, 0].tolist()
 
     assert first_column("sum") == [3, 0, 4, 4]
-    assert first_column("mean") == [1.5, 0, 2, 4]  # the negative row counts
+    assert first_column("mean") == [1.5, 0, 2, 4]  # the negative row counts in the mean
     assert first_column("sqrtn") == pytest.approx([3 / 2**0.5, 0, 4 / 2**0.5, 4])
     assert first_column("sum", sample_weights) == [11, 0, 8, 0]
     assert first_column("mean", sample_weights) == pytest.approx([11 / 7, 0, 1, 0])
@@ -180,7 +180,7 @@ def test_a_zero_divisor_gives_zeros_and_no_gradient(device, combiner):
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @all_combiners
 def test_index_dtypes_and_non_contiguous_arguments(device, combiner, dtype):
-    # Views are made on the device: a copy to another device would be contiguous.
+    # Make the views on the device: copying them to it would make them contiguous.
     rows, offsets = (
         torch.stack([tensor, tensor], dim=1).to(device, dtype)[:, 0]
         for tensor in bags_of([4, 0, 9, 2], 6)
@@ -197,7 +197,7 @@ def test_index_dtypes_and_non_contiguous_arguments(device, combiner, dtype):
 @all_combiners
 @pytest.mark.parametrize("dim", [16, 128])
 def test_rows_that_are_not_aligned(device, dim, combiner, weighted, dtype):
-    # Bags of 1, 4 and 16 keys: then no division rounds, and with whole numbers no sum does.
+    # With bags of 1, 4 and 16 keys no division rounds, and with whole numbers no sum does.
     rows, offsets = (tensor.to(device) for tensor in bags_of([1, 0, 4, 16], 5))
     weight = whole_numbers(5, dim, dtype=dtype).to(device)
     upstream = whole_numbers(4, dim, dtype=dtype, seed=1).to(device)
@@ -245,7 +245,7 @@ def test_sample_weights_of_any_floating_dtype(device, given_dtype):
 @all_combiners
 def test_bits_do_not_depend_on_threads(device, combiner, weighted):
     rows, offsets = bags_of([7] * 900 + [0, 3000, 1], 200)
-    rows[::2] = 3  # one hot row over several chunks of the backward
+    rows[::2] = 3  # a frequent row spans several chunks of the backward
     weights = [(randn(len(rows)).to(device).abs() + 0.5).requires_grad_()] if weighted else []
     rows, offsets = rows.to(device), offsets.to(device)
     weight = randn(200, 65).to(device).requires_grad_()
@@ -267,7 +267,7 @@ def test_gradient(device, combiner, weighted):
     if not weighted:
         assert torch.autograd.gradcheck(pool, (weight,))
         return
-    values = [0.7, -1.3, 2.0, 1.5, 0.4, -0.8, 3.0]  # no bag's sum is near zero
+    values = [0.7, -1.3, 2.0, 1.5, 0.4, -0.8, 3.0]  # so that no bag's sum is near zero
     sample_weights = torch.tensor(values, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(pool, (weight, sample_weights))
     assert torch.autograd.gradcheck(pool, (weight.detach(), sample_weights))
@@ -342,7 +342,7 @@ def test_a_row_out_of_range_of_a_table_without_columns(device, combiner):
     assert ops.embedding_bag(weight, rows - 2, offsets, combiner).shape == (2, 0)
 
 
-# The arguments of the backward ops: gradients of two bags of three rows of a table of 4 x 2.
+# Arguments of the backward ops: gradients of two bags of three rows; the table is 4 x 2.
 BACKWARD = {
     "grad": torch.ones(2, 2),
     "weight": torch.ones(4, 2),
@@ -397,7 +397,7 @@ def test_what_the_backward_ops_refuse(engine, changes, error, message, ops):
 @pytest.mark.parametrize("bags", [255, 256, 257])
 def test_the_last_offset_is_checked_among_many_bags(engine, bags):
     offsets = torch.zeros(bags + 1, dtype=torch.int64)
-    offsets[-1] = 2  # of 3 rows
+    offsets[-1] = 2  # there are 3 rows
     message = rf"to len\(rows\) = 3, but offsets\[{bags}\] is 2"
     with pytest.raises(ValueError, match=message):
         ops.embedding_bag(ONES, ROWS, offsets)
@@ -410,10 +410,10 @@ def test_the_last_offset_is_checked_among_many_bags(engine, bags):
 @pytest.mark.parametrize("n", [257, 512, 70_000, 150_001])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_error_of_a_long_sum_is_bounded(device, n, dtype, combiner):
-    """The bound of the docstring, for sums whose rounding errors all point the same way.
+    """The documented bound holds for sums whose rounding errors all have the same sign.
 
-    Numbers of one exponent that repeat are rounded in the same direction many times; added one
-    after another, 70,000 of them are off by ten times the bound.
+    Repeated numbers of one exponent round in the same direction many times; added one after
+    another, 70,000 of them exceed the bound ten times.
     """
     unit = torch.finfo(dtype).eps / 2
     weight = torch.tensor([[0.1, 0.7, 1 / 3, 0.9, 1.1]] * 3, dtype=dtype)
@@ -426,7 +426,8 @@ def test_the_error_of_a_long_sum_is_bounded(device, n, dtype, combiner):
     pooled = ops.embedding_bag(
         *(t.to(device) for t in (weight, rows, offsets)), combiner, samples.to(device)
     )
-    # Additions of a term, its product with the weight, and what the exact products were rounded to.
+    # Additions that a term passes through, its product with the weight, and the rounding of exact
+    # products.
     factors = 256 + n / 256 + 1
     if combiner == "mean":
         exact, factors = exact / math.fsum(samples.tolist()), 2 * factors + 1

@@ -1,4 +1,4 @@
-"""sparsekit.ops.gather_rows against the reference."""
+"""sparsekit.ops.gather_rows equals the reference."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_one_row_many_times(device):
 
 
 def test_non_contiguous_arguments(device):
-    # Views are made on the device: a copy to another device would be contiguous.
+    # Make the views on the device: copying them to it would make them contiguous.
     rows = some_rows(120, 7).to(device)[::3]
     assert not rows.is_contiguous()
     for table in (
@@ -87,7 +87,7 @@ def test_rows_that_are_not_aligned(device, dim, dtype):
     table, rows = misaligned(randn(5, dim, dtype=dtype).to(device)), some_rows(40, 5).to(device)
     check(table, rows, device)
     assert same_bits(ops.gather_rows(table, rows), ops.gather_rows(table.clone(), rows))
-    # Its gradient adds up rows; whole numbers, since the order of additions is free.
+    # The gradient adds rows up, in any order; sums of whole numbers are exact.
     upstream = whole_numbers(40, dim, dtype=dtype).to(device)
     grads = []
     for grad in (upstream, misaligned(upstream)):
@@ -110,7 +110,7 @@ def test_gradient(device):
 
 
 def test_gradient_of_an_expanded_output(device):
-    # sum() sends back one number expanded to the whole shape.
+    # The gradient of sum() is one number expanded to the whole shape.
     table = torch.ones(4, 3, device=device, requires_grad=True)
     ops.gather_rows(table, torch.tensor([1, 1, -1, 3], device=device)).sum().backward()
     assert table.grad.tolist() == [[0] * 3, [2] * 3, [0] * 3, [1] * 3]

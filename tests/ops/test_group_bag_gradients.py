@@ -1,4 +1,4 @@
-"""Gradients of bags in any strides, and written to places of a caller."""
+"""Gradients of bags may have any strides, and may be written to the caller's memory."""
 
 import contextlib
 import random
@@ -16,14 +16,14 @@ from .groups import Group, Source
 
 
 def strided(grad, kind):
-    """The same gradient [bags, dim] in other memory."""
+    """Return the same gradient [bags, dim] with other strides."""
     if kind == "columns":
         wide = torch.full((len(grad), grad.shape[1] + 7), torch.nan, dtype=grad.dtype)
         wide[:, 3:-4] = grad.cpu()
         return wide.to(grad.device)[:, 3:-4]
     if kind == "every other":
         return torch.stack([grad, torch.full_like(grad, torch.nan)], 1)[:, 0]
-    if kind == "slots":  # [batch, 2, dim], of which each sample has a row of its own
+    if kind == "slots":  # [batch, 2, dim]: each sample has its own row
         wide = torch.full((len(grad) // 2, 2 * grad.shape[1] + 5), torch.nan, dtype=grad.dtype)
         wide = wide.to(grad.device)
         wide[:, : 2 * grad.shape[1]] = grad.reshape(len(grad) // 2, -1)
@@ -56,7 +56,7 @@ def test_gradients_of_any_strides(device, kind, dim):
 
 
 def at(group, found, out, row_strides=(4,), **changed):
-    """Gradients of ones, written to out."""
+    """Write gradients of ones to `out`."""
     rows, inverse, counts, bags, key_starts = found
     arguments = {
         "out": out,
@@ -80,7 +80,7 @@ def test_places_of_gradients(device):
     at(group, found, out, [2])
     assert out.tolist() == [1] * 4 + [9] * 2 + [2] * 4
     found[0][:2] = torch.tensor([2**31 - 1, 0])
-    found[1][:] = torch.tensor([1, 1, -1])  # a row without entries has a gradient of zeros
+    found[1][:] = torch.tensor([1, 1, -1])  # a row without entries gets zeros
     found[0][0] = 4
     out = torch.full((8,), 9.0, device=device)
     at(group, found, out, [1])
@@ -165,7 +165,7 @@ def test_dtypes_of_gradients_that_are_refused(device, wrong):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_gradients_stay_within_out_without_checks(seed):
-    """On a device, whatever rows, index, counts and bags are; a sanitizer sees what is touched."""
+    """On a device nothing beyond `out` is written, whatever rows, index, counts and bags hold."""
     draw = random.Random(seed)
     for _ in range(20):
         group, found = small("cpu")
@@ -193,7 +193,7 @@ def test_a_backward_to_places_without_tables(device):
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_weights_whose_rows_overlap(device, wide):
-    """Every element may begin a row, or every fourth."""
+    """Rows may begin at every element, or at every fourth."""
     unit = 4 if wide else 1
     group, (_, inverse, *rest) = small(device)
     space = torch.arange(20.0, device=device)
@@ -210,7 +210,7 @@ def test_weights_whose_rows_overlap(device, wide):
 
 @pytest.mark.parametrize("strides", [(0, 1), (1, 5), (0, 0)])
 def test_weights_that_are_copied(device, strides):
-    """Rows whose elements are no neighbours, or of which there is only one."""
+    """The elements of a row may lie apart, or rows may be the same one."""
     group, found = small(device)
     space = torch.arange(60.0, device=device)
     group.weights = [space.as_strided((10, 4), strides)]

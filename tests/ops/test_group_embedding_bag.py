@@ -1,4 +1,4 @@
-"""sparsekit.ops.group_embedding_bag_ and its backward, against the reference and the single ops."""
+"""sparsekit.ops.group_embedding_bag_ and its backward equal the reference and the single ops."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ def test_equals_the_reference(device, dtype, seed):
 
 
 def single_ops(group, t, rows, inverse, count, grad):
-    """Output and gradient of table t, which has a source and a feature of its own."""
+    """Return output and gradient of table t, which has its own source and feature."""
     source = group.sources[t]
     entry = sum(len(other.keys) for other in group.sources[:t])
     distinct = rows[entry : entry + count].long()
@@ -107,11 +107,11 @@ def test_copies_keep_the_sign_of_zero(device):
 
 
 def test_one_output_for_all(device):
-    """Columns of a matrix, and slots of a layer whose bags lie slot by slot."""
+    """The output may be columns of a matrix, or slots of a layer whose bags lie slot by slot."""
     group = Group(torch.float32, [3, 2], [50] * 2, [True] * 2, [1] * 2, device)
     keys = torch.arange(12) % 7
     offsets = torch.tensor([0, 2, 2, 5, 6, 9, 12])
-    group.sources.append(Source(keys, offsets, torch.empty(0)))  # three slots of two samples
+    group.sources.append(Source(keys, offsets, torch.empty(0)))  # two samples with three slots
     group.features = [
         [0, 0, 0, 2, 0, NO_LIMIT, 0, 0, 8],
         [0, 0, 2, 2, 1, NO_LIMIT, 0, 3, 8],
@@ -135,14 +135,14 @@ def test_one_output_for_all(device):
 
 @pytest.mark.parametrize("kept", [0, 1, 64, 65, 130])
 def test_rows_without_entries_have_zeros(device, kept):
-    """Numbers below 0 get no gradient, though whole chunks of entries have them."""
+    """Entries with a number below 0 add no gradient, even where whole chunks have none."""
     group = Group(torch.float32, [16, 16], [300] * 2, [True] * 2, [1] * 2, device)
     for t in range(2):
         group.sources.append(Source(torch.arange(200), torch.empty(0).long(), torch.empty(0)))
         group.ask(t, t, 0, 200, "sum")
     found = group.find_or_insert()
     found[1][kept:200] = -1
-    for value in (1.0, 2.0, 3.0):  # memory that is not zeros already
+    for value in (1.0, 2.0, 3.0):  # fills memory that may be used for the result
         junk = torch.full((2 * 200 * 16,), value, device=device)
         del junk
         check_backward(group, found)
@@ -214,7 +214,7 @@ def test_bags_that_are_refused(device, backend, bad):
         with pytest.raises(ValueError, match="bags must"):
             pool(group, group.outs(), found)
     else:
-        # A device takes what is left of them, and then finds rows that are undefined.
+        # A device skips bad bags, and may then find undefined rows.
         with contextlib.suppress(IndexError):
             pool(group, group.outs(), found)
     with pytest.raises(ValueError, match="bags has 2 elements, but features have 2 bags"):
@@ -227,7 +227,7 @@ def test_first_keys_that_are_refused(device, backend, bad):
     found[4][0] = bad
     group.sources[0].weights = torch.ones(3)
     with contextlib.ExitStack() as stack:
-        if backend == "cpu":  # a device leaves entries out
+        if backend == "cpu":  # a device skips these entries
             message = r"features\[0\] has keys .* but sample_weights\[0\] has 3 elements"
             stack.enter_context(pytest.raises(ValueError, match=message))
         pool(group, group.outs(), found)

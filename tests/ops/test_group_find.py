@@ -1,4 +1,4 @@
-"""sparsekit.ops.group_find and group_find_or_insert_, against the reference and the single ops."""
+"""sparsekit.ops.group_find and group_find_or_insert_ equal the reference and the single ops."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SEEDS = range(20)
 
 
 def one_table(device, keys, offsets=NONE, *, bags=None, capacity=100, dim=4, hashed=True, **other):
-    """A group of one table that is asked by one source."""
+    """Return a group of one table that one source asks."""
     group = Group(torch.float32, [dim], [capacity], [hashed], [1], device)
     keys = torch.as_tensor(keys)
     group.sources.append(Source(keys, torch.as_tensor(offsets), torch.empty(0)))
@@ -31,7 +31,7 @@ def tables_of(group):
 
 
 def check(group):
-    """Two calls that insert and one that does not."""
+    """Check two calls that insert and one that does not."""
     plain_weights = [weight.cpu().clone() for weight in group.weights]
     seeds = [seed.cpu() for seed in group.seeds]
     keys, offsets, features = group.asked
@@ -82,7 +82,7 @@ def test_large_and_small_tables(device):
         keys = key_pattern("half on one" if t else "distinct", n)
         group.sources.append(Source(keys, NONE, torch.empty(0)))
         group.ask(t, t, 0, n, "none")
-    # The last table is asked by two sources, one in int32.
+    # Two sources ask the last table, one of them in int32.
     keys = key_pattern("few", 20_000, torch.int32)
     group.sources.append(Source(keys, NONE, torch.empty(0)))
     group.ask(3, 4, 0, 20_000, "none")
@@ -113,7 +113,7 @@ def test_bits_are_those_of_the_single_ops_for_any_threads(device):
 
 
 def refused(group, error, match, call=None):
-    """The call raises, and no table has changed."""
+    """Check that the call raises and that no table has changed."""
     before = tables_of(group)
     with pytest.raises(error, match=match):
         (call or group.find_or_insert)()
@@ -143,7 +143,7 @@ def test_bags_that_are_refused(device, offsets, max_nnz, message, find):
     group = one_table(device, [5, 6, 7], offsets, max_nnz=max_nnz)
     refused(group, ValueError, message, group.find if find else None)
     rest = one_table(device, [5, 6, 7], offsets, bags=0, max_nnz=max_nnz)
-    if max_nnz == NO_LIMIT:  # of bags that are nobody's, too
+    if max_nnz == NO_LIMIT:  # also if no feature takes these bags
         refused(rest, ValueError, "must rise")
 
 

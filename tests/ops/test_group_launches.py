@@ -1,4 +1,4 @@
-"""What the ops on many tables ask of a device: no more launches for 500 tables than for a few."""
+"""The ops on many tables launch no more kernels for 500 tables than for a few."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from .test_group_update import tables_of, update
 needs_bytes = pytest.mark.skipif(
     not Runner().sees_bytes(), reason="the host runner of a sanitizer does not see plain accesses"
 )
-# CUB takes up to so many launches for a scan or a sort, each of which counts as one.
+# Launches that a scan or sort of CUB takes at most; each such call counts as one launch.
 OF_LIBRARY = 6
 
 
 def batch_of(tables, bags, nnz, dims=(128,), keys=1000):
-    """A group of tables, each with a source of its own."""
+    """Return a group of tables, each with its own source."""
     dims = [dims[t % len(dims)] for t in range(tables)]
     group = Group(torch.float32, dims, [keys] * tables, [True] * tables, [1] * tables)
     random = torch.Generator().manual_seed(0)
@@ -34,7 +34,7 @@ def batch_of(tables, bags, nnz, dims=(128,), keys=1000):
 
 
 def step_of(group, fused=True) -> Counts:
-    """Counts of a second step, for which there is nothing to insert."""
+    """Return the counts of a second step, in which all keys are known."""
     outs, tables = group.outs(), tables_of(group, "lazy adam")
     for _ in range(2):
         with counted() as counts:
@@ -53,7 +53,7 @@ def test_launches_and_waits_of_a_step(tables, dims):
     counts = step_of(batch_of(tables, 4, 3, dims)).sum()
     assert counts.launches + (OF_LIBRARY - 1) * counts.library <= 40
     assert counts.torch == 0
-    assert counts.waits == 1  # whether tables are full
+    assert counts.waits == 1  # to learn whether tables are full
 
 
 def test_more_tables_only_take_longer_descriptions():
@@ -76,7 +76,7 @@ def test_larger_tables_take_a_launch_for_64_times_the_entries():
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("tables", [1, 26, 500])
 def test_launches_of_routing(tables, distinct):
-    """Keys to their owners, and the rows of the vectors that come back."""
+    """Count the launches that route keys to owners, and those that find where vectors come back."""
     group, world_size = batch_of(tables, 4, 3), 4
     with counted() as counts:
         results = group.bucketize(world_size, distinct)
@@ -113,7 +113,7 @@ def test_launches_of_a_backward_to_given_places(tables):
 def test_launches_without_an_optimizer(tables):
     counts = step_of(batch_of(tables, 4, 3), fused=False).sum()
     assert counts.launches + (OF_LIBRARY - 1) * counts.library <= 60
-    assert counts.waits == 2  # and how long the gradient is
+    assert counts.waits == 2  # to learn whether tables are full, and how long the gradient is
 
 
 def test_launches_of_an_evaluation():
@@ -135,7 +135,7 @@ def test_long_bags_are_looked_for_only_where_there_may_be_some():
 @needs_bytes
 @pytest.mark.parametrize(("bags", "nnz", "most"), [(512, 1, 1.25), (128, 4, 1.3)])
 def test_bytes_of_a_step(bags, nnz, most):
-    """At least: keys and offsets once, vectors in and out, rows and states read and written."""
+    """A step moves little beyond keys, offsets, vectors, rows and states, each once per use."""
     tables, dim = 26, 128
     group = batch_of(tables, bags, nnz)
     moved = step_of(group).sum().moved
@@ -148,7 +148,7 @@ def test_bytes_of_a_step(bags, nnz, most):
 
 @pytest.mark.parametrize("tables", [60, 700])
 def test_groups_that_come_in_several_pieces(tables):
-    """More descriptions than a launch can bring: 32 KB, of which a table takes 140 bytes."""
+    """The descriptions exceed one launch, which takes 32 KB; each table needs 140 bytes."""
     group = batch_of(tables, 2, 2, (4, 3, 8))
     grads = [torch.full_like(out, i + 1) for i, out in enumerate(group.outs())]
     with counted():
@@ -158,7 +158,7 @@ def test_groups_that_come_in_several_pieces(tables):
         rows, sums = backward(group, grads, found)
     weights = [weight.clone() for weight in group.weights]
     other = batch_of(tables, 2, 2, (4, 3, 8))
-    expected = other.find_or_insert()  # on the CPU
+    expected = other.find_or_insert()  # runs on the CPU
     for one, two in zip(weights, other.weights, strict=True):
         torch.testing.assert_close(one, two)
     outs_of_cpu = other.outs()

@@ -1,4 +1,4 @@
-"""sparsekit.ops.group_embedding_bag_update_, against the two ops that it is made of."""
+"""sparsekit.ops.group_embedding_bag_update_ equals the two ops that it combines."""
 
 import contextlib
 import random
@@ -22,9 +22,9 @@ DIMS = (16, 1, 3, 64, 8, 0, 20)
 
 
 def mixed_group(count, dtype, device, keys=40, others=40, weighted=False):
-    """Tables of several dims and combiners; every fifth gets no keys, every tenth no feature.
+    """Return tables of several dims; every fifth gets no keys, every tenth no feature.
 
-    keys: of the first table.
+    keys: number of keys of the first table.
     """
     dims = [DIMS[t % len(DIMS)] for t in range(count)]
     hashed = [t % 3 != 1 for t in range(count)]
@@ -48,7 +48,7 @@ def mixed_group(count, dtype, device, keys=40, others=40, weighted=False):
 
 @dataclass
 class Tables:
-    """What a step changes, and how."""
+    """Everything that a step changes, with the rule and its settings."""
 
     weights: list[torch.Tensor]
     states: list[torch.Tensor]
@@ -66,12 +66,12 @@ class Tables:
         return self.weights, self.states, self.row_steps, self.steps
 
     def rows_and(self, rows, grads):
-        """As update_rows_ takes them."""
+        """Return the arguments in the order of update_rows_."""
         return self.weights, self.states, self.row_steps, rows, grads, self.steps
 
 
 def tables_of(group, case, own_steps=False, device=None):
-    """The same ones in every call."""
+    """Return new tables, equal in every call."""
     device = group.device if device is None else device
     rule, settings, _ = CASES[case]
     states, row_steps, steps = [], [], []
@@ -153,13 +153,13 @@ def test_any_number_of_tables(device, count, dtype):
         tables = check(group, "lazy adam", 2, count_steps=True)
         moved = [not same_bits(now, then) for now, then in zip(tables.weights, before, strict=True)]
         assert moved == [t % 5 != 4 and dim > 0 for t, dim in enumerate(group.dims)]
-        # Tables without keys make a step, too.
+        # Tables without keys count a step, too.
         assert [int(step) for step in tables.steps] == [
             (2, 3, 8, 1001)[t % 4] for t in range(count)
         ]
 
 
-# How many entries each row of a table has. On a device, 64 of a table are a chunk.
+# Number of entries of each row of a table. On a device, 64 entries of a table are a chunk.
 LENGTHS = (
     [64],
     [65],
@@ -177,7 +177,7 @@ LENGTHS = (
 @pytest.mark.parametrize("case", ["lazy adam", "row-wise adagrad"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_rows_of_any_number_of_entries(device, lengths, case, dtype):
-    """Also behind another table, and with vectors that many lanes share."""
+    """Other tables come first, and many lanes share the wide vectors."""
     dims = [8, 16, 7, 1, 520, 301]
     group = Group(dtype, dims, [200] * len(dims), [True] * len(dims), [1] * len(dims), device)
     without = []
@@ -212,7 +212,7 @@ def test_a_large_table_beside_small_ones(device, threads, case):
 
 
 def test_tables_that_threads_do_alone():
-    """There is enough of them for several threads, and none that is worth all."""
+    """The tables suffice for several threads, and none is large enough to be split among all."""
     group = mixed_group(40, torch.float32, "cpu", keys=3000, others=3000)
     try:
         for threads in (2, 4):
@@ -259,7 +259,7 @@ def test_a_backward_that_needs_the_old_weight_notices(device):
 
 
 def refused(error, message, group, found, tables, grads=None, changed=False, **keywords):
-    """Nothing is changed, or at least no step is counted."""
+    """Check that an error changes nothing, or, with `changed`, at least counts no step."""
     grads = random_grads(group) if grads is None else grads
     before = [tensor.clone() for tensor in tables.changed]
     with pytest.raises(error, match=f"^group_embedding_bag_update_: {message}"):
@@ -313,7 +313,7 @@ def test_bags_that_are_refused(device, backend, bag, bad):
     if backend == "cpu":
         refused(ValueError, "bags must|bag ", group, found, tables)
         return
-    # A device takes what is left of them, and then numbers may have no row.
+    # A device skips bad bags, and numbers may then have no row.
     with contextlib.suppress(IndexError):
         update(group, random_grads(group), found, tables)
     for weight in tables.weights:
@@ -321,7 +321,7 @@ def test_bags_that_are_refused(device, backend, bag, bad):
 
 
 def of(name, change):
-    """A change of one of the lists of tables."""
+    """Return a function that changes one of the lists of tables."""
 
     def apply(group, tables):
         setattr(tables, name, change(getattr(tables, name)))

@@ -1,4 +1,4 @@
-"""sparsekit.ops.hash_integers against the reference, which hashes their decimal text."""
+"""sparsekit.ops.hash_integers equals the reference, which hashes the decimal text."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from sparsekit import ops
 from sparsekit.hashing import xxh64
 from sparsekit.ops.hash_integers import INTEGER_DTYPES
 
-# Every number of digits, at its ends, of either sign.
+# The least and greatest integers of each number of digits, of both signs.
 LENGTHS = [sign * (10**k + step) for k in range(19) for step in (-1, 0, 1) for sign in (1, -1)]
 
 

@@ -1,4 +1,4 @@
-"""The hash table's ops and sparsekit.HashTable against a dict, down to the bytes."""
+"""The hash table's ops and sparsekit.HashTable behave like a dict, and their bytes are right."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ BUCKET = np.dtype([("keys", "<i8", SLOTS), ("rows", "<i4", SLOTS), ("spilled", "
 
 
 def home_bucket(key, num_buckets, seed):
-    """The formulas of csrc/core/include/sparsekit/hash_table.h once more."""
+    """Compute the formulas of csrc/core/include/sparsekit/hash_table.h in Python."""
     x = (key ^ seed) % 2**64
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
@@ -39,7 +39,7 @@ def home_bucket(key, num_buckets, seed):
 
 
 def keys_of_bucket(table, bucket, n):
-    """n keys that all look into one bucket first."""
+    """Return n keys that all have the same home bucket."""
     num_buckets, seed = len(table.buckets), int(table.hash_seed)
     candidates = range(n * num_buckets * 3)
     found = [key for key in candidates if home_bucket(key, num_buckets, seed) == bucket]
@@ -57,7 +57,7 @@ def assert_unchanged(table, before):
 
 
 def check_layout(table):
-    """Slots fill in order, empty ones are clean, and `spilled` counts the keys that moved on."""
+    """Places fill in order, empty ones are clean, and `spilled` counts the keys that moved on."""
     buckets = table.buckets.cpu().numpy().view(BUCKET).reshape(-1)
     used = buckets["rows"] >= 0
     assert (used[:, :-1] >= used[:, 1:]).all()
@@ -80,7 +80,7 @@ def insert(table, keys, capacity, size=None):
 
 
 def check_against_dict(table, batches):
-    """Insert batch after batch; every answer, refusals included, must be the dict's."""
+    """Insert batch after batch; every answer, refusals included, must equal that of the dict."""
     expected = reference.HashTable(table.capacity)
     for keys in batches:
         before = snapshot(table)
@@ -164,7 +164,7 @@ def test_any_capacity_is_exact(device, capacity, load_factor, cuts, seed):
 def test_a_refused_call_with_repeats_is_undone(device, load_factor):
     table = HashTable(20, device=device, load_factor=load_factor)
     old = torch.arange(100, 113)
-    new = torch.arange(8).repeat(3) - 4  # 8 distinct keys for 7 rows
+    new = torch.arange(8).repeat(3) - 4  # 8 distinct keys, but room for 7
     fits = torch.arange(7).repeat(3)
     mixed = torch.stack([new[:13], old]).t().reshape(-1)
     check_against_dict(table, [old, new, mixed, torch.cat([old, new]), fits, new, old])
@@ -174,7 +174,7 @@ def test_a_refused_call_with_repeats_is_undone(device, load_factor):
 @pytest.mark.parametrize("bucket", [0, 3, 9])
 @pytest.mark.parametrize("n", [6, 11, 30, 50])
 def test_keys_that_spill_over_many_buckets(device, bucket, n):
-    # 10 buckets of 5 slots; bucket 9 goes on at bucket 0.
+    # 10 buckets of 5 places; the probe continues from bucket 9 at bucket 0.
     table = HashTable(50, device=device, load_factor=1.0)
     keys = keys_of_bucket(table, bucket, n + 20)
     others = torch.arange(-50, 0)
@@ -244,8 +244,8 @@ def test_bits_do_not_depend_on_threads(device):
         table.hash_seed.fill_(7)
         first = table.find_or_insert(keys[:30_000])
         again = table.find_or_insert(keys)
-        # On a device, which of the keys of a bucket takes which slot, or spills over, is left to
-        # chance; how many do is not.
+        # On a device it depends on timing which keys of a bucket take which place or spill over,
+        # but not how many do.
         lines = table.buckets.cpu().numpy().view(BUCKET).reshape(-1)
         used = torch.from_numpy((lines["rows"] >= 0).sum(1)), torch.from_numpy(lines["spilled"] + 0)
         return [first, table.find(keys), again, *used, table.keys()]
@@ -255,7 +255,7 @@ def test_bits_do_not_depend_on_threads(device):
 
 @pytest.mark.parametrize("size", [21, 22, 2**31, 2**62, -1, -(2**63)])
 def test_a_size_that_the_buckets_cannot_have(device, backend, size):
-    """Refused on the host; on a device, which reads the size, by a status below 0."""
+    """The CPU raises; a device, which reads the size itself, returns a status below 0."""
     table = HashTable(20, load_factor=1.0, device=device)
     table.find_or_insert(torch.tensor([7], device=device))
     table.size.fill_(size)
@@ -336,8 +336,8 @@ def test_what_is_of_a_wrong_type(call, message):
     assert_unchanged(table, before)
 
 
-# Damage. The table lies between two pages that must not be touched, and a call that does not
-# return is killed when it has used up its time; hence a process of its own.
+# Damage: the table lies between two pages that must not be touched, and a call that hangs is killed
+# at its time limit. This needs a program of its own.
 
 DAMAGED = """
 import ctypes, mmap, random, signal, sys
@@ -402,10 +402,10 @@ def test_random_bytes_in_the_buckets_and_some_that_leave_no_free_slot():
 
 
 def test_a_call_that_finds_no_free_slot_changes_nothing():
-    """On the CPU; on a device the table is then worth nothing."""
+    """This holds on the CPU; on a device the damaged table is lost."""
     table = HashTable(20, load_factor=1.0)
     table.find_or_insert(torch.arange(20))
-    table.size.fill_(10)  # although all slots are used
+    table.size.fill_(10)  # although all places are used
     before = snapshot(table)
     with pytest.raises(ValueError, match="damaged: no slot is free for row 10"):
         table.find_or_insert(torch.tensor([3, 20, 21]))
@@ -433,13 +433,13 @@ def test_another_seed_is_damage(device):
 
 
 def with_counts(table, counts):
-    """The table, its counts of spilled keys replaced."""
+    """Replace the table's counts of spilled keys."""
     table.buckets.view(torch.int32)[:, 15] = counts
     return table
 
 
 def balanced(counts):
-    """One more and one less where no key has moved on, so that the total is right."""
+    """Add 1 to one zero count and subtract 1 from another, so that the total stays right."""
     none = (counts == 0).nonzero().squeeze(1)
     return counts.index_put((none[:2],), counts.new_tensor([1, -1]))
 
@@ -483,7 +483,7 @@ def test_wrong_counts_do_not_make_searches_walk_far(device, backend):
         assert (rows[:few] == -1).all()
         if (damaged >= counts).all():  # a count that is too small hides keys
             assert torch.equal(rows[few:].cpu(), torch.arange(few))
-    # They walked past all buckets for each key that is not there.
+    # Without a limit, each absent key would walk past all buckets.
     assert max(times[1:]) < 50 * times[0] + 0.1
 
 

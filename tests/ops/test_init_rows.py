@@ -1,4 +1,4 @@
-"""Philox, and sparsekit.ops.init_rows_ against the reference."""
+"""Philox is right, and sparsekit.ops.init_rows_ equals the reference."""
 
 import math
 
@@ -39,16 +39,16 @@ def expected_vectors(keys, dim, dtype=torch.float32, **settings):
 
 
 def assert_as_expected(result, expected, distribution, device):
-    """Equality of bits; on a GPU, a normal value may also be the float next to the expected one.
+    """Check for equal bits; on a GPU, a normal value may differ by one float.
 
-    Sine and cosine, in float64, are another function there, and their last bit may turn the
-    rounding to float32 the other way.
+    Sine and cosine in float64 are implemented differently there, and a different last bit may
+    change the rounding to float32.
     """
     if device.type != "cuda" or distribution != "normal":
         assert same_bits(result, expected)
         return
     assert result.dtype == expected.dtype
-    if expected.dtype == torch.float64:  # which holds values that were rounded to float32
+    if expected.dtype == torch.float64:  # the values were rounded to float32 before
         assert same_bits(result, result.float().double())
         result, expected = result.float(), expected.float()
     low, high = (
@@ -63,7 +63,7 @@ def settings_of(distribution, seed=0):
     return {"distribution": distribution, "a": a, "b": b, "seed": seed}
 
 
-# The answers that Random123, the library of the paper's authors, publishes (kat_vectors).
+# Known answers published with Random123, the library of the paper's authors (kat_vectors).
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -82,7 +82,7 @@ def test_known_answers_of_philox(counter, key, words):
 
 
 def test_known_answer_of_the_op(device):
-    # Seed 0, key 0, columns 0 to 3: the first known answer, 24 bits of each word.
+    # Seed 0, key 0, columns 0 to 3: the first known answer, of which each word gives 24 bits.
     result = vectors(torch.tensor([0]), 4, device, a=0.0, b=1.0)
     words = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert result.tolist() == [[(word >> 8) / 2**24 for word in words]]
@@ -160,16 +160,16 @@ def test_a_value_depends_on_seed_key_and_column_alone(device, distribution):
     settings = settings_of(distribution, seed=11)
     keys = key_pattern("distinct", 300)
     whole = vectors(keys, 13, device, **settings)
-    # not on the order,
+    # The order of keys makes no difference.
     order = torch.randperm(300, generator=generator(0))
     assert same_bits(vectors(keys[order], 13, device, **settings), whole[order])
-    # the split into calls,
+    # Splitting into calls makes no difference.
     parts = [vectors(part, 13, device, **settings) for part in keys.split(7)]
     assert same_bits(torch.cat(parts), whole)
-    # the number of columns,
+    # More columns do not change the first ones.
     for dim in (1, 4, 5, 12):
         assert same_bits(vectors(keys, dim, device, **settings), whole[:, :dim].contiguous())
-    # or the dtype, but for its rounding
+    # The dtype changes only the rounding.
     assert same_bits(vectors(keys, 13, device, torch.float64, **settings), whole.double())
     assert same_bits(vectors(keys, 13, device, torch.bfloat16, **settings), whole.bfloat16())
 
@@ -187,7 +187,7 @@ def test_seeds(device):
 def test_neighbouring_keys_and_columns_share_nothing(device):
     keys = torch.tensor([k + (hi << 32) for hi in range(-20, 20) for k in range(50)])
     values = vectors(keys, 16, device, torch.float32, a=0.0, b=1.0)
-    # 32,000 draws of 24 bits: about 30 pairs are equal by chance.
+    # Among 32,000 draws of 24 bits about 30 pairs are equal by chance.
     assert len(values.unique()) > values.numel() - 80
 
 
@@ -210,7 +210,7 @@ def test_uniform_range_and_moments(device, a, b):
 
 @pytest.mark.parametrize(("a", "b"), [(1.0, 1.0 + 2**-23), (-1.0, -1.0 + 2**-24), (0.1, 0.1)])
 def test_uniform_leaves_out_its_upper_end(device, a, b):
-    # The interval holds one float, its lower end, to which rounding must not add the upper one.
+    # The interval holds a single float, its lower end; rounding must not add the upper end.
     values = vectors(torch.arange(1000), 4, device, a=a, b=b)
     assert (values == torch.tensor(a)).all()
 
@@ -220,12 +220,12 @@ def test_normal_moments(device):
     settings = {"distribution": "normal", "a": mean, "b": std}
     z = (vectors(torch.arange(4000), 64, device, **settings).double() - mean) / std
     n = z.numel()
-    # E z^k is 0, 1, 0, 3 and its standard error sqrt(E z^2k - (E z^k)^2) / sqrt(n).
+    # E z^k is 0, 1, 0, 3, with the standard error sqrt(E z^2k - (E z^k)^2) / sqrt(n).
     for k, (moment, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], start=1):
         assert abs((z**k).mean() - moment) < 5 * math.sqrt(variance / n)
     assert abs((z.abs() < 1).double().mean() - math.erf(1 / math.sqrt(2))) < 5 * 0.5 / n**0.5
     assert 3.9 < z.abs().max() < 7
-    # Box-Muller makes columns in pairs: neither they nor their squares may go together.
+    # Box-Muller makes columns in pairs; neither the columns nor their squares may correlate.
     for other in (1, 2, 4):
         pair = z[:, :-other] * z[:, other:]
         assert abs(pair.mean()) < 5 / math.sqrt(pair.numel())
@@ -234,7 +234,7 @@ def test_normal_moments(device):
 
 
 def test_non_contiguous_keys_and_rows(device):
-    # Views are made on the device: a copy to another device would be contiguous.
+    # Make the views on the device: copying them to it would make them contiguous.
     keys = torch.arange(80, device=device)[::2]
     rows = torch.arange(79, -1, -1, device=device)[::2]
     assert not keys.is_contiguous()

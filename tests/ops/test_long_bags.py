@@ -1,4 +1,4 @@
-"""Bags as the CUDA kernels tell them apart: by fours, one by one, or cut into parts of 256 entries.
+"""Bags that the CUDA kernels treat differently: by fours, one by one, or in parts of 256 entries.
 
 The sums of parts are added 256 at a time.
 """
@@ -27,7 +27,7 @@ def positive_weights(n, dtype=torch.float64):
     "lengths", [[257] * 9, [257, 0, 258] * 3, [513] * 4, [255, 256, 257, 511, 512, 513], [300] * 40]
 )
 def test_bags_just_over_a_part(device, lengths, combiner, weighted):
-    """Each has two parts, the last of them small: as many as there can be for so many entries."""
+    """Each bag has a small last part: the most parts that this number of entries can have."""
     rows, offsets = bags_of(lengths, 40)
     weights = positive_weights(len(rows)) if weighted else None
     check(randn(40, 5, dtype=torch.float64), rows, offsets, combiner, weights, device)
@@ -60,7 +60,7 @@ def test_a_long_bag_gives_the_same_bits_alone_and_among_short_ones(device, lengt
 @all_combiners
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_of_mostly_empty_bags(device, dtype, combiner, weighted):
-    """More bags than entries: what the backward keeps for each bag must have room."""
+    """With more bags than entries, the backward still has room for its data on each bag."""
     lengths = [0] * 1500
     lengths[7], lengths[800], lengths[-1] = 1, 2, 1
     rows, offsets = bags_of(lengths, 3, lowest=0)
@@ -84,7 +84,7 @@ def test_the_first_bad_offset_is_named(device, bags, per_bag):
         lambda offsets: of_weights(grad, weight, rows, offsets, COMBINERS["mean"], weights),
     ]
     for position in {0, 1, bags - 1, bags}:
-        in_range = {0: 1, bags: n - 1}.get(position, -1)  # but not what it must be
+        in_range = {0: 1, bags: n - 1}.get(position, -1)  # valid, but not at this position
         for value in {-1, n + 1, 2**40, in_range}:
             offsets = torch.arange(bags + 1, device=device) * per_bag
             offsets[position] = value

@@ -34,7 +34,7 @@ def buckets_of(*keys):
 
 
 def bags(dtype, combiner, weights, grad):
-    """Arguments of embedding_bag; `grad` says which of weight and sample_weights require one."""
+    """Return arguments of embedding_bag; `grad` names the ones that require a gradient."""
     weight = randn(4, 3, dtype=dtype).requires_grad_("weight" in grad)
     sample_weights = None
     if weights:
@@ -54,7 +54,7 @@ def bags_backward_sample_weights(dtype, combiner):
 
 
 def update(case, dtype, *rows, own_steps=False, count_steps=False):
-    """Of as many tables as there are rows, or of one with all rows."""
+    """Return arguments of update_rows_: a table per tensor of rows, or one with all rows."""
     rule, settings, _ = RULES[case]
     weights, states = [], []
     for _ in rows or range(1):
@@ -75,7 +75,7 @@ def catch_up(case, dtype, rows):
 
 
 def group(dtype=torch.float32, weighted=False):
-    """Two tables, one without a hash table, asked by two sources."""
+    """Return two tables, one without a hash table, asked by two sources."""
     made = Group(dtype, [3, 4], [9, 9], [True, False], [1, 1])
     made.hash_tables[0].find_or_insert(int64(5, 6))
     weights = torch.rand(3 if weighted else 0, dtype=accumulate_dtype(dtype))
@@ -89,7 +89,7 @@ def group(dtype=torch.float32, weighted=False):
 
 
 def group_find(made, insert):
-    """Distinct keys alone, since what lies behind the results would differ."""
+    """Return arguments with distinct keys: memory past the results is undefined otherwise."""
     made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
     (table,) = made.hash_tables
     if not insert:
@@ -99,21 +99,21 @@ def group_find(made, insert):
 
 
 def group_routes(made, owners=(), distinct=True):
-    """The same, with keys in their order of owners."""
+    """Return arguments of group_bucketize, again with distinct keys."""
     made.sources[0].keys, made.sources[0].offsets = int64(6, 5), int64(0, 1, 2)
     maps = [len(owners) - 1] * len(made.dims)
     return list(owners), maps, [-1, 9], *made.asked, 3, distinct
 
 
 def group_rows(made):
-    """Where one vector of each table has come from each of the ranks that own its keys."""
+    """Return arguments of group_exchange_rows: owners of keys have sent a vector per table."""
     places, bags = torch.ops.sparsekit.group_bucketize(*group_routes(made))[4:6]
     come = torch.tensor([[[0, 1], [0, 1], [9, 2]], [[7, 1], [8, 2], [0, 2]]])
     return places, bags, made.asked[2], come, [2, 3]
 
 
 def group_bags(made, kind):
-    """Arguments of the pooling, or of its backward."""
+    """Return arguments of the pooling, of its backward, or of related ops."""
     rows, inverse, counts, bags, key_starts = made.find_or_insert()
     keys, _, features = made.asked
     asked = bags, features, made.sample_weights, key_starts
@@ -144,7 +144,7 @@ def group_step(made, case, own_steps=False, **keywords):
     return made.outs(), inverse, rows, counts, *asked, *tables, 2, own_steps, None, own_steps
 
 
-# What each op is called with. Made when it is wanted, since some ops change their arguments.
+# Calls of each op. They are made on demand, since some ops change their arguments.
 CASES = {
     "hash_table_clear_": lambda: [(table(1, 2).buckets,)],
     "hash_table_find": lambda: [
@@ -168,7 +168,7 @@ CASES = {
         (int64(7, 7, 7, 7, 7, 7),),
     ],
     "unique_padded": lambda: [
-        # All distinct: what lies behind the results is undefined, and would differ.
+        # All distinct: memory past the results is undefined and would differ.
         *((int64(7, 8, 9).to(dtype), count) for dtype in KEY_DTYPES for count in (None, int64(3))),
         (int64(), None),
     ],
@@ -229,7 +229,7 @@ CASES = {
         *(group_bags(group(dtype), "backward at") for dtype in ROW_DTYPES),
         group_bags(group(weighted=True), "backward at"),
     ],
-    # None of its elements has been written.
+    # The pooling has written none of the elements.
     "group_embedding_bag_out": lambda: [(torch.ones(2, dtype=dtype), 0) for dtype in ROW_DTYPES],
     "group_embedding_bag_update_": lambda: [
         *(group_step(group(dtype), "lazy adam", True) for dtype in ROW_DTYPES),
@@ -258,7 +258,7 @@ CASES = {
 
 
 def registered_ops():
-    """Names of all ops in the namespace, overloads included, as torch has them."""
+    """Return the names that torch has for all ops in the namespace, overloads included."""
     names = set()
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith(NAMESPACE):
@@ -273,11 +273,11 @@ def test_every_op_has_a_case():
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
-    """Torch calls the fake for such a mix, which would do nothing and say nothing."""
+    """For such a mix torch would call the fake, which silently does nothing."""
     op = getattr(torch.ops.sparsekit, name).default
 
     def moved(arguments):
-        """The arguments with one tensor after the other on the meta device."""
+        """Yield the arguments with one tensor at a time on the meta device."""
         for i, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor):
                 yield [*arguments[:i], argument.to("meta"), *arguments[i + 1 :]]
@@ -301,7 +301,7 @@ def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
                 op(*mix)
 
 
-# opcheck itself looks at .grad of what is no leaf, of which newer torches warn.
+# opcheck itself reads .grad of non-leaf tensors, and newer torches warn of that.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name):

@@ -1,4 +1,4 @@
-"""What an op writes to must not lie in another argument; calls like these hung or crashed."""
+"""An op's outputs must not overlap another argument; such calls hung or crashed."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ import sparsekit
 
 from .optimizer_rules import CASES as RULES
 
-# Each call has an argument that is part of another one. In a process of its own, since what is not
-# refused may never return.
+# Each call has an argument that overlaps another one. This is a program of its own, since a call
+# that is not refused may never return.
 CALLS = f"""
 import torch
 from sparsekit import HashTable, ops
@@ -104,13 +104,13 @@ CASES = [
     ("update(whole, s, row_step=whole.view(torch.int32).view(-1)[-8:])", "row_step", "weight"),
     ("t = torch.arange(8); update(whole, s, rows=t[4:6], row_step=t.view(torch.int32)[8:])",
      "rows", "row_step"),
-    # Neighbouring rows of states, but one column of each in both.
+    # The rows of these states are neighbours, but the states share one column.
     ("p = torch.zeros(8, 7); update(whole, [p[:, :4], p[:, 3:]])", "states[1]", "states[0]"),
     ("p = torch.zeros(72); update(whole, [p[:64].view(8, 8)[:, :4], p[6:70].view(8, 8)[:, :4]])",
      "states[1]", "states[0]"),
     ("p = torch.zeros(72); update(whole, [p[8:].view(8, 8)[:, 4:], p[:64].view(8, 8)[:, 2:6]])",
      "states[1]", "states[0]"),
-    # A row of a state lies in the weight, which begins behind as many elements as the state has.
+    # The weight begins as many elements later as the state has, so a row of the state lies in it.
     ("p = torch.zeros(128); update(p[64:96].view(8, 4), [p.view(8, 16)[:, :4], s[0]])",
      "states[0]", "weight"),
     ("init(out=floats[4:], keys=numbered[::4, 0], rows=two)", "keys", "out"),
@@ -123,7 +123,7 @@ CASES = [
 
 
 def test_overlaps_are_refused():
-    """All calls in one process, on the CPU and by the kernels, which prints the errors."""
+    """One process makes all calls, on the CPU and by the kernels, and prints the errors."""
     body = "".join(f"attempt({call!r})\n" for call, *_ in CASES)
     body += f"import simt; simt.load(); simt.SimtMode().__enter__()\n{body}"
     program = f"""{CALLS}
@@ -151,7 +151,7 @@ def attempt(call):
 
 
 def test_what_may_share_memory(engine):
-    """States side by side, numbers that are only read, and neighbours in one tensor."""
+    """States side by side, numbers that are only read, and neighbours in one tensor are allowed."""
     rule, settings, _ = RULES["lazy adam"]
     space = torch.zeros(9, 3, 4)
     weight, grad, step = torch.ones(9, 4), torch.ones(2, 4), torch.tensor([1])

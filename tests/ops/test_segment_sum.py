@@ -1,4 +1,4 @@
-"""sparsekit.ops.unsorted_segment_sum against the reference."""
+"""sparsekit.ops.unsorted_segment_sum equals the reference."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ from reference import ops as reference
 
 from sparsekit import ops
 
-# The CPU engine sums 1024 entries in one go; these sizes lie around its multiples.
+# The CPU engine sums 1024 entries at a time; these sizes lie around its multiples.
 CHUNK_SIZES = [1023, 1024, 1025, 2047, 2048, 2049, 4095, 4096, 4097]
 ID_PATTERNS = ("one", "two halves", "half on one", "sorted", "random", "dropped", "all dropped")
 
@@ -42,7 +42,7 @@ def ids_of(pattern, n, num_segments):
 
 
 def check_exact(data, ids, num_segments, device):
-    """Whole numbers add without rounding, so any order must give the reference's bits."""
+    """Check sums of whole numbers: they never round, so any order gives the reference's bits."""
     expected = reference.unsorted_segment_sum(data.cpu(), ids.cpu(), num_segments)
     for in_order in (False, True):
         with deterministic(in_order):
@@ -75,7 +75,7 @@ def test_segments_across_chunks(device, n, pattern):
 @pytest.mark.parametrize("before", [0, 1, 1023, 1024, 1025])
 @pytest.mark.parametrize("hot", [1, 1023, 1024, 1025, 2048, 3071, 5000])
 def test_a_hot_segment_between_two_others(device, before, hot):
-    # Every way for a segment to begin and end within, at and beyond a chunk's bounds.
+    # A segment begins and ends inside, at and beyond the bounds of a chunk.
     sizes = torch.tensor([before, hot, 700])
     ids = torch.repeat_interleave(torch.arange(3), sizes)
     ids = ids[torch.randperm(len(ids), generator=generator(hot))]
@@ -106,7 +106,7 @@ def test_without_entries(device, num_segments):
 
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 def test_id_dtypes_and_non_contiguous_arguments(device, dtype):
-    # Views are made on the device: a copy to another device would be contiguous.
+    # Make the views on the device: copying them to it would make them contiguous.
     ids = ids_of("dropped", 900, 9).to(device, dtype)[::3]
     assert not ids.is_contiguous()
     for data in (
@@ -131,7 +131,7 @@ def test_rows_that_are_not_aligned(device, dim, dtype):
 
 
 def test_bfloat16_is_added_in_float32(device):
-    # In bfloat16, 256 + 1 is 256: a sum kept in it would stop there.
+    # In bfloat16, 256 + 1 is 256, so a sum kept in bfloat16 would stop there.
     data = torch.ones(1000, 3, dtype=torch.bfloat16, device=device)
     ids = torch.zeros(1000, dtype=torch.int64, device=device)
     assert ops.unsorted_segment_sum(data, ids, 1).tolist() == [[1000.0] * 3]
@@ -146,7 +146,7 @@ def test_infinite_values_stay_in_their_segment(device):
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("pattern", ["one", "half on one", "random", "dropped"])
 def test_bits_do_not_depend_on_threads(device, pattern, dtype):
-    # On the CPU threads share out columns, and with few columns also runs of entries.
+    # On the CPU, threads divide columns, and with few columns also runs of entries.
     for n, dim in ((10_000, 19), (50_000, 3)) if device.type == "cpu" else ((10_000, 19),):
         data = randn(n, dim, dtype=dtype).to(device)
         ids = ids_of(pattern, n, 300).to(device)
@@ -156,7 +156,7 @@ def test_bits_do_not_depend_on_threads(device, pattern, dtype):
 
 @pytest.mark.parametrize("threads", [2, 3, 4])
 def test_long_segments_on_both_sides_of_a_bound_between_threads(threads):
-    # Threads share out segments by 4096 or more; those of more than 1024 entries have several runs.
+    # Threads divide segments by 4096 or more; a segment of more than 1024 entries has several runs.
     ids = torch.tensor([4095, 4096, 6143, 6144, 8191, 8192]).repeat(2100)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -167,7 +167,7 @@ def test_long_segments_on_both_sides_of_a_bound_between_threads(threads):
 
 
 def test_a_long_sum_is_accurate(device):
-    # One after the other in float32, these would be off by about 1e-4.
+    # Added one after another in float32, these numbers would be off by about 1e-4.
     n = 1_000_000 if device.type == "cpu" else 50_000
     data = torch.rand(n, 1, generator=generator(0))
     with deterministic():

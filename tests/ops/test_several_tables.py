@@ -1,4 +1,4 @@
-"""sparsekit.ops.update_rows_ with several tables: what separate calls do, or nothing at all."""
+"""sparsekit.ops.update_rows_ with several tables does what separate calls do, or nothing at all."""
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ from sparsekit import ops
 
 from .optimizer_rules import CASES, PER_ROW, copied, distinct_rows, table_of
 
-# Rows, dim and touched rows of the tables of a call, among them empty ones.
+# Rows, dim and touched rows of the tables of a call; some tables are empty.
 SIZES = [(50, 16, 20), (9, 3, 0), (400, 128, 300), (1, 1, 1), (0, 8, 0), (30, 300, 30), (20, 0, 7),
          (60, 100, 60), (40, 16, 1)]  # fmt: skip
 STEPS = [1, 2, 7, 1000]
 
 
 class Call:
-    """The arguments of a call."""
+    """Arguments of a call."""
 
     def __init__(self, case, dtype, device, sizes=SIZES, own_steps=False, all_rows=False):
         self.rule, self.settings, _ = CASES[case]
@@ -43,7 +43,7 @@ class Call:
         self.steps = [torch.tensor(STEPS[i % 4], device=device) for i in range(len(sizes))]
 
     def changed(self):
-        """All that a call may change."""
+        """Return everything that a call may change."""
         return [*self.weights, *self.states, *self.row_steps, *self.steps]
 
     def arguments(self):
@@ -90,7 +90,7 @@ def test_equals_a_call_for_each(device, case, dtype):
 
 @pytest.mark.parametrize("count", [29, 30, 31, 80])
 def test_any_number_of_tables(device, count):
-    """On a device they are in the launch, or beside it."""
+    """On a device, few tables travel in the launch and more of them in a copy."""
     sizes = [(5 + i % 7, (1, 4, 6, 16)[i % 4], i % 4) for i in range(count)]
     for _ in range(2):
         check("lazy adam", torch.float32, device, {"count_steps": True}, sizes=sizes)
@@ -102,9 +102,10 @@ def test_more_tables_than_a_launch_takes(device):
 
 @pytest.mark.parametrize("count", [1, 26, 500])
 def test_launches_do_not_depend_on_the_number_of_tables(count):
-    """One updates the rows and one counts the steps."""
+    """One launch updates the rows and one counts the steps."""
     call = Call("lazy adam", torch.float32, "cpu", sizes=[(3, 4, 2)] * count)
-    copies = 1 if count > 30 else 0  # of the tables, which later steps find on the device
+    # The tables are copied once; later steps find them on the device.
+    copies = 1 if count > 30 else 0
     for expected in (copies, 0):
         with counted() as counts:
             call.together(count_steps=True)
@@ -123,7 +124,7 @@ def test_equals_the_reference(device):
 
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 def test_tables_of_which_some_are_not_aligned(device, dtype):
-    """They need accesses of other widths than the others."""
+    """Some tables need accesses of other widths than the rest."""
     results = []
     for odd in (False, True):
         call = Call("lazy adam", dtype, device, sizes=[(30, 16, 9)] * 5)
@@ -193,7 +194,7 @@ def test_a_row_out_of_range(device, backend, bad):
     call.rows[2][-1] = bad
     with pytest.raises(IndexError, match=rf"table 2: rows\[299\] is {bad}, .* has 400 rows"):
         call.together(count_steps=True)
-    if backend != "cpu":  # there the other rows have been updated, but not counted
+    if backend != "cpu":  # a device has updated the other rows, but counted no step
         assert [step.item() for step in call.steps] == [step.item() for step in before[-9:]]
         return
     for now, then in zip(call.changed(), before, strict=True):

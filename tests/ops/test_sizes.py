@@ -1,7 +1,7 @@
-"""Sizes beyond any memory: no op computes with them, loops over them or allocates by them.
+"""For sizes beyond any memory, no op computes with them, loops over them or allocates by them.
 
-A tensor without elements may have any other size, and a number of rows is only a number, so nothing
-needs the memory that the sizes speak of.
+A tensor without elements may have any other size, and a number of rows is only a number, so the
+tests need no memory for these sizes.
 """
 
 import re
@@ -16,7 +16,7 @@ HUGE = (2**40, 2**45, 2**61, 2**62, 2**63 - 1)
 
 
 def none(*shape, dtype=torch.float32):
-    """A tensor without elements, or one element that stands for all."""
+    """Return a tensor without elements, or one element expanded to the shape."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     return torch.zeros((1,) * len(shape), dtype=dtype).expand(shape)
@@ -40,7 +40,7 @@ def catch_up(h):
     return none(0, h), [none(0, h), none(0, h)], steps, None, numbers, 1, "adam", [0.0] * 6
 
 
-# What each op is called with, by the huge size.
+# Op and arguments, as a function of the huge size.
 CASES = {
     "segment sum, wide": (OPS.unsorted_segment_sum, lambda h: (none(0, h), ints(), 0)),
     "segment sum, wide rows": (OPS.unsorted_segment_sum, lambda h: (none(0, h), ints(), 3)),
@@ -103,12 +103,12 @@ CASES = {
 @pytest.mark.parametrize("huge", HUGE)
 @pytest.mark.parametrize("case", CASES)
 def test_huge_sizes(engine, case, huge):
-    """An error that names op and sizes or bytes, or a result where nothing is to be computed."""
+    """An op raises an error that names op and sizes or bytes, or its result has no elements."""
     op, arguments = CASES[case]
     try:
         arguments = arguments(huge)
     except RuntimeError:
-        return  # torch itself has no such tensor
+        return  # torch itself cannot make the tensor
     name = op._qualified_op_name.split("::")[1]
     outcome, result = outcome_of(op, arguments)
     if outcome is None:
@@ -116,14 +116,14 @@ def test_huge_sizes(engine, case, huge):
         assert all(tensor.numel() == 0 for tensor in tensors)
         assert huge <= 2**44
     elif outcome.startswith("RuntimeError"):
-        assert huge < 2**44  # beyond, it is not even tried
+        assert huge < 2**44  # larger sizes are refused before the allocation
         assert " bytes" in outcome
     else:
         assert re.match(rf"ValueError: {name}: .*\d", outcome)
 
 
 def outcome_of(op, arguments):
-    """Type and message of the error that a call raises, or its result."""
+    """Return type and message of the error that a call raises, and its result."""
     try:
         return None, op(*arguments)
     except (ValueError, RuntimeError) as error:
@@ -132,7 +132,7 @@ def outcome_of(op, arguments):
 
 @pytest.mark.parametrize("sizes", [(2**22, 2**23), (2**31, 2**31), (2**62, 2), (2**32, 2**32)])
 def test_results_whose_bytes_overflow(engine, sizes):
-    """Each size is possible for its argument; their product is not."""
+    """Each size is possible for its argument, but their product is not."""
     segments, dim = sizes
     with pytest.raises(ValueError, match=r"unsorted_segment_sum: .* (shape \[|at most|must be in)"):
         OPS.unsorted_segment_sum(none(0, dim), ints(), segments)

@@ -1,4 +1,4 @@
-"""Two threads that insert into one table: one of them is told, and the table is sound."""
+"""When two threads insert into one table, one gets an error and the table stays sound."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 import sparsekit
 
-# In a process of its own, since calls that are not kept apart write beyond arrays.
+# A program of its own: unless such calls are kept apart, they write out of bounds.
 PROGRAM = """
 import os, random, sys, threading
 import torch
@@ -201,7 +201,7 @@ for attempt in range(4):
 
 NAMES = ["INSERTERS", "PART", "CLEARER", "FINDER", "FORK"]
 
-# Each in a fork, from before anything is computed: to import torch takes longer than they do.
+# Fork for each case before anything is computed: importing torch takes longer than the cases.
 IN_FORKS = """
 import os, sys
 import torch, sparsekit

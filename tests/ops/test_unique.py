@@ -1,4 +1,4 @@
-"""sparsekit.ops.unique against the reference."""
+"""sparsekit.ops.unique equals the reference."""
 
 import numpy as np
 import pytest
@@ -48,20 +48,20 @@ def test_any_int32_keys(device, keys):
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7])
 def test_extremes_in_every_small_table(device, n):
-    # The scratch table has from one bucket on; 0 is what its empty slots hold.
+    # The scratch table begins at one bucket. Its empty places hold 0, which is also a key.
     for shift in range(len(KEY_EXTREMES)):
         keys = KEY_EXTREMES[shift:] + KEY_EXTREMES[:shift] + (5, 6, 7)
         check(torch.tensor(keys[:n]), device)
 
 
 def test_keys_with_low_bits_alike(device):
-    # Multiples of 2^32 are all alike to a hash that looks at low bits only.
+    # A hash of the low bits only would map all multiples of 2^32 to the same value.
     check(torch.arange(3000) << 32, device)
     check(torch.arange(3000) << 51, device)
 
 
 def check_with_numpy(keys):
-    """As check, in time for many keys."""
+    """Check the results, fast enough for many keys."""
     unique, inverse, counts = ops.unique(keys)
     distinct, first, expected_counts = np.unique(keys, return_index=True, return_counts=True)
     order = np.argsort(first)
@@ -70,9 +70,9 @@ def check_with_numpy(keys):
     assert torch.equal(unique[inverse], keys)
 
 
-# On the CPU threads number pieces of 8192 keys or more. From 2^16 keys on a sample is looked at.
-# Keys that seldom repeat are split into parts from 2^17 on if threads are more than 4; beyond 2^21
-# all.
+# On the CPU, threads number pieces of at least 8192 keys. From 2^16 keys on the op takes a sample;
+# if keys seldom repeat, they are split into parts from 2^17 keys on with more than 4 threads, and
+# always beyond 2^21.
 @pytest.mark.parametrize("dtype", KEY_DTYPES)
 @pytest.mark.parametrize("pattern", KEY_PATTERNS)
 @pytest.mark.parametrize("n", [8191, 8192, 65_535, 65_536, 2**17 - 1, 2**17, 300_001])
@@ -88,7 +88,7 @@ def test_millions_of_keys(n, pattern):
 
 @pytest.mark.parametrize("distinct", [30, 10_000, 60_000, 200_000])
 def test_keys_that_a_sample_may_misjudge(distinct):
-    # Every 128th key is looked at; here those are all alike, or all different.
+    # The sample is every 128th key; here those are all equal, or all different.
     n = 2**18
     keys = torch.randint(0, distinct, (n,), generator=generator(0))
     for sampled in (torch.tensor(-1), torch.arange(n // 128) << 40):
@@ -107,7 +107,7 @@ def threads(request):
 @pytest.mark.parametrize("threads", [2, 3, 5, 40], indirect=True)
 @pytest.mark.parametrize("shared", [0, 1, 4000, 8000])
 def test_keys_of_several_pieces(threads, shared):
-    # Of 8192 keys in a row, so many are from the rows before, of one or of several; the others new.
+    # Of the 8192 keys of a row, `shared` come from earlier rows, and the others are new.
     rows = torch.arange(40 * 8192).view(40, 8192)
     draws = torch.randint(0, 2**40, (40, shared), generator=generator(shared))
     for row in range(1, 40):
@@ -125,7 +125,7 @@ def test_any_number_of_threads(threads, pattern, n):
 
 
 def test_many_keys_of_one_part():
-    # Keys whose hashes all have the same high bits end in one of the parts.
+    # Keys whose hashes agree in the high bits all go to the same part.
     n = 2**17
     x = torch.arange(2**22)
     x = (x ^ (x >> 30)) * (0xBF58476D1CE4E5B9 - 2**64)
@@ -134,7 +134,7 @@ def test_many_keys_of_one_part():
     keys = (part == 7).nonzero().flatten()[: n - 1]
     assert len(keys) > 100_000
     check_with_numpy(torch.cat([torch.tensor([-5]), keys, keys.flip(0)]))
-    # So many that they go by parts whatever the number of threads.
+    # Enough keys to be split into parts with any number of threads.
     check_with_numpy(torch.cat([keys.flip(0)] + 22 * [keys]))
 
 
@@ -166,7 +166,7 @@ def test_few_distinct_keys_do_not_keep_a_large_buffer(device):
     for result in (unique, counts):
         assert result.untyped_storage().nbytes() <= 1024
     unique, _, counts = ops.unique(torch.arange(400_000, device=device) // 4)
-    for result in (unique, counts):  # whose memory is kept for others
+    for result in (unique, counts):  # the pool keeps their memory for other tensors
         assert result.tolist() == (list(range(100_000)) if result is unique else [4] * 100_000)
         assert result.untyped_storage().nbytes() == 800_000
 

@@ -1,4 +1,4 @@
-"""sparsekit.ops.update_rows_: every rule against the reference, and what all of them share."""
+"""sparsekit.ops.update_rows_: every rule equals the reference; then behaviour that rules share."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from .optimizer_rules import CASES, PER_ROW, copied, distinct_rows, flat, table_
 
 
 def check_steps(case, num_rows, dim, touched, dtype, device, steps=1, together=True, **keywords):
-    """Take steps on both sides; rows without a gradient must keep their bits."""
+    """Take steps with op and reference; rows without a gradient must keep their bits."""
     rule, settings, _ = CASES[case]
     expected = table_of(case, num_rows, dim, dtype)
     table = copied(expected, device, together)
@@ -100,12 +100,12 @@ def test_row_wise_adagrad_by_hand(device):
     grad = torch.tensor([[3.0, 4.0]], dtype=torch.float64, device=device)
     row, step = torch.tensor([1], device=device), torch.tensor([1], device=device)
     ops.update_rows_(weight, [total], None, row, grad, step, "row_wise_adagrad", [1.0] + [0] * 4)
-    assert total.tolist() == [[5], [25]]  # 12.5 + (9 + 16) / 2
+    assert total.tolist() == [[5], [25]]  # the sum is 12.5 + (9 + 16) / 2
     assert weight.tolist() == [[0, 0], pytest.approx([-0.6, -0.8], rel=1e-12)]
 
 
 def test_late_steps(device):
-    # The corrections approach 1 and must not overflow on the way.
+    # The bias corrections approach 1 and must not overflow before.
     for step in (10**3, 10**9, 2**62):
         for case in ("lazy adam", "exact adam", "adagrad"):
             rule, settings, _ = CASES[case]
@@ -137,7 +137,7 @@ def test_without_rows_every_row_moves(device, case, dtype):
 
 
 def test_states_of_bfloat16_rows_keep_float32(device):
-    # A hundredth of a bfloat16 step at a time: the moments must see it.
+    # Each step is a hundredth of the bfloat16 spacing; the moments must still change.
     weight = torch.ones(1, 1, dtype=torch.bfloat16, device=device)
     moments = [torch.zeros(1, 1, device=device) for _ in range(2)]
     grad = torch.full((1, 1), 1.0, dtype=torch.bfloat16, device=device)
@@ -168,8 +168,8 @@ def test_stochastic_rounding_is_that_of_the_reference(device, dim, num_rows):
 
 
 def test_stochastic_rounding_is_right_on_average(device):
-    # A step of an eighth of the distance between two bfloat16 numbers: rounded to the nearest
-    # nothing ever moves.
+    # A step is an eighth of the distance between two bfloat16 numbers: rounding to nearest, the
+    # weight would never move.
     nearest = torch.ones(1, 4000, dtype=torch.bfloat16, device=device)
     at_random = nearest.clone()
     grad, step_size = torch.ones_like(nearest), 2.0**-7 / 8
@@ -218,7 +218,7 @@ def test_non_contiguous_gradient_and_rows(device):
     rule, settings, _ = CASES["lazy adam"]
     expected = table_of("lazy adam", 10, 4, torch.float32)
     table = copied(expected, device)
-    # Views are made on the device: a copy to another device would be contiguous.
+    # Make the views on the device: copying them to it would make them contiguous.
     rows, grad = torch.arange(10, device=device)[::3], randn(4, 4).to(device).t()
     assert not rows.is_contiguous()
     assert not grad.is_contiguous()
@@ -311,7 +311,7 @@ def test_a_row_out_of_range(device, backend, bad):
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("case", ["momentum", "amsgrad", "ftrl"])
 def test_states_whose_rows_are_not_aligned(device, case, dtype):
-    """A GPU, as a sanitizer does, faults on a wide access to rows at odd distances."""
+    """A GPU, like a sanitizer, faults on a wide access to rows at odd distances."""
     rule, settings, _ = CASES[case]
     rows = distinct_rows(11, 30).to(device)
     grad, step = randn(11, 16, dtype=dtype).to(device), torch.tensor([3], device=device)
@@ -332,7 +332,7 @@ MOST = 2**31 - 1
 
 @pytest.mark.parametrize("step", [MOST - 1, MOST, MOST + 1, 2**32 + 5, 2**62])
 def test_steps_beyond_what_row_step_can_have(device, step):
-    """They are as the last one that it can have, in the kernels and in the reference."""
+    """Later steps count as the last one that row_step can hold, in kernels and reference."""
     rule, settings, _ = CASES["lazy adam"]
     for per_row in (False, True):
         expected = table_of("lazy adam", 4, 3, torch.float64)
@@ -356,11 +356,11 @@ def test_steps_beyond_what_row_step_can_have(device, step):
 
 @pytest.mark.parametrize("lr_power", [0.0, -0.0, -0.5, -1.0, -2.0])
 def test_ftrl_as_numpy_has_it(device, lr_power):
-    """The formulas of the docstring, written down once more; 0 means a fixed rate."""
+    """ftrl equals the formulas of its docstring; lr_power 0 means a fixed rate."""
     lr, l1, l2 = 0.25, 0.5, 0.125
     weight, n, z = (randn(6, 5, dtype=torch.float64, seed=k) for k in range(3))
     n.square_()
-    n[0] = 0  # as before the first step with initial_accumulator_value = 0
+    n[0] = 0  # as before the first step with initial_accumulator_value=0
     table = [t.clone().to(device) for t in (weight, n, z)]
     w, n, z = (t.numpy().copy() for t in (weight, n, z))
     for step in range(1, 5):

@@ -1,6 +1,6 @@
-"""The engine writes to no more workspace than it asks for.
+"""The engine stays within the workspace that it asks for.
 
-The ops take theirs in blocks of 2 MiB, where a byte too many hurts nothing until it does.
+The ops take workspace in blocks of 2 MiB, where small overruns would go unnoticed.
 """
 
 import os
@@ -26,7 +26,7 @@ def test_no_op_writes_behind_its_workspace(tmp_path):
     include = Path(__file__).parents[2] / "csrc" / "core" / "include"
     program = tmp_path / "workspace"
     command = ["g++", "-std=c++17", "-O1", "-Wall", f"-I{include}", "-o", program, source, library]
-    # A sanitizer that is preloaded is for the program, not for its compiler.
+    # A preloaded sanitizer is for the program, not for the compiler.
     plain = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     rpath = f"-Wl,-rpath,{library.parent}"
     subprocess.run([*command, rpath], check=True, timeout=300, env=plain)

@@ -1,5 +1,5 @@
-// Runs the ops of the engine that take workspace, in as much as they ask for and not a byte more;
-// see test_workspace.py. What lies behind it holds a pattern that must still be there afterwards.
+// Runs the engine's ops with exactly the workspace that they ask for; see test_workspace.py. A
+// pattern behind it must still be there afterwards.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -24,7 +24,7 @@ constexpr int kPattern = 0xA5;
 int failures = 0;
 int num_threads = 1;
 
-// Cuts as threads would, and runs the parts one after another.
+// Cuts a range as threads would, and runs the parts one after another.
 void run(int64_t begin, int64_t end, int64_t grain, ParallelFor::Body body, void* context) {
   const int64_t part = std::max({grain, int64_t{1}, (end - begin + num_threads - 1) / num_threads});
   for (; begin < end; begin += part) body(begin, std::min(end, begin + part), context);
