@@ -1,4 +1,4 @@
-"""Layers that are looked up one by one, and the same in a group: nothing may tell them apart."""
+"""Comparison of layers that are looked up one by one with the same layers in a group."""
 
 import torch
 from conftest import generator
@@ -11,7 +11,7 @@ def assert_same(one, other):
 
 
 def upstream(outputs, seed):
-    """A gradient for each output."""
+    """Return a gradient for each output."""
     return [
         torch.randn(out.shape, generator=generator(seed + i)).to(out)
         for i, out in enumerate(outputs)
@@ -19,7 +19,7 @@ def upstream(outputs, seed):
 
 
 def state_of(layers):
-    """All but the buckets, whose hash has a seed of its own."""
+    """Return the state without the buckets, whose hash has a random seed."""
     state = layers.state_dict()
     return {
         name: value for name, value in state.items() if not name.endswith(("buckets", "hash_seed"))
@@ -27,7 +27,7 @@ def state_of(layers):
 
 
 def check_step(apart, together, optimizers):
-    """Take a step of both optimizers; layers and states of optimizers must be the same then."""
+    """Take a step with both optimizers; check that layers and states of optimizers stay equal."""
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()

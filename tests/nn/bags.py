@@ -1,7 +1,7 @@
-"""Bags of keys in every form that a layer takes, and what it should make of them.
+"""Bags of keys in every form of input, and the outputs expected for them.
 
-Bags are a list of lists of keys. A form is a function of bags and flat weights, or None, to inputs
-and sample_weights.
+Bags are a list of lists of keys. A form is a function that maps bags and flat weights, or None, to
+inputs and sample_weights.
 """
 
 import itertools
@@ -19,7 +19,7 @@ MAX_NNZ = 6
 PADDING = -77
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 # 2 samples of 3 slots: empty bags at the start, inside and at the end; duplicates within a bag and
-# between bags; the keys that other tables reserve.
+# between bags; keys that other hash tables reserve.
 BAGS = [[], [0, -1, 0], [INT64_MIN], [5, INT64_MAX, 5, 0, 5], [-1], []]
 KEYS = st.one_of(
     st.sampled_from([0, -1, 1, INT64_MIN, INT64_MAX]),
@@ -46,7 +46,7 @@ def make_layer(combiner="sum", **changes):
 
 
 def vectors(layer, keys):
-    """The vector of each key, by bags of one key."""
+    """Look up bags of one key each; returns the vector of each key."""
     keys = torch.tensor(keys)
     with torch.no_grad():
         return layer((keys, torch.arange(len(keys) + 1))).view(-1, layer.embedding_vec_size)
@@ -90,7 +90,7 @@ def as_coo(bags, weights):
 
 
 def as_uncoalesced_coo(bags, weights):
-    """Entries in any order, all of them in column 0."""
+    """Return an uncoalesced COO tensor with entries in random order, all in column 0."""
     indices, shape = _positions(bags)
     order = torch.randperm(indices.shape[1], generator=torch.Generator().manual_seed(1))
     indices[1] = 0
@@ -122,7 +122,7 @@ def as_jagged(bags, weights):
 
 
 class KeyedJagged(Keyed):
-    """Bags of all slots, which lie slot by slot."""
+    """Stand-in for a KeyedJaggedTensor of all slots; bags lie slot by slot."""
 
     def __init__(self, bags, weights):
         samples = len(bags) // SLOTS
@@ -139,7 +139,7 @@ def as_keyed_jagged(bags, weights):
 
 
 def as_dense(bags, weights):
-    """Padded with PADDING, before and after the keys."""
+    """Return a dense tensor, with PADDING before and after the keys of a bag."""
     values, _ = flat(bags)
     shape = (len(bags) // SLOTS, SLOTS, MAX_NNZ)
     keys = torch.full(shape, PADDING).view(-1, MAX_NNZ)
@@ -169,7 +169,7 @@ FORMS = {
 
 
 def oracle(layer, bags, weights):
-    """Output, rows and weights of nn.EmbeddingBag, or of plain torch for what that lacks."""
+    """Return output, rows and weights as computed by nn.EmbeddingBag, or by plain torch."""
     values, offsets = flat(bags)
     rows = values if layer.table is None else layer.table.find(values)
     assert (rows >= 0).all()

@@ -1,4 +1,4 @@
-"""A stand-in for the KeyedJaggedTensor of torchrec, random ones, and layers for their features."""
+"""Stand-in for torchrec's KeyedJaggedTensor, with random contents, and layers for its features."""
 
 import random
 
@@ -6,7 +6,7 @@ import torch
 
 from sparsekit import DistributedEmbedding, Feature
 
-# Not in the order of the features, and with some that nobody asks for.
+# The keys are in another order than the features, and some keys belong to no feature.
 KEYS = ("unused", "own", "shared_b", "middle", "rows", "shared_a", "last")
 FEATURES = {
     "shared_a": "shared",
@@ -17,7 +17,7 @@ FEATURES = {
 
 
 class Keyed:
-    """Bags of several features, feature by feature."""
+    """Stand-in for a KeyedJaggedTensor: bags of several features, feature by feature."""
 
     def __init__(self, keys, values, offsets, weights=None):
         self._keys, self._values, self._offsets, self._weights = keys, values, offsets, weights
@@ -35,7 +35,7 @@ class Keyed:
         return self._weights
 
     def of(self, feature):
-        """((values, offsets), weights) of one feature alone."""
+        """Return ((values, offsets), weights) of one feature."""
         first = self._keys.index(feature) * self.batch
         offsets = self._offsets[first : first + self.batch + 1]
         begin, end = offsets[0], offsets[-1]
@@ -48,7 +48,7 @@ class Keyed:
 
 
 def random_keyed(keys, batch, seed, device="cpu", weighted=False, most=4, dtype=torch.int64):
-    """Bags of 0 to `most` keys below 40, some of them empty."""
+    """Return bags of 0 to `most` keys below 40."""
     draw = random.Random(seed)
     lengths = [draw.randrange(most + 1) for _ in range(len(keys) * batch)]
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(dtype)

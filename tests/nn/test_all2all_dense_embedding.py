@@ -1,4 +1,4 @@
-"""All2AllDenseEmbedding against nn.Embedding with the same rows."""
+"""All2AllDenseEmbedding equals nn.Embedding with the same rows."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def make_layer(**changes):
 
 
 def check_equal(layer, keys):
-    """Forward and backward equal nn.Embedding's, where the row of the padding key is zeros."""
+    """Check forward and backward against nn.Embedding with zeros in the row of the padding key."""
     out = layer(keys)
     assert out.shape == (*keys.shape, layer.embedding_vec_size)
     assert out.dtype == layer.weight.dtype
@@ -55,7 +55,7 @@ def check_equal(layer, keys):
 @pytest.mark.parametrize("padding_key", [None, 0, 7, -3])
 def test_equals_embedding(dtype, padding_key):
     layer = make_layer(dtype=dtype, padding_key=padding_key)
-    for _ in range(2):  # keys that are new, and then known
+    for _ in range(2):  # first with new keys, then with known ones
         check_equal(layer, KEYS)
     expected = set(KEYS.view(-1).tolist()) - {padding_key}
     assert set(layer.table.keys().tolist()) == expected
@@ -72,7 +72,7 @@ def test_any_keys_equal_embedding(keys, padding_key):
     layer = make_layer(dynamic_input=True, padding_key=padding_key)
     keys = torch.tensor(keys, dtype=torch.int64)
     check_equal(layer, keys)
-    # Looking up distinct keys and spreading them is the same.
+    # Looking up distinct keys and expanding the result gives the same.
     unique, inverse, _ = sparsekit.ops.unique(keys)
     assert torch.equal(layer(unique)[inverse], layer(keys))
 

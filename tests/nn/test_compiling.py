@@ -1,4 +1,4 @@
-"""Layers under torch.compile: where graphs end, and how many there are; what cannot record them."""
+"""Layers under torch.compile: lookups break graphs, whose number stays small; some tools refuse."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import sparsekit
 
 
 class Model(torch.nn.Module):
-    """Layers of every kind, a group among them."""
+    """Model with layers of every kind and a group."""
 
     def __init__(self, layers):
         super().__init__()
@@ -33,7 +33,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def graphs():
-    """Graphs that the backend is given."""
+    """Return the list of compiled graphs, and a backend that fills it."""
     torch._dynamo.reset()
     counters.clear()
     seen = []
@@ -58,22 +58,23 @@ def compiled_graphs(graphs, layers):
         found = compiled(keys)
         torch.testing.assert_close(found, model(keys))
         found.sum().backward()
-    # Nothing of ours is in a graph, nor is a frame of ours compiled.
+    # No graph contains code of sparsekit.
     code = "".join(graph.code for graph in seen)
     assert "sparsekit" not in code
     return len(seen)
 
 
 def test_graphs_do_not_grow_with_layers_or_batches(graphs):
-    """Each piece between layers once for one batch size and once for any."""
+    """Each piece between layers compiles once for one batch size and once for any."""
     few = compiled_graphs(graphs, 1)
-    # Every break is said to be ours, in our words.
+    # Every break gives sparsekit's own reason.
     assert counters["graph_break"]
     assert all("sparsekit: a lookup" in reason for reason in counters["graph_break"])
     assert compiled_graphs(graphs, 6) == few <= 10
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch, of tensors between graphs
+# Torch reads .grad of tensors between graphs.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("kind", ["LazyAdam", "Adam"])
 def test_a_compiled_step(graphs, kind):
     _, backend = graphs

@@ -1,4 +1,4 @@
-"""States damaged at random: each is refused with the layer as it was, or the layer is sound."""
+"""A state damaged at random is refused without any effect, or loads into a sound layer."""
 
 import contextlib
 import random
@@ -18,7 +18,7 @@ def some_keys(rng, n):
 
 
 def random_bytes(rng, state, name):
-    """Overwrites a few bytes of an entry."""
+    """Overwrite a few bytes of an entry."""
     flat = state[name].view(-1).view(torch.uint8)
     for _ in range(rng.randint(1, 16)):
         flat[rng.randrange(len(flat))] = rng.randrange(256)
@@ -50,13 +50,13 @@ def not_a_tensor(rng, state, name):
 
 
 def slot(state, rng, rows):
-    """Bucket and slot of a used entry."""
+    """Return bucket and place of a used entry."""
     used = (rows >= 0).nonzero().tolist()
     return rng.choice(used) if used else (0, 0)
 
 
 def in_the_buckets(rng, state, name):
-    """A key or a row twice, two rows exchanged, an entry lost, counts of spilled keys."""
+    """Repeat a key or a row, swap two rows, drop an entry, or change a count of spilled keys."""
     buckets = state["table.buckets"]
     words = buckets.view(torch.int32)
     rows = words[:, 10:15]
@@ -81,7 +81,7 @@ def another_size(rng, state, name):
 
 
 def exchanged(rng, state, name):
-    """The table or the vectors of another layer."""
+    """Replace the table or the vectors by those of another layer."""
     other = trained(some_keys(rng, rng.randint(1, 30)), embedding_vec_size=rng.choice([5, 6]))
     for name in rng.choice([["weight"], ["table.buckets"], ["table.size"], ENTRIES[3:]]):
         state[name] = other.state_dict()[name].clone()
@@ -92,8 +92,8 @@ DAMAGES = [random_bytes, another_dtype, another_shape, missing, another_entry, n
 
 
 def rows_of(state):
-    """Key -> row as a state has them, read entry by entry; None if it is not sound."""
-    state = {"shard": torch.tensor([0, 1])} | state  # old states have none
+    """Read a state entry by entry; returns key -> row, or None if the state is not sound."""
+    state = {"shard": torch.tensor([0, 1])} | state  # old states lack it
     shapes = {"seed": (1,), "shard": (2,), "table.hash_seed": (1,), "table.size": (1,)}
     for name in ENTRIES:
         value = state.get(name)
@@ -127,7 +127,7 @@ def test_500_damaged_states():
         state = state_of(trained(keys, max_vocabulary_size_per_gpu=capacity))
         for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
             damage, name = rng.choice(DAMAGES), rng.choice(ENTRIES)
-            # What is left after one damage may have no place for another.
+            # An earlier damage may make a later one impossible.
             with contextlib.suppress(
                 AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError
             ):
@@ -139,7 +139,7 @@ def test_500_damaged_states():
         except RuntimeError:
             assert same_state(state_of(layer), before)
             refused += 1
-            # What fits is not refused.
+            # A sound state that fits must not be refused.
             assert (
                 rows is None or len(rows) > 25 or (assign and state["weight"].dtype == torch.half)
             )
@@ -151,7 +151,7 @@ def test_500_damaged_states():
         assert torch.equal(layer.table.find(keys), torch.tensor(list(rows.values())))
         expected = state["weight"][list(rows.values())]
         assert same_bits(vectors(layer, list(rows)), expected.to(layer.weight.dtype))
-        # And it grows until it is full, but no further.
+        # The layer takes new keys until it is full, and then refuses them.
         room = 25 - len(rows)
         new = [key for key in some_keys(rng, 30) if key not in rows][:room]
         fresh = single(seed=int(state["seed"]))

@@ -1,4 +1,4 @@
-"""DistributedEmbedding against nn.EmbeddingBag with the same rows, in every form of input."""
+"""DistributedEmbedding equals nn.EmbeddingBag with the same rows, for every form of input."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
 def check_equal(layer, form, bags, weights=None):
-    """Forward and backward of layer on bags in this form equal the oracle's."""
+    """Check that forward and backward on bags in this form equal the oracle's."""
     inputs, sample_weights = FORMS[form](bags, weights)
     out = layer(inputs, sample_weights)
     expected, weight, expected_weights = oracle(layer, bags, weights)
@@ -78,7 +78,8 @@ def test_equals_embedding_bag(dtype, combiner, weighted, form):
 def test_any_bags_equal_embedding_bag(bags, combiner, weighted, form, dim):
     layer = make_layer(combiner, embedding_vec_size=dim, padding_key=PADDING)
     weights = random_weights(sum(map(len, bags))) if weighted else None
-    for each in (bags, [bag[::-1] for bag in bags[::-1]]):  # new keys; known ones, rows in disorder
+    # First new keys, then known ones in another order.
+    for each in (bags, [bag[::-1] for bag in bags[::-1]]):
         check_equal(layer, form, each, weights)
     assert set(layer.table.keys().tolist()) == {key for bag in bags for key in bag}
 
@@ -130,8 +131,8 @@ def test_bfloat16_rounds_once(combiner, weighted):
     wide(flat(BAGS))
     wide.weight.data.copy_(layer.weight.data)
     exact, _, exact_weights = oracle(wide, BAGS, weights)
-    # 8 bits of significand: rounding once is off by up to 2^-8 / 2 of the power of two below, so by
-    # 2^-8 of the value at most. Sums in bfloat16 would be off by more.
+    # bfloat16 has 8 bits of significand: rounding once changes a value by at most 2^-8 of it. Sums
+    # in bfloat16 would be further off.
     torch.testing.assert_close(out.double(), exact, rtol=2**-8 * 1.001, atol=1e-7)
     out.sum().backward()
     exact.sum().backward()
@@ -155,7 +156,7 @@ OPTIMIZERS = {
 }
 
 
-# Adagrad makes sparse tensors itself, without saying whether to check them.
+# Adagrad makes sparse tensors without saying whether to check them.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_torch_optimizers_train_it_as_they_train_embedding_bag(name):
@@ -178,7 +179,7 @@ def test_torch_optimizers_train_it_as_they_train_embedding_bag(name):
 
 
 def test_two_calls_and_a_step_before_backward():
-    """Backward works with what forward saw, whatever was inserted or updated since."""
+    """Backward uses the rows that forward saw, despite later insertions and updates."""
     layer = make_layer("mean")
     weights, more_weights = random_weights(5), random_weights(4)
     bags, more = [[1, 2], [1], [3, 3]], [[9, 1], [], [10, 11]]

@@ -1,4 +1,4 @@
-"""What the drop-ins have beyond torch's layers: any id, and whatever the other layers do."""
+"""Features that the drop-ins have beyond torch's layers: any id, and options of other layers."""
 
 import copy
 import inspect
@@ -127,7 +127,7 @@ def test_padding_key_is_any_key(drop_in):
     assert layer.table.keys().tolist() == [BIG]
     with pytest.raises(ValueError, match="cannot both be given"):
         drop_in(5, 3, padding_idx=-1, padding_key=-1)
-    assert drop_in(5, 3, padding_idx=-1).padding_key == 4  # as torch counts
+    assert drop_in(5, 3, padding_idx=-1).padding_key == 4  # -1 counts from the end, as in torch
 
 
 def test_initial_vectors_are_torchs():
@@ -185,7 +185,7 @@ def test_max_norm_of_new_ids():
     torch.testing.assert_close(layer(ids).norm(dim=1), torch.full((4,), 0.5))
     torch.testing.assert_close(layer.vectors(ids[:2]), torch.full((2, 4), 0.25))
     full = Embedding.from_pretrained(torch.ones(2, 4), max_norm=0.5).eval()
-    full(T([7, 0]))  # and 7 has no row
+    full(T([7, 0]))  # 7 has no row
     assert full.weight.norm(dim=1).tolist() == [pytest.approx(0.5), 2]
     assert (layer.eval()(T([7])) == 1).all()
     layer.max_norm = None
@@ -194,7 +194,7 @@ def test_max_norm_of_new_ids():
 
 
 def test_max_norm_in_a_group():
-    """Each table has its own limit, and rows that are late catch up first."""
+    """Each table has its own limit, and late rows catch up before it is applied."""
     results = []
     for mode in ("catch_up", "sweep"):
         torch.manual_seed(0)
@@ -206,7 +206,8 @@ def test_max_norm_in_a_group():
             assert (outs["a"].norm(dim=1) <= 0.5 + 1e-6).all()
             assert (outs["b"].norm(dim=1) > 0.5).any()
             optimizer.zero_grad()
-            sum(-out.square().sum() for out in outs.values()).backward()  # outwards
+            # The step makes vectors longer.
+            sum(-out.square().sum() for out in outs.values()).backward()
             optimizer.step()
         results.append([layer.state_dict()["weight"] for layer in layers.values()])
     for one, other in zip(*results, strict=True):
@@ -250,12 +251,12 @@ def test_in_a_group():
     out = group(inputs)
     for name, layer in layers.items():
         assert torch.equal(out[name], layer(inputs[name])), name
-    # Offsets have the last end here, and weights are taken.
+    # In a group, offsets include the last end, and weights are allowed.
     values, offsets, weights = ids.view(-1), torch.arange(6) * 3, torch.rand(5, 3)
     inputs["bag"] = values, offsets
     out = group(inputs, {"bag": weights.view(-1)})
     assert torch.equal(out["bag"], layers["bag"](ids, None, weights))
-    # One feature is one slot.
+    # A KeyedJaggedTensor with a single feature gives a single slot.
     out = group({**inputs, "bag": Keyed(["only"], values, offsets, weights.view(-1))})["bag"]
     assert torch.equal(out, layers["bag"](ids, None, weights))
     features = {"x": "bag", "y": sparsekit.Feature("vectors", "mean")}

@@ -1,4 +1,4 @@
-"""An EmbeddingGroup is its layers one by one, bit for bit: outputs, gradients, states, errors."""
+"""An EmbeddingGroup equals its layers one by one in outputs, gradients, states and errors."""
 
 import copy
 import random
@@ -18,7 +18,7 @@ KEYS = torch.tensor([[[1, 2]]])
 
 
 def layers():
-    """Layers of all kinds; the two of float64 make a call of their own."""
+    """Return layers of all kinds; those of float64 need a second call of the ops."""
     bags, vectors = sparsekit.DistributedEmbedding, sparsekit.All2AllDenseEmbedding
     wide = {"dtype": torch.float64}
     made = {
@@ -34,7 +34,7 @@ def layers():
 
 
 def batch(seed, device):
-    """Bags of 0 to 4 keys, among which some are empty altogether; and weights for two layers."""
+    """Return bags of 0 to 4 keys, all empty for every third seed, and weights for two layers."""
     draw = random.Random(seed)
 
     def keys(n):
@@ -56,7 +56,7 @@ def batch(seed, device):
 
 
 def call(layers, inputs, weights, group=None):
-    """Outputs of all layers by name."""
+    """Return the outputs of all layers by name."""
     if group is not None:
         return group({name: inputs[name] for name in layers}, weights)
     return {
@@ -89,7 +89,7 @@ def test_training_is_that_of_the_layers(name, fused, device):
             other = call(together, inputs, given[1] if training else weights, group)
             assert_same(one, other)
         if seed % 2 == 0:
-            continue  # the last call was an evaluation
+            continue  # the last call was in evaluation
         torch.autograd.backward(list(one.values()), upstream(one.values(), seed))
         torch.autograd.backward(list(other.values()), upstream(other.values(), seed))
         for k in weights:
@@ -113,7 +113,7 @@ def test_gradients_in_evaluation(device):
     call(together, inputs, weights, group)
     apart.eval()
     group.eval()
-    inputs, weights = batch(4, device)  # some keys have been seen, some have not
+    inputs, weights = batch(4, device)  # keys both seen and unseen
     one, other = call(apart, inputs, weights), call(together, inputs, weights, group)
     assert_same(one, other)
     torch.autograd.backward(list(other.values()), upstream(other.values(), 0))
@@ -126,7 +126,7 @@ def test_gradients_in_evaluation(device):
 
 
 def expected_gradient(layer, inputs, weights, grad):
-    """By torch, of the rows that there are."""
+    """Compute the gradient of existing rows with torch."""
     weight = layer.weight.detach().clone().requires_grad_()
     keys = inputs[0] if isinstance(inputs, tuple) else inputs.reshape(-1)
     rows = layer.table.find(keys) if layer.table else keys
@@ -182,7 +182,7 @@ def test_layers_of_which_some_are_in_evaluation(device):
 
 
 def test_a_table_asked_twice(device):
-    """Several features share a table: as one call with the keys of all, in their order."""
+    """If several features share a table, it acts as in one call with all their keys in order."""
     shared = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 90, name="shared").to(device)
     other = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 5, name="other").to(device)
     twin = copy.deepcopy(shared)
@@ -215,7 +215,7 @@ def test_a_full_table_is_named_and_left_as_it_was(device):
     assert (error.layer, error.size, error.capacity, error.refused) == ("full", 2, 3, 3)
     assert full.table.keys().tolist() == [0, 1]
     assert torch.equal(full.weight, before)
-    # Keys of tables that had room stay, with their initial vectors.
+    # Tables that had room keep the new keys, with their initial vectors.
     twin = sparsekit.DistributedEmbedding("sum", 80, 4, 1, 1, name="roomy").to(device)
     expected = twin(keys)
     assert roomy.table.keys().tolist() == [0, 1, 2, 3, 4]
@@ -245,7 +245,7 @@ def test_a_bad_input_changes_nothing(name, bad, error, device):
 
 
 def test_many_tables_of_few_keys(device):
-    """More than one word of anything has room for."""
+    """70 tables exceed a word with one bit per table."""
     number = 70
     apart = torch.nn.ModuleDict(
         {

@@ -1,4 +1,4 @@
-"""Bad input: the right error, with layer, argument and value in it, before anything is changed."""
+"""Bad input raises the right error, which names layer, argument and value, and changes nothing."""
 
 import warnings
 
@@ -44,7 +44,8 @@ def coo(values, columns=(0, 1, 0, 0), shape=(4, 3)):
 
 
 def csr(values, offsets=OFFSETS, columns=(0, 1, 0, 0)):
-    # Compressed layouts are in beta state, says torch; and cases are made at import.
+    # torch warns that compressed layouts are in beta; the cases are made at import, outside any
+    # filter.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         columns = T(list(columns))
@@ -74,7 +75,7 @@ def two_slots(by_slot):
 
 
 def with_strides(strides, inverse_indices=None):
-    """A KeyedJaggedTensor with keys of so many samples each."""
+    """Return a KeyedJaggedTensor with these numbers of samples per key."""
     bags = two_slots([[1], [2], [3], [4]])
     bags.variable_stride_per_key = lambda: True
     bags.stride_per_key = lambda: strides
@@ -88,7 +89,7 @@ def on_meta(tensor):
 
 ONES = torch.ones(4)
 
-# name: (what is done, the error, what its message contains besides the layer's name)
+# name: (call, error, parts of its message besides the layer's name)
 CONSTRUCTION = {
     "combiner": (lambda: pooled("min"), ValueError, ["combiner", "'min'", "sqrtn"]),
     "combiner no str": (lambda: pooled(["sum"]), ValueError, ["combiner", "['sum']"]),
@@ -138,9 +139,9 @@ CONSTRUCTION = {
     "device": (lambda: pooled(device="mps"), NotImplementedError, ["device", "mps"]),
 }
 
-# name: (a layer, its inputs and perhaps weights, the error, what its message contains)
+# name: (layer, its inputs and optional weights, error, parts of its message)
 CALLS = {
-    # no known form
+    # unknown forms
     "no form": (pooled, ["abc"], TypeError, ["inputs", "sparse COO", "got str"]),
     "a list of 3": (pooled, [[1, 2, 3]], TypeError, ["inputs", "got a list of 3"]),
     "CSC": (pooled, [csc()], TypeError, ["inputs", "torch.sparse_csc"]),
@@ -216,11 +217,11 @@ CALLS = {
     ),
     "max_feature_num KJT": (
         lambda: pooled(max_feature_num=2),
-        [two_slots([[1, 1], [], [3], [4]])],  # samples [1, 1], [3] and [], [4]
+        [two_slots([[1, 1], [], [3], [4]])],  # sample 0 is [1, 1] and [3], sample 1 is [] and [4]
         ValueError,
         ["sample 0", "3 keys", "max_feature_num=2"],
     ),
-    # keys without the hash table
+    # keys of layers without a hash table
     "key too large": (
         lambda: pooled(use_hashtable=False, max_vocabulary_size_per_gpu=90),
         [(VALUES, OFFSETS)],
@@ -315,7 +316,7 @@ CALLS = {
 
 
 def trained(make):
-    """The layer and its optimizer after a step on three keys."""
+    """Return the layer and its optimizer after a step on three keys."""
     layer = make()
     optimizer = sparsekit.optim.LazyAdam(layer.parameters())
     if layer.weight.dtype == torch.float16:
@@ -366,7 +367,7 @@ def test_bad_input(case):
 
 
 def test_good_input_of_the_same_kind_is_taken():
-    """So that the cases above fail for their one fault only."""
+    """The same inputs without their fault are accepted, so each case fails for that fault alone."""
     for inputs in [
         [(VALUES, OFFSETS)],
         [(VALUES, OFFSETS), ONES],
@@ -396,7 +397,7 @@ def test_a_weight_that_does_not_fit_is_refused_before_keys_are_inserted(weight):
 
 
 def test_a_layer_without_a_name_is_called_by_its_size():
-    """Several such layers are told apart by it; a name that is given stays as it is."""
+    """The size tells layers without a name apart; a given name appears unchanged."""
     layer = sparsekit.Embedding(2, 4)
     with pytest.raises(TableFullError, match=r"^Embedding_\d+ \(2 rows of 4\): the table on"):
         layer(torch.tensor([1, 2, 3]))

@@ -1,4 +1,4 @@
-"""A CSR feature matrix as the input of layers: columns are keys, values are weights."""
+"""A CSR feature matrix is an input of layers: columns are keys, values are weights."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from peak_memory import forget_peak, peak
 import sparsekit
 from sparsekit.hashing import SplitHashEncoder
 
-# A machine with a GPU may lack it.
+# A machine with a GPU may have no scipy.
 sparse = pytest.importorskip("scipy.sparse")
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 
@@ -102,7 +102,7 @@ def test_what_the_encoder_makes(to, signed):
 
 @pytest.mark.parametrize("to", ["torch", "scipy"])
 def test_no_dense_matrix_is_made(to):
-    """Dense, 20,000 rows of 262,144 columns take 21 GB; their entries take 1.6 MB at most."""
+    """Dense, 20,000 rows of 262,144 columns would take 21 GB; their entries take 1.6 MB at most."""
     encoder = SplitHashEncoder({"a": 2**32})
     layer = sparsekit.DistributedEmbedding("sum", 120_000, 4, 1, name="wide")
     columns = {"a": np.arange(20_000)}

@@ -1,4 +1,4 @@
-"""What an EmbeddingGroup with features refuses, and how it says so."""
+"""An EmbeddingGroup with features refuses bad input and says why."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tests.nn.keyed import FEATURES, KEYS, Keyed, layers, random_keyed
 
 
 def bad(position, value):
-    """A batch with one number changed: of an offset, or where that is None, of the keys."""
+    """Return a batch with one number changed, in the offsets or in the keys."""
     keyed = random_keyed(("a", "own", "rows", "shared_a", "shared_b"), 3, 1)
     where, at = position
     (keyed.offsets() if where == "offsets" else keyed.values())[at] = value
@@ -61,7 +61,7 @@ def test_a_bad_input_changes_nothing(make, error, mixed, device):
 
 
 class Strided(Keyed):
-    """Features of different numbers of samples."""
+    """Stand-in for a KeyedJaggedTensor whose features have different numbers of samples."""
 
     def variable_stride_per_key(self):
         return True
@@ -153,7 +153,7 @@ def test_what_is_refused(message):
 
 
 def test_keyed_tensors_need_torchrec(monkeypatch):
-    # Python looks for this name first, whatever of torchrec has been imported before.
+    # With this entry the import fails, even if other parts of torchrec are loaded.
     monkeypatch.setitem(sys.modules, "torchrec.sparse.jagged_tensor", None)
     with pytest.raises(ImportError, match="output='keyed' makes a KeyedTensor of torchrec"):
         EmbeddingGroup(layers("cpu"), FEATURES, "keyed")

@@ -1,4 +1,4 @@
-"""Values that a weight is given: pretrained vectors are kept, what would be lost is refused."""
+"""Pretrained vectors written to a weight are kept, and writes that would be lost are refused."""
 
 import copy
 
@@ -148,7 +148,7 @@ def test_own_writes_of_zeros_are_no_such_write():
 @pytest.mark.parametrize("kind", [optim.LazyAdam, optim.Adam, optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_are_known_to_be_no_such_write(kind, fused):
-    """Or each lookup would have to look at rows."""
+    """A step is no write by hand; otherwise each later lookup would have to check rows."""
     layer = single()
     optimizer = kind(layer.parameters(), lr=0.1)
     if fused:
@@ -199,12 +199,12 @@ def test_what_is_no_such_write():
     ):
         layer.load_state_dict(layer.state_dict())
         vectors(layer, [1])
-        torch.nn.init.ones_(layer.weight[:1])  # of a row in use
+        torch.nn.init.ones_(layer.weight[:1])  # the row is in use
         assert (vectors(layer, [1]) == 1).all()
         assert (vectors(copy.deepcopy(layer), [1]) == 1).all()
     moved = single()
     optimizer = optim.LazyAdam(moved.parameters())
-    moved.weight.grad = torch.ones_like(moved.weight)  # a penalty on the whole weight
+    moved.weight.grad = torch.ones_like(moved.weight)  # like that of a penalty on the whole weight
     optimizer.step()
     assert same_bits(vectors(moved, [1]), vectors(single(), [1]))
     rows = single(use_hashtable=False)
@@ -258,7 +258,7 @@ def test_a_state_without_keys_is_looked_at_again():
 
 @pytest.mark.parametrize("of", [lambda w: w, lambda w: w.data], ids=["", "data"])
 def test_averages_by_other_hands_are_refused_where_keys_come_late(of):
-    """As of a library that copies parameters, which would average these rows with zeros."""
+    """A library that averages parameters itself would average these rows with zeros."""
     model = single()
     vectors(model, [1])
     averaged = copy.deepcopy(model).eval()

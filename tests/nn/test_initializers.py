@@ -1,4 +1,4 @@
-"""Uniform, Normal and Constant as the initializers of a layer, and functions that fill."""
+"""Uniform, Normal, Constant and functions that fill a tensor are initializers of a layer."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ N, DIM = 4000, 25
 
 
 def start(initializer, dtype=torch.float64, seed=3, keys=None, **changes):
-    """The first vectors [n, DIM] of a layer with this initializer."""
+    """Return the first vectors [n, DIM] of a layer with this initializer."""
     layer = sparsekit.All2AllDenseEmbedding(
         N, DIM, 1, 1, True, embedding_initializer=initializer, seed=seed, dtype=dtype, **changes
     )
@@ -38,7 +38,7 @@ def test_uniform(low, high):
     assert low - 1e-9 <= values.min()
     assert values.max() < high
     width = high - low
-    # Of 100,000 draws; a deviation of five standard errors fails.
+    # Of 100,000 draws: a deviation of five standard errors fails.
     assert values.mean() == pytest.approx((low + high) / 2, abs=5 * width / math.sqrt(12 * N * DIM))
     bins = torch.histc((values - low) / width, bins=20, min=0, max=1)
     expected = N * DIM / 20
@@ -50,7 +50,7 @@ def test_uniform_never_rounds_up_to_high():
 
 
 def test_uniform_is_drawn_before_it_is_rounded_to_the_dtype():
-    # From 1 on the numbers of bfloat16 are 2**-7 apart: half of the interval rounds up to its end.
+    # From 1 on, bfloat16 numbers are 2**-7 apart: half of the interval rounds up to its end.
     values, rounded = start(Uniform(1.0, 1 + 2**-7)), start(Uniform(1.0, 1 + 2**-7), torch.bfloat16)
     assert values.max() < 1 + 2**-7
     assert torch.equal(rounded, values.to(torch.bfloat16))
@@ -132,7 +132,7 @@ def test_equality_and_repr():
 
 init = torch.nn.init
 
-# What a function of torch draws for a table of 40 rows of 10.
+# Functions and the distribution that each draws for a table of 40 rows of 10.
 TRANSLATED = {
     "uniform_": (init.uniform_, Uniform(0.0, 1.0)),
     "normal_": (init.normal_, Normal(0.0, 1.0)),
@@ -164,14 +164,14 @@ def test_functions_by_what_they_draw(function, same, use_hashtable):
     layer = made(function)
     assert type(layer.initializer) is type(same)
     assert layer.initializer.numbers == pytest.approx(same.numbers)
-    # As any initializer: a function of seed, key and column.
+    # As with any initializer, a value depends on seed, key and column only.
     keys = torch.arange(40)
     assert torch.equal(layer(keys.flip(0)).flip(0), made(layer.initializer)(keys))
 
 
 OTHER = torch.ones(40, 10)
 
-# And what tells no distribution, with a part of the error.
+# Functions whose distribution cannot be found, with a part of the error.
 UNTRANSLATED = {
     "orthogonal_": (init.orthogonal_, "orthogonal_ does not tell .* no op that can be seen"),
     "eye_": (init.eye_, "it calls eye"),
@@ -200,12 +200,12 @@ def test_other_functions_are_for_tables_without_hash_table(function, message):
         sparsekit.Embedding(40, 10, seed=seed, use_hashtable=False, embedding_initializer=function)
         for seed in (3, 3, 4)
     ]
-    assert torch.equal(torch.rand(1), expected)  # The stream of torch is left alone.
+    assert torch.equal(torch.rand(1), expected)  # torch's own random stream is not used.
     one, again, other = (layer.weight.detach().clone() for layer in layers)
     assert torch.equal(one, again)
     if function in (init.orthogonal_, init.trunc_normal_):
         assert not torch.equal(one, other)
-    # What it does not write to is zeros.
+    # Elements that the function does not write are zeros.
     assert one.any() == (message not in ("it calls select, zero_", "it calls zero_", "meta|Scalar"))
     layers[0].reset_parameters()
     assert torch.equal(layers[0].weight, one)

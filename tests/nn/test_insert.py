@@ -1,4 +1,4 @@
-"""insert=False: in training the vocabulary stays as it is, and rows that have keys are trained."""
+"""With insert=False, training adds no keys to the table, but trains the rows of known keys."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_new_keys_are_what_they_are_in_evaluation(kind, device):
 
 @pytest.mark.parametrize("optimizer", [0, 1])
 def test_the_known_train_on(optimizer):
-    """A state of the optimizer and what it does late are those of evaluation, too."""
+    """The optimizer's state and its late updates equal those of a layer in evaluation."""
     frozen, twin = (Embedding(9, 4, name="same") for _ in range(2))
     steps = [FUSED[optimizer]([layer.weight]) for layer in (frozen, twin)]
     for layer, step in zip((frozen, twin), steps, strict=True):

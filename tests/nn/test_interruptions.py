@@ -1,4 +1,4 @@
-"""Interrupted calls: a key that has been inserted has its initial vector, whoever looks next."""
+"""After an interrupted call, an inserted key has its initial vector in every later call."""
 
 import copy
 import functools
@@ -49,7 +49,7 @@ def test_keys_of_an_interrupted_call_have_their_initial_vectors(way):
     expected = evaluated(copy.deepcopy(layer))
     moment, inserted, call = 1, 0, copy.deepcopy(layer)
     while not interrupt(functools.partial(vectors, call, NEW), moment := moment + 5):
-        if len(call.table) > len(KNOWN):  # else it was interrupted before
+        if len(call.table) > len(KNOWN):  # otherwise the interrupt came before the insertion
             inserted += 1
             assert same_bits(WAYS[way](call), expected)
             assert call.table.keys()[: len(KNOWN + NEW)].tolist() == KNOWN + NEW
@@ -91,7 +91,8 @@ def test_a_row_that_moved_before_it_had_a_key_is_finished_too():
     ]
     for layer, optimizer in zip(layers, optimizers, strict=True):
         vectors(layer, KNOWN)
-        layer.weight.grad = torch.ones_like(layer.weight)  # a penalty on the whole weight
+        # Like that of a penalty on the whole weight.
+        layer.weight.grad = torch.ones_like(layer.weight)
         optimizer.step()
         for _ in range(3):
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""JaggedTensors, as torchrec has them, and keys whose vectors come back jagged."""
+"""JaggedTensors in the style of torchrec, and keys whose vectors come back jagged."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ VALUES, OFFSETS = T([3, 10**12, 3, -5]), T([0, 2, 2, 4])
 
 
 class Jagged:
-    """A stand-in for the JaggedTensor of torchrec."""
+    """Stand-in for torchrec's JaggedTensor."""
 
     def __init__(self, values, offsets, weights=None):
         self._parts = values, offsets, weights
@@ -75,7 +75,7 @@ def test_vectors_come_back_jagged(form, kind, device):
 
 
 def test_in_a_group(device):
-    """A dict of JaggedTensors, as KeyedJaggedTensor.to_dict() makes it."""
+    """A group takes a dict of JaggedTensors, as KeyedJaggedTensor.to_dict() makes it."""
     layers = {
         "vectors": Embedding(50, 4, name="vectors"),
         "bags": EmbeddingBag(50, 4, mode="sum", name="bags"),

@@ -1,4 +1,4 @@
-"""What a layer and a group keep from call to call does not outlive what it follows from."""
+"""Plans that a layer or group keeps from call to call are renewed when their inputs change."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def inputs(step=0, batch=4):
 
 
 def called(made):
-    """The layer after a call, so that it has something to keep."""
+    """Call the layer, so that it keeps a plan; returns the layer."""
     made(KEYS)
     return made
 

@@ -1,4 +1,4 @@
-"""A group's features of one KeyedJaggedTensor are their layers asked one by one, bit for bit."""
+"""A group's features of one KeyedJaggedTensor equal its layers asked one by one, bit for bit."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def one_by_one(layers, keyed):
     [
         (optim.LazyAdam, torch.float32),
         (optim.LazyAdam, torch.bfloat16),
-        (optim.Adam, torch.float32),  # under which rows lag behind
+        (optim.Adam, torch.float32),  # rows may be late under Adam
     ],
 )
 @pytest.mark.parametrize("fused", [False, True])
@@ -81,7 +81,7 @@ def test_training_is_that_of_the_layers(output, fused, kind, dtype, device):
 
 
 def test_nothing_is_copied(device, monkeypatch):
-    """The ops read the tensor where it is, and write one output."""
+    """The ops read the tensor in place, and write a single output."""
     group = EmbeddingGroup(layers(device), FEATURES, "concatenated")
     keyed = random_keyed(KEYS, BATCH, 0, device, weighted=True)
     seen = []
@@ -180,7 +180,7 @@ def test_vectors_that_are_not_pooled(padding, batch, device):
 
 
 def test_padding_and_samples_of_few_keys(device):
-    """Such layers have their bags cut out; the others share theirs."""
+    """Such layers get their own copies of bags; the other layers share the batch's."""
     apart = layers(device)
     apart["shared"] = DistributedEmbedding("sum", 90, 8, 1, 5, padding_key=7, name="p").to(device)
     apart["own"] = DistributedEmbedding("sqrtn", 90, 16, 2, 5, max_feature_num=4).to(device)
@@ -214,7 +214,7 @@ def test_a_dict_of_features(device):
     keyed = random_keyed(KEYS, BATCH, 3, device, weighted=True)
     inputs = {name: keyed.of(name)[0] for name in FEATURES}
     weights = {name: keyed.of(name)[1] for name in FEATURES}
-    # A feature in another form of bags, and one in its KeyedJaggedTensor.
+    # One feature in another form of bags, and one as a KeyedJaggedTensor of its own.
     inputs["own"] = torch.nested.nested_tensor_from_jagged(*inputs["own"])
     inputs["rows"] = Keyed(["rows"], *inputs["rows"], weights.pop("rows"))
     out = EmbeddingGroup(together, FEATURES)(inputs, weights)
@@ -227,7 +227,7 @@ def test_a_dict_of_features(device):
 
 
 def test_layers_without_features(device):
-    """Each layer is a feature of its own name; in a dict, one output takes its one slot."""
+    """Each layer is a feature under its own name, and an output has one slot of it."""
     made = {name: layer for name, layer in layers(device).items() if name != "own"}
     keyed = random_keyed(("shared", "rows"), BATCH, 5, device)
     expected = {name: layer(keyed.of(name)[0]).squeeze(1) for name, layer in made.items()}

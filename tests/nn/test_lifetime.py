@@ -1,4 +1,4 @@
-"""The life of a layer: what is inserted when, copies, saved states and gradients that add up."""
+"""A layer over its life: when keys are inserted, copies, saved states, accumulated gradients."""
 
 import copy
 import io
@@ -106,7 +106,7 @@ def test_a_copy_goes_on_as_the_original(way):
         twin.train(training)
         assert torch.equal(vectors(twin, keys), vectors(layer, keys))
     assert torch.equal(twin.table.keys(), layer.table.keys())
-    # Each has its own memory.
+    # Layer and copy have separate memory.
     twin(inputs).sum().backward()
     sparsekit.optim.LazyAdam(twin.parameters(), lr=0.1).step()
     vectors(twin, [123])
@@ -161,7 +161,7 @@ def test_gradient_is_coalesced_however_it_comes(way, copied, hook):
 
     GRADIENT[way](layer, call)
     check_coalesced(layer.weight.grad)
-    # Rows are 1, 2, 8, 5.
+    # The keys are in rows 1, 2, 8 and 5.
     counts = torch.tensor([1, 0, 0, 2] if way == "one call" else [2, 0, 1, 3])
     expected = counts[:, None].expand(4, 5).to(torch.float64)
     assert torch.equal(layer.weight.grad.to_dense()[:4], expected)
@@ -177,11 +177,13 @@ def test_unseen_key_in_evaluation_has_no_gradient():
     assert layer.weight.grad.values().tolist() == [[2.0] * 5]
     layer.zero_grad()
     layer((torch.tensor([5, 7]), torch.arange(3))).sum().backward()
-    assert layer.weight.grad.indices().tolist() == [[0]]  # of key 7, beside an unseen one
+    # The gradient of key 7, beside an unseen key.
+    assert layer.weight.grad.indices().tolist() == [[0]]
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("rows", [[3, 0, 3], [0, 0], [3, 3]])  # repeated rows may rise, too
+# Repeated rows may also be in ascending order.
+@pytest.mark.parametrize("rows", [[3, 0, 3], [0, 0], [3, 3]])
 def test_gradient_of_a_weight_that_is_used_otherwise_too(rows, sparse):
     layer = single()
     vectors(layer, [1, 2, 3, 4])
@@ -228,7 +230,7 @@ def test_no_grad_and_frozen_weight():
     check_coalesced(layer.weight.grad)
 
 
-# A DeprecationWarning in one torch, a FutureWarning in the next.
+# This is a DeprecationWarning in one torch version and a FutureWarning in the next.
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_trace_is_refused():
     layer = sparsekit.DistributedEmbedding("sum", 10, 4, slot_num=1, max_nnz=1, name="traced")

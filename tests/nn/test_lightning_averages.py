@@ -1,4 +1,4 @@
-"""Averages that Lightning's StochasticWeightAveraging makes of tables that grow."""
+"""Lightning's StochasticWeightAveraging averages tables that grow."""
 
 import copy
 
@@ -11,7 +11,7 @@ swa = pytest.importorskip("lightning.pytorch.callbacks.stochastic_weight_avg")
 
 
 def test_rows_that_come_late_begin_with_their_initial_vectors():
-    """The same as under AveragedModel, which is told of keys by its buffers."""
+    """The averages equal those of AveragedModel, which learns of new keys through its buffers."""
     model = torch.nn.Sequential(sparsekit.Embedding(50, 3, name="t"), torch.nn.Linear(3, 1))
     averaged = copy.deepcopy(model)
     of_torch = torch.optim.swa_utils.AveragedModel(model)

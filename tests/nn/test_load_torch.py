@@ -1,4 +1,4 @@
-"""A whole state of torch's layers, loaded into a model whose layers were swapped."""
+"""A whole state of torch's layers loads into a model with swapped layers."""
 
 import pytest
 import torch
@@ -29,12 +29,12 @@ def swapped(**options):
 def test_a_whole_state_in_one_call(use_hashtable):
     torch.manual_seed(0)
     theirs, ids = Model(), torch.arange(20)
-    theirs(ids)  # the batch norm's buffers
+    theirs(ids)  # changes the batch norm's buffers
     model = swapped(extra_rows=5, use_hashtable=use_hashtable)
     optimizer = sparsekit.optim.Adam(model.parameters(), mode="catch_up")
     extra = torch.tensor([22, 23])
     initial = model.user.vectors(extra)
-    for keys in (extra, ids):  # then rows of the former are late
+    for keys in (extra, ids):  # the second step leaves the first one's rows late
         optimizer.zero_grad()
         model.user(keys).sum().backward()
         optimizer.step()
@@ -44,7 +44,7 @@ def test_a_whole_state_in_one_call(use_hashtable):
     assert torch.equal(model.user.vectors(extra), initial)
     assert model.user is model.again
     if use_hashtable:
-        assert model.user.table.keys().tolist() == list(range(20))  # and 22, 23 are gone
+        assert model.user.table.keys().tolist() == list(range(20))  # without 22 and 23
     model.train()(ids).sum().backward()
     optimizer.step()
 

@@ -1,4 +1,4 @@
-"""Saved states: those of another capacity load, and one that does not fit changes nothing."""
+"""Saved states load at another capacity, and one that does not fit changes nothing."""
 
 import copy
 import functools
@@ -17,7 +17,7 @@ KEYS = [3, -(2**63), 0, 2**63 - 1, -1, 17, 18, 19, 20, 21]
 
 
 def trained(keys=KEYS, **settings):
-    """A layer whose vectors are not the initial ones."""
+    """Return a layer whose vectors are not the initial ones."""
     layer = single(**settings)
     optimizer = sparsekit.optim.LazyAdam(layer.parameters(), lr=0.1)
     layer((torch.tensor(keys), torch.arange(len(keys) + 1))).sum().backward()
@@ -36,7 +36,7 @@ def same_state(one, other):
 
 
 def refused(layer, state, *parts, **how):
-    """That the layer does not take the state, says why, and is as it was."""
+    """Check that the layer refuses the state, says why, and is unchanged."""
     before = state_of(layer)
     given = dict(state)
     with pytest.raises(RuntimeError) as caught:
@@ -56,7 +56,7 @@ def test_a_state_of_another_capacity_loads_if_its_rows_fit(capacity, assign):
     assert layer.table.keys().tolist() == KEYS
     assert layer.weight.shape == (capacity, 5)
     assert torch.equal(vectors(layer, KEYS), vectors(saved, KEYS))
-    # It goes on: unseen keys start as in the saved layer, and gradients reach the rows.
+    # The layer still trains: unseen keys start as in the saved layer, and gradients reach the rows.
     assert torch.equal(vectors(layer.eval(), [5, 99]), vectors(saved.eval(), [5, 99]))
     layer.train()
     saved.train()
@@ -88,7 +88,7 @@ def test_a_state_of_more_rows_than_there_are_is_refused():
 
 
 def test_a_state_of_another_dim_leaves_table_and_vectors():
-    # The table of one layer with the vectors of another had keys read each other's rows.
+    # With the table of one layer and the vectors of another, keys would read each other's rows.
     layer, other = trained(list(range(50))), trained(list(range(50, 60)), embedding_vec_size=6)
     before = vectors(layer, list(range(50)))
     refused(layer, other.state_dict(), "weight", "[any, 5]", "[300, 6]")
@@ -96,7 +96,7 @@ def test_a_state_of_another_dim_leaves_table_and_vectors():
 
 
 def with_row(state, key, row):
-    """Gives a key of a state another row."""
+    """Return the state with another row for a key."""
     state = {name: value.clone() for name, value in state.items()}
     buckets = state["table.buckets"]
     rows = buckets.view(torch.int32)[:, 10:15]
@@ -109,7 +109,7 @@ def without(state, *names):
 
 
 def with_one_more(state, key, row):
-    """Gives a key that a state does not have a row."""
+    """Return the state with a new key that has a row."""
     state = {name: value.clone() for name, value in state.items()}
     rows = state["table.buckets"].view(torch.int32)[:, 10:15]
     bucket, slot = (rows < 0).nonzero()[0].tolist()
@@ -167,7 +167,7 @@ def test_a_damaged_state_is_refused(damage, how):
     layer = trained([17, 4, 5])
     state = change(state_of(trained()))
     refused(layer, state, "layer:", *parts, **how)
-    # The other layers of a model load.
+    # Other layers of the model still load.
     model = torch.nn.ModuleDict({"a": layer, "b": trained([1])})
     states = {"a": state, "b": trained([2, 3]).state_dict()}
     inside = {

@@ -1,4 +1,4 @@
-"""Seeds, dtypes and devices that torch is told for all modules: as for nn.Embedding."""
+"""Seeds, dtypes and devices set for all of torch's modules act as on nn.Embedding."""
 
 import copy
 
@@ -36,7 +36,7 @@ each_form = pytest.mark.parametrize("use_hashtable", [True, False])
 
 
 def state_of(layer):
-    """All that decides what a layer does, whatever the seed of its hash."""
+    """Return everything that determines a layer's behaviour, except the seed of its hash."""
     pieces = list(layer.items())
     start = [] if layer.table is None else [layer.vectors(KEYS)]
     return [*(tensor for piece in pieces for tensor in piece), layer.seed, layer.shard, *start]
@@ -56,7 +56,7 @@ def test_manual_seed_decides_unnamed_layers(make, use_hashtable):
     torch.manual_seed(1)
     again = make(use_hashtable=use_hashtable)
     assert same(one, again)
-    # Whatever has a name, or a seed, draws nothing.
+    # A layer with a name or a seed draws no random number.
     named = make(name="n")
     assert torch.equal(make(seed=5).seed, torch.tensor([5]))
     assert same(other, make())
@@ -104,7 +104,7 @@ def train(layer, keys):
 
 
 def test_default_device():
-    """It is not that of layers which are told another, nor of what they make by themselves."""
+    """The default device affects neither layers with another device nor the tensors they make."""
     kept, there = embedding(name="n"), torch.device("meta")
     train(kept, KEYS)
     kept.vectors(KEYS)
@@ -159,7 +159,7 @@ def test_meta(make, use_hashtable):
         with torch.no_grad():
             one.weight[2] += 1
     assert same(trained, twin)
-    # And there and back: what was there is gone.
+    # A move to meta and back loses all rows.
     assert same(trained.to("meta").to_empty(device="cpu"), make(**settings))
 
 
@@ -173,7 +173,7 @@ def test_states_of_layers_on_meta(use_hashtable):
         layer.load_state_dict(saved.state_dict())
     layer.load_state_dict(saved.state_dict(), assign=True)
     assert same(layer, saved)
-    # A state from meta has nothing to load.
+    # A state from meta holds nothing to load.
     on_meta = embedding(device="meta", **settings).state_dict()
     with pytest.raises(RuntimeError, match=r"dense tensor on cpu or cuda, got .* on meta"):
         layer.load_state_dict(on_meta)
@@ -182,7 +182,7 @@ def test_states_of_layers_on_meta(use_hashtable):
 
 
 def test_a_model_begun_on_meta():
-    """As for FullyShardedDataParallel: memory, and then reset_parameters of all that have it."""
+    """As FullyShardedDataParallel does, allocate memory, then call every reset_parameters."""
     with torch.device("meta"):
         model = torch.nn.Sequential(embedding(name="n"), torch.nn.Linear(4, 1))
     model.to_empty(device="cpu")
@@ -232,7 +232,7 @@ def test_reset_parameters(use_hashtable):
             layer(ids).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        # Steps that rows have missed are not made up for by those that come now.
+        # Steps that rows had missed before the reset do not reach the new rows.
         seed = int(layer.seed)
         layer.reset_parameters()
         assert (int(layer.seed) == seed) == (layer is named)
@@ -247,7 +247,7 @@ def test_reset_parameters(use_hashtable):
 
 
 def test_reset_forgets_that_the_weight_was_moved():
-    """What is written to it by hand from then on would be lost again, and is refused."""
+    """Later writes to the weight by hand would be lost, so they are refused again."""
     layer = embedding()
     optimizer = optim.LazyAdam(layer.parameters())
     layer.weight.grad = torch.ones_like(layer.weight)

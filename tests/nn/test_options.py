@@ -1,4 +1,4 @@
-"""Options of tables: declared once, shown and checked by every layer."""
+"""Options of tables are declared once, and every layer shows and checks them."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""Swapping layers of a model that has them, or their weights, in other places as well."""
+"""Layers or their weights are swapped in other places of the model as well."""
 
 import collections
 import functools
@@ -32,9 +32,9 @@ def unset(weight):
     return read
 
 
-# What a model keeps beside its modules, how the kept weight is read from it, and what it is called.
+# How a model keeps a weight outside its modules, how to read it there, and its name in messages.
 KEPT = {
-    # As deepctr-torch does.
+    # deepctr-torch does this.
     "lists": (lambda m: [([m.tags.weight], 0.0, 1e-5)], lambda k: k[0][0][0], "[0][0][0]"),
     "pairs": (
         lambda m: [("tags.weight", m.tags.weight), ("twice", m.tags.weight)],
@@ -59,7 +59,7 @@ def test_what_a_model_keeps_beside_its_modules_follows(case, capsys):
     keep, read, name = KEPT[case]
     model = model_of()
     model.kept = keep(model)
-    model.again = model.kept  # found once, or written twice
+    model.again = model.kept  # the same object under two names
     (done,) = replace_embeddings(model, "tags", extra_rows=3)
     assert read(model.kept) is read(model.again) is model.tags.weight
     assert f"kept{name}" in " and ".join(done.rebound)
@@ -93,7 +93,7 @@ def tied_out_of_sight(model):
     model.kept[0].weight = model.tags.weight
 
 
-# What cannot be given another weight, and where it is said to be.
+# References to a weight that cannot be replaced, and the place that the message names.
 STUCK = {
     "set": (lambda m: setattr(m, "kept", {m.tags.weight}), "kept's element"),
     "key": (lambda m: setattr(m, "kept", {m.tags.weight: 0.1}), "kept's key"),
@@ -119,7 +119,7 @@ def test_what_cannot_follow_is_a_reason_to_leave(case):
     assert model.tags is before
     assert done.reason.startswith(STUCK[case][1])
     assert done.reason.endswith("cannot be given another")
-    # Others are not concerned, but by an optimizer of all.
+    # The other layers are free to be swapped, except under an optimizer of all parameters.
     (other,) = replace_embeddings(model, "history", verbose=False)
     assert (other.new is None) == (case == "optimizer")
 
@@ -129,7 +129,7 @@ def test_what_a_model_keeps_may_lead_in_circles_or_far(monkeypatch):
     model = model_of()
     model.kept = [model, [[] for _ in range(3000)], list(range(10**5))]
     model.kept.append(model.kept)
-    model.last = [[{"tags": model.tags.weight}]]  # in turn with the lists
+    model.last = [[{"tags": model.tags.weight}]]  # found although the lists come first
     with pytest.warns(UserWarning, match="more than 3,000 objects, of which the rest was not"):
         replace_embeddings(model, verbose=False)
     assert model.last[0][0]["tags"] is model.tags.weight
@@ -154,7 +154,7 @@ def test_a_model_that_refuses_a_layer_is_as_it_was():
 
 
 class Next(nn.Module):
-    """A softmax over all items, as recbole's SASRec has it."""
+    """Model with a softmax over all items, like recbole's SASRec."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def test_code_that_reads_a_weight_is_warned_of(options):
         warnings.simplefilter("always")
         replace_embeddings(model, verbose=False, **options)
     said = [str(warning.message) for warning in caught]
-    if not options:  # the weight is what it was
+    if not options:  # the weight still has the shape that the code expects
         assert said == []
         return
     (one,) = said

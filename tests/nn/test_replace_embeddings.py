@@ -1,4 +1,4 @@
-"""Swapping layers of an existing model: what is swapped, what is left, and that it trains alike."""
+"""Layers of an existing model are swapped: the right ones, and it trains alike."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ BIG = 10**18
 
 
 class Ratings(nn.Module):
-    """Of a user, an item and its tags, with a tied table of users who wrote and users who read."""
+    """Model of a user, an item and its tags; users who write and users who read share a table."""
 
     def __init__(self, sparse):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gradients of the gradients of tables: a lookup again, as torch's own embedding has them."""
+"""Gradients of a table's gradients are lookups again, as with torch's own embedding."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def layer_of(kind, weight, **options):
 
 
 def penalised(outputs, weights):
-    """A loss of outputs and of its gradient, and the gradient of that in each weight."""
+    """Return the weights' gradients of a loss that also penalises the gradient of the outputs."""
     loss = sum(out.pow(3).sum() for out in outputs)
     first = torch.autograd.grad(loss, weights, create_graph=True)
     (loss + sum(g.to_dense().pow(2).sum() for g in first)).backward()
@@ -51,13 +51,13 @@ def test_bags(mode, train):
 
 @pytest.mark.parametrize("output", ["dict", "concatenated"])
 def test_several_tables(output):
-    """One of them asked twice, an output that nobody uses, and in a dict two dtypes."""
+    """One table is asked twice, one output is unused, and in a dict the dtypes differ."""
     dtypes = [torch.float64, torch.float32 if output == "dict" else torch.float64]
     weights = [vectors(i).detach().to(dtype).requires_grad_() for i, dtype in enumerate(dtypes)]
     layers = {
         n: layer_of(EmbeddingBag, w, mode="sum", name=n) for n, w in zip("ab", weights, strict=True)
     }
-    layers["b"].insert = False  # so that it takes another call of the ops
+    layers["b"].insert = False  # then it needs a separate call of the ops
     features = {"0": "a", "1": "b", "2": "a", "3": "b"}
     keys = {"0": IDS, "1": IDS + 1, "2": IDS.flip(0), "3": IDS}
     bags = {name: ids.unsqueeze(1) for name, ids in keys.items()}
@@ -91,7 +91,7 @@ def test_keys_without_a_row_get_nothing():
 
 
 def test_steps_through_steps():
-    """As MAML does: the loss after a step, whose gradient goes through the step."""
+    """A gradient passes through a training step, as in MAML."""
     weight = vectors()
     layer = layer_of(Embedding, weight)
     for step, (found, look_up) in enumerate(

@@ -1,4 +1,4 @@
-"""Tables in memory that processes share: one of them inserts, the others read."""
+"""Processes share a table in memory: one inserts, the others read."""
 
 import copy
 
@@ -18,7 +18,7 @@ def table():
 
 
 def in_another(layer, answers):
-    """Answers what `use` returns, or the error."""
+    """Send what `use` returns, or the error, to `answers`."""
     try:
         answers.put(use(layer))
     except BaseException as error:
@@ -27,9 +27,9 @@ def in_another(layer, answers):
 
 
 def use(layer):
-    """What a process can do with a layer that was passed to it."""
+    """Use a layer in another process; returns what it read and the errors that it got."""
     calls = [
-        lambda: layer(torch.arange(60)),  # as before a fork, with all that has been kept
+        lambda: layer(torch.arange(60)),  # the same call as before a fork, with the plan kept
         lambda: layer.train()(torch.arange(60)),
         lambda: layer.assign(torch.tensor([70]), torch.ones(1, 2)),
         lambda: layer.table.find_or_insert(torch.tensor([80])),
@@ -70,12 +70,12 @@ def test_only_the_process_that_made_a_table_inserts(way):
     expected = layer.eval()(torch.arange(60)).sum(), layer.vectors(KEYS).sum()
     sums = [tensor.item() for tensor in (*expected, expected[0])]
     assert read == pytest.approx(sums)
-    if way == "fork":  # with a copy of its own
+    if way == "fork":  # the child has its own copy
         assert (errors, own, size) == ([], 62, 62)
     else:
         assert len(errors) == 4
         assert all("t: processes share this table's memory, and only pr" in e for e in errors)
         assert (own, size) == (60, 50)
-    layer.train()(torch.arange(90))  # the maker goes on
+    layer.train()(torch.arange(90))  # the process that made the table may still insert
     assert len(layer.table) == 90
     copy.deepcopy(layer)(torch.arange(99))

@@ -1,4 +1,4 @@
-"""What each slot of a DistributedEmbedding may have for itself: how many keys, which combiner."""
+"""Each slot of a DistributedEmbedding may have its own key limit and combiner."""
 
 import pytest
 import torch
@@ -23,14 +23,14 @@ T = torch.tensor
 
 
 def truncated(bags, most):
-    """The bags, cut by hand, and where what is left stood."""
+    """Return the bags cut to their limits, and the former places of the remaining keys."""
     cut = [bag[: most[b % SLOTS]] for b, bag in enumerate(bags)]
     begins = [sum(map(len, bags[:b])) for b in range(len(bags))]
     places = [begins[b] + i for b, bag in enumerate(cut) for i in range(len(bag))]
     return cut, T(places)
 
 
-# Uncoalesced bags have their keys in another order.
+# Uncoalesced bags hold their keys in another order.
 @pytest.mark.parametrize("form", sorted(FORMS.keys() - {"uncoalesced_coo"}))
 def test_what_is_truncated_was_never_there(form):
     most = [2, 1, None]
@@ -136,7 +136,7 @@ MIXED = ["mean", "max", "sqrtn"]
 
 
 def by_itself(layer, combiner, inputs):
-    """The output with one combiner for all slots."""
+    """Return a twin with one combiner for all slots, and its output."""
     twin = make_layer(combiner, padding_key=PADDING)
     twin.load_state_dict(layer.state_dict())
     twin(*inputs)
@@ -163,7 +163,7 @@ def test_each_slot_has_a_combiner(form, weighted):
     torch.testing.assert_close(layer.weight.grad.to_dense(), gradient)
     if weighted:
         torch.testing.assert_close(of_weights, weights.grad)
-        with torch.no_grad():  # the ops pool these
+        with torch.no_grad():  # without gradients the ops pool such slots
             torch.testing.assert_close(layer(*FORMS[form](BAGS, weights)), out)
 
 

@@ -1,7 +1,8 @@
-"""torch's own tests of nn.Embedding and nn.EmbeddingBag, case by case, on our drop-ins.
+"""torch's own tests of nn.Embedding and nn.EmbeddingBag pass, case by case, with our drop-ins.
 
-Ids are below num_embeddings, as torch needs them. A layer of torch is the reference; ours has its
-vectors, with ids in rows of the same number, in rows in some other order, or without a hash table.
+Ids are below num_embeddings, as torch requires. A layer of torch is the reference; ours has the
+same vectors: with ids in rows of the same number, in rows in another order, or without a hash
+table.
 """
 
 import itertools
@@ -24,7 +25,8 @@ NO_WEIGHT = "the weight is a layer's own, and never of another shape"
 NO_HALF = "there are no float16 rows: test_refused"
 NO_TWICE = "lookups cannot be differentiated twice, which the rest of sparsekit cannot either"
 
-# A case of torch's, the tests here that keep it, and what of it is not kept, or why not.
+# Name of torch's test, tests here that cover it, and a difference or the reason why it is left out.
+#
 # test/nn/test_embedding.py:
 CASES = [
     ("test_embedding_max_norm_unsorted_repeating_indices", ("test_max_norm",), ""),
@@ -144,7 +146,7 @@ def seeded():
 
 
 def like(theirs, storage):
-    """A drop-in with the vectors of a layer of torch."""
+    """Return a drop-in with the vectors of a torch layer."""
     weight = theirs.weight.detach()
     keywords = {"padding_idx": theirs.padding_idx, "dtype": weight.dtype}
     keywords |= {"max_norm": theirs.max_norm, "norm_type": theirs.norm_type}
@@ -173,7 +175,7 @@ def assert_close(ours, theirs, scale=1):
 
 
 def check(theirs, storage, *call, **keywords):
-    """Outputs and gradients are torch's, those of sample weights too. Returns our layer."""
+    """Check that outputs and gradients equal torch's; returns our layer."""
     ours = like(theirs, storage)
     weights = keywords.get("per_sample_weights")
     own = {}
@@ -307,7 +309,7 @@ def test_padding_out_of_range(drop_in, padding_idx):
 def test_bags_of_equal_length(storage, shape, mode, dtype):
     ids = torch.randint(10, shape)
     if shape[0] > 1 and shape[1]:
-        ids[0] = ids[0, 0]  # a bag that may be nothing but padding
+        ids[0] = ids[0, 0]  # so that a bag may consist of padding
     discontiguous = torch.randint(10, (1, 12)).expand(3, 12)
     for padding_idx in {None, *ids.flatten().tolist(), -1}:
         theirs = nn.EmbeddingBag(10, 3, mode=mode, padding_idx=padding_idx, dtype=dtype)
@@ -349,7 +351,7 @@ def test_ragged_bags_with_padding(storage, mode, include_last_offset, allpad):
 
 
 def known(mode, include_last_offset, dtype, dtypes):
-    """torch's example with empty bags, whose vectors are 1..10."""
+    """Return torch's example with empty bags, whose vectors are 1..10."""
     theirs = nn.EmbeddingBag(5, 2, mode=mode, include_last_offset=include_last_offset, dtype=dtype)
     theirs.weight.data.copy_(torch.arange(1, 11).view(5, 2))
     offsets = [0, 0, 3, 3, 6, *([6] if include_last_offset else [])]
@@ -412,7 +414,7 @@ def test_empty_input(mode, dtypes):
         assert torch.equal(out, torch.zeros(bags, 3))
         out.sum().backward()
         assert layer.weight.grad._nnz() == 0
-    out = layer(torch.empty(3, 0, dtype=dtypes[0]))  # where torch's own arange fails
+    out = layer(torch.empty(3, 0, dtype=dtypes[0]))  # torch's own arange fails here
     assert torch.equal(out, torch.zeros(3, 3))
     layer = sparsekit.Embedding(10, 2)
     out = layer(T([], dtype=dtypes[0]))
@@ -485,7 +487,7 @@ def test_sample_weights_refused():
     for mode in ("mean", "max"):
         with pytest.raises(NotImplementedError, match="only there with mode='sum'"):
             sparsekit.EmbeddingBag(5, 2, mode=mode)(ids.view(2, 3), None, torch.randn(2, 3))
-    # Of another dtype they are taken, which torch does not on the CPU.
+    # Weights of another dtype are allowed, unlike in torch on the CPU.
     weights = torch.randn(6, dtype=torch.float64)
     assert torch.equal(layer(ids, offsets, weights), layer(ids, offsets, weights.float()))
 
@@ -514,7 +516,7 @@ def test_who_needs_a_gradient(storage, bag_trained, weights_trained):
 
 
 def trained_with_max_norm(theirs, ours, ids):
-    """Rows are read and scaled, in training and in evaluation, and trained: as in torch."""
+    """Rows are scaled when read, in training and evaluation, and then trained, as in torch."""
     idle = [i for i in range(theirs.num_embeddings) if i not in ids.view(-1).tolist()]
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.5) for layer in (theirs, ours)]
     start = theirs.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Features of a real KeyedJaggedTensor are what torchrec's EmbeddingBagCollection makes of them."""
+"""Features of a real KeyedJaggedTensor get the outputs of torchrec's EmbeddingBagCollection."""
 
 import pickle
 
@@ -13,7 +13,7 @@ KEYS = ("unused", "b", "a", "c")
 ROWS = {"users": (40, 8), "clicks": (50, 4)}
 
 
-# What torchrec warns of is not ours.
+# These warnings come from torchrec.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -55,7 +55,7 @@ def of_torchrec(torchrec, keyed):
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_a_group_is_an_embedding_bag_collection(pooling, batch, torchrec):
     collection, layers = collection_and_layers(torchrec, pooling)
-    # The order in which the collection's output has them.
+    # The features are in the order of the collection's output.
     group = EmbeddingGroup(layers, {"a": "users", "b": "users", "c": "clicks"}, "keyed")
     keyed = of_torchrec(torchrec, random_keyed(KEYS, batch, batch))
     expected, out = collection(keyed), group(keyed)

@@ -35,7 +35,7 @@ def numbers(n):
 
 
 def held(layer, **settings):
-    """Keys and vectors of all rows."""
+    """Return the keys and vectors of all rows."""
     pieces = list(layer.items(**settings))
     return torch.cat([p.keys for p in pieces]), torch.cat([p.vectors for p in pieces])
 
@@ -133,7 +133,7 @@ def test_of_a_layer_in_a_group():
 
 
 def test_rows_catch_up_with_the_optimizer_first():
-    """Exact Adam moves rows without a gradient, later."""
+    """Under exact Adam, rows without a gradient catch up before they are read or assigned."""
 
     def trained(mode):
         layer = dense(dtype=torch.float64)
