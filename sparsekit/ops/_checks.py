@@ -1,4 +1,4 @@
-"""Checks of tensors, whose errors name op, argument and value."""
+"""Checks of tensors; their errors name op, argument and value."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ FLOATING = (*ROW_DTYPES, torch.float16)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which rows of ``dtype`` are added: float32 for bfloat16, else the same."""
+    """Return the dtype in which rows of ``dtype`` are added: float32 for bfloat16, else dtype."""
     return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def signed_64(seed: int) -> int:
-    """The same 64 bits as a signed number, which is what an op takes."""
+    """Return the same 64 bits as a signed number, which is what an op takes."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -24,7 +24,7 @@ def check_tensor(
 ) -> None:
     """Raise TypeError for a wrong type or dtype, ValueError for a wrong number of dimensions.
 
-    None stands for any of them.
+    None accepts any dtype, or any number of dimensions.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(tensor).__name__}")

@@ -1,15 +1,15 @@
-"""Arguments that the ops on many tables share, and what they must be.
+"""Arguments that the ops on many tables share, and the requirements on them.
 
 **Sources** are two lists of the same length: ``keys``, int64 or int32 ``[n]`` each, and
 ``offsets``, int64 or int32 ``[bags + 1]`` each, rising from 0 to n. Offsets without elements make
 each key a bag of its own.
 
-**features**, int64 ``[F, 9]``, says which table each bag asks. A row is a run of bags of one
-source; its columns are those of `FeatureColumn`:
+**features**, int64 ``[F, 9]``, assigns bags to tables. A row is a run of bags of one source; its
+columns are those of `FeatureColumn`:
 
-- ``table``: rows come in order of their tables.
+- ``table``: number of the table; rows come in order of their tables.
 - ``source``, ``first_bag``, ``bags``: bags first_bag to first_bag + bags - 1 of that source. A bag
-  belongs to one feature at most: if two tables ask the same keys, pass the source twice.
+  belongs to one feature at most: if two tables look up the same keys, pass the source twice.
 - ``combiner``: a number of `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
   vector is copied, whatever its weight.
 - ``max_nnz``: most keys in a bag.
@@ -19,13 +19,13 @@ source; its columns are those of `FeatureColumn`:
 **tables**, int64 ``[T, 3]``; its columns are:
 
 - ``hash_table``: index in the lists of hash tables, or -1 if keys are row numbers.
-- ``capacity``: most rows.
+- ``capacity``: largest number of rows.
 - ``world_size``: without a hash table, keys are in [0, capacity * world_size) and the row of a key
   is key // world_size.
 
 **initializers**, float64 ``[T, 3]``: a number of `DISTRIBUTIONS`, a and b, as in `init_rows_`.
 
-These three live on the CPU, whatever the device of the tables. Make them once and keep them.
+These three live on the CPU, whatever the device of the tables is. Make them once and reuse them.
 
 An **entry** is a key of a feature's bag. Entries are counted feature by feature, so the entries of
 a table are contiguous. A tensor with one element per entry is as long as all keys together; its
@@ -63,7 +63,7 @@ Tensors = Sequence[torch.Tensor]
 
 _INT64 = (torch.int64,)
 _INT32 = (torch.int32,)
-# Dtypes and dimensions of the arguments of all ops on many tables, where one name has one meaning.
+# Dtypes and dimensions of arguments by name; a name means the same in all ops on many tables.
 TENSORS = {
     "features": Of(_INT64, 2, on_cpu=True),
     "tables": Of(_INT64, 2, on_cpu=True),
@@ -91,13 +91,13 @@ TENSORS = {
 def split_by_table(
     dims: Sequence[int], counts: Sequence[int], rows: torch.Tensor, sums: torch.Tensor
 ) -> tuple[Tensors, Tensors]:
-    """Rows of each table and their gradients ``[n, dim]``, from `group_embedding_bag_backward`.
+    """Return rows and gradients ``[n, dim]`` of each table, given `group_embedding_bag_backward`'s.
 
     Args:
         dims: length of a row of each table.
         counts: number of rows of each table.
         rows: all rows.
-        sums: all gradients, those of each table from a multiple of 16 elements on.
+        sums: all gradients; those of each table begin at a multiple of 16 elements.
     """
     if len(dims) == 1:
         return [rows], [sums.view(counts[0], dims[0])]
@@ -111,7 +111,7 @@ def split_by_table(
 def bags_like(
     like: torch.Tensor, keys: Tensors, offsets: Tensors, features: torch.Tensor
 ) -> Tensors:
-    """Bags and key_starts, as a fake returns them."""
+    """Return bags and key_starts for a fake."""
     each = zip(keys, offsets, strict=True)
     count = sum(o.shape[0] - 1 if o.shape[0] else k.shape[0] for k, o in each)
     key_starts = like.new_empty([features.shape[0]], dtype=torch.int64)
@@ -119,5 +119,5 @@ def bags_like(
 
 
 def length_of(keys: Tensors) -> Any:
-    """How many entries there may be, as a fake needs it."""
+    """Return the largest possible number of entries, for a fake."""
     return sum(k.shape[0] for k in keys)

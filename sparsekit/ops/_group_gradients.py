@@ -1,4 +1,4 @@
-"""Gradients of the rows of many tables, from those of bags, and optimizers' steps with them."""
+"""Gradients of the rows of many tables from those of bags, and optimizer steps with them."""
 
 from collections.abc import Sequence
 
@@ -27,31 +27,31 @@ def group_embedding_bag_backward(
     divisor: int = 1,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the distinct rows of all tables, given those of the outputs.
+    """Compute the gradients of the distinct rows of all tables from those of the outputs.
 
     Args:
         grads: gradients of outs, laid out like them, all of one dtype.
         dims: length of a row of each table.
-        index: int32 with one element per entry: which of the distinct rows of its table it is; a
-            negative one gets no gradient.
+        index: int32 with one element per entry: the number of its row among the distinct rows of
+            its table; a negative number gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them, or None.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find` returns it.
-        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: as in `group_embedding_bag_`.
         key_starts: as in `group_embedding_bag_`.
         divisor: divides the sums after they have been rounded to the dtype of grads.
-        deterministic: without effect so far; sums always go in the order of entries.
+        deterministic: no effect so far; sums are always taken in the order of entries.
 
     Returns:
         The rows, int64 ``[sum of counts]``, rising within each table, table after table; and their
         gradients in the same order, 1-D, in the dtype of grads. The gradients of a table begin at
-        the next multiple of 16 elements; what lies between has any content. If rows is None, the
-        first result has no elements and the gradients are in the order that index counts in.
+        the next multiple of 16 elements; elements in between are undefined. If rows is None, the
+        first result has no elements and the gradients are in the order of the numbers in index.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_`.
-        IndexError: an element of index that is not below its table's count, or a negative row.
+        IndexError: an element of index is not below its table's count, or a row is negative.
     """
     return _backward(
         grads, dims, index, rows, counts, bags, features, sample_weights, key_starts, divisor,
@@ -73,32 +73,32 @@ def group_embedding_bag_backward_at_(
     key_starts: torch.Tensor | None = None,
     deterministic: bool = True,
 ) -> None:
-    """The gradients of `group_embedding_bag_backward`, written to given places.
+    """Write the gradients of `group_embedding_bag_backward` to given rows of out.
 
-    That of a row of table t goes to ``out.view(-1)[row * row_strides[t]:][:dims[t]]``; other
-    elements of out stay as they are. Where those of two rows overlap, either may be there, or parts
-    of both. On CUDA nothing waits for the device.
+    The gradient of a row of table t goes to ``out.view(-1)[row * row_strides[t]:][:dims[t]]``;
+    other elements of out are left unchanged. Where two rows overlap, out has either gradient or
+    parts of both. On CUDA nothing waits for the device.
 
     Args:
         out: contiguous, any shape, in the dtype of grads, changed in place.
-        row_strides: for each table, how many elements of out it is from one row to the next.
+        row_strides: for each table, elements of out from one row to the next.
         grads: as in `group_embedding_bag_backward`.
         dims: length of a gradient of each table.
         index: as in `group_embedding_bag_backward`.
-        rows: int32 with one element per entry: from the first entry of a table on, where the
-            gradient of each of its distinct rows goes.
+        rows: int32 with one element per entry: from the first entry of a table on, the row of out
+            for the gradient of each of its distinct rows.
         counts: int64 ``[T]``, number of distinct rows of each table.
         bags: int32, as `group_find` returns it.
-        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: as in `group_embedding_bag_`.
         key_starts: as in `group_embedding_bag_`.
-        deterministic: without effect so far; sums always go in the order of entries.
+        deterministic: no effect so far; sums are always taken in the order of entries.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_backward`; or out is of another dtype, not
             contiguous, or shares memory with another argument.
-        IndexError: an element of index that is not below its table's count, or a row whose gradient
-            would not lie within out; on the CPU nothing has been written then, on CUDA the others.
+        IndexError: an element of index is not below its table's count, or a gradient would not lie
+            within out; on the CPU nothing is written then, on CUDA the other gradients are.
     """
     _backward_at(
         out, row_strides, grads, dims, index, rows, counts, bags, features, sample_weights,
@@ -128,7 +128,7 @@ def group_embedding_bag_update_(
     count_steps: bool = False,
     deterministic: bool = True,
 ) -> None:
-    """An optimizer's step on the distinct rows of all tables, given the gradients of the outputs.
+    """Make an optimizer's step on the distinct rows of all tables, given the outputs' gradients.
 
     The result has the bits of `group_embedding_bag_backward` and then `update_rows_` of all tables,
     but on the CPU no tensor of gradients is made: the thread that has summed those of a table
@@ -136,17 +136,17 @@ def group_embedding_bag_update_(
 
     Args:
         grads: gradients of outs, laid out like them, in the dtype of weights.
-        index: int32 with one element per entry: which of the distinct rows of its table it is; a
-            negative one gets no gradient.
+        index: int32 with one element per entry: the number of its row among the distinct rows of
+            its table; a negative number gets no gradient.
         rows: int32, as `group_find_or_insert_` returns them.
-        counts: int64 ``[T]``, number of distinct rows of each table. A table without any makes a
-            step all the same, if steps are counted.
+        counts: int64 ``[T]``, number of distinct rows of each table. A table without rows makes a
+            step too, if steps are counted.
         bags: int32, as `group_find` returns it.
-        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: as in `group_embedding_bag_`.
         key_starts: as in `group_embedding_bag_`.
         weights: as in `update_rows_`, one for each table, changed in place.
-        states: as in `update_rows_`, those of one table after another, changed in place.
+        states: as in `update_rows_`, table after table, changed in place.
         row_steps: as in `update_rows_`, one for each table or none at all.
         steps: as in `update_rows_`, one for each table.
         rule: the optimizer, as in `update_rows_`.
@@ -155,12 +155,12 @@ def group_embedding_bag_update_(
         per_row: as in `update_rows_`.
         rounding_seed: as in `update_rows_`.
         count_steps: as in `update_rows_`.
-        deterministic: without effect so far; sums always go in the order of entries.
+        deterministic: no effect so far; sums are always taken in the order of entries.
 
     Raises:
         TypeError, ValueError: as `group_embedding_bag_backward` and `update_rows_`.
-        IndexError: an element of index that is not below its table's count, or a row that its table
-            does not have; on the CPU nothing has been changed, on CUDA the other rows may have.
+        IndexError: an element of index is not below its table's count, or a table does not have a
+            row; on the CPU nothing has been changed, on CUDA other rows may have been.
     """
     rounding = None if rounding_seed is None else signed_64(rounding_seed)
     _update(

@@ -1,4 +1,4 @@
-"""An op as its file declares it: what its tensors must be, its checks, its call and its fake."""
+"""Declares an op: the requirements on its tensors, its checks, its call and its fake."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ class Of(NamedTuple):
     """Dtypes and dimensions that a tensor must have, or each tensor of a list."""
 
     dtypes: Sequence[torch.dtype]
-    dim: int | None  # None: any
-    # A descriptor lies on the CPU, whatever the device of the other tensors.
+    dim: int | None  # None accepts any
+    # A descriptor lies on the CPU, whatever the device of the other tensors is.
     on_cpu: bool = False
 
 
 class Op:
-    """An op of the namespace sparsekit, which is called before the checks of its arguments.
+    """An op of the namespace sparsekit that runs before Python checks its arguments.
 
-    It refuses all that they refuse, in fewer words, before it changes anything; to check first
-    takes longer than a small op itself. They come first where no kernel runs, which is while
-    torch.compile traces, and in the op's fake.
+    The op refuses everything that the checks refuse, with shorter messages, before it changes
+    anything; checking first would take longer than a small op itself. The checks come first where
+    no kernel runs: while torch.compile traces, and in the op's fake.
 
     Args:
-        name: of the op.
-        tensors: name of an argument -> what it must be. There may be more than the op has. Tensors
-            that are not among them must be on the device of the others, and no more.
-        gradient: whether it has one.
+        name: name of the op.
+        tensors: name of an argument -> its requirements; names that the op lacks are ignored. A
+            tensor without an entry only has to be on the device of the others.
+        gradient: whether the op has a gradient.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Of], *, gradient: bool = False) -> None:
         self.op = getattr(torch.ops.sparsekit, name).default
-        # The op itself, without the way through Python.
+        # The op itself, called without the detour through Python.
         self._builtin = getattr(self.op, "op", self.op)
         self._name, self._gradient = name, gradient
         arguments = self.op._schema.arguments
@@ -46,7 +46,7 @@ class Op:
         self._tensors = tensors
 
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """Return all arguments by name; raise TypeError or ValueError for what it cannot take."""
+        """Return all arguments by name; raise TypeError or ValueError if the op refuses one."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         placed = {}
         for argument, kind in self._types.items():
@@ -64,9 +64,9 @@ class Op:
         return named
 
     def __call__(self, *args: Any) -> Any:
-        """Call the op; past autograd where nobody asks for a gradient.
+        """Call the op, bypassing autograd where no gradient is needed.
 
-        The way through autograd, which is Python, takes longer than a small op itself.
+        Autograd runs in Python here, which takes longer than a small op itself.
         """
         if torch.compiler.is_compiling():
             self.check(*args)
@@ -82,7 +82,7 @@ class Op:
             self._explain(refusal, args)
 
     def _explain(self, refusal: Exception, args: Sequence[Any]) -> NoReturn:
-        """Raise what the checks have to say of arguments that the op has refused."""
+        """Raise the error of the checks for arguments that the op has refused."""
         try:
             self.check(*args)
         except (TypeError, ValueError) as clear:
@@ -90,9 +90,9 @@ class Op:
         raise refusal
 
     def fake(self, results: Callable[..., Any]) -> None:
-        """Register what the op returns where no kernel runs, by those arguments that results names.
+        """Register results as the op's fake, called with the arguments that its parameters name.
 
-        It is also what torch calls for real tensors when one argument is on the meta device.
+        torch also calls the fake for real tensors if one argument is on the meta device.
         """
         names = list(inspect.signature(results).parameters)
 
@@ -104,7 +104,7 @@ class Op:
 
 
 def _listed(name: str, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Each tensor of an argument, with its name; kind is its type in the schema."""
+    """Yield each tensor of an argument with its name; kind is the argument's type in the schema."""
     if kind == "List[Tensor]":
         yield from ((f"{name}[{i}]", tensor) for i, tensor in enumerate(value))
     elif kind == "Tensor" or value is not None:

@@ -1,4 +1,4 @@
-"""Keys grouped by the rank that owns them."""
+"""Groups keys by the rank that owns them."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from ._checks import KEY_DTYPES
 from ._op import Of, Op
 
 MAX_WORLD_SIZE = 2048
-# Entries of a map from virtual shards to ranks.
+# Length of a map from virtual shards to ranks.
 VIRTUAL_SHARDS = 65536
 
 
 class _Bucketize(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """See `Op`."""
+        """Check like `Op`, and check the length of owners."""
         named = super().check(*args, **named)
         owners = named["owners"]
         if owners is not None and len(owners) != VIRTUAL_SHARDS:
@@ -31,7 +31,7 @@ _bucketize = _Bucketize("bucketize", {"keys": Of(KEY_DTYPES, 1), "owners": Of((t
 def bucketize(
     keys: torch.Tensor, world_size: int, owners: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys grouped by owner, each group in the order of the input.
+    """Group keys by owner, each group in the order of the input.
 
     The owner of a key is ``owners[virtual shard]``, where the virtual shard is 16 bits of a hash of
     the key that never changes (csrc/core/include/sparsekit/owner.h), or without a map the rank
@@ -44,14 +44,14 @@ def bucketize(
 
     Returns:
         ``by_owner`` (dtype of keys) ``[n]``: the keys of rank 0, then those of rank 1 and so on;
-        ``counts`` int64 ``[world_size]``, how many each rank has; and ``permutation`` int64 ``[n]``
-        with ``by_owner == keys[permutation]``.
+        ``counts`` int64 ``[world_size]``, the number of keys of each rank; and ``permutation``
+        int64 ``[n]`` with ``by_owner == keys[permutation]``.
 
     Raises:
-        TypeError: keys is not an int64 or int32 tensor, owners is not int16, or world_size is no
-            int.
+        TypeError: keys is not an int64 or int32 tensor, owners is not int16, or world_size is not
+            an int.
         ValueError: keys or owners has a wrong shape or device, world_size is outside [1, 2048], or
-            owners gives a key to something that is no rank.
+            owners gives a key to a rank that does not exist.
     """
     world_size = check_int("bucketize", "world_size", world_size, 1, MAX_WORLD_SIZE)
     return _bucketize(keys, world_size, owners)

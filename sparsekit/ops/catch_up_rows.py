@@ -1,4 +1,4 @@
-"""The steps that rows have missed, for optimizers that move all rows in every step."""
+"""Applies the steps that rows have missed, for optimizers that move all rows in every step."""
 
 from collections.abc import Sequence
 
@@ -20,31 +20,31 @@ def catch_up_rows_(
     rule: str,
     settings: Sequence[float],
 ) -> None:
-    """Take rows through the steps in which they had no gradient.
+    """Apply to rows the steps in which they had no gradient.
 
     The result is that of `update_rows_` with a gradient of zeros for each step between a row's
-    row_step and ``first_step + count - 1``, but for steps so late that they cannot move a weight
-    any more, of which only the states take notice. Rows with a row_step of 0 have never had a
-    gradient and do not move; with no numbers nothing changes.
+    row_step and ``first_step + count - 1``, except that steps so long after the last gradient that
+    they cannot move a weight only change the states. Rows with a row_step of 0 have never had a
+    gradient and do not move; if numbers is empty, nothing changes.
 
     Args:
         weight: as in `update_rows_`, changed in place.
-        states: as there, changed in place.
+        states: as in `update_rows_`, changed in place.
         row_step: int32 ``[num_rows]``, the step that each row is at, changed in place.
-        rows: int64 ``[n]``, distinct; negative ones are left out. None means all rows.
-        numbers: float64 ``[count, 2]``: for rule ``"sgd"`` the learning rate of each step and
-            anything; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and
-            eps, or ``eps sqrt(1 - beta2^t)`` if it is rescaled.
-        first_step: the step that numbers begins with, from 1 on.
+        rows: int64 ``[n]``, distinct; negative ones are ignored. None means all rows.
+        numbers: float64 ``[count, 2]``: for rule ``"sgd"`` the learning rate of each step, and an
+            unused number; for ``"adam"`` the step size ``lr sqrt(1 - beta2^t) / (1 - beta1^t)`` and
+            eps, or ``eps sqrt(1 - beta2^t)`` if eps is rescaled.
+        first_step: the number of the first of these steps, >= 1.
         rule: ``"sgd"`` with momentum, or ``"adam"`` without amsgrad.
         settings: as in `update_rows_`; rates, eps and weight decay are not used.
 
     Raises:
         TypeError: weight has a wrong dtype.
-        ValueError: a wrong shape, dtype or rule, a step beyond 2^31 - 1, a mix of devices, or what
-            is changed shares memory with another argument. States may be interleaved.
-        IndexError: a row that is not below num_rows; on the CPU nothing has been changed,
-            on CUDA the other rows have.
+        ValueError: a wrong shape, dtype or rule, a step beyond 2^31 - 1, a mix of devices, or a
+            tensor to change shares memory with another argument. States may be interleaved.
+        IndexError: a row is not below num_rows; on the CPU nothing has been changed, on CUDA the
+            other rows have been.
     """
     _catch_up(weight, states, row_step, rows, numbers, first_step, rule, settings)
     torch.autograd.graph.increment_version(weight)  # as in update_rows_

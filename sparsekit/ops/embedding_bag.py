@@ -1,4 +1,4 @@
-"""Pooling of table rows into bags."""
+"""Pools table rows into bags."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def embedding_bag(
     - ``"mean"``: S / sum w_i, as in TensorFlow; FBGEMM divides by the number of rows
     - ``"sqrtn"``: S / sqrt(sum w_i^2), as in TensorFlow's ``embedding_lookup_sparse``
 
-    and zeros where it is empty or the divisor is zero. Differentiable in weight and
+    A bag is zeros if it is empty or its divisor is zero. The result is differentiable in weight and
     sample_weights; the gradient for weight is dense.
 
     Args:
@@ -56,13 +56,13 @@ def embedding_bag(
         and then the sums of the runs, so no term passes through more than ``k = 256 + n / 256``
         additions and, before rounding to bfloat16, ``|error of S| <= (k + 1) u / (1 - (k + 1) u) *
         sum |w_i x_i|`` with u = 2^-24 (2^-53 for float64): Higham, "Accuracy and stability of
-        numerical algorithms", 2nd edition, section 4.2. A bag of 70,000 rows of one sign is so
-        within 3.2e-5 of its sum.
+        numerical algorithms", 2nd edition, section 4.2. For example, the sum of 70,000 rows of one
+        sign has a relative error of at most 3.2e-5.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: a wrong shape, combiner or offset; the message has its position.
-        IndexError: a row >= num_rows; the message has its position.
+        ValueError: a wrong shape, combiner or offset; the message gives its position.
+        IndexError: a row >= num_rows; the message gives its position.
     """
     name = "embedding_bag"
     check_combiner(name, combiner)
@@ -90,8 +90,8 @@ def _(sample_weights: torch.Tensor) -> torch.Tensor:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     weight, rows, offsets, combiner, sample_weights = inputs
-    # Only the gradient for sample_weights reads the table; without it the table is free to change
-    # before the backward.
+    # Only the gradient for sample_weights reads the table; otherwise the table may change before
+    # the backward.
     kept = weight if sample_weights is not None and sample_weights.requires_grad else None
     ctx.save_for_backward(rows, offsets, sample_weights, kept)
     ctx.combiner = combiner
@@ -125,7 +125,7 @@ def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> 
 def _backward_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if any(ctx.needs_input_grad[1:]):
         _no_second_derivative(ctx, grad)
-    # The gradient is linear in what it came from, and the pooling is its transpose.
+    # The backward is linear in its grad, and the pooling is its transpose.
     rows, offsets, sample_weights = ctx.saved_tensors
     grad_grad = _pool.op(grad, rows, offsets, ctx.combiner, sample_weights)
     return grad_grad, None, None, None, None, None, None

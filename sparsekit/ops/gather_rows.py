@@ -1,4 +1,4 @@
-"""Copies of table rows."""
+"""Copies table rows by number."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ _gather = Op("gather_rows", {"table": Of(ROW_DTYPES, 2), "rows": Of(KEY_DTYPES, 
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of a table by number.
+    """Copy rows of a table by number.
 
-    Its gradient for ``table`` is dense; `DistributedEmbedding` has the sparse one.
+    Its gradient for ``table`` is dense; `DistributedEmbedding` has a sparse one.
 
     Args:
         table: float32, float64 or bfloat16 ``[num_rows, dim]``.
@@ -26,7 +26,7 @@ def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape.
-        IndexError: a row >= num_rows; the message has its position.
+        IndexError: a row >= num_rows; the message gives its position.
     """
     return _gather(table, rows)
 

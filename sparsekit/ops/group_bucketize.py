@@ -1,4 +1,4 @@
-"""Keys of many tables on their way to the ranks that own them, and the vectors that come back."""
+"""Groups keys of many tables by owner, and locates the vectors that owners send back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from .bucketize import MAX_WORLD_SIZE
 
 class _Bucketize(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """See `Op`."""
+        """Check like `Op`, and check the range of world_size."""
         named = super().check(*args, **named)
         check_int("group_bucketize", "world_size", named["world_size"], 1, MAX_WORLD_SIZE)
         return named
@@ -33,43 +33,42 @@ def group_bucketize(
     world_size: int,
     distinct: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """Distinct keys of each table, grouped by the rank that owns them.
+    """Group the distinct keys of each table by the rank that owns them.
 
     ``sparsekit/ops/_group.py`` describes sources, features and entries. On CUDA nothing waits for
     the device.
 
     Args:
-        owners: maps of owners, int16 ``[65536]`` each: the rank that owns the keys with some hash.
-        maps: for each of the T tables, which of owners says who owns its keys; -1: rank
+        owners: maps of owners, int16 ``[65536]`` each: the rank that owns each virtual shard.
+        maps: for each of the T tables, the index of its map in owners; -1 means rank
             ``unsigned(key) % world_size``, as in `bucketize`.
-        ends: for each table, the end of the range of its keys, which begins at 0; -1: any keys.
+        ends: for each table, the end of the range of its keys, which begins at 0; -1 allows any
+            keys.
         keys: int64 or int32 ``[n]`` for each source.
         offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
-        features: int64 ``[F, 9]`` on the CPU, which table each bag asks. Combiners and what says
-            where vectors lie are not looked at.
+        features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables. The columns combiner,
+            tensor, begin and stride are ignored.
         world_size: number of ranks, 1 to 2048.
-        distinct: whether keys that occur more than once in a table go out once. If not, every
+        distinct: whether a key that occurs several times in a table is sent once. If False, every
             entry counts as a key of its own.
 
     Returns:
         ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, those
         of a table in order of first occurrence; then those for rank 1 and so on. The rest is
-        undefined.
-        ``counts``, int64 ``[world_size, T]``: how many keys of each table each rank owns.
-        ``numbers``, int64 ``[T]``: how many keys each table has.
-        ``inverse``, int32 with one element per entry: which of the keys of its table it is, in
-        order of first occurrence.
-        ``places``, int32 with one element per entry. From the first entry of table t on, it has
-        numbers[t] elements: where each of the table's keys, in order of first occurrence, is among
-        its keys for rank 0, then those for rank 1 and so on; the rest of its part is undefined.
-        ``bags`` and ``key_starts`` are those of `group_find`.
+        undefined. ``counts``, int64 ``[world_size, T]``: how many keys of each table each rank
+        owns. ``numbers``, int64 ``[T]``: the number of keys of each table. ``inverse``, int32 with
+        one element per entry: the number of its key among those of its table, in order of first
+        occurrence. ``places``, int32 with one element per entry. From the first entry of table t
+        on, numbers[t] elements give the place of each of the table's keys, taken in order of first
+        occurrence, among the table's keys for rank 0, then for rank 1 and so on; the rest of the
+        table's part is undefined. ``bags`` and ``key_starts`` are those of `group_find`.
 
     Raises:
         TypeError: a wrong dtype.
         ValueError: a wrong shape or number, a mix of devices, a bad feature, offsets that do not
             rise from 0 to the number of keys, a bag with more keys than max_nnz, or a key that
-            owners give to a rank that there is not. On CUDA the last only with checks on, else such
-            a key goes to rank 0.
+            owners give to a rank that does not exist. On CUDA the last error needs checks on;
+            otherwise such a key goes to rank 0.
         IndexError: a key out of the range of its table.
     """
     results: tuple[torch.Tensor, ...] = _bucketize(
@@ -85,20 +84,20 @@ def group_exchange_rows(
     come: torch.Tensor,
     steps: Sequence[int],
 ) -> torch.Tensor:
-    """Where the vectors that owners have sent for keys lie, for `group_embedding_bag_`.
+    """Locate the vectors that owners have sent for keys, for `group_embedding_bag_`.
 
     Args:
         places: int32, as `group_bucketize` returns them.
         bags: int32, as `group_bucketize` returns them.
-        features: int64 ``[F, 9]`` on the CPU, as it took them.
-        come: int64 ``[T, world_size, 2]`` on the CPU. The first number is the row at which the
-            vectors of a table begin that a rank has sent, the second one how many vectors there are
-            from this and all ranks before it, at most as many as the table has entries.
-        steps: for each table, how many rows it is from one vector to the next.
+        features: int64 ``[F, 9]`` on the CPU, as `group_bucketize` took them.
+        come: int64 ``[T, world_size, 2]`` on the CPU. For a table and a rank, the first number is
+            the row at which the vectors from that rank begin; the second is the number of vectors
+            from this and all earlier ranks, at most the table's number of entries.
+        steps: for each table, rows from one vector to the next.
 
     Returns:
-        int32 with one element per entry. From the first entry of a table on, it has the row of the
-        vector of each of its keys, in order of first occurrence; the rest is undefined.
+        int32 with one element per entry. From the first entry of a table on, it has the row of each
+        key's vector, in order of first occurrence of the keys; the rest is undefined.
 
     Raises:
         TypeError: a wrong dtype.

@@ -1,4 +1,4 @@
-"""Pooling of many tables in one call; `_group_gradients` has its gradients."""
+"""Pools bags of many tables in one call; `_group_gradients` has the gradients."""
 
 import torch
 from torch.autograd.graph import increment_version
@@ -27,23 +27,24 @@ def group_embedding_bag_(
     """Pool the bags of all features, each as `embedding_bag` does, into outs.
 
     ``sparsekit/ops/_group.py`` describes features and entries. After `group_find_or_insert_`, index
-    is its inverse, and rows and counts are what it calls so. After `group_find`, index is its rows,
-    and rows and counts are None; a negative index then reads zeros or, with initializers, the
-    initial vector of its key.
+    is its inverse, and rows and counts are its results of these names. After `group_find`, index is
+    its rows, and rows and counts are None; a negative index then reads zeros or, with initializers,
+    the initial vector of its key.
 
     Args:
-        outs: contiguous, any shape, in the dtype of weights. Elements of no bag are left alone.
+        outs: contiguous, any shape, in the dtype of weights. Elements that belong to no bag are
+            left unchanged.
         weights: float32, float64 or bfloat16 ``[num_rows, dim]`` for each table, all of one dtype.
             Their rows may lie at any distance, and overlap.
         index: int32 with one element per entry.
         rows: int32 with one element per entry, or None.
         counts: int64 ``[T]``, or None.
         bags: int32, as `group_find` returns it.
-        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
         sample_weights: empty, or for each source ``[n]``, float64 for float64 rows, else float32;
             without elements for a source that has none.
-        key_starts: int64 ``[F]``, as `group_find` returns it; for sample_weights and keys.
-        keys: int64 or int32 ``[n]`` for each source; for initializers.
+        key_starts: int64 ``[F]``, as `group_find` returns it; needed for sample_weights and keys.
+        keys: int64 or int32 ``[n]`` for each source; needed for initializers.
         seeds: int64 ``[1]`` for each table, the seed of its initial vectors.
         initializers: float64 ``[T, 3]`` on the CPU, or None.
 

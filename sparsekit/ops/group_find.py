@@ -1,4 +1,4 @@
-"""Rows of the keys of many tables, in one call."""
+"""Finds the rows of keys of many tables in one call."""
 
 import torch
 
@@ -17,23 +17,23 @@ def group_find(
     offsets: Tensors,
     features: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row of each entry, without a change to any table.
+    """Find the row of each entry, without changing any table.
 
     ``sparsekit/ops/_group.py`` describes tables, sources, features and entries.
 
     Args:
-        buckets: of each hash table, as in `hash_table_find`.
-        hash_seeds: of each hash table.
+        buckets: buckets of each hash table, as in `hash_table_find`.
+        hash_seeds: seed of each hash table.
         tables: int64 ``[T, 3]`` on the CPU.
         keys: int64 or int32 ``[n]`` for each source.
         offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
-        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
 
     Returns:
         ``rows``, int32 with one element per entry: the row of its key, -1 if the key is absent.
         ``bags``, int32 ``[bags of all sources + 1]``: the entry at which each bag of the features
         begins, feature by feature, then the number of entries; the rest is undefined.
-        ``key_starts``, int64 ``[F]``: where the first key of each feature is in its source.
+        ``key_starts``, int64 ``[F]``: the position of each feature's first key in its source.
 
     Raises:
         TypeError: a wrong dtype.
@@ -56,17 +56,17 @@ def group_find_or_insert_(
     offsets: Tensors,
     features: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distinct keys of each table and their rows; absent keys are inserted.
+    """Find the rows of the distinct keys of each table; absent keys are inserted.
 
-    The next free rows of a table go to its new keys in order of first occurrence, and are given
-    their initial vectors.
+    New keys get the next free rows of their table in order of first occurrence, and their initial
+    vectors are written there.
 
     ``sparsekit/ops/_group.py`` describes tables, sources, features and entries.
 
     Args:
-        buckets: of each hash table, as in `hash_table_find_or_insert_`, changed in place.
-        hash_seeds: of each hash table.
-        sizes: of each hash table, changed in place.
+        buckets: buckets of each hash table, as in `hash_table_find_or_insert_`, changed in place.
+        hash_seeds: seed of each hash table.
+        sizes: rows in use of each hash table, changed in place.
         weights: float32, float64 or bfloat16 ``[at least capacity, dim]`` for each table, all of
             one dtype; new rows are written.
         seeds: int64 ``[1]`` for each table, the seed of its initial vectors.
@@ -74,25 +74,25 @@ def group_find_or_insert_(
         initializers: float64 ``[T, 3]`` on the CPU.
         keys: int64 or int32 ``[n]`` for each source.
         offsets: int64 or int32 ``[bags + 1]`` for each source, or without elements.
-        features: int64 ``[F, 9]`` on the CPU, which table each bag asks.
+        features: int64 ``[F, 9]`` on the CPU, runs of bags and their tables.
 
     Returns:
         ``rows`` and ``inverse``, int32 with one element per entry, and ``counts``, int64 ``[T]``.
         counts[t] is the number of distinct keys of table t. Their rows, in order of first
         occurrence, are in ``rows`` from the table's first entry on; the rest of its part is
-        undefined. inverse[e] says which of them the key of entry e is. ``bags`` and ``key_starts``
+        undefined. inverse[e] is the number of entry e's key among them. ``bags`` and ``key_starts``
         are those of `group_find`.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: as `group_find`; what is changed shares memory with another argument; or a table
-            is damaged.
+        ValueError: as `group_find`; a tensor to change shares memory with another argument; or a
+            table is damaged.
         IndexError: as `group_find`.
         RuntimeError: another thread is inserting into one of the tables, or a table is full. A full
-            table stays as it was; keys of tables that had room have been inserted.
+            table is left unchanged; keys of tables that had room have been inserted.
     """
-    # Versions of the tensors do not change: no backward saves a hash table, and counting those of
-    # many tables would take a tenth of the call.
+    # The tensors' versions are not incremented: no backward saves a hash table, and for many tables
+    # this would take a tenth of the call.
     return _find_or_insert(
         buckets, hash_seeds, sizes, weights, seeds, tables, initializers, keys, offsets, features
     )

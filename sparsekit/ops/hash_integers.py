@@ -1,4 +1,4 @@
-"""Hash codes of integers, on their device."""
+"""Hashes integers on their device."""
 
 import torch
 
@@ -20,23 +20,23 @@ INTEGER_DTYPES = (
 
 
 def hash_integers(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """XXH64 of the decimal text of integers, as `sparsekit.hashing.xxh64` has it.
+    """Return XXH64 of the decimal text of integers, as `sparsekit.hashing.xxh64` computes it.
 
     Args:
         values: any integer dtype, ``[n]``.
-        seed: Which of the 2**64 hash functions, in ``[0, 2**64)``.
+        seed: selects one of 2**64 hash functions, in ``[0, 2**64)``.
 
     Returns:
         int64 ``[n]`` on the device of values: the 64 bits read as a signed number.
 
     Raises:
         TypeError: a wrong dtype.
-        ValueError: more or fewer than one dimension, or a seed out of range.
+        ValueError: values is not 1-D, or seed is out of range.
     """
     check_tensor("hash_integers", "values", values, INTEGER_DTYPES, 1)
     seed = check_int("hash_integers", "seed", seed, 0, 2**64 - 1)
     is_unsigned = values.dtype == torch.uint64
-    # Two dtypes of which the bits are the same: torch converts neither to the other on all devices.
+    # uint64 is viewed, not converted, which torch cannot do on all devices; the bits are the same.
     wide = values.view(torch.int64) if is_unsigned else values.to(torch.int64)
     return _hash(wide, is_unsigned, seed - 2**64 if seed >= 2**63 else seed)
 

@@ -1,7 +1,7 @@
-"""The hash table's ops on its plain tensors; `sparsekit.HashTable` is the comfortable form.
+"""Ops on the plain tensors of a hash table; `sparsekit.HashTable` wraps them.
 
-``buckets`` is int64 ``[num_buckets, 8]``: a line of 64 bytes with 5 int64 keys, 5 int32 rows (-1
-in an empty slot) and an int32 count of the keys that found the bucket full. ``hash_seed`` is int64
+``buckets`` is int64 ``[num_buckets, 8]``: a line of 64 bytes with 5 int64 keys, 5 int32 rows (-1 in
+an empty place) and an int32 count of the keys that found the bucket full. ``hash_seed`` is int64
 ``[1]``, a random number that decides where keys lie, and so belongs to the buckets. ``size`` is
 int64 ``[1]``, the number of rows in use.
 """
@@ -34,11 +34,11 @@ def hash_table_clear_(buckets: torch.Tensor) -> None:
 def hash_table_find(
     buckets: torch.Tensor, hash_seed: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor:
-    """Rows of keys.
+    """Find the rows of keys.
 
     Args:
         buckets: int64 ``[num_buckets, 8]``.
-        hash_seed: int64 ``[1]``, that of the buckets.
+        hash_seed: int64 ``[1]``, the seed of the buckets.
         keys: int64 or int32 ``[n]``, any values.
 
     Returns:
@@ -58,21 +58,21 @@ def hash_table_find_or_insert_(
     keys: torch.Tensor,
     capacity: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of keys; absent keys get the rows size, size + 1, ... in order of first occurrence.
+    """Find rows of keys; absent keys get rows size, size + 1, ... in order of first occurrence.
 
-    All or nothing: when the rows would exceed capacity, buckets and size stay as they were.
+    All or nothing: if the rows would exceed capacity, buckets and size are left unchanged.
 
     Args:
         buckets: int64 ``[num_buckets, 8]``, changed in place.
-        hash_seed: int64 ``[1]``, that of the buckets.
+        hash_seed: int64 ``[1]``, the seed of the buckets.
         size: int64 ``[1]``, changed in place.
         keys: int64 or int32 ``[n]``, any values, repeats allowed.
-        capacity: most rows there may be, at most ``5 * num_buckets`` and below 2^31.
+        capacity: largest number of rows, at most ``5 * num_buckets`` and below 2^31.
 
     Returns:
-        ``rows`` int64 ``[n]`` and ``status`` int64 ``[2]``: the size before the call, so rows from
-        there on are new, and how many entries of keys were refused for lack of room (their rows
-        are -1), 0 if all went well.
+        ``rows`` int64 ``[n]`` and ``status`` int64 ``[2]``: the size before the call, from which on
+        rows are new, and the number of entries of keys that were refused for lack of room (their
+        rows are -1).
 
     Raises:
         TypeError: keys has a wrong dtype.
@@ -88,7 +88,7 @@ def hash_table_find_or_insert_(
 def hash_table_keys(
     buckets: torch.Tensor, hash_seed: torch.Tensor, size: torch.Tensor
 ) -> torch.Tensor:
-    """Keys in the table, int64 ``[size]``, in order of their rows.
+    """Return the keys in the table, int64 ``[size]``, in order of their rows.
 
     Raises:
         ValueError: the table is damaged: it does not have exactly one key for each row, the counts

@@ -1,4 +1,4 @@
-"""Initial vectors of embedding rows."""
+"""Writes the initial vectors of embedding rows."""
 
 import torch
 
@@ -23,16 +23,16 @@ def init_rows_(
 ) -> None:
     """Write the initial vectors of keys to ``out[rows]``, in place.
 
-    A value is a function of (seed, key, column) and of nothing else: a draw of Philox4x32-10
-    (Salmon et al., SC 2011) with the seed as key and (key, column // 4) as counter. Computed in
-    float32 and rounded to the dtype of out, so every dtype starts from the same numbers.
+    A value depends on (seed, key, column) alone: a draw of Philox4x32-10 (Salmon et al., SC 2011)
+    with the seed as key and (key, column // 4) as counter. It is computed in float32 and rounded to
+    the dtype of out, so every dtype starts from the same numbers.
 
     Args:
         out: float32, float64 or bfloat16 ``[num_rows, dim]``, contiguous.
         keys: int64 ``[n]``.
         rows: int64 ``[n]``, where each vector goes; None means row i for key i.
         status: the status of `hash_table_find_or_insert_`; rows below ``status[0]`` are left
-            alone, so only new rows are written. None writes all rows that are not negative.
+            unchanged, so only new rows are written. None writes all rows that are not negative.
         seed: any 64-bit integer, signed or unsigned.
         distribution: ``"constant"`` (a), ``"uniform"`` (in [a, b), before rounding to the dtype of
             out) or ``"normal"`` (mean a, standard deviation b).
@@ -43,7 +43,7 @@ def init_rows_(
         TypeError: out has a wrong dtype.
         ValueError: a wrong shape or distribution, a mix of devices, or out shares memory with
             another argument.
-        IndexError: a row >= num_rows; the message has its position.
+        IndexError: a row >= num_rows; the message gives its position.
     """
     if distribution not in DISTRIBUTIONS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sums of rows by segment."""
+"""Sums rows by segment."""
 
 import operator
 from typing import Any
@@ -19,7 +19,7 @@ _gather_rows = torch.ops.sparsekit.gather_rows.default
 def unsorted_segment_sum(
     data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int
 ) -> torch.Tensor:
-    """Sum of the rows of each segment; the ids may come in any order.
+    """Sum the rows of each segment; the ids may come in any order.
 
     Args:
         data: float32, float64 or bfloat16 (added in float32) ``[n, dim]``.
@@ -32,9 +32,9 @@ def unsorted_segment_sum(
         depends on the ids only, so repeated calls give the same bits.
 
     Raises:
-        TypeError: a wrong dtype, or num_segments is no int.
+        TypeError: a wrong dtype, or num_segments is not an int.
         ValueError: a wrong shape, or num_segments outside [0, 2^48).
-        IndexError: an id >= num_segments; the message has its position.
+        IndexError: an id >= num_segments; the message gives its position.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _sum(data, segment_ids, operator.index(num_segments), deterministic)

@@ -1,4 +1,4 @@
-"""Distinct keys in order of first occurrence."""
+"""Finds the distinct keys, in order of first occurrence."""
 
 import torch
 
@@ -11,7 +11,7 @@ _unique_padded = Op("unique_padded", _KEYS)
 
 
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distinct keys in order of first occurrence.
+    """Return the distinct keys in order of first occurrence.
 
     Unlike ``torch.unique`` it does not sort: the order is that of the input, on every device.
 

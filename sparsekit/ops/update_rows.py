@@ -13,7 +13,7 @@ Tensors = Sequence[torch.Tensor]
 
 class _UpdateRows(Op):
     def check(self, *args: Any, **named: Any) -> dict[str, Any]:
-        """See `Op`; an error names the table, where there are several, and no list."""
+        """Check like `Op`, but name the table in errors, if there are several, not a list."""
         named = {**self._defaults, **dict(zip(self._defaults, args, strict=False)), **named}
         op, weights, states = "update_rows_", named["weights"], named["states"]
         if not weights:
@@ -52,7 +52,7 @@ def update_rows_(
     rounding_seed: int | None = None,
     count_steps: bool = False,
 ) -> None:
-    """One step of an optimizer on the rows that have a gradient; all other rows keep their bits.
+    """Make one step of an optimizer on the rows that have a gradient; other rows keep their bits.
 
     ===========================  =====================================  ==========================
     rule                         settings                               states
@@ -75,15 +75,15 @@ def update_rows_(
     as they are computed.
 
     Several tables, of any sizes but one dtype, are updated by one call: weight, row_step, rows,
-    grad and step are then sequences with a tensor for each, or None for all, and states has all
-    states of the first table, then those of the next. The result is that of a call for each, but no
-    table has changed if the call is refused.
+    grad and step are then sequences with a tensor for each table, or None for all, and states has
+    all states of the first table, then those of the next. The result is that of one call for each
+    table, but no table has changed if the call is refused.
 
     Args:
         weight: float32, float64 or bfloat16 ``[num_rows, dim]``, changed in place.
-        states: ``[num_rows, dim]`` each, ``[num_rows]`` or ``[num_rows, 1]`` where there is one for
-            a row; float32 for bfloat16 rows, else as weight. Rows are contiguous and may lie apart,
-            so that all states of a row can be neighbours. Changed in place.
+        states: ``[num_rows, dim]`` each, ``[num_rows]`` or ``[num_rows, 1]`` for a state with one
+            number per row; float32 for bfloat16 rows, else as weight. Rows are contiguous and may
+            lie apart, so that all states of a row can be neighbours. Changed in place.
         row_step: int32 ``[num_rows]`` or None: the steps of each row; see per_row.
         rows: int64 ``[n]``, distinct; None means row i for gradient i.
         grad: ``[n, dim]`` in the dtype of weight.
@@ -91,21 +91,20 @@ def update_rows_(
         rule: the optimizer.
         settings: its settings, in the order above.
         per_row: count each row's steps in row_step, and use that count in place of step. Without
-            it, row_step is set to step. Its largest number, 2^31 - 1, stands for all later steps.
+            it, row_step is set to step. Counts stop at 2^31 - 1.
         rounding_seed: round bfloat16 weights up or down at random, with odds that make the mean
             exact; the draws depend on this seed, step, row and column only. None rounds to the
             nearest.
-        count_steps: step has the number of steps made before, from 0 on, and is one more
-            afterwards. It is counted by the same call, so that an interruption cannot come between
-            the rows and their number of steps.
+        count_steps: step has the number of earlier steps, from 0 on, and the same call increments
+            it, so that an interruption cannot come between the rows and their number of steps.
 
     Raises:
         TypeError: weight has a wrong dtype.
-        ValueError: a wrong shape, dtype or rule, a mix of devices, or what is changed shares memory
-            with another argument. States may be interleaved. Of several tables, the error names
-            the position.
+        ValueError: a wrong shape, dtype or rule, a mix of devices, or a tensor to change shares
+            memory with another argument. States may be interleaved. With several tables, the error
+            names the table's position.
         IndexError: a row outside ``[0, num_rows)``; on the CPU nothing has been changed,
-            on CUDA the other rows have.
+            on CUDA the other rows have been.
     """
     tables = [_listed(argument) for argument in (weight, row_step, rows, grad, step)]
     weights, row_steps, all_rows, grads, steps = tables
@@ -114,13 +113,13 @@ def update_rows_(
         weights, states, row_steps, all_rows, grads, steps, rule, settings, per_row, seed,
         count_steps,
     )  # fmt: skip
-    # Ops outside of torch do not count as a change by themselves; without this, a backward that
-    # saved the old weight would use the new one in silence.
+    # Ops outside of torch do not count as a change by themselves: without this, a backward that
+    # saved the old weight would silently use the new one.
     torch.autograd.graph.increment_version(weights)
 
 
 def _listed(argument: torch.Tensor | Tensors | None) -> Tensors:
-    """One tensor for each table, or none at all."""
+    """Return one tensor for each table, or none at all."""
     if argument is None:
         return ()
     return (argument,) if isinstance(argument, torch.Tensor) else argument

@@ -33,7 +33,7 @@ class Adagrad(RowOptimizer):
 
     Raises:
         ValueError: an argument out of range.
-        And what `RowOptimizer` raises.
+        `RowOptimizer` lists further errors.
     """
 
     rule = "adagrad"
@@ -65,15 +65,15 @@ class Adagrad(RowOptimizer):
 
 
 class RowWiseAdagrad(Adagrad):
-    r"""Adagrad with one sum for a row, so the state is one number for each row.
+    r"""Adagrad with one sum, and so one number of state, for each row.
 
     .. math::
         s = s + \frac{1}{dim} \sum_j g_j^2
 
-    with the g of an L2 penalty if there is one, and the rest as in `Adagrad`, whose arguments it
-    takes. This is FBGEMM's EXACT_ROWWISE_ADAGRAD,
-    the usual choice for tables that leave no room for a second one. A parameter of one dimension
-    has rows of one element; for one with none the row is all of it.
+    where g includes an L2 penalty, if there is one; the rest, and the arguments, are those of
+    `Adagrad`. This is FBGEMM's EXACT_ROWWISE_ADAGRAD, the usual choice for tables that leave no
+    room for a second one. A parameter of one dimension has rows of one element; a 0-dim one is a
+    single row.
     """
 
     rule = "row_wise_adagrad"

@@ -24,18 +24,18 @@ class Adam(CatchUpOptimizer):
     .. math::
         w = w - lr \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + eps}
 
-    It matters where gradients are not much larger than eps: for g = 1e-6 and eps = 1e-7 the first
-    step is 0.909 lr in the first form and 0.240 lr in the second.
+    The difference matters where gradients are not much larger than eps: for g = 1e-6 and eps = 1e-7
+    the first step is 0.909 lr in the first form and 0.240 lr in the second.
 
     A row goes on moving for some hundred steps after its last gradient, while `LazyAdam` leaves it
     where it is.
 
-    ``mode="catch_up"`` lets a row wait until it is read: the lookup that wants it, the next
-    gradient, a saved or copied state take it through the steps that it has missed, with the
-    learning rates of those steps. So a step costs what the touched rows cost, each at most some 370
-    steps of arithmetic with the default betas; what comes later is below a float64's last bit.
-    ``mode="sweep"`` moves the whole table in every step, as SOK's Adam does. The weights are the
-    same, bit for bit if no row misses more steps than that, and else up to rounding.
+    ``mode="catch_up"`` lets a row wait until it is read: the next lookup, gradient, save or copy of
+    the row applies the steps that it has missed, with the learning rates of those steps. A step
+    thus costs time for the touched rows alone, each with the arithmetic of at most some 370 missed
+    steps under the default betas; later ones are below a float64's last bit. ``mode="sweep"`` moves
+    the whole table in every step, as SOK's Adam does. The weights are the same, bit for bit if no
+    row misses more steps than that, and else up to rounding.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -44,13 +44,14 @@ class Adam(CatchUpOptimizer):
         eps: added to the root of the second moment, >= 0. TensorFlow's own default is 1e-7, or 1e-8
             in tf.compat.v1.
         mode: ``"catch_up"``, for sparse gradients of embedding layers and for dense ones; call
-            `catch_up` before reading or writing ``weight`` past its layer. Or ``"sweep"``.
+            `catch_up` before reading or writing ``weight`` other than through its layer. Or
+            ``"sweep"``.
         eps_convention: ``"torch"``, the default, as in torch.optim.Adam, or ``"tensorflow"``.
         maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
-        And what `CatchUpOptimizer` and `RowOptimizer` raise.
+        `CatchUpOptimizer` and `RowOptimizer` list further errors.
     """
 
     rule = "adam"

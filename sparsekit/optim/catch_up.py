@@ -1,7 +1,7 @@
-"""Optimizers under which rows move in steps without a gradient too, at the cost of those touched.
+"""Optimizers that also move rows without a gradient, at the cost of the touched rows.
 
-What a row does in a step in which it has no gradient depends on the row and on the numbers of that
-step only. So it may wait until it is looked at: a lookup, a gradient, a saved state.
+How a row moves in a step without a gradient depends only on the row and on two numbers of that
+step. It may therefore wait until a lookup, a gradient or a save reads it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
-# Steps that are kept at most; then all rows catch up.
+# Missed steps that are kept at most; then all rows catch up.
 _MOST = 65536
 
 
 class _Missed:
-    """The numbers of the steps that some rows of a parameter have not made yet."""
+    """Numbers of the steps that some rows of a parameter have missed."""
 
     def __init__(self, first_step: int, device: torch.device) -> None:
         self.first_step = first_step
-        # None while a step is made or all are dropped. After an interruption there it follows from
-        # the parameter's step, which is counted together with the rows.
+        # None while a step is made or all steps are dropped. After an interruption there, the count
+        # follows from the parameter's step, which is counted together with the rows.
         self.count: int | None = 0
-        # Settings of those steps but for rates, and the names of their states.
+        # Settings of the missed steps, except rates, and the names of the states.
         self.settings: list[float] = []
         self.states: list[str] = []
         self._numbers = torch.empty(64, 2, dtype=torch.float64, device=device)
@@ -40,11 +40,11 @@ class _Missed:
         return self._numbers[: self.count]
 
     def write(self, numbers: tuple[float, float]) -> None:
-        """Write down the numbers of the next step, which is not counted so far."""
+        """Record the numbers of the next step, which is not counted yet."""
         if self.count == len(self._numbers):
             self._numbers = torch.cat([self._numbers, torch.empty_like(self._numbers)])
         for place, number in zip(self._numbers[self.count], numbers, strict=True):
-            place.fill_(number)  # an assignment would copy, which waits for a device
+            place.fill_(number)  # an assignment would copy and wait for the device
 
     def drop(self, count: int) -> None:
         """Forget all steps."""
@@ -55,36 +55,36 @@ class _Missed:
 
 
 class CatchUpOptimizer(RowOptimizer):
-    """Base class. A subclass says which groups it is for, and gives the two numbers of a step.
+    """Base of optimizers whose rows catch up; a subclass gives the two numbers of each step.
 
-    As long as rows of an embedding layer's weight are late, the weight holds on to the optimizer.
-    Layers have rows catch up before they look them up, and all rows before they are saved, loaded,
-    copied or moved. Whoever reads or writes ``weight`` past its layer (a penalty, torch.nn.init, an
-    average over models) calls `catch_up` first. If a sweep is interrupted, the rows of a parameter
-    that is no embedding layer's may be late until the next step or `catch_up`. On CUDA, lookups in
-    evaluation from several streams at a time are not supported.
+    While rows of an embedding layer's weight are late, the weight keeps a reference to the
+    optimizer. Layers let rows catch up before a lookup, and all rows before they are saved, loaded,
+    copied or moved. Code that reads or writes ``weight`` other than through its layer (a penalty,
+    torch.nn.init, an average over models) must call `catch_up` first. If a sweep is interrupted,
+    rows of a parameter outside embedding layers may be late until the next step or `catch_up`. On
+    CUDA, lookups in evaluation from several streams at a time are not supported.
 
     Raises:
-        ValueError: (in step) a sparse gradient of a parameter that is no embedding layer's: whoever
-            reads that parameter could not be shown its rows as they ought to be.
+        ValueError: (in step) a sparse gradient of a parameter outside embedding layers, whose
+            readers would see late rows.
     """
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._missed: dict[torch.Tensor, _Missed] = {}
-        # Lookups in evaluation may come from several threads, and each may find rows that are late.
+        # Several threads may look up in evaluation, and each may find late rows.
         self._lock = threading.RLock()
         super().__init__(params, defaults)
 
     def _moves_all(self, group: dict[str, Any]) -> bool:
-        """Whether rows move without a gradient."""
+        """Return whether rows of a group move without a gradient."""
         raise NotImplementedError
 
     def _sweeps(self, group: dict[str, Any]) -> bool:
-        """Whether they do so at once."""
+        """Return whether such rows move in every step, instead of catching up later."""
         raise NotImplementedError
 
     def _numbers(self, group: dict[str, Any], step: int) -> tuple[float, float]:
-        """Numbers of a step that `catch_up_rows_` needs."""
+        """Return the two numbers of a step that `catch_up_rows_` needs."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -92,8 +92,8 @@ class CatchUpOptimizer(RowOptimizer):
         """Bring rows, or all of them, to the step of their parameter.
 
         Args:
-            parameter: one of this optimizer's.
-            rows: int64 ``[n]``, distinct, negative ones are left out; None means all rows.
+            parameter: a parameter of this optimizer.
+            rows: int64 ``[n]``, distinct, negative ones are ignored; None means all rows.
         """
         with self._lock:
             missed, count = self._counted(parameter)
@@ -147,9 +147,9 @@ class CatchUpOptimizer(RowOptimizer):
             for parameter, _, _ in updates:
                 missed, count = self._counted(parameter)
                 if missed is not None and count:
-                    changed = missed.settings[1:] != settings[1:]  # all but the rate
+                    changed = missed.settings[1:] != settings[1:]  # all but the learning rate
                     if not moves_all or changed or count == _MOST:
-                        self.catch_up(parameter)  # with the settings of those steps
+                        self.catch_up(parameter)  # with the settings of the missed steps
             if not moves_all:
                 for parameter, _, _ in updates:
                     self._missed.pop(parameter, None)
@@ -166,7 +166,7 @@ class CatchUpOptimizer(RowOptimizer):
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
     ) -> bool:
         with self._lock:
-            # Rows must have caught up before, which must be known for that.
+            # Rows must have caught up first, so they must be known before the update.
             if self._moves_all(group) or not self._missed.keys().isdisjoint(weights):
                 return False
             return super()._update_summing(group, weights, update)
@@ -174,16 +174,16 @@ class CatchUpOptimizer(RowOptimizer):
     def _begin(
         self, group: dict[str, Any], settings: list[float], update: Update
     ) -> tuple[_Missed, int]:
-        """Have rows catch up and write down their step: what is missed, and how many steps so far.
+        """Let rows catch up and record the coming step; return what is missed, and steps so far.
 
-        The other rows are late as soon as these have moved, so all is ready before.
+        The other rows are late as soon as these have moved, so everything is recorded first.
         """
         parameter, rows, _ = update
         missed = self._missed.get(parameter)
         if missed is None:
             state = self.state[parameter]
             self._add_states(parameter, group, state)
-            # The only wait for a device; from here on steps are counted on both sides.
+            # The only wait for the device; from here on both host and device count steps.
             missed = _Missed(int(state["step"]) + 1, parameter.device)
             self._missed[parameter] = missed
         missed.settings, missed.states = settings, list(self._initial_states(group))
@@ -203,7 +203,7 @@ class CatchUpOptimizer(RowOptimizer):
             self.catch_up(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch.optim.Optimizer; all rows catch up before."""
+        """Return the state like torch.optim.Optimizer; all rows catch up first."""
         self._catch_up_all()
         return super().state_dict()
 
@@ -215,6 +215,6 @@ class CatchUpOptimizer(RowOptimizer):
         super().__setstate__({"_missed": {}, "_lock": threading.RLock(), **state})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `RowOptimizer`; rows catch up before their state is replaced."""
+        """Load a state like `RowOptimizer`; rows catch up before their state is replaced."""
         self._catch_up_all()
         super().load_state_dict(state_dict)

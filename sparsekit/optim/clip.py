@@ -1,4 +1,4 @@
-"""Clipping of gradients, sparse and dense: by the norm of all on all ranks, or each number."""
+"""Clips sparse and dense gradients: by their total norm over all ranks, or number by number."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all of them together is at most max_norm.
 
-    As torch.nn.utils.clip_grad_norm_, but gradients may be sparse, and weights of embedding layers
-    are taken as the shards they are: the norm is over all ranks' rows. Other parameters are taken
-    as equal on all ranks, as DistributedDataParallel keeps them; of DTensors, as ``fully_shard``
-    makes them, the norm is that of the whole tensor. With several ranks this is a
+    Like torch.nn.utils.clip_grad_norm_, but gradients may be sparse, and weights of embedding
+    layers count as shards: the norm is over the rows of all ranks. Other parameters are assumed
+    equal on all ranks, as DistributedDataParallel keeps them; a DTensor, as ``fully_shard`` makes
+    it, counts with the norm of the whole tensor. With several ranks this is a
     collective: all of them call it, with gradients or without.
 
     Gradients are changed in place; a sparse one with repeated rows is replaced by its sum.
@@ -39,20 +39,20 @@ def clip_grad_norm_(
         max_norm: the norm to allow, >= 0.
         norm_type: the p of the p-norm, > 0; ``inf`` is the largest absolute value.
         error_if_nonfinite: raise if the norm is infinite or NaN, which waits for the device.
-            Otherwise gradients are scaled by what comes of it.
-        process_group: over which tables are sharded; None means that of `sparsekit.init`, or
-            torch.distributed's default group.
+            Otherwise gradients are scaled by the resulting factor.
+        process_group: the group over which tables are sharded; None means that of `sparsekit.init`,
+            or torch.distributed's default group.
 
     Returns:
         The norm before clipping, the same on all ranks: a 0-dim tensor, float32, or float64 if a
         parameter is.
 
     Raises:
-        TypeError: max_norm or norm_type is no number, or parameters has something else than
+        TypeError: max_norm or norm_type is not a number, or parameters has items that are not
             tensors.
         ValueError: max_norm is negative or NaN, norm_type is not positive, or there is a weight
             that `fuse_in_backward` has updated already.
-        RuntimeError: a norm that is not finite, if error_if_nonfinite; gradients are not scaled.
+        RuntimeError: the norm is not finite, with error_if_nonfinite; gradients are not scaled.
     """
     op = "clip_grad_norm_"
     max_norm = _number(op, "max_norm", max_norm)
@@ -63,8 +63,8 @@ def clip_grad_norm_(
         raise ValueError(f"{op}: norm_type must be > 0, got {norm_type}")
     parameters = _tensors(op, parameters)
 
-    # Where parameters are and not gradients, which a rank may lack; and always in float64: so ranks
-    # agree on what they send.
+    # On the device of the parameters, since a rank may lack gradients, and always in float64, so
+    # that ranks agree on what they send.
     device = parameters[0].device if parameters else torch.get_default_device()
     none = torch.zeros((), dtype=torch.float64, device=device)
     sharded, dense, gradients = [none], [none], []
@@ -74,15 +74,15 @@ def clip_grad_norm_(
         norms = sharded if isinstance(parameter, EmbeddingWeight) else dense
         groups = groups_of(parameter)
         if groups:
-            # With a gradient or without, so that all ranks come to the same collectives.
+            # Added with or without a gradient, so that all ranks make the same collectives.
             norms = of_groups.setdefault(groups, [none])
-        if values is None or values.numel() == 0:  # which has no largest value
+        if values is None or values.numel() == 0:  # an empty gradient has no largest value
             continue
         accumulate = torch.promote_types(values.dtype, torch.float32)
         norm = torch.linalg.vector_norm(values, norm_type, dtype=accumulate).to(none)
         norms.append(norm)
         gradients.append(values)
-    # Norms of norms, since p-th powers may overflow where their root does not.
+    # Norms of norms, since sums of p-th powers may overflow where their root does not.
     shard = torch.linalg.vector_norm(torch.stack(sharded), norm_type)
     for groups, norms in of_groups.items():
         part = torch.linalg.vector_norm(torch.stack(norms), norm_type)
@@ -97,7 +97,7 @@ def clip_grad_norm_(
             f"{op}: the norm of order {norm_type} is {total.item()}, so gradients cannot be "
             f"clipped; error_if_nonfinite=False scales them all the same"
         )
-    # Clamped and not compared, since a comparison would wait for the device.
+    # Clamped instead of compared, since a comparison would wait for the device.
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for values in gradients:
         values.mul_(scale.to(values.device))
@@ -110,17 +110,17 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamp each number of the gradients to [-clip_value, clip_value].
 
-    As torch.nn.utils.clip_grad_value_, which raises for sparse gradients. What is clamped is the
-    gradient of a row, the sum over all its lookups, so every rank clamps its own rows and no
-    communication is needed. Gradients are changed in place; a sparse one with repeated rows is
-    replaced by its sum.
+    Like torch.nn.utils.clip_grad_value_, but gradients may be sparse. The gradient of a row, which
+    is clamped, is the sum over all its lookups, so every rank clamps its own rows without
+    communication. Gradients are changed in place; a sparse one with repeated rows is replaced by
+    its sum.
 
     Args:
         parameters: one parameter or several, such as a module's ``parameters()``.
         clip_value: the largest absolute value to allow, >= 0.
 
     Raises:
-        TypeError: clip_value is no number, or parameters has something else than tensors.
+        TypeError: clip_value is not a number, or parameters has items that are not tensors.
         ValueError: clip_value is negative or NaN, or there is a weight that `fuse_in_backward` has
             updated already.
     """
@@ -142,7 +142,7 @@ def _number(op: str, argument: str, value: Any) -> float:
 
 
 def _tensors(op: str, parameters: Any) -> list[torch.Tensor]:
-    """The parameters, all of which are looked at before any gradient is changed."""
+    """Return the parameters as a list; all are checked before any gradient is changed."""
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"{op}: parameters must not be a module; pass its parameters()")
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -160,7 +160,7 @@ def _tensors(op: str, parameters: Any) -> list[torch.Tensor]:
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient's numbers, each of them once."""
+    """Return the gradient's values, with repeated rows summed."""
     if parameter.grad is None:
         return None
     if parameter.grad.is_sparse:
@@ -173,7 +173,7 @@ def _of_all_ranks(norm: torch.Tensor, group: dist.ProcessGroup | None) -> list[t
     group = group_of(group)
     if group is None:
         return [norm]
-    # Gathered and not reduced, since the maximum of gloo ignores NaNs.
+    # Gathered instead of reduced, since gloo's maximum ignores NaNs.
     gathered = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, norm, group=group)
     return gathered

@@ -1,4 +1,4 @@
-"""Where a gradient is not finite."""
+"""Finds gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ..distributed.world import group_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.weight import update_of
 
-_LINES = 8  # of a message; when one gradient is not finite, often all of them are
+_LINES = 8  # lines of a message at most; if one gradient is not finite, often all of them are
 
 Report = tuple[str, int | None, str]  # name, key, what is wrong
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """A gradient has a NaN or an infinity; the same error on all ranks.
+    """Raised on all ranks, with the same message, if a gradient has a NaN or an infinity.
 
     The attributes are those of the first such gradient, in the order of ranks and then of
     parameters.
 
     Attributes:
         layer: name of the embedding layer, or of the dense parameter.
-        key: the key whose row it is; None for a dense parameter, and for a row without a key.
-        rank: the rank that has it, within the process group.
+        key: the key of the gradient's row; None for a dense parameter, and for a row without a key.
+        rank: the rank that has the gradient, within the process group.
     """
 
     def __init__(self, message: str, layer: str, key: int | None, rank: int) -> None:
@@ -43,18 +43,18 @@ def check_finite_gradients(
     """Raise if a gradient in the module has a NaN or an infinity, and say which key it belongs to.
 
     It waits for the device, and with several ranks it is a collective: all of them call it and all
-    raise. Gradients stay as they are; repeated rows of a sparse one count as their sum.
+    raise. Gradients are left unchanged; repeated rows of a sparse one count as their sum.
 
     Args:
-        module: with sparsekit layers anywhere in it, or without. Of a DTensor each rank looks at
-            its own shard, within which the message counts.
-        process_group: over which tables are sharded; None means that of `sparsekit.init`, or
-            torch.distributed's default group.
+        module: any module, with or without sparsekit layers. Of a DTensor each rank checks its own
+            shard, and the message gives the index within the shard.
+        process_group: the group over which tables are sharded; None means that of `sparsekit.init`,
+            or torch.distributed's default group.
 
     Raises:
-        NonFiniteGradientError: there is one.
-        TypeError: module is no module.
-        ValueError: there is a layer that is updated in backward, which leaves no gradient.
+        NonFiniteGradientError: a gradient is not finite.
+        TypeError: module is not a module.
+        ValueError: a layer is updated in backward, which leaves no gradient.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
@@ -91,7 +91,7 @@ def check_finite_gradients(
 
 
 def _first_bad(grad: torch.Tensor) -> tuple[list[int], float, int] | None:
-    """Index and value of the first number that is not finite, and how many rows have such."""
+    """Return index and value of the first non-finite number, and the number of rows with one."""
     if grad.is_sparse:
         grad = grad.coalesce()
     values = grad._values() if grad.is_sparse else grad
@@ -111,7 +111,8 @@ def _of_table(table: EmbeddingTable, bad: tuple[list[int], float, int]) -> Repor
     key: int | None = row * table.world_size + table.rank
     if table.table is not None:
         keys = table.table.keys()
-        # A dense gradient, of a penalty on the whole weight, has rows that no key has yet.
+        # A dense gradient, such as that of a penalty on the whole weight, includes rows without a
+        # key.
         key = int(keys[row]) if row < len(keys) else None
     what = f"{value} at key {key}, row {row}, column {column}; not finite in {rows} row(s)"
     return table.name, key, what

@@ -1,4 +1,4 @@
-"""FTRL-Proximal: exact zeros for weights that earn nothing."""
+"""FTRL-Proximal, which makes weights of little use exactly zero."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,17 +18,17 @@ class Ftrl(RowOptimizer):
              \dfrac{\operatorname{sign}(z) \, l_1 - z}{n^p / lr + 2 l_2} & \text{else} \end{cases}
 
     McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, with
-    beta = 0. There are two conventions for l2: the paper's stands for :math:`l_2 / 2 \, w^2` in
-    the loss, TensorFlow's for :math:`l_2 \, w^2`, hence the 2 above. It is TensorFlow's here, as
-    are the defaults, since settings are mostly carried over from there; for one of the paper give
-    half of it.
+    beta = 0. There are two conventions for l2: the paper's stands for :math:`l_2 / 2 \, w^2` in the
+    loss, TensorFlow's for :math:`l_2 \, w^2`, hence the 2 above. This class follows TensorFlow,
+    also in its defaults, since settings are mostly carried over from there; halve an l2 that
+    follows the paper.
 
-    The weight is worked out anew from z and n in each step. A weight that does not start at zero is
-    therefore kept only in part by the first one. The dense method does so for all rows: it sets a
-    row that never had a gradient (z = 0) to zero in the first step, where it keeps its initial
-    vector here, and a new lr reaches all rows at once, here with their next gradient. Otherwise
-    the weights are those of the dense method; with an initializer of zeros and a constant lr, all
-    are.
+    Each step computes the weight from z and n, so the first step keeps only a part of a weight that
+    does not start at zero. The dense method does this for all rows: it sets a row that never had a
+    gradient (z = 0) to zero in the first step, whereas such a row keeps its initial vector here;
+    and a new lr reaches all rows at once, whereas a row gets it with its next gradient here.
+    Otherwise the weights are those of the dense method; with an initializer of zeros and a constant
+    lr, all of them are.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -41,7 +41,7 @@ class Ftrl(RowOptimizer):
 
     Raises:
         ValueError: an argument out of range.
-        And what `RowOptimizer` raises.
+        `RowOptimizer` lists further errors.
     """
 
     rule = "ftrl"

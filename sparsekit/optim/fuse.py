@@ -1,4 +1,4 @@
-"""Updates that are made inside backward."""
+"""Lets backward update the tables of embedding layers."""
 
 import weakref
 
@@ -22,19 +22,19 @@ class FusedHandle:
 
 
 def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedHandle:
-    """Have backward update the tables of embedding layers, without a ``weight.grad``.
+    """Let backward update the tables of embedding layers, without a ``weight.grad``.
 
-    That saves the gradient's memory and a pass, and on CUDA nothing waits for the device, unless
+    This saves the gradient's memory and a pass, and on CUDA nothing waits for the device, unless
     the learning rate is a tensor there. The weights are those of a normal step, bit for bit, if
 
     - every backward is followed by ``optimizer.step()``, which then has nothing to do for these
       layers but still ends the step, and
     - a layer is looked up once in each backward, and its weight is used for nothing else.
 
-    Otherwise an error is raised, as by what would need to see the gradients on the way:
+    Otherwise an error is raised. The same holds for everything that needs the gradients in between:
     accumulation, `clip_grad_norm_`, `clip_grad_value_`, `check_finite_gradients`, and torch's
     GradScaler, which is only noticed at its first step. Learning rates are those at the time of
-    backward. An optimizer that is dropped is detached, and copies of layer and optimizer are not
+    backward. An optimizer that is deleted is detached, and copies of layer and optimizer are not
     attached.
 
     Args:
@@ -43,12 +43,11 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
             optimizer's are left alone.
 
     Returns:
-        A handle whose ``remove()`` undoes it.
+        A handle whose ``remove()`` detaches the optimizer.
 
     Raises:
         TypeError: optimizer is not one of `sparsekit.optim`.
-        ValueError: there is no layer whose weight is the optimizer's, or one has been attached
-            before.
+        ValueError: no layer has a weight of the optimizer, or a layer is attached already.
     """
     if not isinstance(optimizer, RowOptimizer):
         raise TypeError(
@@ -65,7 +64,7 @@ def fuse_in_backward(optimizer: RowOptimizer, module: torch.nn.Module) -> FusedH
     for layer in layers:
         if update_of(layer.weight) is not None:
             raise ValueError(f"fuse_in_backward: {layer.name} has been attached to an optimizer")
-    # One for all, by which a group knows that it can leave its tables to one optimizer.
+    # All layers share one callback, by which a group knows that one optimizer updates its tables.
     attached = optimizer._attached = optimizer._attached or weakref.WeakMethod(
         optimizer.update_in_backward
     )

@@ -17,20 +17,20 @@ class LazyAdam(RowOptimizer):
         w &= (1 - lr \, \lambda) w
              - lr \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \frac{m}{\sqrt{v} + eps}
 
-    t counts the steps of the parameter, not of the row, and the moments of rows without a
-    gradient do not decay. So it is not dense Adam (`sparsekit.optim.Adam` is): a row that is rarely
-    seen keeps its momentum until it is seen again. This is TensorFlow Addons' LazyAdam and
-    torch.optim.SparseAdam; source of the formula: Kingma and Ba, "Adam", ICLR 2015, end of section
-    2. With ``eps_convention="torch"`` the last term is that of `Adam`'s formula, as in FBGEMM's
-    Adam.
+    t counts the steps of the parameter, not of the row, and the moments of rows without a gradient
+    do not decay. This differs from dense Adam (`sparsekit.optim.Adam`): a row that is rarely seen
+    keeps its momentum until it is seen again. TensorFlow Addons' LazyAdam and
+    torch.optim.SparseAdam do the same; source of the formula: Kingma and Ba, "Adam", ICLR 2015, end
+    of section 2. With ``eps_convention="torch"`` the last term is that of `Adam`'s formula, as in
+    FBGEMM's Adam.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
-        lr: learning rate, > 0 or 0.
+        lr: learning rate, >= 0.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the second moment, >= 0.
-        weight_decay: lambda, >= 0: touched rows shrink by this times lr, apart from the gradient
-            (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019).
+        weight_decay: lambda, >= 0: touched rows shrink by this times lr, independently of the
+            gradient (Loshchilov and Hutter, "Decoupled weight decay regularization", ICLR 2019).
         amsgrad: divide by the root of the largest v so far (Reddi et al., "On the convergence of
             Adam and beyond", ICLR 2018).
         bias_correction: ``"global"``: t as above. ``"per_row"``: t counts the steps in which the
@@ -38,13 +38,13 @@ class LazyAdam(RowOptimizer):
         eps_convention: where eps is added; see `Adam`. ``"tensorflow"``, the default, is TensorFlow
             Addons' LazyAdam and torch.optim.SparseAdam; ``"torch"`` is FBGEMM and dynamicemb.
         stochastic_rounding: round new bfloat16 weights up or down at random, with odds that make
-            the mean exact, so that small steps are not lost. Other weights are not concerned.
-        seed: of that rounding; it depends on seed, step, row and column only.
-        maximize: step along the gradient and not against it, as in torch.optim: g is -g everywhere.
+            the mean exact, so that small steps are not lost. This has no effect on other dtypes.
+        seed: seed of that rounding, which depends on seed, step, row and column only.
+        maximize: step along the gradient instead of against it, as in torch.optim: -g replaces g.
 
     Raises:
         ValueError: an argument out of range.
-        And what `RowOptimizer` raises.
+        `RowOptimizer` lists further errors.
     """
 
     rule = "adam"

@@ -1,4 +1,4 @@
-"""A parameter's state from a saved one, which may be that of a table of another capacity."""
+"""Converts saved states to those of a parameter, also from a table of another capacity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_SETTINGS = ("weight_decay", "amsgrad", "centered", "dampening", "nesterov
 
 
 class StatesOfRows(Protocol):
-    """The part of a `RowOptimizer` that tells which states a parameter has."""
+    """The part of a `RowOptimizer` that determines the states of a parameter."""
 
     rule: ClassVar[str]
     defaults: dict[str, Any]
@@ -41,26 +41,26 @@ class StatesOfRows(Protocol):
 def untouched(
     optimizer: StatesOfRows, parameter: torch.Tensor, group: dict[str, Any], step: int
 ) -> dict[str, torch.Tensor]:
-    """New states of rows after some steps, none of which has touched them."""
+    """Make states of rows after some steps, none of which has touched them."""
     states = optimizer._new_states(parameter, group)
     if optimizer._has_row_step(group):
         states["row_step"] = row_steps(local(parameter))
         if not optimizer._per_row(group):
-            states["row_step"].fill_(step)  # they have made all steps, without a gradient
+            states["row_step"].fill_(step)  # rows have made all steps, without a gradient
     return states
 
 
 def loaded_states(
     optimizer: StatesOfRows, state_dict: dict[str, Any]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """States of parameters as an optimizer's `load_state_dict` takes them over; changes nothing.
+    """Convert saved states for an optimizer's `load_state_dict`, which changes nothing yet.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the states do not fit.
     """
     own_name = type(optimizer).__name__
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
-    # torch itself raises if groups do not match, so they need not here.
+    # Groups need not match here, since torch itself raises if they do not.
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         settings = {**group, **optimizer.defaults, **saved}
         for name in _OTHER_SETTINGS:
@@ -93,20 +93,20 @@ def loaded_state(
     group: dict[str, Any],
     values: Mapping[str, Any],
 ) -> dict[str, torch.Tensor | None]:
-    """A copy of a saved state that fits a parameter.
+    """Return a copy of a saved state that fits a parameter.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the state does not fit.
     """
     name = type(optimizer).__name__
-    # torch's SGD does not count, and any number will do for what has no bias correction.
+    # torch's SGD does not count steps; without bias correction any number will do.
     if "step" not in values and optimizer.rule != "sgd":
         raise ValueError(f"{name}: the state to load has no step, but {', '.join(values)}")
     count = int(values.get("step", 1))
     states = untouched(optimizer, parameter, group, count)
     rows = _rows_saved(parameter, states, values)
     if "row_step" in states:
-        # Without one all rows have made all steps, as far as anybody knows.
+        # If row_step was not saved, assume that all rows have made all steps.
         known = values.get("row_step", torch.full((rows,), count, dtype=torch.int32))
         values = {**values, "row_step": known}
     initial = optimizer._initial_states(group) | {"row_step": 0}
@@ -114,7 +114,7 @@ def loaded_state(
         if own not in values:
             raise ValueError(f"{name}: the state to load has no {own}, but {', '.join(values)}")
         saved = values[own]
-        if saved is None:  # as torch's SGD has it before the first step
+        if saved is None:  # torch's SGD saves None before the first step
             continue
         same = rows == _rows(tensor)
         expected = tensor.shape if same else (rows, *tensor.shape[1:])
@@ -127,7 +127,8 @@ def loaded_state(
                     f"{int(saved.min())} to {int(saved.max())}"
                 )
             if not optimizer._per_row(group):
-                # Rows without a key have made all steps as well, so it tells nothing of use.
+                # Rows without a key have made all steps too, so row_step does not show which are in
+                # use.
                 tensor[:rows].copy_(saved[: len(tensor)])
                 continue
         if same:
@@ -140,12 +141,12 @@ def loaded_state(
 
 
 def _of_keys(name: str, saved: Any, weight: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """The entry of a saved state whose rows are not known to be those of the table."""
+    """Return the entry ``keys`` for a saved state whose rows may not be those of the table."""
     now = weight.keys() if isinstance(weight, EmbeddingWeight) else None
     if now is None:
         return {}
     if not isinstance(saved, torch.Tensor) or saved.dtype != torch.int64 or saved.dim() != 1:
-        return {"keys": None}  # as in states of torch
+        return {"keys": None}  # torch saves no keys
     if len(ops.unique(saved)[0]) < len(saved):
         raise ValueError(f"{name}: the state to load is damaged: keys has one of them twice")
     keys = saved[: len(weight)].to(now.device, copy=True)
@@ -159,7 +160,7 @@ def _rows(tensor: torch.Tensor) -> int:
 def _rows_saved(
     parameter: torch.Tensor, states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> int:
-    """Rows that the saved states have, if they may be other than the parameter's and all agree."""
+    """Return the rows of saved states; the parameter's own if those must match or disagree."""
     own = _rows(local(parameter))
     if not isinstance(parameter, EmbeddingWeight):
         return own
@@ -181,8 +182,9 @@ def _check_rows_beyond(
 ) -> None:
     """Raise ValueError if rows that one side lacks are in use on the other.
 
-    Of what is saved that shows in states, as only rows in use have a gradient; here in vectors, as
-    other rows of a table with keys are zeros. So it does not matter whether keys come before.
+    Use of a saved row shows in its states, since only rows in use have a gradient; use of a row
+    here shows in its vector, since other rows of a table with keys are zeros. So it does not matter
+    whether keys are loaded before states.
     """
     rows, capacity = len(saved), len(tensor)
     if not weight.is_meta and bool(weight.detach()[rows:].any()):

@@ -1,4 +1,4 @@
-"""RMSProp as torch has it and as TensorFlow has it."""
+"""RMSProp in the forms of torch and of TensorFlow."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -28,7 +28,7 @@ class RMSProp(RowOptimizer):
         v = \alpha v + (1 - \alpha) g^2, \quad b = \mu b + \frac{lr \, g}{\sqrt{v + eps}}, \quad
         w = w - b
 
-    The two differ in their defaults (below), in where eps stands and, when lr changes, in what
+    The two differ in their defaults (below), in where eps is added and, when lr changes, in what
     momentum remembers. Sources: Tieleman and Hinton, lecture 6.5 of "Neural networks for machine
     learning", 2012; torch.optim.RMSprop; tf.compat.v1.train.RMSPropOptimizer, which leaves
     untouched rows alone as well.
@@ -44,12 +44,12 @@ class RMSProp(RowOptimizer):
             form, whose first steps are therefore small.
         weight_decay: lambda, >= 0, on touched rows: first :math:`g = g + \lambda w`, as in
             torch.optim.RMSprop.
-        decoupled_weight_decay: :math:`w = (1 - lr \, \lambda) w` in its place.
+        decoupled_weight_decay: :math:`w = (1 - lr \, \lambda) w` instead.
         stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
-        And what `RowOptimizer` raises.
+        `RowOptimizer` lists further errors.
     """
 
     rule = "rms_prop"
@@ -86,6 +86,6 @@ class RMSProp(RowOptimizer):
 
 
 def _usual(group: dict[str, Any], argument: str) -> float:
-    """A setting, or what None stands for."""
+    """Return a setting, or the default that None stands for."""
     value = group[argument]
     return _FORMS[group["form"]][argument] if value is None else value

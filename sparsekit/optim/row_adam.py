@@ -1,4 +1,4 @@
-"""Adam with a number for each row: its second moment, or how far it moves."""
+"""Variants of Adam that treat a row as a whole: one second moment or one step length per row."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from .settings import Betas, BiasCorrection, NotNegative, given
 
 
 class _RowAdam(RowOptimizer):
-    """Base of both: arguments and names of states."""
+    """Base of both optimizers: arguments and names of states."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class _RowAdam(RowOptimizer):
 
 
 class PartialRowWiseAdam(_RowAdam):
-    r"""`LazyAdam` with one second moment for a row, so half of its state.
+    r"""`LazyAdam` with one second moment per row, which halves its state.
 
     At step t, for every row in the gradient g:
 
@@ -45,20 +45,20 @@ class PartialRowWiseAdam(_RowAdam):
 
     All other rows, and their moments, keep their bits. m has a number for every element, v one for
     a row, so columns with small gradients move less than under Adam. This is FBGEMM's
-    PARTIAL_ROWWISE_ADAM, from whose source the formula is (genscript/optimizers.py). A parameter of
-    one dimension has rows of one element; for one with none the row is all of it.
+    PARTIAL_ROWWISE_ADAM; the formula is from its source (genscript/optimizers.py). A parameter of
+    one dimension has rows of one element; a 0-dim one is a single row.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
         lr: learning rate, >= 0.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the bias-corrected second moment, >= 0.
-        weight_decay: lambda, >= 0, on touched rows, apart from the gradient as in `LazyAdam`.
+        weight_decay: lambda, >= 0, on touched rows, independent of the gradient as in `LazyAdam`.
         bias_correction, stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
-        And what `RowOptimizer` raises.
+        `RowOptimizer` lists further errors.
     """
 
     rule = "partial_row_wise_adam"
@@ -66,7 +66,7 @@ class PartialRowWiseAdam(_RowAdam):
 
 
 class LazyLAMB(_RowAdam):
-    r"""LAMB with a row for a layer: a row with a gradient moves in proportion to its norm.
+    r"""LAMB with rows as layers: a row with a gradient moves in proportion to its norm.
 
     With the moments m and v of `LazyAdam`, at step t, for every row in the gradient:
 
@@ -75,21 +75,21 @@ class LazyLAMB(_RowAdam):
         w &= w - lr \frac{\lVert w \rVert}{\lVert u \rVert} u
 
     All other rows, and their moments, keep their bits. The ratio of the norms over the row is 1 if
-    either is 0, so a row of zeros can move; FBGEMM's LAMB, which has a row for a layer as well,
-    leaves it where it is. Source: You et al., "Large batch optimization for deep learning: training
-    BERT in 76 minutes", ICLR 2020, algorithm 2, with the identity for phi.
+    either is 0, so a row of zeros can move; FBGEMM's LAMB, whose layers are rows too, never moves
+    such a row. Source: You et al., "Large batch optimization for deep learning: training BERT in 76
+    minutes", ICLR 2020, algorithm 2, with the identity for phi.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
-        lr: learning rate, >= 0: by which part of its norm a row moves.
+        lr: learning rate, >= 0: the fraction of its norm by which a row moves.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the root of the bias-corrected second moment, >= 0.
-        weight_decay: lambda, >= 0; part of u, whose norm divides it too.
+        weight_decay: lambda, >= 0; it is part of u and of the norm of u.
         bias_correction, stochastic_rounding, seed, maximize: as in `LazyAdam`.
 
     Raises:
         ValueError: an argument out of range.
-        And what `RowOptimizer` raises.
+        `RowOptimizer` lists further errors.
     """
 
     rule = "lamb"

@@ -1,4 +1,4 @@
-"""Base of all optimizers: gradients to rows, states, the call of the fused step."""
+"""Base of all optimizers: turns gradients into rows, keeps states and calls the fused step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = tuple[torch.Tensor | None, torch.Tensor]
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Base class. A subclass names its rule, states and settings; see `sparsekit.ops.update_rows_`.
+    """Base of the optimizers; a subclass names its rule, states and settings (`ops.update_rows_`).
 
     Its settings are the arguments of its constructor: their names and defaults, and the values that
     their annotations allow (`settings.py`).
@@ -31,19 +31,19 @@ class RowOptimizer(torch.optim.Optimizer):
     Parameters are float32, float64 or bfloat16 and contiguous; the states of bfloat16 ones are
     float32. A sparse gradient has rows (sparse_dim 1), repeated or not; a dense one touches all
     rows. ``state[parameter]`` has ``step``, an int64 tensor, and the states by name, each in the
-    shape of the parameter. Of a DTensor, as ``fully_shard`` makes it, a rank updates its shard,
-    in whose shape the states are.
+    shape of the parameter. Of a DTensor, as ``fully_shard`` makes it, a rank updates its shard;
+    states have the shape of the shard.
 
     Parameters of a group with one dtype and device, and all with sparse gradients or all with dense
     ones, are updated by one call, which checks them all before it changes any.
 
-    An exception from outside, such as Ctrl-C, finds each parameter with its states before its step
-    or after it; ``state[parameter]["step"]`` tells. As in torch, `step` called again with the same
-    gradients makes the step of all of them; to go on, call ``zero_grad`` and take the next batch.
-    An interrupted update in backward counts as made until `step` is called.
+    After an exception from outside, such as Ctrl-C, each parameter and its states are as before the
+    step or as after it; ``state[parameter]["step"]`` tells which. As in torch, calling `step` again
+    with the same gradients makes the step of all parameters; to go on, call ``zero_grad`` and take
+    the next batch. An interrupted update in backward counts as made until `step` is called.
 
     Raises:
-        TypeError: a seed that is no int; (in step) a parameter of another dtype.
+        TypeError: a seed that is not an int; (in step) a parameter of another dtype.
         ValueError: (in step) a parameter that is not contiguous, or a sparse gradient of single
             elements rather than rows (sparse_dim > 1).
         RuntimeError: (in backward) a second update of one layer since the last step, where updates
@@ -51,8 +51,8 @@ class RowOptimizer(torch.optim.Optimizer):
     """
 
     rule: ClassVar[str]
-    row_states: ClassVar[tuple[str, ...]] = ()  # those that have one number for a row
-    _allowed: ClassVar[dict[str, Allowed]] = {}  # values of each setting
+    row_states: ClassVar[tuple[str, ...]] = ()  # states with one number per row
+    _allowed: ClassVar[dict[str, Allowed]] = {}  # allowed values of each setting
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -76,17 +76,18 @@ class RowOptimizer(torch.optim.Optimizer):
         defaults["seed"] = check_int(
             type(self).__name__, "seed", defaults["seed"], -(2**63), 2**64 - 1
         )
-        self._updated: set[torch.Tensor] = set()  # in backward, since the last step
-        self._layers: dict[torch.Tensor, str] = {}  # names of those that are updated in backward
-        self._attached: weakref.WeakMethod[Any] | None = None  # to those; see fuse_in_backward
+        self._updated: set[torch.Tensor] = set()  # weights updated in backward since the last step
+        self._layers: dict[torch.Tensor, str] = {}  # layer names of weights that backward updates
+        # Callback of those weights; see fuse_in_backward.
+        self._attached: weakref.WeakMethod[Any] | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See torch.optim.Optimizer.
+        """Add a group like torch.optim.Optimizer, and check its settings.
 
         Raises:
-            TypeError: a setting that is no number where it should be one.
-            ValueError: a setting out of range, or a weight that another optimizer updates in
+            TypeError: a setting is not a number but must be one.
+            ValueError: a setting is out of range, or another optimizer updates a weight in
                 backward.
         """
         super().add_param_group(param_group)
@@ -116,30 +117,30 @@ class RowOptimizer(torch.optim.Optimizer):
             allowed.check(type(self).__name__, name, group[name])
 
     def _initial_states(self, group: dict[str, Any]) -> dict[str, float]:
-        """Name and initial value of each state, in the rule's order."""
+        """Return name and initial value of each state, in the rule's order."""
         raise NotImplementedError
 
     def _settings(self, group: dict[str, Any]) -> list[float]:
-        """The rule's settings, in its order."""
+        """Return the rule's settings, in its order."""
         raise NotImplementedError
 
     def _per_row(self, group: dict[str, Any]) -> bool:
-        """Whether each row counts its own steps."""
+        """Return whether each row counts its own steps."""
         return group.get("bias_correction") == "per_row"
 
     def _has_row_step(self, group: dict[str, Any]) -> bool:
-        """Whether there is a step for each row."""
+        """Return whether states include a step for each row."""
         return self._per_row(group)
 
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; returns the closure's loss, if any."""
+        """Update every parameter that has a gradient; return the closure's loss, if any."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All are looked at before any is changed.
+        # All gradients are checked before any parameter is changed.
         updates = [
             [
                 (parameter, *self._gradient(parameter, group))
@@ -163,13 +164,13 @@ class RowOptimizer(torch.optim.Optimizer):
         updates: Callable[[], Sequence[Update]],
         update: Callable[..., None] | None,
     ) -> None:
-        """The step of some embedding layers' weights, for `fuse_in_backward`.
+        """Make the step of some embedding layers' weights, for `fuse_in_backward`.
 
         Args:
-            weights: which.
-            updates: returns them with their distinct rows and the gradients of those.
-            update: takes a step on these rows, given what `group_embedding_bag_update_` is to know
-                of it. None where the gradients must be seen.
+            weights: the weights to update.
+            updates: returns the weights with their distinct rows and the gradients of the rows.
+            update: takes a step on these rows, given the arguments of `group_embedding_bag_update_`
+                that describe it. None where the gradients themselves are needed.
         """
         wanted = set(weights)
         if twice := self._updated & wanted:
@@ -183,10 +184,10 @@ class RowOptimizer(torch.optim.Optimizer):
             self._take_over(weight)
         groups = [g for g in self.param_groups if not wanted.isdisjoint(g["params"])]
         alone = groups[0] if update is not None and len(groups) == 1 else None
-        if alone is None:  # else the op checks them
+        if alone is None:  # otherwise the op checks them
             for weight in weights:
                 check_parameter(type(self).__name__, weight)
-        self._updated |= wanted  # before: none is made twice if it is interrupted
+        self._updated |= wanted  # set first, so that an interrupted update is not made twice
         if update is not None and alone and self._update_summing(alone, weights, update):
             return
         listed = updates()
@@ -196,7 +197,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked for by GradScaler before a step, which is the place to find out that there is one.
+        """Return False; GradScaler asks before a step, so this is the place to refuse GradScaler.
 
         Raises:
             RuntimeError: a layer has been updated in backward, with a scaled gradient.
@@ -211,9 +212,9 @@ class RowOptimizer(torch.optim.Optimizer):
         return False
 
     def _take_over(self, parameter: torch.Tensor) -> None:
-        """Have rows finish what is due under another optimizer, which then lets go of them.
+        """Let rows catch up under another optimizer, which then lets go of them.
 
-        States that may be of other rows are brought to those that the table has now.
+        States that may belong to other rows are first matched with the rows that the table has now.
         """
         if "keys" in self.state.get(parameter, ()) and isinstance(parameter, EmbeddingWeight):
             parameter.settle(self)
@@ -222,7 +223,7 @@ class RowOptimizer(torch.optim.Optimizer):
             before_read(parameter, None)
 
     def _gradient(self, parameter: torch.Tensor, group: dict[str, Any]) -> Rows:
-        """Rows, or None for all, and their gradients."""
+        """Return the rows, or None for all, and their gradients."""
         check_parameter(type(self).__name__, local(parameter))
         grad = local(cast(torch.Tensor, parameter.grad))
         if update_of(parameter) is not None:
@@ -241,7 +242,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return rows_of(grad)
 
     def _update(self, group: dict[str, Any], updates: Sequence[Update]) -> None:
-        """Take the step of some parameters of a group."""
+        """Make the step of some parameters of a group."""
         if group["maximize"]:
             updates = [(parameter, rows, -grad) for parameter, rows, grad in updates]
         dense = [rows is None for _, rows, _ in updates]
@@ -261,13 +262,13 @@ class RowOptimizer(torch.optim.Optimizer):
     def _update_summing(
         self, group: dict[str, Any], weights: Sequence[torch.Tensor], update: Callable[..., None]
     ) -> bool:
-        """The same of embedding layers' weights in one pass with the sums of their gradients.
+        """Make the step of embedding layers' weights in one pass with the sums of their gradients.
 
         Returns:
-            False, with nothing done, if that does not go.
+            False, with nothing done, if one pass cannot do it.
         """
         if group["maximize"]:
-            return False  # the gradients change sign, so they must be seen
+            return False  # the gradients change sign, so they are needed themselves
         calls = self._calls(group, weights, [False] * len(weights))
         if len(calls) > 1:
             return False
@@ -280,14 +281,14 @@ class RowOptimizer(torch.optim.Optimizer):
         return True
 
     def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Keywords of the ops."""
+        """Return keywords of the ops."""
         seed = group["seed"] if group["stochastic_rounding"] else None
         return {"per_row": self._per_row(group), "rounding_seed": seed, "count_steps": True}
 
     def _calls(
         self, group: dict[str, Any], parameters: Sequence[torch.Tensor], dense: Sequence[bool]
     ) -> list[UpdateCall]:
-        """Parameters of a group by what one call can update."""
+        """Sort parameters of a group into those that one call can update."""
         names = list(self._initial_states(group))
         needed = {"step", *names, *(["row_step"] if self._has_row_step(group) else [])}
         states = [self.state[parameter] for parameter in parameters]
@@ -300,7 +301,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _add_states(
         self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> None:
-        """Make what a state lacks before its first step or after a change of settings."""
+        """Add the states that are missing before a first step or after a change of settings."""
         new: dict[str, Any] = {}
         if "step" not in state:
             new["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -309,13 +310,14 @@ class RowOptimizer(torch.optim.Optimizer):
         if any(name not in state for name in self._initial_states(group)):
             # At the first step, or when a setting has been changed to one with more states.
             new = self._new_states(parameter, group) | new
-        state.update(new | state)  # all at once
+        state.update(new | state)  # one assignment, so that an interrupt finds all or none
 
     def initial_values(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, float]:
-        """Name and value of each state of a row that no step has touched."""
+        """Return name and value of each state of a row that no step has touched."""
         initial = self._initial_states(group)
         if self._has_row_step(group):
-            # Where rows do not count their steps, such a row has made all, without a gradient.
+            # Where rows do not count their steps, such a row has made all steps, without a
+            # gradient.
             counts = self._per_row(group)
             initial["row_step"] = 0 if counts else int(self.state[parameter].get("step", 0))
         return initial
@@ -328,8 +330,8 @@ class RowOptimizer(torch.optim.Optimizer):
         initial = self._initial_states(group)
         rows, rest = parameter.shape[:1], parameter.shape[1:]
         states = {name: parameter.new_zeros(rows, dtype=dtype) for name in self.row_states}
-        # One allocation, in which the states of a row are neighbours: a row that is touched is one
-        # place in memory and not several.
+        # One allocation in which a row's states are neighbours, so that touching a row touches one
+        # place in memory instead of several.
         if names := [name for name in initial if name not in states]:
             space = parameter.new_empty((*rows, len(names), *rest), dtype=dtype)
             prefer_huge_pages(space).zero_()
@@ -340,19 +342,20 @@ class RowOptimizer(torch.optim.Optimizer):
         return states
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:  # of another version, or of torch's optimizer
+        for group in state["param_groups"]:  # saved by another version, or by torch's optimizer
             for name, value in (state.get("defaults") or self.defaults).items():
                 group.setdefault(name, value)
         own = {"_layers": {}, "_attached": None} | self.__dict__
         kept = {name: own[name] for name in ("_layers", "_attached")}
-        super().__setstate__({"_updated": set(), **kept, **state})  # all at once
+        # One assignment, so that an interrupt finds all or none.
+        super().__setstate__({"_updated": set(), **kept, **state})
         for group in self.param_groups:
             self._follow_keys(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """See torch.optim.Optimizer.
+        """Return the state like torch.optim.Optimizer, with the keys of tables.
 
-        Beside the states of a table's rows there is the key of each, ``keys`` int64 ``[n]``.
+        The states of a table's rows come with the keys of the rows, ``keys`` int64 ``[n]``.
         """
         packed = super().state_dict()
         states = packed["state"]
@@ -368,15 +371,15 @@ class RowOptimizer(torch.optim.Optimizer):
         """Load a state, also one of torch's optimizer of that name or from another device.
 
         States of bfloat16 parameters stay float32. Settings become those that were saved, as in
-        torch: also a mode, a form, or how bias is corrected. The table of an embedding layer with
-        a hash table may have had another capacity: rows that the state lacks begin as new ones do.
+        torch, including mode, form and bias correction. The table of an embedding layer with a hash
+        table may have had another capacity: rows that the state lacks begin like new ones.
 
         Raises:
-            ValueError: a state of another optimizer, of other shapes, of more rows than there is
-                room for or fewer than are in use, or with settings that this one does not have;
-                nothing has been changed.
+            ValueError: the state is of another optimizer, or has other shapes, more rows than there
+                is room for or fewer than are in use, or settings that this optimizer lacks; nothing
+                has been changed.
         """
         loaded = loaded_states(self, state_dict)
-        # By number, torch would cast the states to the parameters' dtype, which is not that of all
-        # of them; what it finds by parameter it takes as it is.
+        # States are passed by parameter, which torch takes as they are: it would cast those passed
+        # by number to the parameter's dtype, which is wrong for some.
         super().load_state_dict({**state_dict, "state": loaded})

@@ -1,4 +1,4 @@
-"""Settings of optimizers: arguments of constructors, whose annotations say what they may be."""
+"""Settings of optimizers: arguments of constructors, whose annotations give the allowed values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..errors import check_number
 
 @dataclass(frozen=True)
 class Allowed:
-    """Values that a setting may have.
+    """The values that a setting may have.
 
     Attributes:
-        words: how an error names them, behind "must be".
-        holds: whether a value is one of them.
-        is_number: whether it must be a number; holds then gets a float.
-        or_none: whether it may be None as well.
+        words: what an error says after "must be".
+        holds: returns whether a value is allowed.
+        is_number: whether the value must be a number; holds then gets a float.
+        or_none: whether the value may be None as well.
     """
 
     words: str
@@ -28,19 +28,19 @@ class Allowed:
     or_none: bool = False
 
     def check(self, name: str, argument: str, value: Any) -> None:
-        """Raise TypeError for what is no number, and ValueError for another value."""
+        """Raise TypeError if value must be a number and is not, ValueError if it is not allowed."""
         if value is None and self.or_none:
             return
         if not self.holds(check_number(name, argument, value) if self.is_number else value):
             shown = value if self.is_number else repr(value)
             raise ValueError(f"{name}: {argument} must be {self.words}, got {shown}")
 
-    def __repr__(self) -> str:  # in the signature that help() shows
+    def __repr__(self) -> str:  # shown in signatures by help()
         return self.words
 
 
 def one_of(*choices: str) -> Allowed:
-    """One of these words."""
+    """Allow one of these words."""
     return Allowed(" or ".join(map(repr, choices)), lambda value: value in choices, False)
 
 
@@ -61,13 +61,13 @@ EpsConvention: TypeAlias = Annotated[str, one_of("torch", "tensorflow")]
 
 
 def given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The settings among the ``locals()`` of an optimizer's constructor, in its order."""
+    """Return the settings among the ``locals()`` of an optimizer's constructor, in its order."""
     others = "self", "params", "__class__"
     return {name: value for name, value in arguments.items() if name not in others}
 
 
 def allowed_values(constructor: Callable[..., None]) -> dict[str, Allowed]:
-    """Values of each argument whose annotation is one of the above, alone or ``| None``."""
+    """Return the allowed values of each argument annotated as above, alone or with ``| None``."""
     found = {}
     for name, annotation in constructor.__annotations__.items():
         or_none = types.NoneType in get_args(annotation)

@@ -1,4 +1,4 @@
-"""SGD, with momentum for the touched rows or, exactly, for all."""
+"""SGD, whose momentum moves the touched rows or, exactly, all rows."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -20,9 +20,9 @@ class SGD(CatchUpOptimizer):
     and momentum in deep learning", ICML 2013. Without momentum (mu = 0) it is plain SGD and has no
     state.
 
-    With momentum, rows that have none of the gradient move on by their b under the dense method.
-    ``mode="catch_up"`` is exactly that, at the cost of the touched rows: see `Adam`.
-    ``mode="touched"`` leaves such rows, and their b, alone.
+    With momentum, the dense method also moves rows without a gradient, by their b.
+    ``mode="catch_up"`` does exactly that, at the cost of the touched rows: see `Adam`.
+    ``mode="touched"`` leaves such rows and their b unchanged.
 
     Args:
         params: parameters or groups of them; float32, float64 or bfloat16.
@@ -34,8 +34,8 @@ class SGD(CatchUpOptimizer):
         stochastic_rounding, seed, maximize: as in `LazyAdam`; no rounding in mode "catch_up".
 
     Raises:
-        ValueError: an argument out of range, or two that do not go together.
-        And what `CatchUpOptimizer` and `RowOptimizer` raise.
+        ValueError: an argument out of range, or two that exclude each other. And what
+        `CatchUpOptimizer` and `RowOptimizer` raise.
     """
 
     rule = "sgd"

@@ -1,4 +1,4 @@
-"""Which parameters belong to embedding layers and which do not."""
+"""Splits parameters into those of embedding layers and all others."""
 
 from collections.abc import Iterable
 
@@ -21,7 +21,8 @@ def split_embedding_variable_from_others(
         ``(embedding parameters, other parameters)``, each in the order given.
 
     Raises:
-        TypeError: a single parameter, or an item that is none; the message has its position.
+        TypeError: a single parameter, or an item that is not a parameter; the message gives its
+            position.
 
     Example:
         >>> sparse, dense = split_embedding_variable_from_others(model)
@@ -30,7 +31,7 @@ def split_embedding_variable_from_others(
     if isinstance(module_or_parameters, torch.nn.Module):
         module_or_parameters = module_or_parameters.parameters()
     if isinstance(module_or_parameters, torch.Tensor):
-        # It could be iterated, over its rows.
+        # A tensor could be iterated over as well, by its rows.
         raise TypeError(
             "split_embedding_variable_from_others takes a module or several parameters and got a "
             "single one; put it in a list"

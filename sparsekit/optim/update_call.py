@@ -12,15 +12,15 @@ from ..ops._checks import ROW_DTYPES
 
 State = dict[str, torch.Tensor]
 
-# A parameter, the rows that have a gradient, or None for all, and their gradients.
+# A parameter, the rows that have a gradient (None for all), and the gradients of these rows.
 Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 @dataclass(slots=True)
 class UpdateCall:
-    """Parameters that are updated together: of each one tensor, but all its states."""
+    """Parameters that are updated together: one tensor of each, and all states of each."""
 
-    positions: Sequence[int]  # among those there were
+    positions: Sequence[int]  # of these parameters in the list that was given
     weights: Sequence[torch.Tensor]  # as matrices
     states: list[torch.Tensor]
     row_steps: list[torch.Tensor]
@@ -34,13 +34,13 @@ def by_kind(
     names: Sequence[str],
     row_states: Collection[str],
 ) -> list[UpdateCall]:
-    """Parameters by what one call can update.
+    """Sort parameters into those that one call can update.
 
     Args:
         parameters: those to update.
         dense: for each, whether it has a gradient for all rows.
-        states: of each.
-        names: of the rule's states, in its order.
+        states: states of each parameter.
+        names: names of the rule's states, in its order.
         row_states: names of those with one number for a row.
     """
     each = zip(parameters, dense, states, strict=True)
@@ -77,7 +77,7 @@ def _call(
 
 
 def check_parameter(name: str, parameter: torch.Tensor) -> None:
-    """Raise TypeError or ValueError for what an optimizer, whose name this is, cannot update."""
+    """Raise TypeError or ValueError if the optimizer called name cannot update the parameter."""
     if parameter.dtype not in ROW_DTYPES:
         raise TypeError(
             f"{name}: parameters must be float32, float64 or bfloat16, got {parameter.dtype} for "
@@ -91,7 +91,7 @@ def check_parameter(name: str, parameter: torch.Tensor) -> None:
 
 
 def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct rows of a sparse gradient, and what is to be added to each."""
+    """Return the distinct rows of a sparse gradient, and the sum of the gradients of each."""
     rows, values = grad._indices()[0], grad._values()
     if grad.is_coalesced():
         return rows, values
@@ -101,10 +101,10 @@ def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of any shape as a matrix of rows: a view, so that changes reach it."""
+    """Return a tensor of any shape as a matrix of rows, a view, so that changes reach both."""
     if tensor.dim() == 2:
         return tensor
-    # No size is left to view() as -1, since there may be no elements.
+    # No size is left to view() as -1, which it cannot infer if there are no elements.
     num_rows = tensor.shape[0] if tensor.dim() else 1
     return tensor.view(num_rows, tensor.numel() // max(num_rows, 1))
 
@@ -112,13 +112,13 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 def as_rows(
     weight: torch.Tensor, parameter: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of a parameter as that of its matrix, weight."""
+    """Reshape the gradient of a parameter to that of its matrix, weight."""
     if parameter.dim() == 2:
         return grad
     return grad.reshape(len(weight if rows is None else rows), weight.shape[1])
 
 
 def row_steps(parameter: torch.Tensor) -> torch.Tensor:
-    """Zeros, one for each row."""
+    """Return a step count of zero for each row."""
     num_rows = parameter.shape[0] if parameter.dim() else 1
     return torch.zeros(num_rows, dtype=torch.int32, device=parameter.device)
