@@ -1,6 +1,6 @@
-"""Thin driver of CMake: configures, builds with ninja, copies the libraries beside the package.
+"""Thin driver of CMake: configures, builds with ninja, copies the libraries into the package.
 
-Everything else about the package is in pyproject.toml; what is compiled is in CMakeLists.txt.
+pyproject.toml has everything else about the package; CMakeLists.txt lists the sources.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 MINIMUM_TORCH = (2, 11)
-# The environment's own tools first, also when it is not activated.
+# Prefers the environment's own tools, even if it is not activated.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
 def check_tools() -> None:
-    """Stop with one message that names everything that is missing and the command that helps."""
+    """Stop with a message that names all missing tools and the command that installs them."""
     missing = [name for name in ("torch", "pybind11") if importlib.util.find_spec(name) is None]
     missing += [name for name in ("cmake", "ninja") if shutil.which(name, path=PATH) is None]
     if missing:
@@ -39,12 +39,12 @@ def check_tools() -> None:
 
 
 def cuda_options() -> dict[str, str]:
-    """Whether CUDA kernels are compiled in, and for which chips.
+    """Return the options that tell whether to compile CUDA kernels, and for which chips.
 
-    They are if this machine has a GPU and an nvcc, for that GPU. Without a GPU they must be asked
-    for, as they take many times as long as the rest: by SPARSEKIT_CUDA=1, or by the names of chips
-    in SPARSEKIT_CUDA_ARCHS, such as "sm_90" or "sm_80;sm_90"; three generations if none are named.
-    SPARSEKIT_CUDA=0 leaves them out.
+    If this machine has a GPU and an nvcc, kernels are compiled for that GPU. Without a GPU they
+    take many times as long as the rest, so they are compiled only on request: by SPARSEKIT_CUDA=1,
+    for three generations, or by names of chips in SPARSEKIT_CUDA_ARCHS, such as "sm_90" or
+    "sm_80;sm_90". SPARSEKIT_CUDA=0 leaves them out.
     """
     wanted = os.environ.get("SPARSEKIT_CUDA", "")
     archs = os.environ.get("SPARSEKIT_CUDA_ARCHS", "")
@@ -75,10 +75,10 @@ def cuda_options() -> dict[str, str]:
 
 
 def nccl_include() -> str:
-    """The folder of nccl.h, or nothing; without it the native exchange is left out.
+    """Return the folder of nccl.h, or "", which leaves the native exchange out.
 
-    Torches with CUDA bring one. SPARSEKIT_NCCL_INCLUDE names another, SPARSEKIT_NCCL=0 leaves the
-    native exchange out.
+    Builds of torch with CUDA come with an nccl.h. SPARSEKIT_NCCL_INCLUDE names another folder;
+    SPARSEKIT_NCCL=0 leaves the native exchange out.
     """
     if os.environ.get("SPARSEKIT_NCCL") == "0":
         return ""
@@ -96,7 +96,7 @@ def nccl_include() -> str:
 
 
 def present_archs() -> str:
-    """Chips of the GPUs in this machine, such as "sm_90", or nothing."""
+    """Return the chips of the GPUs in this machine, such as "sm_90", or ""."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
@@ -106,28 +106,28 @@ def present_archs() -> str:
 
 
 def has_gpu() -> bool:
-    """Whether the driver shows a GPU; containers may have one without nvidia-smi."""
+    """Return whether the driver shows a GPU; containers may have one without nvidia-smi."""
     return bool(present_archs()) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class CMakeBuild(build_ext):
-    """Builds every library with one CMake project; `Extension`s only name what comes out."""
+    """Command that builds all libraries with one CMake project; `Extension`s only name results."""
 
     def with_host_runner(self) -> bool:
-        """Whether the CUDA kernels are compiled for the host as well, as the tests need them.
+        """Return whether to compile the CUDA kernels for the host too, as the tests need them.
 
-        SPARSEKIT_SIMT=0 leaves that out of a build in place; a wheel has it never.
+        SPARSEKIT_SIMT=0 leaves them out of a build in place; wheels never have them.
         """
         return bool(self.inplace) and os.environ.get("SPARSEKIT_SIMT") != "0"
 
     def run(self) -> None:
-        """Configure, build, and put the results where setuptools expects them."""
+        """Configure, build, and copy the libraries to where setuptools expects them."""
         check_tools()
         import pybind11
         import torch
 
-        # CMake remembers where it was and which tools it found: another place or environment
-        # gets a folder of its own.
+        # CMake remembers its folder and the tools that it found, so each combination of folder and
+        # environment gets its own build folder.
         place = hashlib.sha256(f"{ROOT} {sys.executable}".encode()).hexdigest()[:8]
         build = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}-{place}"
         build.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ class CMakeBuild(build_ext):
         for command in ([*configure, *defines], ["cmake", "--build", str(build)]):
             if subprocess.run(command, env={**os.environ, "PATH": PATH}).returncode != 0:
                 raise SystemExit("sparsekit: CMake failed; its output is above")
-        # An earlier build may have had what this one leaves out.
+        # An earlier build may have left libraries that this one does not make.
         left_out = ["libsparsekit_cuda.so"] * (options["SPARSEKIT_CUDA"] == "OFF")
         left_out += ["simt/libsparsekit_simt.so"] * (not self.with_host_runner())
         for name in left_out:
@@ -157,7 +157,8 @@ class CMakeBuild(build_ext):
                 continue
             destination = target / library.relative_to(build)
             destination.parent.mkdir(parents=True, exist_ok=True)
-            # A new file, not new bytes in the old one: a running process has that one mapped.
+            # Write a new file, not new bytes into the old one, which a running process may have
+            # mapped.
             destination.unlink(missing_ok=True)
             self.copy_file(str(library), str(destination))
 

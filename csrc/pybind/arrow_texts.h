@@ -1,4 +1,4 @@
-// Where the texts of an Arrow array lie, and which of its items are there.
+// Finds the texts of an Arrow array, and which of its items are valid.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 
 namespace sparsekit {
 
-// Stands for text i where that is outside of its array's memory; `first_bad` becomes the lowest
-// such i. Kept out of the loops that call it, which have no register to spare.
+// Returns an empty text in place of text i, which is outside of its array's memory; lowers
+// `first_bad` to i. Kept out of the loops that call it, which have no register to spare.
 #if defined(__GNUC__)
 __attribute__((cold, noinline))
 #endif
@@ -23,10 +23,10 @@ inline std::string_view outside(std::atomic<int64_t>* first_bad, int64_t i) {
   return {};
 }
 
-// Each of these gives text i of an array.
+// The types below return text i of an array.
 template <class Offset>
 struct OffsetTexts {
-  using Size = std::make_unsigned_t<Offset>;  // a negative one is beyond any end
+  using Size = std::make_unsigned_t<Offset>;  // unsigned, so a negative one is beyond any end
 
   const Offset* offsets;
   const char* data;
@@ -47,8 +47,8 @@ struct FixedTexts {
   }
 };
 
-// 16 bytes each: the length, and then the text itself if it has at most 12 bytes, or else its first
-// four, the number of the buffer and the offset in it.
+// Views of 16 bytes each: the length, then the text itself if it has at most 12 bytes, otherwise
+// its first four bytes, the number of the buffer and the offset in the buffer.
 struct ViewTexts {
   const char* views;
   const void* const* data;
@@ -69,7 +69,7 @@ struct ViewTexts {
   }
 };
 
-// Which items are there, from an offset on; all of them without a bitmap.
+// Tells which items are valid, counted from an offset; without a bitmap all are.
 struct Validity {
   const uint8_t* bits;
   int64_t offset;

@@ -19,10 +19,11 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// numpy.empty, looked up when this module is loaded: later, an import hook could run.
+// numpy.empty, looked up when this module is loaded: a later lookup could run an import hook.
 py::handle numpy_empty;
 
-// Starts a thread for each part but the last, which is done here, as are those that get none.
+// Runs each part but the last on a new thread. The calling thread runs the last part, and the parts
+// for which no thread could be started.
 void run_on_threads(int64_t begin, int64_t end, int64_t, ParallelFor::Body body, void* context) {
   std::vector<std::thread> others;
   try {
@@ -50,12 +51,12 @@ FieldKind kind_of(const std::string& name) {
 struct BoundField {
   static constexpr int64_t kLabel = -1;
   Field field;
-  int64_t column = 0;  // of a kFloat: which of the dense numbers, or kLabel
+  int64_t column = 0;  // for kFloat: index among the dense numbers, or kLabel
 };
 
 struct BoundFormat {
   TextFormat format;
-  std::vector<int64_t> columns;  // of each field
+  std::vector<int64_t> columns;  // BoundField::column of each field
   int64_t dense = 0;
   bool label = false;
 };
@@ -87,7 +88,7 @@ const char* checked_text(const py::buffer_info& text, int64_t position) {
   return static_cast<const char*>(text.ptr);
 }
 
-// The lines of a text, which must stay as it is meanwhile.
+// The lines of a text, which must not change while this exists.
 class TextLines {
  public:
   TextLines(const py::buffer& text, int64_t stop, const std::string& delimiter,
@@ -103,7 +104,7 @@ class TextLines {
   int64_t end() const { return found_.end; }
   bool unclosed() const { return found_.unclosed; }
 
-  // Where line i begins.
+  // Returns where line i begins.
   int64_t begin_of(size_t i) const { return found_.lines.at(i).begin; }
 
   py::bytes line(size_t i) const {
@@ -144,7 +145,7 @@ class TextLines {
     for (const MalformedRow& fault : malformed) {
       faults.append(py::make_tuple(fault.row, fault.field, malformed_reason(fault.why)));
     }
-    // Keys of malformed rows may be more than their counts say.
+    // A malformed row may have more keys than its count says.
     if (!malformed.empty()) return py::make_tuple(faults);
     py::buffer values = numpy_empty(keys.offsets.back(), "int64");
     py::buffer offsets = numpy_empty(keys.offsets.size(), "int64");

@@ -4,7 +4,7 @@
 
 namespace sparsekit {
 
-// Adds TextField, TextFormat and TextLines.
+// Adds TextField, TextFormat, TextLines and skip_line.
 void add_delimited_text(pybind11::module_& m);
 
 }  // namespace sparsekit

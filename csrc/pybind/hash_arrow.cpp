@@ -18,10 +18,10 @@ namespace {
 struct Work {
   uint64_t seed;
   int num_threads;
-  int64_t missing;  // code of ""
+  int64_t missing;  // code of "", which nulls get
 };
 
-// codes[i] = code(i) of all items that are there.
+// codes[i] = code(i) for all valid items; nulls get the code of "".
 template <class Code>
 void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int64_t* codes) {
   const Validity valid = validity_of(array);
@@ -41,8 +41,8 @@ int64_t first_of(const std::atomic<int64_t>& first_bad, const ArrowArray& array)
   return first_bad == array.length ? kAllGood : first_bad.load();
 }
 
-// The first item whose text is outside of the array's memory, or kAllGood. make_texts(&first_bad)
-// gives the texts.
+// Hashes texts; nulls count as "". Returns the first item whose text is outside of the array's
+// memory, or kAllGood. make_texts(&first_bad) returns the texts.
 template <class MakeTexts>
 int64_t hash_valid_texts(const ArrowArray& array, const MakeTexts& make_texts, const Work& work,
                          int64_t* codes) {
@@ -61,7 +61,7 @@ int64_t hash_valid_texts(const ArrowArray& array, const MakeTexts& make_texts, c
   return first_of(first_bad, array);
 }
 
-// Calls visit with a null pointer of the integer type of a format; false if it is none.
+// Calls visit with a null pointer to the integer type of a format; returns false if it is not one.
 template <class Visit>
 bool with_integer(std::string_view format, const Visit& visit) {
   const auto is = [&](const char* name, const auto* type) {
@@ -105,8 +105,8 @@ bool is_known(const ArrowSchema& type) {
   return is_integer(type.format) || format.substr(0, 2) == "w:";
 }
 
-// What makes an array unreadable before its items are looked at, or null. The interface does not
-// tell how large buffers are, other than those of views.
+// Returns why an array is unreadable before its items are looked at, or null. The interface does
+// not tell the sizes of buffers, except those of views.
 const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   if (array.length < 0 || array.offset < 0 || array.offset > kMost / 16 - array.length - 1) {
@@ -114,7 +114,7 @@ const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   }
   if (type.dictionary != nullptr && array.dictionary == nullptr) return "it has no dictionary";
   const std::string_view format = type.format;
-  if (format == "n" || array.length == 0) return nullptr;  // it may have no buffers
+  if (format == "n" || array.length == 0) return nullptr;  // the array may have no buffers
   const bool has_views = format[0] == 'v';
   const bool has_offsets = !has_views && std::strchr("uUzZ", format[0]) != nullptr;
   const int64_t expected = has_offsets || has_views ? 3 : 2;
@@ -160,7 +160,7 @@ int64_t hash_views(const ArrowArray& array, const Work& work, int64_t* codes) {
   return hash_valid_texts(array, texts, work, codes);
 }
 
-// See hash_valid_texts.
+// Hashes an array without a dictionary. Returns the same as hash_valid_texts.
 int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
                          int64_t* codes) {
   if (array.length == 0) return kAllGood;
@@ -181,7 +181,7 @@ int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const W
   return kAllGood;
 }
 
-// The codes of a dictionary, kept for chunks that share it.
+// The codes of a dictionary's entries, kept for chunks that share the dictionary.
 struct Entries {
   std::vector<const void*> buffers;
   int64_t offset = -1;
@@ -194,7 +194,8 @@ struct Entries {
   }
 };
 
-// The first index that names no entry, or kAllGood.
+// Copies the codes of entries by index. Returns the first item whose index is not an entry, or
+// kAllGood.
 template <class Index>
 int64_t take(const Index* indices, const ArrowArray& array, const std::vector<int64_t>& entries,
              const Work& work, int64_t* codes) {
@@ -205,7 +206,7 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
   std::atomic<int64_t> first_bad{array.length};
   split(array.length, work.num_threads, [=, &first_bad](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const auto index = static_cast<uint64_t>(indices[i]);  // a negative one is huge
+      const auto index = static_cast<uint64_t>(indices[i]);  // a negative one becomes huge
       if (!valid(i)) {
         codes[i] = missing;
       } else if (index < count) {
@@ -222,11 +223,11 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
 constexpr const char* kNoEntry = "names an entry that its dictionary does not have";
 constexpr const char* kOutside = "is outside of its column's memory: malformed offsets or views";
 
-// An item that cannot be hashed, and why; there is none where `position` is kAllGood.
+// An item that cannot be hashed, and the reason; `position` is kAllGood if there is none.
 struct Fault {
   int64_t position = kAllGood;
   const char* reason = nullptr;
-  int64_t entry = kAllGood;  // of its dictionary, if that is what cannot be hashed
+  int64_t entry = kAllGood;  // the dictionary's entry that cannot be hashed, if any
 };
 
 Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
@@ -249,7 +250,7 @@ Fault hash_dictionary_array(const ArrowSchema& type, const ArrowArray& array, co
   return {bad, kNoEntry};
 }
 
-// The first item that cannot be hashed. May throw bad_alloc.
+// Hashes a chunk. Returns the first item that cannot be hashed. May throw bad_alloc.
 Fault hash_array(const ArrowSchema& type, const ArrowArray& array, const Work& work,
                  Entries* entries, int64_t* codes) {
   if (type.dictionary != nullptr) {
@@ -269,7 +270,7 @@ bool check_type(const ArrowSchema& type) {
   return false;
 }
 
-// Whether a chunk that begins at values[first] can be read.
+// Returns whether a chunk that begins at values[first] can be read; if not, sets a Python error.
 bool check_array(const ArrowSchema& type, const ArrowArray& array, int64_t first) {
   const char* flaw = flaw_of(type, array);
   if (flaw == nullptr && array.length > std::numeric_limits<int64_t>::max() - first) {
@@ -321,7 +322,7 @@ bool ArrowColumn::open_stream(PyObject* capsule) {
   int64_t length = 0;
   while (error == 0) {
     ArrowArray chunk{};
-    // What makes the chunks may need the GIL on another thread.
+    // The producer of the chunks may need the GIL on another thread.
     without_gil([&] { error = stream->get_next(stream, &chunk); });
     if (error != 0 || chunk.release == nullptr) break;
     chunks_.push_back(chunk);

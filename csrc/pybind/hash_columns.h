@@ -1,5 +1,5 @@
-// Hashing of columns that hold their texts themselves: Arrow's and numpy's. No Python object is
-// made of any of them.
+// Hashes columns whose texts are in their own memory: Arrow's and numpy's. Makes no Python objects
+// for items.
 #pragma once
 
 #include <Python.h>
@@ -10,7 +10,7 @@
 
 namespace sparsekit {
 
-// Of the Arrow C data interface and C stream interface, whose layout is fixed
+// Structs of the Arrow C data interface and C stream interface, whose layout is fixed
 // (arrow.apache.org/docs/format/CDataInterface.html).
 struct ArrowSchema {
   const char* format;
@@ -45,8 +45,8 @@ struct ArrowArrayStream {
   void* private_data;
 };
 
-// A column of Arrow in one or more chunks. Functions are called with the GIL held; those that
-// return false have set a Python error.
+// An Arrow column in one or more chunks. Call its functions with the GIL held; those that return
+// false have set a Python error.
 class ArrowColumn {
  public:
   ArrowColumn() = default;
@@ -54,35 +54,35 @@ class ArrowColumn {
   ArrowColumn(const ArrowColumn&) = delete;
   ArrowColumn& operator=(const ArrowColumn&) = delete;
 
-  // Takes what the capsules of __arrow_c_array__ hold. They must outlive this.
+  // Opens the array in the capsules of __arrow_c_array__, which must outlive this object.
   bool open_array(PyObject* schema, PyObject* array);
-  // Takes all chunks of the capsule of __arrow_c_stream__.
+  // Takes all chunks from the capsule of __arrow_c_stream__.
   bool open_stream(PyObject* stream);
 
   int64_t length() const;
 
-  // codes[i] = code of item i, for i in [0, length()); nulls count as "". Lets go of the GIL.
+  // codes[i] = code of item i, for i in [0, length()); nulls count as "". Releases the GIL.
   bool hash(uint64_t seed, int num_threads, int64_t* codes) const;
 
  private:
   const ArrowSchema* type_ = nullptr;
   ArrowSchema own_type_{};
-  std::vector<ArrowArray> chunks_;  // with a null release: a capsule keeps it
+  std::vector<ArrowArray> chunks_;  // with a null `release` if a capsule owns the chunk
 };
 
-// codes[i] = code of the `size` bytes at texts + i * size, without the zeros at their end. This and
-// the next let go of the GIL.
+// codes[i] = code of the `size` bytes at texts + i * size, without trailing zeros. Releases the
+// GIL, as does hash_fixed_unicode.
 bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                       int num_threads, int64_t* codes);
 
-// codes[i] = code of the UTF-8 form of the `size` code points at texts + i * size, without the
-// zeros at their end. A ValueError names the position of the first that has none.
+// codes[i] = code of the UTF-8 form of the `size` code points at texts + i * size, without trailing
+// zeros. Sets a ValueError with the first position that has no UTF-8 form.
 bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                         int num_threads, int64_t* codes);
 
 // codes[i] = code of the packed string at texts + i * stride, of an array of numpy's StringDType
-// `dtype`; `missing` stands for missing ones. Keeps the GIL: whoever else asks for the strings'
-// memory meanwhile waits for its lock with the GIL held.
+// `dtype`; `missing` replaces missing strings. Keeps the GIL: other threads that access the
+// strings' memory wait for its lock while they hold the GIL.
 bool hash_numpy_strings(PyObject* dtype, const char* texts, Py_ssize_t stride, Py_ssize_t n,
                         std::string_view missing, uint64_t seed, int num_threads, int64_t* codes);
 

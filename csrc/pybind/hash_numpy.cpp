@@ -12,7 +12,8 @@
 namespace sparsekit {
 namespace {
 
-// Of `size` characters, those before the zeros at the end, which numpy takes for padding.
+// Returns the length of a text of `size` characters without trailing zeros, which numpy takes for
+// padding.
 template <class Character>
 Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   constexpr Py_ssize_t kStep = 8 / sizeof(Character);
@@ -24,10 +25,10 @@ Py_ssize_t length_of(const Character* text, Py_ssize_t size) {
   return size;
 }
 
-// False if a code point is no character.
+// Hashes the UTF-8 form of a text. Returns false if a code point is not a character.
 bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_t seed,
                   int64_t* code) {
-  // Most texts are ASCII, and compilers make this loop one of vectors.
+  // Most texts are ASCII, and compilers vectorize this loop.
   uint32_t bits = 0;
   for (Py_ssize_t k = 0; k < length; ++k) {
     bits |= text[k];
@@ -42,14 +43,15 @@ bool hash_unicode(const uint32_t* text, Py_ssize_t length, char* buffer, uint64_
   return true;
 }
 
-// numpy's C API as a table of functions, whose numbers do not change. Its headers are not needed to
-// build this, for only these three are used; numpy has them from 2.0 on, as it has StringDType.
+// A part of numpy's C API, which is a table of functions with fixed indices. Only these three are
+// used, so numpy's headers are not needed to build this; numpy has these functions since 2.0, as it
+// has StringDType.
 struct NumpyStrings {
   struct Text {
     size_t size;
     const char* data;
   };
-  // 1 where the string is missing, -1 on failure.
+  // Returns 1 if the string is missing, -1 on failure.
   int (*load)(void* allocator, const void* packed, Text* text);
   void* (*acquire)(PyObject* dtype);
   void (*release)(void* allocator);

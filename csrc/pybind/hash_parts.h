@@ -1,4 +1,4 @@
-// What the hashing of Python objects, of Arrow columns and of numpy's texts have in common.
+// Shared by the hashing of Python objects, of Arrow columns and of numpy's texts.
 #pragma once
 
 #include <Python.h>
@@ -23,19 +23,19 @@ struct DropReference {
 };
 using Reference = std::unique_ptr<PyObject, DropReference>;
 
-// Below this many values for each, threads cost more than they save.
+// Minimum number of values per thread; for fewer, a thread costs more than it saves.
 constexpr Py_ssize_t kGrain = 32768;
 
-// Values that a thread takes at a time.
+// Number of values that a thread takes at a time.
 constexpr int64_t kChunk = 8192;
 
-// Hands out [0, n) in chunks to the threads that ask, so that one which starts late or is held up
-// gets fewer.
+// Hands out [0, n) in chunks to threads as they ask, so that a thread which starts late or is
+// delayed gets fewer.
 class Chunks {
  public:
   Chunks(int64_t n, int64_t chunk) : n_(n), chunk_(chunk) {}
 
-  // Whether there is a further one.
+  // Returns whether there is another chunk.
   bool next(int64_t* begin, int64_t* end) {
     *begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
     *end = std::min(*begin + chunk_, n_);
@@ -47,7 +47,7 @@ class Chunks {
   std::atomic<int64_t> next_{0};
 };
 
-// Calls work(chunks) in up to num_threads threads, of which this is one. `work` must not throw.
+// Calls work(chunks) in up to num_threads threads, including this one. `work` must not throw.
 template <class Work>
 void share(Py_ssize_t n, int num_threads, const Work& work) {
   const Py_ssize_t count = std::clamp<Py_ssize_t>(n / kGrain, 1, num_threads);
@@ -59,7 +59,7 @@ void share(Py_ssize_t n, int num_threads, const Work& work) {
       others.emplace_back([&] { work(chunks); });
     }
   } catch (const std::exception&) {
-    // No memory or no thread to be had: there is all the more for this one.
+    // There is no memory or no thread: the threads that exist do all the work.
   }
   work(chunks);
   for (auto& other : others) other.join();
@@ -73,7 +73,7 @@ void split(Py_ssize_t n, int num_threads, const Body& body) {
   });
 }
 
-// Makes `first` the lower of itself and i.
+// Lowers `first` to i if i is smaller.
 inline void keep_first(std::atomic<int64_t>& first, int64_t i) {
   int64_t before = first;
   while (i < before && !first.compare_exchange_weak(before, i)) {
@@ -96,8 +96,9 @@ int64_t code_of_integer(Integer value, uint64_t seed) {
   return static_cast<int64_t>(hash_decimal(static_cast<Wide>(value), seed));
 }
 
-// Calls body(), which must not throw, while other threads of Python may run. No destructor takes
-// the GIL back: as Python ends, that ends the thread, which must not happen in one.
+// Calls body(), which must not throw, while other Python threads may run. The GIL is not taken back
+// in a destructor: at the end of Python that ends the thread, which must not happen in a
+// destructor.
 template <class Body>
 void without_gil(const Body& body) {
   PyThreadState* const state = PyEval_SaveThread();

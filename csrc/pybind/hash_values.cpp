@@ -1,4 +1,4 @@
-// The rules of hashing are stated for users in sparsekit/hashing/values.py.
+// sparsekit/hashing/values.py states the rules of hashing for users.
 #include "hash_values.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace sparsekit {
 namespace {
 
-// The functions below that set an error return false or null, so that callers can pass it on.
+// The functions below return false or null after setting an error, so that callers can pass it on.
 
 bool refuse_type(PyObject* item, Py_ssize_t position) {
   PyErr_Format(PyExc_TypeError, "values[%zd] is of type %s; expected str, bytes, int or None",
@@ -21,8 +21,8 @@ bool refuse_type(PyObject* item, Py_ssize_t position) {
   return false;
 }
 
-// Puts a ValueError that names the position in place of the one now set, which becomes its cause.
-// Any other error (a lack of memory, an interrupt) stays.
+// Replaces a ValueError by one that names the position, with the old one as its cause. Other errors
+// (lack of memory, an interrupt) stay.
 bool refuse_value(Py_ssize_t position, const char* what) {
   if (!PyErr_ExceptionMatches(PyExc_ValueError)) return false;
   PyObject *type, *cause, *error, *traceback;
@@ -40,12 +40,12 @@ bool refuse_value(Py_ssize_t position, const char* what) {
   return false;
 }
 
-// Characters beyond ASCII are encoded on the stack, for texts of up to this many characters.
+// Texts with characters beyond ASCII are encoded on the stack, up to this many characters.
 constexpr size_t kMostEncoded = 4096;
 
 bool is_ready(PyObject* text) {
 #if PY_VERSION_HEX < 0x030C0000
-  return PyUnicode_IS_READY(text);  // else it is one of the deprecated kind, without code points
+  return PyUnicode_IS_READY(text);  // false for a deprecated kind of str without code points
 #else
   (void)text;
   return true;
@@ -53,15 +53,15 @@ bool is_ready(PyObject* text) {
 }
 
 // Hashes items that need neither Python code nor new objects. It only reads memory, so any thread
-// may do so while some thread holds the GIL.
+// may do so while one thread holds the GIL.
 class PlainItems {
  public:
   PlainItems(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes), hasher_(seed, codes) {}
 
-  // codes[i], by the next flush, for the items in [begin, end) up to the first that needs more,
-  // which it returns, or `end`.
+  // Hashes the items in [begin, end) up to the first that needs more; returns the latter, or `end`.
+  // codes[i] may be written only by the next flush.
   Py_ssize_t add_all(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end) {
-    // Objects lie scattered over the heap, so they are asked for in advance.
+    // Objects are scattered over the heap, so prefetch them.
     const auto ask_for = [=](Py_ssize_t i) {
       prefetch(items[i], 0);
       prefetch(items[i], 64);
@@ -83,7 +83,7 @@ class PlainItems {
 
   bool add(PyObject* item, Py_ssize_t place) {
     if (PyUnicode_Check(item)) {
-      // ASCII is its own UTF-8.
+      // ASCII text is its own UTF-8.
       if (!PyUnicode_IS_COMPACT_ASCII(item)) return add_encoded(item, place);
       hasher_.add(static_cast<const char*>(PyUnicode_DATA(item)),
                   static_cast<size_t>(PyUnicode_GET_LENGTH(item)), place);
@@ -128,7 +128,7 @@ class PlainItems {
     if (end == nullptr) return false;
     const auto length = static_cast<size_t>(end - text);
     hasher_.add(text, length, place);
-    // What is too long is hashed at once, and its room is free again.
+    // A longer text has been hashed at once, so its memory is free again.
     if (length < kTooLong) num_encoded_ += length;
     return true;
   }
@@ -150,7 +150,7 @@ bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code)
   return true;
 }
 
-// For an int of any size.
+// Hashes an int of any size.
 bool hash_big_int(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
   const Reference text(PyNumber_ToBase(item, 10));
   if (!text) {
@@ -160,10 +160,10 @@ bool hash_big_int(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* c
   return hash_str(text.get(), position, seed, code);
 }
 
-// The int that an integer of another type stands for, numpy's for one. May run Python code.
+// Converts an integer of another type, such as numpy's, to an int. May run Python code.
 PyObject* to_int(PyObject* item, Py_ssize_t position) {
   // A 0-d array or a tensor of one element can be an index too, but unlike numbers they define
-  // len(), and a bool tensor would pass for an int.
+  // len(), and a bool tensor would be taken for an int.
   const PyTypeObject* type = Py_TYPE(item);
   const bool has_length = (type->tp_as_sequence && type->tp_as_sequence->sq_length) ||
                           (type->tp_as_mapping && type->tp_as_mapping->mp_length);
@@ -176,8 +176,8 @@ PyObject* to_int(PyObject* item, Py_ssize_t position) {
   return nullptr;
 }
 
-// A tuple of the `size` items of a list. Null, with an error, if there are others by now: making a
-// tuple can have garbage collected, and a finalizer may do anything.
+// Makes a tuple of the `size` items of a list. Returns null, with an error, if the list has another
+// size by now: making a tuple can trigger garbage collection, and a finalizer may do anything.
 PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   PyObject* tuple = PyTuple_New(size);
   if (tuple == nullptr) return nullptr;
@@ -192,7 +192,7 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   return tuple;
 }
 
-// codes[i] for the items from the first that PlainItems leaves out.
+// Hashes the items from `first` on, the first one that PlainItems has left out.
 bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   Reference copy;
@@ -221,7 +221,7 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
       }
     }
     // From here on Python code may run: a conversion, or, while a long int is written in decimal, a
-    // signal handler. It could change a list, so go on with a copy, from this item.
+    // signal handler. It could change a list, so continue with a copy, from this item on.
     if (PyList_Check(items)) {
       copy.reset(tuple_of(items, n));
       if (!copy) return false;
@@ -245,7 +245,8 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
 }  // namespace
 
 PyObject* sequence_items(PyObject* values) {
-  // Sets and dicts can be iterated too, but the order of their codes would mean nothing.
+  // Sets and dicts can be iterated too, but the order of their items, and so of codes, has no
+  // meaning.
   if (PySequence_Check(values)) return PySequence_Fast(values, "values must be a sequence");
   return PyErr_Format(PyExc_TypeError, "values must be a sequence, such as a list; got %s",
                       Py_TYPE(values)->tp_name);
@@ -256,7 +257,7 @@ bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes)
   PyObject* const* slots = PySequence_Fast_ITEMS(items);
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   std::atomic<int64_t> first_left{n};
-  // This thread keeps the GIL and waits, so nothing changes while the others read.
+  // This thread keeps the GIL and waits, so no object changes while the other threads read.
   share(n, num_threads, [=, &first_left](Chunks& chunks) {
     PlainItems plain(seed, codes);
     for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) {

@@ -1,5 +1,5 @@
-// Bulk hashing of Python objects. On the plain Python C API: pybind11's headers
-// take seconds to compile at the optimization level that these loops want.
+// Bulk hashing of Python objects. It uses the plain Python C API: pybind11's headers take seconds
+// to compile at the optimization level that these loops need.
 #pragma once
 
 #include <Python.h>
@@ -8,11 +8,11 @@
 
 namespace sparsekit {
 
-// All of these are called with the GIL held. What fails returns null or false, with a Python error
-// set.
+// Call these functions with the GIL held. On failure they set a Python error and return null or
+// false.
 
-// The items of a sequence as a list or a tuple, which is `values` itself if it is one already. A
-// new reference.
+// Returns the items of a sequence as a list or a tuple, which is `values` itself if it is one
+// already. Returns a new reference.
 PyObject* sequence_items(PyObject* values);
 
 // codes[i] = code of items[i], for the list or tuple `items` of str, bytes, int and None.

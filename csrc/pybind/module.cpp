@@ -1,7 +1,7 @@
-// Beyond what an op schema carries: bulk hashing of values, reading of text, communicators of NCCL
-// and through shared memory, and facts about the build. Only the glue to Python is here, which is
-// slow to compile; the work is in hash_values.cpp. For the same reason arrays are buffers here,
-// without pybind11/numpy.h.
+// Offers to Python what an op schema cannot carry: bulk hashing of values, parsing of text,
+// communicators of NCCL and through shared memory, and facts about the build. Only the glue to
+// Python is here, which is slow to compile; hash_values.cpp and others do the work. For the same
+// reason arrays are buffers here, without pybind11/numpy.h.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -31,10 +31,10 @@ constexpr const char* kCompiler = "unknown";
 
 constexpr const char* kTorchMinimum = "2.11";
 
-// numpy.empty, looked up when this module is loaded: later, an import hook could run.
+// numpy.empty, looked up when this module is loaded: a later lookup could run an import hook.
 py::handle numpy_empty;
 
-// Codes of n items, by fill(codes), which returns false where it has set an error.
+// Returns codes of n items, written by fill(codes), which returns false after setting an error.
 template <class Fill>
 py::buffer codes_of(Py_ssize_t n, const Fill& fill) {
   py::buffer codes = numpy_empty(n, "int64");
@@ -47,7 +47,7 @@ py::buffer xxh64_many(const py::object& values, uint64_t seed, int num_threads) 
   if (!items) throw py::error_already_set();
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
   return codes_of(size, [&](int64_t* codes) {
-    // A finalizer may have changed it, if garbage was collected.
+    // A finalizer may have changed the sequence, if garbage was collected.
     if (PySequence_Fast_GET_SIZE(items.ptr()) != size) {
       throw std::runtime_error("values has changed its length while it was hashed");
     }
@@ -73,8 +73,8 @@ py::buffer xxh64_arrow_stream(const py::capsule& stream, uint64_t seed, int num_
   return xxh64_of_column(column, seed, num_threads);
 }
 
-// The arrays of these are given by their address, since numpy exports no buffers of some; whoever
-// calls keeps them.
+// The functions below get arrays by address, since numpy cannot export some of them as buffers. The
+// caller keeps the arrays alive.
 py::buffer xxh64_fixed_width(uintptr_t texts, Py_ssize_t size, bool unicode, Py_ssize_t n,
                              uint64_t seed, int num_threads) {
   return codes_of(n, [&](int64_t* codes) {

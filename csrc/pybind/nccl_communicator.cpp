@@ -20,10 +20,11 @@ namespace py = pybind11;
 namespace sparsekit {
 namespace {
 
-// Time that an abort waits for a call of another thread that it has stopped.
+// How long an abort waits for a call of another thread that it has stopped.
 constexpr std::chrono::seconds kPatience{10};
 
-// One thread at a time sends. Meanwhile others may check, and abort what it waits for.
+// A communicator whose errors are known to all threads. One thread at a time sends; meanwhile
+// others may check for errors, and abort the call.
 class NcclCommunicator {
  public:
   NcclCommunicator(int rank, int world_size, const std::string& unique_id)
@@ -40,7 +41,8 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Nobody has destroyed it, so the other ranks may not be about to do so either.
+  // destroy() was not called, so other ranks may not be about to disconnect either; do not wait for
+  // them.
   ~NcclCommunicator() { nccl::abort(communicator_); }
 
   void all_to_all(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
@@ -63,7 +65,7 @@ class NcclCommunicator {
     lock.lock();
     calling_ = false;
     returned_.notify_all();
-    // Whoever has aborted it meanwhile knows better why the call has failed.
+    // If another thread has aborted meanwhile, its reason is the better one: present() throws it.
     present();
     if (failure.empty()) return;
     lock.unlock();
@@ -80,7 +82,7 @@ class NcclCommunicator {
     } catch (const std::exception& error) {
       failure = error.what();
     }
-    abort(failure);  // nothing, if it is no more
+    abort(failure);  // does nothing if the communicator is gone already
     throw std::runtime_error(failure);
   }
 
@@ -89,8 +91,8 @@ class NcclCommunicator {
     ncclComm* communicator = take(reason);
     if (communicator == nullptr) return;
     if (calling_) {
-      // NCCL would free it under the feet of that call, so stop the call first. An old library can
-      // only abort, which is what torch's watchdog does.
+      // NCCL would free the communicator while that call uses it, so stop the call first. An old
+      // library can only abort, as torch's watchdog does.
       lock.unlock();
       const bool stopped = nccl::revoke(communicator);
       lock.lock();
@@ -120,7 +122,7 @@ class NcclCommunicator {
     }
   }
 
-  // Both with state_ locked.
+  // present() and take() are called with state_ locked.
   ncclComm* present() const {
     if (communicator_ == nullptr) {
       throw std::runtime_error("sparsekit: the NCCL communicator is no more: " + gone_);
@@ -135,7 +137,7 @@ class NcclCommunicator {
 
   const int world_size_;
   std::mutex calls_;  // held by the thread that sends, which may wait for other ranks
-  std::mutex state_;  // over what follows, held for moments
+  std::mutex state_;  // protects the members below; held only briefly
   std::condition_variable returned_;
   bool calling_ = false;
   ncclComm* communicator_ = nullptr;
@@ -149,7 +151,7 @@ const char* nccl_version() {
 }
 
 void add_nccl_communicator(py::module_& module) {
-  // Python goes on while a call waits: the other threads are how a rank learns what is wrong.
+  // Release the GIL while a call waits: other threads are how a rank learns of errors.
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<NcclCommunicator>(module, "NcclCommunicator",
                                "A communicator of libnccl on the current CUDA device.")

@@ -1,5 +1,5 @@
-// A communicator of libnccl that Python owns. On pybind11, which takes seconds to compile, is only
-// what is in the .cpp.
+// A communicator of libnccl that Python owns. Only the .cpp includes pybind11, which takes seconds
+// to compile.
 #pragma once
 
 namespace pybind11 {
@@ -11,7 +11,7 @@ namespace sparsekit {
 // Adds the class NcclCommunicator.
 void add_nccl_communicator(pybind11::module_& module);
 
-// Version of the nccl.h that this was built with.
+// Returns the version of the nccl.h that this was built with.
 const char* nccl_version();
 
 }  // namespace sparsekit

@@ -29,8 +29,8 @@ class SharedMemoryCommunicator {
       : communicator_(rank, world_size, std::make_shared<Segment>(file, world_size), sockets,
                       seconds) {}
 
-  // `keep` has the memory, and lives until the collective is completed, also if nobody waits for
-  // it.
+  // `keep` owns the memory of the collective; it is kept alive until the collective is completed,
+  // even if no one waits for it.
   uint64_t begin(uintptr_t send, const std::vector<int64_t>& send_bytes, uintptr_t receive,
                  const std::vector<int64_t>& receive_bytes, py::object keep) {
     let_go();
@@ -68,12 +68,12 @@ class SharedMemoryCommunicator {
   void let_go() {
     const uint64_t completed = communicator_.completed();
     while (!kept_.empty() && kept_.front().first < completed) {
-      const py::object last = std::move(kept_.front().second);  // may run code as it goes
+      const py::object last = std::move(kept_.front().second);  // its end may run Python code
       kept_.pop_front();
     }
   }
 
-  std::deque<std::pair<uint64_t, py::object>> kept_;  // outlives the communicator
+  std::deque<std::pair<uint64_t, py::object>> kept_;  // destroyed after the communicator
   Communicator communicator_;
 };
 

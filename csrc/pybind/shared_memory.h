@@ -1,5 +1,5 @@
-// All-to-all through memory that ranks share, for Python. On pybind11, which takes seconds to
-// compile, is only what is in the .cpp.
+// All-to-all through memory that ranks share, for Python. Only the .cpp includes pybind11, which
+// takes seconds to compile.
 #pragma once
 
 namespace pybind11 {

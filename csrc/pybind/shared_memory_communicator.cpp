@@ -17,14 +17,14 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// Copied at once, so that the other side can begin with the one piece while the next one follows.
+// Bytes copied at a time: the other side can read one piece while the next one is copied.
 constexpr uint64_t kPiece = 1 << 17;
-// A rank sleeps no longer than this before it looks whether the others are still there.
+// Longest sleep of a rank before it checks that the other ranks are still there.
 constexpr milliseconds kSlice{100};
-// Spared if the others are just about to ring: going to sleep and waking up takes longer.
+// How long to spin before sleeping, in case another rank is about to ring: a sleep takes longer.
 constexpr microseconds kSpin{5};
 constexpr size_t kLongestReason = 500;
-constexpr double kForever = 1e9;  // seconds, which a clock can count in nanoseconds
+constexpr double kForever = 1e9;  // in seconds; a clock can still count it in nanoseconds
 
 void pause() {
 #if defined(__x86_64__)
@@ -67,7 +67,7 @@ Communicator::Communicator(int rank, int world_size, std::shared_ptr<Segment> se
       seconds_(seconds),
       segment_(std::move(segment)),
       sockets_(world_size, -1) {
-  // Each begins with the next one, so that not all begin with the same.
+  // Each rank begins with the next one, so that not all begin with the same one.
   for (int other = rank + 1; other < rank + world_size; ++other) {
     const int peer = other % world_size;
     peers_.push_back({peer, segment_->writer(rank, peer), segment_->reader(peer, rank)});
@@ -104,7 +104,7 @@ uint64_t Communicator::begin(const char* send, const std::vector<int64_t>& send_
       receive += room;
     }
     begun_.push_back(std::move(parts));
-    // Not what comes in, which would keep the caller from what it wants to do meanwhile.
+    // Only send: receiving would keep the caller from its other work.
     for (Peer& peer : peers_) send_some(peer, Segment::ring_bytes(world_size_));
   } catch (const std::exception& error) {
     hang_up(error.what());
@@ -125,7 +125,7 @@ bool Communicator::work_on(uint64_t number, Clock::time_point deadline) {
       const uint32_t rings = bell.rings();
       bool any = advance();
       if (!any && in_vain) {
-        // It may have sent something after we looked and before it went.
+        // The rank may have sent something between our look and its end.
         const std::string gone = who_is_gone(number);
         if (!gone.empty() && !(any = advance())) throw std::runtime_error(gone);
       }
@@ -150,7 +150,7 @@ Clock::time_point Communicator::deadline() const {
 }
 
 void Communicator::close(const std::string& reason) {
-  if (getpid() != owner_) {  // where the lock may be held by a thread that is not there
+  if (getpid() != owner_) {  // a thread that does not exist here may hold the lock
     close_sockets(nullptr);
     return;
   }
@@ -167,7 +167,7 @@ void Communicator::check_usable() const {
   }
 }
 
-// True if anything could be sent or received.
+// Sends and receives a piece with each rank; returns whether any bytes moved.
 bool Communicator::advance() {
   bool any = false;
   for (Peer& peer : peers_) {
@@ -241,7 +241,7 @@ void Communicator::forget_completed() {
   for (; first_ < done; ++first_) begun_.pop_front();
 }
 
-// In words, or nothing.
+// Returns a message about a rank that is gone and still needed for this collective, or "".
 std::string Communicator::who_is_gone(uint64_t number) {
   for (const Peer& peer : peers_) {
     if (peer.sending > number && peer.receiving > number) continue;
@@ -284,7 +284,7 @@ void Communicator::close_sockets(const std::string* reason) {
     if (reason != nullptr) {
       send(open, reason->data(), std::min(reason->size(), kLongestReason),
            MSG_DONTWAIT | MSG_NOSIGNAL);
-      // A process that was forked may have it as well.
+      // A forked process may have a copy of the socket, so closing it is not enough.
       shutdown(open, SHUT_RDWR);
     }
     ::close(open);

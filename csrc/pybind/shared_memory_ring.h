@@ -1,7 +1,8 @@
-// A stream of bytes from one process to another, through a ring in memory that they share.
+// A stream of bytes from one process to another, through a ring in shared memory.
 //
-// Neither side trusts the other: each keeps its own position in private memory as well, and checks
-// the one it reads, so whatever another process writes there, nothing beyond the ring is touched.
+// Neither side trusts the other: each keeps its own position in private memory and checks the
+// position that it reads, so even if another process overwrites positions, no byte beyond the ring
+// is touched.
 #pragma once
 
 #include <algorithm>
@@ -12,24 +13,25 @@
 
 namespace sparsekit::shared_memory {
 
-// Positions are multiples of it, so the word in front of a message is never cut in two.
+// Positions are multiples of this, so the word in front of a message is never split.
 constexpr uint64_t kGrain = 8;
-// Two lines, since processors fetch them in pairs.
+// Two cache lines, since processors fetch them in pairs.
 constexpr size_t kLine = 128;
 
 constexpr uint64_t padded(uint64_t size) {
   return (size + kGrain - 1) / kGrain * kGrain;
 }
 
-// The part of a ring beside its bytes. Zeros are a ring that is empty.
+// The state of a ring, without its bytes. All zeros is an empty ring.
 struct RingState {
-  alignas(kLine) std::atomic<uint64_t> written;  // bytes so far
+  alignas(kLine) std::atomic<uint64_t> written;  // bytes written so far
   alignas(kLine) std::atomic<uint64_t> read;
-  std::atomic<uint32_t> full;  // the writer waits for room
+  std::atomic<uint32_t> full;  // set while the writer waits for room
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "else a lock would be in this process");
 
-// Bytes between two positions, which are at most a ring apart unless one has been overwritten.
+// Returns the bytes between two positions; throws if they are further apart than a ring, which
+// happens only if one has been overwritten.
 inline uint64_t distance(uint64_t from, uint64_t to, uint64_t capacity) {
   const uint64_t size = to - from;
   if (size > capacity || size % kGrain != 0) {
@@ -44,14 +46,15 @@ class RingWriter {
   RingWriter(RingState* state, char* bytes, uint64_t capacity)
       : state_(state), bytes_(bytes), capacity_(capacity) {}
 
-  // Number of bytes that can be put. If none, the reader will see that we wait for some.
+  // Returns the number of bytes that can be put. If it is 0, the reader will see that we wait for
+  // room.
   uint64_t room() {
     if (const uint64_t free = free_bytes()) return free;
     state_->full.store(1);
     return free_bytes();
   }
 
-  // At most as many as there is room for, and what pads them.
+  // Writes at most room() bytes, and their padding.
   void put(const void* data, uint64_t size) {
     if (size == 0) return;
     const uint64_t begin = written_ % capacity_;
@@ -65,7 +68,7 @@ class RingWriter {
   void publish() { state_->written.store(written_); }
 
  private:
-  // In one order with `full`: either we see the room or the reader sees that we wait.
+  // Sequentially consistent with `full`: either we see the room or the reader sees that we wait.
   uint64_t free_bytes() const {
     return capacity_ - distance(state_->read.load(), written_, capacity_);
   }
@@ -83,7 +86,7 @@ class RingReader {
 
   uint64_t available() const { return distance(read_, state_->written.load(), capacity_); }
 
-  // At most as many as are available, and what pads them.
+  // Reads at most available() bytes, and skips their padding.
   void take(void* data, uint64_t size) {
     if (size == 0) return;
     const uint64_t begin = read_ % capacity_;
@@ -97,7 +100,7 @@ class RingReader {
   bool publish() {
     state_->read.store(read_);
     if (state_->full.load() == 0) return false;
-    // Before the writer is woken, which may find the ring full once more.
+    // Clear it before the writer is woken, as the writer may find the ring full once more.
     state_->full.store(0);
     return true;
   }

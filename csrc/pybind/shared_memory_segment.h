@@ -10,17 +10,17 @@
 
 namespace sparsekit::shared_memory {
 
-// A rank sleeps until others ring its bell. All of it are words of a futex, which needs no lock
-// that a process could take along as it dies.
+// A rank sleeps until another one rings its bell. A bell consists only of words, one of them a
+// futex, so there is no lock that a dying process could leave locked.
 class Bell {
  public:
-  // To be asked for before looking for work; see sleep.
+  // Read this before looking for work; see sleep().
   uint32_t rings() const { return rings_.load(); }
 
-  // Wakes the rank, if it sleeps.
+  // Wakes the rank if it sleeps.
   void ring();
 
-  // Returns at the first ring since `rings`, at the latest after this time, or at a signal (false).
+  // Waits for a ring since rings() was `rings`, at most for this time. Returns false at a signal.
   bool sleep(uint32_t rings, std::chrono::nanoseconds at_most);
 
  private:
@@ -28,10 +28,10 @@ class Bell {
   std::atomic<uint32_t> asleep_;
 };
 
-// A mapping of an anonymous file (memfd) that cannot shrink. A forked process does not have it.
+// A mapping of an anonymous file (memfd) that cannot shrink. Forked processes do not inherit it.
 class Segment {
  public:
-  // Maps the file, which stays the caller's.
+  // Maps the file; the caller keeps the descriptor.
   Segment(int file, int world_size);
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
@@ -41,10 +41,10 @@ class Segment {
   RingWriter writer(int from, int to) const;
   RingReader reader(int from, int to) const;
 
-  // Bytes of a ring: the largest power of two up to 1 MiB with which all take at most 64 MiB, but
-  // at least 4 KiB.
+  // Returns the bytes of a ring: the largest power of two up to 1 MiB with which all rings together
+  // take at most 64 MiB, but at least 4 KiB.
   static uint64_t ring_bytes(int world_size);
-  // Size of the shared file in bytes.
+  // Returns the size of the shared file in bytes.
   static uint64_t total_bytes(int world_size);
 
  private:
@@ -52,7 +52,7 @@ class Segment {
   char* bytes(int from, int to) const;
 
   int world_size_;
-  int owner_;  // the process
+  int owner_;  // process id
   char* begin_;
 };
 

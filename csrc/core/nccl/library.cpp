@@ -9,7 +9,7 @@
 namespace sparsekit::nccl {
 namespace {
 
-// Stays open for good.
+// Opens a library, which stays open until the process ends.
 void* open(const std::string& name) {
   void* handle = dlopen(name.c_str(), RTLD_NOLOAD | RTLD_LAZY);
   if (handle == nullptr) handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL);

@@ -1,5 +1,5 @@
-// libnccl's functions, found at run time: what is linked would have to be there wherever the module
-// is imported, and there could be two of it in a process, torch's and another.
+// Looks up libnccl's functions at run time. Linking it would require libnccl wherever the module is
+// imported, and a process could then have two copies, torch's and another one.
 #pragma once
 
 #include <nccl.h>
@@ -18,16 +18,16 @@ struct Library {
   decltype(&ncclCommFinalize) finalize;
   decltype(&ncclCommDestroy) destroy;
   decltype(&ncclCommAbort) abort;
-  ncclResult_t (*revoke)(ncclComm_t, int);  // null before NCCL 2.28.7, as nccl.h may be
+  ncclResult_t (*revoke)(ncclComm_t, int);  // null before NCCL 2.28.7, whose nccl.h lacks it
   decltype(&ncclGroupStart) group_start;
   decltype(&ncclGroupEnd) group_end;
   decltype(&ncclSend) send;
   decltype(&ncclRecv) receive;
   decltype(&ncclGetErrorString) error_string;
-  decltype(&ncclGetLastError) last_error;  // null if it has none
+  decltype(&ncclGetLastError) last_error;  // null if the library lacks it
 };
 
-// Opened by the first call; throws std::runtime_error that says what is missing.
+// Opens the library on the first call; throws std::runtime_error that names what is missing.
 const Library& library();
 
 }  // namespace sparsekit::nccl

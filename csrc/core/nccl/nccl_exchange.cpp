@@ -23,7 +23,8 @@ void expect(ncclResult_t result, const char* function) {
   throw std::runtime_error(message);
 }
 
-// Throws what has gone wrong in the background, on the network for example. Reads a few words.
+// Throws if something has gone wrong in the background, for example on the network. Cheap: it reads
+// a few words.
 void expect_no_error(ncclComm_t communicator, const char* function) {
   ncclResult_t state = ncclSuccess;
   expect(library().get_async_error(communicator, &state), "ncclCommGetAsyncError");
@@ -54,7 +55,7 @@ ncclComm* connect(int rank, int world_size, const UniqueId& id) {
   ncclUniqueId unique;
   std::memcpy(&unique, id.data(), id.size());
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  // Else NCCL would start a thread for every group, and have us ask until that has done its work.
+  // Otherwise NCCL would start a thread for every group, and the caller would have to poll it.
   config.blocking = 1;
   ncclComm_t communicator = nullptr;
   try {
@@ -80,7 +81,7 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
   const char* failed = "ncclSend";
   expect(nccl.group_start(), "ncclGroupStart");
   ncclResult_t result = ncclSuccess;
-  // Both sides of an empty part know that it is empty.
+  // Skip empty parts: both sides know that they are empty.
   for (int rank = 0; rank < world_size && result == ncclSuccess; ++rank) {
     if (send_bytes[rank] > 0) {
       failed = "ncclSend";
@@ -93,7 +94,7 @@ void all_to_all(ncclComm* communicator, int world_size, const void* send, const 
     from += send_bytes[rank];
     to += receive_bytes[rank];
   }
-  // A group that has begun must end, or all later calls of this thread would be part of it.
+  // A group that has begun must end; otherwise all later calls of this thread would be part of it.
   const ncclResult_t end = nccl.group_end();
   expect(result, failed);
   expect(end, "ncclGroupEnd");
@@ -116,7 +117,7 @@ bool revoke(ncclComm* communicator) noexcept {
 }
 
 void abort(ncclComm* communicator) noexcept {
-  // There is a library if there is a communicator. An error of this call changes nothing.
+  // If there is a communicator, the library is open. An error of this call is ignored.
   if (communicator != nullptr) library().abort(communicator);
 }
 

@@ -1,7 +1,7 @@
-// Has the plain loads and stores of kernels counted. Kernels are plain C++ that follows pointers,
-// so only the compiler knows where they do: -fsanitize=thread has it call a function before each.
-// Those functions are here in place of ThreadSanitizer's, whose library is not linked. What the
-// optimizer keeps in registers is not seen, as on a device.
+// Counts the plain loads and stores of kernels. Kernels are plain C++, so only the compiler knows
+// where they access memory: -fsanitize=thread makes it call a function before each access. Those
+// functions are defined here instead of in ThreadSanitizer's library, which is not linked. Values
+// that the optimizer keeps in registers are not counted, as on a device.
 #include <cstddef>
 #include <cstdint>
 
@@ -14,7 +14,7 @@ using sparsekit::simt::host::counted_launches;
 
 [[maybe_unused]] const bool seen = sparsekit::simt::host::sees_plain_accesses = true;
 
-// Inlined, as most of the time there is nothing to count.
+// Inlined, since most of the time nothing is counted.
 [[gnu::always_inline]] inline void plain(Access access, const void* address, size_t bytes) {
   if (__builtin_expect(counted_launches.load(std::memory_order_relaxed) == 0, 1)) return;
   sparsekit::simt::host::saw(access, address, static_cast<int64_t>(bytes));
@@ -54,7 +54,8 @@ void __tsan_write_range(void* at, size_t bytes) {
   plain(Access::kWrite, at, bytes);
 }
 
-// The atomics, which host.h counts itself; orders are those of a fence on either side at most.
+// The atomics, which host.h counts itself; always sequentially consistent, whatever the order asked
+// for.
 #define SPARSEKIT_ATOMICS(bits)                                                                    \
   using Word##bits = uint##bits##_t;                                                               \
   Word##bits __tsan_atomic##bits##_load(const volatile Word##bits* at, int) {                      \

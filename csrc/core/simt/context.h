@@ -1,13 +1,12 @@
-// Switching between stacks, without a system call where we know how.
+// Switches between stacks, without a system call on x86-64.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #if defined(__x86_64__)
-// Saves the callee-saved registers on the stack, the stack pointer in *save, and goes on with the
-// stack whose pointer is `load`.
-// Weak, since several files include this.
+// Saves the callee-saved registers on the stack and the stack pointer in *save, then continues on
+// the stack whose pointer is `load`. Weak, since several files include this.
 extern "C" void sparsekit_simt_switch(void** save, void* load);
 asm(R"(
 .text
@@ -45,7 +44,8 @@ class Context {
   void begin(char* stack, size_t size, void (*entry)()) {
     auto top = reinterpret_cast<uintptr_t>(stack + size) & ~uintptr_t{15};
     auto* words = reinterpret_cast<uintptr_t*>(top);
-    // Six registers, where to go, and a null return address, which is 8 below a multiple of 16.
+    // Six registers, the address to continue at, and a null return address at 8 below a multiple of
+    // 16.
     for (int i = 1; i <= 8; ++i) words[-i] = 0;
     words[-2] = reinterpret_cast<uintptr_t>(entry);
     pointer_ = words - 8;

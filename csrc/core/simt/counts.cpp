@@ -8,7 +8,8 @@
 namespace sparsekit::simt::host {
 namespace {
 
-// Per thread, as launches are synchronous: threads that count do not see each other's.
+// One list per thread, as launches are synchronous: threads that count do not see each other's
+// records.
 thread_local std::unique_ptr<std::vector<Record>> records;
 
 }  // namespace
@@ -83,20 +84,20 @@ Range own_stack() {
 
 #define SPARSEKIT_VISIBLE __attribute__((visibility("default")))
 
-// Begins or ends the calling thread's list; it is empty when it begins.
+// Starts an empty list for the calling thread, or drops its list.
 extern "C" SPARSEKIT_VISIBLE void sparsekit_simt_count(int on) {
   using namespace sparsekit::simt::host;
   records.reset(on != 0 ? new std::vector<Record> : nullptr);
 }
 
-// The calling thread's list. Good until the next launch or call of the above.
+// Returns the calling thread's list, valid until the next launch or call of sparsekit_simt_count.
 extern "C" SPARSEKIT_VISIBLE const void* sparsekit_simt_records(int64_t* count) {
   using namespace sparsekit::simt::host;
   *count = records == nullptr ? 0 : static_cast<int64_t>(records->size());
   return records == nullptr ? nullptr : records->data();
 }
 
-// True if bytes include those of plain loads and stores.
+// Returns true if bytes include those of plain loads and stores.
 extern "C" SPARSEKIT_VISIBLE int sparsekit_simt_sees_bytes() {
   return sparsekit::simt::host::sees_plain_accesses;
 }

@@ -1,5 +1,5 @@
-// Counts what the kernels of a launch do to device memory, and lists what a thread has asked of the
-// device. Tests read it through the functions at the end of counts.cpp.
+// Counts the accesses of kernels to device memory, and lists the requests of a thread to the
+// device. Tests read them through the functions at the end of counts.cpp.
 #pragma once
 
 #include <bitset>
@@ -10,18 +10,18 @@
 
 namespace sparsekit::simt::host {
 
-// One thing that the host asked of the device. tests/simt.py reads these as they lie in memory.
+// One request of the host to the device. tests/simt.py relies on this memory layout.
 struct Record {
   const char* name;
   Request request;
   int64_t atomics;
-  int64_t accessed;  // bytes that threads read and wrote, however often
+  int64_t accessed;  // bytes that threads read and wrote, repeated accesses included
   int64_t read;      // bytes of the distinct sectors that were read
   int64_t written;
 };
 
-// Accesses to device memory. Memory moves in sectors of 32 bytes, and what a launch touches twice
-// is taken to come from a cache the second time: so this is the least that a launch can move.
+// Accesses to device memory. Memory is moved in sectors of 32 bytes, and a repeated access is
+// assumed to hit a cache, so this counts the minimum that a launch must move.
 class Traffic {
  public:
   void access(Access access, uintptr_t at, int64_t bytes);
@@ -37,24 +37,24 @@ class Traffic {
 
   std::unordered_map<uintptr_t, Page> pages_;
   uintptr_t last_number_ = 0;
-  Page* last_ = nullptr;  // stays where it is when more are added
+  Page* last_ = nullptr;  // stays valid when pages are added
   int64_t atomics_ = 0, accessed_ = 0;
 };
 
-// True if the calling thread wants its requests to the device listed.
+// Returns true if requests of the calling thread are listed.
 bool is_counting();
 void add_record(const Record& record);
 
-// The stack of the calling thread, where the arguments of a launch lie until kernels copy them.
+// The stack of the calling thread. The arguments of a launch are there until kernels copy them.
 struct Range {
   uintptr_t begin = 0, end = 0;
   bool has(uintptr_t at) const { return at >= begin && at < end; }
 };
 Range own_stack();
 
-// Launches being counted, of any thread: while there are none, an access costs one look at this.
+// Number of launches being counted, by any thread: at 0, an access costs only a read of this.
 extern std::atomic<int> counted_launches;
-// True if kernels were compiled so that their plain loads and stores are seen (accesses.cpp).
+// True if the kernels' plain loads and stores are counted (accesses.cpp).
 extern bool sees_plain_accesses;
 
 }  // namespace sparsekit::simt::host

@@ -1,9 +1,9 @@
-// The host's side of cuda/simt.cuh, for tests: a kernel is compiled as plain C++ and its threads
-// run as fibers. The warps of a block are shared out over two OS threads and two blocks run at a
-// time, so blocks and warps are truly concurrent; the fibers of one OS thread are switched in
-// random order at every collective and barrier, and now and then at atomics. A missing barrier or
-// a claim that is not atomic therefore shows as a wrong result, and as a race under
-// ThreadSanitizer, which is told of every fiber. Included by cuda/simt.cuh only.
+// The host's version of cuda/simt.cuh, for tests: a kernel is compiled as plain C++ and its threads
+// run as fibers. Two OS threads share the warps of a block, and two blocks run at a time, so blocks
+// and warps are truly concurrent. The fibers of an OS thread are switched in random order at every
+// collective and barrier, and sometimes at atomics. So a missing barrier or a claim that is not
+// atomic shows as a wrong result, and as a race under ThreadSanitizer, which is told of every
+// fiber. Only cuda/simt.cuh includes this.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace sparsekit::simt {
 
 namespace host {
 
-// Position of the running fiber.
+// Position of the running fiber in the grid.
 struct Position {
   int thread;
   int block_size;
@@ -31,22 +31,22 @@ struct Position {
 
 enum class Collective { kShuffle, kBallot, kMatch, kSync };
 enum class Access { kRead, kWrite, kAtomic };
-// A request of the host to the device: a kernel, a memset, what a library does (any number of
-// kernels), or to wait for words from it.
+// A request of the host to the device: a kernel, a memset, a library call (any number of kernels),
+// or a wait for words from the device.
 enum class Request : int64_t { kKernel, kMemset, kLibrary, kReadBack };
 
 const Position& position();
-// Lets other fibers of this OS thread run, sometimes.
+// Sometimes lets other fibers of this OS thread run.
 void maybe_switch();
-// Counts a thread's access to device memory, and what the host asks of the device with the bytes
-// that this moves. Both do nothing unless the thread that launches wants it (counts.h).
+// saw() counts a thread's access to device memory; note() records a request of the host and the
+// bytes that it moves. Both do nothing unless the launching thread counts (counts.h).
 void saw(Access access, const void* address, int64_t bytes);
 void note(Request request, const char* name, int64_t read, int64_t written);
 void wait_for_block();
-// Waits for all lanes of the warp and fills `values` with what each brought.
+// Waits for all lanes of the warp, and fills `values` with the value of each.
 void gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]);
-// Runs body(context) once per thread of the grid. Throws std::runtime_error when a kernel breaks
-// the rules of simt.cuh.
+// Runs body(context) once per thread of the grid. Throws std::runtime_error if a kernel breaks the
+// rules of simt.cuh.
 void run_grid(const char* name, const Grid& grid, void (*body)(const void*), const void* context);
 
 template <class T>
@@ -143,7 +143,7 @@ inline int lowest_bit(uint32_t mask) {
 
 namespace host {
 
-// The value at `address` becomes change(value), in one step.
+// Replaces the value at `address` by change(value), atomically; returns the old one.
 template <class T, class Change>
 T exchange(T* address, const Change& change) {
   maybe_switch();
@@ -198,7 +198,7 @@ void store(T* address, T value) {
 }
 template <int N>
 void reduce_add(float* address, const Vec<float, N>& value) {
-  host::saw(host::Access::kAtomic, address, sizeof value);  // one, as on sm_90
+  host::saw(host::Access::kAtomic, address, sizeof value);  // counts as one access, as on sm_90
   for (int i = 0; i < N; ++i) {
     host::exchange(address + i, [&](float seen) { return seen + value.at[i]; });
   }

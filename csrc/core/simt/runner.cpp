@@ -1,5 +1,5 @@
-// Runs the threads of a grid as fibers; what host.h promises. Compiled without ThreadSanitizer,
-// which is told what the kernels' threads do, not what this scheduler does.
+// Runs the threads of a grid as fibers; see host.h. Compiled without ThreadSanitizer: it must see
+// the kernels' threads, not this scheduler.
 #include <stdexcept>
 #include <thread>
 
@@ -8,7 +8,7 @@
 namespace sparsekit::simt::host {
 namespace {
 
-// The OS threads, which live as long as the process.
+// The OS threads, which live until the process ends.
 class Pool {
  public:
   Pool() {

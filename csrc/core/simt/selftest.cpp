@@ -1,5 +1,5 @@
-// Does the runner notice? Small kernels, right and wrong ones, for tests/test_simt_runner.py. Each
-// line of output is the name of a case and what came of it.
+// Checks that the runner finds errors: small kernels, right and wrong ones, for
+// tests/test_simt_runner.py. Each line of output is the name of a case and its result.
 #include <cstdio>
 #include <stdexcept>
 #include <vector>
@@ -17,7 +17,7 @@ using namespace sparsekit::simt;
 constexpr int64_t kItems = 1000;
 constexpr int kRuns = 50;
 
-// Sum of all items by a tree in shared memory, with or without the first of its barriers.
+// Sums all items by a tree in shared memory, with or without the first of its barriers.
 SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   auto* part = shared<int64_t>();
   part[thread()] = global_thread() < kItems ? items[global_thread()] : 0;
@@ -32,7 +32,7 @@ SPARSEKIT_KERNEL sum_kernel(const int* items, int64_t* sum, bool with_barrier) {
   if (thread() == 0) atomic_add(sum, part[0]);
 }
 
-// Counts the threads that hold a claim on one of 64 places: 64 if claims are atomic.
+// Counts the threads that have claimed one of 64 places: 64 if claims are atomic.
 SPARSEKIT_KERNEL claim_kernel(int32_t* places, int32_t* claims, bool atomic) {
   int32_t* place = &places[global_thread() % 64];
   bool mine = false;
@@ -71,8 +71,8 @@ struct Factors {
   int64_t by[3];
 };
 
-// Each thread reads an item and a factor that is the same for all, writes a product, and counts
-// itself. Parameters, the stack and shared memory are no device memory.
+// Each thread reads an item and a factor shared by all, writes a product, and counts itself.
+// Accesses to parameters, the stack and shared memory must not be counted as device memory.
 SPARSEKIT_KERNEL counted_kernel(Factors factors, const int* items, const int* factor,
                                 int64_t* products, int32_t* threads) {
   volatile int64_t on_stack[2] = {factors.by[0], *factor};
@@ -164,6 +164,6 @@ int main() {
   std::printf("collectives differ: %s\n", error_of(collectives_differ_kernel, grid));
   std::printf("no such grid: %s\n", error_of(lane_misses_vote_kernel, Grid{1, 48}));
   print_counts();
-  // Threads that a broken kernel has left behind must not disturb the next.
+  // The threads that a broken kernel has left behind must not disturb the next one.
   std::printf("sum again: %d wrong\n", wrong_sums(true));
 }

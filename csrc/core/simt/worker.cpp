@@ -53,7 +53,7 @@ void Worker::resume(Fiber& fiber) {
   }
 }
 
-// From the running fiber to the scheduler. For good: until the fiber's next block.
+// Switches from the running fiber to the scheduler; with for_good, until the fiber's next block.
 void Worker::leave(bool for_good) {
   Fiber& fiber = *running_;
   if (__sanitizer_start_switch_fiber != nullptr) {
@@ -111,7 +111,7 @@ void Worker::gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]
   if (warp.arrived == 0) warp.kind = kind;
   if (warp.kind != kind) {
     launch_->fail("lanes of a warp wait in different collectives", fiber.position);
-    leave(false);  // and is not resumed
+    leave(false);  // the fiber is not resumed
   }
   slot.values[fiber.lane].store(value, std::memory_order_relaxed);
   if (kind == Collective::kSync) release(&slot);
@@ -128,7 +128,7 @@ void Worker::gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]
   for (int i = 0; i < kWarp; ++i) values[i] = slot.values[i].load(std::memory_order_relaxed);
 }
 
-// Runs this worker's warps of the group's block. False when the kernel broke a rule.
+// Runs this worker's warps of the group's block. Returns false if the kernel broke a rule.
 bool Worker::run_block() {
   const Grid& grid = launch_->grid;
   const int num_warps = grid.threads / kWarp;
@@ -172,7 +172,7 @@ bool Worker::run_block() {
     if (agreed && kind == Meeting::kEnd) return true;
     if (!agreed) {
       launch_->fail("a barrier was not reached by all threads of the block", fibers_[0]->position);
-      // They are in the middle of a kernel that will never go on.
+      // The fibers are in the middle of a kernel that will not be continued.
       for (size_t i = 0; i < count; ++i) begin(*fibers_[i]);
       for (auto& warp : warps_) warp->arrived = 0;
       return false;
@@ -206,10 +206,10 @@ void Worker::run_blocks(int participants) {
   for (;;) {
     if (index_ == 0) {
       const int64_t turn = launch.failed ? num_blocks : launch.next_block++;
-      // Half of the launches begin at the far end: no kernel may rely on the order of blocks.
+      // Half of the launches begin at the far end: kernels must not rely on the order of blocks.
       group_.block = turn >= num_blocks ? -1 : launch.seed % 2 == 0 ? turn : num_blocks - 1 - turn;
       acquire(&group_.end);
-      // Garbage, so that reading what was never written shows.
+      // Fill with garbage, so that reads of uninitialised memory show.
       if (__asan_unpoison_memory_region != nullptr) {
         __asan_unpoison_memory_region(shared, kMaxSharedBytes);
       }

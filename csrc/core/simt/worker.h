@@ -1,4 +1,4 @@
-// The OS threads of the runner, each of which runs the fibers of a few warps of a block.
+// The OS threads of the runner. Each runs the fibers of a few warps of a block.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +11,7 @@
 #include "simt/context.h"
 #include "simt/counts.h"
 
-// There when a sanitizer is in the process.
+// Null unless a sanitizer is in the process.
 extern "C" {
 [[gnu::weak]] void __sanitizer_start_switch_fiber(void**, const void*, size_t);
 [[gnu::weak]] void __sanitizer_finish_switch_fiber(void*, const void**, size_t*);
@@ -26,12 +26,12 @@ extern "C" {
 
 namespace sparsekit::simt::host {
 
-constexpr int kGroups = 2;           // blocks at a time
-constexpr int kWorkersPerGroup = 2;  // OS threads of a block
+constexpr int kGroups = 2;           // blocks that run at a time
+constexpr int kWorkersPerGroup = 2;  // OS threads per block
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kMaxSharedBytes = 227 << 10;
-constexpr unsigned kNoSync = 1;  // for __tsan_switch_to_fiber: a switch orders nothing
+constexpr unsigned kNoSync = 1;  // for __tsan_switch_to_fiber: a switch does not order memory
 
 inline void acquire(void* at) {
   if (__tsan_acquire != nullptr) __tsan_acquire(at);
@@ -54,7 +54,7 @@ struct Launch {
   std::atomic<bool> failed{false};
   char begin = 0, end = 0;  // addresses for ThreadSanitizer
   bool counted = false;
-  Range arguments;  // where they lie, which is no device memory
+  Range arguments;  // the stack with the kernel's arguments, which is not device memory
   Traffic traffic;
   std::mutex mutex;
   std::string error;
@@ -67,12 +67,12 @@ struct Launch {
   }
 };
 
-// Meeting point of the workers of a group: a barrier of the kernel, or the end of a block.
+// Where the workers of a group meet: at a barrier of the kernel, or at the begin or end of a block.
 class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
 
-  // Waits for all; true if all came for the same reason, and not to give up.
+  // Waits for all workers; returns true if all came for the same reason, other than to give up.
   bool meet(Kind kind, int participants) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (arrived_ == 0) {
@@ -103,7 +103,7 @@ class Meeting {
 };
 
 struct Warp {
-  // Two, used in turn: a lane may enter the next collective while others still read this one.
+  // Two slots used in turn: a lane may enter the next collective while others still read this one.
   struct Slot {
     std::atomic<uint64_t> values[kWarp];
   } slots[2];
@@ -125,7 +125,7 @@ struct Fiber {
 struct Group {
   Meeting meeting;
   int64_t block = -1;
-  // Addresses for ThreadSanitizer: a block's start and end, and two for its barriers in turn.
+  // Addresses for ThreadSanitizer: a block's begin and end, and two for alternate barriers.
   char begin = 0, end = 0, sync[2] = {};
   std::unique_ptr<char[]> memory{new char[kMaxSharedBytes + 256]};
 
@@ -138,7 +138,7 @@ struct Group {
 class Worker {
  public:
   Worker(Group& group, int index) : group_(group), index_(index) {
-    // Fibers put each other there, and must not be seen to allocate.
+    // Reserved, since fibers add to both and must not be seen to allocate.
     ready_.reserve(kMaxThreads);
     waiting_.reserve(kMaxThreads);
   }
@@ -181,7 +181,7 @@ class Worker {
   std::vector<Fiber*> waiting_;
   int barrier_parity_ = 0;
   uint64_t random_ = 1;
-  Traffic traffic_;  // of a launch that is counted
+  Traffic traffic_;  // of a launch that is being counted
   Context scheduler_;
   void* scheduler_tsan_ = nullptr;
   void* scheduler_fake_stack_ = nullptr;
