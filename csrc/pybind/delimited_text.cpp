@@ -179,7 +179,7 @@ py::tuple skip_line_of(const py::buffer& text, int64_t begin, const std::string&
 
 void add_delimited_text(py::module_& m) {
   numpy_empty = py::object(py::module_::import("numpy").attr("empty")).release();
-  py::class_<BoundField>(m, "TextField", "How one field of each line is read.")
+  py::class_<BoundField>(m, "TextField", "How to read one field of each line.")
       .def(py::init([](const std::string& kind, int64_t column, float missing, bool required,
                        const std::string& separator, const py::object& missing_key, uint64_t seed) {
              BoundField made;
@@ -196,7 +196,7 @@ void add_delimited_text(py::module_& m) {
            py::arg("kind"), py::arg("column") = 0, py::arg("missing") = 0.0f,
            py::arg("required") = false, py::arg("separator") = "",
            py::arg("missing_key") = py::none(), py::arg("seed") = 0);
-  py::class_<BoundFormat>(m, "TextFormat", "How lines are read.")
+  py::class_<BoundFormat>(m, "TextFormat", "How to read lines.")
       .def(py::init(&make_format), py::arg("delimiter"), py::arg("quote"),
            py::arg("max_line_bytes"), py::arg("fields"));
   py::class_<TextLines>(m, "TextLines", "The lines of a text that begin in [0, stop).")
@@ -205,18 +205,20 @@ void add_delimited_text(py::module_& m) {
            py::arg("text"), py::arg("stop"), py::arg("delimiter"), py::arg("quote"),
            py::arg("skip_blank"), py::arg("complete"))
       .def("__len__", &TextLines::size)
-      .def_property_readonly("end", &TextLines::end, "Behind the last one and its newline.")
+      .def_property_readonly("end", &TextLines::end,
+                             "Position behind the last line and its newline.")
       .def_property_readonly("unclosed", &TextLines::unclosed,
-                             "Whether the last one ends within a quoted field.")
-      .def("begin_of", &TextLines::begin_of, "Where a line begins.")
-      .def("line", &TextLines::line, "The bytes of a line.")
+                             "True if the last line ends within a quoted field.")
+      .def("begin_of", &TextLines::begin_of, "Return where a line begins.")
+      .def("line", &TextLines::line, "Return the bytes of a line.")
       .def("parse", &TextLines::parse, py::arg("format"), py::arg("order"), py::arg("num_threads"),
-           "Faults (row, field, reason), and if there are none label [n] or [0], dense [n, d], "
-           "values and offsets [fields * n + 1] of keys.");
-  m.def("skip_line", &skip_line_of, py::arg("text"), py::arg("begin"), py::arg("delimiter"),
-        py::arg("quote"), py::arg("place"),
-        "Where a line ends that goes on at `begin`, or -1, and the place there; that of the "
-        "beginning of a line is 0, within a quoted field it is 1.");
+           "Return faults (row, field, reason) and, if there are none, label [n] or [0], dense "
+           "[n, d], values and offsets [fields * n + 1] of keys.");
+  m.def(
+      "skip_line", &skip_line_of, py::arg("text"), py::arg("begin"), py::arg("delimiter"),
+      py::arg("quote"), py::arg("place"),
+      "Return the end of the line that goes on at `begin`, or -1, and the place at the end of the "
+      "text. A place is 0 at the beginning of a line, and 1 within a quoted field.");
 }
 
 }  // namespace sparsekit

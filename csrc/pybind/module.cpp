@@ -117,25 +117,26 @@ PYBIND11_MODULE(_pybind, m) {
   numpy_empty = py::object(py::module_::import("numpy").attr("empty")).release();
   m.doc() = "Bulk hashing of values, and facts about this build.";
   m.def("xxh64_many", &xxh64_many, py::arg("values"), py::arg("seed"), py::arg("num_threads") = 1,
-        "XXH64 of each item of a sequence of str, bytes, int and None, as int64.");
+        "Return the XXH64 of each item of a sequence of str, bytes, int and None, as int64.");
   m.def("xxh64_arrow", &xxh64_arrow, py::arg("schema"), py::arg("array"), py::arg("seed"),
         py::arg("num_threads") = 1,
-        "XXH64 of each item of what __arrow_c_array__ returns, as int64.");
+        "Return the XXH64 of each item of the array from __arrow_c_array__, as int64.");
   m.def("xxh64_arrow_stream", &xxh64_arrow_stream, py::arg("stream"), py::arg("seed"),
         py::arg("num_threads") = 1,
-        "XXH64 of each item of what __arrow_c_stream__ returns, as int64.");
+        "Return the XXH64 of each item of the stream from __arrow_c_stream__, as int64.");
   m.def("xxh64_fixed_width", &xxh64_fixed_width, py::arg("texts"), py::arg("size"),
         py::arg("unicode"), py::arg("n"), py::arg("seed"), py::arg("num_threads") = 1,
-        "XXH64 of n texts of `size` bytes or code points each, without the zeros at their end.");
+        "Return the XXH64 of n texts of `size` bytes or code points, without trailing zeros.");
   m.def("xxh64_numpy_strings", &xxh64_numpy_strings, py::arg("dtype"), py::arg("texts"),
         py::arg("stride"), py::arg("n"), py::arg("missing"), py::arg("seed"),
         py::arg("num_threads") = 1,
-        "XXH64 of n packed strings of numpy's StringDType; `missing` stands for those that lack.");
-  m.def("use_xxh64_engine", &use_xxh64_engine, py::arg("wanted"),
-        "Hash short texts with \"avx512\", \"avx2\" or \"portable\", or with the next of them that "
-        "the "
-        "processor has, for tests. Returns what is used from now on.");
-  m.def("build_info", &build_info, "How this module was built, as a dict.");
+        "Return the XXH64 of n packed strings of numpy's StringDType; `missing` replaces missing "
+        "ones.");
+  m.def(
+      "use_xxh64_engine", &use_xxh64_engine, py::arg("wanted"),
+      "Hash short texts with \"avx512\", \"avx2\" or \"portable\", or with the next of these that "
+      "the processor has; for tests. Return the name of the selected engine.");
+  m.def("build_info", &build_info, "Return how this module was built, as a dict.");
   add_delimited_text(m);
   add_shared_memory(m);
 #ifdef SPARSEKIT_NCCL

@@ -156,29 +156,27 @@ void add_nccl_communicator(py::module_& module) {
   py::class_<NcclCommunicator>(module, "NcclCommunicator",
                                "A communicator of libnccl on the current CUDA device.")
       .def(py::init<int, int, const std::string&>(), py::arg("rank"), py::arg("world_size"),
-           py::arg("unique_id"), no_gil, "Waits for all ranks, for as long as that takes.")
+           py::arg("unique_id"), no_gil, "Wait for all ranks, without a time limit.")
       .def("all_to_all", &NcclCommunicator::all_to_all, py::arg("send"), py::arg("send_bytes"),
            py::arg("receive"), py::arg("receive_bytes"), py::arg("stream"), no_gil,
-           "Send bytes to each rank and receive from each, in the order of the stream. The first "
-           "call "
+           "Send bytes to each rank and receive bytes from each, in stream order. The first call "
            "waits for the other ranks.")
       .def("check", &NcclCommunicator::check, no_gil,
            "Raise, and abort, if something has gone wrong since the last call.")
       .def("abort", &NcclCommunicator::abort, py::arg("reason"), no_gil,
-           "Free it at once, also on the device; calls of other threads and later ones raise with "
-           "the "
-           "reason.")
+           "Free the communicator at once, also on the device; calls of other threads and later "
+           "calls raise with the reason.")
       .def("destroy", &NcclCommunicator::destroy, no_gil,
-           "Wait for what is under way, then free it.")
+           "Wait for pending work, then free the communicator.")
       .def_static("library_version", &nccl::library_version,
-                  "Version of the libnccl that is used, such as 23007.")
+                  "Return the version of the libnccl that is used, such as 23007.")
       .def_static(
           "unique_id",
           [] {
             const nccl::UniqueId id = nccl::unique_id();
             return py::bytes(id.data(), id.size());
           },
-          "What all ranks of a new communicator must be given.");
+          "Return a new id, which all ranks of a new communicator must pass.");
 }
 
 }  // namespace sparsekit

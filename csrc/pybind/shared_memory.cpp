@@ -99,17 +99,16 @@ void add_shared_memory(py::module_& module) {
                     "All-to-all of bytes between the processes of one host.")
       .def(py::init(&connect), py::arg("rank"), py::arg("world_size"), py::arg("file"),
            py::arg("sockets"), py::arg("seconds"),
-           "Maps the file, which has total_bytes. There is a connected socket for each rank, of "
-           "which it takes copies.")
+           "Map the file, which must have total_bytes. `sockets` has a connected socket for each "
+           "rank; it is duplicated.")
       .def("begin", &Class::begin, py::arg("send"), py::arg("send_bytes"), py::arg("receive"),
            py::arg("receive_bytes"), py::arg("keep"),
-           "Begin a collective, whose number this returns. `keep` has the memory.")
-      .def("wait", &Class::wait, py::arg("number"),
-           "Wait for a collective, at most for the seconds that this was made with.")
+           "Begin a collective and return its number. `keep` owns the memory.")
+      .def("wait", &Class::wait, py::arg("number"), "Wait for a collective, at most `seconds`.")
       .def("close", &Class::close, py::arg("reason"),
-           "Leave; the other ranks' waits raise with the reason.")
+           "Leave; waits of the other ranks raise with the reason.")
       .def_static("total_bytes", &Segment::total_bytes, py::arg("world_size"),
-                  "Size of the file that this many ranks share, in bytes.");
+                  "Return the size in bytes of the file that this many ranks share.");
 }
 
 }  // namespace sparsekit

@@ -1,6 +1,6 @@
-// The arguments of a call: each is checked as it is named, and an output that shares memory with
-// another argument is refused. A kernel that has checked a size, a key or a row number relies on it
-// while it writes.
+// Checks the arguments of a call as they are named, and refuses an output that shares memory with
+// another argument: a kernel that has checked a size, a key or a row number relies on it while it
+// writes.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +15,12 @@ namespace sparsekit::ops {
 
 using Tensors = std::vector<Tensor>;
 
-// The bytes from a tensor's first element to its last one, and how the rows of a matrix lie in
+// The bytes from a tensor's first element to its last one, and the layout of a matrix's rows in
 // them.
 struct Span {
   uintptr_t begin = 0, end = 0;
   int64_t row_bytes = 0;
-  int64_t stride_bytes = 0;  // 0 unless it is a matrix of several rows that lie apart
+  int64_t stride_bytes = 0;  // 0 unless a matrix of several rows that are not contiguous
 
   Span() = default;
 
@@ -48,8 +48,8 @@ struct Span {
   bool overlaps(const Span& other) const {
     if (begin >= other.end || other.begin >= end) return false;
     if (stride_bytes <= 0 || stride_bytes != other.stride_bytes) return true;
-    // Rows that are equally far apart, as the states of an optimizer are: where rows of the one
-    // that begins later lie between rows of the other, no element is shared.
+    // Both have rows at the same distance, as the states of an optimizer may have: if the rows of
+    // one lie in the gaps between the rows of the other, they share no element.
     const Span& first = begin <= other.begin ? *this : other;
     const Span& second = begin <= other.begin ? other : *this;
     const auto apart = static_cast<int64_t>(second.begin - first.begin) % stride_bytes;
@@ -57,11 +57,11 @@ struct Span {
   }
 };
 
-// A name as errors show it. It becomes text only in an error, and what an error would say is not
-// asked for before there is one: each question to a tensor is a call of torch.
+// An argument's name in errors. It becomes text only in an error, and details that only errors show
+// are not computed earlier: each question to a tensor is a call of torch.
 struct Item {
   const char* name;
-  int64_t position = -1;  // in a list
+  int64_t position = -1;  // in a list; -1 if not in a list
 
   Item(const char* name) : name(name) {}
   Item(const char* list, size_t position) : name(list), position(static_cast<int64_t>(position)) {}
@@ -71,19 +71,19 @@ inline std::ostream& operator<<(std::ostream& text, const Item& item) {
   return item.position < 0 ? text : text << '[' << item.position << ']';
 }
 
-// More than any memory has. Checked of every argument and result, so that what is computed from
-// sizes (numbers of bytes, of elements, of threads) is far from overflow.
+// More than any memory has. Every argument and result is checked against it, so that numbers
+// computed from sizes (of bytes, elements, threads) are far from overflow.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
 // Entries, tables and features are numbered in 32 bits.
 constexpr int64_t kMostNumbered = std::numeric_limits<int32_t>::max();
 
-// For arguments of several dtypes or shapes, which the op checks.
+// For arguments that may have several dtypes or shapes; the op checks them itself.
 constexpr ScalarType kAnyDtype = ScalarType::Undefined;
 constexpr int64_t kAnyDim = -1;
 
-// An op that writes to arguments says so, names all of them and then calls check_apart(); others
-// need not know where theirs lie.
+// The arguments of a call. An op that writes to arguments passes kWrites, names all its arguments
+// and then calls check_apart(); for other ops, memory addresses are not recorded.
 class Arguments {
  public:
   enum Access { kReads, kWrites };
@@ -92,7 +92,7 @@ class Arguments {
 
   const char* op() const { return op_; }
 
-  // Python sees a ValueError ...
+  // Raises a ValueError in Python.
   template <class... Parts>
   [[noreturn]] void error(const Parts&... parts) const {
     throw std::invalid_argument(message(where(), parts...));
@@ -101,14 +101,14 @@ class Arguments {
   void check(bool condition, const Parts&... parts) const {
     if (!condition) error(parts...);
   }
-  // ... or an IndexError.
+  // Raises an IndexError in Python.
   template <class... Parts>
   [[noreturn]] void index_error(const Parts&... parts) const {
     throw std::out_of_range(message(where(), parts...));
   }
 
-  // An argument that is only read, on the device of the first argument, of this dtype and with so
-  // many dimensions. It may overlap others of its kind.
+  // Checks an argument that is only read: it must be on the device of the first argument, and have
+  // this dtype and number of dimensions. It may overlap other arguments that are only read.
   const Tensor& read(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                      int64_t dim = kAnyDim) {
     return add(name, tensor, dtype, dim, false);
@@ -117,27 +117,28 @@ class Arguments {
             int64_t dim = kAnyDim) {
     if (tensor.has_value()) read(name, *tensor, dtype, dim);
   }
-  // One int64: a table's size, or its hash_seed.
+  // Checks an argument of one int64: a table's size, or its hash_seed.
   void read_word(const Item& name, const Tensor& word) {
     check_one(name, read(name, word, ScalarType::Long, 1));
   }
-  // On the CPU it is read before anything is written, so that it may overlap anything.
+  // Checks an argument that the CPU engine reads before it writes anything; there it may overlap
+  // anything.
   const Tensor& read_ahead(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                            int64_t dim = kAnyDim) {
     return kOnDevice ? read(name, tensor, dtype, dim) : checked(name, tensor, dtype, dim);
   }
-  // An argument whose memory is written to as it lies.
+  // Checks an argument whose memory is written to directly, so it must be contiguous.
   const Tensor& written(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,
                         int64_t dim = kAnyDim) {
     check_contiguous(name, add(name, tensor, dtype, dim, true));
     return tensor;
   }
-  // As written(), of rows that may lie apart; the op checks how.
+  // Like written(), for rows that need not be contiguous with each other; the op checks the layout.
   const Tensor& written_rows(const Item& name, const Tensor& tensor, ScalarType dtype) {
     return add(name, tensor, dtype, kAnyDim, true);
   }
 
-  // Lists of such arguments.
+  // Check each tensor of a list.
   void read(const char* list, const Tensors& tensors, ScalarType dtype = kAnyDtype,
             int64_t dim = kAnyDim) {
     for (size_t i = 0; i < tensors.size(); ++i) read({list, i}, tensors[i], dtype, dim);
@@ -146,8 +147,8 @@ class Arguments {
     for (size_t i = 0; i < tensors.size(); ++i) read_ahead({list, i}, tensors[i], dtype);
   }
 
-  // Calls body(table) for each table. If there are several, the arguments that it names belong to
-  // that table, as do errors.
+  // Calls body(table) for each table. If there are several, arguments named in body and errors
+  // raised there belong to that table.
   template <class Body>
   void for_each_table(size_t count, const Body& body) {
     for (size_t t = 0; t < count; ++t) {
@@ -160,10 +161,10 @@ class Arguments {
     if (count > 1) table_ = static_cast<int64_t>(table);
   }
 
-  // The argument whose device all must be on, or another tensor if there is none.
+  // Returns the argument whose device all others must be on, or `other` if there is no argument.
   const Tensor& first_or(const Tensor& other) const { return first_ == nullptr ? other : *first_; }
 
-  // Raises when an argument that is written to overlaps another one.
+  // Raises if an argument that is written to overlaps another one.
   void check_apart() const {
     constexpr size_t kFew = 16;
     if (named_.size() > kFew && !any_overlap()) return;
@@ -183,7 +184,7 @@ class Arguments {
           torch::headeronly::toString(has));
   }
 
-  // Raises unless the tensor has int64 or int32 numbers; returns whether they are int64.
+  // Raises unless the tensor is int64 or int32; returns whether it is int64.
   bool check_wide(const Item& name, const Tensor& tensor) const {
     const ScalarType has = dtype_of(tensor);
     check(has == ScalarType::Long || has == ScalarType::Int, name, " must be int64 or int32, got ",
@@ -191,8 +192,8 @@ class Arguments {
     return has == ScalarType::Long;
   }
 
-  // Counts a size of 0 as 1: a tensor without elements takes no memory, and its other sizes may be
-  // anything.
+  // Counts a size of 0 as 1: a tensor without elements takes no memory, but its other sizes may be
+  // huge.
   void check_elements(const Item& name, std::initializer_list<int64_t> sizes) const {
     int64_t elements = 1;
     bool possible = true;
@@ -207,7 +208,7 @@ class Arguments {
           "supported, and a size of 0 counts as 1");
   }
 
-  // One dimension or two; returns the sizes.
+  // Checks that a tensor has one dimension or two, and returns its sizes.
   std::pair<int64_t, int64_t> check_dim(const Item& name, const Tensor& tensor, int64_t dim) const {
     const int64_t has = tensor.dim();
     check(has == dim, name, " must have ", dim, " dimension(s), got ", has);
@@ -229,15 +230,15 @@ class Arguments {
     check(n <= kMostNumbered, name, " has ", n, " elements; at most 2^31 - 1 are supported");
   }
 
-  // A row is cut into slices of at least 32 elements, and a grid has room for 65535 of them.
+  // Limits a row to what a grid can handle: 65535 slices of at least 32 elements.
   void check_row_size(const Item& name, int64_t dim) const {
     constexpr int64_t kMost = 65535 * 32;
     check(!kOnDevice || dim <= kMost, "rows of ", name, " may have at most ", kMost,
           " elements on a device, got ", dim);
   }
 
-  // Entries and targets of an op that sorts. On the CPU the bound is beyond any memory and keeps
-  // sizes of workspace far from overflow; on a device, sort keys are 32-bit.
+  // Checks the numbers of entries and targets of an op that sorts. On the CPU the bound is beyond
+  // any memory and keeps sizes of workspace far from overflow; on a device, sort keys have 32 bits.
   void check_sort_sizes(int64_t entries, const Item& name, int64_t targets) const {
     constexpr int64_t kEnd = kOnDevice ? (int64_t{1} << 32) - 1 : int64_t{1} << 48;
     check(targets >= 0 && targets < kEnd, name, " must be in [0, ", kOnDevice ? "2^32 - 1" : "2^48",
@@ -255,21 +256,21 @@ class Arguments {
     check(has == 1, name, " must have one element, got ", has);
   }
 
-  // Row numbers, segment ids or offsets, contiguous and in int64; they may come in int32.
+  // Returns row numbers, segment ids or offsets as contiguous int64; they may be given as int32.
   Tensor packed_int64(const Item& name, const Tensor& tensor) const {
     if (check_wide(name, tensor)) return packed(tensor);
-    // Packed first: a view of few elements in memory can have more than memory has room for.
+    // Pack first: an expanded view can have more elements than memory could hold as int64.
     return torch::stable::to(packed(tensor), ScalarType::Long);
   }
 
-  // Up to n entries: as many as the one element of `exact` says, if it is there.
+  // Returns n, or the number in the only element of `exact`, if given, but at most n.
   DeviceCount count(int64_t n, const Item& name, const std::optional<Tensor>& exact) {
     if (!exact.has_value()) return DeviceCount{n};
     check_one(name, read(name, *exact, ScalarType::Long));
     return DeviceCount{n, int64_data(*exact)};
   }
 
-  // Calls body(TypeTag<T>) with core's type of the rows' dtype.
+  // Calls body(TypeTag<T>) with core's type for the dtype of the rows.
   template <class Body>
   auto dispatch_rows(const Item& name, const Tensor& rows, Body&& body) const {
     switch (dtype_of(rows)) {
@@ -294,7 +295,7 @@ class Arguments {
  private:
   struct Argument {
     Item name;
-    int64_t table;  // or -1
+    int64_t table;  // -1 if there is only one
     Span span;
     bool is_written;
 
@@ -317,7 +318,7 @@ class Arguments {
       first_name_ = name;
       on_cpu_ = tensor.is_cpu();
     } else {
-      // Asking whether both are on the CPU is quicker than making two devices.
+      // Comparing is_cpu() is quicker than making two devices.
       check(on_cpu_ ? tensor.is_cpu() : tensor.device() == first_->device(), name,
             " is not on the device of ", first_name_);
     }
@@ -334,8 +335,8 @@ class Arguments {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Looks for any overlap: in the order of the addresses where arguments begin, each is compared
-  // with those that have not ended there.
+  // Returns whether any arguments clash. Goes through them in the order of their begins, and
+  // compares each one with those that have not ended before it.
   bool any_overlap() const {
     struct Begin {
       uintptr_t address;

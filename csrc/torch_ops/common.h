@@ -1,5 +1,5 @@
-// Shared by every op between torch and core: memory of tensors, texts of errors, torch's thread
-// pool. Only torch's stable ABI, never ATen or c10.
+// Shared by all ops between torch and core: memory of tensors, texts of errors, torch's thread
+// pool. Uses only torch's stable ABI, never ATen or c10.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -37,7 +37,7 @@ inline ParallelFor torch_parallel_for() {
       static_cast<int>(torch::stable::get_num_threads()));
 }
 
-// As scalar_type(), which asks torch for the code of one dtype after another.
+// Like scalar_type(), which calls torch for the code of one dtype after another.
 inline ScalarType dtype_of(const Tensor& tensor) {
   static const int32_t codes[] = {aoti_torch_dtype_int64(), aoti_torch_dtype_float32(),
                                   aoti_torch_dtype_int32(), aoti_torch_dtype_bfloat16(),
@@ -54,20 +54,22 @@ inline const int64_t* int64_data(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 
-// The tensor itself if it is contiguous: asking torch for that goes through its dispatcher.
+// Returns the tensor itself if it is contiguous: torch's contiguous() goes through its dispatcher.
 inline Tensor packed(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   try {
     return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {  // whose text is of the ABI, and the reason only on stderr
+  } catch (const std::exception&) {  // its text does not give the reason, which torch prints only
+                                     // to stderr
     throw std::runtime_error(message("sparsekit: torch has no ",
                                      tensor.numel() * static_cast<int64_t>(tensor.element_size()),
                                      " bytes for a contiguous copy; out of memory?"));
   }
 }
 
-// A tensor to be filled, of the dtype of `like` unless another is named, and on its device. On the
-// CPU its memory is kept for others afterwards if it is as large as kept_bytes.
+// Returns an uninitialised tensor on the device of `like`, with its dtype unless another one is
+// given. On the CPU, memory of at least kept_bytes is kept for later tensors when this one is
+// freed.
 inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> sizes,
                          std::optional<ScalarType> dtype = std::nullopt,
                          [[maybe_unused]] size_t kept_bytes = kLargeBytes) {
@@ -78,7 +80,7 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
   for (const int64_t size : sizes) {
     possible &= !__builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
   }
-  // torch names the size that overflows.
+  // Let torch raise its own error, which names the size that overflows.
   if (!possible) return torch::stable::new_empty(like, sizes, dtype);
   int64_t strides[2] = {1, 1};
   if (sizes.size() == 2) strides[0] = std::max<int64_t>(sizes.begin()[1], 1);
@@ -89,14 +91,14 @@ inline Tensor new_output(const Tensor& like, std::initializer_list<int64_t> size
                                     &give_back_large_memory);
   }
 #endif
-  // Not new_empty, which goes through the dispatcher.
+  // new_empty would go through the dispatcher.
   const torch::stable::Device device = like.device();
   const auto device_code =
       torch::stable::detail::to<int32_t>(torch::stable::detail::from(device.type()));
   AtenTensorHandle output;
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(), strides,
                                type_code, device_code, device.index(), &output) != TORCH_SUCCESS) {
-    // The reason does not get through torch's stable ABI, and there is hardly another one.
+    // The stable ABI does not pass the reason on, but it is almost always lack of memory.
     throw std::runtime_error(
         message("sparsekit: torch has no ", bytes, " bytes for an output or workspace of ",
                 sizes.begin()[0],

@@ -39,7 +39,7 @@ constexpr ErrorInfo kErrors[] = {
 };
 constexpr int64_t kNumErrors = sizeof(kErrors) / sizeof(ErrorInfo);
 
-// The device's words for complaints, made at its first use and kept for good.
+// Returns the error words of a device, which are made at its first use and never freed.
 int64_t* error_words_of(const Tensor& on, void* stream) {
   static std::mutex mutex;
   static auto* devices = new std::map<int32_t, Tensor>;
@@ -54,7 +54,7 @@ int64_t* error_words_of(const Tensor& on, void* stream) {
     Tensor words = torch::stable::new_empty(on, {kNumErrors}, ScalarType::Long);
     cuda::fill_bytes(words.mutable_data_ptr(), cuda::kNoPositionByte,
                      kNumErrors * static_cast<int64_t>(sizeof(int64_t)), stream);
-    // Waits, so that other streams find the words ready.
+    // Wait, so that the words are ready for other streams too.
     int64_t word = 0;
     const cuda::Piece piece{&word, words.const_data_ptr(), sizeof word};
     cuda::read_back(&piece, 1, stream);
@@ -73,7 +73,7 @@ struct DeviceContext::Guard {
 
 namespace {
 
-// Linked directly, this symbol would keep the library from loading under a CPU build of torch.
+// If linked directly, this symbol would keep the library from loading with a CPU build of torch.
 void* current_stream(int32_t device) {
   using Function = int32_t (*)(int32_t, void**);
   static const auto get = [] {
@@ -117,7 +117,7 @@ int64_t* DeviceContext::error_word(DeviceError error) const {
   return error_words_ + static_cast<int64_t>(error);
 }
 
-// With checks on, what a call finds must be its own.
+// With checks on, errors found after a call must be its own, so raise older ones first.
 void DeviceContext::begin() const {
   if (!checking()) return;
   int64_t positions[kNumErrors];
@@ -137,7 +137,7 @@ int64_t DeviceContext::error_position(DeviceError error, int64_t limit) const {
   cuda::read_back(&piece, 1, stream_);
   const int64_t position = positions[static_cast<int64_t>(error)];
   if (position == cuda::kNoPosition) return -1;
-  // Another stream of this device may have reported as well.
+  // Another stream of this device may have reported an error too.
   if (position >= limit) raise_left_over(positions);
   cuda::fill_bytes(error_word(error), cuda::kNoPositionByte, sizeof position, stream_);
   return position;
@@ -159,9 +159,10 @@ int64_t DeviceContext::value(const Tensor& words, int64_t i) const {
   }
 }
 
-// Each stream has copies of its own: a copy is made before the first kernel that reads it, and
-// once it is dropped, its memory goes to nobody before the last one, both without a wait. A graph
-// is captured on another stream than the step before, but behind it, and keeps what it has found.
+// Each stream has its own copies. A copy is made before the first kernel that reads it, and once it
+// is dropped, its memory is reused only after the last such kernel; the order of the stream ensures
+// both without a wait. A graph is captured on another stream than the step before it, but runs
+// after that step; it keeps the copies that it uses.
 Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   struct Copy {
     int32_t device;
@@ -172,7 +173,8 @@ Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   };
   constexpr size_t kMostCopies = 32;
   static std::mutex mutex;
-  static auto* copies = new std::list<Copy>;  // the latest first; those in graphs stay for good
+  static auto* copies = new std::list<Copy>;  // the latest first; copies used in graphs are never
+                                              // dropped
   const std::lock_guard<std::mutex> lock(mutex);
   const int32_t device = on_.get_device_index();
   const bool capturing = cuda::is_capturing(stream_);
@@ -216,7 +218,7 @@ void DeviceContext::read(const int64_t* device, int64_t count, int64_t* host) co
   raise_left_over(positions);
 }
 
-// Raises what an earlier call has left, if it has left anything.
+// Raises the error that an earlier call has left, if there is one.
 void DeviceContext::raise_left_over(const int64_t* positions) const {
   for (int64_t kind = 0; kind < kNumErrors; ++kind) {
     if (positions[kind] == cuda::kNoPosition) continue;
@@ -232,14 +234,14 @@ void DeviceContext::raise_left_over(const int64_t* positions) const {
 
 }  // namespace sparsekit::ops
 
-// Turns checks on or off; returns how they were. For sparsekit.checked, through ctypes: an op
-// without tensors would have no engine to be dispatched to.
+// Turns checks on or off; returns whether they were on. sparsekit.checked calls it through ctypes,
+// as an op without tensors could not be dispatched to an engine.
 extern "C" __attribute__((visibility("default"))) int sparsekit_set_checked(int on) {
   return sparsekit::ops::checks_on.exchange(on != 0);
 }
 
-// Counts how often ops have waited for a device. They wait without torch, so that
-// torch.cuda.set_sync_debug_mode does not see them.
+// Returns how often ops have waited for a device. torch.cuda.set_sync_debug_mode does not see these
+// waits, as they bypass torch.
 extern "C" __attribute__((visibility("default"))) int64_t sparsekit_num_waits() {
   return sparsekit::cuda::num_waits();
 }

@@ -1,4 +1,4 @@
-// Chooses the engine that a build of torch_ops calls. The same files are compiled for each:
+// Selects the engine that a build of torch_ops calls. The same files are compiled for each engine:
 //   SPARSEKIT_ENGINE_CPU   ops of `sparsekit` on CPU tensors, by sparsekit::cpu
 //   SPARSEKIT_ENGINE_CUDA  ops of `sparsekit` on CUDA tensors, by sparsekit::cuda
 //   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors: the CUDA kernels, run on the
@@ -22,7 +22,7 @@
 #define SPARSEKIT_NAMESPACE sparsekit_simt
 #define SPARSEKIT_DISPATCH_KEY CPU
 #endif
-// A level of expansion more, since torch's macros paste their arguments.
+// One more level of expansion, since torch's macros paste their arguments.
 #define SPARSEKIT_LIBRARY_(ns, m) STABLE_TORCH_LIBRARY(ns, m)
 #define SPARSEKIT_LIBRARY(m) SPARSEKIT_LIBRARY_(SPARSEKIT_NAMESPACE, m)
 #define SPARSEKIT_LIBRARY_IMPL_(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
@@ -31,7 +31,7 @@
 
 namespace sparsekit::ops {
 
-// Kinds of bad values that only the device sees, with the op and argument that errors name.
+// Kinds of bad values that only the device finds, with the op and argument that errors name.
 #define SPARSEKIT_DEVICE_ERRORS(X)                      \
   X(kGatherRow, "gather_rows", "rows")                  \
   X(kInitRow, "init_rows_", "rows")                     \
@@ -78,13 +78,13 @@ class DeviceContext {
 
 constexpr bool kOnDevice = true;
 
-// A call's device and stream: made current as long as this lives. Workspace comes from torch's
-// allocator, which ties memory to the current stream, so an op may let go of it as soon as its
-// kernels are launched.
+// The device and stream of a call, which are current while this lives. Workspace comes from torch's
+// allocator, which ties memory to the current stream, so an op may free it as soon as its kernels
+// are launched.
 //
-// Kernels report the smallest bad position of each kind to a word per device. Reading that word
-// means waiting for the device, so a call does it only when checks are on (SPARSEKIT_CHECKED=1 or
-// sparsekit.checked(True)); else the next call that waits anyway raises the error.
+// Kernels report the smallest bad position of each kind in a word per device and kind. Reading the
+// words means waiting for the device, so a call does it only with checks on (SPARSEKIT_CHECKED=1 or
+// sparsekit.checked(True)); otherwise the next call that waits anyway raises the error.
 class DeviceContext {
  public:
   explicit DeviceContext(const Tensor& on);
@@ -92,16 +92,16 @@ class DeviceContext {
 
   void* stream() const { return stream_; }
   int64_t* error_word(DeviceError error) const;
-  // The position, below `limit`, that this call's kernel has reported, or -1. Always -1 with checks
-  // off and while a graph is captured.
+  // Returns the position below `limit` that this call's kernel has reported, or -1. Always -1 with
+  // checks off and while a graph is captured.
   int64_t error_position(DeviceError error, int64_t limit) const;
-  // An element of an int64, int32 or int16 tensor on the device.
+  // Returns an element of an int64, int32 or int16 tensor on the device.
   int64_t value(const Tensor& words, int64_t i) const;
-  // A copy of these bytes on the device, to be held until the kernels that read it are launched.
-  // Nobody may write to it. It is there already if this stream has asked for the same bytes lately:
-  // what is the same in every step is copied once.
+  // Returns a copy of these bytes on the device. Hold it until the kernels that read it are
+  // launched, and do not write to it. If this stream has asked for the same bytes recently, the
+  // copy is reused: bytes that are the same in every step are copied once.
   Tensor cached_copy(const void* bytes, int64_t count) const;
-  // Copies `count` words to the host, and raises what earlier calls have left.
+  // Copies `count` words to the host, and raises errors that earlier calls have left.
   void read(const int64_t* device, int64_t count, int64_t* host) const;
 
  private:
@@ -118,11 +118,11 @@ class DeviceContext {
 
 #endif
 
-// Memory for core that lives as long as this, where the engine is. Zero bytes are fine.
+// Memory for core, on the engine's device, freed with this object. Zero bytes are allowed.
 class Workspace {
  public:
   Workspace(int64_t bytes, const Tensor& beside) {
-    // A tensor takes as long to make as an op with a handful of keys.
+    // Making a tensor takes as long as an op on a few keys, so small sizes are on the stack.
     if (!kOnDevice && bytes <= static_cast<int64_t>(sizeof small_)) return;
     large_ = new_output(beside, {bytes}, ScalarType::Byte);
     memory_ = large_->mutable_data_ptr();

@@ -5,7 +5,7 @@
 namespace sparsekit::ops {
 namespace {
 
-// The checked arguments that forward and backward share; keeps the memory that `bags` points to.
+// The checked arguments that forward and backward share; owns the memory that `bags` points to.
 struct BagArguments {
   const Arguments& given;
   Tensor rows;
@@ -39,7 +39,7 @@ struct BagArguments {
     }
   }
 
-  // As if every entry had a row of its own.
+  // Checks a size as large as if every entry had its own row.
   void check_dim_of_rows(int64_t dim) const { given.check_elements("rows to pool", {bags.n, dim}); }
 
   template <class T>
@@ -61,8 +61,8 @@ struct BagArguments {
                       num_rows, " rows");
   }
 
-  // With checks on, raises what the device has found. Reads both words before it raises one, so
-  // that none stays behind.
+  // With checks on, raises errors that the device has found. Reads both words before it raises one,
+  // so that the other one is not left for a later call.
   void check_found(int64_t num_rows, const DeviceContext& context) const {
     const int64_t bad_offset = context.error_position(DeviceError::kBagOffset, offsets.numel());
     const int64_t bad_row = context.error_position(DeviceError::kBagRow, rows.numel());

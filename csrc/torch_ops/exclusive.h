@@ -1,4 +1,4 @@
-// One thread at a time changes a hash table.
+// Lets only one thread at a time change a hash table.
 #pragma once
 
 #include <pthread.h>
@@ -12,16 +12,16 @@
 
 namespace sparsekit::ops {
 
-// Held while the buckets are changed; raises where another thread holds them already. What is held
-// is known by its address and kept beside the tables, not in them: so it covers all views of a
-// table, nothing of it can be saved, and a child process, in which only the forking thread goes on,
-// starts without any. On a device it covers the launches, whose kernels a stream keeps in order.
+// Held while buckets are changed; raises if another thread holds them. Tables are identified by
+// address in a list outside of them. So it covers all views of a table, nothing of it can be saved,
+// and a forked child process, which has only the forking thread, starts with an empty list. On a
+// device it covers the launches; their stream keeps the kernels in order.
 class Exclusive {
  public:
   Exclusive(const Arguments& given, const Tensor& buckets) : spans_{Span(buckets)} {
     enter(given.op());
   }
-  // All of several tables, or none.
+  // Takes several tables, all of them or none.
   Exclusive(const Arguments& given, const Tensors& buckets)
       : spans_(buckets.begin(), buckets.end()) {
     enter(given.op());

@@ -1,5 +1,5 @@
-// Arguments of the ops on many tables: sources of keys, and features, which say what each table is
-// asked. sparsekit/ops/_group.py says what the columns mean.
+// Arguments of the ops on many tables: sources of keys, and features, which say which bags each
+// table gets. sparsekit/ops/_group.py explains the columns.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace sparsekit::ops {
 
-// Rows of the descriptors.
+// Rows of the descriptors' matrices, one struct per kind.
 struct FeatureRow {
   static constexpr ScalarType kDtype = ScalarType::Long;
   int64_t table, source, first_bag, bags, combiner, max_nnz, tensor, begin, stride;
@@ -31,7 +31,7 @@ static_assert(sizeof(FeatureRow) == 9 * sizeof(int64_t));
 static_assert(sizeof(TableRow) == 3 * sizeof(int64_t));
 static_assert(sizeof(InitializerRow) == 3 * sizeof(double));
 
-// A matrix of numbers with a column for each member of Row, on the host whatever the device.
+// A matrix of numbers with a column for each member of Row. It is always on the host.
 template <class Row>
 class Descriptor {
  public:
@@ -53,13 +53,13 @@ class Descriptor {
   const Row* rows_;
 };
 
-// Place of the vectors of a feature's bags in one of a list of tensors.
+// Where the vectors of a feature's bags are in one of a list of tensors.
 struct Placement {
   Combiner combiner;
   int64_t tensor, begin, stride;
 };
 
-// An initializer for each table, all but its seed, which stays where the engine is.
+// Returns an initializer for each table, without its seed, which stays in the engine's memory.
 inline std::vector<Initializer> initializers_of(const Arguments& given, const Tensor& matrix,
                                                 const Tensors& seeds, size_t num_tables) {
   const Descriptor<InitializerRow> rows(given, "initializers", matrix);
@@ -79,14 +79,14 @@ inline std::vector<Initializer> initializers_of(const Arguments& given, const Te
   return initializers;
 }
 
-// The rows of the matrix of features, without what they say of sources that are not there.
+// The rows of the matrix of features. Fields that refer to sources are not checked here.
 class GroupFeatures {
  public:
   std::vector<Feature> features;
   std::vector<Placement> placements;
-  // Features of table t: from table_features[t] to table_features[t + 1] - 1.
+  // The features of table t are those in [table_features[t], table_features[t + 1]).
   std::vector<int64_t> table_features;
-  int64_t num_bags = 0;  // of all features
+  int64_t num_bags = 0;  // sum over all features
 
   GroupFeatures(const Arguments& given, const Tensor& descriptors, size_t num_tables)
       : given_(given) {
@@ -127,11 +127,11 @@ class GroupFeatures {
   const Arguments& given_;
 };
 
-// Features and what they are of.
+// Features and the sources that they refer to.
 class GroupInput : public GroupFeatures {
  public:
   std::vector<Source> sources;
-  // Length of a result with an element for each entry, and how many bags all sources have.
+  // Length of a result with an element for each entry, and the number of bags of all sources.
   int64_t entries = 0;
   int64_t source_bags = 0;
 
@@ -157,7 +157,7 @@ class GroupInput : public GroupFeatures {
     check_apart();
   }
 
-  // On the CPU: checks what offsets are, and finds out how many entries there are of what.
+  // On the CPU: checks the offsets, and computes which entries belong to each feature.
   void check_offsets(const DeviceContext& context) {
     const ParallelFor parallel_for = torch_parallel_for();
     for (size_t place = 0; place < by_source_.size(); ++place) {
@@ -188,7 +188,7 @@ class GroupInput : public GroupFeatures {
     }
   }
 
-  // Raises what cuda::begin_group has found, with checks on.
+  // With checks on, raises errors that cuda::begin_group has found.
   void raise_found(const DeviceContext& context) const {
     std::vector<int64_t> first_offset, key_start;
     int64_t offset = 0, key = 0;
@@ -251,7 +251,7 @@ class GroupInput : public GroupFeatures {
     source_bags = std::min(source_bags + source.bags, kMostElements + 1);
   }
 
-  // An entry is of one feature, or there would be more of them than keys.
+  // Checks that bags of features do not overlap; otherwise there could be more entries than keys.
   void check_apart() {
     by_source_.resize(features.size());
     std::iota(by_source_.begin(), by_source_.end(), 0);
@@ -284,15 +284,15 @@ class GroupInput : public GroupFeatures {
     given_.error("bag ", bag, " of source ", s, " has more keys than its max_nnz=", most);
   }
 
-  // An element of a tensor of either width.
+  // Returns an element of a tensor of either width.
   static int64_t value(const Tensor& tensor, int64_t i, const DeviceContext& context) {
     if (tensor.scalar_type() == ScalarType::Long) return context.value(tensor, i);
     const Tensor one = torch::stable::narrow(const_cast<Tensor&>(tensor), 0, i, 1);
     return context.value(torch::stable::to(one, ScalarType::Long), 0);
   }
 
-  std::vector<Tensor> keys_, offsets_;  // what sources point to
-  std::vector<int32_t> by_source_;      // features in order of sources and bags
+  std::vector<Tensor> keys_, offsets_;  // own the memory that sources point to
+  std::vector<int32_t> by_source_;      // features, sorted by source and bags
 };
 
 }  // namespace sparsekit::ops

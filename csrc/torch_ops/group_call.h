@@ -1,4 +1,4 @@
-// Begins a call of an op that takes keys of many tables, on each engine.
+// Begins a call of an op that takes keys of many tables, on either engine.
 #pragma once
 
 #include <utility>
@@ -8,7 +8,7 @@
 
 namespace sparsekit::ops {
 
-// Bags and key_starts of the call's results, not filled yet.
+// Makes the results `bags` and `key_starts` of a call, uninitialised.
 inline std::pair<Tensor, Tensor> new_bags(const GroupInput& input, const Tensor& like) {
   const auto count = static_cast<int64_t>(input.features.size());
   return {new_output(like, {input.source_bags + 1}, ScalarType::Int),
@@ -21,7 +21,8 @@ struct DeviceCall {
   cuda::GroupBags bags;
   Workspace memory;
 
-  // `tables` says all that the input does not; workspace_bytes(call) is how much memory it takes.
+  // `tables` has the fields that the input does not determine; workspace_bytes(call) is the memory
+  // needed.
   template <class WorkspaceBytes>
   DeviceCall(const GroupInput& input, const cuda::GroupCall& tables,
              const WorkspaceBytes& workspace_bytes, const std::pair<Tensor, Tensor>& results,
@@ -30,7 +31,7 @@ struct DeviceCall {
         bags{mutable_data<int32_t>(results.first), mutable_data<int64_t>(results.second)},
         memory(workspace_bytes(call), like) {}
 
-  // Fills the bags, and raises what is wrong with the input, with checks on.
+  // Fills the bags and, with checks on, raises errors of the input.
   void begin(const GroupInput& input, const DeviceContext& context) const {
     cuda::begin_group(
         call, bags,
@@ -52,8 +53,8 @@ struct DeviceCall {
   }
 };
 
-// The same on the CPU, where the tables, of which each is an AskedTable, learn how many entries
-// they have.
+// Does the same on the CPU, and fills in the entries of each table. Table is derived from
+// AskedTable.
 template <class Table>
 void begin_on_cpu(GroupInput& input, std::vector<Table>& tables,
                   const std::pair<Tensor, Tensor>& results, const DeviceContext& context) {

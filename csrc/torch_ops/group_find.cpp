@@ -8,10 +8,10 @@
 namespace sparsekit::ops {
 namespace {
 
-// The tables of a call, checked but for what only their values say.
+// The tables of a call. Everything is checked except the values in tensors.
 struct GroupTables {
   std::vector<GroupTable> tables;
-  std::vector<int64_t> hash_tables;  // of each table, or -1
+  std::vector<int64_t> hash_tables;  // hash table of each table, or -1
 
   GroupTables(Arguments& given, const Tensors& buckets, const Tensors& hash_seeds,
               const Descriptor<TableRow>& rows, const GroupInput& input) {
@@ -90,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> find(const Tensors& buckets, const Tensors& h
   return {rows, results.first, results.second};
 }
 
-// Weights, seeds and initializers of the tables, for rows that are new.
+// Returns weights, seeds and initializers of the tables, for new rows.
 std::vector<NewRows> new_rows_of(Arguments& given, const Tensors& weights, const Tensors& seeds,
                                  const Tensor& initializers, const GroupTables& group) {
   const size_t count = group.tables.size();

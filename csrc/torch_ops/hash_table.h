@@ -1,4 +1,4 @@
-// Checks of hash tables, shared by every op that takes one.
+// Checks the arguments of hash tables, for all ops that take one.
 #pragma once
 
 #include "arguments.h"
@@ -8,7 +8,7 @@ namespace sparsekit::ops {
 
 constexpr int64_t kWordsPerBucket = sizeof(Bucket) / sizeof(int64_t);
 
-// Returns how many there are.
+// Checks the buckets of a table, and returns their number.
 inline int64_t read_buckets(Arguments& given, const Item& name, const Tensor& buckets) {
   given.written_rows(name, buckets, ScalarType::Long);
   const auto [num_buckets, words] = given.check_dim(name, buckets, 2);

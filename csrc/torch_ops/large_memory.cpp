@@ -15,32 +15,34 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Beyond what a process can address.
+// More than a process can address.
 constexpr size_t kMostBytes = size_t{1} << 47;
 
-// Blocks are given out this many times, of any size, before one that nobody has taken meanwhile is
-// returned to the system: several steps of a training loop, whose sizes repeat.
+// An idle block is returned to the system after this many takes of any size in which it was not
+// used: several steps of a training loop, whose sizes repeat.
 constexpr uint64_t kPatience = 128;
 
-// Idle bytes allowed however little is in use.
+// Idle bytes that are always allowed.
 constexpr size_t kAlwaysIdle = size_t{64} << 20;
 
-// A block is taken for what has at least this part of its size. Loops whose sizes vary then find
-// one, where exact sizes would need more than may be idle.
+// A block may be up to this many times as large as the request. So loops whose sizes vary find a
+// block; with exact sizes they would need more idle bytes than allowed.
 constexpr size_t kMostSpare = 2;
 
 size_t round_up(size_t value, size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Sizes that differ little from step to step become one: eight sizes between powers of two.
+// Rounds sizes up, so that similar sizes of different steps become equal: there are eight sizes
+// between powers of two.
 size_t size_class(size_t bytes) {
   size_t step = kHugePage;
   while (bytes > 16 * step) step *= 2;
   return round_up(bytes, step);
 }
 
-// Begins at a huge page, since only whole ones can be one.
+// Maps memory that begins at a multiple of the huge page size, since only aligned pages can be
+// huge.
 void* map(size_t bytes) {
   const size_t room = bytes + kHugePage;
   void* memory = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -54,7 +56,7 @@ void* map(size_t bytes) {
   return reinterpret_cast<void*>(first);
 }
 
-// The most bytes that were in use at once during the last kPatience to 2 * kPatience takes.
+// The peak of bytes in use during the last kPatience to 2 * kPatience takes.
 class RecentPeak {
  public:
   void note(size_t in_use, uint64_t taken) {
@@ -78,7 +80,7 @@ class Pool {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++taken_;
     while (!idle_.empty() && idle_.front().since + kPatience < taken_) unmap(idle_.begin());
-    // The smallest that is large enough.
+    // Find the smallest block that is large enough.
     Block block{nullptr, size};
     const auto fits = by_size_.lower_bound(size);
     if (fits != by_size_.end() && fits->first <= kMostSpare * size) {
@@ -87,7 +89,7 @@ class Pool {
     in_use_ += block.size;
     peak_.note(in_use_, taken_);
     if (block.memory == nullptr) {
-      trim();  // first, so that both need not be there at once
+      trim();  // before map(), so that both need not exist at once
       block.memory = map(size);
       if (block.memory == nullptr) {
         clear();
@@ -126,7 +128,7 @@ class Pool {
     *recent_peak = peak_.bytes();
   }
 
-  // Around a fork: the child has only the thread that forks, and the lock as it was.
+  // Called around a fork: the child has only the forking thread, and a copy of the lock's state.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
 
@@ -156,8 +158,8 @@ class Pool {
     munmap(block.memory, block.size);
   }
 
-  // Idle memory is bounded by the recent peak in use: else every new size would stay for
-  // kPatience further ones.
+  // Bounds idle memory by the recent peak in use; otherwise every new size would stay for kPatience
+  // takes.
   void trim() {
     while (idle_bytes_ > peak_.bytes() + kAlwaysIdle) unmap(idle_.begin());
   }
@@ -172,13 +174,13 @@ class Pool {
   uint64_t taken_ = 0;
   size_t in_use_ = 0, idle_bytes_ = 0;
   RecentPeak peak_;
-  std::list<Idle> idle_;  // the oldest in front
+  std::list<Idle> idle_;  // the oldest first
   std::multimap<size_t, Position> by_size_;
   std::unordered_map<void*, size_t> sizes_;  // of blocks in use
 };
 
-// Never destroyed: tensors may outlive everything else. Made when the library is loaded, since a
-// fork could leave the child half of what is made at first use.
+// Never destroyed, as tensors may outlive everything else. Made when the library is loaded: if it
+// were made at first use, a fork could leave the child with half of it.
 Pool& the_pool = []() -> Pool& {
   pthread_atfork([] { the_pool.lock(); }, [] { the_pool.unlock(); }, [] { the_pool.unlock(); });
   return *new Pool;
@@ -205,7 +207,7 @@ void prefer_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] size_t by
 
 }  // namespace sparsekit::ops
 
-// For sparsekit/memory.py.
+// Called by sparsekit/memory.py.
 extern "C" __attribute__((visibility("default"))) size_t sparsekit_empty_cache() {
   return sparsekit::ops::the_pool.release();
 }

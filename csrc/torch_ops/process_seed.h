@@ -1,4 +1,4 @@
-// The seed of hash tables that live no longer than a call.
+// The seed of hash tables that live only during a call.
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 
 namespace sparsekit::ops {
 
-// Drawn once for the process, so that nobody can make keys that collide. Results do not depend on
-// it.
+// Returns a random seed, drawn once per process, so that colliding keys cannot be constructed.
+// Results do not depend on it.
 inline int64_t process_seed() {
   static const int64_t seed = [] {
-    std::random_device random;  // the system's
+    std::random_device random;  // the system's source of randomness
     return static_cast<int64_t>(uint64_t{random()} << 32 | random());
   }();
   return seed;

@@ -10,9 +10,9 @@
 
 namespace sparsekit::ops {
 
-// The weight, states and steps of rows of a table, all of which are written to. The states must be
-// [num_rows, dim], but the last one of a row-wise rule [num_rows, 1] or [num_rows]; rows may lie
-// apart.
+// Returns the weight, states and row steps of a table, all of which are written to. States must be
+// [num_rows, dim]; the last state of a row-wise rule must be [num_rows, 1] or [num_rows]. Rows of
+// states need not be contiguous with each other.
 template <class T>
 RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* states,
                       size_t num_states, const Tensor* row_step, bool row_wise) {
@@ -47,8 +47,8 @@ RowTable<T> row_table(Arguments& given, const Tensor& weight, const Tensor* stat
   return table;
 }
 
-// Calls body(rule) with the rule of that name, whose settings are listed here. Those of one rule
-// with more states or fewer are told apart by the number of states.
+// Calls body(rule) with the rule of that name; the comments list each rule's settings. If a rule's
+// name stands for several structs, the number of states selects one.
 template <class Body>
 void dispatch_rule(const Arguments& given, const std::string& name,
                    const std::vector<double>& settings, size_t states, Body&& body) {

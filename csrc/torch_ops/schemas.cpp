@@ -1,9 +1,9 @@
-// Every op that sparsekit defines, in one place. A trailing underscore marks an op that changes
-// the arguments written `Tensor(x!)`. What each does is said in sparsekit/ops/.
+// All ops that sparsekit defines. A trailing underscore marks an op that changes the arguments
+// written `Tensor(x!)`. sparsekit/ops/ documents each op.
 //
-// With num_keys (num_grads, one number for each table), where the keys are, an op takes only that
-// many of them: on a device the kernel reads it, so that ops can follow one another without a word
-// from the host.
+// With num_keys (for update_rows_ num_grads, one number per table), an op uses only the first
+// num_keys keys. The number is on the device of the keys and the kernel reads it, so ops can follow
+// one another without waiting for the host.
 #include "device_context.h"
 
 SPARSEKIT_LIBRARY(m) {

@@ -12,8 +12,8 @@
 
 namespace sparsekit::ops {
 
-// One tensor for a table, but `states` has those of one table after another, and row_steps may be
-// empty.
+// Lists with one tensor per table, except that `states` has the states of one table after another,
+// and row_steps may be empty.
 struct TableLists {
   Arguments& given;
   const Tensors& weights;
@@ -37,7 +37,7 @@ struct TableLists {
                 size(), " weights, got ", states.size());
   }
 
-  // Table i and its step, checked.
+  // Checks and returns table i and its step.
   template <class T>
   SteppedTable<T> read_table(size_t i, StepNumber number, bool row_wise) const {
     given.check_dtype("weight", weights[i], dtype_of(weights[0]));
@@ -64,7 +64,7 @@ inline Rounding rounding_of(const std::optional<int64_t>& seed) {
   return {seed.has_value(), static_cast<uint64_t>(seed.value_or(0))};
 }
 
-// Calls body(TypeTag<T>, rule).
+// Calls body(TypeTag<T>, rule) with the dtype of the weights and the rule of that name.
 template <class Body>
 void dispatch_step(const TableLists& lists, const std::string& rule,
                    const std::vector<double>& settings, bool per_row, const Body& body) {
@@ -79,8 +79,8 @@ void dispatch_step(const TableLists& lists, const std::string& rule,
   });
 }
 
-// On a device: the bad row that a call for several tables has reported. With checks off there is
-// none.
+// On a device: returns the bad row that a call for several tables has reported; none with checks
+// off.
 inline BadRow found_bad_row(const DeviceContext& context, size_t num_tables) {
   const int64_t limit = cuda::position_of_table(static_cast<int64_t>(num_tables), 0);
   const int64_t found = context.error_position(DeviceError::kUpdateRow, limit);

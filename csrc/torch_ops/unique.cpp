@@ -8,13 +8,13 @@
 namespace sparsekit::ops {
 namespace {
 
-// The first `count` elements of a buffer: a view when most of it is used, else a copy, so that no
-// result keeps much more memory than it shows. A copy of 512 KiB is worth keeping already: the
-// first touch of new memory took several times as long as the copying.
+// Returns the first `count` elements of a buffer: a view if most of it is used, otherwise a copy,
+// so that no result keeps much more memory than it shows. Even a copy of 512 KiB is worth pooling:
+// the first touch of new memory took several times as long as the copying.
 Tensor trimmed(Tensor buffer, int64_t count) {
   const int64_t size = buffer.size(0);
   if (count == size) return buffer;
-  if (!kOnDevice && count <= 512) {  // takes less time than a call of torch
+  if (!kOnDevice && count <= 512) {  // faster than a call of torch
     Tensor copy = new_output(buffer, {count});
     std::memcpy(copy.mutable_data_ptr(), buffer.const_data_ptr(), count * buffer.element_size());
     return copy;
@@ -25,14 +25,14 @@ Tensor trimmed(Tensor buffer, int64_t count) {
   return torch::stable::copy_(copy, view);
 }
 
-// A result as long as the input.
+// Results as long as the input.
 struct Padded {
   Tensor unique_keys;
   Tensor inverse;
   Tensor counts;
 };
 
-// Writes the number of distinct keys to *num_unique, which is where the engine is.
+// Writes the number of distinct keys to *num_unique, which must be in the engine's memory.
 Padded unique_of(const DeviceContext& context, Tensor keys, std::optional<Tensor> num_keys,
                  int64_t* num_unique, const char* op) {
   Arguments given(op);
@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> unique(Tensor keys) {
           trimmed(padded.counts, num_unique)};
 }
 
-// For a caller that goes on without a word from the device.
+// For a caller that continues without waiting for the device.
 std::tuple<Tensor, Tensor, Tensor, Tensor> unique_padded(Tensor keys,
                                                          std::optional<Tensor> num_keys) {
   Tensor num_unique = new_output(keys, {1}, ScalarType::Long);
