@@ -1,4 +1,4 @@
-"""A small model with two kinds of tables and a dense part, and steps that depend on a seed only."""
+"""A small model with both kinds of tables and a dense part, and steps set by a seed alone."""
 
 import torch
 
@@ -23,7 +23,7 @@ OPTIMIZERS = {
 
 
 class Model(torch.nn.Module):
-    """Scores of samples with three keys each; keys are in [0, 600)."""
+    """Model that scores samples with three keys each; keys are in [0, 600)."""
 
     def __init__(self, hash_table=True, capacity=700, dtype=None, placement=None, dim=8, rows=None):
         super().__init__()
@@ -46,7 +46,7 @@ class Model(torch.nn.Module):
 
 
 def made(optimizer="LazyAdam", seed=0, **options):
-    """A model and its optimizers: that of tables, and Adam of the dense part."""
+    """Return a model and its optimizers: one for the tables, and Adam for the dense part."""
     torch.manual_seed(seed)
     model = Model(**options)
     sparse, dense = sparsekit.split_embedding_variable_from_others(model)
@@ -59,7 +59,7 @@ def keys_of_step(number, samples=32):
 
 
 def train(model, optimizers, first, last, part=slice(None)):
-    """Steps first to last - 1, each with keys of its own."""
+    """Take steps `first` to `last` - 1, each with its own keys."""
     model.train()
     for number in range(first, last):
         for optimizer in optimizers:
@@ -70,7 +70,7 @@ def train(model, optimizers, first, last, part=slice(None)):
 
 
 def saved_chain(folder):
-    """Save a complete checkpoint and two of changes; the model and its optimizers."""
+    """Save a complete checkpoint and two of changes; returns the model and its optimizers."""
     model, optimizers = made("Ftrl", hash_table=False)
     keep = Checkpoints(folder, complete_every=3)
     for step in range(3):
@@ -81,11 +81,11 @@ def saved_chain(folder):
 
 
 def contents(model, optimizers):
-    """All that a checkpoint is to bring back, by name and key; in order of keys."""
+    """Return everything that a checkpoint must restore, by name and in the order of keys."""
     found = {}
     for name in ("users", "rows"):
         layer = getattr(model, name)
-        layer.state_dict()  # rows that are late catch up
+        layer.state_dict()  # late rows catch up
         rows = torch.arange(layer.capacity if layer.table is None else len(layer.table))
         keys = rows * layer.world_size + layer.rank if layer.table is None else layer.table.keys()
         rows = keys.argsort()

@@ -1,4 +1,4 @@
-"""Odd inputs by seed: types, sizes, names, nesting or length of files and values are wrong."""
+"""Faults by seed: wrong types, sizes, names, nesting or length of files and values."""
 
 import copy
 import os
@@ -7,7 +7,8 @@ import string
 
 import pytest
 
-# Seeds of each test. `make test` tries few; SPARSEKIT_MUTATIONS=2000 takes about a minute a test.
+# Number of seeds of each test. `make test` tries few; 2000 in SPARSEKIT_MUTATIONS take about a
+# minute per test.
 COUNT = int(os.environ.get("SPARSEKIT_MUTATIONS", "30"))
 time_limit = pytest.mark.time_limit(max(180, 2 * COUNT))
 ODD = [
@@ -18,7 +19,7 @@ ODD = [
 
 
 def places_in(value, at=()):
-    """Each place in nested dicts and lists."""
+    """Yield the path to each place in nested dicts and lists."""
     yield at
     for key, each in value.items() if isinstance(value, dict) else ():
         yield from places_in(each, (*at, key))
@@ -27,7 +28,7 @@ def places_in(value, at=()):
 
 
 def mutated(value, chance):
-    """A copy of a nested value in which something is other than it was."""
+    """Return a copy of a nested value in which something is changed."""
     value = copy.deepcopy(value)
     *path, last = chance.choice([place for place in places_in(value) if place])
     parent = value
@@ -56,7 +57,7 @@ def mutated(value, chance):
 
 
 def damaged(content, chance):
-    """Bytes of which some are others, or that are longer or shorter."""
+    """Return a copy with some bytes changed, added or cut off."""
     content = bytearray(content)
     kind = chance.choice(["flip", "flip", "cut", "add", "number", "zero"])
     at = chance.randrange(len(content)) if content else 0
@@ -76,5 +77,5 @@ def damaged(content, chance):
 
 
 def seeds():
-    """A source of chance for each."""
+    """Return a random generator for each seed."""
     return [random.Random(seed) for seed in range(COUNT)]

@@ -1,4 +1,4 @@
-"""Reads a checkpoint with NumPy alone, from docs/checkpoint_format.md: less than 60 lines."""
+"""Reads a checkpoint with NumPy alone, as docs/checkpoint_format.md says, in under 60 lines."""
 
 import json
 import zlib
@@ -20,7 +20,7 @@ def read_file(path, crc32):
     for name, entry in header.items():
         begin, end = (8 + length + place for place in entry["data_offsets"])
         part = content[begin:end]
-        if entry["dtype"] == "BF16":  # the upper half of a float32
+        if entry["dtype"] == "BF16":  # BF16 is the upper half of a float32
             wide = np.frombuffer(part, "<u2").astype("<u4") << 16
             tensors[name] = wide.view("<f4").reshape(entry["shape"])
         else:
@@ -39,7 +39,7 @@ def read_manifest(folder):
 
 
 def read_table(folder, name):
-    """Key -> name -> its vector and states, of a whole chain."""
+    """Return key -> name -> vector or state, over a whole chain."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     table, rows = manifest["tables"][name], {}

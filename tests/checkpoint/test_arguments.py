@@ -1,4 +1,4 @@
-"""Each way to save or load passes on all that it is given."""
+"""Each way to save or load passes on all its arguments."""
 
 import os
 import threading
@@ -74,7 +74,7 @@ def test_without_verify_damage_is_loaded(tmp_path):
     model.users.assign(torch.arange(3), torch.ones(3, 8))
     path = checkpoint.save(model, tmp_path / "a", optimizers)
     file = path / "table-0000-rank-0000.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\x41")  # the last byte of the last vector
+    file.write_bytes(file.read_bytes()[:-1] + b"\x41")  # changes the last byte of the last vector
     with pytest.raises(CheckpointError, match=f"{file}: is damaged"):
         checkpoint.load(model, path, optimizers)
     checkpoint.load(model, path, optimizers, verify=False)
@@ -113,7 +113,7 @@ WORKS = {
 
 @pytest.mark.parametrize("work", WORKS)
 def test_progress_is_told_file_by_file(tmp_path, work):
-    """After a look at the sizes of all files of a checkpoint."""
+    """Progress counts files, after the sizes of all files have been checked."""
     saved_chain(tmp_path)
     told = []
     WORKS[work](tmp_path, tmp_path / "out", told.append)
@@ -140,7 +140,7 @@ def test_progress_of_an_import(tmp_path, monkeypatch):
 
 
 def test_what_writes_in_the_background_is_nice(tmp_path, monkeypatch):
-    """To the thread that trains, whose own niceness stays."""
+    """The writing thread yields to the thread that trains, whose own niceness stays."""
     seen = []
     original = checkpoint.save.__globals__["write"]
 
@@ -161,7 +161,7 @@ def test_what_writes_in_the_background_is_nice(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("again", ["load", "wait"])
 def test_what_a_load_waits_for(tmp_path, monkeypatch, again):
-    """A save in the background appears first, and an error of it is raised once."""
+    """A save in the background appears before the load, and its error is raised once."""
     original = checkpoint.save.__globals__["write"]
     go_on = threading.Event()
 

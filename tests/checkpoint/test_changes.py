@@ -1,4 +1,4 @@
-"""Checkpoints of changes follow the one that they say, whatever was restored or failed before."""
+"""A checkpoint of changes is right relative to its base, after any restore or failure."""
 
 import copy
 import sys
@@ -38,14 +38,14 @@ def loads_as_it_is(path, model, optimizers):
 
 
 def complete(path):
-    """Which tables have all their rows; None without a base."""
+    """Return whether each table is complete in the checkpoint; None if it has no base."""
     manifest = read_manifest(path)
     written = {name: table.complete for name, table in manifest.tables.items()}
     return written if manifest.base else None
 
 
 def test_back_to_an_earlier_state(tmp_path, monkeypatch):
-    """Rows that came since stand for other keys then; looked through and written in pieces."""
+    """Newer rows then belong to other keys. Small limits make the save work in several pieces."""
     for module, name, value in (
         (changes, "_BLOCK", 2000), (changes, "_BUCKETS", 16), (snapshot, "_KEYS", 50),
         (tensor_file, "PIECE", 500),
@@ -91,7 +91,7 @@ def test_other_keys_with_the_same_bytes(tmp_path):
 
 
 def test_a_copy_through_the_same_checkpoints(tmp_path):
-    """An average, or the best so far; they have other rows for other keys."""
+    """The copy may be an average or the best model so far; its rows belong to other keys."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     train(model, optimizers, 0, 1)
@@ -130,7 +130,7 @@ def test_new_rows_of_zeros(tmp_path):
 
 
 def test_a_change_of_any_element_is_saved(tmp_path):
-    """Rows may have vectors and states that are no whole number of 8-byte words."""
+    """The bytes of a row's vector and states need not be a multiple of 8."""
     keep = keeps_changes(tmp_path)
     layer, loaded = (sparsekit.Embedding(20, 3, name="ids") for _ in range(2))
     optimizer, of_loaded = (
@@ -150,7 +150,7 @@ def test_a_change_of_any_element_is_saved(tmp_path):
     assert complete(tmp_path / "step-000000000005") == {"table": False}
 
 
-SAVE = sys.modules["sparsekit.checkpoint.save"]  # whose name the function took
+SAVE = sys.modules["sparsekit.checkpoint.save"]  # the module, not the function of the same name
 FAILURES = {
     "the draft": (draft.Draft, "_locked", OSError(28, "No space left")),
     "the copy": (snapshot.Copies, "of", RuntimeError("no memory")),
@@ -190,7 +190,7 @@ def test_after_a_failure_nothing_is_taken_as_saved(tmp_path, monkeypatch, what, 
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_the_start_of_a_thread_is_interrupted(tmp_path, monkeypatch, runs):
-    """It runs nonetheless, or it does not: Python does not say."""
+    """The thread may or may not run: Python does not tell."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     keep.save(0, model, optimizers)
@@ -233,14 +233,14 @@ def test_the_start_of_a_checksum_is_interrupted(tmp_path, monkeypatch, runs):
 
 
 def test_checksums_of_large_columns(tmp_path, monkeypatch):
-    """One thread at a time adds up, however long it takes."""
+    """One thread at a time computes the checksum, however long that takes."""
     monkeypatch.setattr(checksum, "_WORTH_A_THREAD", 1)
     monkeypatch.setattr(tensor_file, "PIECE", 16)
     done = []
 
     def slow(piece, before):
         done.append(len(piece))
-        # Any may be the last, which is to be waited for as well.
+        # Any piece may be the last, and the save waits for that one too.
         threading.Event().wait(0.05 if len(done) in (3, 4) else 0.001)
         return zlib.crc32(piece, before)
 
@@ -251,7 +251,7 @@ def test_checksums_of_large_columns(tmp_path, monkeypatch):
 
 
 def test_somebody_writes_to_rows_that_are_saved(tmp_path, monkeypatch):
-    """The checksum is of what is in the file."""
+    """The checksum matches the file's contents."""
     layer, add = table(*range(9)), checksum.Summed._add
     monkeypatch.setattr(tensor_file, "PIECE", 16)
 
@@ -269,17 +269,17 @@ def test_somebody_writes_to_rows_that_are_saved(tmp_path, monkeypatch):
 def test_late_rows_are_saved_as_they_are_now(tmp_path):
     model, optimizers = made("Adam")
     train(model, optimizers, 0, 4)
-    path = checkpoint.save(model, tmp_path / "a")  # without the optimizer
+    path = checkpoint.save(model, tmp_path / "a")  # saved without the optimizer
     loaded, _ = made("Adam", seed=1)
     checkpoint.load(loaded, path)
     for name in ("users", "rows"):
         ours, theirs = getattr(model, name), getattr(loaded, name)
-        ours.state_dict()  # brings all rows up to date
+        ours.state_dict()  # all rows catch up
         assert torch.equal(theirs.weight, ours.weight)
 
 
 def test_a_copy_of_another_dtype(tmp_path):
-    """The memory that is kept for copies is not for tables of the same name and shape only."""
+    """The buffers kept for copies depend on the dtype, too."""
     keep = Checkpoints(tmp_path)
     for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float32)):
         layer = sparsekit.Embedding(20, 2, name="ids", dtype=dtype)
@@ -292,7 +292,7 @@ def test_a_copy_of_another_dtype(tmp_path):
 
 
 class Clock:
-    """Time that passes only while it is slept."""
+    """Clock that advances only in sleep()."""
 
     def __init__(self, at_look):
         self.now, self.looks, self._at_look = 0.0, 0, at_look
@@ -308,7 +308,7 @@ class Clock:
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
-    """Its patience begins again whenever a file has grown."""
+    """Rank 0's timeout starts again whenever a file has grown."""
     writing = checkpoint.save.__globals__["CheckpointWriter"](
         table(1), tmp_path / "a", None, None, 0, None
     )

@@ -1,4 +1,4 @@
-"""Each thing in which two checkpoints can differ is told, in both directions."""
+"""Each kind of difference between two checkpoints is reported, in both directions."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_tables_that_differ_as_such(tmp_path, capsys, text):
 
 
 def test_dense_tensors_of_the_same_bits(tmp_path):
-    """Or of the same number of them: another dtype or shape is a difference."""
+    """Tensors with equal bytes differ if their dtype or shape does."""
     tensors = [torch.zeros(6), torch.zeros(6, dtype=torch.int32), torch.zeros(2, 3)]
     paths = [saved(tmp_path / str(i), buffer=each) for i, each in enumerate(tensors)]
     for one in paths:
@@ -69,7 +69,7 @@ def test_dense_tensors_of_the_same_bits(tmp_path):
 
 
 def test_tables_are_those_of_the_newest_of_a_chain(tmp_path):
-    """Not those that an older one had, nor those alone that it had already."""
+    """A chain has the tables of its newest checkpoint, changed or not, and no others."""
     keep = Checkpoints(tmp_path, complete_every=3)
     layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "abc"}
     paths = []
@@ -95,8 +95,8 @@ def test_names_in_words(tmp_path, capsys):
 
 @pytest.mark.parametrize("odd", [0, 3, 5])
 def test_a_difference_that_is_nan_stays_so(tmp_path, monkeypatch, odd):
-    """In whichever piece it is; of the others the largest is told."""
-    monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", 16)  # two rows
+    """The NaN counts in whichever piece it is; without it, the largest difference is reported."""
+    monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", 16)  # two rows per piece
     values = torch.zeros(6, 2)
     for number in (0, 1):
         layer = sparsekit.Embedding(9, 2, name="t")

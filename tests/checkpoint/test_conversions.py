@@ -29,7 +29,7 @@ def written(path, keys):
 
 
 def test_keys_of_many_pieces(tmp_path, monkeypatch):
-    """The table of those that have come grows, and forgets none."""
+    """The table of known keys grows without losing any."""
     few_at_a_time(monkeypatch)
     keys = [(7 * i) % 41 - 20 for i in range(41)]
     rows = written(tmp_path / "t.npz", keys)
@@ -72,7 +72,7 @@ def test_an_export_that_cannot_be_written(tmp_path, monkeypatch, format):
 
 
 def test_arrays_of_a_npz_may_be_of_any_size(tmp_path):
-    """Their size is not known to zipfile when it begins, so that it must leave room for it."""
+    """zipfile does not know their size in advance, so it must use the format for large ones."""
     checkpoint.save(sparsekit.Embedding(9, 2, name="t"), tmp_path / "saved")
     checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
     with zipfile.ZipFile(tmp_path / "out" / "table.npz") as archive:
@@ -115,7 +115,7 @@ def test_reshard_of_more_rows_than_16_bits_count(tmp_path, hash_table):
 
 
 def test_reshard_onto_fewer_ranks_than_a_capacity_is_for(tmp_path):
-    """All rows of a table come to a rank whose capacity was for its own."""
+    """One rank gets all rows of a table whose capacity was meant for a rank's share."""
     layer = sparsekit.Embedding(40, 1, name="t")
     layer.assign(torch.arange(40), torch.ones(40, 1))
     saved = checkpoint.save(layer, tmp_path / "saved")

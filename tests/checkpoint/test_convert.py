@@ -26,7 +26,7 @@ def run(capsys, *arguments, status=0):
 
 
 def loaded(path, name, dim, rows=200):
-    """A module with one layer, loaded as the documentation says."""
+    """Load into a module with one layer as documented; returns the layer."""
     module = torch.nn.ModuleDict({name: sparsekit.Embedding(rows, dim, name=name)})
     module["dense"] = torch.nn.Linear(2, 2)
     checkpoint.load(module, path, strict=False)
@@ -39,7 +39,7 @@ def vectors(rows, dim, seed=0):
 
 @pytest.fixture(params=[40, PIECE])
 def pieces(request, monkeypatch):
-    """Few rows at a time, or all."""
+    """Work on a few rows at a time, or on all."""
     monkeypatch.setattr("sparsekit.checkpoint.sources.PIECE", request.param)
     monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", request.param)
 
@@ -73,7 +73,7 @@ def test_sok1(tmp_path, capsys, pieces, code, bytes_of_key):
 
 
 def write_sok2(folder, tables):
-    """name, code of key type, struct's code of it, keys, vectors -> files, byte by byte."""
+    """Write a SOK 2 dump of these tables, byte by byte."""
     folder.mkdir()
     meta = struct.pack(">I", len(tables))
     for field in ("key_type", "value_type", "dim"):
@@ -110,7 +110,7 @@ def test_sok2(tmp_path, capsys, pieces):
         sok2_table("net/users:0", 2, "I", [1, 2**32 - 1, 77], 4),  # an odd number of uint32 keys
         sok2_table("goods:0", 1, "q", [5, -1, 2**40], 8),
         sok2_table("wide", 3, "Q", [5, 2**64 - 2], 3, value_type=4, value_code="e"),
-        sok2_table("odd", 2, "Q", [2**32 - 1, 9, 8], 2),  # uint32 keys that are written as uint64
+        sok2_table("odd", 2, "Q", [2**32 - 1, 9, 8], 2),  # uint32 keys stored as uint64
         sok2_table("empty", 0, "i", [], 2),
     ]
     dump = tmp_path / "dump"
@@ -124,7 +124,7 @@ def test_sok2(tmp_path, capsys, pieces):
         layer = loaded(tmp_path / "out", name, table["dim"])
         keys = [key - 2**64 if key >= 2**63 else key for key in table["keys"]]
         assert_rows(layer, keys, table["expected"])
-    twin = sparsekit.Embedding(9, 8, name="goods")  # unseen keys start as in a layer of this name
+    twin = sparsekit.Embedding(9, 8, name="goods")  # unseen keys start as in a layer with this name
     assert torch.equal(
         loaded(tmp_path / "out", "goods", 8).vectors(torch.tensor([3])),
         twin.vectors(torch.tensor([3])),
@@ -172,7 +172,7 @@ def test_npz(tmp_path, capsys, pieces):
 
 
 def test_torchrec(tmp_path, capsys, pieces):
-    """A collection's state as TorchRec names it; its outputs are EmbeddingBags' of these tables."""
+    """Import a collection's state as TorchRec names it; outputs equal those of EmbeddingBags."""
     torch.manual_seed(0)
     state = {
         "model.sparse.embedding_bags.users.weight": torch.randn(50, 4),
@@ -229,7 +229,7 @@ def test_torchrec_itself(tmp_path):
 
 @pytest.fixture
 def saved(tmp_path):
-    """A chain of three, and the model it was saved from."""
+    """Save a chain of three; returns its folder, the model and its optimizers."""
     return tmp_path / "saved", *saved_chain(tmp_path / "saved")
 
 
@@ -336,7 +336,7 @@ def test_export_of_tables_whose_names_are_no_names_of_files(tmp_path):
     for number, name in enumerate(NAMES):
         layer = sparsekit.Embedding(9, 4, name=name)
         layer.assign(torch.tensor([number]), torch.full((1, 4), number + 0.5))
-        inner._modules[name] = layer  # which has no rules for names, as register_module has
+        inner._modules[name] = layer  # unlike register_module, this accepts any name
     checkpoint.save(inner, tmp_path / "saved")
     out = checkpoint.export(tmp_path / "saved", tmp_path / "out", "npz")
     names = {path.stem: int(np.load(path)["keys"][0]) for path in out.iterdir()}

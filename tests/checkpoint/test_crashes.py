@@ -1,4 +1,4 @@
-"""A save that is killed, or cannot write: what was there before stays, whole."""
+"""After a save that is killed or cannot write, the earlier checkpoints stay whole."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ KILLS = 100
 
 
 def in_a_fork(function):
-    """Run a function in another process; its number."""
+    """Run a function in another process; returns its number."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -47,7 +47,7 @@ def ended_well(process):
 
 
 def save_for_ever(folder, model, optimizers, seed):
-    """Saves of all kinds, one after the other, until the process is killed."""
+    """Save in all ways, again and again, until the process is killed."""
     chance = random.Random(seed)
     keep = Checkpoints(folder, keep=2, complete_every=chance.choice([1, 3]))
     latest = keep.latest()
@@ -67,7 +67,7 @@ def test_killed_at_any_moment(tmp_path):
     train(model, optimizers, 0, 2)
     loaded, of_loaded = made(seed=1)
     step = -1
-    life = 0.06  # seconds: longer on a busy machine, so that there is something to kill
+    life = 0.06  # seconds: grows on a busy machine, so that saves begin before the kill
     for seed in range(KILLS):
         process = in_a_fork(lambda seed=seed: save_for_ever(tmp_path, model, optimizers, seed))
         time.sleep(random.Random(seed).uniform(0.0, life))
@@ -75,7 +75,7 @@ def test_killed_at_any_moment(tmp_path):
         os.waitpid(process, 0)
         found = Checkpoints(tmp_path).load(loaded, of_loaded)
         if found is None:
-            assert step == -1  # what has appeared stays
+            assert step == -1  # a checkpoint that has appeared must stay
             life *= 1.3
             continue
         assert found.step >= step
@@ -83,10 +83,10 @@ def test_killed_at_any_moment(tmp_path):
         step = found.step
         assert loaded.out.bias.item() == step
         assert loaded.users.vectors(torch.tensor([2**40])).unique().tolist() == [step]
-    assert step > KILLS / 4  # or all were killed before they had begun
+    assert step > KILLS / 4  # otherwise all were killed before they had saved
     Checkpoints(tmp_path, keep=1).save(step + 1000, model, optimizers)
     left = [path.name for path in tmp_path.iterdir() if path.name != ".lock"]
-    assert left == [f"step-{step + 1000:012d}"]  # what killed ones had begun is gone
+    assert left == [f"step-{step + 1000:012d}"]  # drafts of killed saves are removed
 
 
 def test_a_disk_that_is_full(tmp_path):
@@ -98,7 +98,7 @@ def test_a_disk_that_is_full(tmp_path):
 
     def fill():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # as good as a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # acts like a full disk
         fresh = Checkpoints(tmp_path)
         for save in (fresh.save, lambda *a: fresh.async_save(*a).wait()):
             with pytest.raises(CheckpointError, match=r"table-0000.*: cannot be written: File too"):
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     tmp_path.chmod(0o555)
 
     def save_read_only():
-        if os.getuid() == 0:  # who may write anywhere
+        if os.getuid() == 0:  # root could write anywhere
             os.setuid(65534)
         with pytest.raises(CheckpointError, match="cannot be made: Permission denied"):
             checkpoint.save(model, tmp_path / "new", optimizers)
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
             Checkpoints(tmp_path).save(0, model, optimizers)
 
     for parent in tmp_path.parents:
-        if "pytest-of-" in str(parent):  # they are closed to others
+        if "pytest-of-" in str(parent):  # pytest closes these to other users
             parent.chmod(0o755)
     try:
         assert ended_well(in_a_fork(save_read_only))
@@ -167,7 +167,7 @@ def test_something_is_there_already(tmp_path):
 
 
 def test_a_step_is_saved_again(tmp_path):
-    """Also one that the last one follows."""
+    """A save may even replace the base of the latest checkpoint."""
     model, optimizers = made()
     keep = Checkpoints(tmp_path, complete_every=9)
     for step in (0, 1, 2, 1, 0):
@@ -228,7 +228,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
 
 @contextlib.contextmanager
 def held_up(monkeypatch):
-    """Saves write nothing until this ends, or what it gives is called."""
+    """Hold saves up before they write, until the block ends or the yielded function is called."""
     original = checkpoint.save.__globals__["write"]
     go_on = threading.Event()
 
@@ -245,14 +245,14 @@ def held_up(monkeypatch):
 
 
 def interrupt_soon():
-    """Have this thread get a KeyboardInterrupt while it waits."""
+    """Make this thread get a KeyboardInterrupt while it waits."""
     own = threading.get_ident()
     threading.Timer(0.05, lambda: signal.pthread_kill(own, signal.SIGINT)).start()
 
 
 @pytest.mark.parametrize("who", ["save", "background", "checkpoints", "next save", "close"])
 def test_a_wait_that_is_interrupted(tmp_path, monkeypatch, who):
-    """The next wait waits, until the thread has ended."""
+    """After an interrupted wait, the next one waits until the thread has ended."""
     model, optimizers = made()
     keep = Checkpoints(tmp_path)
     with held_up(monkeypatch) as go_on:
@@ -276,7 +276,7 @@ def test_a_wait_that_is_interrupted(tmp_path, monkeypatch, who):
 
 
 def test_a_trainer_that_is_interrupted_twice(tmp_path, monkeypatch):
-    """The first time in a batch, the second one while it waits for its last checkpoint."""
+    """The first interrupt comes in a batch, the second in the wait for the last checkpoint."""
     model, optimizers = made()
     keep = Checkpoints(tmp_path)
 
@@ -327,7 +327,7 @@ def test_a_program_that_ends_while_a_save_is_written(tmp_path):
 
 
 def test_a_draft_is_another_jobs_until_it_is_published(tmp_path, monkeypatch):
-    """A job that saves beside removes what killed ones have left, and nothing else."""
+    """A save of another job removes the drafts of killed saves only."""
     model, optimizers = made()
     rename = os.rename
     others = []
@@ -347,8 +347,7 @@ def test_a_draft_is_another_jobs_until_it_is_published(tmp_path, monkeypatch):
 
 
 def test_copies_of_states_in_any_memory(tmp_path):
-    """Of a copied optimizer, states have strides and no common tensor; of others they have other
-    neighbours."""
+    """Copied states are strided and share no tensor; states may also lie between other data."""
     model, optimizers = made()
     train(model, optimizers, 0, 4)
     model, optimizers = copy.deepcopy((model, optimizers))
@@ -404,7 +403,7 @@ def test_few_rows_in_a_checkpoint_of_changes(tmp_path):
     keep.save(0, model, optimizers)
     model.users.assign(torch.tensor([5, 2**50]), torch.ones(2, 8))
     with torch.no_grad():
-        model.rows.weight[3, 1] += 1  # by hand
+        model.rows.weight[3, 1] += 1  # a write by hand
     path = keep.save(1, model, optimizers)
     tables = checkpoint.manifest_file.read_manifest(path).tables
     assert [(t.complete, t.shards[0].rows) for t in tables.values()] == [(False, 2), (False, 1)]
@@ -416,4 +415,4 @@ def test_few_rows_in_a_checkpoint_of_changes(tmp_path):
     keep.load(loaded, of_loaded)
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
     with contextlib.suppress(StopIteration):
-        assert next(model.users.items()) is None  # there are none
+        assert next(model.users.items()) is None  # the table is empty

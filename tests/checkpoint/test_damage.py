@@ -1,4 +1,4 @@
-"""Whatever is done to a checkpoint's files is found, and the file named."""
+"""Any damage to a checkpoint's files is found, and the error names the file."""
 
 import json
 import os
@@ -22,7 +22,7 @@ CORRUPTIONS = 300
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with a complete checkpoint and one of changes."""
+    """Save a complete checkpoint and one of changes; returns the folder."""
     folder = tmp_path_factory.mktemp("saved")
     model, optimizers = made()
     keep = Checkpoints(folder, complete_every=2)
@@ -34,7 +34,7 @@ def saved(tmp_path_factory):
 
 
 def corrupt(folder, chance):
-    """Do something to a file, chosen by the seed; returns the names of which one is to be told."""
+    """Damage a file, chosen by the seed; returns names, one of which the error must contain."""
     steps = sorted(path for path in folder.iterdir() if path.name.startswith("step-"))
     files = sorted(chance.choice(steps).iterdir())
     file = chance.choice(files)
@@ -73,7 +73,7 @@ def test_every_corruption_is_found_and_nothing_is_changed(saved, tmp_path):
         names = corrupt(folder, random.Random(seed))
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load(model, folder / "step-000000000001", optimizers)
-        # Of a manifest and its checksum either may be the one that is damaged.
+        # If the manifest and its checksum disagree, either may be the damaged one.
         if any(name.startswith("manifest") for name in names):
             names = ["manifest"]
         assert any(name in str(caught.value) for name in names), (seed, names, caught.value)
@@ -82,7 +82,7 @@ def test_every_corruption_is_found_and_nothing_is_changed(saved, tmp_path):
 
 
 def rewritten(folder, change):
-    """Change a manifest and its checksum, as somebody does who means harm."""
+    """Change a manifest together with its checksum, as an attacker would."""
     path = folder / "manifest.json"
     values = json.loads(path.read_text())
     change(values)
@@ -215,7 +215,7 @@ def test_headers_of_tensors(tmp_path, kind):
 
 
 def test_special_files(tmp_path):
-    os.mkfifo(tmp_path / "pipe")  # opening it must not wait for a writer
+    os.mkfifo(tmp_path / "pipe")  # opening it must not block
     with pytest.raises(CheckpointError, match="is no plain file"):
         TensorFile(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="is no plain file"):

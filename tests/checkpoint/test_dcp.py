@@ -36,7 +36,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer):
     before = contents(model, optimizers)
     train(model, optimizers, 5, 9)
     loaded, of_loaded = made(optimizer, seed=1)
-    train(loaded, of_loaded, 50, 52)  # what was there goes
+    train(loaded, of_loaded, 50, 52)  # the load must replace these
     load(tmp_path, loaded, of_loaded)
     assert torch.equal(
         loaded.users.table.keys(), model.users.table.keys()[: len(loaded.users.table)]
@@ -54,7 +54,7 @@ def test_other_tables(tmp_path, options):
     loaded, of_loaded = made("Ftrl", seed=3, **options)
     load(tmp_path, loaded, of_loaded)
     found, expected = contents(loaded, of_loaded), contents(model, optimizers)
-    if "hash_table" in options:  # a row for each number
+    if "hash_table" in options:  # one row per key in range
         rows = expected["rows keys"]
         for name in [name for name in found if name.startswith("rows ") and found[name].dim()]:
             found[name] = found[name][rows]
@@ -106,7 +106,7 @@ def test_names_that_differ(tmp_path):
 
 
 def test_dots_and_brackets_in_names(tmp_path):
-    """Names of modules have dots, and torch.distributed.checkpoint joins with dots."""
+    """Names of modules contain dots, and torch.distributed.checkpoint joins names with dots."""
     nested = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": Model().users})})
     nested["a"]["table-0000-rank-0000"] = torch.nn.Linear(2, 2)
     nested["a.b"[:1] + "_b"] = Model().rows
@@ -168,7 +168,7 @@ def test_a_save_before_a_load(tmp_path):
         dcp.save(state, checkpoint_id=tmp_path / "b")
     assert not list((tmp_path / "b").glob("**/.metadata"))
     dcp.load(state, checkpoint_id=tmp_path / "a")
-    dcp.save(state, checkpoint_id=tmp_path / "b")  # now it is for saving
+    dcp.save(state, checkpoint_id=tmp_path / "b")  # after the load, the state can be saved
     loaded, of_loaded = made(seed=2)
     load(tmp_path / "b", loaded, of_loaded)
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
@@ -340,7 +340,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 
 def test_torch_save_of_the_state_dict_goes_on(tmp_path):
-    """On one rank a plain state_dict is saved by either, and loads at another capacity."""
+    """On one rank torch.save keeps working on a state_dict, which loads at another capacity."""
     model, optimizers = made()
     train(model, optimizers, 0, 3)
     file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""States as JSON and tensors: what is taken over as it was, and what stands for nothing."""
+"""States as JSON and tensors: every value either comes back equal or is refused."""
 
 import enum
 import math

@@ -1,4 +1,4 @@
-"""A disk that fails as it is to keep what was written: an error, and nothing appears."""
+"""If the disk fails when data are synced, the save raises and nothing appears."""
 
 import importlib.util
 import os
@@ -36,7 +36,7 @@ WORKS = {
 
 @pytest.fixture
 def there(tmp_path):
-    """What works read."""
+    """Write the files that each kind of work reads."""
     checkpoint.save(model(), tmp_path / "saved")
     np.savez(tmp_path / "t.npz", vectors=np.ones((3, 2), "f4"))
     return tmp_path
@@ -65,9 +65,9 @@ def test_each_sync_may_fail(there, monkeypatch, work):
         with pytest.raises(CheckpointError, match="Input/output error") as caught:
             WORKS[work](there, out)
         said = str(caught.value)
-        del caught  # which knows the object that has the folder's lock
+        del caught  # its traceback keeps the object with the folder's lock alive
         assert str(out) in said or str(there / f".out{fails}.part-") in said, said
-        # The last one comes when it is there.
+        # The last sync comes after the checkpoint has appeared.
         found = out / "step-000000000000" if work == "Checkpoints" else out
         assert found.exists() == (fails == count), fails
         assert not list(there.rglob(".*part-*"))
@@ -75,7 +75,7 @@ def test_each_sync_may_fail(there, monkeypatch, work):
 
 
 def test_a_column_that_yields_too_little(tmp_path):
-    """Or too much: no file of it is taken for a whole one."""
+    """Neither too little nor too much data gives a file."""
     for rows in (1, 3):
         column = Column("x", torch.int64, (2,), lambda rows=rows: [np.zeros(rows, "<u8")])
         said = {1: "-8 bytes", 3: r"\+8 bytes"}[rows]
@@ -182,7 +182,7 @@ def test_only_folders_named_by_a_step_are_checkpoints(tmp_path, monkeypatch):
     found = {10: tmp_path / "step-000000000010", 100: tmp_path / "step-000000000100"}
     steps_in = checkpoint.folder.steps_in
     listed = sorted(tmp_path.iterdir())
-    for order in (listed, listed[::-1]):  # that of a folder is any
+    for order in (listed, listed[::-1]):  # a folder lists its entries in any order
         monkeypatch.setattr("sparsekit.checkpoint.folder.entries", lambda _, order=order: order)
         assert list(steps_in(tmp_path).items()) == list(found.items())
     assert keep.latest() == found[100]

@@ -1,4 +1,4 @@
-"""Which rows have changed: each change of a word is seen, and of which rows marks are."""
+"""Fingerprints find each changed row, and marks belong to one table."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from sparsekit.checkpoint.snapshot import Snapshot
 
 @pytest.mark.parametrize("block", [1, 500, 1 << 18])
 def test_the_highest_bits_of_any_words(monkeypatch, block):
-    """Which a factor that is even, or a sum without mixing, would lose."""
+    """Such changes would be lost with an even factor, or in a sum without mixing."""
     monkeypatch.setattr(changes, "_BLOCK", block)
     words = 24
     choices = [{i} for i in range(words)]
@@ -61,7 +61,7 @@ def test_a_table_that_has_lost_a_key_is_not_saved(monkeypatch):
     (keys, *_) = shard.columns_to_write(None)
     assert [each.tolist() for each in keys.pieces()] == [[0, 1, 2, 3, 4]]
     buckets = layer.table.buckets.view(torch.int32)
-    buckets[buckets == 3] = -1  # row 3, and no key is it
+    buckets[buckets == 3] = -1  # no key has row 3 any more
     monkeypatch.setattr(snapshot, "_KEYS", 2)
     pieces = keys.pieces()
     assert next(pieces).tolist() == [0, 1]

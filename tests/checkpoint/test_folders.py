@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what stays in it, what appears in it, and whose it is."""
+"""Folders of checkpoints: which ones stay, which appear, and which run owns them."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from .test_crashes import ended_well, in_a_fork
 
 
 def layer_of(number):
-    """A table with one key, whose vector says which save it was."""
+    """Return a table with one key, whose vector identifies the save."""
     layer = sparsekit.Embedding(10, 2, name="ids")
     layer.assign(torch.tensor([5]), torch.full((1, 2), float(number)))
     return layer
@@ -41,7 +41,7 @@ def step(number):
 
 @contextlib.contextmanager
 def warned():
-    """The texts of warnings, once it is over."""
+    """Yield a list that holds the texts of warnings when the block has ended."""
     texts = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -50,7 +50,7 @@ def warned():
 
 
 def filled(path, *steps, **options):
-    """A folder that an older run has saved into."""
+    """Save into a folder as an earlier run."""
     keep = Checkpoints(path, keep=10, **options)
     for number in steps:
         keep.save(number, layer_of(number))
@@ -85,8 +85,8 @@ def test_a_run_that_goes_on_from_the_folder_may_save_below(tmp_path):
     assert number_of(tmp_path) == 25
     keep.close()
     with pytest.raises(CheckpointError, match="checkpoints of another run"):
-        keep.save(25, layer_of(0))  # since it was closed another one may have saved
-    # Damaged ones are in nobody's way.
+        keep.save(25, layer_of(0))  # after close, another run may have saved here
+    # A damaged checkpoint does not count.
     (tmp_path / step(25) / "manifest.crc32").unlink()
     with warned():
         Checkpoints(tmp_path).save(22, layer_of(22))
@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_from_the_folder_may_save_below(tmp_path):
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_the_one_just_written_stays(tmp_path, in_background):
-    """Though older ones have higher steps, or the newest is damaged."""
+    """It stays even if older ones have higher steps, or the newest is damaged."""
     filled(tmp_path, 10, 20, 30)
     keep = Checkpoints(tmp_path, keep=1)
     keep.load(layer_of(0))
@@ -125,7 +125,7 @@ def test_what_a_damaged_one_may_need_stays(tmp_path):
     for number in range(3):
         keep.save(number, layer_of(number))
     (tmp_path / step(2) / "manifest.json").unlink()
-    for number in (3, 4, 5):  # 4 has no base, since 2 is gone: 3 is complete
+    for number in (3, 4, 5):  # step 2 is gone, so 3 cannot follow it and is complete
         with warned() as texts:
             keep.save(number, layer_of(number))
         assert len(texts) == (number == 3)
@@ -212,7 +212,7 @@ def test_a_file_system_that_cannot_exchange_names(tmp_path, monkeypatch):
     filled(tmp_path, 0)
     keep = Checkpoints(tmp_path)
     keep.load(layer_of(9))
-    monkeypatch.setattr(draft, "_EXCHANGE", 1 << 20)  # no flag that the system knows
+    monkeypatch.setattr(draft, "_EXCHANGE", 1 << 20)  # a flag that the system does not know
     keep.save(0, layer_of(1))
     assert number_of(tmp_path) == 1
     assert names(tmp_path) == [step(0)]
@@ -246,7 +246,7 @@ def async_save(layer, path):
 @pytest.mark.parametrize("first", [checkpoint.save, async_save])
 @pytest.mark.parametrize("second", [checkpoint.save, async_save])
 def test_two_saves_to_one_path(tmp_path, first, second, monkeypatch):
-    """The first to appear stays, and the other raises."""
+    """The first save to appear stays, and the other raises."""
     publish, begun = draft.Draft.publish, []
 
     def save_another(self):
@@ -268,7 +268,7 @@ def test_a_draft_whose_writer_comes_while_it_is_looked_at(tmp_path, monkeypatch)
 
     def lock(path, make):
         path.touch()
-        raise FileNotFoundError  # as it was a moment ago
+        raise FileNotFoundError  # the file did not exist a moment ago
 
     monkeypatch.setattr(draft, "Lock", lock)
     draft.remove_abandoned(tmp_path)
@@ -277,7 +277,7 @@ def test_a_draft_whose_writer_comes_while_it_is_looked_at(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("moment", ["before the lock", "before it is locked"])
 def test_a_draft_is_not_removed_as_it_is_made(tmp_path, monkeypatch, moment):
-    """Another job that looks for abandoned drafts right then."""
+    """Another job looks for abandoned drafts at this moment."""
     looked = []
 
     class Watched(Lock):
@@ -306,7 +306,7 @@ def test_the_lock_of_an_unclosed_one_goes_with_it(tmp_path):
     keep = Checkpoints(tmp_path)
     keep.save(0, layer_of(0))
     (tmp_path / "link").symlink_to(tmp_path)
-    twin = Checkpoints(tmp_path / "link")  # the same job, by another name of the folder
+    twin = Checkpoints(tmp_path / "link")  # the same job under another path
     twin.save(1, layer_of(1))
 
     def another_job():
@@ -374,7 +374,7 @@ def test_a_folder_that_was_made_again_by_another_job(tmp_path):
 @pytest.mark.parametrize("gone", ["folder", "base", "its file", "another's"])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_base_that_is_gone(tmp_path, gone, in_background):
-    """The next one is complete, and so it can be loaded."""
+    """The next checkpoint is complete, so it can be loaded."""
     model, optimizers = made()
     run = tmp_path / "run"
     keep = Checkpoints(run, complete_every=9)
@@ -421,7 +421,7 @@ def test_a_base_that_goes_while_changes_are_written(tmp_path, monkeypatch):
 
 
 def test_all_reaches_the_disk_in_order(tmp_path, monkeypatch):
-    """Files before their folder, that before it appears, and then the folder that has it."""
+    """Files are synced before their folder, it before the rename, and its parent after that."""
     calls = []
     fsync, rename, exchange = os.fsync, os.rename, draft.exchange
 
@@ -453,5 +453,5 @@ def test_all_reaches_the_disk_in_order(tmp_path, monkeypatch):
         assert parts >= {each.name for each in path.iterdir()} | {"."}
         assert ("fsync", str(run)) in after
         if not _:
-            assert {str(tmp_path), str(tmp_path / "new")} <= set(synced)  # the folders are new
+            assert {str(tmp_path), str(tmp_path / "new")} <= set(synced)  # these folders are new
     keep.close()

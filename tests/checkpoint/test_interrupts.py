@@ -1,6 +1,6 @@
-"""Saves, loads and reshards that are interrupted anywhere: what was announced is there, and right.
+"""Saves, loads and reshards interrupted anywhere: what was announced exists and is right.
 
-``SPARSEKIT_INTERRUPTS=1000`` tries as many moments.
+SPARSEKIT_INTERRUPTS=1000 tries that many moments.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 
 
 class Attacked:
-    """A run that saves into a folder while it is interrupted, and what it should find there."""
+    """A run that is interrupted while it saves into a folder, and what it should find there."""
 
     def __init__(self, folder, seed):
         self.chance = random.Random(seed)
@@ -56,11 +56,11 @@ class Attacked:
         self.model.train_some(self.chance)
         self.earlier = self.model.state_dict(), self.model.optimizer.state_dict()
         self.keep = Checkpoints(self.folder, keep=2, complete_every=3)
-        self.attempts = {}  # step -> what was to be saved
+        self.attempts = {}  # step -> contents to be saved
         self.announced = -1
-        self.lengths = {}  # call -> its bytecodes
-        self.seconds = {}  # call -> how long it took
-        self.by_signal = self.by_bytecode = 0  # interruptions
+        self.lengths = {}  # call -> number of its bytecodes
+        self.seconds = {}  # call -> its seconds
+        self.by_signal = self.by_bytecode = 0  # number of interrupts
 
     def change(self):
         if self.chance.random() < 0.15:
@@ -112,7 +112,7 @@ class Attacked:
         return self.reshard(world_size=1)
 
     def interrupted(self, call, kind):
-        """At a moment by a bytecode that is counted, or by a signal."""
+        """Interrupt the call at a counted bytecode or by a signal."""
         if self.chance.random() < 0.5:
             length = self.lengths.get(kind, 3000)
             whole = interrupt(call, self.chance.randrange(1, length))
@@ -148,15 +148,15 @@ def stop(*_):
 
 
 def descriptors():
-    """Files and folders that this process has open, by number."""
+    """Return this process's open files by number."""
     found = {}
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the listing's own file is closed by now
             found[int(number)] = os.readlink(f"/proc/self/fd/{number}")
     return found
 
 
-# A file whose making was interrupted is closed as it is collected, which Python remarks on.
+# An interrupt while a file is opened leaves it to the garbage collector, which warns.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_moment(tmp_path):
@@ -176,7 +176,8 @@ def test_interrupted_at_any_moment(tmp_path):
         run.check()
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert min(run.by_signal, run.by_bytecode) > MOMENTS / 8  # or it has tried little
+    # Otherwise the test has tried too little.
+    assert min(run.by_signal, run.by_bytecode) > MOMENTS / 8
     left = [path.name for path in run.folder.iterdir() if path.name[0] == "."]
     assert left == [".lock"]
     deadline = time.monotonic() + 60

@@ -1,4 +1,4 @@
-"""Each value of a manifest is checked: other types, and what is beyond a bound, are refused."""
+"""Each value of a manifest is checked: other types and values beyond a bound are refused."""
 
 import json
 import shutil
@@ -33,9 +33,9 @@ def hexadecimal(digits):
 FILES = [5, "", ".a", "a/b", "a\n", "a" * 101, ["a"]], []
 BOOLS = [0, 1, "true", []], []
 OBJECTS, LISTS = ([[], "x", 5], []), ([{}, "x", 5], [])
-# None is taken where a value may be missing, and refused elsewhere.
+# These places accept None, for a missing value; all others refuse it.
 OPTIONAL = {("step",), ("base",), (*TABLE, "owners"), (*TABLE, "optimizer")}
-# For each place: values that are refused, and values that are taken.
+# For each place: values that are refused, and values that are accepted.
 PLACES = {
     ("format",): ([5, "sparsekit checkpoints"], []),
     ("format_version",): wholes(1, 1),
@@ -84,7 +84,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A manifest of changes."""
+    """Save a checkpoint of changes; returns its folder."""
     folder = tmp_path_factory.mktemp("manifests")
     model, optimizers = made()
     keep = Checkpoints(folder, complete_every=2)
@@ -105,7 +105,8 @@ def test_values_of_a_manifest(folder, tmp_path, place):
             shutil.copy(folder / name, tmp_path)
 
         def change(values):
-            if place == ("base",) and value is None:  # which needs complete tables
+            # A checkpoint without a base needs complete tables.
+            if place == ("base",) and value is None:
                 for table in values["tables"].values():
                     table["complete"] = True
                     table["shards"][0]["size"] = table["shards"][0]["rows"]
@@ -128,7 +129,7 @@ def test_values_of_a_manifest(folder, tmp_path, place):
 
 
 def test_a_manifest_that_is_too_long(folder, tmp_path, monkeypatch):
-    """Neither written nor read; as it is, it is both."""
+    """A manifest over the limit is neither written nor read; one at the limit is both."""
     manifest = read_manifest(folder)
     size = (folder / "manifest.json").stat().st_size
     monkeypatch.setattr(manifest_file, "_MOST_BYTES", size)

@@ -1,4 +1,4 @@
-"""Which saved states an optimizer takes over, and that a refusal leaves it as it was."""
+"""Optimizers accept fitting saved states, and a refusal leaves them unchanged."""
 
 import copy
 
@@ -13,7 +13,7 @@ from .test_damage import put, rewritten
 
 
 def stepped(module=None, kind=torch.optim.Adam, **settings):
-    """A module and its optimizer, whose group has a setting of its own too."""
+    """Return a module and its optimizer, one group of which has a setting of the user's."""
     module = module or torch.nn.Linear(2, 1)
     group = {"params": [*module.parameters()], "label": "dense", "extra": {"of": "the user"}}
     optimizer = kind([group | settings], lr=0.1)
@@ -38,7 +38,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_of_a_group(tmp_path, name):
-    """Those of the same kind as the optimizer's own are taken over, and no others."""
+    """Settings of the same type as the optimizer's own are loaded, and others are refused."""
     module, optimizer = stepped()
     taken, refused = SETTINGS[name]
     for number, value in enumerate([*taken, *refused]):
@@ -135,7 +135,7 @@ def test_an_optimizer_that_refuses_halfway_is_left_alone(tmp_path):
 
 
 class Reordered(torch.nn.Linear):
-    """Parameters of the same names, in another order."""
+    """Linear layer whose parameters have the same names in another order."""
 
     def __init__(self):
         super().__init__(2, 1)
@@ -188,7 +188,7 @@ def test_steps_of_a_table(tmp_path, kind, step):
         assert int(optimizer.state[layer.weight]["step"]) == taken
     rewritten(tmp_path / "a", put("tables", "table", "settings", "step", step))
     if step == 1.0 and step is not True and kind is torch.optim.Adagrad:
-        checkpoint.load(layer, tmp_path / "a", optimizer)  # torch counts in floats
+        checkpoint.load(layer, tmp_path / "a", optimizer)  # torch keeps its step as a float
         return
     with pytest.raises(CheckpointError, match=r"optimizers: .*table table: step must be a number"):
         checkpoint.load(layer, tmp_path / "a", optimizer)

@@ -1,4 +1,4 @@
-"""Loading is refused before anything has changed, and by the errors that are stated."""
+"""A refused load changes nothing and raises the documented errors."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from .test_damage import rewritten
 
 
 class Note:
-    """An object with a state, which takes over what it is given, or refuses."""
+    """Object with a state that accepts any state, or refuses."""
 
     def __init__(self, value, refuses=False):
         self.value, self.refuses = value, refuses
@@ -38,7 +38,7 @@ class Note:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder with a complete checkpoint and one of changes."""
+    """Save a complete checkpoint and one of changes; returns the folder."""
     folder = tmp_path_factory.mktemp("refusals")
     model, optimizers = made(capacity=64, rows=600)
     keep = Checkpoints(folder, complete_every=2)
@@ -63,7 +63,7 @@ def train_rows(model, optimizers):
 
 
 def odd_checkpoint(folder, chance):
-    """Change something of one of the two checkpoints, and all checksums that follow from it."""
+    """Change something in one of the two checkpoints, and all checksums that depend on it."""
     step = folder / f"step-{chance.randrange(2):012d}"
     kind = chance.choice(["manifest"] * 4 + ["header"] * 2 + ["keys"] * 2 + ["cut", "bytes"])
     if kind == "manifest":
@@ -119,7 +119,7 @@ def open_files():
 
 @time_limit
 def test_odd_checkpoints_are_loaded_and_resharded_or_refused(saved, tmp_path):
-    """With nothing changed by a refusal, nothing left behind, and no memory for mere claims."""
+    """A refusal changes nothing and leaves nothing behind; claimed sizes take no memory."""
     results = dict.fromkeys(["load", "no load", "reshard", "no reshard"], 0)
     model, optimizers, note = None, [], Note(0)
     files, before = open_files(), forget_peak()
@@ -136,7 +136,7 @@ def test_odd_checkpoints_are_loaded_and_resharded_or_refused(saved, tmp_path):
         try:
             checkpoint.load(model, newest, optimizers, state={"note": note})
             results["load"] += 1
-            train_rows(model, optimizers[:1])  # what has been loaded can be used
+            train_rows(model, optimizers[:1])  # the loaded model can be trained
             model = None
         except CheckpointError as error:
             results["no load"] += 1
@@ -195,7 +195,7 @@ def test_an_object_that_refuses_its_state(saved):
 
 @pytest.mark.parametrize("nested", [MOST_NESTED - 3, MOST_NESTED - 2, MOST_NESTED + 1])
 def test_a_state_is_as_deep_when_saved_as_when_loaded(tmp_path, nested):
-    """Or it is refused when it is saved: nothing appears that cannot be loaded."""
+    """A state is loaded at any depth at which it is saved; a deeper one is refused by the save."""
     state = 1
     for _ in range(nested):
         state = (state,)
@@ -222,7 +222,7 @@ def test_what_a_manifest_cannot_have_is_not_saved(tmp_path):
 
 
 def test_settings_of_another_kind_are_refused(tmp_path):
-    """A setting that torch's optimizer would take, and stumble over in its next step."""
+    """torch's optimizer would accept such a setting and fail in its next step."""
     model, optimizers = made()
     train(model, optimizers, 0, 1)
     checkpoint.save(model, tmp_path / "a", optimizers)
@@ -239,7 +239,7 @@ def test_settings_of_another_kind_are_refused(tmp_path):
 
 
 def test_states_of_another_optimizer_of_that_name(tmp_path):
-    """What keeps other states by its settings is refused before anything is changed."""
+    """An optimizer whose settings require other states is refused before anything changes."""
     model = OfInt32(torch.int64)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.top(model.ids(torch.arange(3))).sum().backward()
@@ -255,7 +255,7 @@ def test_states_of_another_optimizer_of_that_name(tmp_path):
 
 
 def test_a_key_that_is_there_twice_in_another_kind_of_table(tmp_path):
-    """Where the layer's rows are not those of the file, whose size tells nothing of them."""
+    """The layer has other rows than the file, so no size reveals the repeated key."""
     model = OfInt32(torch.int64)
     model.ids.assign(torch.arange(5), torch.rand(5, 2))
     checkpoint.save(model, tmp_path / "a")

@@ -1,4 +1,4 @@
-"""What a checkpoint cannot have is refused by its name, before anything is written."""
+"""A save refuses unsupported contents, names them and writes nothing."""
 
 import os
 
@@ -55,7 +55,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of sparse ones
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about sparse tensors
 def test_tensors_that_no_file_can_have(tmp_path, kind):
     make, text = REFUSED[kind]
     tensor = make()
@@ -77,7 +77,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_deep_states(tmp_path, kind):
-    """Each depth is either saved and loaded, or refused with the path that leads there."""
+    """At each depth a state is saved and loaded, or refused with the path to it."""
     saved = 0
     for depth in (40, 48, 49, 96, 97, 98, 101, 5000):
         value = 1

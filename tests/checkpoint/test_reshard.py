@@ -21,7 +21,7 @@ from .numpy_reader import read_file, read_manifest, read_table
 
 @pytest.fixture
 def saved(tmp_path):
-    """A chain of three; its folder, and what it holds."""
+    """Save a chain of three; returns its folder and contents."""
     return tmp_path / "saved", contents(*saved_chain(tmp_path / "saved"))
 
 
@@ -70,7 +70,7 @@ def test_reshard(saved, tmp_path, capsys, world):
 
 
 def test_compact(saved, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", 500)  # many pieces
+    monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", 500)  # forces many pieces
     folder, expected = saved
     run(capsys, "compact", folder, tmp_path / "out")
     assert "follows" not in run(capsys, "inspect", tmp_path / "out")
@@ -81,7 +81,7 @@ def test_compact(saved, tmp_path, capsys, monkeypatch):
 
 @contextlib.contextmanager
 def files_at_most(more):
-    """No more than some descriptors besides those that are open."""
+    """Limit this process to `more` open files beyond the present ones."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = len(os.listdir("/proc/self/fd")) + more
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
@@ -111,12 +111,12 @@ WORKS = {
 
 @pytest.mark.parametrize("work", WORKS)
 def test_nothing_is_left_of_what_fails(saved, tmp_path, monkeypatch, work):
-    """Wherever it fails: in each of the reads, one after the other."""
+    """The failure may come in any read."""
     folder, _ = saved
     read, reads_before = TensorFile.read, iter(())
 
     def may_fail(self, *arguments):
-        # Counts down to the one that fails.
+        # Count down to the read that fails.
         if next(reads_before, None) == 0:
             raise CheckpointError(f"{self.path}: is damaged")
         return read(self, *arguments)
@@ -131,13 +131,13 @@ def test_nothing_is_left_of_what_fails(saved, tmp_path, monkeypatch, work):
         reads_before = iter(range(number, -1, -1))
         with pytest.raises(CheckpointError, match="is damaged") as caught:
             WORKS[work](folder, tmp_path / "out")
-        errors.append(caught.value)  # which keeps all that was at work
+        errors.append(caught.value)  # its traceback keeps the objects alive
         assert sorted(os.listdir("/proc/self/fd")) == files
         assert sorted(tmp_path.iterdir()) == there
 
 
 def test_short_reads_and_writes_go_on(saved, tmp_path, monkeypatch):
-    """Linux moves 2 GiB at most in a call, and others may move less."""
+    """Linux moves at most 2 GiB per call, and other systems may move less."""
     folder, expected = saved
     whole = {name: getattr(os, name) for name in ("preadv", "readv", "pread", "pwrite")}
     monkeypatch.setattr(os, "preadv", lambda f, v, at: whole["preadv"](f, [v[0][:999]], at))
@@ -151,7 +151,7 @@ def test_short_reads_and_writes_go_on(saved, tmp_path, monkeypatch):
 
 
 class Note:
-    """What a rank has of its own."""
+    """State that differs by rank."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -164,7 +164,7 @@ class Note:
 
 
 def two_ranks(folder):
-    """A checkpoint of two ranks whose states differ, made of two of one rank."""
+    """Return a checkpoint of two ranks with different states, joined from two of one rank."""
     for rank in (0, 1):
         checkpoint.save(torch.nn.Linear(1, 1), folder / str(rank), state={"note": Note(rank)})
     path = folder / "0"

@@ -1,4 +1,4 @@
-"""What is saved comes back bit for bit, and training goes on as if nothing had been."""
+"""Saved contents come back bit for bit, and training continues as without a break."""
 
 import json
 
@@ -20,7 +20,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, optimizer):
     before = contents(model, optimizers)
     train(model, optimizers, 5, 12)
     loaded, of_loaded = made(optimizer, seed=1)
-    train(loaded, of_loaded, 50, 53)  # what was there goes
+    train(loaded, of_loaded, 50, 53)  # the load must replace these
     checkpoint.load(loaded, tmp_path / "a", of_loaded)
     assert_equal(contents(loaded, of_loaded), before)
     train(loaded, of_loaded, 5, 12)
@@ -48,7 +48,7 @@ def test_before_the_first_step(tmp_path):
     assert len(loaded.users.table) == 0
     assert torch.equal(loaded.users.vectors(torch.arange(9)), model.users.vectors(torch.arange(9)))
     for pair in ((model, optimizers), (loaded, of_loaded)):
-        torch.manual_seed(3)  # of dropout
+        torch.manual_seed(3)  # for dropout
         train(*pair, 0, 3)
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
 
@@ -84,8 +84,8 @@ def test_another_capacity(tmp_path, capacity):
     checkpoint.load(loaded, tmp_path / "a", of_loaded)
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
     for pair in ((model, optimizers), (loaded, of_loaded)):
-        torch.manual_seed(3)  # of dropout
-        train(*pair, 5, 40)  # new keys start with what the optimizer begins with
+        torch.manual_seed(3)  # for dropout
+        train(*pair, 5, 40)  # new keys start with the optimizer's initial states
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
 
 
@@ -99,7 +99,7 @@ def test_rows_that_do_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match=f"table users has {size} rows, .*capacity of 100"):
         checkpoint.load(small, tmp_path / "a", of_small)
     assert len(small.users.table) == 0
-    assert len(small.rows.table) == 1  # as it was
+    assert len(small.rows.table) == 1  # the load has changed neither table
 
 
 def test_another_dtype_on_request(tmp_path):
@@ -170,7 +170,7 @@ def test_groups_and_parameters_of_no_module_and_settings_of_none(tmp_path):
 
     module, optimizer = stepped(1.0)
     checkpoint.save(module, tmp_path / "a", optimizer)
-    for settings in ({}, {"foreach": False}):  # None, which is torch's default, or a choice
+    for settings in ({}, {"foreach": False}):  # foreach is None by default, or may be set
         other, loaded = stepped(3.0, **settings)
         checkpoint.load(other, tmp_path / "a", loaded)
         parameters = [each for group in loaded.param_groups for each in group["params"]]

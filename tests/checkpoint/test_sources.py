@@ -1,4 +1,4 @@
-"""Tables of other libraries: files that are odd but real, and files that are damaged."""
+"""Tables of other libraries: unusual but real files, and damaged ones."""
 
 import io
 import os
@@ -90,7 +90,7 @@ def test_npz_that_is_damaged_is_refused(tmp_path):
 
 
 def npz_of(path, headers, contents, method=zipfile.ZIP_DEFLATED, version=b"\x01\x00"):
-    """An archive of arrays whose headers say anything."""
+    """Write an archive of arrays with arbitrary headers."""
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, header in headers.items():
             text = header if isinstance(header, bytes) else repr(header).encode("utf8", "replace")
@@ -106,7 +106,7 @@ def header(descr, *shape):
 CLAIMS = {
     "rows": ({"vectors": header("<f4", 2**40, 8)}, {}),
     "keys": ({"vectors": header("<f4", 2**28, 1), "keys": header("<i8", 2**28)}, {}),
-    # What is there is as much as the header says, but for what it says of the rest.
+    # The data are as large as the header says, but compress to almost nothing.
     "repeated keys": (
         {"vectors": header("<f4", 1 << 24, 1), "keys": header("|u1", 1 << 24)},
         {"vectors": bytes(1 << 26), "keys": bytes(1 << 24)},
@@ -128,7 +128,7 @@ def test_memory_is_that_of_what_a_npz_has(tmp_path, claim):
 
 
 def test_rows_that_no_bytes_stand_for(tmp_path):
-    """A state whose tensor was expanded says more than the file has."""
+    """The state of an expanded tensor claims more elements than the file holds."""
     state = {"embedding_bags.t.weight": torch.zeros(1, 8).expand(2**33, 8)}
     torch.save(state, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match=r"state\.pt: .*there are 32 "):
@@ -171,7 +171,7 @@ def odd_npz(path, chance):
     methods = [zipfile.ZIP_STORED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
     method = chance.choice(methods) if kind == "method" else zipfile.ZIP_DEFLATED
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # two of one name
+        warnings.simplefilter("ignore")  # two members may have the same name
         npz_of(path, headers, contents, method, version)
     if kind == "archive":
         path.write_bytes(damaged(path.read_bytes(), chance))
@@ -194,7 +194,7 @@ def odd_sok2(path, chance):
     file = chance.choice(sorted(path.iterdir()))
     content = file.read_bytes()
     if file.name == "meta_info" and chance.random() < 0.7:
-        # A name of a table or of an optimizer, or a number.
+        # The name of a table or of an optimizer, or a number.
         place, size = chance.choice(
             [(44, 256), (556, 32), (0, 4), (4, 4), (12, 4), (20, 4), (28, 8)]
         )
@@ -230,7 +230,7 @@ def odd_torchrec(path, chance):
 
 
 def flip_behind(name, by):
-    """Change a byte so many behind the first place where something is."""
+    """Return a function that flips the byte `by` bytes after the first occurrence of `name`."""
 
     def change(content):
         content[content.index(name) + by] ^= 0xFF
@@ -286,7 +286,7 @@ def test_names_of_optimizers_are_no_patterns(tmp_path, optimizer):
 @time_limit
 @pytest.mark.parametrize("kind", ["npz", "sok1", "sok2", "torchrec"])
 def test_odd_dumps_are_imported_or_refused(tmp_path, capsys, kind):
-    """As it should be: a checkpoint, or one line that names the file, and nothing left behind."""
+    """A dump gives a checkpoint, or one line that names the file, and nothing else is left."""
     results = {0: 0, 2: 0}
     files = open_files()
     before = forget_peak()
@@ -307,7 +307,7 @@ def test_odd_dumps_are_imported_or_refused(tmp_path, capsys, kind):
             assert last.startswith("sparsekit: "), (number, text)
             assert str(dump) in last, (number, text)
         else:
-            checkpoint.reshard(out, folder / "again", 2)  # it is a whole one
+            checkpoint.reshard(out, folder / "again", 2)  # the result is a whole checkpoint
         assert {path.name for path in folder.iterdir()} <= {dump.name, "out", "again"}, number
         assert out.exists() == (status == 0)
     assert peak() - before < 100 << 20

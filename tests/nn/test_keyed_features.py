@@ -19,7 +19,7 @@ BATCH = 6
 
 
 def one_by_one(layers, keyed):
-    """name -> [batch, dim]; the features of one table in one call, as they insert together."""
+    """Return name -> [batch, dim]; features of one table share a call, as they insert together."""
     tables = [layers[layer] for _, layer, _ in ASKED]
     calls = [keyed.of(name) for name, _, _ in ASKED]
     outputs = {}

@@ -1,4 +1,4 @@
-"""Weights and gradients that the suites of the optimizers share, and all optimizers by name."""
+"""Weights and gradients shared by the suites of the optimizers, and all optimizers by name."""
 
 import torch
 from conftest import generator
@@ -7,10 +7,10 @@ from sparsekit import optim
 from sparsekit.nn import EmbeddingWeight
 
 ROWS, DIM, STEPS = 12, 5, 50
-NEVER = 11  # a row that no gradient touches
+NEVER = 11  # no gradient touches this row
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
-# Those under which a row without a gradient keeps its bits. Rates are large, so that errors show.
+# Optimizers that leave rows without a gradient alone. Large rates make errors visible.
 TOUCHED = {
     "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
     "SGD momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -39,7 +39,7 @@ TOUCHED = {
         {"lr": 0.1, "weight_decay": 0.1, "bias_correction": "per_row", "maximize": True},
     ),
 }
-# And those under which it moves.
+# Optimizers that move all rows.
 ALL_ROWS = {
     "Adam": (optim.Adam, {"lr": 0.1}),
     "Adam sweep": (optim.Adam, {"lr": 0.1, "mode": "sweep"}),
@@ -57,7 +57,7 @@ OPTIMIZERS = TOUCHED | ALL_ROWS
 
 
 class TensorFlowAdam(torch.optim.Optimizer):
-    """Adam on dense gradients as TensorFlow's documentation has it, with its epsilon hat."""
+    """Adam for dense gradients as in TensorFlow's documentation, with its "epsilon hat"."""
 
     def __init__(self, params, lr=0.001, betas=(0.9, 0.999), eps=1e-7):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
@@ -81,7 +81,7 @@ def make(name, parameters, **settings):
 
 
 def start(dtype=torch.float64, shape=(ROWS, DIM), seed=0):
-    """The weight of an embedding layer."""
+    """Return the weight of an embedding layer."""
     weight = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
     return EmbeddingWeight(weight.to(dtype))
 
@@ -93,7 +93,7 @@ def sparse(rows, values, num_rows=ROWS):
 
 
 def gradients(dtype=torch.float64, steps=STEPS):
-    """Row 0 in every step, row 1 in the first and the last, others now and then; repeats."""
+    """Yield gradients of row 0 always, row 1 in the first and last step, others at times."""
     for step in range(steps):
         rows = torch.randint(2, NEVER, (6,), generator=generator(step)).tolist()
         rows += [0, 1] if step in (0, steps - 1) else [0]

@@ -1,7 +1,8 @@
-"""A model of keys, and sequences of training and restoring that a table must make as it does.
+"""A dict as a model of a table, and random sequences of training and restoring for both.
 
-The model is a dict from key to vector and states. Its arithmetic is that of the optimizer on plain
-parameters, which other suites compare with torch and NumPy; here only rows could be mistaken.
+The dict maps keys to vectors and states. Its arithmetic is that of the optimizer on plain
+parameters, which other suites compare with torch and NumPy; these tests find rows that belong to
+the wrong key.
 """
 
 import copy
@@ -34,7 +35,7 @@ def make_any(name, parameters):
 
 
 class Model:
-    """What is expected: vectors and states by key, and the number of steps."""
+    """Expected vectors and states by key, and the number of steps."""
 
     def __init__(self, name):
         self.name, self.vectors, self.states, self.step = name, {}, {}, None
@@ -42,7 +43,7 @@ class Model:
         self.initial = lambda key: initial.vectors(torch.tensor([key]))[0]
 
     def train(self, gradients):
-        """One step; gradients by key, those of new keys too."""
+        """Take a step with gradients by key, some of which may be new."""
         for key in gradients:
             self.vectors.setdefault(key, self.initial(key))
         self.keep_states()
@@ -65,7 +66,7 @@ class Model:
             self.states[key] = {n: state[n][i].clone() for n in fresh}
 
     def _fresh(self, like):
-        """The states of rows in the first step, before it."""
+        """Return the states that rows have before their first step."""
         weight = torch.nn.Parameter(like.detach().clone())
         optimizer = make_any(self.name, [weight])
         if self.name in OF_TORCH:
@@ -80,7 +81,7 @@ class Model:
         return {n: v for n, v in rows.items() if n != "row_step" or self.name not in ALL_ROWS}
 
     def load(self, other, vectors, states):
-        """Take over a saved model, its states, or both."""
+        """Load vectors, states or both of a saved model."""
         other = copy.deepcopy((other.vectors, other.states, other.step))
         if vectors:
             self.vectors = other[0]
@@ -93,12 +94,12 @@ class Model:
         self.vectors, self.states = {}, {}
 
     def keep_states(self):
-        """Drop the states of keys that are gone."""
+        """Drop the states of keys that no longer exist."""
         self.states = {key: state for key, state in self.states.items() if key in self.vectors}
 
 
 class Side:
-    """A table with its optimizer, and what they should be."""
+    """Table with its optimizer, and the model of what they should hold."""
 
     def __init__(self, name, capacity=CAPACITY, fused=False):
         self.name, self.fused = name, fused
@@ -144,7 +145,7 @@ class Side:
 
 
 class Saved:
-    """A moment to go back to: states in memory, and a checkpoint."""
+    """A moment to restore: states in memory, and a checkpoint."""
 
     def __init__(self, side, save):
         layer, optimizer = side.layer, side.optimizer
@@ -156,7 +157,7 @@ class Saved:
 
 
 def saver(rng, folder, checkpoints, number):
-    """Some way to save a layer and its optimizer, complete or what has changed; returns where."""
+    """Return a random way to save a layer and its optimizer; the function returns the folder."""
 
     def in_background(layer, optimizer):
         return checkpoints.async_save(number, layer, optimizer).wait()
@@ -172,7 +173,7 @@ def saver(rng, folder, checkpoints, number):
 
 
 def restore(rng, side, saved, way):
-    """Go back in some way."""
+    """Restore a saved moment in a given way."""
     of_torch = side.name in OF_TORCH
     both = way.endswith("both")
     if way.startswith("checkpoint"):
@@ -185,17 +186,17 @@ def restore(rng, side, saved, way):
         loads = [lambda: side.layer.load_state_dict(copy.deepcopy(saved.layer))]
         if both:
             loads.append(lambda: side.optimizer.load_state_dict(copy.deepcopy(saved.optimizer)))
-            # The states of torch's optimizers do not tell of which keys they are.
+            # The states of torch's optimizers do not name their keys.
             loads = loads[::-1] if of_torch or rng.random() < 0.5 else loads
         for load in loads:
             load()
     side.model.load(saved.model, vectors=True, states=both)
     if of_torch and both:
-        side.train(rng, list(saved.model.vectors))  # from now on they are known to be of these keys
+        side.train(rng, list(saved.model.vectors))  # from here on the states belong to these keys
 
 
 def run(name, seed, operations=14):
-    """One sequence; raises where the table and the model differ."""
+    """Run one random sequence; raises if table and model differ."""
     rng = random.Random(f"{name} {seed}")
     ours = name in OPTIMIZERS
     universe = [rng.randrange(-(2**63), 2**63) for _ in range(12)]
@@ -204,7 +205,7 @@ def run(name, seed, operations=14):
     ways = ["module", "both", "checkpoint", "checkpoint both", *(["states alone"] if ours else [])]
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        # Both sides, their copies and those made anew save through the same one.
+        # Both sides, their copies and recreated ones save through the same Checkpoints.
         checkpoints = checkpoint.Checkpoints(folder / "all", keep=99, complete_every=3)
         for number in range(operations):
             place = rng.randrange(2)

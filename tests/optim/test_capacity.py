@@ -1,4 +1,4 @@
-"""A state of an optimizer goes on with a table of another capacity."""
+"""The state of an optimizer can be used with a table of another capacity."""
 
 import copy
 
@@ -10,7 +10,7 @@ import sparsekit
 
 from .cases import ALL_ROWS, OPTIMIZERS, make
 
-USED = 30  # rows after the first steps
+USED = 30  # rows in use after the first steps
 
 
 def table(capacity, **options):
@@ -28,8 +28,8 @@ def train(layer, optimizer, first, last, keys=USED):
 
 
 def rows(layer, optimizer, count):
-    """Vectors and states of the first rows."""
-    layer.state_dict()  # rows that are late catch up
+    """Return the vectors and states of the first rows."""
+    layer.state_dict()  # late rows catch up
     state = optimizer.state[layer.weight]
     found = {name: value[:count] if value.dim() else value for name, value in state.items()}
     return {**found, "vectors": layer.weight.detach()[:count]}
@@ -55,7 +55,8 @@ def test_training_goes_on(name, capacity, model_first):
     for load in loads if model_first else reversed(loads):
         load()
     same(rows(other, of_other, USED), rows(layer, optimizer, USED))
-    keys = USED if capacity < 70 else 2 * USED  # new rows begin as they would have
+    # New rows start as they would have at the old capacity.
+    keys = USED if capacity < 70 else 2 * USED
     for pair in ((layer, optimizer), (other, of_other)):
         train(*pair, 4, 10, keys)
     assert len(other.table) == len(layer.table)
@@ -77,7 +78,7 @@ def test_rows_beyond_are_as_those_that_no_step_has_touched(name):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         if key == "row_step" and name in ALL_ROWS:
-            continue  # 0 or the step: with a state of zeros a row stays where it is
+            continue  # 0 or the step number: with zero states, a row does not move
         assert same_bits(found[key], value), key
 
 
@@ -149,7 +150,7 @@ def test_states_of_different_lengths():
 
 @pytest.mark.parametrize("name", ["LazyAdam per row", "Adam"])
 def test_without_the_steps_of_rows(name):
-    """A state of torch's Adam has none: its rows have made all steps, and new ones none or all."""
+    """Without row_step, as in torch's Adam, rows count all steps, and new ones none or all."""
     layer, large = table(70), table(90)
     optimizer, of_large = (make(name, one.parameters()) for one in (layer, large))
     train(layer, optimizer, 0, 3)

@@ -1,4 +1,4 @@
-"""Exact Adam and SGD with momentum: the weights of torch's dense optimizers, whoever reads them."""
+"""Exact Adam and SGD with momentum give the weights of torch's dense optimizers to every reader."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ DTYPES = [torch.float64, torch.float32]
 
 
 def layer_of(dtype=torch.float64, **settings):
-    """A layer whose key k is in row k, and which starts from the same vectors every time."""
+    """Return a layer with key k in row k and the same initial vectors on every call."""
     return sparsekit.All2AllDenseEmbedding(
         KEYS, DIM, 1, 1, dynamic_input=True, use_hashtable=False, dtype=dtype, seed=1,
         embedding_initializer=sparsekit.nn.Normal(), **settings,
@@ -40,20 +40,20 @@ def layer_of(dtype=torch.float64, **settings):
 
 
 def keys_of(step):
-    """Key 0 always, key 1 in the first and in step 45, others in turns; never 19."""
+    """Return key 0 always, key 1 in steps 0 and 45, others at random; never 19."""
     generator = torch.Generator().manual_seed(step)
     keys = torch.randint(2, KEYS - 1, (3,), generator=generator)
     return torch.cat([keys, torch.tensor([0, 1] if step in (0, 45) else [0])])
 
 
 def loss_of(vectors, step):
-    """Something whose gradient depends on the vectors, so that a wrong one is never forgotten."""
+    """Return a loss whose gradient depends on the vectors, so that errors persist."""
     target = torch.randn(vectors.shape, generator=torch.Generator().manual_seed(step))
     return ((vectors - target.to(vectors.dtype)) ** 2).sum()
 
 
 class Twins:
-    """A layer under our optimizer and a dense weight under torch's, on the same batches."""
+    """A layer under our optimizer and a dense weight under torch's, trained on the same batches."""
 
     def __init__(self, name, dtype=torch.float64, **settings):
         self.layer = layer_of(dtype)
@@ -75,12 +75,12 @@ class Twins:
         self.theirs.step()
 
     def steps(self, *bounds):
-        """As many as range(*bounds) has."""
+        """Take the steps range(*bounds)."""
         for step in range(*bounds):
             self.step(step)
 
     def check_all(self):
-        """What a lookup of every key reads."""
+        """Check the vectors that a lookup of all keys reads."""
         with torch.no_grad():
             found = self.layer(torch.arange(KEYS))
         torch.testing.assert_close(found, self.dense.detach(), **self.close)
@@ -154,7 +154,7 @@ def test_only_so_many_steps_are_kept(name, most, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
 def test_both_modes_give_the_same_bits(dtype):
-    # Fewer steps than may matter, so none is left out.
+    # A row never misses enough steps for catching up to cut any off.
     layers = layer_of(dtype), layer_of(dtype)
     optimizers = [
         optim.Adam([layer.weight], lr=0.1, mode=mode)
@@ -262,7 +262,7 @@ def test_a_layer_that_is_converted():
     twins.theirs = torch.optim.Adam([twins.dense], lr=0.1)
     for optimizer, state in zip((twins.ours, twins.theirs), states, strict=True):
         optimizer.load_state_dict(state)
-    twins.close = {"rtol": 0, "atol": 1e-5}  # of what came before
+    twins.close = {"rtol": 0, "atol": 1e-5}  # tolerance for the steps in float32
     twins.steps(10, 20)
     twins.check_all()
 
@@ -295,7 +295,8 @@ def test_new_keys_do_not_make_up_for_what_their_rows_did_before():
 
 def test_momentum_that_a_schedule_changes():
     twins = Twins("SGD catch_up", lr=0.01)
-    twins.ours = optim.SGD([twins.layer.weight], lr=0.01, mode="catch_up")  # none to begin with
+    # The schedule turns momentum on.
+    twins.ours = optim.SGD([twins.layer.weight], lr=0.01, mode="catch_up")
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=45)
         for optimizer in (twins.ours, twins.theirs)
@@ -339,7 +340,7 @@ def test_an_optimizer_lives_only_as_long_as_rows_are_late():
     alive = weakref.ref(twins.ours)
     twins.ours = optim.LazyAdam([twins.layer.weight])
     gc.collect()
-    assert alive() is not None  # it knows what rows have missed
+    assert alive() is not None  # the rows' missed steps are recorded in it
     loss_of(twins.layer(torch.tensor([3])), 5).backward()
     twins.ours.step()
     gc.collect()
@@ -397,7 +398,8 @@ def test_steps_of_a_hash_table():
             optimizer.step()
     for model in (layer, other):
         model.eval()
-    keys = torch.arange(-12, 12).view(-1, 1, 1).expand(-1, 1, 3) * 10**15  # some of them unseen
+    # Some of these keys are unseen.
+    keys = torch.arange(-12, 12).view(-1, 1, 1).expand(-1, 1, 3) * 10**15
     assert same_bits(layer(keys), other(keys))
 
 
@@ -411,7 +413,7 @@ def test_evaluation_by_several_threads(monkeypatch):
     def slowly(*arguments):
         inside.append(arguments)
         most.append(len(inside))
-        time.sleep(0.2)  # in which another thread could come between
+        time.sleep(0.2)  # another thread might get in between
         op(*arguments)
         inside.pop()
 

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ and clip_grad_value_ against torch's, on dense copies of the gradients."""
+"""clip_grad_norm_ and clip_grad_value_ equal torch's on dense copies of the gradients."""
 
 import copy
 import functools
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sparsekit
 from sparsekit.optim.clip import clip_grad_norm_, clip_grad_value_
 
-# Whether torch takes norms of sparse tensors.
+# True if torch computes norms of sparse tensors.
 SPARSE_NORMS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 ROWS = {"coalesced": [0, 3, 4], "repeated": [4, 0, 4, 4], "no rows": []}
@@ -25,7 +25,7 @@ def parameter(grad, weight=torch.nn.Parameter):
 
 
 def sparse(rows, dtype):
-    """A gradient of these rows, coalesced if they rise; sums of repeated rows are exact."""
+    """Return a gradient of these rows, coalesced if they ascend; sums of repeats are exact."""
     indices = torch.tensor([rows], dtype=torch.int64)
     values = whole_numbers(len(rows), 3, dtype=dtype)
     rise = rows == sorted(set(rows))
@@ -35,7 +35,7 @@ def sparse(rows, dtype):
 
 
 def every_kind(dtype, rows=ROWS["repeated"]):
-    """A layer's weight, a sparse one of torch, dense ones, and one without a gradient."""
+    """Return a layer's weight, a sparse one of torch, dense ones, and one without a gradient."""
     return [
         parameter(sparse(rows, dtype), sparsekit.nn.EmbeddingWeight),
         parameter(sparse(rows[::2], dtype)),
@@ -46,7 +46,7 @@ def every_kind(dtype, rows=ROWS["repeated"]):
 
 
 def dense_copies(parameters):
-    """The same gradients as torch clips them: dense, in float64."""
+    """Return parameters with the same gradients, dense and in float64, for torch to clip."""
     return [
         parameter(p.grad.to_dense().to(torch.float64, copy=True))
         if p.grad is not None
@@ -66,7 +66,7 @@ def test_equals_torch_on_dense_gradients(dtype, rows, norm_type, max_norm):
     norm = clip_grad_norm_(parameters, max_norm, norm_type)
     expected = torch.nn.utils.clip_grad_norm_(copies, max_norm, norm_type)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # In float32 for bfloat16, too.
+    # The norm of bfloat16 gradients is float32.
     assert norm.dtype == wide
     assert_close(norm, expected.to(wide))
     for p, q in zip(parameters, copies, strict=True):
@@ -104,7 +104,7 @@ def test_after_backward(layer_type):
     arguments = ("sum", 10, 3, 2, 2) if layer_type == "DistributedEmbedding" else (10, 3, 2, 2)
     layer = getattr(sparsekit, layer_type)(*arguments)
     model = torch.nn.Sequential(layer, torch.nn.Linear(3, 1))
-    for _ in range(2):  # the second is added to the first
+    for _ in range(2):  # the second gradient is added to the first
         model(torch.tensor([[[7, 8], [7, 7]]])).sum().backward()
     copies = dense_copies(model.parameters())
     norm = clip_grad_norm_(model.parameters(), 0.5)
@@ -157,7 +157,7 @@ def test_a_norm_that_is_not_finite(which, bad, norm_type):
     expected = torch.nn.utils.clip_grad_norm_(copies, 1, norm_type)
     torch.testing.assert_close(norm, expected.float(), equal_nan=True)
     for p, q in zip(parameters, copies, strict=True):
-        if p.grad is not None and p.grad.is_sparse:  # torch's has rows besides, of NaN or 0
+        if p.grad is not None and p.grad.is_sparse:  # torch's copy also has other rows, of NaN or 0
             p, q = p.grad, q.grad[p.grad._indices()[0]].float()
             torch.testing.assert_close(p._values(), q, equal_nan=True)
         elif p.grad is not None:
@@ -187,7 +187,7 @@ def test_errors(arguments, error, message):
 
 
 class NothingRead(TorchDispatchMode):
-    """Raises where a tensor's number would be read, for which a GPU has to be waited for."""
+    """Mode that raises if a tensor's number is read, since a GPU would have to wait."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function is not torch.ops.aten._local_scalar_dense.default
@@ -221,12 +221,12 @@ def test_values_as_torch_clips_dense_ones(dtype, rows, clip_value):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("foreach", [None, True, False])
 def test_torch_clips_norms_as_ours_or_raises(foreach, rows, norm_type):
-    """On one rank; see tests/ranks/test_gradient_tools.py for several."""
+    """This is for one rank; tests/ranks/test_gradient_tools.py is for several."""
     parameters, copies = ([*every_kind(torch.float32, ROWS[rows])] for _ in range(2))
     for p, q in zip(parameters, copies, strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
     by_torch = functools.partial(torch.nn.utils.clip_grad_norm_, foreach=foreach)
-    nothing = rows == "no rows" and norm_type == math.inf  # the largest of which is none
+    nothing = rows == "no rows" and norm_type == math.inf  # an empty maximum does not exist
     if SPARSE_NORMS and not nothing:
         norm = clip_grad_norm_(parameters, 0.7, norm_type)
         torch.testing.assert_close(by_torch(copies, 0.7, norm_type), norm)
@@ -234,12 +234,12 @@ def test_torch_clips_norms_as_ours_or_raises(foreach, rows, norm_type):
             if p.grad is not None:
                 assert_close(q.grad.to_dense(), p.grad.to_dense())
     else:
-        with pytest.raises(RuntimeError):  # NotImplementedError, before torch 2.14
+        with pytest.raises(RuntimeError):  # NotImplementedError before torch 2.14
             by_torch(copies, 0.7, norm_type)
 
 
 def test_torch_cannot_clip_values_of_sparse_gradients():
-    """If it can one day, ours is no longer needed."""
+    """Once torch can do it, our function is no longer needed."""
     with pytest.raises(NotImplementedError):
         torch.nn.utils.clip_grad_value_(every_kind(torch.float32), 1.0)
 

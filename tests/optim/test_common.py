@@ -1,4 +1,4 @@
-"""What holds for every optimizer."""
+"""Behaviour that all optimizers share."""
 
 import copy
 import inspect
@@ -20,7 +20,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def caught_up(optimizer, weight):
-    """The weight as a reader would see it."""
+    """Return the weight as a reader sees it."""
     optimizer.state_dict()
     return weight.detach()
 
@@ -171,7 +171,7 @@ def test_a_state_that_does_not_fit(name):
 SHAPES = [(), (7,), (3, 4), (2, 3, 4), (0,), (0, 4), (3, 0)]
 
 
-# To some it matters what a row is; see their own tests.
+# For some optimizers the shape of a row matters; they have tests of their own.
 @pytest.mark.parametrize(
     ("name", "shape"),
     [(n, s) for n in TOUCHED for s in SHAPES if len(s) == 2 or not ("RowWise" in n or "LAMB" in n)],
@@ -265,7 +265,7 @@ def test_weight_decay_of_torchs_adam_is_another():
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "RMSProp", "LazyAdam decay", "Adam"])
 def test_settings_of_torchs_that_are_ours(name, maximize):
-    """A run of torch's goes on with its weight decay, which is L2, or decoupled in AdamW."""
+    """A run of torch's optimizer continues with its weight decay: L2, or decoupled for AdamW."""
     kind, settings = TORCHS[name]
     weight, other = (torch.nn.Parameter(start().detach()) for _ in range(2))
     theirs, first = (kind([p], **settings, maximize=maximize) for p in (weight, other))
@@ -278,7 +278,7 @@ def test_settings_of_torchs_that_are_ours(name, maximize):
     torch.testing.assert_close(other, weight, rtol=0, atol=1e-12)
 
 
-# With momentum and amsgrad, which need states, and without eps where AdamW has it elsewhere.
+# Momentum and amsgrad need states; eps is 0 where AdamW adds it at another place.
 TORCHS = {
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1}),
@@ -357,7 +357,8 @@ def test_a_seed_must_be_an_int():
 def test_a_learning_rate_of_zero_moves_nothing(name):
     weight = start()
     optimizer = make(name, [weight])
-    optimizer.param_groups[0]["lr"] = 0.0  # as a schedule begins; and DCP asks for states so
+    # As at the start of a schedule; DCP also asks for states this way.
+    optimizer.param_groups[0]["lr"] = 0.0
     run(optimizer, weight, gradients(steps=3))
     assert same_bits(caught_up(optimizer, weight), start())
 
@@ -437,7 +438,7 @@ def test_a_step_that_fails_does_not_count(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_models_learn(name):
-    """A pooled layer and a dense one under one optimizer."""
+    """A pooled layer and a dense one learn under the same optimizer."""
     torch.manual_seed(0)
     layer = sparsekit.DistributedEmbedding("mean", 50, 8, 1, 3, name="learns")
     model = torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(8, 1))

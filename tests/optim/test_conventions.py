@@ -1,8 +1,9 @@
-"""The peers' optimizers under the conventions named after them, written out once more.
+"""Optimizers equal those of other libraries under the conventions named after them.
 
 SOK's tests of its Adam train a layer and a dense part on random ids and compare with tf.keras:
-learning rate 0.1, eps 1e-7, tolerance 1e-4. FBGEMM's compare a few steps of each optimizer with its
-published formula: tolerance 1e-3, here with eps 1e-4, where the two conventions are far apart.
+learning rate 0.1, eps 1e-7, tolerance 1e-4. FBGEMM's tests compare a few steps of each optimizer
+with its published formula: tolerance 1e-3, here with eps 1e-4, where the two conventions differ
+clearly.
 """
 
 import pytest
@@ -38,9 +39,9 @@ def test_first_step_where_eps_matters(kind, settings, expected):
 
 
 class SokDemo:
-    """Vectors of all slots side by side, a dense layer of ones, and a binary label.
+    """SOK's demo: vectors of all slots side by side, a dense layer of ones, a binary label.
 
-    The formula is computed in float64, with gradients of its own.
+    The formula is computed in float64, with its own gradients.
     """
 
     def __init__(self, form, seed, dtype=torch.float32, **settings):
@@ -67,7 +68,7 @@ class SokDemo:
         return keys, labels
 
     def step(self, keys, labels):
-        """One step of both; how far apart their vectors are before it."""
+        """Take one step with both; returns how far apart the vectors were before."""
         vectors = self.layer(keys).flatten(1)
         table, weight, bias = self.expected
         wanted = table[keys].mean(2).flatten(1)
@@ -76,7 +77,7 @@ class SokDemo:
             optimizer.zero_grad()
             target = labels.to(output.dtype)[:, None]
             loss = torch.nn.functional.binary_cross_entropy_with_logits(output, target)
-            (loss / 128).backward()  # as the mean over SOK's 65,536 samples
+            (loss / 128).backward()  # like the mean over SOK's 65,536 samples
             optimizer.step()
         return (vectors - wanted).abs().max().item()
 
@@ -96,7 +97,7 @@ def test_the_demos_of_sok_tell_the_conventions_apart(form):
     assert max(demo.step(*demo.batch()) for _ in range(10)) > 1e-3
 
 
-# FBGEMM's formulas of one row: gradient g, weight w, states by name, step t.
+# FBGEMM's formulas for one row: gradient g, weight w, states by name, step t.
 EPS, LR, DECAY = 1e-4, 0.05, 0.1
 BETAS = {"betas": (0.9, 0.99)}
 
@@ -177,7 +178,7 @@ FBGEMM = {
 
 
 def far_from_fbgemm(name, seed, scale, **settings):
-    """The largest difference after ten steps with gradients of this size."""
+    """Return the largest difference after ten steps with gradients of this size."""
     kind, own, formula = FBGEMM[name]
     weight = start(torch.float32, seed=seed)
     optimizer = kind([weight], lr=LR, eps=EPS, **(own | settings))
@@ -209,7 +210,7 @@ def test_the_formulas_of_fbgemm_tell_the_conventions_apart():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_maximize_negates_gradients(name, dtype):
-    """And leaves those of the caller as they are."""
+    """The gradients of the caller stay unchanged."""
     weight, other = start(dtype), start(dtype)
     grads = [grad.coalesce() for grad in gradients(dtype, 10)]
     kept = [grad._values().clone() for grad in grads]
@@ -217,7 +218,7 @@ def test_maximize_negates_gradients(name, dtype):
     run(optimizers[0], weight, grads)
     run(optimizers[1], other, [-grad for grad in grads])
     for optimizer in optimizers:
-        optimizer.state_dict()  # rows catch up
+        optimizer.state_dict()  # late rows catch up
     assert same_bits(weight, other)
     for state, value in optimizers[0].state[weight].items():
         assert same_bits(value, optimizers[1].state[other][state])
@@ -241,7 +242,7 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     run(optimizer, weight, gradients(steps=2))
     resumed.load_state_dict(optimizer.state_dict())
     assert resumed.param_groups[0][setting] == value
-    # A state saved before there was such a setting has what it is now by default.
+    # A state saved before the setting existed gets its present default.
     state = optimizer.state_dict()
     del state["param_groups"][0][setting]
     resumed = kind([start()])
@@ -250,7 +251,7 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
 
 
 def test_a_convention_that_changes_between_steps():
-    """Rows that are late catch up under the one that their steps had."""
+    """Late rows catch up under the convention that their steps had."""
     weight, other = start(), start()
     late, swept = (optim.Adam([p], lr=0.1, eps=0.1, mode=mode)
                    for p, mode in ((weight, "catch_up"), (other, "sweep")))  # fmt: skip

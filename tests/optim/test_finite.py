@@ -1,4 +1,4 @@
-"""What check_finite_gradients says of gradients that are broken on purpose."""
+"""check_finite_gradients reports gradients that are broken on purpose."""
 
 import math
 import pickle
@@ -27,7 +27,7 @@ class Model(torch.nn.Module):
 
     @property
     def values(self):
-        """The layer's gradient: four rows."""
+        """Return the layer's gradient of four rows."""
         return self.clicks.weight.grad._values()
 
 
@@ -43,7 +43,7 @@ def test_finite_gradients():
     model.zero_grad()
     check_finite_gradients(model)
     check_finite_gradients(torch.nn.ReLU())
-    model.clicks.weight.data.fill_(math.nan)  # no gradient
+    model.clicks.weight.data.fill_(math.nan)  # the weight is no gradient
     check_finite_gradients(model)
 
 
@@ -52,7 +52,7 @@ def test_finite_gradients():
 def test_the_key_of_a_row(row, bad):
     model = Model()
     model.values[row, 1] = bad
-    model.values[row:, 2] = 0.0 * bad  # a NaN in all of them, in a later column
+    model.values[row:, 2] = 0.0 * bad  # these rows also have a NaN in a later column
     found = error(model)
     assert (found.layer, found.key, found.rank) == ("user clicks", KEYS[row], 0)
     assert str(found) == (
@@ -63,7 +63,7 @@ def test_the_key_of_a_row(row, bad):
 
 def test_the_key_without_a_hash_table():
     model = Model(use_hashtable=False)
-    model.values[2, 0] = math.inf  # of rows 0, 1, 8, 9
+    model.values[2, 0] = math.inf  # the gradient has rows 0, 1, 8 and 9
     found = error(model)
     assert found.key == 8
     assert "inf at key 8, row 8, column 0; not finite in 1 row(s)" in str(found)

@@ -1,4 +1,4 @@
-"""fuse_in_backward: the weights of a normal step, and errors where they could not be."""
+"""fuse_in_backward gives the weights of a normal step, or an error where it could not."""
 
 import gc
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 class Model(torch.nn.Module):
-    """A pooled layer with a hash table, one without, and a dense part."""
+    """Model with a pooled layer with a hash table, one without, and a dense part."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -39,7 +39,7 @@ def keys_of(step):
 def train(name, dtype, fused, steps=8):
     model = Model(dtype)
     tables, dense = sparsekit.split_embedding_variable_from_others(model)
-    settings = {"l1": 1e-4} if name == "Ftrl" else {}  # else all weights are zeros
+    settings = {"l1": 1e-4} if name == "Ftrl" else {}  # otherwise all weights become zeros
     optimizers = make(name, tables, **settings), torch.optim.SGD(dense, lr=0.1)
     if fused:
         fuse_in_backward(optimizers[0], model)
@@ -61,7 +61,7 @@ def test_equals_the_normal_step_bit_for_bit(name, dtype):
     for (key, value), expected in zip(
         other.state_dict().items(), one.state_dict().values(), strict=True
     ):
-        if key not in ("bags.table.buckets", "bags.table.hash_seed"):  # where keys lie is free
+        if key not in ("bags.table.buckets", "bags.table.hash_seed"):  # keys may lie elsewhere
             assert same_bits(value, expected), key
     assert not same_bits(one.bags.weight, Model(dtype).bags.weight)
     for p, q in zip((one.bags.weight, one.rows.weight), (other.bags.weight, other.rows.weight),
@@ -71,7 +71,7 @@ def test_equals_the_normal_step_bit_for_bit(name, dtype):
 
 
 def test_a_group_and_evaluation():
-    """Gradients in evaluation: unseen keys have none."""
+    """Gradients also come in evaluation, where unseen keys get none."""
     results = []
     for fused in (False, True):
         layers = {
@@ -186,7 +186,7 @@ def test_an_optimizer_that_is_dropped_is_detached():
 
 
 def test_another_optimizer_takes_over():
-    """Rows that are late under the optimizer before finish its steps, looked up or not."""
+    """Rows late under the previous optimizer finish its steps, whether looked up or not."""
     results = []
     for fused in (False, True):
         layer = sparsekit.All2AllDenseEmbedding(20, 3, 1, 1, dynamic_input=True, name="handed on")

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler around LazyAdam: sparse gradients are unscaled, bad steps are skipped."""
+"""Under torch.amp.GradScaler, LazyAdam gets unscaled sparse gradients and skips bad steps."""
 
 import math
 
@@ -11,7 +11,7 @@ from sparsekit.optim import LazyAdam
 from sparsekit.optim.clip import clip_grad_norm_
 
 STEPS, BATCH, SLOTS, NNZ, DIM = 8, 6, 2, 3, 4
-SCALE = 2.0**10  # a power of two, and so are all scales that come of it: nothing is rounded
+SCALE = 2.0**10  # a power of two, as are all later scales, so that nothing is rounded
 
 
 def batches(dtype):
@@ -38,7 +38,7 @@ def two_optimizers(model):
 
 
 class Training:
-    """A model that is trained with a scaler or, if enabled is False, without."""
+    """A model trained with a scaler, or without one if `enabled` is False."""
 
     def __init__(self, dtype, make_optimizers=one_optimizer, max_norm=None, enabled=True):
         self.model = build(dtype)
@@ -68,7 +68,7 @@ class Training:
         self.scaler.update()
 
     def tensors(self):
-        """All that a step changes: weights, states and step counters."""
+        """Return everything that a step changes: weights, states and step counters."""
         states = [s for o in self.optimizers for s in o.state.values()]
         tensors = [*self.model.parameters(), *(t for state in states for t in state.values())]
         return [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
@@ -92,7 +92,7 @@ def test_scaled_training_equals_unscaled(dtype, make_optimizers, max_norm):
         assert (times == scaled.scaler.get_scale()).all()
         for training in (scaled, plain):
             training.step()
-    assert scaled.scaler.get_scale() == SCALE * 4  # it grew on the way
+    assert scaled.scaler.get_scale() == SCALE * 4  # the scale has grown twice
     assert scaled.optimizers[0].state[scaled.weight]["step"] == STEPS
     assert_same_bits(scaled.tensors(), plain.tensors())
 
@@ -102,7 +102,7 @@ def in_one_row(weight, bad):
 
 
 def in_a_repeated_row(weight, bad):
-    """Not coalesced: the first row once more."""
+    """Add the first row once more, so that the gradient is not coalesced."""
     rows, values = weight.grad._indices(), weight.grad._values().clone()
     values[0, 1] = bad
     weight.grad = torch.sparse_coo_tensor(
@@ -120,7 +120,7 @@ def test_a_step_with_a_bad_gradient_is_skipped(at, clipped, poison, bad):
     plain = Training(torch.float32, max_norm=training.max_norm, enabled=False)
     for step, batch in enumerate(batches(torch.float32)):
         training.backward(*batch)
-        plain.backward(*batch)  # the skipped batch, too: its keys get their rows
+        plain.backward(*batch)  # for the skipped batch, too: its keys get rows
         if step != at:
             training.step()
             plain.step()
@@ -130,7 +130,7 @@ def test_a_step_with_a_bad_gradient_is_skipped(at, clipped, poison, bad):
         training.step()
         assert_same_bits(training.tensors(), before)
         assert training.scaler.get_scale() == scale / 2
-    # And then it goes on as if that step had never been.
+    # Training then continues as if there had been no such step.
     assert training.optimizers[0].state[training.weight]["step"] == STEPS - 1
     assert_same_bits(training.tensors(), plain.tensors())
 

@@ -1,8 +1,7 @@
-"""Training that is interrupted at 500 random moments, against a twin that never is.
+"""Training interrupted at 500 random moments equals a twin that is never interrupted.
 
-What an interrupted step has completed shows in the sizes of the tables and in the numbers of steps
-of the parameters. The twin does just that, so everything must be equal to the bit: keys, vectors
-and states.
+Sizes of tables and step counters show how far an interrupted step got. The twin does exactly that
+much, so keys, vectors and states must be equal bit for bit.
 """
 
 import copy
@@ -27,12 +26,12 @@ CASES = [
     ("Adam", True), ("Adam sweep", False), ("SGD catch_up", False),
     ("SGD nesterov catch_up", True), ("Adagrad", False), ("RowWiseAdagrad", True),
 ]  # fmt: skip
-MOMENTS = 50  # of each case
-SIGNALS = 10  # besides, from another thread, some of which come too late
+MOMENTS = 50  # for each case
+SIGNALS = 10  # additional interrupts from another thread, some of which come too late
 
 
 class Side:
-    """Both kinds of layers, and their optimizer."""
+    """Both kinds of layers and their optimizer."""
 
     def __init__(self, name, fused):
         size = {"max_vocabulary_size_per_gpu": 1000, "dtype": torch.float64}
@@ -49,7 +48,7 @@ class Side:
             optim.fuse_in_backward(self.optimizer, self.model)
 
     def step(self, keys, called=(True, True), updated=(True, True)):
-        """One step of training; the twin does without layers that the other has not got to."""
+        """Take a training step; the twin leaves out layers that the interrupted step missed."""
         self.optimizer.zero_grad()
         loss = torch.zeros((), dtype=torch.float64)
         inputs = keys.view(-1, 1, 2), keys
@@ -75,8 +74,8 @@ class Side:
         return found
 
     def settle(self):
-        """After an interruption: what a loop does that goes on with the next batch."""
-        torch.set_grad_enabled(True)  # torch.no_grad() itself is not safe
+        """Do what a loop does that continues with the next batch after an interrupt."""
+        torch.set_grad_enabled(True)  # an interrupted torch.no_grad() can leave it off
         self.model.train()
         self.optimizer.zero_grad()
         self.optimizer.step()
@@ -89,14 +88,14 @@ def check(one, other):
     keys = torch.cat([keys[: len(keys) // 2 * 2] for keys in tables[0]])
     assert all(map(same_bits, one.read(keys), other.read(keys)))
     for side in (one, other):
-        side.optimizer.state_dict()  # all rows catch up
+        side.optimizer.state_dict()  # all late rows catch up
     for layer, twin in zip(one.model, other.model, strict=True):
         rows = len(layer.table)
         vectors, expected = layer.state_dict()["weight"], twin.state_dict()["weight"]
         assert same_bits(vectors[:rows], expected[:rows])
         state, expected = one.optimizer.state[layer.weight], other.optimizer.state[twin.weight]
         if state.get("step", 0) == 0 and not expected:
-            continue  # made, but not used so far
+            continue  # made, but not used yet
         assert set(state) == set(expected)
         for name in set(state) - {"step"}:
             assert same_bits(state[name][:rows], expected[name][:rows]), name
@@ -104,7 +103,7 @@ def check(one, other):
 
 
 def interrupt_by_signal(call, seconds):
-    """Raise Interrupted from a signal handler; whether it was in time."""
+    """Raise Interrupted from a signal handler; returns whether it came in time."""
     armed = False
 
     def handler(number, frame):
@@ -133,13 +132,14 @@ def interrupt_by_signal(call, seconds):
 
 
 def batch_of(rng, known):
-    """Keys that come again, so that rows are late, and now and then new ones."""
+    """Return repeated keys, so that rows are late, and at times new ones."""
     new = [rng.randrange(-(2**63), 2**63) for _ in range(rng.choice([0, 0, 1, 3]))]
     known += new
     return torch.tensor((new + rng.choices(known, k=6))[:6])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of signals in them
+# Raised by signals in destructors.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("name", "fused"), CASES)
 def test_interrupted_training_is_what_was_completed_of_it(name, fused):
     rng = random.Random(f"{name} {fused}")
@@ -188,7 +188,7 @@ def test_interrupted_anywhere_while_all_rows_catch_up(name):
         twin.optimizer.catch_up(twin.single.weight)
         if moment == 0:
             moment = interrupt(catch_up, -1) // 2
-            continue  # the second half of the call, in which the rows are written
+            continue  # rows are written in the second half of the call
         ended = interrupt(catch_up, moment := moment + 1)
     check(side, twin)
 
@@ -222,7 +222,7 @@ def test_an_update_that_is_interrupted_as_it_returns_is_not_made_again(monkeypat
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_after_an_interrupted_sweep(monkeypatch, way):
-    """The rows of a parameter that is no layer's, which nobody else can have catch up."""
+    """A parameter outside any layer has late rows that only its optimizer can bring up to date."""
     weight = torch.nn.Parameter(torch.ones(4, 2))
     optimizer = optim.Adam([weight], lr=0.1, mode="sweep")
     weight.grad = torch.ones(4, 2).to_sparse(1)
@@ -256,7 +256,7 @@ def test_an_interrupted_load_leaves_the_old_state_or_the_new_one(name):
         load = functools.partial(side.optimizer.load_state_dict, states[1])
         ended = interrupt(load, moment := moment + 7)
         now = side.optimizer.state_dict()["state"]
-        names = [(i, k) for i in now for k in now[i] if k != "keys"]  # those of the table
+        names = [(i, k) for i in now for k in now[i] if k != "keys"]  # keys belong to the table
         same = [
             all(same_bits(now[i][k], saved["state"][i][k]) for i, k in names) for saved in states
         ]

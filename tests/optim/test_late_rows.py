@@ -1,4 +1,4 @@
-"""Rows that wait for a step: what is done with a layer or an optimizer alone takes them along."""
+"""Late rows get their missed steps even if the layer or the optimizer is handled by itself."""
 
 import copy
 import io
@@ -68,12 +68,12 @@ def test_a_new_key_after_a_dense_gradient_under_momentum(nesterov):
     ours = optim.SGD([layer.weight], mode="catch_up", **settings)
     theirs = torch.optim.SGD([dense], **settings)
     for weight in (layer.weight, dense):
-        weight.grad = torch.ones_like(weight)  # a penalty on all rows
+        weight.grad = torch.ones_like(weight)  # like that of a penalty on all rows
     for step in range(10):
         ours.step()
         theirs.step()
         keys = torch.tensor([1, 7] if step >= 5 else [1])
-        if step == 5:  # the row has moved; its new key starts from its own vector
+        if step == 5:  # the row has moved, but its new key starts from the key's own vector
             with torch.no_grad():
                 dense[1] = layer_of().eval()(torch.tensor([7]))[0]
         found = layer(keys)

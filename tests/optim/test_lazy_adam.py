@@ -1,4 +1,4 @@
-"""LazyAdam against the formula in plain torch and against torch.optim.SparseAdam."""
+"""LazyAdam equals the formula in plain torch, and torch.optim.SparseAdam."""
 
 import math
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 class Reference:
-    """The formula of LazyAdam's docstring, in float64; weights are rounded to dtype each step."""
+    """The formula of LazyAdam's docstring in float64; each step rounds the weights to dtype."""
 
     def __init__(self, weight, lr=1e-3, betas=(0.9, 0.999), eps=1e-8):
         self.dtype = weight.dtype
@@ -30,7 +30,7 @@ class Reference:
         if grad.is_sparse:
             touched.zero_()
             touched[grad._indices()[0]] = True
-            # Repeated rows add up exactly, and the sum is rounded to the gradient's dtype.
+            # Repeated rows add up exactly; then the sum is rounded to the gradient's dtype.
             grad = grad.to(torch.float64).coalesce().to_dense().to(grad.dtype)
         g = grad.to(torch.float64)
         beta1, beta2 = self.betas
@@ -77,7 +77,7 @@ def test_bfloat16_rounds_only_the_weight():
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
     torch.testing.assert_close(state["exp_avg"].double(), reference.m, rtol=0, atol=1e-5)
     torch.testing.assert_close(state["exp_avg_sq"].double(), reference.v, rtol=0, atol=1e-5)
-    # Rounded to the same neighbour but for the odd tie.
+    # Most elements round to the same neighbour; ties may differ.
     assert (weight.double() == reference.weight).double().mean() > 0.9
     torch.testing.assert_close(weight.double(), reference.weight, rtol=2**-6, atol=2**-6)
 
@@ -191,7 +191,7 @@ def test_a_loaded_state_is_on_the_device_of_its_parameter(kind, dtype):
     weight = start(dtype)
     optimizer = kind([weight])
     run(optimizer, weight, gradients(dtype, 3))
-    elsewhere = torch.nn.Parameter(weight.detach().to("meta"))  # stands for another device
+    elsewhere = torch.nn.Parameter(weight.detach().to("meta"))  # stands in for another device
     resumed = LazyAdam([elsewhere])
     resumed.load_state_dict(optimizer.state_dict())
     for value in resumed.state[elsewhere].values():
@@ -202,7 +202,7 @@ def test_a_loaded_state_is_on_the_device_of_its_parameter(kind, dtype):
 def test_backward_notices_that_step_has_changed_a_weight_it_needs():
     weight, x = start(), torch.ones(ROWS, dtype=torch.float64, requires_grad=True)
     optimizer = LazyAdam([weight])
-    out = x @ weight  # the gradient for x reads weight
+    out = x @ weight  # the gradient of x needs weight
     weight.square().sum().backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -1,4 +1,4 @@
-"""Optimizers of torch that take no sparse gradients name one of ours that does, in time."""
+"""torch's optimizers without sparse gradients name one of ours before they change anything."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_which_of_ours_to_use(name):
 @pytest.mark.parametrize("name", ["Adam", "SparseAdam"])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_which_of_ours_to_use_where_a_closure_computes_the_gradients(name, by_name):
-    """As trainers such as Lightning call optimizers."""
+    """Trainers such as Lightning call optimizers this way."""
     layer, dense = sparsekit.Embedding(9, 2, name="t"), torch.nn.Parameter(torch.ones(2, 2))
     optimizer = getattr(torch.optim, name)([layer.weight, dense])
     before = layer(torch.arange(3)).detach().clone()
@@ -47,7 +47,7 @@ def test_which_of_ours_to_use_where_a_closure_computes_the_gradients(name, by_na
         optimizer.step(closure=closure) if by_name else optimizer.step(closure)
     assert torch.equal(layer(torch.arange(3)), before)
     assert torch.equal(dense, torch.ones(2, 2))
-    # A gradient of the step before does not matter, and the closure's loss is returned.
+    # Gradients of the previous step do not matter, and step returns the closure's loss.
     taken = layer.weight.grad if name == "SparseAdam" else dense.grad
     weight = layer.weight if name == "SparseAdam" else dense
 
@@ -79,7 +79,8 @@ def test_sparse_adam_beside_a_dense_part_does_not_lead_back_to_adam():
     with pytest.raises(TypeError, match=r"shape \(2, 2\); use sparsekit\.optim\.LazyAdam"):
         torch.optim.SparseAdam([layer.weight, dense]).step()
     assert torch.equal(layer.weight, before)
-    with pytest.raises(RuntimeError, match="does not support dense"):  # no table of ours
+    # Without a table, torch's own error.
+    with pytest.raises(RuntimeError, match="does not support dense"):
         torch.optim.SparseAdam([dense]).step()
 
 
@@ -89,5 +90,6 @@ def test_dense_gradients_are_left_to_torch():
     torch.optim.Adam([layer.weight]).step()
     other = torch.nn.Embedding(9, 2, sparse=True)
     other(torch.arange(3)).sum().backward()
-    with pytest.raises(RuntimeError, match="consider SparseAdam"):  # no table of ours
+    # Without a table, torch's own error.
+    with pytest.raises(RuntimeError, match="consider SparseAdam"):
         torch.optim.Adam([other.weight]).step()

@@ -1,4 +1,4 @@
-"""Rows that a load or a reset frees: the keys that get them begin with fresh states."""
+"""Keys that get rows which a load or a reset freed start with fresh states."""
 
 import copy
 
@@ -94,7 +94,7 @@ def test_an_interrupted_load_leaves_states_with_their_keys(name):
         ended = interrupt(lambda: layer.load_state_dict(other.state_dict()), moment)  # noqa: B023
         layer.weight.grad = torch.zeros(100, 2).double().to_sparse(1)
         optimizer.step()
-        optimizer.state_dict()  # rows that are late catch up
+        optimizer.state_dict()  # late rows catch up
         (state,) = (s for n, s in optimizer.state[layer.weight].items() if n in STATES)
         for key, row in zip(layer.table.keys().tolist(), state.to_dense(), strict=False):
             expected = before.get(key, torch.zeros(2).double())
@@ -117,7 +117,7 @@ def test_states_of_a_table_tell_their_keys():
     twice["state"][0]["keys"][1] = 5
     with pytest.raises(ValueError, match=r"LazyAdam: .* damaged: keys has one of them twice"):
         optimizer.load_state_dict(twice)
-    # Loaded for a table with other rows, beside the one that a checkpoint was loaded into before.
+    # Load the state for a table with other rows, next to one that loaded a checkpoint before.
     other = table()
     other(torch.tensor([-6, 8, 5]))
     of_other = optim.LazyAdam(other.parameters())

@@ -1,6 +1,6 @@
-"""Training and restoring in random order, against a model of keys.
+"""Random training and restoring equals a model of keys.
 
-SPARSEKIT_RESTORES=300 runs so many sequences of each optimizer; by default it is 1.
+SPARSEKIT_RESTORES=300 runs 300 sequences of each optimizer; the default is 1.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""PartialRowWiseAdam and LazyLAMB against their formulas, one row and one number at a time."""
+"""PartialRowWiseAdam and LazyLAMB equal their formulas, computed one number at a time."""
 
 import math
 
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
 class Row:
-    """A row with its moments, in Python's floats."""
+    """A row with its moments as Python floats."""
 
     def __init__(self, weight, kind, weight_decay):
         self.w, self.kind, self.decay = weight.tolist(), kind, weight_decay
@@ -44,7 +44,7 @@ class Row:
 @pytest.mark.parametrize("bias_correction", ["global", "per_row"])
 @pytest.mark.parametrize("kind", [PartialRowWiseAdam, LazyLAMB])
 def test_twenty_steps(kind, bias_correction, dtype):
-    """Repeated rows, a row of zeros, rows that are rarely touched, and one that never is."""
+    """This covers repeated rows, a row of zeros, rarely touched rows and one never touched."""
     weights = [start(dtype, (ROWS, DIM), seed) for seed in range(SEEDS)]
     for weight in weights:
         weight.data[1] = 0
@@ -85,7 +85,7 @@ def test_twenty_steps(kind, bias_correction, dtype):
 
 
 def states(optimizer, weight):
-    """All that has rows; before the first step the weight alone."""
+    """Return all tensors with rows; before the first step that is the weight alone."""
     kept = optimizer.state[weight]
     return [weight.detach(), *(kept[name] for name in sorted(kept) if name != "step")]
 
@@ -117,7 +117,7 @@ def test_a_row_moves_by_lr_of_its_norm_under_lamb(shape):
 
 
 def test_rows_of_zeros_under_lamb():
-    """They move as under Adam; without a gradient nothing divides by 0."""
+    """Rows of zeros move as under Adam, and without a gradient nothing is divided by 0."""
     weight = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
     optimizer = LazyLAMB([weight], lr=0.25, eps=0.5)
     weight.grad = torch.tensor([[0.5, -0.5], [0.0, 0.0], [1.5, 0.0]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A step of several parameters is one call of the op, and what steps of each by itself are."""
+"""A step of several parameters is one call of the op, and equals steps of each by itself."""
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from .cases import OPTIMIZERS, make, sparse
 
 pytestmark = pytest.mark.usefixtures("engine")
 
-# Shapes of parameters; those of embedding layers have two sizes.
+# Shapes of parameters; embedding layers have those with two dimensions.
 SHAPES = [(12, 5), (30, 8), (1, 1), (20, 16), (7,), (), (6, 2, 3), (0, 4)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 class Calls(TorchDispatchMode):
-    """Numbers of tables of each call of update_rows_."""
+    """Mode that records the number of tables in each call of update_rows_."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ def values(shape, dtype, seed):
 
 
 def parameters(dtypes):
-    """Of all shapes in turns, each in one of the dtypes."""
+    """Return parameters of all shapes, in alternating dtypes."""
     made = []
     for i, shape in enumerate(SHAPES):
         dtype = dtypes[i // 2 % len(dtypes)]
@@ -44,7 +44,7 @@ def parameters(dtypes):
 
 
 def set_gradients(weights, step):
-    """Sparse ones of embedding weights, some without a row or with rows twice; else dense ones."""
+    """Set gradients: sparse for embedding weights, some empty or with repeated rows; else dense."""
     for i, weight in enumerate(weights):
         seed = 100 * step + i
         if (step + i) % 5 == 4:
@@ -62,7 +62,7 @@ def set_gradients(weights, step):
 
 
 def tensors(optimizer, weights):
-    """All that steps change."""
+    """Yield everything that steps change."""
     for weight in weights:
         state = optimizer.state[weight]
         yield weight.detach()
@@ -78,7 +78,7 @@ def test_equals_a_step_of_each(name, rounding):
         optimizer = make(name, weights, **settings)
         alone = [make(name, [twin], **settings) for twin in twins]
     except (TypeError, ValueError):
-        assert rounding  # not every optimizer has it
+        assert rounding  # some optimizers lack this setting
         return
     for step in range(6):
         set_gradients(weights, step)
@@ -87,7 +87,7 @@ def test_equals_a_step_of_each(name, rounding):
         for one in alone:
             one.step()
     for optimizer_of_twin in (optimizer, *alone):
-        optimizer_of_twin.state_dict()  # all rows catch up
+        optimizer_of_twin.state_dict()  # all late rows catch up
     for weight, twin, of_twin in zip(weights, twins, alone, strict=True):
         both = tensors(optimizer, [weight]), tensors(of_twin, [twin])
         for now, expected in zip(*both, strict=True):
@@ -117,7 +117,7 @@ def test_calls_are_of_one_group_and_dtype():
     weights[0].grad = sparse([0], torch.ones(1, 5), 12)
     with Calls() as calls:
         optimizer.step()
-    # Sparse ones, dense ones, those of the other dtype; and the second group.
+    # Sparse gradients, dense ones, those of the other dtype, and the second group.
     assert sorted(calls.tables) == [1, 2, 2, 3]
 
 
@@ -133,6 +133,6 @@ def test_a_refused_step_changes_no_parameter(engine):
         optimizer.step()
     assert all(optimizer.state[weight]["step"] == 1 for weight in weights)
     if engine != "cpu":
-        return  # kernels update the rows that there are
+        return  # kernels update the valid rows
     for now, then in zip(tensors(optimizer, weights), before, strict=True):
         assert same_bits(now, then)

@@ -1,4 +1,4 @@
-"""Which parameters split_embedding_variable_from_others gives to the sparse optimizer."""
+"""split_embedding_variable_from_others gives the right parameters to the sparse optimizer."""
 
 import copy
 import io

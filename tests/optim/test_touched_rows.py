@@ -1,4 +1,4 @@
-"""Optimizers that leave rows without a gradient alone, against torch's own and against NumPy."""
+"""Optimizers that skip rows without a gradient equal torch's own, or formulas in NumPy."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ DTYPES = [torch.float64, torch.float32]
 
 
 class RowByRow:
-    """An optimizer of torch's with a parameter for each row, which it leaves out without a grad."""
+    """An optimizer of torch's with one parameter per row; it skips rows without a gradient."""
 
     def __init__(self, weight, kind, sparse_rows=False, **settings):
         self.rows = [torch.nn.Parameter(row.detach().clone()[None]) for row in weight]
@@ -37,7 +37,7 @@ class RowByRow:
 
 
 class Whole:
-    """An optimizer of torch's that takes sparse gradients as they are."""
+    """An optimizer of torch's that accepts sparse gradients."""
 
     def __init__(self, weight, kind, **settings):
         self.weight = torch.nn.Parameter(weight.detach().clone())
@@ -49,7 +49,7 @@ class Whole:
 
 
 class Numpy:
-    """A formula, in float64, on the rows that have a gradient."""
+    """A formula in float64, applied to the rows that have a gradient."""
 
     def __init__(self, weight, states, formula):
         self.values = weight.detach().double().numpy().copy()
@@ -102,7 +102,7 @@ def ftrl(lr, l1, l2, power):
         n, z = states
         sigma = ((n + g * g) ** power - n**power) / lr
         n, z = n + g * g, z + g - sigma * w
-        eta = lr / n**power  # of each weight
+        eta = lr / n**power  # one rate per weight
         return np.where(np.abs(z) <= l1, 0, -(z - np.sign(z) * l1) / (1 / eta + 2 * l2)), [n, z]
 
     return step
@@ -124,7 +124,7 @@ ADAMW = {"eps": 1e-3, "weight_decay": 0.1, "amsgrad": True, "maximize": True}
 L2 = {"lr": 0.1, "weight_decay": 0.1, "maximize": True}
 DECOUPLED = {"lr": 0.1, "weight_decay": 0.1, "decoupled_weight_decay": True}
 RMS = {"lr": 0.1, "form": "tensorflow"}
-# What is compared, with which settings, and with what.
+# Our optimizer, its settings, and the one to compare it with.
 CASES = {
     "SGD": (optim.SGD, {"lr": 0.1}, lambda w: RowByRow(w, torch.optim.SGD, lr=0.1)),
     "SGD weight decay": (
@@ -323,7 +323,7 @@ def test_ftrl_gives_exact_zeros():
     optimizer = optim.Ftrl([weight], lr=0.1, l1=2.0)
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
-        # Columns 0 and 1 have something to say, the others noise.
+        # Columns 0 and 1 have a signal, the others only noise.
         grad = 0.1 * torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
         grad[:, :2] += 1
         weight.grad = grad
@@ -333,7 +333,7 @@ def test_ftrl_gives_exact_zeros():
 
 
 def test_which_convention_for_l2():
-    # l2 w^2 in the loss, so 2 l2 beside 1 / eta; the paper has l2 there.
+    # The loss has l2 w^2, which gives 2 l2 beside 1 / eta; the paper has l2.
     weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
     optimizer = optim.Ftrl([weight], lr=1.0, l2=3.0, initial_accumulator_value=0.0)
     weight.grad = torch.full_like(weight, 2.0)
@@ -364,7 +364,7 @@ def test_stochastic_rounding_keeps_small_steps():
             optimizer.step()
         return weight.float().mean().item()
 
-    assert mean() == 1  # every step is rounded away
+    assert mean() == 1  # rounding removes every step
     assert mean(stochastic_rounding=True) == pytest.approx(1 - 64 * 2.0**-11, abs=2e-3)
     assert mean(stochastic_rounding=True, seed=1) == mean(stochastic_rounding=True, seed=1)
     assert mean(stochastic_rounding=True, seed=1) != mean(stochastic_rounding=True, seed=2)
