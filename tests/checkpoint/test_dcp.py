@@ -2,6 +2,7 @@
 
 import copy
 import io
+import json
 import weakref
 
 import pytest
@@ -268,6 +269,73 @@ def test_notes_that_do_not_belong_together(tmp_path):
             load(path, Model())
 
 
+def of_users(**changes):
+    """A change of what a note says of a table."""
+    return lambda note: note["tables"]["users"].update(changes)
+
+
+ODD_NOTES = {
+    "no JSON": b"{",
+    "a list": b"[]",
+    "a number": b"5",
+    "an empty one": b"{}",
+    "a deep one": b"[" * 100_000,
+    "another rank": lambda note: note.update(rank=1),
+    "more ranks": lambda note: note.update(world_size=2),
+    "no id": lambda note: note.pop("id"),
+    "an odd id": lambda note: note.update(id="x"),
+    "odd tables": lambda note: note.update(tables=5),
+    "an odd table": lambda note: note["tables"].update(users=5),
+    "an odd shard": of_users(shard={}),
+    "odd states": of_users(states=5),
+    "an odd state": of_users(states={"x": {}}),
+    "an odd dim": of_users(dim=-1),
+    "odd optimizers": lambda note: note.update(optimizers=5),
+    "odd files": lambda note: note.update(files=[]),
+    "an odd state of the rank": lambda note: note.update(rank_state=5),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_NOTES)
+def test_odd_notes(tmp_path, kind):
+    state, change = DcpState(Model()).state_dict(), ODD_NOTES[kind]
+    if callable(change):
+        note = json.loads(bytes(state["notes"]["0000"].numpy()))
+        change(note)
+        change = json.dumps(note).encode()
+    state["notes"] = {"0000": torch.frombuffer(bytearray(change), dtype=torch.uint8)}
+    dcp.save({"app": state}, checkpoint_id=tmp_path)
+    said = rf"{tmp_path}(: is damaged: notes of ranks|/notes: )"
+    with pytest.raises(CheckpointError, match=said):
+        load(tmp_path, Model())
+
+
+def test_odd_names_of_notes_and_an_odd_format(tmp_path):
+    state = DcpState(Model()).state_dict()
+    odd = {
+        "notes of ranks x, 0000": {"notes": {"x": state["notes"]["0000"], **state["notes"]}},
+        r"sparsekit_format has shape \[2\]": {"sparsekit_format": torch.tensor([1, 1])},
+        r"sparsekit_format has shape \[\]": {"sparsekit_format": torch.tensor(1)},
+    }
+    for number, (said, change) in enumerate(odd.items()):
+        path = tmp_path / str(number)
+        dcp.save({"app": state | change}, checkpoint_id=path)
+        with pytest.raises(CheckpointError, match=f"{path}: is damaged: {said}"):
+            load(path, Model())
+
+
+def test_what_torch_has_read_is_compared_with_what_is_there(tmp_path):
+    model = Model()
+    save(tmp_path, model)
+    state = DcpState(model, load_from=tmp_path)
+    (note,) = DcpSource(tmp_path, None)._notes.values()
+    for notes in ({}, {"0000": note, "0001": note}, {"0001": note}, {"0000": note + 1}):
+        state.state_dict()
+        with pytest.raises(CheckpointError, match="has read another"):
+            state.load_state_dict({"notes": notes})
+    state.load_state_dict({"notes": {"0000": note}})
+
+
 def test_parts_that_are_not_as_their_note_says(tmp_path):
     model = Model()
     model.users.assign(torch.arange(9), torch.rand(9, 8))
@@ -321,9 +389,9 @@ def test_damage_is_named(tmp_path):
 def test_a_newer_format(tmp_path, monkeypatch):
     model, _ = made()
     with monkeypatch.context() as patch:
-        patch.setattr("sparsekit.checkpoint.dcp.VERSION", 7)
+        patch.setattr("sparsekit.checkpoint.dcp.VERSION", 2)
         save(tmp_path, model)
-    with pytest.raises(CheckpointError, match="its format is 7, and this one reads 1"):
+    with pytest.raises(CheckpointError, match="its format is 2, and this one reads 1"):
         load(tmp_path, model)
 
 

@@ -1,0 +1,198 @@
+"""Tables that are saved as they are, and loaded over others: what stays of these is nothing."""
+
+import functools
+
+import pytest
+import torch
+
+import sparsekit
+from sparsekit import checkpoint, optim
+from sparsekit.checkpoint import CheckpointError, Checkpoints
+from sparsekit.checkpoint.manifest_file import read_manifest
+from sparsekit.checkpoint.tensor_file import TensorFile
+from sparsekit.nn import Constant
+from sparsekit.tables.hash_table import HashTable
+
+from .models import made, train
+
+
+def layer_of(*keys, capacity=9, seed=3, value=1.0, **options):
+    layer = sparsekit.Embedding(capacity, 2, name="ids", seed=seed, **options)
+    if keys:
+        layer.assign(torch.tensor(keys), torch.full((len(keys), 2), value))
+    return layer
+
+
+@pytest.mark.parametrize("capacity", [9, 7])
+@pytest.mark.parametrize("hash_table", [True, False])
+def test_new_keys_begin_as_where_it_was_saved(tmp_path, hash_table, capacity):
+    saved = layer_of(1, capacity=7, use_hashtable=hash_table)
+    path = checkpoint.save(saved, tmp_path / "a")
+    loaded = layer_of(2, 3, 4, seed=5, value=2.0, capacity=capacity, use_hashtable=hash_table)
+    checkpoint.load(loaded, path)
+    assert int(loaded.seed) == 3
+    alike = layer_of(1, capacity=capacity, use_hashtable=hash_table)
+    keys = torch.arange(7 if hash_table else capacity)
+    assert torch.equal(loaded(keys), alike(keys))
+
+
+def test_rows_without_a_key_are_zeros_again(tmp_path):
+    path = checkpoint.save(layer_of(1, 2), tmp_path / "a")
+    loaded = layer_of(*range(9), value=7.0)
+    checkpoint.load(loaded, path)
+    assert loaded.weight.tolist() == [[1, 1]] * 2 + [[0, 0]] * 7
+
+
+def moved_by_an_optimizer(layer):
+    """All rows, those without a key too."""
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+def looked_up(layer):
+    layer(torch.tensor([1]))
+    layer.eval()(torch.tensor([1]))
+    layer.train()
+
+
+@pytest.mark.parametrize("before", [moved_by_an_optimizer, looked_up])
+@pytest.mark.parametrize("inserts", [True, False])
+def test_values_that_new_keys_would_undo_are_looked_for_again(tmp_path, before, inserts):
+    path = checkpoint.save(layer_of(), tmp_path / "a")
+    loaded = layer_of(1)
+    before(loaded)
+    checkpoint.load(loaded, path)
+    loaded.weight.data[3] = 5.0  # which torch does not count
+    with pytest.raises(RuntimeError, match="ids: weight was written to"):
+        loaded.train(inserts)(torch.tensor([1]))
+
+
+@pytest.mark.parametrize("size", [5, 6])
+@pytest.mark.parametrize("placement", ["hash", "modulo"])
+def test_as_many_rows_as_there_is_room_for(tmp_path, size, placement):
+    path = checkpoint.save(layer_of(*range(size)), tmp_path / "a")
+    loaded = layer_of(capacity=5, placement=placement)
+    if size > 5:
+        with pytest.raises(CheckpointError, match=r"table table has 6 rows, .* capacity of 5"):
+            checkpoint.load(loaded, path)
+    else:
+        checkpoint.load(loaded, path)
+        assert loaded.table.keys().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_hash_table_of_another_load_factor(tmp_path):
+    path = checkpoint.save(layer_of(*range(9)), tmp_path / "a")
+    loaded = layer_of()
+    loaded.table = HashTable(9, load_factor=0.1, name="ids")
+    checkpoint.load(loaded, path)
+    assert loaded.table.keys().tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_steps_that_are_due_are_not_those_of_what_is_loaded(tmp_path, with_optimizer):
+    model, optimizers = made("Adam")
+    train(model, optimizers, 0, 2)
+    path = checkpoint.save(model, tmp_path / "a", optimizers)
+    expected = model.users.weight.detach().clone()
+    train(model, optimizers, 2, 5)  # most rows are late
+    checkpoint.load(model, path, optimizers if with_optimizer else None)
+    model.users.catch_up()
+    assert torch.equal(model.users.weight, expected)
+
+
+FACTS = {
+    "layer": "ids", "dim": 2, "dtype": "bfloat16", "key_dtype": "int32", "capacity": 9,
+    "hash_table": True, "placement": "modulo", "owners": None, "seed": 5,
+    "initializer": str(Constant(7.0)), "optimizer": None, "states": {}, "settings": {},
+    "complete": True,
+}  # fmt: skip
+
+
+def test_a_manifest_tells_of_a_table(tmp_path):
+    layer = sparsekit.Embedding(
+        9, 2, name="ids", dtype=torch.bfloat16, key_dtype=torch.int32, placement="modulo", seed=5,
+        embedding_initializer=Constant(7.0),
+    )  # fmt: skip
+    layer(torch.arange(3, dtype=torch.int32))
+    path = checkpoint.save(torch.nn.ModuleDict({"t": layer}), tmp_path / "a", step=4)
+    manifest = read_manifest(path)
+    (table,) = manifest.tables.values()
+    assert {name: getattr(table, name) for name in FACTS} == FACTS
+    assert [vars(shard) for shard in table.shards] == [
+        {"rank": 0, "file": "table-0000-rank-0000.safetensors", "rows": 3, "size": 3}
+    ]
+    assert (manifest.step, manifest.version) == (4, sparsekit.build_info()["version"])
+
+
+class Buffers(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.register_buffer("kept", torch.full((2,), value))
+        self.register_buffer("scratch", torch.full((3,), value), persistent=False)
+        self.register_buffer("none", None)
+        self.module = torch.nn.Linear(1, 1)  # no wrapper, though named like a wrapper's content
+
+
+def test_buffers_and_wrappers(tmp_path):
+    model = Buffers(1.0)
+    compiled = functools.partial(torch.compile, backend="eager")
+    path = checkpoint.save(compiled(model), tmp_path / "a")
+    with TensorFile(path / "dense.safetensors") as file:
+        names = set(file.places)
+    assert names == {"module.kept", "module.module.weight", "module.module.bias"}
+    for wrap in (lambda module: module, compiled):
+        loaded = Buffers(0.0)
+        checkpoint.load(wrap(loaded), path)
+        assert (loaded.kept.tolist(), loaded.scratch.tolist()) == ([1, 1], [0, 0, 0])
+
+
+def test_states_that_were_loaded_and_not_used_are_saved_by_key(tmp_path):
+    """They come with the keys of the rows that they are of, which have other rows here."""
+    one, other = (layer_of(*keys, capacity=5) for keys in ((1, 2, 3), (3, 2, 1)))
+    optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, other)]
+    one(torch.tensor([1])).sum().backward()
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    path = checkpoint.save(other, tmp_path / "a", optimizers[1])
+    loaded = layer_of(capacity=5)
+    of_loaded = optim.SGD(loaded.parameters(), lr=0.1, momentum=0.9)
+    checkpoint.load(loaded, path, of_loaded)
+    assert loaded.table.keys().tolist() == [3, 2, 1]
+    momentum = of_loaded.state[loaded.weight]["momentum_buffer"]
+    assert momentum[:3].tolist() == [[0, 0], [0, 0], [1, 1]]
+
+
+class State:
+    def __init__(self):
+        self.tensor = torch.zeros(3)
+
+    def state_dict(self):
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+
+
+def test_what_is_written_in_the_background_is_as_it_was(tmp_path, monkeypatch):
+    """Tables, the dense part, and states of other objects."""
+    layer, state = layer_of(1), State()
+    model = torch.nn.ModuleDict({"ids": layer, "top": torch.nn.Linear(1, 1)})
+    bias = model["top"].bias.item()
+    original = checkpoint.save.__globals__["write"]
+
+    def write(*arguments):
+        with torch.no_grad():
+            for tensor in (*model.parameters(), state.tensor):
+                tensor += 1
+        return original(*arguments)
+
+    monkeypatch.setitem(checkpoint.save.__globals__, "write", write)
+    keep = Checkpoints(tmp_path)
+    path = keep.async_save(0, model, state={"it": state}).wait()
+    keep.close()
+    loaded = torch.nn.ModuleDict({"ids": layer_of(), "top": torch.nn.Linear(1, 1)})
+    found = State()
+    checkpoint.load(loaded, path, state={"it": found})
+    assert loaded["ids"].vectors(torch.tensor([1])).tolist() == [[1, 1]]
+    assert loaded["top"].bias.item() == bias
+    assert found.tensor.tolist() == [0, 0, 0]
