@@ -140,11 +140,7 @@ class Marks:
             identity, known = shard.identity(), before.get(shard.name)
             size_before = 0 if known is None else known.size
             keys_before, keys = sums_of_keys(shard, [size_before, shard.size])
-            if (
-                known is None
-                or (known.identity, known.keys) != (identity, keys_before)
-                or known.size > shard.size
-            ):
+            if known is None or (known.identity, known.keys) != (identity, keys_before):
                 complete.add(shard.name)
                 prints = Fingerprints(shard.layer.capacity)
             else:

@@ -131,7 +131,7 @@ class Draft:
         """
         try:
             for note in entries(self.folder):
-                if note.suffix in (".part", ".failed"):  # a rank's note to rank 0, which publishes
+                if note.suffix == ".part":  # a rank's note to rank 0, which publishes
                     note.unlink(missing_ok=True)
             sync_folder(self.folder)
             if self._replace:
