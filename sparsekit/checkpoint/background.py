@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..distributed.world import settings
 from ..errors import CheckpointError
-from .manifest import write_small
+from .files import write_small
 from .save import CheckpointWriter, checked_step
 from .snapshot import Copies, Optimizers, Stateful
 from .task import Task

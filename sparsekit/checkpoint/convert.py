@@ -21,6 +21,7 @@ from ..distributed.world import settings
 from ..errors import CheckpointError
 from ..tables.hash_table import HashTable
 from .draft import published
+from .files import FileRecord, naming
 from .folder import chain, resolved
 from .load_table import parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
@@ -28,7 +29,7 @@ from .manifest_file import write_manifest
 from .npz_source import name_note, npz
 from .reshard import ColumnWriter, OnProgress, columns_of, live_pieces, verify
 from .sources import ForeignTable, Pieces, sok1, sok2, torchrec
-from .tensor_file import FileRecord, carried, write
+from .tensor_file import carried, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
@@ -203,17 +204,13 @@ def export(
             stem = _stem(name, taken)
             taken.add(stem)
             file = draft.folder / f"{stem}.{format}"
-            try:
+            with naming(file, "cannot be written"):
                 if format == "npz":
                     _write_npz(file, parts, name)
                 elif format == "parquet":
                     _write_parquet(parquet, file, parts, name)
                 else:
                     _write_safetensors(file, parts, name)
-            except OSError as error:
-                raise CheckpointError(
-                    f"{file}: cannot be written: {error.strerror or error}"
-                ) from error
     return draft.target
 
 

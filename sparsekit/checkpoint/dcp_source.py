@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,12 +184,7 @@ class _Part(TensorFile):
         self._source, self._name = source, part
         self._kept: dict[str, torch.Tensor] = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._kept.clear()
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import CheckpointError
 from ..tables.hash_table import HashTable
+from .files import naming
 from .folder import chain, resolved
 from .load_table import Chain, parts_of
 from .manifest import DENSE, Table
@@ -197,10 +197,8 @@ class _Rows:
 def _mapped(path: Path, place: Place) -> np.ndarray:
     """Map a tensor of a file; only the pages that are read come into memory."""
     integers = f"<u{place.dtype.itemsize}"
-    try:
+    with naming(path, "cannot be read"):
         return np.memmap(path, integers, "r", place.begin, place.shape)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:

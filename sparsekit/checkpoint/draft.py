@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .files import naming
 from .lock import Lock
 from .manifest import new_id
 
@@ -35,12 +36,9 @@ def entries(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    try:
+    with naming(folder, "cannot be read"), contextlib.suppress(FileNotFoundError):
         return list(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    return []
 
 
 def sync_folder(path: Path) -> None:
@@ -63,12 +61,10 @@ def make_folder(path: Path) -> None:
         CheckpointError: it cannot be made.
     """
     missing = [each for each in (path, *path.parents) if not each.exists()]
-    try:
+    with naming(path, "cannot be made"):
         path.mkdir(parents=True, exist_ok=True)
         for each in missing:
             sync_folder(each.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be made: {error.strerror or error}") from error
 
 
 class Draft:
@@ -97,12 +93,8 @@ class Draft:
         if not self._replace and os.path.lexists(self.target):
             raise self._taken()
         remove_abandoned(self.target.parent)
-        try:
+        with naming(self.folder, "cannot be made"):
             self._lock = self._locked()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.folder}: cannot be made: {error.strerror or error}"
-            ) from error
 
     def _locked(self) -> Lock:
         # Until the draft is locked another job may take it for abandoned.

@@ -16,9 +16,10 @@ from ..tables.hash_table import HashTable
 from ..tables.saved_state import copy_all
 from ..tables.weight import EmbeddingWeight
 from .encoding import decoded
+from .files import PIECE
 from .manifest import Manifest, Table
 from .snapshot import owners_crc
-from .tensor_file import PIECE, TensorFile
+from .tensor_file import TensorFile
 
 Chain = Sequence[tuple[Path, Manifest]]
 
@@ -322,7 +323,7 @@ def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
         place = file.places.get(key)
         found = place and (str(place.dtype).removeprefix("torch."), place.shape)
         if found != (dtype, shape):
-            file.__exit__(None, None, None)
+            file.close()
             raise CheckpointError(
                 f"{file.path}: is damaged: {key} should be {dtype} {list(shape)}, and is {found}"
             )

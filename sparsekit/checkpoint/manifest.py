@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
-from .tensor_file import FileRecord
+from .files import FileRecord
 
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
@@ -144,14 +141,3 @@ def rank_file(rank: int) -> str:
 def table_file(number: int, rank: int) -> str:
     """Return the name of the file of a rank's part of a table."""
     return f"table-{number:04d}-rank-{rank:04d}.safetensors"
-
-
-def write_small(path: Path, content: bytes) -> None:
-    """Write a new file and sync it to disk."""
-    try:
-        with open(path, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from .encoding import check_nesting
+from .files import FileRecord, naming, plain_file, write_small
 from .manifest import (
     CHECKSUM,
     DENSE,
@@ -28,9 +28,7 @@ from .manifest import (
     State,
     Table,
     rank_file,
-    write_small,
 )
-from .tensor_file import FileRecord, plain_file
 
 _MOST_BYTES = 256 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
@@ -112,14 +110,11 @@ def _parsed(path: Path, text: bytes) -> Manifest:
 
 
 def _read_small(path: Path, most: int) -> bytes:
-    try:
-        with io.BufferedReader(plain_file(path)) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > most:
-                raise CheckpointError(f"{path}: {size} bytes are too many; it has {most} at most")
-            return file.read(most + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    with naming(path, "cannot be read"), plain_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise CheckpointError(f"{path}: {size} bytes are too many; it has {most} at most")
+        return file.read(most + 1)
 
 
 class _Reader:

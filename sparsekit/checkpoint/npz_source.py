@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ..errors import CheckpointError
+from .files import plain_file
 from .sources import (
     MOST_DIM,
     ForeignTable,
@@ -30,7 +31,6 @@ from .sources import (
     as_vectors,
     exactly,
     here,
-    plain,
     rows_at_a_time,
 )
 
@@ -155,7 +155,7 @@ def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Genera
 @contextlib.contextmanager
 def _archive(path: Path, what: str) -> Iterator[zipfile.ZipFile]:
     """Open an archive; errors name it."""
-    with plain(path) as file:
+    with plain_file(path) as file:
         try:
             archive = zipfile.ZipFile(file)
         except _DAMAGE as error:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 import torch
 
@@ -18,20 +17,13 @@ from ..errors import CheckpointError
 from ..tables.hash_table import HashTable
 from ..tables.owners import even_map
 from .draft import published
-from .folder import chain, check_files, resolved
-from .load_table import opened, parts_of
+from .files import FileRecord, check_sum, naming, plain_file, record_of, write_small
+from .folder import chain, check_sizes, resolved
+from .load_table import key_pieces, opened, parts_of
 from .manifest import DENSE, Manifest, Shard, Table, rank_file, table_file
 from .manifest_file import write_manifest
 from .snapshot import owners_crc
-from .tensor_file import (
-    PIECE,
-    Column,
-    FileRecord,
-    TensorFile,
-    check_sum,
-    header_of,
-    plain_file,
-)
+from .tensor_file import Column, TensorFile, header_of
 
 # Called with the number of bytes of each file or piece that has been read.
 OnProgress = Callable[[int], None]
@@ -52,7 +44,7 @@ def verify(path: str | os.PathLike[str], on_progress: OnProgress = lambda _: Non
     """
     links = chain(resolved(path))
     for folder, manifest in links:
-        check_files(folder, manifest, contents=False)
+        check_sizes(folder, manifest)
         for name, written in manifest.files.items():
             check_sum(folder / name, written)
             on_progress(written.bytes)
@@ -171,19 +163,15 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
     newer = HashTable(max(1, changes)) if changes else None
     for place, (folder, table) in reversed(list(enumerate(parts))):
         row_bytes = table.dim * getattr(torch, table.dtype).itemsize
-        step = max(1, PIECE // row_bytes)
         for shard in table.shards:
             with opened(folder, table, shard.file, shard.rows) as file:
-                for begin in range(0, shard.rows, step):
-                    keys = file.read("keys", begin, min(step, shard.rows - begin))
+                for begin, keys in key_pieces(file, shard.rows, row_bytes):
                     kept = torch.arange(len(keys))
                     if newer is not None:
                         kept = (newer.find(keys) < 0).nonzero().squeeze(1)
-                        yield file, begin, keys, kept
-                        if place:
-                            newer.find_or_insert(keys)
-                    else:
-                        yield file, begin, keys, kept
+                    yield file, begin, keys, kept
+                    if newer is not None and place:
+                        newer.find_or_insert(keys)
 
 
 def columns_of(table: Table, rows: int) -> list[Column]:
@@ -214,57 +202,36 @@ class ColumnWriter:
             self._ends[column.name] = end
             end += column.nbytes
         self._size = end
-        with self._opened("x") as file:
-            _write_at(file, memoryview(header), 0)
+        with self._opened("xb") as file:
+            file.write(header)
 
     def append(self, values: Mapping[str, torch.Tensor]) -> None:
         """Append rows, the same number to each column."""
-        with self._opened("r+") as file:
+        with self._opened("r+b") as file:
             for name, tensor in values.items():
                 if tensor.numel():
-                    content: Any = tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
-                    _write_at(file, memoryview(content), self._ends[name])
+                    file.seek(self._ends[name])
+                    file.write(tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data)
                     self._ends[name] += tensor.nbytes
 
     def finish(self) -> FileRecord:
         """Sync the file to disk, and read it once more for its CRC-32."""
-        crc, done = 0, 0
-        with self._opened("r+") as file:
+        with self._opened("r+b") as file:
             os.fsync(file)
-            while piece := os.pread(file, PIECE, done):
-                crc = zlib.crc32(piece, crc)
-                done += len(piece)
-        if done != self._size:
-            raise CheckpointError(f"{self.path}: has {done} bytes instead of {self._size}")
-        return FileRecord(done, crc)
+        record = record_of(self.path)
+        if record.bytes != self._size:
+            raise CheckpointError(f"{self.path}: has {record.bytes} bytes instead of {self._size}")
+        return record
 
     @contextlib.contextmanager
-    def _opened(self, mode: str) -> Iterator[int]:
-        try:
-            with io.FileIO(self.path, mode) as file:
-                yield file.fileno()
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be written: {error.strerror or error}"
-            ) from error
-
-
-def _write_at(file: int, view: memoryview, place: int) -> None:
-    while len(view):
-        done = os.pwrite(file, view, place)
-        place += done
-        view = view[done:]
+    def _opened(self, mode: str) -> Iterator[IO[bytes]]:
+        with naming(self.path, "cannot be written"), open(self.path, mode) as file:
+            yield file
 
 
 def _copy(source: Path, target: Path) -> FileRecord:
     """Copy a small file."""
     with plain_file(source) as file:
-        content = file.readall()
-    try:
-        with open(target, "xb") as copy:
-            copy.write(content)
-            copy.flush()
-            os.fsync(copy.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
+        content = file.read()
+    write_small(target, content)
     return FileRecord(len(content), zlib.crc32(content))

@@ -16,6 +16,7 @@ from .. import _pybind
 from ..errors import CheckpointError, check_int
 from .changes import Marks
 from .draft import Draft
+from .files import FileRecord, naming, write_small
 from .folder import retain, whole_chain
 from .manifest import (
     DENSE,
@@ -27,11 +28,10 @@ from .manifest import (
     new_id,
     rank_file,
     table_file,
-    write_small,
 )
 from .manifest_file import write_manifest
 from .snapshot import Optimizers, Snapshot, Stateful, listed, unwrapped
-from .tensor_file import FileRecord, column_of, write
+from .tensor_file import column_of, write
 from .together import Together
 
 
@@ -147,12 +147,8 @@ class CheckpointWriter:
         }
         part_file = folder / f"rank-{rank:04d}.part"
         write_small(part_file.with_suffix(".new"), json.dumps(note).encode())
-        try:
+        with naming(part_file, "cannot be written"):
             os.rename(part_file.with_suffix(".new"), part_file)
-        except OSError as error:
-            raise CheckpointError(
-                f"{part_file}: cannot be written: {error.strerror or error}"
-            ) from error
 
     def publish(self) -> None:
         """Write the manifest and make the checkpoint appear: on rank 0, once all have written."""

@@ -7,7 +7,6 @@ SOK is HugeCTR's sparse_operation_kit; the layout of its version 2 is defined in
 from __future__ import annotations
 
 import functools
-import io
 import os
 import re
 import string
@@ -15,13 +14,13 @@ import struct
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import CheckpointError
-from .tensor_file import PIECE, plain_file
+from .files import PIECE, naming, plain_file, size_of
 
 _SOK2_DTYPES = ("<i4", "<i8", "<u4", "<u8", "<f2", "<f4", "<f8")
 _SOK2_HEAD = 296
@@ -79,26 +78,14 @@ def here(dtype: np.dtype[Any]) -> torch.dtype:
     return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
-def plain(path: Path) -> BinaryIO:
-    """Open a plain file for reading."""
-    return io.BufferedReader(plain_file(path))
-
-
-def _size(path: Path) -> int:
-    with plain(path) as file:
-        return os.fstat(file.fileno()).st_size
-
-
 def exactly(file: Any, count: int, path: Path) -> bytes:
     """Read exactly this number of bytes.
 
     Raises:
         CheckpointError: the file has fewer, or cannot be read.
     """
-    try:
+    with naming(path, "cannot be read"):
         content: bytes = file.read(count)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     if len(content) != count:
         raise CheckpointError(f"{path}: is damaged: it ends {count - len(content)} bytes too early")
     return content
@@ -110,7 +97,7 @@ def _raw_pieces(
 ) -> Pieces:  # fmt: skip
     """Read two files of raw numbers, after their headers."""
     step = rows_at_a_time(dim, dtype.itemsize)
-    with plain(keys_path) as keys, plain(values_path) as values:
+    with plain_file(keys_path) as keys, plain_file(values_path) as values:
         keys.seek(head)
         values.seek(head)
         for begin in range(0, rows, step):
@@ -141,7 +128,7 @@ def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
                 f"{values_path}: files of SOK 1 do not tell how long a vector is; give --dim, or "
                 f"--dim {name}=N"
             )
-        key_bytes, value_bytes = _size(keys_path), _size(values_path)
+        key_bytes, value_bytes = size_of(keys_path), size_of(values_path)
         rows, rest = divmod(value_bytes, 4 * dim)
         width = key_bytes / rows if rows else 8
         if rest or width not in (4, 8) or (not rows and key_bytes):
@@ -167,7 +154,7 @@ def sok2(path: Path) -> list[ForeignTable]:
         path: their folder.
     """
     meta = path / "meta_info"
-    with plain(meta) as file:
+    with plain_file(meta) as file:
         (count,) = struct.unpack(">I", exactly(file, 4, meta))
         if count > _MOST_TABLES or os.fstat(file.fileno()).st_size != 4 + count * 308:
             raise CheckpointError(f"{meta}: is damaged: its size is not that of {count} tables")
@@ -204,7 +191,7 @@ def _sok2_table(
     keys_path, values_path = path / f"{stem}-key", path / f"{stem}-weight"
     key_dtype, dtype = (np.dtype(_SOK2_DTYPES[each]) for each in (key_type, value_type))
     for kind, each in enumerate((keys_path, values_path)):
-        with plain(each) as file:
+        with plain_file(each) as file:
             head = exactly(file, _SOK2_HEAD, each)
             size = os.fstat(file.fileno()).st_size - _SOK2_HEAD
         written_kind, written_type = (struct.unpack(">I", head[i : i + 4])[0] for i in (256, 292))
@@ -238,7 +225,7 @@ def torchrec(path: Path) -> list[ForeignTable]:
     Args:
         path: the file.
     """
-    _size(path)  # refuses links and missing files
+    size_of(path)  # refuses links and missing files
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises any error of pickle, zip or file

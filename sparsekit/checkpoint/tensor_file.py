@@ -7,17 +7,13 @@ https://huggingface.co/docs/safetensors for the layout.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
-import stat
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -25,10 +21,8 @@ import torch
 
 from ..errors import CheckpointError
 from .checksum import Summed
+from .files import PIECE, FileRecord, naming, plain_file
 
-# Bytes of each tensor in memory at a time.
-PIECE = 8 << 20
-_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 # A header lists the states of one table, or the dense parameters of a model.
 MOST_HEADER = 64 << 20
 
@@ -73,14 +67,6 @@ class Column:
     def nbytes(self) -> int:
         """Size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """A file as the manifest lists it: its size in bytes and its CRC-32."""
-
-    bytes: int
-    crc32: int
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
@@ -155,22 +141,23 @@ def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {
         CheckpointError: the file cannot be written, or a tensor yielded more or less than its size.
     """
     columns = list(columns)
-    try:
-        with open(path, "xb", buffering=0) as file, Summed() as total:
-            total.write(file, header_of(columns, metadata))
-            for column in columns:
-                expected = total.bytes + column.nbytes
-                for piece in column.pieces():
-                    total.write(file, np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
-                if total.bytes != expected:
-                    raise CheckpointError(
-                        f"{path}: {column.name} has changed while it was written: "
-                        f"{total.bytes - expected:+} bytes"
-                    )
-            os.fsync(file.fileno())
-            return FileRecord(total.bytes, total.crc32())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}") from error
+    with (
+        naming(path, "cannot be written"),
+        open(path, "xb", buffering=0) as file,
+        Summed() as total,
+    ):
+        total.write(file, header_of(columns, metadata))
+        for column in columns:
+            expected = total.bytes + column.nbytes
+            for piece in column.pieces():
+                total.write(file, np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+            if total.bytes != expected:
+                raise CheckpointError(
+                    f"{path}: {column.name} has changed while it was written: "
+                    f"{total.bytes - expected:+} bytes"
+                )
+        os.fsync(file.fileno())
+        return FileRecord(total.bytes, total.crc32())
 
 
 @dataclass(frozen=True)
@@ -198,19 +185,18 @@ class TensorFile:
         try:
             self.places = self._read_header()
         except BaseException:
-            self._file.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._file.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _read_header(self) -> dict[str, Place]:
         size = os.fstat(self._file.fileno()).st_size
@@ -249,19 +235,10 @@ class TensorFile:
 
     def _bytes(self, begin: int, count: int, what: str) -> bytearray:
         room = bytearray(count)
-        view, done = memoryview(room), 0
-        try:
-            while done < count:
-                got = os.preadv(self._file.fileno(), [view[done:]], begin + done)
-                if got == 0:
-                    raise CheckpointError(
-                        f"{self.path}: is damaged: it ends in the middle of {what}"
-                    )
-                done += got
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.path}: cannot be read: {error.strerror or error}"
-            ) from error
+        with naming(self.path, "cannot be read"):
+            self._file.seek(begin)
+            if self._file.readinto(room) < count:
+                raise CheckpointError(f"{self.path}: is damaged: it ends in the middle of {what}")
         return room
 
 
@@ -275,54 +252,3 @@ def _place(entry: Any, begin: int) -> Place:
     if last - first != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{last - first} bytes for shape {shape}")
     return Place(dtype, tuple(shape), begin + first)
-
-
-def plain_file(path: Path) -> io.FileIO:
-    """Open a plain file for reading; it closes with its last reference.
-
-    Raises:
-        CheckpointError: the path is a link or no plain file, or cannot be read.
-    """
-    try:
-        kind = os.lstat(path).st_mode
-        if stat.S_ISLNK(kind):
-            raise CheckpointError(f"{path}: cannot be read: it is a link")
-        if not stat.S_ISREG(kind):
-            raise CheckpointError(f"{path}: is no plain file")
-        # Open in one step of Python: an interrupt in between would leak the descriptor.
-        return next(map(io.FileIO, map(os.open, [path], [_TO_READ])))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: the file is missing") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def check_sum(path: Path, expected: FileRecord) -> None:
-    """Read a whole file and compare it with its record.
-
-    Raises:
-        CheckpointError: the file is missing, no plain file, or has other bytes.
-    """
-    try:
-        with plain_file(path) as file:
-            check_size(path, file, expected)
-            room = bytearray(PIECE)
-            crc = 0
-            with memoryview(room) as view:
-                while count := os.readv(file.fileno(), [view]):
-                    crc = zlib.crc32(view[:count], crc)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if crc != expected.crc32:
-        raise CheckpointError(
-            f"{path}: is damaged: its CRC-32 is {crc:08x}, and {expected.crc32:08x} was written"
-        )
-
-
-def check_size(path: Path, file: io.FileIO, expected: FileRecord) -> None:
-    """Raise CheckpointError unless a file has its recorded size."""
-    size = os.fstat(file.fileno()).st_size
-    if size != expected.bytes:
-        raise CheckpointError(
-            f"{path}: is damaged: it has {size} bytes, and {expected.bytes} were written"
-        )
