@@ -52,7 +52,7 @@ struct FixedTexts {
 struct ViewTexts {
   const char* views;
   const void* const* data;
-  const int64_t* sizes;  // of the buffers
+  const int64_t* sizes;  // sizes of the buffers
   int64_t num_buffers;
   std::atomic<int64_t>* first_bad;
   std::string_view operator()(int64_t i) const {
@@ -69,7 +69,7 @@ struct ViewTexts {
   }
 };
 
-// Tells which items are valid, counted from an offset; without a bitmap all are.
+// The validity bitmap of an array, read from an offset on. Without a bitmap, all items are valid.
 struct Validity {
   const uint8_t* bits;
   int64_t offset;

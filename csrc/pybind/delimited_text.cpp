@@ -51,7 +51,7 @@ FieldKind kind_of(const std::string& name) {
 struct BoundField {
   static constexpr int64_t kLabel = -1;
   Field field;
-  int64_t column = 0;  // for kFloat: index among the dense numbers, or kLabel
+  int64_t column = 0;  // index among the dense numbers, or kLabel; used if the kind is kFloat
 };
 
 struct BoundFormat {

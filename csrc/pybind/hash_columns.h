@@ -67,7 +67,7 @@ class ArrowColumn {
  private:
   const ArrowSchema* type_ = nullptr;
   ArrowSchema own_type_{};
-  std::vector<ArrowArray> chunks_;  // with a null `release` if a capsule owns the chunk
+  std::vector<ArrowArray> chunks_;  // `release` is null if a capsule owns the chunk
 };
 
 // codes[i] = code of the `size` bytes at texts + i * size, without trailing zeros. Releases the

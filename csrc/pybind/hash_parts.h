@@ -29,8 +29,8 @@ constexpr Py_ssize_t kGrain = 32768;
 // Number of values that a thread takes at a time.
 constexpr int64_t kChunk = 8192;
 
-// Hands out [0, n) in chunks to threads as they ask, so that a thread which starts late or is
-// delayed gets fewer.
+// The range [0, n), handed out in chunks to threads as they ask, so that a thread which starts late
+// or is delayed gets fewer.
 class Chunks {
  public:
   Chunks(int64_t n, int64_t chunk) : n_(n), chunk_(chunk) {}
@@ -59,7 +59,7 @@ void share(Py_ssize_t n, int num_threads, const Work& work) {
       others.emplace_back([&] { work(chunks); });
     }
   } catch (const std::exception&) {
-    // There is no memory or no thread: the threads that exist do all the work.
+    // Without memory or another thread, the threads that exist do all the work.
   }
   work(chunks);
   for (auto& other : others) other.join();
@@ -96,9 +96,8 @@ int64_t code_of_integer(Integer value, uint64_t seed) {
   return static_cast<int64_t>(hash_decimal(static_cast<Wide>(value), seed));
 }
 
-// Calls body(), which must not throw, while other Python threads may run. The GIL is not taken back
-// in a destructor: at the end of Python that ends the thread, which must not happen in a
-// destructor.
+// Calls body(), which must not throw, while other Python threads may run. Taking the GIL back may
+// end the thread when Python ends, so it must not happen in a destructor.
 template <class Body>
 void without_gil(const Body& body) {
   PyThreadState* const state = PyEval_SaveThread();

@@ -52,14 +52,14 @@ bool is_ready(PyObject* text) {
 #endif
 }
 
-// Hashes items that need neither Python code nor new objects. It only reads memory, so any thread
-// may do so while one thread holds the GIL.
+// A hasher of items that need neither Python code nor new objects. It only reads memory, so any
+// thread may use one while one thread holds the GIL.
 class PlainItems {
  public:
   PlainItems(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes), hasher_(seed, codes) {}
 
-  // Hashes the items in [begin, end) up to the first that needs more; returns the latter, or `end`.
-  // codes[i] may be written only by the next flush.
+  // Hashes the items in [begin, end) up to the first that needs more, and returns the index of that
+  // item, or `end`. codes[i] may be written only by the next flush.
   Py_ssize_t add_all(PyObject* const* items, Py_ssize_t begin, Py_ssize_t end) {
     // Objects are scattered over the heap, so prefetch them.
     const auto ask_for = [=](Py_ssize_t i) {
@@ -137,7 +137,7 @@ class PlainItems {
   int64_t* const codes_;
   TextHasher hasher_;
   size_t num_encoded_ = 0;
-  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // for texts that wait in hasher_
+  char encoded_[kEncodedBytes + kTooLong + 4 * kMostEncoded + 8];  // texts that wait in hasher_
 };
 
 bool hash_str(PyObject* item, Py_ssize_t position, uint64_t seed, int64_t* code) {
@@ -192,7 +192,7 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   return tuple;
 }
 
-// Hashes the items from `first` on, the first one that PlainItems has left out.
+// Hashes the items from `first` on, which is the first one that PlainItems has left out.
 bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   Reference copy;

@@ -150,7 +150,7 @@ Clock::time_point Communicator::deadline() const {
 }
 
 void Communicator::close(const std::string& reason) {
-  if (getpid() != owner_) {  // a thread that does not exist here may hold the lock
+  if (getpid() != owner_) {  // a thread that does not exist in this process may hold the lock
     close_sockets(nullptr);
     return;
   }

@@ -61,7 +61,7 @@ struct Span {
 // are not computed earlier: each question to a tensor is a call of torch.
 struct Item {
   const char* name;
-  int64_t position = -1;  // in a list; -1 if not in a list
+  int64_t position = -1;  // position in a list, or -1
 
   Item(const char* name) : name(name) {}
   Item(const char* list, size_t position) : name(list), position(static_cast<int64_t>(position)) {}

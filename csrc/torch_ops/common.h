@@ -54,13 +54,12 @@ inline const int64_t* int64_data(const Tensor& tensor) {
   return tensor.const_data_ptr<int64_t>();
 }
 
-// Returns the tensor itself if it is contiguous: torch's contiguous() goes through its dispatcher.
+// Returns the tensor itself if it is contiguous, without torch's dispatcher, or a contiguous copy.
 inline Tensor packed(const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
   try {
     return torch::stable::contiguous(tensor);
-  } catch (const std::exception&) {  // its text does not give the reason, which torch prints only
-                                     // to stderr
+  } catch (const std::exception&) {  // its text lacks the reason, which torch prints
     throw std::runtime_error(message("sparsekit: torch has no ",
                                      tensor.numel() * static_cast<int64_t>(tensor.element_size()),
                                      " bytes for a contiguous copy; out of memory?"));

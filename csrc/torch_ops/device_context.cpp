@@ -173,8 +173,7 @@ Tensor DeviceContext::cached_copy(const void* bytes, int64_t count) const {
   };
   constexpr size_t kMostCopies = 32;
   static std::mutex mutex;
-  static auto* copies = new std::list<Copy>;  // the latest first; copies used in graphs are never
-                                              // dropped
+  static auto* copies = new std::list<Copy>;  // latest first; never drops copies in graphs
   const std::lock_guard<std::mutex> lock(mutex);
   const int32_t device = on_.get_device_index();
   const bool capturing = cuda::is_capturing(stream_);

@@ -1,8 +1,7 @@
 // Selects the engine that a build of torch_ops calls. The same files are compiled for each engine:
 //   SPARSEKIT_ENGINE_CPU   ops of `sparsekit` on CPU tensors, by sparsekit::cpu
 //   SPARSEKIT_ENGINE_CUDA  ops of `sparsekit` on CUDA tensors, by sparsekit::cuda
-//   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors: the CUDA kernels, run on the
-//   host
+//   SPARSEKIT_ENGINE_SIMT  ops of `sparsekit_simt` on CPU tensors, by the CUDA kernels on the host
 #pragma once
 
 #include <algorithm>

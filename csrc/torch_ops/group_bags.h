@@ -85,7 +85,8 @@ class GroupArguments {
     }
   }
 
-  // Checks that the vectors of all bags fit in their tensors without overlap; dims are the tables'.
+  // Checks that the vectors of all bags fit in their tensors without overlap. `dims` has the dim of
+  // each table.
   void check_placements(const Tensors& vectors, const char* name,
                         const std::vector<int64_t>& dims) const {
     for (size_t f = 0; f < group.features.size(); ++f) {

@@ -92,8 +92,7 @@ struct Exchanged {
   const Arguments& given;
   int64_t num_tables, world_size, entries;
   Tensor places, bags, come;
-  std::vector<int64_t> first_bags;  // [num_tables + 1] first bag of each table, and the end of the
-                                    // last one
+  std::vector<int64_t> first_bags;  // [num_tables + 1] first bag of each table, then the end
 
   Exchanged(Arguments& given, const Tensor& places_in, const Tensor& bags_in,
             const Tensor& features, const Tensor& come_in, const std::vector<int64_t>& steps)
@@ -202,7 +201,7 @@ Tensor exchange_rows(const Tensor& places, const Tensor& bags, const Tensor& fea
       const int64_t begin = tables[t].first_entry;
       const int64_t keys = asked.parts(t)[asked.world_size - 1].end;
       const auto bad = [=](int32_t place) { return place < 0 || place >= keys; };
-      uint32_t most = 0;  // the maximum as unsigned, so that negative numbers are the largest
+      uint32_t most = 0;  // largest place as unsigned, which a negative one exceeds
       for (int64_t e = begin; e < begin + keys; ++e) {
         most = std::max(most, static_cast<uint32_t>(given[e]));
       }

@@ -174,9 +174,9 @@ class Pool {
   uint64_t taken_ = 0;
   size_t in_use_ = 0, idle_bytes_ = 0;
   RecentPeak peak_;
-  std::list<Idle> idle_;  // the oldest first
+  std::list<Idle> idle_;  // oldest first
   std::multimap<size_t, Position> by_size_;
-  std::unordered_map<void*, size_t> sizes_;  // of blocks in use
+  std::unordered_map<void*, size_t> sizes_;  // sizes of blocks in use
 };
 
 // Never destroyed, as tensors may outlive everything else. Made when the library is loaded: if it

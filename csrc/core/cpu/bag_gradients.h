@@ -1,4 +1,4 @@
-// Presents the gradients of bags, bag after bag, as input of a segment reduction.
+// Presents the gradients of a table's bags as input of a segment reduction.
 #pragma once
 
 #include <algorithm>

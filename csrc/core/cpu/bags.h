@@ -14,7 +14,7 @@ namespace sparsekit::cpu {
 template <class A>
 [[gnu::noinline]] A total_weight(const A* weights, int64_t begin, int64_t end, Combiner combiner) {
   A total = 0;
-  for (int64_t run = begin; run < end; run += kSumRun) {  // in the same runs as sum_rows adds rows
+  for (int64_t run = begin; run < end; run += kSumRun) {  // the same runs as in sum_rows
     const int64_t stop = std::min(end, run + kSumRun);
     A sum = 0;
     for (int64_t i = run; i < stop; ++i) {

@@ -7,7 +7,7 @@
 namespace sparsekit::cpu {
 namespace {
 
-// Like sparsekit::owner_of, but whether there is a map is known at compile time, for loops.
+// Like sparsekit::owner_of, but it is known at compile time whether there is a map, for loops.
 template <bool kMapped>
 int64_t owner_of(int64_t key, const Owners& owners) {
   if constexpr (kMapped) return owners.map[virtual_shard_of(key)];

@@ -56,7 +56,7 @@ bool read_integer(std::string_view text, int64_t& key) {
   return error == std::errc{} && end == text.data() + text.size();
 }
 
-// Reads an integer of a few digits: most numbers are, and they need no general parser.
+// Reads an integer of a few digits. Most numbers have this form, and need no general parser.
 bool read_short_integer(std::string_view text, float& number) {
   const bool negative = !text.empty() && text[0] == '-';
   if (negative) text.remove_prefix(1);
@@ -179,7 +179,7 @@ class Part {
     }
   }
 
-  std::vector<std::vector<int64_t>> keys;  // one array per field of keys
+  std::vector<std::vector<int64_t>> keys;  // one array for each field that holds keys
   std::vector<MalformedRow> malformed;
 
  private:

@@ -24,10 +24,11 @@ struct Distinct {
 };
 
 // A hash table of 32-bit entries. An entry is 0 if empty; otherwise its low bits hold a key's
-// number plus one and its other bits a tag of the key's hash, which rules out most other keys
-// without a look at them. A key goes into the first group with an empty entry, from its home group
-// on. No branch could predict which entry of a group it is, so a group is compared as a whole. The
-// table grows with the number of distinct keys, so with repetitive keys it stays in a nearer cache.
+// number plus one, and its other bits a tag of the key's hash, which rules out most other keys
+// without comparing them. A key goes into the first group with an empty entry, from its home group
+// on. Which entry of a group it gets is unpredictable, so a group is compared as a whole, without
+// branches. The table grows with the number of distinct keys, so with repetitive keys it stays in a
+// nearer cache.
 template <class Key>
 class DistinctKeyMap {
  public:
@@ -74,7 +75,7 @@ class DistinctKeyMap {
   }
 
   // Returns where the entries of a range of keys begin, after `ranges` other ranges with `keys`
-  // keys in all. It leaves room for entries_for() of the keys of each range.
+  // keys in all, so that each range has room for entries_for() of its keys.
   static int64_t entries_before(int64_t ranges, int64_t keys) {
     return (48 * ranges + 16 * keys / 5) / 16 * 16;
   }
@@ -137,10 +138,10 @@ class DistinctKeyMap {
     }
   }
 
-  // Looks at the home group of every key. There is no branch, and no store that the next lookup
-  // would have to wait for; nor does it wait for the distinct key, which it only prefetches.
-  // numbers[k] is one plus the number of the only key that k can be if it is in its home group, or
-  // 0 if k is certainly absent.
+  // Looks at the home group of every key, without a branch or a store that the next lookup would
+  // have to wait for. It does not wait for distinct keys either, but only prefetches them.
+  // numbers[k] becomes 1 plus the number of the only key that k can be if k is in its home group,
+  // or 0 if k is certainly absent.
   void look_up_block(const uint64_t* hashes, int count, uint32_t* numbers) const {
     const uint32_t number_bits = number_bits_;
     const Distinct<Key>* distinct = distinct_;
@@ -160,7 +161,7 @@ class DistinctKeyMap {
   void add_block(const Given* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;
     uint64_t missing = ~uint64_t{0} >> (kBlock - count);
-    if (!mostly_new_) {  // then there is a first distinct key
+    if (!mostly_new_) {  // otherwise there is a first distinct key
       uint32_t numbers[kBlock];
       look_up_block(hashes, count, numbers);
       Distinct<Key>* distinct = distinct_;

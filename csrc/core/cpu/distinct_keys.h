@@ -23,7 +23,7 @@ void with_keys(const Source& source, int64_t begin, int64_t end, const Use& use)
   }
 }
 
-// Numbers the distinct keys of each table of a call. Table has the members first_feature, features,
+// The distinct keys of each table of a call. Table has the members first_feature, features,
 // first_entry and n. Each small table is handled by one thread.
 template <class Table>
 class DistinctKeys {
@@ -33,10 +33,10 @@ class DistinctKeys {
   // workspace_bytes() does not use these:
   const Source* sources = nullptr;
   const Feature* features = nullptr;
-  int64_t seed = 0;            // as in unique()
+  int64_t seed = 0;            // see unique()
   int32_t* inverse = nullptr;  // [entries] number of each entry's key in its table
   int64_t* counts = nullptr;   // [num_tables] distinct keys
-  bool distinct = true;        // false: each entry's key gets a number of its own
+  bool distinct = true;        // if false, each entry's key gets a number of its own
 
   // Returns the bytes of workspace, aligned to 64, for each(). Pass the same `order` [num_tables]
   // to both.
@@ -53,7 +53,7 @@ class DistinctKeys {
 
   // Numbers the keys of each table, then calls then(t, keys, scratch, parallel_for) with its
   // distinct keys and scratch [n]; parallel_for runs on the threads that this table may use. A
-  // table without entries gets the count 0, and no call of `then` if it is handled by one thread.
+  // table without entries gets the count 0; `then` is not called for it.
   template <class Then>
   void each(int32_t* order, void* workspace, const ParallelFor& parallel_for,
             const Then& then) const {
@@ -75,10 +75,10 @@ class DistinctKeys {
   // Minimum number of keys per thread.
   static constexpr int64_t kWorth = 8192;
 
-  // Memory for n entries of one table. Which arrays are used depends on whether one thread handles
-  // it.
+  // Memory for n entries of one table. It depends on `alone` (one thread handles the table) which
+  // arrays are used.
   struct Memory {
-    int64_t* keys;     // [n] distinct ones
+    int64_t* keys;     // [n] distinct keys
     int64_t* scratch;  // [n]
     Distinct<int64_t>* distinct = nullptr;
     uint32_t* entries = nullptr;

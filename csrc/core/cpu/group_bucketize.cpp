@@ -46,7 +46,8 @@ bool sort_by_owner(const int64_t* keys, int64_t n, const Owners& owners, int32_t
 // each key.
 constexpr int64_t kFewRanks = 16;
 
-// Computes the rows of a table's keys. Unsigned arithmetic wraps around, so only results have to
+// Computes the rows of a table's keys. Unsigned arithmetic may wrap around on the way; only the
+// results have to fit.
 // fit.
 void rows_of_few_ranks(const ComeVectors* ranks, int64_t world_size, int64_t step,
                        const int32_t* places, int32_t* rows) {

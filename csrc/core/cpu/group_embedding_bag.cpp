@@ -257,7 +257,7 @@ int64_t first_beyond(const SummedTable<T>* tables, int64_t num_tables, EntryNumb
 template <class T>
 struct PoolWorkspace {
   int64_t* units_before;          // [num_features + 1]
-  int64_t scratch_of_thread = 0;  // the widest initial vector, if there are any
+  int64_t scratch_of_thread = 0;  // dim of the widest initial vector; 0 if there are none
   T* scratch;                     // [threads, scratch_of_thread]
 
   PoolWorkspace(Arena& arena, const PooledTable<T>* tables, const FeatureBags<T>* features,

@@ -14,7 +14,7 @@ inline ParallelFor one_thread() {
                         void* context) { body(begin, end, context); });
 }
 
-// Distributes `jobs` jobs: large ones are done one after another, each by all threads; the others
+// Jobs that threads share: large ones are done one after another, each by all threads; the others
 // are taken in turn, the largest first, each by one thread.
 class SharedJobs {
  public:

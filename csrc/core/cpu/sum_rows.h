@@ -15,7 +15,7 @@ namespace sparsekit::cpu {
 // most rows are cached already, and only the few others take long.
 constexpr int64_t kRowsAhead = 64;
 
-// The same with a limit for large rows, which would evict each other from the cache.
+// Returns kRowsAhead, or less for large rows, which would evict each other from the cache.
 template <class T>
 int64_t rows_ahead(int64_t dim) {
   const int64_t fit = 16384 / std::max<int64_t>(dim * static_cast<int64_t>(sizeof(T)), 1);
@@ -23,8 +23,8 @@ int64_t rows_ahead(int64_t dim) {
 }
 
 // Prefetches into the second-level cache, which allows far more requests in flight than the first:
-// a gather of rows of 256 bytes in pages of 2 MiB takes 4.6 ms instead of 7.2, of 1 KiB 19 instead
-// of 32.
+// gathering rows of 256 bytes in pages of 2 MiB takes 4.6 ms instead of 7.2, rows of 1 KiB 19 ms
+// instead of 32.
 template <class T>
 inline void prefetch_row(const T* row, int64_t dim) {
   const char* bytes = reinterpret_cast<const char*>(row);
@@ -42,8 +42,8 @@ constexpr int kVectorBytes = 32;
 constexpr int kSumRegisters = 8;
 #endif
 
-// A vector of neighbouring elements. GCC unrolls short loops before it looks for loops to
-// vectorize, and so misses them.
+// A vector of neighbouring elements, explicit because GCC does not vectorize the short loops here:
+// it unrolls them before it looks for loops to vectorize.
 template <class A, int kBytes>
 struct VectorOf {
   typedef A type __attribute__((vector_size(kBytes)));
@@ -161,7 +161,7 @@ template <class T, class RowAt, class ScaleAt, class Ahead, class Put>
 [[gnu::noinline]] void sum_rows(int64_t begin, int64_t end, int64_t dim, const RowAt& row,
                                 const ScaleAt& scale, const Ahead& ahead, const Put& put) {
   if (dim == 0) {
-    for (int64_t i = begin; i < end; ++i) row(i);  // row() reports invalid rows
+    for (int64_t i = begin; i < end; ++i) row(i);  // row() reports an invalid row
   }
   const auto nothing = [](int64_t) {};
   for (int64_t column = 0; column < dim;) {

@@ -16,9 +16,9 @@ constexpr int kMaxParts = 256;
 constexpr int64_t kChunkKeys = 16384;
 constexpr int kMaxChunks = 64;
 
-// Moves the keys to parts, stably, numbers the keys of each part, and turns these numbers into
-// ranks among all distinct keys. Walking the chunks in the order in which their keys were moved
-// meets first occurrences in order.
+// The algorithm by hash: it moves the keys to parts, stably, numbers the keys of each part, and
+// turns these numbers into ranks among all distinct keys. Walking the chunks in the order in which
+// their keys were moved meets first occurrences in order.
 template <class Key, class Index>
 class ByHash {
  public:
@@ -181,13 +181,13 @@ class ByHash {
   int bits_ = 1;
   int64_t parts_;
   int64_t chunks_;
-  // Arrays [n]; the elements of a part start at the part's begin:
+  // [n] by part: the distinct keys of a part start where the part begins
   Distinct<Key>* distinct_;
   uint32_t* ranks_;
   uint32_t* numbers_;  // [n] in the order of part_keys_: numbers within the part, then ranks
-  uint8_t* part_of_;   // [n]
+  uint8_t* part_of_;   // [n] part of each key
   Key* part_keys_;     // [n] keys by part; unused if `counts` has room for them
-  uint32_t* start_;    // [chunks + 1, parts]
+  uint32_t* start_;    // [chunks + 1, parts] see start()
   uint32_t* firsts_;   // [chunks, parts] number of keys of the part that are new in the chunk
   uint32_t* entries_;
 };

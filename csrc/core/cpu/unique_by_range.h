@@ -13,9 +13,9 @@ namespace sparsekit::cpu {
 constexpr int64_t kLeastRange = 8192;
 constexpr int kMaxRanges = 32;
 
-// Each thread numbers a range of the keys. Then, range by range, threads share out the range's
-// distinct keys and look them up in the earlier ranges, whose tables no longer change; keys that
-// are not found are new.
+// The algorithm by range: each thread numbers a range of the keys. Then, range by range, threads
+// share out the range's distinct keys and look them up in the earlier ranges, whose tables no
+// longer change; keys that are not found are new.
 template <class Key, class Index>
 class ByRange {
  public:

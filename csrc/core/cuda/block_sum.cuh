@@ -9,7 +9,7 @@ namespace sparsekit::cuda {
 
 constexpr int kSumThreads = 256;
 
-// Returns the launch of one block that the functions below need.
+// Returns the grid of one block that the functions below need.
 inline simt::Grid one_block() {
   simt::Grid grid{1, kSumThreads};
   grid.shared_bytes = kSumThreads / simt::kWarp * static_cast<int64_t>(sizeof(int64_t));
@@ -30,7 +30,7 @@ SPARSEKIT_DEVICE int64_t sum_before(int64_t mine) {
   simt::barrier();
   int64_t before = up_to_here - mine;
   for (int i = 0; i < warp; ++i) before += of_warps[i];
-  simt::barrier();  // before the shared words are reused
+  simt::barrier();  // wait before the shared words are reused
   return before;
 }
 

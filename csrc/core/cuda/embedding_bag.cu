@@ -108,7 +108,7 @@ struct BagEntries {
   A* divisors;           // [num_bags], null unless weights are divided
 };
 
-// One thread for each entry, bag and offset.
+// Prepares entries and checks offsets: one thread for each entry, bag and offset.
 template <class A>
 SPARSEKIT_KERNEL bag_entries_kernel(Bags bags, const A* sample_weights, Combiner combiner,
                                     BagEntries<A> entries, int64_t* bad_offset) {

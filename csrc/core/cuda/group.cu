@@ -68,7 +68,8 @@ SPARSEKIT_DEVICE void check_key(const DeviceGroup& group, int32_t e, int64_t* ba
   simt::atomic_min(bad_key, source.key_start + group.key_starts[f] + (e - group.entry[f]));
 }
 
-// One thread for each bag, each offset and, if some table limits keys, each entry.
+// Writes bags, checks offsets and checks keys: one thread for each bag, each offset and, if some
+// table limits keys, each entry.
 SPARSEKIT_KERNEL group_bags_kernel(DeviceGroup group, int64_t num_bags, int64_t num_offsets,
                                    int32_t* bags, GroupErrors errors) {
   int64_t i = simt::global_thread();

@@ -14,7 +14,7 @@ namespace sparsekit::cuda {
 struct DeviceSource {
   const void* keys;
   const void* offsets;
-  int64_t first_offset;  // counted over all sources, as is key_start; ends at the next source's
+  int64_t first_offset;  // first one among the offsets of all sources; key_start likewise
   int32_t key_start;
   bool wide_keys, wide_offsets;
   bool asked;  // true if some feature uses this source
@@ -23,7 +23,7 @@ struct DeviceSource {
 struct DeviceFeature {
   int32_t table, source;
   int64_t first_bag;
-  int64_t first;  // first of its bags among those of all features
+  int64_t first;  // first of the feature's bags among those of all features
   int64_t max_nnz;
 };
 
@@ -45,7 +45,7 @@ SPARSEKIT_DEVICE int64_t number_at(const void* array, bool wide, int64_t i) {
   return wide ? simt::global(static_cast<const int64_t*>(array))[i]
               : simt::global(static_cast<const int32_t*>(array))[i];
 }
-// Like Source::offset, for offsets in global memory, which it tells the compiler.
+// Like Source::offset, but tells the compiler that offsets are in global memory.
 SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
   return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
 }

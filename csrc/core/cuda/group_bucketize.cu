@@ -14,7 +14,7 @@ namespace {
 struct Pieces {
   int32_t world_size, num_tables;
   uint32_t* piece;  // [most] piece of each sorted entry; count() if its key is not sent
-  int32_t* entry;   // [most]
+  int32_t* entry;   // [most] entries, sorted by piece
   int32_t* begin;   // [count()] where the keys of each piece begin among all keys sent
   // [count() + 1] key counts of the pieces, ordered by table; then their prefix sums.
   int32_t* before;
@@ -81,7 +81,8 @@ SPARSEKIT_KERNEL count_pieces_kernel(Pieces pieces, int32_t entries, int64_t* co
   counts[p] = count;
 }
 
-// One thread for each key that is sent, and for each table.
+// Writes the keys to send, their places, and key counts: one thread for each key and for each
+// table.
 SPARSEKIT_KERNEL send_keys_kernel(DeviceGroup group, Pieces pieces, RoutedKeys to) {
   const int64_t i = simt::global_thread();
   const auto keys_before = [&](int64_t t) { return pieces.before[t * pieces.world_size]; };
@@ -134,7 +135,7 @@ struct ExchangeTable {
   int32_t step;
 };
 struct ComeRows {
-  int32_t begin, end;  // as in ComeVectors
+  int32_t begin, end;  // the fields of ComeVectors
 };
 
 struct DeviceExchange {
@@ -154,7 +155,7 @@ struct DeviceExchange {
   SPARSEKIT_DEVICE int32_t num_keys(int t) const { return of_table(t)[world_size - 1].end; }
 };
 
-// One thread for each table and each entry.
+// Checks tables and writes rows: one thread for each table and each entry.
 SPARSEKIT_KERNEL exchange_rows_kernel(DeviceExchange call, int32_t* rows, ExchangeErrors errors) {
   const int64_t i = simt::global_thread();
   if (i < call.num_tables) {

@@ -10,7 +10,7 @@
 
 namespace sparsekit::cuda {
 
-// Ranks a marked subset of the entries, in order: it has a bit for each entry, and for each word of
+// Ranks of a marked subset of the entries, in order: a bit for each entry, and for each word of
 // bits the number of marked entries before it.
 struct Ranks {
   uint32_t* bits;   // [words]

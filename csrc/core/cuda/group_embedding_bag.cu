@@ -20,7 +20,7 @@ struct PoolFeature {
   const int64_t* key_start;
   int64_t first_block;
   int32_t table;
-  int32_t first_bag;  // among those of all features
+  int32_t first_bag;  // first of the feature's bags among those of all features
   int32_t num_keys;
   uint16_t columns;
   uint8_t combiner;

@@ -5,7 +5,7 @@
 namespace sparsekit::cuda {
 namespace {
 
-// Tells which kinds of scaling the features of a call need.
+// The kinds of scaling that the features of a call need.
 struct Ways {
   bool weighted = false, scaled = false, divided = false;
 

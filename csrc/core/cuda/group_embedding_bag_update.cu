@@ -10,13 +10,13 @@ template <class T>
 struct SummedGradients {
   struct Found {
     int64_t row;
-    int32_t begin, end;  // the row's entries among those of the table
+    int32_t begin, end;  // the row's entries, counted within the table
   };
 
   GradientRows<T> bags;
   const int32_t* rows;
   const int32_t* begins;
-  const int32_t* values;  // of the table's sorted entries
+  const int32_t* values;  // values of the table's sorted entries
   const T* sums;          // sums of rows that span several chunks, indexed by their first chunk
   int64_t stride, n;
   Acc<T> divide_by;
@@ -61,7 +61,7 @@ template <class T>
 struct SummedTables {
   using Gradients = SummedGradients<T>;
   const Share* shares;
-  const SteppedTable<T>* tables;  // of the call
+  const SteppedTable<T>* tables;  // all tables of the call
   int32_t count;
   RowRuns<T> runs;
 

@@ -161,7 +161,7 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
   const DeviceGroup group = device_group(call, bags, arena);
   const InsertWorkspace work(arena, call);
   const simt::Grid grid = grid_for_entries(call);
-  // `inverse` holds slots until the kernel "number" replaces them.
+  // `inverse` holds slots until group_number_kernel replaces them by numbers.
   find_first_entries(call, group, seed, work.firsts, inverse, status, 2 * call.num_tables, stream);
   simt::launch("group_find: number", group_number_kernel, grid, stream, group, work.firsts,
                work.missing, inverse, rows, status);

@@ -25,7 +25,7 @@ struct SumFeature {
   const Acc<T>* sample_weights;  // may be null
   const int64_t* key_start;
   int32_t table;
-  int32_t first_bag;  // among the bags of all features
+  int32_t first_bag;  // first of the feature's bags among those of all features
   int32_t num_keys;
   int32_t combiner;
 };
@@ -105,7 +105,7 @@ struct SumLevel {
   uint32_t* keys;
   int32_t* values;
   Acc<T>* rows;  // [n, stride]
-  int64_t n;     // capacity
+  int64_t n;     // capacity in entries
   int32_t* chunks;
   int64_t* blocks;
 };
@@ -336,7 +336,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
 template <class T>
 struct RowRuns {
   SumGroup<T> group;
-  const int32_t* values;  // of the sorted entries
+  const int32_t* values;  // values of the sorted entries
 };
 
 // find_row_runs finds the runs and leaves them in `workspace`. It sends `descriptors`, which must

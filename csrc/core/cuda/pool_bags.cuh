@@ -291,7 +291,7 @@ struct Round {
   bool last;
 };
 
-// Does the work of the part in a slot, which belongs to bag `bag`, in a round.
+// Adds parts in a round to the part in a slot, which belongs to bag `bag`.
 template <int kWidth, class In, class T>
 SPARSEKIT_DEVICE void add_to_part(const In& in, const LongBags<T>& long_bags, Round round,
                                   int64_t slot, int64_t bag, int64_t element) {

@@ -5,7 +5,7 @@
 
 namespace sparsekit::cuda {
 
-// Bytes of workspace for exclusive_scan and sort_pairs of up to n elements.
+// Return the bytes of workspace for exclusive_scan and sort_pairs of up to n elements.
 int64_t scan_workspace_bytes(int64_t n);
 int64_t sort_workspace_bytes(int64_t n);
 

@@ -140,7 +140,7 @@ SPARSEKIT_DEVICE uint32_t warp_match(T value) {
   return __match_any_sync(~0u, value);
 }
 
-// Return __popc, and __ffs - 1 (mask != 0).
+// count_bits is __popc; lowest_bit is __ffs - 1, for mask != 0.
 SPARSEKIT_DEVICE int count_bits(uint32_t mask) {
   return __popc(mask);
 }
@@ -225,7 +225,7 @@ SPARSEKIT_DEVICE void reduce_add(float* address, const Vec<float, N>& value) {
 // Host functions. All throw std::runtime_error with CUDA's message.
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  (void)cudaGetLastError();  // clear it: CUB would take it for its own after its next launch
+  (void)cudaGetLastError();  // clear it, or CUB would take it for its own after its next launch
   throw std::runtime_error(std::string("sparsekit: ") + what + ": " + cudaGetErrorString(error));
 }
 

@@ -92,7 +92,7 @@ template <class T, class Gradients, class StepConstants>
 struct Block {
   RowTable<T> table;
   Gradients gradients;
-  int64_t tiles;  // of all blocks of the table
+  int64_t tiles;  // tiles of all blocks of the table
   StepConstants numbers;
 };
 
@@ -115,7 +115,7 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
   if (t < 1) return;
   const int columns = share.columns, log2_lanes = share.log2_lanes, table_number = share.table;
   const int block = static_cast<int>(simt::block()) - share.first_block;
-  // In shared memory, and read again for each row: registers for all of it would be too many.
+  // Kept in shared memory, and read again for each row, since it would take too many registers.
   auto& own = *simt::shared<Block<T, Gradients, StepConstants>>();
   if (simt::thread() == 0) {
     const bool is_last = at_table + 1 == tables.count;

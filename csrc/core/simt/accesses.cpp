@@ -54,8 +54,8 @@ void __tsan_write_range(void* at, size_t bytes) {
   plain(Access::kWrite, at, bytes);
 }
 
-// The atomics, which host.h counts itself; always sequentially consistent, whatever the order asked
-// for.
+// Define the atomics too. host.h counts these; here they are always sequentially consistent,
+// whatever the order asked for.
 #define SPARSEKIT_ATOMICS(bits)                                                                    \
   using Word##bits = uint##bits##_t;                                                               \
   Word##bits __tsan_atomic##bits##_load(const volatile Word##bits* at, int) {                      \

@@ -198,7 +198,7 @@ void store(T* address, T value) {
 }
 template <int N>
 void reduce_add(float* address, const Vec<float, N>& value) {
-  host::saw(host::Access::kAtomic, address, sizeof value);  // counts as one access, as on sm_90
+  host::saw(host::Access::kAtomic, address, sizeof value);  // this counts as one, as on sm_90
   for (int i = 0; i < N; ++i) {
     host::exchange(address + i, [&](float seen) { return seen + value.at[i]; });
   }

@@ -111,7 +111,7 @@ void Worker::gather_warp(Collective kind, uint64_t value, uint64_t values[kWarp]
   if (warp.arrived == 0) warp.kind = kind;
   if (warp.kind != kind) {
     launch_->fail("lanes of a warp wait in different collectives", fiber.position);
-    leave(false);  // the fiber is not resumed
+    leave(false);  // does not return, as the fiber is not resumed
   }
   slot.values[fiber.lane].store(value, std::memory_order_relaxed);
   if (kind == Collective::kSync) release(&slot);

@@ -31,7 +31,7 @@ constexpr int kWorkersPerGroup = 2;  // OS threads per block
 constexpr int kMaxThreads = 1024;
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kMaxSharedBytes = 227 << 10;
-constexpr unsigned kNoSync = 1;  // for __tsan_switch_to_fiber: a switch does not order memory
+constexpr unsigned kNoSync = 1;  // for __tsan_switch_to_fiber: switches do not order memory
 
 inline void acquire(void* at) {
   if (__tsan_acquire != nullptr) __tsan_acquire(at);
@@ -67,7 +67,7 @@ struct Launch {
   }
 };
 
-// Where the workers of a group meet: at a barrier of the kernel, or at the begin or end of a block.
+// The meeting point of a group's workers: a barrier of the kernel, or the begin or end of a block.
 class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
@@ -118,7 +118,7 @@ struct Fiber {
   Warp* warp = nullptr;
   int lane = 0;
   char* stack = nullptr;
-  void* fake_stack = nullptr;  // AddressSanitizer's
+  void* fake_stack = nullptr;  // fake stack of AddressSanitizer
   void* tsan = nullptr;
 };
 
@@ -181,7 +181,7 @@ class Worker {
   std::vector<Fiber*> waiting_;
   int barrier_parity_ = 0;
   uint64_t random_ = 1;
-  Traffic traffic_;  // of a launch that is being counted
+  Traffic traffic_;  // accesses of a launch that is being counted
   Context scheduler_;
   void* scheduler_tsan_ = nullptr;
   void* scheduler_fake_stack_ = nullptr;

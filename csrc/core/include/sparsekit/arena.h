@@ -5,8 +5,9 @@
 
 namespace sparsekit {
 
-// Hands out the parts in turn, each at a multiple of kAlignment bytes. Constructed with null, it
-// only counts bytes, so the code that lays out the workspace also computes its size.
+// An allocator that hands out the parts in turn, each at a multiple of kAlignment bytes.
+// Constructed with null, it only counts bytes, so the code that lays out the workspace also
+// computes its size.
 template <int64_t kAlignment>
 class BasicArena {
  public:

@@ -10,7 +10,7 @@ namespace sparsekit {
 
 enum class FieldKind : uint8_t { kSkip, kFloat, kHash, kInteger, kHex };
 
-// Tells how to read one field of a line.
+// Options for reading one field of a line.
 struct Field {
   FieldKind kind = FieldKind::kSkip;
 
@@ -26,7 +26,7 @@ struct Field {
   char separator = 0;
   bool has_missing_key = false;
   int64_t missing_key = 0;
-  uint64_t seed = 0;  // of the hash
+  uint64_t seed = 0;  // seed of the hash
 };
 
 struct TextFormat {
@@ -37,7 +37,7 @@ struct TextFormat {
 };
 
 struct Line {
-  int64_t begin, end;  // without its newline
+  int64_t begin, end;  // without the newline
 };
 
 // The state of a scan at a position: outside quoted fields, inside one, or just behind a quote that
@@ -46,8 +46,8 @@ enum class Place : uint8_t { kOutside, kInside, kBehind };
 
 struct FoundLines {
   std::vector<Line> lines;
-  int64_t end = 0;        // behind the last line and its newline
-  bool unclosed = false;  // the last line ends within a quoted field
+  int64_t end = 0;        // position behind the last line and its newline
+  bool unclosed = false;  // true if the last line ends within a quoted field
 };
 
 // Finds the lines that begin in [0, stop); a line must begin at 0. A line ends with "\n" or "\r\n"
@@ -84,8 +84,8 @@ struct MalformedRow {
 };
 
 struct ParsedKeys {
-  // Row i has offsets[f * rows + i + 1] - offsets[f * rows + i] keys in the f-th of the fields of
-  // keys.
+  // Row i has offsets[f * rows + i + 1] - offsets[f * rows + i] keys for field f; fields without
+  // keys are not counted.
   std::vector<int64_t> offsets;
   // All keys: field by field, and row by row within a field, when the parts are read in turn.
   std::vector<std::vector<int64_t>> parts;

@@ -34,7 +34,7 @@ int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags
                       const Acc<T>* sample_weights, Combiner combiner, T* out,
                       const ParallelFor& parallel_for);
 
-// Bytes of workspace for embedding_bag_backward.
+// Returns the bytes of workspace for embedding_bag_backward.
 template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows,
                                                const ParallelFor& parallel_for);
@@ -79,7 +79,7 @@ void embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& b
 template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows);
 
-// num_rows < 2^32 - 1. `deterministic` as in unsorted_segment_sum.
+// Like the CPU version. `deterministic` as in unsorted_segment_sum. num_rows < 2^32 - 1.
 template <class T>
 void embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
                             const Acc<T>* sample_weights, Combiner combiner, bool deterministic,

@@ -48,7 +48,7 @@ enum class BadBag { kNone, kOffset, kTooLong };
 
 struct BagCheck {
   BadBag what = BadBag::kNone;
-  int64_t position = -1;  // of the offset, or the bag
+  int64_t position = -1;  // position of the bad offset or bag
 };
 
 // Checks that the offsets of the bags [first, last) of a source never decrease and stay within its
@@ -76,7 +76,7 @@ struct RoutedTable;
 // offsets (key_start, n and first_entry of features; n and first_entry of tables) are not read.
 namespace cuda {
 
-// Describes the call; all arrays are in host memory.
+// Tables, sources and features of a call; all arrays are in host memory.
 struct GroupCall {
   const GroupTable* tables;   // [num_tables], or
   const RoutedTable* routed;  // [num_tables] where keys go to their owners
@@ -86,8 +86,8 @@ struct GroupCall {
   int64_t num_sources;
   const Feature* features;
   int64_t num_features;
-  int64_t num_bags;  // of all features
-  int64_t entries;   // upper bound
+  int64_t num_bags;  // number of bags of all features
+  int64_t entries;   // upper bound of the number of entries
 };
 
 // Smallest positions of errors, each set to INT64_MAX by the caller. The position of an offset or a

@@ -17,11 +17,12 @@ struct RoutedTable : AskedTable {
 // Output of group_bucketize.
 struct RoutedKeys {
   int64_t* keys;     // [entries] the keys for rank 0, table by table; those for rank 1; and so on
-  int64_t* counts;   // [world_size, tables] keys
-  int64_t* numbers;  // [tables] keys for all ranks
+  int64_t* counts;   // [world_size, tables] number of keys of each table for each rank
+  int64_t* numbers;  // [tables] number of keys for all ranks
   int32_t* inverse;  // [entries] number of each entry's key in its table
-  int32_t* places;   // [entries] from a table's first entry on: the place of each of its keys, by
-                     // number, when those for rank 0 come first, then those for rank 1, and so on
+  // [entries] from a table's first entry on: where each of its keys, by number, is among the
+  // table's keys for rank 0, then those for rank 1, and so on.
+  int32_t* places;
 };
 
 // The vectors of a table that one rank has sent, in rows of any unit. `end` is the number of the
@@ -33,7 +34,8 @@ struct ComeVectors {
 
 namespace cpu {
 
-// Bytes of workspace, aligned to 64, for group_bucketize. Pass the same `order` [tables] to both.
+// Returns the bytes of workspace, aligned to 64, for group_bucketize. Pass the same `order`
+// [tables] to both.
 int64_t group_bucketize_workspace_bytes(const RoutedTable* tables, int64_t num_tables,
                                         int64_t entries, int32_t* order,
                                         const ParallelFor& parallel_for);
@@ -57,7 +59,7 @@ void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_
 // Like the CPU versions, for call.routed. Nothing waits for the host.
 namespace cuda {
 
-// Size of the workspace, which must be passed to begin_group first.
+// Returns the size of the workspace, which must be passed to begin_group first.
 int64_t group_bucketize_workspace_bytes(const GroupCall& call, int64_t world_size, bool distinct);
 
 // world_size * num_tables < 2^31. *bad_owners becomes the smallest number of a table whose map of

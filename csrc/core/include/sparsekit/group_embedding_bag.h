@@ -41,7 +41,7 @@ struct FeatureBags {
   const void* keys;
   bool wide_keys;
   int64_t num_keys;
-  const int64_t* key_start;  // null: 0
+  const int64_t* key_start;  // null means 0
   int64_t max_nnz;           // read only on a device
 
   int64_t first_entry() const { return bags[0]; }
@@ -64,7 +64,7 @@ struct SummedTable {
   const FeatureBags<T>* features;
   int64_t num_features;
   int64_t first_entry, n;
-  int64_t num_rows, dim;  // of the gradient, as is dim
+  int64_t num_rows, dim;  // shape of the gradient
   T* grad;                // [num_rows, dim]
   // [num_rows], or null. If given, gradients are written in ascending order of these rows, which
   // are written to sorted_rows [num_rows].
@@ -99,7 +99,7 @@ class GradientTaker {
 template <class T>
 struct SumRoom {
   T* out;
-  int64_t elements;            // of out
+  int64_t elements;            // number of elements of `out`
   const int64_t* row_strides;  // [tables]
 
   // Returns the number of rows of table t whose vector of `dim` elements fits within out.
@@ -110,7 +110,7 @@ struct SumRoom {
 
 namespace cpu {
 
-// Bytes of workspace for group_embedding_bag, aligned to 64. Without initial vectors, it is 8 bytes
+// Returns the bytes of workspace for group_embedding_bag, aligned to 64: without initial vectors, 8
 // for each feature and 8 more.
 template <class T>
 int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
@@ -125,8 +125,8 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
                             int64_t num_features, EntryNumbers index, void* workspace,
                             const ParallelFor& parallel_for);
 
-// Bytes of workspace, aligned to 64, for group_embedding_bag_backward, with a taker or without.
-// Pass the same `order` [tables] to both.
+// Returns the bytes of workspace, aligned to 64, for group_embedding_bag_backward, with a taker or
+// without. Pass the same `order` [tables] to both.
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int32_t* order,
@@ -188,7 +188,7 @@ struct GroupSums {
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums);
 
-// Adds in a fixed order, whatever the size.
+// Computes the gradients of all tables. The order of additions is always fixed.
 template <class T>
 void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
                                   void* stream);

@@ -35,8 +35,8 @@ void group_find(const GroupTable* tables, const Source* sources, const Feature* 
                 int64_t num_features, int32_t* rows, int64_t* workspace,
                 const ParallelFor& parallel_for);
 
-// Bytes of workspace, aligned to 64, for group_find_or_insert. Pass the same `order` [tables] to
-// both.
+// Returns the bytes of workspace, aligned to 64, for group_find_or_insert. Pass the same `order`
+// [tables] to both.
 int64_t group_find_or_insert_workspace_bytes(const GroupTable* tables, int64_t num_tables,
                                              int32_t* order, const ParallelFor& parallel_for);
 
@@ -57,7 +57,7 @@ void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const Ne
 // On a device, the same launches handle all tables.
 namespace cuda {
 
-// Size of the workspace, which must be passed to begin_group first.
+// Returns the size of the workspace, which must be passed to begin_group first.
 int64_t group_find_workspace_bytes(const GroupCall& call);
 
 // rows[e] as on the CPU, but -1 for a key out of range.

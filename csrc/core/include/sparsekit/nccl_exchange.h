@@ -36,8 +36,9 @@ void check(ncclComm* communicator);
 
 // Sends a part of `send` to each rank and receives a part of `receive` from each, rank 0's first,
 // without gaps. The sizes are [world_size], in bytes; both ends of a transfer must agree on its
-// size. The parts are read and written in stream order; the call itself returns once the work is in
-// the stream. The first transfer with a rank waits for that rank, since NCCL connects then.
+// size. The parts are read and written in stream order; the call itself returns once the work is
+// queued in the stream. The first transfer with a rank waits for that rank, since NCCL connects
+// then.
 void all_to_all(ncclComm* communicator, int world_size, const void* send, const int64_t* send_bytes,
                 void* receive, const int64_t* receive_bytes, void* stream);
 

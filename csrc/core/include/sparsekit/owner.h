@@ -27,8 +27,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
 
 // The placement of keys on world_size ranks; world_size is in [1, kMaxWorldSize].
 struct Owners {
-  const int16_t* map = nullptr;  // [kVirtualShards] rank of each; null: the rank is the unsigned
-                                 // key modulo world_size
+  const int16_t* map = nullptr;  // [kVirtualShards] ranks, or null: unsigned key modulo world_size
   uint64_t world_size = 1;
   uint64_t reciprocal = ~uint64_t{0};  // 2^64 / world_size, rounded down, or 1 less
 

@@ -29,7 +29,7 @@ SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
   return static_cast<int32_t>(step < kMost ? step : kMost);
 }
 
-// How to round new weights to BFloat16: to nearest, or stochastically up or down with odds that
+// Mode of rounding new weights to BFloat16: to nearest, or stochastically up or down with odds that
 // make the mean exact. Other types are not rounded.
 struct Rounding {
   bool stochastic;

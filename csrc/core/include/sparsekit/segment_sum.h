@@ -9,7 +9,7 @@
 namespace sparsekit {
 namespace cpu {
 
-// Bytes of workspace for the segment sum of n rows of `dim` elements of type T.
+// Returns the bytes of workspace for the segment sum of n rows of `dim` elements of type T.
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments,
                                     const ParallelFor& parallel_for);
@@ -28,7 +28,7 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
 
 namespace cuda {
 
-// Bytes of workspace, in either mode. n < 2^31 and num_segments < 2^32 - 1.
+// Returns the bytes of workspace, in either mode. n < 2^31 and num_segments < 2^32 - 1.
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
 

@@ -9,7 +9,7 @@
 namespace sparsekit {
 namespace cpu {
 
-// Bytes of workspace, aligned to 64 bytes, that unique() needs for n keys.
+// Returns the bytes of workspace, aligned to 64, that unique() needs for n keys.
 int64_t unique_workspace_bytes(int64_t n);
 
 // Writes the distinct keys to unique_keys [n], in order of first occurrence; to inverse [n] the

@@ -26,10 +26,10 @@ struct RowGradients {
   int64_t n;
 };
 
-// Tells how to get the number of the step: *step, or *step + 1 if *step counts the steps made
-// before (`counted`). With per_row, for rules with kPerRow, each row counts its own steps in
-// row_step and is updated with that count; otherwise row_step, if not null, is set to the step. A
-// count that row_step cannot hold stays at its largest value.
+// The number of a step is *step, or *step + 1 if *step counts the steps made before (`counted`).
+// With per_row, for rules with kPerRow, each row counts its own steps in row_step and is updated
+// with that count; otherwise row_step, if not null, is set to the step. A count that row_step
+// cannot hold stays at its largest value.
 struct StepNumber {
   bool counted;
   bool per_row;

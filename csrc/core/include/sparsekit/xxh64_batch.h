@@ -18,7 +18,7 @@ struct WaitingText {
 
 constexpr int kTogether = 32;    // texts of equal length that are hashed together
 constexpr int kFew = 5;          // fewer than this are hashed one by one
-constexpr size_t kTooLong = 64;  // bytes; longer texts are hashed at once
+constexpr size_t kTooLong = 64;  // bytes; texts of at least this size are hashed at once
 
 // Prefetch distances ahead of the current text, in codes and in bytes of text.
 constexpr size_t kCodesAhead = 256;
@@ -47,7 +47,7 @@ inline void prefetch(const void* address, size_t ahead) {
   prefetch(reinterpret_cast<uintptr_t>(address) + ahead);
 }
 
-// Collects texts by length, and hashes those of a length as soon as there are enough.
+// A hasher that collects texts by length, and hashes those of a length as soon as there are enough.
 class TextHasher {
  public:
   TextHasher(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes) {

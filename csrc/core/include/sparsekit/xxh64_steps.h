@@ -1,4 +1,4 @@
-// The steps of XXH64 for both engines, on words in registers, independent of where these come from.
+// The steps of XXH64 for both engines. They work on words in registers, wherever these come from.
 #pragma once
 
 #include <cstddef>
