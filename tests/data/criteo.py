@@ -1,4 +1,4 @@
-"""Files in Criteo's format, and what is in them, read by a few lines of Python."""
+"""Files in Criteo's format, and a reader of a few lines that tells what they hold."""
 
 import random
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ SPARSE = [f"C{i}" for i in range(1, 27)]
 
 @dataclass
 class Rows:
-    """label, dense [13] and keys [26][...] of each row."""
+    """Label, dense [13] and keys [26][...] of each row."""
 
     labels: list[float]
     dense: list[list[float]]
@@ -37,7 +37,7 @@ def random_lines(count, seed=0):
 
 
 def read_lines(lines):
-    """The oracle."""
+    """Read lines of text; the readers under test must agree with this."""
     rows = Rows([], [], [])
     for line in lines:
         fields = line.split("\t")
@@ -48,7 +48,7 @@ def read_lines(lines):
 
 
 def rows_of(batches):
-    """What batches hold, in the oracle's form."""
+    """Return the rows that batches hold."""
     rows = Rows([], [], [])
     for batch in batches:
         rows.labels += batch.label.tolist()

@@ -1,4 +1,4 @@
-"""Batches and their bags of keys, by hand."""
+"""Batches and their bags of keys, on hand-written examples."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from sparsekit.data import Batch, KeyedJaggedTensor
 from sparsekit.data.batch import concatenate
 
-# Bags of feature a: [1, 2], [], [3]; of b: [], [4], [5, 6].
+# Bags of feature a: [1, 2], [], [3]; of feature b: [], [4], [5, 6].
 BAGS = KeyedJaggedTensor(["a", "b"], torch.arange(1, 7), torch.tensor([0, 2, 2, 3, 3, 4, 6]))
 BATCH = Batch(torch.tensor([0.0, 1.0, 2.0]), torch.arange(6.0).view(3, 2), BAGS)
 

@@ -44,7 +44,7 @@ def test_it_looks_like_criteo(tmp_path):
         assert len(distinct) > min(most, 50) * 0.9
         assert 0 <= distinct.min() <= distinct.max() < 2**32
         if most > 10**6:
-            # Of a zipf law's first two, the second is 2 ** 1.1 times rarer.
+            # Under the zipf law, the second key is 2 ** 1.1 times rarer than the first.
             first, second = counts.sort(descending=True).values[:2].tolist()
             assert first / second == pytest.approx(2**1.1, rel=0.25)
 
@@ -53,13 +53,13 @@ def test_labels_depend_on_categories(tmp_path):
     write_criteo_sample(tmp_path / "day", 50_000)
     batch = all_rows(tmp_path / "day")
     ranges = []
-    for name in ("C6", "C13", "C17", "C19"):  # of 3 to 14 values, each with a rate of its own
+    for name in ("C6", "C13", "C17", "C19"):  # 3 to 14 values, each with its own rate of clicks
         values, offsets = batch.sparse[name]
         labels = batch.label[offsets.diff().bool()]
         groups = [labels[values == value] for value in values.unique()]
         rates = [group.mean().item() for group in groups if len(group) > 2000]
         ranges.append(max(rates) - min(rates))
-    assert max(ranges) > 0.08  # by chance it would be some 0.02
+    assert max(ranges) > 0.08  # about 0.02 by chance
 
 
 def test_multi_hot(tmp_path):

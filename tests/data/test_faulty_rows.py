@@ -1,4 +1,4 @@
-"""Rows that are left out, and how they are named."""
+"""Faulty rows are skipped, and errors name them."""
 
 import math
 
@@ -29,7 +29,7 @@ def test_labels_outside_a_range_are_found_beside_malformed_rows(tmp_path, format
 
 
 def test_a_row_with_several_faults_is_skipped_once(tmp_path):
-    """Numbers beyond float32 are infinite."""
+    """A number beyond float32 counts as infinite."""
     columns = {"label": [0.0, None, 2.0], "a": [1.0, math.inf, 3.0], "b": [1.0, -math.inf, 1e39]}
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table(columns), path)

@@ -1,7 +1,8 @@
-"""Parquet files with faults in their structure: the stated errors alone, and memory by their size.
+"""Structural faults in Parquet files raise documented errors, in memory fit for the file's size.
 
-Numbers, names, lists and types in footers and page headers change, in files that are whole
-otherwise: what flipped bytes rarely reach. SPARSEKIT_FUZZ_FILES=10000 tries as many in place of 60.
+Numbers, names, lists and types in footers and page headers change while the rest of the file stays
+whole; flipped bytes rarely have this effect. SPARSEKIT_FUZZ_FILES=10000 tries that many files
+instead of 60.
 """
 
 import datetime
@@ -27,7 +28,7 @@ TEXTS = [b"", b"price", b"\xff\xfe", b"a.b", b"x" * 3000, b"\0"]
 
 
 def wholes(path):
-    """Files of a few layouts."""
+    """Write files of a few layouts; returns their contents."""
     day = datetime.date(2024, 1, 31)
     columns = {
         "click": [0.0, 1.0, None, 1.0] * 5,
@@ -49,7 +50,7 @@ def wholes(path):
 
 
 def footer_of(content):
-    """The footer and where it begins."""
+    """Return the footer and the offset at which it begins."""
     begin = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
     return thrift.read_struct(content, begin)[0], begin
 
@@ -60,7 +61,7 @@ def with_footer(content, footer):
 
 
 def nodes(kind, value, found):
-    """All structs and lists within a value."""
+    """Return all structs and lists inside a value."""
     if kind == thrift.STRUCT:
         found.append((kind, value))
         for _, inner, each in value:
@@ -73,7 +74,7 @@ def nodes(kind, value, found):
 
 
 def changed(draw, kind, value):
-    """Another value of a kind."""
+    """Return another value of the same kind."""
     if kind in thrift.INTEGERS:
         other = draw.choice([*NUMBERS, value + 1, value - 1, -value, value * 1000])
         return (other + 2**63) % 2**64 - 2**63
@@ -83,7 +84,7 @@ def changed(draw, kind, value):
 
 
 def mutate(draw, struct):
-    """Change a struct in one place."""
+    """Change one place of a struct."""
     kind, node = draw.choice(nodes(thrift.STRUCT, struct, []))
     if kind == thrift.STRUCT and node:
         place = draw.randrange(len(node))
@@ -115,7 +116,7 @@ def field(struct, number):
 
 
 def mutate_page(draw, content):
-    """A copy whose footer tells the truth about a page header that has changed."""
+    """Return a copy with a changed page header, for which the footer is still right."""
     footer, end = footer_of(content)
     chunks = [
         chunk
@@ -139,14 +140,14 @@ def mutate_page(draw, content):
 
 
 def mutated(draw, content):
-    """A copy with some faults in its footer, in the header of a page, or in both."""
+    """Return a copy with some faults in its footer, in the header of a page, or in both."""
     if draw.random() < 0.5:
         content = mutate_page(draw, content)
     footer, end = footer_of(content)
     for _ in range(draw.choice([0, 1, 2, 4, 8])):
         mutate(draw, footer)
     content = with_footer(content[:end], footer)
-    if draw.random() < 0.1:  # a footer that ends in its middle, or says so
+    if draw.random() < 0.1:  # cut the footer short, or claim another length
         place = draw.randrange(end, len(content))
         content = content[:place] + draw.choice(
             [content[-8:], b"\xfc\xff\xff\x3f" + content[place:]]
@@ -165,7 +166,8 @@ def test_structured_faults(tmp_path):
         shuffle = draw.random() < 0.5
         before = forget_peak()
         kind, _ = outcome(lambda: ParquetReader(path, 6, shuffle=shuffle, **settings))  # noqa: B023
-        # What the first one loads, and Arrow's threads and pools; the files have 5 KB.
+        # This leaves room for libraries loaded by the first file and for Arrow's threads and pools;
+        # the files have 5 KB.
         assert peak() - before < 48 << 20, case
         parsed += isinstance(kind, int)
         faulty += kind is DataFormatError
@@ -174,7 +176,7 @@ def test_structured_faults(tmp_path):
 
 
 def test_no_memory_for_what_a_footer_only_claims(tmp_path):
-    """A list of a million columns, in a file of some bytes."""
+    """A list of a million columns claimed by a file of some bytes takes no memory."""
     footer = b"\x15\x02\x19\xfc\xbf\x84\x3d" + bytes(100)
     path = tmp_path / "x.parquet"
     path.write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")

@@ -1,6 +1,6 @@
-"""Mutated files: readers raise the errors that they state, or parse.
+"""Readers of mutated files raise the documented errors, or parse.
 
-SPARSEKIT_FUZZ_FILES=10000 tries as many in place of 1,000; `make sanitize` tries 3,000 under
+SPARSEKIT_FUZZ_FILES=10000 tries that many files instead of 1,000; `make sanitize` tries 3,000 under
 AddressSanitizer.
 """
 
@@ -30,7 +30,7 @@ PIECES += [b" ", b"\xff", b"\xef\xbb\xbf", b"1e400", b"nan", b"9" * 30, b"f" * 1
 
 
 def mutate(draw, content):
-    """A copy with a few faults."""
+    """Return a copy with a few faults."""
     content = bytearray(content)
     for _ in range(draw.randrange(6)):
         place = draw.randrange(len(content) + 1)
@@ -47,7 +47,7 @@ def mutate(draw, content):
 
 
 def outcome(make):
-    """What a reader of all rows gives: its columns, or the words of its error."""
+    """Read all rows; returns skipped rows and columns, or the type and text of the error."""
     try:
         reader = make()
         batches = list(reader)
@@ -72,7 +72,7 @@ def same(one, other):
 
 
 def kinds(draw, path):
-    """A way to read a file of three columns, or one in Criteo's format; and such a file."""
+    """Return a file's text and a way to read it: three columns, or Criteo's format."""
     settings = {
         "on_error": draw.choice(["raise", "skip"]),
         "max_line_bytes": draw.choice([200, 1000, 1 << 20]),
@@ -102,14 +102,14 @@ def test_text(tmp_path):
         path.write_bytes(content)
         whole = outcome(make)
         parsed += whole[0] == 0
-        # Where blocks begin changes nothing.
+        # The bounds between blocks make no difference.
         for block_bytes in (draw.randrange(1, 40), draw.randrange(40, 400)):
             assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), (case, block_bytes)  # noqa: B023
-        # The magic number of gzip in front of text would be an error of its own.
+        # Text that begins with gzip's magic number would be another error.
         if content[:2] != b"\x1f\x8b":
             path.write_bytes(gzip.compress(content, 1))
             assert same(outcome(lambda: make(block_bytes=block_bytes)), whole), case  # noqa: B023
-        if case % 4 == 0 and isinstance(whole[0], int):  # and ranks share the rows
+        if case % 4 == 0 and isinstance(whole[0], int):  # ranks share the rows
             shares = [make(rank=rank, world_size=2, block_bytes=30) for rank in (0, 1)]
             batches = [batch for share in shares for batch in share]
             assert sum(share.skipped for share in shares) == whole[0], case
@@ -117,7 +117,7 @@ def test_text(tmp_path):
                 expected = [part[place] for part in whole[1]]
                 found = [batch[place] for batch in batches]
                 assert torch.equal(torch.cat([*found]), torch.cat([*expected, found[0][:0]])), case
-    assert CASES * 0.1 < parsed < CASES * 0.9  # both ways are tried
+    assert CASES * 0.1 < parsed < CASES * 0.9  # enough files parse and enough do not
 
 
 ADULT_ROW = (
@@ -148,7 +148,7 @@ PACKS = [gzip.compress, bz2.compress, functools.partial(lzma.compress, preset=0)
 
 @pytest.mark.parametrize("kind", SETS)
 def test_data_sets(tmp_path, kind):
-    """What is loaded whole: an error that is stated, or as many rows as come out of a copy."""
+    """Data sets read whole raise a documented error, or give as many rows as a packed copy."""
     read, text = SETS[kind]
     path, parsed = tmp_path / "x", 0
     cases = CASES // 20
@@ -158,7 +158,7 @@ def test_data_sets(tmp_path, kind):
         content = mutate(draw, text.encode())
         found = []
         for pack in (bytes, draw.choice(PACKS)):
-            # Then the compressed file itself has faults, too.
+            # In every second case the compressed file has faults, too.
             packed = (
                 mutate(draw, pack(content)) if case % 2 and pack is not bytes else pack(content)
             )
@@ -173,7 +173,7 @@ def test_data_sets(tmp_path, kind):
         assert all(isinstance(each, int) or str(path) in each for each in found)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < 20 << 20  # what packs and unpacks takes up to 8 MiB
+    assert most < 20 << 20  # compression takes up to 8 MiB
     assert cases * 0.1 < parsed < cases * 0.95
 
 
@@ -204,7 +204,7 @@ def test_parquet(tmp_path):
     for settings in ({}, {"compression": "gzip"}, {"compression": "none", "use_dictionary": False}):
         parquet.write_table(pa.table(columns), path, row_group_size=7, **settings)
         wholes.append(path.read_bytes())
-    # Faults in the structure, of which these are few, have tests/data/test_fuzz_parquet.py.
+    # These bytes rarely hit the structure; tests/data/test_fuzz_parquet.py covers that.
     cases = CASES // 20
     for case in range(cases):
         draw = random.Random(case)

@@ -1,4 +1,4 @@
-"""Lines that are longer than a block, or than a line may be."""
+"""Lines that exceed a block, or the limit for lines."""
 
 import tracemalloc
 
@@ -26,7 +26,7 @@ def test_a_line_longer_than_blocks_is_skipped_whole(tmp_path):
 
 
 def test_a_long_line_with_a_return_where_it_is_cut(tmp_path):
-    # Cut behind "\r" it would look like a line of just the size that is allowed.
+    # Cut right after "\r", the line would seem to have exactly the allowed size.
     path = write(tmp_path / "x", "a,b\n1," + "y" * 97 + "\r" + "z" * 100_000 + "\n", True)
     for block_bytes in (50, 104, 105, 106):
         settings = {"dense": ["a"], "max_line_bytes": 99, "block_bytes": block_bytes}
@@ -100,7 +100,7 @@ def test_a_long_field_with_newlines_is_skipped_whole(tmp_path):
 @pytest.mark.parametrize("quote", ['"', None])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_lines_around_one_that_blocks_begin_within(tmp_path, compress, quote, end):
-    """Each once and with its own number, wherever the long one is, and whether it ends or not."""
+    """Each line is read once with its own number, wherever the long one is, ended or not."""
     settings = {"dense": ["a"], "sparse": ["b"], "quote": quote}
     long = "y" * 300
     for texts in (["u", long, "v"], ["u", "v", long]):

@@ -66,7 +66,7 @@ def test_the_largest_integers(tmp_path):
     batch = one(path, sparse={"u": "int", "i": "int"})
     assert bags(batch, "u") == [[-1], [0]]
     assert bags(batch, "i") == [[-(2**63)], [2**63 - 1]]
-    hashed = one(path, sparse=["u", "i"])  # as their texts
+    hashed = one(path, sparse=["u", "i"])  # hashed as decimal text
     for name, numbers in (("u", [2**64 - 1, 0]), ("i", [-(2**63), 2**63 - 1])):
         assert bags(hashed, name) == [[xxh64([str(number)]).item()] for number in numbers]
 
@@ -133,7 +133,7 @@ def test_numbers_and_labels(tmp_path):
     assert batch.label.tolist() == [1, 0, 1]
     assert batch.dense.tolist() == [[-1, 1.5], [-3, -1], [2**40, -1]]
     assert batch.dense.dtype == batch.label.dtype == torch.float32
-    batch.dense[0] = 5  # memory of its own
+    batch.dense[0] = 5  # writes to memory of its own
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -300,7 +300,7 @@ def test_booleans_dates_and_decimals(tmp_path, column, texts, keys, numbers):
 
 
 def test_numbers_in_a_dictionary():
-    """pyarrow reads such columns as plain ones today, but another version may not."""
+    """pyarrow reads such columns as plain ones today, but other versions may not."""
     column = pa.array([5, None, 5]).dictionary_encode()
     assert arrow_columns.floats(pa.chunked_array([column]), -1).tolist() == [5, -1, 5]
     for kind in ("int", "hash"):

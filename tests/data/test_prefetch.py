@@ -37,7 +37,7 @@ def test_as_many_as_depth_are_read_ahead(depth):
         deadline = time.monotonic() + 60
         while len(begun) < i + 1 + depth and time.monotonic() < deadline:
             time.sleep(0.001)
-        time.sleep(0.02)  # for one too many
+        time.sleep(0.02)  # time for the source to read one batch too many, if it does
         assert len(begun) == i + 1 + depth
     iterator.close()
     assert threads() == []
@@ -80,7 +80,7 @@ def test_leaving_early_ends_the_thread():
     for item in Prefetcher(iter(int, 1)):  # endless
         assert item == 0
         break
-    # The loop's iterator is gone with the loop.
+    # When the loop ends, so does its iterator.
     assert threads() == []
 
 
@@ -102,7 +102,7 @@ def test_batches_go_to_the_device():
 
 
 class Source:
-    """Numbers from 1, with a state, each for a permit of the test."""
+    """Source that yields numbers from 1, each after the test permits it, and has a state."""
 
     def __init__(self, permits=100, error=None, batches=6):
         self.place, self.batches, self.error = 0, batches, error
@@ -126,7 +126,7 @@ class Source:
 
 
 @pytest.mark.time_limit(30)
-@pytest.mark.parametrize("batches", [3, 0])  # with the first batch, and at the end
+@pytest.mark.parametrize("batches", [3, 0])  # raised with the first batch, or at the end
 def test_an_error_of_its_state_is_raised(batches):
     with pytest.raises(OSError, match="no state"):
         list(Prefetcher(Source(error=OSError("no state"), batches=batches)))
@@ -149,7 +149,7 @@ def test_the_state_behind_an_error_is_that_of_the_last_batch():
 
 
 def test_a_source_is_not_begun_for_an_iteration_that_was_left():
-    """As while its thread waited for an earlier one; workers would be started for nobody."""
+    """The iteration ended while its thread waited; workers would be started in vain."""
     source = type("Begun", (), {"__iter__": lambda _: pytest.fail("it is begun")})()
     ready, ended = queue.SimpleQueue(), threading.Event()
     ended.set()
@@ -165,13 +165,13 @@ def test_a_source_that_waits_is_left_and_its_place_is_not_mixed_up(monkeypatch):
     iterator = iter(ahead)
     assert next(iterator) == 1
     source.blocked.wait()
-    iterator.close()  # not for ever
+    iterator.close()  # returns although the source still waits
     assert ahead.state_dict() == {"place": 1}
     with pytest.raises(RuntimeError, match="Source still reads a batch of an iteration"):
         ahead.load_state_dict({"place": 0})
-    another = iter(Prefetcher(source, depth=1))  # as a trainer makes one for each epoch
+    another = iter(Prefetcher(source, depth=1))  # a trainer makes one for each epoch
     source.permits.release(100)
-    # The batch that was being read belongs to the iteration that was left.
+    # The batch under way belongs to the abandoned iteration, so 2 is missing.
     assert list(another) == [3, 4, 5, 6]
     assert threads() == []
     ahead.load_state_dict({"place": 4})

@@ -1,4 +1,4 @@
-"""Which rows are in which batch: order, ranks, workers, resuming."""
+"""Each row is in the right batch: order, ranks, workers, resuming."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ FORMATS = ["text", "gzip", "parquet"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Name of a format -> two files in it, whose rows are numbered from 0 to ROWS."""
+    """Return the name of each format -> two files in it; their rows are numbered 0 to ROWS - 1."""
     import gzip
 
     folder = tmp_path_factory.mktemp("rows")
@@ -43,7 +43,7 @@ def reader(files, format, batch_size=64, **settings):
 
 
 def numbers(batches):
-    """Rows of all batches, each checked against its key."""
+    """Return the rows of all batches, after checking each against its key."""
     rows = []
     for batch in batches:
         assert batch.sparse.values().tolist() == [row % 50 for row in batch.label.tolist()]
@@ -67,7 +67,7 @@ def test_shuffling_is_another_seeded_permutation_each_epoch(files, format):
     assert numbers(reader(files, format, shuffle=True, seed=4)) != first
     plain = reader(files, format)
     assert numbers(plain) == numbers(plain) == list(range(ROWS))
-    # Files come as they are given.
+    # Files are read in the given order.
     turned = {format: files[format][::-1]}
     assert numbers(reader(turned, format)) == [*range(700, ROWS), *range(700)]
 
@@ -88,7 +88,7 @@ def test_ranks_read_every_row_once_in_equally_many_steps(
     rows = [numbers(batches) for batches in of_rank]
     assert sorted(itertools.chain(*rows)) == list(range(ROWS))
     assert max(map(len, rows)) - min(map(len, rows)) <= 1
-    # All but the last have their full size.
+    # All batches but the last have their full size.
     assert all(batch.rows == batch_size for batches in of_rank for batch in batches[:-2])
     if not shuffle:
         assert list(itertools.chain(*rows)) == list(range(ROWS))
@@ -104,7 +104,7 @@ def test_more_ranks_than_rows(tmp_path):
     assert empty.dense.shape == (0, 0)
     assert empty.sparse.keys() == ["key"]
     assert empty.sparse.to_dict()["key"][1].tolist() == [0]
-    # It is a step like any other, and so has a state.
+    # An empty batch is a step like any other and has a state.
     begun = reader({"text": [path]}, "text", rank=0, world_size=3)
     next(iter(begun))
     state = begun.state_dict()
@@ -116,7 +116,7 @@ def test_more_ranks_than_rows(tmp_path):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_batches_without_rows_have_the_features_of_others(files, format):
-    """In the same order, whichever way they were given."""
+    """The order of features does not depend on the order in which they were given."""
     for names in (["key", "row"], ["row", "key"]):
         settings = {"label": None, "sparse": dict.fromkeys(names, "int"), "world_size": 2 * ROWS}
         assert next(iter(reader(files, format, rank=0, **settings))).label is None
@@ -191,7 +191,7 @@ def test_the_state_of_another_reader_is_refused(files, settings, message):
         reader(files, "text").load_state_dict({"epoch": 1})
     with pytest.raises(ValueError, match=r"dense=\['a'\], and this reader has \[\]"):
         reader(files, "text").load_state_dict({**state, "dense": ["a"]})
-    # Only batches and ranks may be others at the beginning of an epoch.
+    # At the beginning of an epoch only the batch size and the ranks may differ.
     if not {"batch_size", "rank"} & settings.keys():
         with pytest.raises(ValueError, match=message):
             reader(files, "text", **settings).load_state_dict({**state, "step": 0})
@@ -230,7 +230,7 @@ def test_a_state_belongs_to_files_as_they_were(files, format, tmp_path):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("batch_size", [64, 50])  # of the last batch less, and all
+@pytest.mark.parametrize("batch_size", [64, 50])  # the last batch is smaller, or full
 def test_a_state_beyond_the_end_is_refused(files, format, world_size, batch_size):
     def make():
         settings = {"rank": 0, "world_size": world_size, "shuffle": True}
@@ -242,7 +242,7 @@ def test_a_state_beyond_the_end_is_refused(files, format, world_size, batch_size
     steps = len(batches)
     state = {**make().state_dict(), "step": steps}
     resumed = make()
-    resumed.load_state_dict(state)  # that of the last batch
+    resumed.load_state_dict(state)  # the state after the last batch
     assert list(resumed) == []
     assert [batch.label.tolist() for batch in resumed] == second
     for step in (steps + 1, 10**9):
@@ -291,7 +291,7 @@ def test_the_beginning_of_an_epoch_is_the_same_for_any_batch_size(files):
     state = {**begun.state_dict(), "epoch": 1}
     other.load_state_dict(state)
     assert numbers(list(other)) == second != first
-    # And for any number of ranks, which share its rows.
+    # The state also serves any number of ranks, which then share the rows.
     shares = [reader(files, "text", shuffle=True, rank=rank, world_size=2) for rank in range(2)]
     for share in shares:
         share.load_state_dict(state)
@@ -305,13 +305,13 @@ def test_workers_of_a_dataloader_share_the_rows(files, format):
     batches = list(loader)
     assert sorted(numbers(batches)) == list(range(ROWS))
     assert len(batches) == shared.steps_per_epoch(num_workers=2)
-    # Without workers it is what the reader yields.
+    # Without workers the loader yields what the reader yields.
     alone = DataLoader(reader(files, format), batch_size=None)
     assert numbers(alone) == list(range(ROWS))
 
 
 class States(IterableDataset):
-    """Yields a batch and the state behind it, as a loader asks its workers for."""
+    """Dataset of batches with the reader's state after each, for use in a loader's workers."""
 
     def __init__(self, reader):
         self.reader = reader
@@ -410,7 +410,7 @@ def test_criteo_reader_is_a_reader_of_the_same_kind(tmp_path):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_labels_outside_a_range_are_malformed(files, format, shuffle):
-    """Label r is in line r + 2 of the first file, and in its row r + 1."""
+    """Label r is in line r + 2 of the first text file, or row r + 1 of the first Parquet file."""
     limited = reader(files, format, batch_size=1, shuffle=shuffle)
     limited.limit_labels(0, ROWS - 1)
     assert sorted(numbers(limited)) == list(range(ROWS))

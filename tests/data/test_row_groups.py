@@ -1,4 +1,4 @@
-"""Row groups of Parquet: how often files are opened, and what is read together."""
+"""Row groups of Parquet: files are opened rarely, and small groups are read together."""
 
 import itertools
 import os
@@ -16,7 +16,7 @@ from pyarrow import parquet  # noqa: E402
 
 
 class Counts:
-    """What is asked of pyarrow: footers parsed, files opened, and the row groups of each read."""
+    """Calls to pyarrow: footers parsed, files opened, and the row groups of each read."""
 
     def __init__(self):
         self.parsed = self.opened = 0
@@ -60,7 +60,7 @@ def test_the_footer_is_parsed_once_and_small_groups_are_read_together(tmp_path, 
     for _ in range(2):
         assert sorted(rows_of(reader)) == list(range(3000))
     assert len(rows_of(ParquetReader(path, 64, label="a", rank=1, world_size=3))) == 1000
-    assert counts.parsed == 2  # one for each reader
+    assert counts.parsed == 2  # each reader opens its file once
     assert counts.opened == 2 + 3
     assert [len(groups) for groups in counts.reads] == [300, 300, 100]
 
@@ -94,7 +94,7 @@ def test_what_is_read_together_is_bounded(tmp_path, counts, monkeypatch):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_the_same_batches_and_states_as_one_by_one(tmp_path, monkeypatch, shuffle, world_size):
-    """Whatever is read together: also of several files, on ranks, from a place of an epoch on."""
+    """This holds across files, on several ranks and after resuming within an epoch."""
     files = [write(tmp_path / f"{i}.parquet", 70, 3 + i, 70 * i) for i in range(3)]
 
     def batches(rank):
@@ -129,7 +129,7 @@ def same(batches, expected):
 
 
 def test_groups_of_several_files(tmp_path, counts):
-    """Those of one file are read together, although files may have other groups."""
+    """Groups of one file are read together, although files have different groups."""
     files = [write(tmp_path / f"{i}.parquet", 70, 3 + i, 70 * i) for i in range(3)]
     assert rows_of(ParquetReader(files, 16, label="a")) == list(range(210))
     assert counts.reads == [list(range(24)), list(range(18)), list(range(14))]
@@ -154,7 +154,7 @@ def test_rows_before_a_damaged_group_are_read_and_it_is_named(tmp_path):
 
 def test_a_row_of_groups_read_together_is_named(tmp_path):
     path = tmp_path / "x.parquet"
-    for row in (1, 7, 8, 15, 22, 24, 28, 30):  # groups begin with rows 1, 8, 15, 22 and 29
+    for row in (1, 7, 8, 15, 22, 24, 28, 30):  # the groups begin at rows 1, 8, 15, 22 and 29
         table = pa.table({"a": [0.0] * (row - 1) + [float("inf")] + [0.0] * (30 - row)})
         parquet.write_table(table, path, row_group_size=7)
         for shuffle in (False, True):
@@ -167,7 +167,7 @@ def test_a_row_of_groups_read_together_is_named(tmp_path):
 def test_a_kept_footer_belongs_to_its_file(tmp_path, counts):
     path = write(tmp_path / "x.parquet", 30, 10)
     reader = ParquetReader(path, 64, label="a")
-    # The same shape and size, with other bytes in other places.
+    # The new file has the same shape and size, but other bytes.
     os.replace(write(tmp_path / "y.parquet", 30, 10, first=1000), path)
     assert rows_of(reader) == list(range(1000, 1030))
     os.replace(write(tmp_path / "y.parquet", 40, 10), path)
@@ -211,7 +211,7 @@ def test_few_footers_are_kept(tmp_path, counts, monkeypatch, bound):
     for path in (files[0], files[1], files[0], files[2]):
         kept.shape(path)
     before = counts.parsed
-    kept.shape(files[0])  # of the last ones used
+    kept.shape(files[0])  # one of the last two used
     assert counts.parsed == before
     kept.shape(files[1])
     assert counts.parsed == before + 1

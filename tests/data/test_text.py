@@ -227,7 +227,7 @@ def test_a_newline_within_quotes_does_not_end_a_line(tmp_path, compress, end):
         batch = one(path, block_bytes=block_bytes, **settings)
         assert batch.dense.view(-1).tolist() == [float(number) for number, _ in QUOTED]
         assert batch.sparse.values().tolist() == keys
-    # In any order, and on ranks, that each enter the file somewhere.
+    # The same with shuffled rows, and on ranks that start inside the file.
     for block_bytes in range(1, 90, 7):
         parts = [
             CsvReader(path, 2, rank=r, world_size=2, block_bytes=block_bytes, **settings)
@@ -261,7 +261,7 @@ def test_quotes_are_text_where_they_do_not_begin_a_field(tmp_path):
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
-    """It may have swallowed any number of rows."""
+    """The open quote may have swallowed any number of rows, so this is never skipped."""
     text = 'a,b\n1,x\n2,y,z\n3,"u\n' + "4,v\n" * 50
     path = write(tmp_path / "x.csv", text, compress)
     for block_bytes in (5, 60, 8 << 20):
@@ -280,7 +280,7 @@ def test_a_quote_that_is_never_closed_is_not_left_out(tmp_path, compress):
             )
             with pytest.raises(DataFormatError, match=message):
                 list(reader)
-            assert reader.skipped == 1  # the line before it
+            assert reader.skipped == 1  # the line before was skipped
     (batch,) = CsvReader(path, 100, dense=["a"], quote=None, on_error="skip")
     assert batch.rows == 52
 
@@ -365,7 +365,7 @@ def test_missing_numbers_have_a_value_of_choice(tmp_path):
 
 
 def test_columns_that_are_not_read_may_have_any_text(tmp_path):
-    """A column is known by its name, also where that is another's number."""
+    """A name identifies a column even if it looks like another column's number."""
     names = ["other", "p", "k", "0", "q", "y", "1"]
     text = "x,2,one,-,3,4,two\ny,5,,1e999,6,7,\n,8,three,,9,10,four\n"
     settings = {"dense": ["q", "p"], "sparse": ["1", "k"], "label": "y"}

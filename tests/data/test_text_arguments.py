@@ -1,4 +1,4 @@
-"""Arguments and files that readers of text refuse."""
+"""Readers of text refuse bad arguments and files."""
 
 import pytest
 
@@ -72,6 +72,6 @@ def test_bad_files(tmp_path):
         path = write(tmp_path / "z.csv", text)
         with pytest.raises(error, match=message):
             CsvReader(path, 5, **{"dense": ["a"], "max_line_bytes": 98, **settings})
-    # As long as a line may be.
+    # This line is exactly as long as allowed.
     path = write(tmp_path / "z.csv", "a" * 96 + ",b\r\n1,2\n")
     assert one(path, dense=["b"], max_line_bytes=98).dense.tolist() == [[2]]

@@ -1,4 +1,4 @@
-"""Thrift's compact protocol, as in the footers and page headers of Parquet, without a schema.
+"""Thrift's compact protocol without a schema, as in footers and page headers of Parquet.
 
 A struct is a list of [field, kind, value], a list is [kind, values]; kinds are Thrift's numbers.
 """
@@ -8,7 +8,7 @@ INTEGERS = (I16, I32, I64)
 
 
 def read_struct(data, place):
-    """The struct that begins at a place, and where it ends."""
+    """Return the struct that begins at a place, and the place where it ends."""
     fields, field = [], 0
     while head := data[place]:
         place += 1
@@ -26,7 +26,7 @@ def read_struct(data, place):
 
 
 def write_struct(fields):
-    """Its bytes."""
+    """Return the bytes of a struct."""
     out, last = bytearray(), 0
     for field, kind, value in fields:
         if kind in (TRUE, FALSE):

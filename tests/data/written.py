@@ -1,4 +1,4 @@
-"""Files of text for tests, and what is read of them."""
+"""Files of text for tests, and shortcuts to read them."""
 
 import gzip
 import struct
@@ -20,6 +20,6 @@ def xxh(text, seed=0):
 
 
 def one(path, **settings):
-    """The only batch of a CSV file."""
+    """Return the only batch of a CSV file."""
     (batch,) = CsvReader(path, 1000, **settings)
     return batch

@@ -1,4 +1,4 @@
-"""A seeded differential fuzzer: every op and the layers against `tests/reference`.
+"""A seeded differential fuzzer: compares every op and the layers with `tests/reference`.
 
 `make fuzz SECONDS=n`, or ``python -m tests.fuzz --help``.
 """
@@ -6,5 +6,5 @@
 import sys
 from pathlib import Path
 
-# For `import conftest`, as pytest has it.
+# This lets `import conftest` work as under pytest.
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -1,4 +1,4 @@
-"""Runs cases for some seconds, in a process of its own: what kills or stops it is reported too."""
+"""Runs cases for some seconds in a child process, and reports a case that kills or stops it."""
 
 import argparse
 import faulthandler
@@ -11,13 +11,13 @@ import sys
 import time
 import traceback
 
-# A case that takes this long does not end; the slowest take seconds, under a sanitizer.
+# Seconds after which a case counts as hanging; the slowest take seconds, under a sanitizer.
 PATIENCE = 120
-REPORTED = 3  # exit status of a process that has said why; a sanitizer's is 1
+REPORTED = 3  # exit status of a child that has printed its report; a sanitizer's is 1
 
 
 class Progress:
-    """The number of the case under way, which the parent of the process can read."""
+    """Number of the case under way, in memory shared with the parent process."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, 8)
@@ -50,7 +50,7 @@ def reproduction(options: argparse.Namespace, number: int) -> str:
 
 def work(options: argparse.Namespace, progress: Progress) -> int:
     """Run cases until time is up or one fails; returns the exit status."""
-    from . import cases  # imports torch, which the parent does without
+    from . import cases  # imports torch, which the parent does not need
 
     names = options.op or list(cases.OPS)
     count = dict.fromkeys(names, 0)
@@ -81,7 +81,7 @@ def work(options: argparse.Namespace, progress: Progress) -> int:
 
 
 def watch(child: int, options: argparse.Namespace, progress: Progress) -> int:
-    """Wait for the process; say which case killed it, or end one that does not end by itself."""
+    """Wait for the child; name the case that killed it, and end a child that hangs."""
     seen, since = -1, time.monotonic()
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -91,7 +91,7 @@ def watch(child: int, options: argparse.Namespace, progress: Progress) -> int:
             seen, since = progress.read(), time.monotonic()
         elif seen >= 0 and time.monotonic() - since > PATIENCE:
             print(f"no end after {PATIENCE} s", flush=True)
-            os.kill(child, signal.SIGABRT)  # has its stack printed
+            os.kill(child, signal.SIGABRT)  # faulthandler prints its stacks
             _, status = os.waitpid(child, 0)
             break
         time.sleep(0.05)
@@ -104,7 +104,7 @@ def watch(child: int, options: argparse.Namespace, progress: Progress) -> int:
 
 def main() -> int:
     options, progress = parse(), Progress()
-    # Threads that spin while they wait take the time of those that work, on a machine with others.
+    # On a busy machine, threads that spin while they wait take time from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.stdout.flush()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""One case: its random draws, its calls, and how results are compared."""
+"""One case: its random draws, its calls, and the comparison of results."""
 
 import contextlib
 import random
@@ -7,17 +7,17 @@ import traceback
 import torch
 from conftest import KEY_DTYPES, ROW_DTYPES, TOLERANCE, same_bits
 
-# What a call with bad arguments may raise. TableFullError is a RuntimeError.
+# Errors that a call with bad arguments may raise. TableFullError is a RuntimeError.
 DOCUMENTED = (ValueError, TypeError, IndexError, RuntimeError)
-SHOWN = 64  # elements of a tensor that a report has in full
+SHOWN = 64  # elements of a tensor that a report prints in full
 
 
 class Mismatch(AssertionError):
-    """A result that is not the reference's."""
+    """Result that differs from the reference's."""
 
 
 class Case:
-    """Draws are a function of seed and number only, so that a case can be repeated by itself."""
+    """Source of draws that depend only on seed and number, so that a case can be repeated."""
 
     def __init__(self, seed: int, number: int, backend: str) -> None:
         self.random = random.Random(f"{seed} {number}")
@@ -35,18 +35,18 @@ class Case:
         return self.random.choice(choices)
 
     def size(self, most: int) -> int:
-        """Often 0, 1 or a few, and anything up to `most`."""
+        """Draw a size: often 0, 1 or a few, and at most `most`."""
         few = self.any_of(0, 1, 2, 3, 7, 31, 32, 33, 64, 65)
         some = self.random.randrange(300)
         many = self.random.randrange(most + 1)
         return min(most, self.any_of(few, some, some, many))
 
     def most(self, cpu: int, simt: int) -> int:
-        """The larger of two limits where kernels are fast."""
+        """Return the larger of two limits on the CPU, where kernels are fast."""
         return cpu if self.backend == "cpu" else simt
 
     def dim(self, n: int = 1) -> int:
-        """Of n rows, which are short if they are many."""
+        """Draw the dim of n rows; many rows get a small one."""
         least_wide = self.any_of(0, 1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 33, 64, 100, 128, 132, 256)
         dim = self.any_of(least_wide, self.random.randrange(301))
         return dim if n * dim <= 200_000 else self.any_of(1, 2, 3, 4, 8, 9, 16)
@@ -55,14 +55,14 @@ class Case:
         return self.any_of(*ROW_DTYPES)
 
     def integers(self, low: int, high: int, n: int, dtype=torch.int64) -> torch.Tensor:
-        """In [low, high]."""
+        """Draw integers in [low, high]."""
         return torch.randint(low, high + 1, (n,), generator=self.generator).to(dtype)
 
     def key_dtype(self) -> torch.dtype:
         return self.any_of(*KEY_DTYPES)
 
     def keys(self, n: int, dtype: torch.dtype) -> torch.Tensor:
-        """Keys of one kind: all equal, distinct, few, skewed, extreme, or alike in their bits."""
+        """Draw keys of one kind: equal, distinct, few, skewed, extreme, or alike in their bits."""
         limits = torch.iinfo(dtype)
         kind = self.any_of("equal", "distinct", "few", "zipf", "extreme", "random", "stride")
         if kind == "equal":
@@ -85,7 +85,7 @@ class Case:
         return anything.to(dtype)
 
     def floats(self, *shape: int, dtype: torch.dtype, kind: str = "any") -> torch.Tensor:
-        """Normal numbers, or whole ones, whose sums are exact in any order."""
+        """Draw normal numbers, or whole ones, whose sums are exact in any order."""
         if kind == "whole":
             draws = torch.randint(-8, 9, shape, generator=self.generator)
         else:
@@ -93,7 +93,7 @@ class Case:
         return draws.to(dtype)
 
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values, which may lie in memory in another way."""
+        """Return the same values, possibly in another layout."""
         kind = self.any_of("plain", "plain", "plain", "offset", "step", "turned", "wide")
         if kind == "offset":
             ahead = self.any_of(1, 2, 3, 5)
@@ -110,13 +110,13 @@ class Case:
         return tensor
 
     def note(self, **values: object) -> None:
-        """Remember what a report of this case should show."""
+        """Record values for the report of this case."""
         self.notes.update(values)
 
     # Calls
 
     def call(self, function, *args, changes=(), **keywords):
-        """Call with noted arguments; those that are not in `changes` must keep their bits."""
+        """Call with recorded arguments; those that are not in `changes` must keep their bits."""
         self.note(**{described(function): [args, keywords]})
         changed = {id(tensor) for tensor in _tensors(changes)}
         kept = [t for t in _tensors([args, keywords]) if id(t) not in changed]
@@ -129,7 +129,7 @@ class Case:
     def refused(self, errors, function, *args, changes=(), **keywords) -> None:
         """Call with bad arguments: one of the errors must be raised, and nothing changed.
 
-        `changes` are arguments that may be changed all the same.
+        `changes` are arguments that the call may change nevertheless.
         """
         self.note(**{described(function): [args, keywords]})
         partly = {id(tensor) for tensor in _tensors(changes)}
@@ -150,7 +150,7 @@ class Case:
 
     @contextlib.contextmanager
     def _threads(self):
-        """Those of the case; the reference has one, since others would only wait for each other."""
+        """Use the case's number of threads; the reference uses one, as more would only wait."""
         torch.set_num_threads(self.threads)
         try:
             yield
@@ -165,7 +165,7 @@ class Case:
     # Comparisons
 
     def same(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Equal bits."""
+        """Check that two tensors have equal bits."""
         if not same_bits(actual, expected):
             raise Mismatch(_difference(name, actual, expected))
 
@@ -177,11 +177,11 @@ class Case:
         magnitude: torch.Tensor | float,
         terms: int = 1,
     ) -> None:
-        """Equal up to rounding.
+        """Check that two tensors are equal up to rounding.
 
-        expected is in float64. magnitude is the sum of the absolute values of the terms that each
-        element is made of, and `terms` how many there are: added one after another, they are off
-        by up to that many units of the last place.
+        `expected` is in float64. `magnitude` is the sum of the absolute values of an element's
+        terms, and `terms` their number: added one after another, they are off by up to that many
+        units in the last place.
         """
         wide = torch.float32 if actual.dtype == torch.bfloat16 else actual.dtype
         per_term = torch.finfo(wide).eps / 2
@@ -202,7 +202,7 @@ class Case:
             raise Mismatch(f"{name}: got {actual}, expected {expected}")
 
     def report(self) -> str:
-        """What was drawn and called, in words."""
+        """Return a description of all draws and calls."""
         return "\n".join(f"  {name}: {described(value)}" for name, value in self.notes.items())
 
 

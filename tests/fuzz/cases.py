@@ -1,4 +1,4 @@
-"""All that is fuzzed, by name, and how one case of it is run."""
+"""All fuzzed ops by name, and how to run one case."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ OPS = keys.OPS | rows.OPS | groups.OPS | updates.OPS | layers.OPS | refusals.OPS
 
 
 def run(name: str, case: Case) -> None:
-    """Raise what the case raises, a `Mismatch` above all."""
+    """Run a case; raises what it raises, in particular `Mismatch`."""
     mode = simt.SimtMode() if case.backend == "simt" else contextlib.nullcontext()
     with mode:
         OPS[name](case)

@@ -1,4 +1,4 @@
-"""The ops on many tables: random groups, through the checks of their suites."""
+"""The ops on many tables: random groups, checked by the functions of their suites."""
 
 import torch
 
@@ -19,14 +19,14 @@ def _group(case: Case) -> Group:
 
 
 def group_find(case: Case) -> None:
-    """Rows of keys before and after they are inserted."""
+    """Check the rows of keys before and after they are inserted."""
     group = _group(case)
     with case._threads():
         find.check(group)
 
 
 def group_bucketize(case: Case) -> None:
-    """Keys by owner, and the rows of the vectors that come back."""
+    """Check keys by owner, and the rows of the vectors that come back."""
     group, world_size = _group(case), case.any_of(1, 2, 3, 8, 100, 2048)
     distinct = case.maybe(0.7)
     seed = case.random.getrandbits(40)
@@ -36,14 +36,14 @@ def group_bucketize(case: Case) -> None:
 
 
 def group_embedding_bag(case: Case) -> None:
-    """Pooling before and after, and both forms of the gradient."""
+    """Check pooling before and after insertion, and both forms of the gradient."""
     group = _group(case)
     with case._threads():
         bags.check_all(group)
 
 
 def group_update(case: Case) -> None:
-    """The fused step against the two ops that it is made of, for any rule."""
+    """Check the fused step against the two ops that it combines, for any rule."""
     group, name = _group(case), case.any_of(*CASES)
     keywords = {"count_steps": case.maybe(0.5), "own_steps": case.maybe(0.5)}
     if keywords["own_steps"] and CASES[name][0] in PER_ROW:

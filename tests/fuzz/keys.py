@@ -18,7 +18,7 @@ def _state(table):
 
 
 def hash_table(case: Case) -> None:
-    """Batches into one table, refused ones too; a dict does the same."""
+    """Check batches into one table, refused ones too, against a dict."""
     most = case.most(6000, 1500)
     table = HashTable(
         1 + case.size(most), load_factor=case.any_of(0.05, 0.3, 0.6, 0.95, 1.0), name="fuzzed"
@@ -29,7 +29,7 @@ def hash_table(case: Case) -> None:
     case.note(capacity=table.capacity, load_factor=table.load_factor, pool=pool)
     for _ in range(case.random.randint(1, 5)):
         n = case.size(most)
-        # From the pool, so that batches share keys, or others.
+        # A batch draws from the pool, so that batches share keys, or draws other keys.
         batch = pool[case.integers(0, len(pool) - 1, n)] if case.maybe(0.6) else case.keys(n, dtype)
         batch = case.placed(batch)
         case.same("find", case.call(table.find, batch), expected.find(batch))
@@ -58,7 +58,7 @@ def hash_table(case: Case) -> None:
 
 
 def _unique_by_numpy(keys):
-    """As the reference, in time for many keys."""
+    """Return the reference's results, fast enough for many keys."""
     distinct, first, inverse, counts = np.unique(
         keys, return_index=True, return_inverse=True, return_counts=True
     )
@@ -82,7 +82,7 @@ def unique(case: Case) -> None:
 
 
 def unique_padded(case: Case) -> None:
-    """The first num_keys of keys; what comes after the distinct ones is free."""
+    """Check the first num_keys of keys; memory after the distinct ones is undefined."""
     keys = case.placed(case.keys(case.size(case.most(5000, 2000)), case.key_dtype()))
     n = case.any_of(0, len(keys), case.random.randint(0, len(keys)))
     op = torch.ops.sparsekit.unique_padded.default

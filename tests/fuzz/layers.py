@@ -1,4 +1,4 @@
-"""Layers under their optimizers for some steps, against a dict of keys and dense tensors."""
+"""Layers under their optimizers for some steps, compared with a dict of keys and dense tensors."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ from ..reference import ops as reference
 from .case import Case
 
 _ADAM = {"lr": 0.1, "eps": 1e-2}
-# Class and settings; rule, settings of the rule, first values of the states; whether all rows move.
+# Class and settings; rule, its settings, initial values of the states; whether all rows move.
 OPTIMIZERS = {
     "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}, "sgd", [0.1, 0, 0.01, 0], [], False),
     "momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}, "sgd", [0.1, 0.9, 0, 0], [0], False),
@@ -77,7 +77,7 @@ OPTIMIZERS = {
 
 
 class Model:
-    """What a layer and its optimizer should be: rows by key, in float64, all of them dense."""
+    """Model of a layer and its optimizer: rows by key, dense and in float64."""
 
     def __init__(self, layer, name: str) -> None:
         self.layer, self.capacity, self.dim = layer, layer.capacity, layer.embedding_vec_size
@@ -119,14 +119,14 @@ class Model:
         self.weight[list(rows)] = self.initial(new)
 
     def vectors(self, keys: list[int]) -> torch.Tensor:
-        """Those in the table, else initial ones."""
+        """Return the vectors of keys in the table, and initial vectors of others."""
         found = self.weight[[self.row.get(key, 0) for key in keys]]
         absent = [i for i, key in enumerate(keys) if key not in self.row]
         found[absent] = self.initial([keys[i] for i in absent])
         return found
 
     def train(self, keys: list[int], gradient: torch.Tensor) -> None:
-        """One step of the optimizer; `gradient` is that of each of the keys."""
+        """Take a step of the optimizer; `gradient` has a row for each key."""
         self.step += 1
         rows = torch.tensor([self.row.get(key, -1) for key in keys], dtype=torch.int64)
         rows, gradient = rows[rows >= 0], gradient[rows >= 0]
@@ -147,7 +147,7 @@ class Model:
 
 @dataclass
 class Input:
-    """The arguments of a call, and the bags that they stand for."""
+    """Arguments of a call, and the bags that they represent."""
 
     given: tuple[Any, ...]
     bags: list[list[int]]
@@ -158,7 +158,7 @@ class Input:
         return [key for bag in self.bags for key in bag]
 
     def as_inserted(self) -> list[int]:
-        """The keys in the order in which the form has them."""
+        """Return the keys in the order in which the layer inserts them."""
         form = self.given[0]
         if isinstance(form, forms.KeyedJagged):
             return form.values().tolist()
@@ -169,7 +169,7 @@ class Input:
 
 
 def _layer(case: Case, name: str):
-    """A layer of either kind."""
+    """Draw a layer of either kind."""
     arguments = {
         "max_vocabulary_size_per_gpu": case.any_of(20, 60, 300),
         "embedding_vec_size": case.any_of(1, 3, 4, 8, 17),
@@ -223,20 +223,20 @@ def _input(case: Case, layer, unseen: bool = False) -> Input:
         weights = weights.to(layer.weight.dtype)
     narrow = all(-(2**31) <= key < 2**31 for bag in bags for key in bag)
     usable = [f for f in forms.FORMS if f != "int32" or narrow]
-    if samples == 0:  # torch has no jagged tensor of no rows
+    if samples == 0:  # torch has no jagged tensor without rows
         usable = ["values_offsets", "coo", "csr", "dense"]
     if weights is not None:
-        usable = [f for f in usable if f != "uncoalesced_coo"]  # which takes them in its own order
+        usable = [f for f in usable if f != "uncoalesced_coo"]  # it takes weights in its own order
     form = case.any_of(*usable)
     case.note(form=form, bags=bags, weights=weights)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls CSR tensors beta
+        warnings.simplefilter("ignore")  # torch says that CSR tensors are beta
         given = forms.FORMS[form](bags, weights)
     return Input(given, bags, weights)
 
 
 def _expected(layer, given: Input, vectors: torch.Tensor) -> torch.Tensor:
-    """The output for the vectors of all keys, one after another."""
+    """Return the output for given vectors of all keys, in order."""
     offsets = torch.tensor([0, *map(len, given.bags)]).cumsum(0)
     pooled = reference.embedding_bag(
         vectors,
@@ -251,14 +251,14 @@ def _expected(layer, given: Input, vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _close(case, layer, name, actual, expected) -> None:
-    """Errors grow over the steps, so a hundred times what one op may be off by."""
+    """Compare with a hundred times the tolerance of one op: errors grow over the steps."""
     largest = float(expected.abs().max()) if expected.numel() else 0.0
     tolerance = 100 * TOLERANCE[layer.weight.dtype]
     case.close(name, actual, expected, (1 + largest) * tolerance / TOLERANCE[layer.weight.dtype])
 
 
 def _evaluate(case, group, models) -> None:
-    """Unseen keys read their initial vectors, and nothing is inserted."""
+    """Check that unseen keys read their initial vectors and that nothing is inserted."""
     group.eval()
     inputs = {name: _input(case, model.layer, unseen=True) for name, model in models.items()}
     before = [buffer.clone() for buffer in group.buffers()]
@@ -281,7 +281,7 @@ def _call(case, group, inputs) -> dict[str, torch.Tensor]:
 
 
 def _train(case, group, optimizer, models) -> None:
-    """A step; now and then in evaluation, where unseen keys are not inserted and do not learn."""
+    """Take a step; at times in evaluation, where unseen keys are not inserted and do not learn."""
     learns = case.maybe(0.9)
     group.train(learns)
     inputs = {name: _input(case, model.layer, not learns) for name, model in models.items()}
@@ -310,7 +310,7 @@ def _train(case, group, optimizer, models) -> None:
 
 
 def _refuse(case, group, inputs, models, full) -> None:
-    """More new keys than rows: such a table stays as it was, others may keep all new keys."""
+    """Give tables more new keys than rows: these stay unchanged, while others may keep new keys."""
     before = [buffer.clone() for name in full for buffer in group.layers[name].buffers()]
     try:
         _call(case, group, inputs)
@@ -328,7 +328,7 @@ def _refuse(case, group, inputs, models, full) -> None:
 
 
 def _check_state(case, group, models) -> None:
-    """Keys in order of their rows, and their vectors, as they are saved."""
+    """Check the saved keys in the order of rows, and their vectors."""
     state = group.state_dict()
     for name, model in models.items():
         weight = state[f"layers.{name}.weight"][: len(model.row)]
@@ -338,7 +338,7 @@ def _check_state(case, group, models) -> None:
 
 
 def _restored(case, group, optimizer, models, name):
-    """New layers with the state of the old ones, by a copy or by what was saved."""
+    """Return new layers with the state of the old ones, by a copy or by saving and loading."""
     kind, settings, *_ = OPTIMIZERS[name]
     twin = copy.deepcopy(group)
     if case.maybe(0.7):

@@ -1,4 +1,4 @@
-"""Calls with one bad argument: refused with an error of its own kind, and nothing is changed."""
+"""Calls with one bad argument raise an error of the right kind and change nothing."""
 
 import torch
 
@@ -11,7 +11,7 @@ WRONG = (TypeError, ValueError)
 
 
 def _calls(case: Case):
-    """For each op a call without fault: the function, its arguments, and those it changes."""
+    """Return a valid call of each op: the function, its arguments, and those that it changes."""
     n, num_rows, dim = case.random.randint(1, 40), case.random.randint(1, 30), case.dim(40)
     dtype, key_dtype = case.row_dtype(), case.key_dtype()
     wide = torch.float32 if dtype == torch.bfloat16 else dtype
@@ -71,7 +71,7 @@ def _calls(case: Case):
     }, hash_table
 
 
-# Arguments of which one element can be out of range, the error, and values that are.
+# Arguments that can have an element out of range, and the error for it.
 BEYOND = {
     ("gather_rows", "rows"): IndexError,
     ("unsorted_segment_sum", "segment_ids"): IndexError,
@@ -81,7 +81,8 @@ BEYOND = {
     ("update_rows_", "rows"): IndexError,
     ("catch_up_rows_", "rows"): IndexError,
 }
-# Of these the other rows change: of the first always, else where kernels cannot wait for a check.
+# A refused call of these ops changes the other rows: init_rows_ always, the others where kernels
+# cannot wait for a check.
 IN_PART = ("init_rows_", "update_rows_", "catch_up_rows_")
 
 
@@ -103,17 +104,17 @@ def refused_op(case: Case) -> None:
         if argument == "sample_weights":
             arguments[argument] = tensor.to(torch.int64)
     elif kind == "dimensions":
-        # Any shape will do for one number, and for a table's keys.
+        # A single number and a table's keys may have any shape.
         if argument == "step" or function in (hash_table.find, hash_table.find_or_insert):
             return
         arguments[argument] = tensor.unsqueeze(case.any_of(0, -1))
     elif kind == "no tensor":
         arguments[argument] = case.any_of([1, 2], 3, "rows", object())
-        # torch's own complaint about a schema is a RuntimeError.
+        # torch reports a violated schema by a RuntimeError.
         errors = (*DOCUMENTED, AttributeError)
     elif kind == "device":
         if name == "unique":
-            return  # there is no other tensor
+            return  # the call has no other tensor
         arguments[argument] = tensor.to("meta")
         errors = DOCUMENTED
     else:
@@ -140,7 +141,7 @@ def refused_op(case: Case) -> None:
 
 
 def refused_lookup(case: Case) -> None:
-    """Bad input of a layer in training: no key of it is inserted."""
+    """Bad input of a layer in training inserts none of its keys."""
     layer = forms.make_layer(case.any_of("sum", "mean", "sqrtn"), padding_key=forms.PADDING)
     if case.maybe(0.2):
         layer = forms.make_layer(use_hashtable=False, embedding_initializer=nn.Constant(1.0))

@@ -41,7 +41,7 @@ def gather_rows(case: Case) -> None:
 
 
 def _check_sum(case, name, actual, data, ids, num_segments) -> None:
-    """A sum by segment; that of whole numbers is exact."""
+    """Check a sum by segment; that of whole numbers is exact."""
     wide = data.double()
     expected = reference.unsorted_segment_sum(wide, ids, num_segments)
     magnitude = reference.unsorted_segment_sum(wide.abs(), ids, num_segments)
@@ -90,7 +90,7 @@ def _ids(case, n, num_segments) -> torch.Tensor:
 
 
 def _lengths(case) -> list[int]:
-    """How many keys bags have: mostly few, now and then more than a part or a chunk has."""
+    """Draw the bags' numbers of keys: mostly few, at times more than a part or a chunk holds."""
     bags = case.size(case.most(600, 200))
     kind = case.any_of("short", "short", "empty", "one", "long", "very long")
     lengths = [case.random.randrange(12) for _ in range(bags)]
@@ -143,14 +143,14 @@ def embedding_bag(case: Case) -> None:
 
 
 def _sample_weights(case, n, dtype) -> torch.Tensor:
-    """Not so that a sum comes out near zero by rounding; it may be zero exactly."""
+    """Draw weights for which no sum is nearly zero by rounding; it may be exactly zero."""
     if case.maybe(0.3):
         return case.floats(n, dtype=dtype, kind="whole").sign()
     return (torch.rand(n, generator=case.generator, dtype=torch.float64) + 0.5).to(dtype)
 
 
 def _pooled_in_double(weight, rows, offsets, combiner, sample_weights, upstream):
-    """Bags and gradients by the formulas, each with the magnitude of its terms."""
+    """Return bags and gradients by the formulas, each with the magnitude of its terms."""
     weight, g = weight.double(), upstream.double()
     bags = len(offsets) - 1
     bag = torch.repeat_interleave(torch.arange(bags), offsets.diff())
@@ -165,7 +165,7 @@ def _pooled_in_double(weight, rows, offsets, combiner, sample_weights, upstream)
 
     total = by_bag(w) if combiner == "mean" else by_bag(w * w).sqrt()
     d = torch.ones_like(total) if combiner == "sum" else total
-    inverse = torch.where(d == 0, 0.0, 1 / d)  # a divisor of zero gives zeros
+    inverse = torch.where(d == 0, 0.0, 1 / d)  # dividing by zero gives zeros
     x = reference.gather_rows(weight, rows)
     results = [
         (

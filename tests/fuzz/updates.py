@@ -1,4 +1,4 @@
-"""The optimizers' ops: a step of every rule, and the steps that rows have missed."""
+"""The optimizers' ops: a step of each rule, and steps that late rows have missed."""
 
 import torch
 
@@ -11,7 +11,7 @@ from .case import Case, Mismatch
 
 
 def _table(case, name, num_rows, dim, dtype):
-    """A weight and states as after some steps, the states together, apart or with gaps."""
+    """Draw a weight and states as after some steps; states lie together, apart or with gaps."""
     rule, _, count = CASES[name]
     wide = accumulate_dtype(dtype)
     weight = case.floats(num_rows, dim, dtype=dtype)
@@ -29,7 +29,7 @@ def _table(case, name, num_rows, dim, dtype):
 
 
 def _settings(case, name):
-    """Those of the suites, with other rates and other decays."""
+    """Return a rule's settings from the suites, with other rates and decays."""
     rule, settings, count = CASES[name]
     settings = [float(value) for value in settings]
     settings[0] *= case.any_of(0.0, 0.1, 1.0)
@@ -45,7 +45,7 @@ def _in_double(tensors):
 
 
 def _check(case, weight, states, expected, before, touched, scale=1.0) -> None:
-    """Rows that were not touched keep their bits; magnitudes are those of a row, times scale."""
+    """Check that untouched rows keep their bits, and others up to rounding times `scale`."""
     names = ["weight", *(f"states[{k}]" for k in range(len(states)))]
     untouched = torch.ones(len(weight), dtype=torch.bool)
     untouched[touched] = False
@@ -57,7 +57,7 @@ def _check(case, weight, states, expected, before, touched, scale=1.0) -> None:
 
 
 def update_rows(case: Case) -> None:
-    """One table, or several in one call."""
+    """Check one table, or several in one call."""
     name, dtype = case.any_of(*CASES), case.row_dtype()
     rule, settings = _settings(case, name)
     count, by_row, counts = case.any_of(0, 0, 1, 2, 3, 40), case.maybe(0.8), case.maybe(0.5)
@@ -91,7 +91,7 @@ def update_rows(case: Case) -> None:
 
 
 def _update_of_table(case: Case, name, dtype, by_row, row_steps, small):
-    """Weight, states, row_step, rows, grad and step."""
+    """Return weight, states, row_step, rows, grad and step."""
     num_rows = case.size(60 if small else case.most(2000, 600))
     dim = case.dim(num_rows)
     weight, states = _table(case, name, num_rows, dim, dtype)
@@ -117,7 +117,7 @@ def _check_update(case: Case, table, before, rule, settings, keywords) -> None:
         **(keywords | {"rounding_seed": None}),
     )  # fmt: skip
     touched = slice(None) if rows is None else rows
-    # Ftrl works a weight out from z and n, which has it times (sqrt(n') - sqrt(n)) / lr.
+    # Ftrl computes a weight from z and n; z contains it times (sqrt(n') - sqrt(n)) / lr.
     scale = 2 / settings[0] if rule == "ftrl" and settings[0] else 1.0
     _check(case, weight, states, expected, then, touched, scale)
     case.same("step", step, counted)
@@ -129,7 +129,7 @@ def _check_update(case: Case, table, before, rule, settings, keywords) -> None:
             rounded, rounded_states, row_step_before, rows, grad, step_before, rule, settings,
             **keywords,
         )  # fmt: skip
-        # The last bit of the float32 value may turn the rounding of one in thousands.
+        # A different last bit of the float32 value may turn the rounding of one in thousands.
         differ = int((weight != rounded).sum())
         if differ > 2 + weight.numel() // 100:
             raise Mismatch(f"{differ} of {weight.numel()} weights are rounded another way")

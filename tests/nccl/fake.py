@@ -1,6 +1,6 @@
-"""What the tests of the native exchange share: a process of their own, whose libnccl is a stand-in.
+"""Shared by the tests of the native exchange: a process whose libnccl is a stand-in.
 
-The stand-in must be what the process opens first.
+The process must load the stand-in before any real libnccl.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def the_fake():
 
 
 def calls():
-    """Made since this was last asked for."""
+    """Return the calls since the last query."""
     return the_fake().fake_calls().decode().split("\n")[:-1]
 
 
@@ -53,12 +53,12 @@ def one_rank(device=CPU, timeout=LONG):
 
 
 def on_threads(world_size, function, cuda=lambda: None):
-    """Result of function(transport) on each rank of a world of threads.
+    """Return the result of function(transport) on each rank, with threads as ranks.
 
     Args:
-        world_size: how many there are.
-        function: what each calls.
-        cuda: makes what a rank has in place of torch.cuda.
+        world_size: number of ranks.
+        function: called by each rank.
+        cuda: makes each rank's stand-in for torch.cuda.
     """
     unique_id = _pybind.NcclCommunicator.unique_id()
     results = [None] * world_size
@@ -83,6 +83,6 @@ def on_threads(world_size, function, cuda=lambda: None):
 
 
 def launch(watch):
-    """Have something under way from now on."""
+    """Launch a collective that is under way from now on."""
     with watch.launch():
         pass

@@ -1,7 +1,7 @@
 // A libnccl whose ranks are threads of one process and whose tensors are in host memory, with the
-// few functions that sparsekit calls. Communicators block: making one waits for all ranks, and a
-// group that ends waits for what it receives, as the real one does where it has to connect, until
-// somebody revokes or aborts the communicator.
+// few functions that sparsekit calls. Communicators block: making one waits for all ranks. The end
+// of a group waits for the messages to receive, as in the real NCCL while it connects, until a
+// thread revokes or aborts the communicator.
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -32,7 +32,7 @@ struct Id {
   char bytes[128];
 };
 
-std::mutex mutex;  // over all that follows
+std::mutex mutex;  // guards everything below
 std::condition_variable changed;
 std::string calls;
 std::map<std::string, int> failures;
@@ -41,7 +41,7 @@ int ids = 0, alive = 0, aborted = 0;
 
 struct World {
   int present = 0;
-  std::map<std::pair<int, int>, std::deque<std::vector<char>>> mail;  // (from, to)
+  std::map<std::pair<int, int>, std::deque<std::vector<char>>> mail;  // key: (from, to)
 };
 std::map<std::string, std::shared_ptr<World>> worlds;
 
@@ -63,7 +63,7 @@ struct ncclComm {
   int rank, world_size;
   int state = kSuccess;
   bool stopped = false;
-  int groups = 0;  // threads that are in ncclGroupEnd
+  int groups = 0;  // threads in ncclGroupEnd
 };
 
 namespace {
@@ -96,8 +96,8 @@ int enqueue(bool is_send, void* memory, size_t bytes, int type, int peer, ncclCo
 
 extern "C" {
 
-// For the tests: let the next call of a function fail, or a communicator that is asked for its
-// state, and tell what has happened.
+// For the tests: make the next call of a function or the next query of a communicator's state fail,
+// and list the calls so far.
 void fake_fail(const char* function, int result) {
   const std::lock_guard<std::mutex> lock(mutex);
   failures[function] = result;
@@ -139,7 +139,7 @@ int ncclGetUniqueId(Id* id) {
   const int result = called("ncclGetUniqueId");
   const std::lock_guard<std::mutex> lock(mutex);
   std::memset(id->bytes, 0, sizeof id->bytes);
-  // Zeros in the middle: it is no string.
+  // Put zeros in the middle: an id is not a string.
   id->bytes[100] = static_cast<char>(++ids);
   return result;
 }
@@ -196,7 +196,7 @@ int ncclCommRevoke(ncclComm* communicator, int) {
 int ncclCommAbort(ncclComm* communicator) {
   const int result = called("ncclCommAbort");
   std::unique_lock<std::mutex> lock(mutex);
-  // The real one would free what such a call still uses.
+  // The real one would free memory that such a call still uses.
   if (communicator->groups > 0) calls += "ncclCommAbort during a call\n";
   communicator->stopped = true;
   changed.notify_all();
@@ -233,7 +233,7 @@ int ncclGroupEnd() {
     auto& mail = communicator.world->mail[{part.peer, communicator.rank}];
     ++communicator.groups;
     changed.wait(lock, [&] { return communicator.stopped || !mail.empty(); });
-    if (communicator.stopped) {  // the way out takes a moment
+    if (communicator.stopped) {  // let the abort begin while this call still runs
       lock.unlock();
       std::this_thread::sleep_for(std::chrono::milliseconds(50));
       lock.lock();

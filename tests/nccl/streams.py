@@ -1,8 +1,7 @@
 """A stand-in for the streams of torch.cuda, over tensors in host memory, that finds races.
 
-All runs at once and in the order of the host. What a device may do in another order is noted: an op
-that reads or writes memory which an op of another stream has written or read before, without an
-event between them, is a race.
+All ops run at once in the order of the host. An op that reads or writes memory which an op of
+another stream has written or read before, without an event between the two, is recorded as a race.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ class Stream:
     def __init__(self, streams: "Streams", name: str) -> None:
         self.streams, self.name = streams, name
         self.cuda_stream = next(streams.numbers)
-        # How many ops of each stream all that comes next on this one is behind.
+        # Number of ops of each stream that must end before the next op on this one.
         self.behind: dict[Stream, int] = {self: 0}
 
     def record_event(self) -> "Event":
@@ -49,14 +48,14 @@ class Event:
 
 
 class Streams:
-    """In place of `sparsekit.distributed.streams.Cuda`; one for each rank.
+    """Stand-in for `sparsekit.distributed.streams.Cuda`; each rank has one.
 
     Attributes:
-        log: what streams have done, in the order of the host.
+        log: actions of streams, in the order of the host.
         ops: the ops of torch, and the stream of each.
-        races: what may happen in another order.
-        kept: memory that is not to be given away before its stream is through.
-        memory: what ops have used, by address.
+        races: pairs of ops that may run in another order.
+        kept: memory that must not be reused before its stream has ended.
+        memory: memory used by ops, by address.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class Streams:
         self.kept.add((tensor.untyped_storage().data_ptr(), stream))
 
     def op(self, name: str, stream: Stream, read: list[Any], written: list[Any]) -> None:
-        """Note an op on a stream, and what it may get in the way of. Memory is that of tensors."""
+        """Record an op on a stream and its races; tensors stand for their memory."""
         stream.behind[stream] += 1
         self.ops.append((name, stream.name))
         now = name, stream, stream.behind[stream]
@@ -117,14 +116,14 @@ class Streams:
 
 class _Memory:
     def __init__(self, storage: torch.UntypedStorage, first: Stream) -> None:
-        self.storage = storage  # which keeps its address from being that of another
+        self.storage = storage  # holding it keeps the address from being reused
         self.first = first
         self.written: Any = None
         self.read: dict[Stream, Any] = {}
 
 
 class Noted(TorchDispatchMode):
-    """While this is on, streams know of the current thread's ops."""
+    """Mode that tells the streams about the current thread's ops."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -141,13 +140,13 @@ class Noted(TorchDispatchMode):
             (written if writes else read).extend(_dense(given.get(argument.name)))
         known = {t.untyped_storage().data_ptr() for t in read + written}
         made = [t for t in _dense(out) if t.untyped_storage().data_ptr() not in known]
-        if made or written or not _dense(out):  # else it is a view
+        if made or written or not _dense(out):  # otherwise the result is a view
             self._streams.op(schema.name, self._streams.current_stream(), read, written + made)
         return out
 
 
 def _dense(values: Any) -> list[torch.Tensor]:
-    """All tensors in there, with the two that a sparse one consists of."""
+    """Return all tensors in a value; a sparse one counts as its two parts."""
     tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
     return [
         part
@@ -157,7 +156,7 @@ def _dense(values: Any) -> list[torch.Tensor]:
 
 
 def note_collectives(transport: Any, streams: Streams) -> list[torch.Tensor]:
-    """Have streams know of a transport's collectives, and return a list of all that these use."""
+    """Tell streams about a transport's collectives; returns a list that collects their tensors."""
     begin = transport.begin_all_to_all
     used = []
 
@@ -165,7 +164,7 @@ def note_collectives(transport: Any, streams: Streams) -> list[torch.Tensor]:
         stream = streams.current_stream()
         streams.log.append(f"{stream.name} sends")
         wait = begin(send, *arguments)
-        received = wait()  # which on a device means only that it is under way
+        received = wait()  # on a device, it may still be under way
         streams.op("send", stream, [send], [received])
         used.extend([send, received])
         return wait

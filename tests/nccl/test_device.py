@@ -1,4 +1,4 @@
-"""The native exchange on a GPU, over the real libnccl, with one rank, since two need two GPUs."""
+"""The native exchange on a GPU, over the real libnccl, with one rank: two would need two GPUs."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ on_gpu = [
 
 @pytest.fixture
 def on_device():
-    # A device's name without its number, as a user may write it.
+    # A device's name without a number, as users may write it.
     transport = one_rank(torch.device("cuda"))
     yield transport
     transport.close()
@@ -41,7 +41,7 @@ class TestDevice:
 
     def test_it_runs_on_the_current_stream(self, on_device):
         ones = torch.ones(1000, device="cuda")
-        on_device.all_to_all(ones, [1000], [1000])  # connects
+        on_device.all_to_all(ones, [1000], [1000])  # connects the ranks
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -49,9 +49,9 @@ class TestDevice:
             torch.cuda._sleep(200_000_000)
             sent.copy_(ones)
             received = on_device.all_to_all(sent, [1000], [1000])
-            assert not stream.query()  # the call has not waited
+            assert not stream.query()  # the host has not waited
             del sent
-            torch.zeros(1000, device="cuda")  # has the memory of sent
+            torch.zeros(1000, device="cuda")  # may reuse the memory of `sent`
             assert received.sum().item() == 1000
 
     def test_it_runs_on_a_stream_of_its_own(self, on_device):
@@ -64,9 +64,9 @@ class TestDevice:
             torch.cuda._sleep(200_000_000)
             sent.copy_(ones)
             finish = own.begin(on_device.begin_all_to_all, sent, [n], [n])
-            assert not current.query()  # nothing has waited
+            assert not current.query()  # the host has not waited
         del made, sent
-        torch.zeros(n, device="cuda")  # must not have the memory of what is being sent
+        torch.zeros(n, device="cuda")  # must not reuse the memory that is being sent
         received = finish()
         received += 1
         assert received.sum().item() == 2 * n
@@ -81,7 +81,7 @@ class TestDevice:
         keys.fill_(2)
         with own.ahead():
             torch.cuda.current_stream().synchronize()
-            assert current.query()  # it has waited for what was there
+            assert current.query()  # `ahead` has waited for the earlier work
         with own.ahead():
             ahead = keys + 1
         torch.cuda._sleep(200_000_000)
@@ -90,7 +90,7 @@ class TestDevice:
         assert ahead.sum().item() == 3000
 
     def test_prefetch_beside_a_busy_stream(self, on_device, monkeypatch):
-        """Keys are made late, and the memory of a batch is used again as soon as it is free."""
+        """Prefetch works with keys made late and memory of batches reused as soon as it is free."""
         exchange = Exchange(None, on_device.device, on_device)
         monkeypatch.setattr(embedding_table, "exchange_of", lambda *_: exchange)
         group, twin = (
@@ -116,7 +116,7 @@ class TestDevice:
             inputs, following = following, batch(seed + 1)
             outputs = group(inputs)
             group.prefetch(following)
-            torch.cuda._sleep(20_000_000)  # the dense part
+            torch.cuda._sleep(20_000_000)  # stands for the dense part
             sum(out.square().sum() for out in outputs.values()).backward()
             expected = twin(inputs)
             for name, out in outputs.items():
@@ -134,7 +134,7 @@ class TestDevice:
         ones = torch.ones(3, device="cuda")
         with pytest.raises(RuntimeError, match="no longer wanted"):
             on_device.all_to_all(ones, [3], [3])
-        assert ones.sum().item() == 3  # the device is as it was
+        assert ones.sum().item() == 3  # the device is unaffected
 
     def test_what_nccl_says_of_a_mistake(self, on_device):
         with pytest.raises(RuntimeError, match="ncclCommInitRankConfig: invalid argument"):

@@ -1,4 +1,4 @@
-"""The native exchange over a stand-in for libnccl in host memory: what goes where."""
+"""The native exchange over a stand-in for libnccl in host memory: messages arrive correctly."""
 
 import subprocess
 
@@ -28,7 +28,7 @@ def test_the_library_is_the_one_that_was_named(fake):
 
 
 def library_version(rank):
-    sparsekit.init(backend="nccl")  # does not raise
+    sparsekit.init(backend="nccl")  # must not raise
     sparsekit.init(backend="auto")
     return _pybind.NcclCommunicator.library_version()
 
@@ -53,12 +53,12 @@ def message_of_init(rank):
 
 
 def splits_of(rank, world_size):
-    """How much a rank sends to each; nothing to some, and much to one."""
+    """Return the sizes that a rank sends: nothing to some ranks, and much to rank 1."""
     return [(rank * 3 + other * 5) % 4 * (100 if other == 1 else 1) for other in range(world_size)]
 
 
 def all_to_all(transport, seed=0):
-    """Compare with what each rank must have sent, for one array of each dtype."""
+    """Compare the received arrays with those that each rank must have sent, for each dtype."""
     size = transport.world_size
     sizes = [splits_of(rank, size) for rank in range(size)]
     for dtype in DTYPES:
@@ -106,14 +106,14 @@ def test_an_exchange_is_one_group(fake):
     said = fake(calls_of_an_exchange)
     init = ["ncclGetUniqueId", "ncclCommInitRankConfig"]
     warm_up = ["ncclGroupStart", "ncclSend 0 1 0", "ncclRecv 0 1 0", "ncclGroupEnd"]
-    empty = ["ncclGroupStart", "ncclGroupEnd"]  # nothing is sent where there is nothing to send
+    empty = ["ncclGroupStart", "ncclGroupEnd"]  # empty messages are not sent
     group = ["ncclGroupStart", "ncclSend 0 12 0", "ncclRecv 0 12 0", "ncclGroupEnd"]
     end = ["ncclCommFinalize", "ncclCommDestroy"]
     assert said == [*init, *warm_up, *empty, *end, *init, *warm_up, *group, *end]
 
 
 def test_ranks_connect_when_they_are_made(fake):
-    """Each to each, since the first message of two ranks waits for both."""
+    """Each rank sends to each, since the first message between two ranks waits for both."""
     calls = fake(warm_up_of, 3)
     assert calls.count("ncclGroupEnd") == 3
     for rank in range(3):
@@ -158,7 +158,7 @@ def test_an_exchange_has_it_as_its_transport(fake):
 
 
 def step_of_a_layer(transport):
-    """A step whose keys and vectors go through the transport is one without it."""
+    """A step whose keys and vectors go through the transport equals one without it."""
     results = []
     for exchange in (None, Exchange(None, transport.device, transport)):
         before, embedding_table.exchange_of = (

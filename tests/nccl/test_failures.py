@@ -1,4 +1,4 @@
-"""The native exchange over a stand-in for libnccl: calls that fail, ranks that do not come."""
+"""The native exchange over a stand-in for libnccl: calls fail, or ranks do not come."""
 
 import gc
 import os
@@ -40,10 +40,10 @@ def fail_once(rank, function):
         return fake.fake_aborted() - before
     ones = torch.ones(4)
     raises(lambda: transport.all_to_all(ones, [4], [4]), *parts)
-    # It has been aborted, which stays the reason.
+    # The communicator was aborted, and later errors give the original reason.
     raises(lambda: transport.all_to_all(ones, [4], [4]), "is no more", *parts)
     transport.close()
-    # A group that has failed does not go on in the next one.
+    # After a failed group, the next one starts afresh.
     assert torch.equal(one_rank().all_to_all(ones, [4], [4]), ones)
     return fake.fake_aborted() - before
 
@@ -94,7 +94,7 @@ def async_error_at_init(rank):
 
 
 def async_error_while_waiting(rank):
-    """Only the thread that looks after the communicator can see it."""
+    """Only the thread that watches the communicator can see this error."""
     transport = one_rank()
     the_fake().fake_async_error(INTERNAL_ERROR)
     before = the_fake().fake_aborted()
@@ -142,7 +142,7 @@ def kernel_that_does_not_end(rank):
     communicator = new_communicator()
     asked = []
     watch = Watch(communicator, 0.1, lambda: asked.append(time.monotonic()) or len(asked) < 3)
-    for _ in range(2):  # twice it is through in time
+    for _ in range(2):  # these two end in time
         launch(watch)
         if not watch.is_alive():
             watch.start()
@@ -163,17 +163,17 @@ def test_a_rank_that_does_not_come(fake, function):
     assert time.monotonic() - begin < 50
 
 
-# A call that waits in NCCL, which only an abort ends.
+# Calls that wait in NCCL until an abort ends them.
 
 
 def abort_during_a_call(rank):
-    """The other rank never calls; a third party ends the wait."""
+    """The other rank never calls, and a third thread ends the wait."""
     unique_id = _pybind.NcclCommunicator.unique_id()
     other = threading.Thread(target=nccl.NcclTransport, args=(1, 2, unique_id, CPU, LONG))
     other.start()
     transport = nccl.NcclTransport(0, 2, unique_id, CPU, LONG)
     other.join()
-    gc.collect()  # the other one's communicator
+    gc.collect()  # frees the other thread's communicator
     said = calls()
     messages = []
 
@@ -204,7 +204,7 @@ NO_MORE = "sparsekit: the NCCL communicator is no more: no longer wanted"
 def test_an_abort_frees_a_thread_that_waits_in_a_group(fake):
     messages, said = fake(abort_during_a_call)
     assert messages == [NO_MORE]
-    # NCCL asks that no thread be in a call that is aborted.
+    # NCCL requires that no thread is in a call that is aborted, so a revoke comes first.
     assert said == ["ncclCommRevoke", "ncclCommAbort"]
     assert fake(alive) == 0
 
@@ -231,7 +231,7 @@ def wrong_arguments(rank):
             communicator.all_to_all(0, [0], 0, sizes, 0)
     with pytest.raises(ValueError, match="unique_id must have 128 bytes, got 2"):
         _pybind.NcclCommunicator(0, 1, b"ab")
-    # None of which has harmed it.
+    # These errors have not harmed the transport.
     assert torch.equal(transport.all_to_all(ones, [4], [4]), ones)
 
 
@@ -245,8 +245,8 @@ def ends(rank):
     transport.close()
     transport.close()
     raises(transport.communicator.check, "is no more: it has been destroyed")
-    one_rank()  # by the garbage collector
-    # Has no transport that would close it.
+    one_rank()  # closed by the garbage collector
+    # There is no transport that would close this communicator.
     new_communicator()
     communicator = one_rank().communicator
     communicator.abort("no longer wanted")
@@ -256,7 +256,7 @@ def ends(rank):
 def test_the_end_of_a_communicator(fake):
     begin, destroyed = "ncclCommInitRankConfig", ["ncclCommFinalize", "ncclCommDestroy"]
     aborted = "ncclCommAbort"
-    # The last transport goes before its communicator is aborted.
+    # The last transport is destroyed before its communicator is aborted.
     expected = [begin, *destroyed, begin, *destroyed, begin, aborted, begin, *destroyed]
     assert fake(ends) == expected
 

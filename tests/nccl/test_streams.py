@@ -1,4 +1,4 @@
-"""On which stream a step's collectives run, behind which events, and how often the host waits.
+"""Collectives of a step run on the right stream after the right events, and the host rarely waits.
 
 Two ranks are threads of one process, over the stand-ins for libnccl and for torch.cuda's streams.
 """
@@ -20,9 +20,10 @@ from sparsekit.tables import embedding_table
 from .fake import CPU, calls, on_threads
 from .streams import Noted, Stream, Streams, note_collectives
 
-# A collective on the own stream: behind what the current one has, and before what it does next.
+# A collective on the own stream: after earlier work of the current stream, and before its later
+# work.
 BEGIN = ["current records", "own waits for current"]
-SEND = ["own sends", "own records", "own records"]  # for the watching thread, and for the wait
+SEND = ["own sends", "own records", "own records"]  # one for the watching thread, one for the wait
 WAIT = ["current waits for own"]
 COLLECTIVE = BEGIN + SEND + WAIT
 
@@ -39,7 +40,7 @@ def find_exchanges_by_thread(rank):
 
 
 class Rank:
-    """One rank with a group of tables and a dense layer behind it."""
+    """Rank with a group of tables and a dense layer after it."""
 
     def __init__(self, transport, tables, strategy, max_keys=None):
         self.streams = transport._cuda
@@ -85,7 +86,7 @@ class Rank:
 
 
 def on_two_ranks(function, tables=1, strategy="all_to_all", max_keys=None):
-    """Result of function(rank) on both."""
+    """Return the results of function(rank) on both ranks."""
 
     def of_rank(transport):
         return function(Rank(transport, tables, strategy, max_keys))
@@ -166,7 +167,7 @@ def log_of_prefetch(rank, tables):
             found = list(of.streams.log), list(of.streams.ops)
             of.step(batches[2], batches[3])
             of.step(batches[3])
-        assert of.exchange.collectives - before == 10  # three steps, of which two of one have been
+        assert of.exchange.collectives - before == 10  # three steps, of which one had two already
         return *found, of.streams.races
 
     return on_two_ranks(steps, tables)
@@ -175,7 +176,7 @@ def log_of_prefetch(rank, tables):
 @pytest.mark.parametrize("tables", [1, 26])
 def test_prefetch_works_on_the_own_stream(fake, tables):
     for log, ops, races in fake(log_of_prefetch, tables):
-        # The keys have come; vectors; two collectives of the next batch; gradients.
+        # Keys have come; then vectors, two collectives of the next batch, and gradients.
         ahead = ["prefetch begins", *BEGIN, *SEND, *SEND, "prefetch ends"]
         assert log == [*WAIT, *COLLECTIVE, *ahead, *COLLECTIVE]
         assert races == []
@@ -233,7 +234,7 @@ def memory_of_collectives(rank):
 
 
 def test_memory_of_a_collective_is_kept_for_its_stream(fake):
-    """Torch gives memory away as soon as nobody has it, unless it knows who still uses it."""
+    """torch reuses memory as soon as no tensor holds it, unless told which streams still use it."""
     for used, not_kept in fake(memory_of_collectives):
         assert used >= 8
         assert not_kept == 0
@@ -263,7 +264,7 @@ def test_another_batch_than_the_one_prefetched(fake):
 
 
 class Reads(TorchFunctionMode):
-    """Counts what has the host wait for a device: values that it reads."""
+    """Mode that counts reads of values, for which the host would wait for a device."""
 
     READS = ("tolist", "cpu", "numpy", "item", "__bool__", "__int__", "__index__", "nonzero")
 
@@ -293,7 +294,7 @@ def reads_of_a_step(rank, tables, ahead, streams):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_host_waits_no_more_for_streams_or_for_many_tables(fake, ahead):
-    # Of these, a device would wait for those that are not about memory of the host.
+    # Some of these reads are of host memory, for which a device would not wait.
     before = fake(reads_of_a_step, 1, ahead, False)
     assert fake(reads_of_a_step, 1, ahead, True) == before
     assert fake(reads_of_a_step, 26, ahead, True) == before
@@ -301,7 +302,7 @@ def test_the_host_waits_no_more_for_streams_or_for_many_tables(fake, ahead):
 
 
 def waits_of_ops(rank, tables):
-    """Those of both ranks in two steps, by the host runner's count."""
+    """Return the waits of both ranks in two steps, as counted by the host runner."""
     simt.load()
     library = ctypes.CDLL(str(simt.LIBRARY))
     library.sparsekit_num_waits.restype = ctypes.c_int64
@@ -322,7 +323,7 @@ def waits_of_ops(rank, tables):
 def test_ops_wait_no_more_for_many_tables(fake):
     fake(waits_of_ops, 1)  # the very first call waits once more
     one, many = (fake(waits_of_ops, tables) for tables in (1, 26))
-    # Whether keys have found room, and how long a gradient is; of two steps on two ranks.
+    # The waits tell whether keys found room and how long a gradient is, in two steps on two ranks.
     assert one == many == 8
 
 
@@ -346,7 +347,7 @@ def test_what_is_ahead_waits_for_what_the_current_stream_has_by_then():
     streams, stream = own()
     with stream.ahead():
         assert streams.current_stream() is stream.stream
-        with stream.ahead():  # which it is already
+        with stream.ahead():  # the own stream is current already
             pass
     assert streams.current_stream() is not stream.stream
     assert streams.log == BEGIN
@@ -361,7 +362,7 @@ def test_a_result_is_waited_for_by_the_stream_that_takes_it():
     with streams.stream(other):
         assert finish() == 7
     assert streams.log == ["other waits for own"]
-    # Memory that was made on the own stream comes back to it, and the other may be at it still.
+    # Memory made on the own stream returns to it, while the other stream may still use it.
     streams.log.clear()
     with stream.ahead():
         pass

@@ -1,4 +1,4 @@
-"""What the thread that looks after a communicator comes through."""
+"""The thread that watches a communicator survives errors."""
 
 import sys
 
@@ -10,7 +10,7 @@ from .fake import launch
 
 
 class Recorder:
-    """A communicator that notes what it is told."""
+    """Communicator that records its calls."""
 
     def __init__(self, *errors):
         self.errors, self.said = list(errors), []
@@ -27,7 +27,7 @@ class Recorder:
 
 
 def looked_after(monkeypatch, communicator, finished, launched=True):
-    """What the communicator is told, and what on stderr."""
+    """Return the communicator's calls and the output on stderr."""
     monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
     watch = Watch(communicator, 0.0, finished)
     if launched:
@@ -75,7 +75,7 @@ class broken_stream:
 
 
 def test_a_call_that_has_not_returned_is_not_through(monkeypatch):
-    """The event is that of the launch before, which tells nothing of this one."""
+    """The event is from the launch before and says nothing about this one."""
     monkeypatch.setattr("sparsekit.distributed.watch._INTERVAL", 0.01)
     communicator = Recorder()
     watch = Watch(communicator, 0.0, lambda: True)

@@ -1,4 +1,4 @@
-"""DLRM and DeepFM beside their formulas."""
+"""DLRM and DeepFM equal their formulas."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from sparsekit.models import DLRM, DeepFM
 from sparsekit.recipes.clicks.dlrm import LowRankCross
 
 FEATURES = ["user", "item", "tags"]
-# Bags of 3 samples: one key each, and tags of none, two and one.
+# Bags of 3 samples: one key each for user and item, and none, two and one for tags.
 LENGTHS = torch.tensor([1] * 6 + [0, 2, 1])
 SPARSE = KeyedJaggedTensor(
     FEATURES,
@@ -19,7 +19,7 @@ DENSE = torch.tensor([[0.5, 1.0], [2.0, 0.0], [1.0, 3.0]])
 
 
 def bags(model):
-    """``[3, features, columns]``: the sum of each bag's rows, key by key."""
+    """Return ``[3, features, columns]``: the sum of each bag's rows."""
     out = []
     for name in FEATURES:
         values, offsets = SPARSE[name]
@@ -70,7 +70,7 @@ def test_deepfm_is_its_formula():
 @pytest.mark.parametrize("kind", [DLRM, DeepFM])
 def test_the_seed_decides_on_all_weights(kind):
     def weights(seed):
-        torch.manual_seed(seed + 100)  # plays no part
+        torch.manual_seed(seed + 100)  # must make no difference
         model = kind(FEATURES, 2, rows=20, dim=4, seed=seed)
         model(DENSE, SPARSE)
         parts = [bags(model)]

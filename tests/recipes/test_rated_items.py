@@ -1,4 +1,4 @@
-"""What users have rated, as bags."""
+"""Rated items of users, as bags."""
 
 import torch
 

@@ -17,14 +17,14 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 
 def make_ratings(rows: list[tuple[int, int, float]]) -> Ratings:
-    """Ratings of (user, item, rating) in order of time."""
+    """Return ratings of (user, item, rating) in the order of time."""
     users, items, values = zip(*rows, strict=True)
     times = torch.arange(len(rows), dtype=torch.float64)
     return Ratings(torch.tensor(users), torch.tensor(items), torch.tensor(values).float(), times)
 
 
 def low_rank(num_users: int = 80, num_items: int = 50, seed: int = 0) -> Ratings:
-    """Three ratings in ten of a matrix of rank 2 with biases; ids are large and scattered."""
+    """Return three ratings in ten of a matrix of rank 2 with biases; the ids are far apart."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -97,14 +97,14 @@ def tables(model: RatingModel) -> torch.nn.ModuleDict:
 
 
 def lookup(layer, key: int) -> torch.Tensor:
-    """The vector of a key in the table."""
+    """Return the vector of a key in the table."""
     assert layer.table is not None
     return layer.weight[layer.table.find(torch.tensor([key]))[0]]
 
 
 def test_the_default_device_is_not_that_of_generators_or_data():
     train = low_rank()
-    with torch.device("meta"):  # stands for cuda, of which this is all that can be had anywhere
+    with torch.device("meta"):  # stands in for cuda, as it is available anywhere
         UserHistory(train)(train.users, train.items)
         baseline = fit_bias_baseline(train)
         users = RatingModel(train).embeddings.layers["user"].to_empty(device="cpu")
@@ -153,7 +153,7 @@ def test_tables_hold_the_raw_ids(model):
 def test_the_target_is_not_in_its_own_history(model):
     train = low_rank()[torch.arange(40)]
     item = train.items[-1:]
-    scores = model(train.users[-1:], item)  # this rating is in the history of its user
+    scores = model(train.users[-1:], item)  # this rating is in its user's history
     scores.sum().backward()
     assert tables(model).rated.table.find(item).tolist() == [-1]
 
@@ -208,7 +208,7 @@ def test_seeded_training_gives_the_same_bits():
     train = low_rank()
     one, same, other = (train_model(train, seed, epochs=2) for seed in (3, 3, 4))
     for name, value in one.state_dict().items():
-        if not name.endswith(("buckets", "hash_seed")):  # where keys lie differs from run to run
+        if not name.endswith(("buckets", "hash_seed")):  # keys may lie elsewhere
             assert torch.equal(value, same.state_dict()[name]), name
     for name in tables(one):
         assert torch.equal(tables(one)[name].table.keys(), tables(same)[name].table.keys())

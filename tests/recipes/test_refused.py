@@ -1,4 +1,4 @@
-"""Settings that models refuse, with the model's name, the argument and its value."""
+"""Models refuse bad settings; the error names the model, the argument and its value."""
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ LENGTHS = {"city": 300, "day": 7, "age": 50}
 
 
 def make_data(n, seed=0):
-    """People of whom the label is decided by the city and the age."""
+    """Return people whose label depends on the city and the age."""
     draw = np.random.default_rng(seed)
     city, day, age = (draw.integers(0, high, n) for high in (100, 7, 90))
     labels = (city % 3 == 0) | (age > 60)
@@ -113,7 +113,7 @@ def test_it_learns(optimizer, loss):
 
 
 def test_ftrl_weighs_its_penalties_against_sums_of_gradients():
-    """A step on the mean with the settings divided is one on the sum with l1 = l2 = 1."""
+    """A step on the mean with divided settings equals one on the sum with l1 = l2 = 1."""
     model, other = make_model(), make_model()
     penalties = {"params": [other.embedding.weight], "l1": 1.0, "l2": 1.0}
     groups = [penalties, {"params": list(other.head.parameters())}]

@@ -1,1 +1,1 @@
-"""The ops in plain torch: what each one means, and what its kernels are tested against."""
+"""The ops in plain torch: they define the meaning that kernels are tested against."""

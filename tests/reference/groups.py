@@ -1,7 +1,7 @@
-"""The ops on many tables in plain torch, each table by itself; the rest is in ops.py.
+"""The ops on many tables in plain torch, table by table; other ops are in ops.py.
 
-Signatures are those of `sparsekit.ops`, but for hash tables: in place of their tensors there is a
-list of its `HashTable`.
+Signatures are those of `sparsekit.ops`, except that a list of `HashTable` of ops.py replaces the
+tensors of hash tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass
 class _Feature:
-    """A row of features, with the keys of its bags."""
+    """A row of features with the keys of its bags."""
 
     table: int
     first_entry: int
@@ -54,7 +54,7 @@ def _length(keys: Tensors) -> int:
 def bags_of(
     keys: Tensors, offsets: Tensors, features: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """First entry of each bag, then the number of entries; and where features begin in sources."""
+    """Return each bag's first entry, the number of entries, and where features begin in sources."""
     bags, key_starts, entries = [], [], 0
     for feature, row in zip(_features(keys, offsets, features), features.tolist(), strict=True):
         bags += (feature.first_entry + feature.offsets[:-1]).tolist()
@@ -65,7 +65,7 @@ def bags_of(
 
 
 def _of_table(features: Sequence[_Feature], table: int) -> tuple[torch.Tensor, slice]:
-    """Keys of a table's entries, and which entries they are."""
+    """Return the keys of a table's entries, and the slice of those entries."""
     own = [feature for feature in features if feature.table == table]
     if not own:
         return torch.empty(0, dtype=torch.int64), slice(0, 0)
@@ -80,7 +80,7 @@ def group_find(
     offsets: Tensors,
     features: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row of each entry, -1 where its key is absent; and what `bags_of` says."""
+    """Return the row of each entry, -1 where its key is absent; and the results of `bags_of`."""
     rows = torch.zeros(_length(keys), dtype=torch.int32)
     for feature in _features(keys, offsets, features):
         hash_table, _, world_size = tables[feature.table].tolist()
@@ -103,7 +103,7 @@ def group_find_or_insert_(
     offsets: Tensors,
     features: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Rows of each table's distinct keys; which of them each entry has; how many; `bags_of`."""
+    """Return rows of distinct keys by table, their number per entry, counts, and `bags_of`."""
     listed = list(_features(keys, offsets, features))
     rows, inverse = (torch.zeros(_length(keys), dtype=torch.int32) for _ in range(2))
     counts = torch.zeros(len(tables), dtype=torch.int64)
@@ -131,7 +131,7 @@ def group_bucketize(
     world_size: int,
     distinct: bool = True,
 ) -> tuple[torch.Tensor, ...]:
-    """Keys of each table and rank; which of them each entry has; where each is; `bags_of`."""
+    """Return keys by table and rank, their numbers per entry, their places, and `bags_of`."""
     listed = list(_features(keys, offsets, features))
     inverse, places = (torch.zeros(_length(keys), dtype=torch.int32) for _ in range(2))
     counts = torch.zeros(world_size, len(maps), dtype=torch.int64)
@@ -164,12 +164,12 @@ def group_exchange_rows(
     come: torch.Tensor,
     steps: Sequence[int],
 ) -> torch.Tensor:
-    """The row at which the vector of each key begins, zeros where there is none."""
+    """Return the row at which the vector of each key begins, zeros where there is none."""
     rows = torch.zeros_like(places)
     bags_of_tables = torch.zeros(len(steps) + 1, dtype=torch.int64)
     bags_of_tables[1:].index_add_(0, features[:, 0], features[:, 3])
     for t, bag in enumerate(bags_of_tables.cumsum(0)[:-1].tolist()):
-        # The rows of all places, rank by rank.
+        # Rows of all places, rank by rank.
         of_places, before = [], 0
         for begin, end in come[t].tolist():
             of_places += [begin + j * steps[t] for j in range(end - before)]
@@ -188,7 +188,7 @@ def _initializer(seed: torch.Tensor, initializer: torch.Tensor) -> dict[str, Any
 
 @dataclass
 class _Pooled:
-    """A row of features, with the entries of its bags."""
+    """A row of features with the entries of its bags."""
 
     table: int
     entries: slice
@@ -196,10 +196,10 @@ class _Pooled:
     weights: torch.Tensor | None  # [n]
     keys: torch.Tensor | None  # [n]
     combiner: str
-    vectors: torch.Tensor  # [bags, dim], of its output or gradient
+    vectors: torch.Tensor  # [bags, dim], in the feature's output or gradient
 
     def pool(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Bags of the vectors of all entries."""
+        """Pool the vectors of all entries into bags."""
         if self.combiner == "none":
             empty = self.offsets[1:] == self.offsets[:-1]
             return reference.gather_rows(vectors, self.offsets[:-1].masked_fill(empty, -1))
@@ -264,7 +264,7 @@ def group_embedding_bag_(
     seeds: Tensors = (),
     initializers: torch.Tensor | None = None,
 ) -> None:
-    """Pool the bags of each feature, and write them where it says."""
+    """Pool the bags of each feature into the place that it names."""
     dims = [weight.shape[1] for weight in weights]
     listed = list(_pooled(outs, dims, bags, features, sample_weights, key_starts, keys))
     for feature in listed:
@@ -292,11 +292,11 @@ def group_embedding_bag_backward(
     divisor: int = 1,
     deterministic: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum, for each table, the gradients of each of its distinct rows, in order of rows."""
+    """Sum the gradients of each table's distinct rows, in the order of rows."""
     listed = list(_pooled(grads, dims, bags, features, sample_weights, key_starts))
     all_rows, all_sums = [], []
     for t, (dim, count) in enumerate(zip(dims, counts.tolist(), strict=True)):
-        # By autograd, of the pooling of vectors that stand for the distinct rows.
+        # Let autograd differentiate the pooling of vectors that stand for the distinct rows.
         leaf = torch.zeros(count, dim, dtype=grads[0].dtype, requires_grad=True)
         own = [feature for feature in listed if feature.table == t]
         pooled = [
@@ -313,7 +313,7 @@ def group_embedding_bag_backward(
             sums = sums[order]
         all_sums.append(sums.detach().reshape(-1))
     nothing = torch.empty(0, dtype=torch.int64)
-    # Each begins at a multiple of 16 elements.
+    # Each table's part begins at a multiple of 16 elements.
     padded = [torch.nn.functional.pad(sums, (0, -len(sums) % 16)) for sums in all_sums[:-1]]
     parts = [grads[0].new_empty(0), *padded, *all_sums[-1:]]
     return torch.cat([nothing, *all_rows]), torch.cat(parts)
@@ -367,7 +367,7 @@ def group_embedding_bag_update_(
     count_steps: bool = False,
     deterministic: bool = True,
 ) -> None:
-    """Gradients of the distinct rows, and a step on them."""
+    """Compute the gradients of the distinct rows, and take a step with them."""
     dims = [weight.shape[1] for weight in weights]
     own_rows, sums = split_by_table(
         dims,

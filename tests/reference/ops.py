@@ -1,8 +1,8 @@
-"""Every op in plain torch: what each one means, and what its kernels are tested against.
+"""Every op in plain torch: this defines the meaning that kernels are tested against.
 
-Signatures are those of `sparsekit.ops`. Nothing here is fast. What is differentiable there is
-differentiable here, by autograd alone. The hash table is a class around a dict, since how buckets
-are filled is not part of what the ops mean.
+Signatures are those of `sparsekit.ops`. Nothing here is fast. Differentiable ops are differentiable
+here by autograd alone. The hash table is a class around a dict, since the layout of buckets is not
+part of the ops' meaning.
 """
 
 import math
@@ -20,7 +20,7 @@ _MASK = 0xFFFFFFFF
 
 
 def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Distinct keys in order of first occurrence, where each key went, and how often each came."""
+    """Return distinct keys in order of first occurrence, each key's number there, and counts."""
     position: dict[int, int] = {}
     inverse = [position.setdefault(key, len(position)) for key in keys.tolist()]
     as_tensor = torch.tensor(inverse, dtype=torch.int64, device=keys.device)
@@ -32,7 +32,7 @@ def unique(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def virtual_shard(key: int) -> int:
-    """The upper 16 bits of MurmurHash3's finaliser of an int64 key. Saved tables depend on it."""
+    """Return the upper 16 bits of MurmurHash3's finaliser of a key. Saved tables depend on it."""
     x = key % 2**64
     x = (x ^ x >> 33) * 0xFF51AFD7ED558CCD % 2**64
     x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53 % 2**64
@@ -42,7 +42,7 @@ def virtual_shard(key: int) -> int:
 def bucketize(
     keys: torch.Tensor, world_size: int, owners: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys in the order of their owners, group sizes, and the permutation.
+    """Return keys in the order of their owners, group sizes, and the permutation.
 
     The owner is ``owners[virtual_shard(key)]``, or without a map ``unsigned(key) % world_size``.
     """
@@ -56,27 +56,27 @@ def bucketize(
 
 
 def gather_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``out[i] = table[rows[i]]``, or zeros where ``rows[i] < 0``."""
+    """Return ``out[i] = table[rows[i]]``, or zeros where ``rows[i] < 0``."""
     with_zeros = torch.cat([table.new_zeros(1, table.shape[1]), table])
     return with_zeros[rows.clamp(min=-1) + 1]
 
 
 def hash_integers(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """XXH64 of each integer's decimal text."""
+    """Return XXH64 of each integer's decimal text."""
     return xxh64([str(value) for value in values.tolist()], seed).to(values.device)
 
 
 def unsorted_segment_sum(
     data: torch.Tensor, segment_ids: torch.Tensor, num_segments: int
 ) -> torch.Tensor:
-    """``out[s]`` = sum of ``data[i]`` over the i with ``segment_ids[i] == s``; ids < 0 drop out."""
+    """Return ``out[s]``, the sum of ``data[i]`` with ``segment_ids[i] == s``; ids < 0 drop out."""
     kept = (segment_ids >= 0).nonzero().squeeze(1)
     total = _segment_sum(data[kept], segment_ids[kept], num_segments)
     return total.to(data.dtype)
 
 
 def _segment_sum(data: torch.Tensor, ids: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Sum in the dtype that sums are computed in; no id is negative."""
+    """Sum in the dtype used for accumulation; no id may be negative."""
     data = data.to(accumulate_dtype(data.dtype))
     return data.new_zeros(num_segments, *data.shape[1:]).index_add(0, ids, data)
 
@@ -102,7 +102,7 @@ def embedding_bag(
     if combiner != "sum":
         divisor = _segment_sum(w if combiner == "mean" else w * w, bag, bags)
         zero = divisor == 0
-        # Replaced before the root and the division, so that no gradient becomes NaN.
+        # Replace zeros before the root and the division, so that no gradient becomes NaN.
         divisor = divisor.masked_fill(zero, 1)
         divisor = divisor.sqrt() if combiner == "sqrtn" else divisor
         pooled = (pooled / divisor.unsqueeze(1)).masked_fill(zero.unsqueeze(1), 0)
@@ -110,20 +110,20 @@ def embedding_bag(
 
 
 class HashTable:
-    """Keys to rows 0, 1, 2, ... in order of first occurrence."""
+    """Table that maps keys to rows 0, 1, 2, ... in order of first occurrence."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.row: dict[int, int] = {}
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Rows of keys, -1 where a key is absent."""
+        """Return the rows of keys, -1 where a key is absent."""
         return torch.tensor([self.row.get(key, -1) for key in keys.tolist()], dtype=torch.int64)
 
     def find_or_insert(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of keys, absent ones inserted; and status: the size before, entries refused.
+        """Return the rows of keys, with absent ones inserted, and (size before, entries refused).
 
-        All or nothing: if not all new keys have room none is inserted, and their rows are -1.
+        All or nothing: if the new keys do not all fit, none is inserted, and their rows are -1.
         """
         before = len(self.row)
         new = [key for key in dict.fromkeys(keys.tolist()) if key not in self.row]
@@ -133,7 +133,7 @@ class HashTable:
         return rows, torch.tensor([before, int((rows < 0).sum())])
 
     def keys(self) -> torch.Tensor:
-        """All keys; the key of row i is at position i."""
+        """Return all keys; the key of row i is at position i."""
         return torch.tensor(list(self.row), dtype=torch.int64)
 
     def __len__(self) -> int:
@@ -141,15 +141,15 @@ class HashTable:
 
 
 def philox4x32_10(counter: Iterable[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:
-    """Four random words from a counter of four and a key of two 32-bit words, held in int64.
+    """Return four random words from a counter of four and a key of two 32-bit words, all int64.
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011: ten
-    rounds of two 32 x 32 -> 64 bit products, the key moving by two Weyl constants in between.
+    rounds of two 32 x 32 -> 64 bit products; between rounds, two Weyl constants change the key.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # The products wrap to negative numbers; the mask takes the right 32 bits all the same.
+        # The products wrap to negative numbers, but the mask still takes the right 32 bits.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             (product1 >> 32 & _MASK) ^ c1 ^ k0,
@@ -203,7 +203,7 @@ def init_rows_(
     a: float = -0.05,
     b: float = 0.05,
 ) -> None:
-    """``out[rows[i]] = initial vector of keys[i]`` for rows >= ``status[0]``, or 0 without it."""
+    """Write ``out[rows[i]]`` = initial vector of ``keys[i]`` where rows >= ``status[0]`` or 0."""
     rows = torch.arange(len(keys), device=keys.device) if rows is None else rows
     written = rows >= max(0, 0 if status is None else int(status[0]))
     vectors = init_vectors(
@@ -226,7 +226,7 @@ def update_rows_(
     rounding_seed: int | None = None,
     count_steps: bool = False,
 ) -> None:
-    """One step of a rule on the rows in `rows`, or on all of them for None; one table or lists."""
+    """Take a step of a rule on `rows`, or on all rows if None; takes one table or lists."""
     if not isinstance(weight, torch.Tensor):
         each = len(states) // len(weight)
         for i, own in enumerate(weight):
@@ -256,10 +256,10 @@ def update_rows_(
 
 
 def _rounded_at_random(w: torch.Tensor, rows: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """float32 to bfloat16: the 16 bits that go are added to 16 random ones, and the sum is cut.
+    """Round float32 to bfloat16: add 16 random bits to the 16 bits that go, and truncate.
 
-    Bits of columns 8 b to 8 b + 7: the eight halves of Philox4x32-10 of (row, b, step), lower
-    halves first.
+    Columns 8 b to 8 b + 7 get the eight halves of Philox4x32-10 of (row, b, step), lower halves
+    first.
     """
     block = torch.arange((w.shape[1] + 7) // 8, device=w.device)
     zero = torch.zeros(len(rows), len(block), dtype=torch.int64, device=w.device)
@@ -284,7 +284,7 @@ def catch_up_rows_(
     rule: str,
     settings: Sequence[float],
 ) -> None:
-    """Steps without a gradient for rows that have missed them, one after another."""
+    """Take the steps without a gradient that late rows have missed, one after another."""
     if len(numbers) == 0:
         return
     rows = torch.arange(len(weight), device=weight.device) if rows is None else rows

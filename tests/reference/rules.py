@@ -1,7 +1,8 @@
 """The rules of `update_rows_` in ops.py, in plain torch.
 
-What each makes of gradient g, weight w and states s of the rows, in step t; v are its settings. A
-state of a row has one column. The formulas are in the docstrings of `sparsekit.optim`.
+A rule maps gradient g, weight w and states s of the rows in step t to the new weight and states; v
+holds its settings. A state with one number per row has one column. The formulas are in the
+docstrings of `sparsekit.optim`.
 """
 
 from collections.abc import Sequence
@@ -53,7 +54,7 @@ def _adagrad(
     lr, lr_decay, eps, weight_decay, decoupled = v
     rate = (lr / (1 + (t - 1) * lr_decay)).to(w.dtype)
     g, w = _decayed(g, w, rate, weight_decay, decoupled)
-    # States with one column have the mean over the row.
+    # States with one column hold the mean over the row.
     squares = g * g if s[0].shape == g.shape else (g * g).sum(1, keepdim=True) / max(g.shape[1], 1)
     total = s[0] + squares
     return w - rate * (g / (total.sqrt() + eps)), [total]

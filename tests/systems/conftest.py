@@ -1,3 +1,3 @@
-"""The pools of ranks."""
+"""Pools of ranks."""
 
 from ranks.conftest import ranks  # noqa: F401

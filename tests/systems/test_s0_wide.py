@@ -1,6 +1,6 @@
-"""S0, a wide network on a huge sparse matrix by feature hashing: all that it must hold.
+"""S0, a wide network on a huge sparse matrix by feature hashing, meets its requirements.
 
-What its layers and optimizers hold in general is in their own suites.
+Its layers and optimizers have suites of their own.
 """
 
 import io
@@ -146,9 +146,10 @@ def head_of(model):
 
 @pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
 def test_no_dense_matrix_is_ever_made(optimizer):
-    """Dense, 4,000 rows of 262,144 columns take 4.2 GB, or 1 GB as bool.
+    """No dense matrix is made between the values and a step of the optimizer.
 
-    From values to a step of the optimizer. The weights and their states take 165 MB.
+    Dense, 4,000 rows of 262,144 columns would take 4.2 GB, or 1 GB as bool. The weights and their
+    states take 165 MB.
     """
     model = WideModel(SplitHashEncoder({"a": 2**32}))
     steps = model.optimizer(optimizer, 4000)
@@ -160,7 +161,7 @@ def test_no_dense_matrix_is_ever_made(optimizer):
         steps.step()
 
     assert model.encoder.width == 262_144
-    step(np.arange(2), torch.ones(2))  # the states are made here
+    step(np.arange(2), torch.ones(2))  # makes the states
     before = forget_peak()
     step(np.arange(4000), torch.ones(4000))
     assert peak() - before < 100 * 2**20
@@ -170,7 +171,7 @@ def test_no_dense_matrix_is_ever_made(optimizer):
 
 
 def scores_and_steps(rank, batch, optimizer):
-    """Scores of a batch before and after 3 steps with it, of which each rank has a share."""
+    """Return scores of a batch before and after 3 steps with it; ranks share the batch."""
     columns = some_data(batch)
     labels = torch.arange(batch) % 2.0
     model = WideModel(SplitHashEncoder(LENGTHS), seed=4)
@@ -209,7 +210,7 @@ def test_any_batch_on_ranks_gives_that_many_finite_rows_equal_to_one_ranks(ranks
 
 
 class DenseFtrl:
-    """Of all weights in each step, in numpy: McMahan et al. 2013 with TensorFlow's l2."""
+    """FTRL on all weights in each step, in numpy: McMahan et al. 2013 with TensorFlow's l2."""
 
     def __init__(self, weights, lr, l1, l2, accumulator=0.1):
         self.w = weights.double().numpy().copy()
@@ -227,7 +228,7 @@ class DenseFtrl:
 
 
 def ftrl_case(initializer):
-    """A layer on the columns of 400 rows, and 50 batches of them with the gradients of outputs."""
+    """Return a layer, a matrix of 400 rows, and 50 batches of rows with gradients of outputs."""
     encoder = SplitHashEncoder({"day": 7, "item": 5000})
     draw = np.random.default_rng(3)
     columns = {"day": draw.integers(0, 7, 400), "item": draw.integers(0, 60, 400)}
@@ -236,7 +237,7 @@ def ftrl_case(initializer):
         "sum", encoder.width, 3, 1, use_hashtable=False, embedding_initializer=initializer, seed=1
     )
     generator = torch.Generator().manual_seed(5)
-    # Each column of the output pulls into a direction of its own, the last one into none.
+    # Output columns have gradients of opposite signs, and only noise in the last one.
     pull = torch.tensor([0.5, -0.5, 0.0])
     steps = []
     for _ in range(50):
@@ -250,7 +251,7 @@ def weights_of(layer, matrix):
 
 
 def test_sparse_ftrl_equals_a_dense_reference_over_50_steps():
-    # From zeros: the dense method sets to zero what has had no gradient yet.
+    # Start from zeros: the dense method zeroes weights without any gradient so far.
     layer, matrix, steps = ftrl_case(sparsekit.nn.Constant(0.0))
     optimizer = optim.Ftrl(layer.parameters(), lr=0.2, l1=1.0, l2=1.0)
     expected = DenseFtrl(weights_of(layer, matrix), 0.2, 1.0, 1.0)
@@ -294,7 +295,7 @@ def test_l1_of_ftrl_gives_exact_zeros():
         touched = torch.cat([select_rows(matrix, rows).col_indices() for rows, _ in steps])
         zeros[l1] = (weights_of(layer, matrix)[touched.unique()] == 0).double().mean(0).tolist()
     assert zeros[0.0] == [0, 0, 0]
-    # The first two columns have a say, the third has noise.
+    # The first two columns have a signal, and the third only noise.
     assert min(zeros[1.0]) > 0
     assert zeros[1.0][2] > max(0.5, 1.5 * max(zeros[1.0][:2]))
 

@@ -1,6 +1,6 @@
-"""S1, an autoencoder recommender on several ranks: all that it must hold.
+"""S1, an autoencoder recommender on several ranks, meets its requirements.
 
-What takes long is in ``benchmarks/systems/autoencoder.py``.
+Slow measurements are in ``benchmarks/systems/autoencoder.py``.
 """
 
 import io
@@ -24,13 +24,13 @@ from sparsekit.optim import RMSProp
 from sparsekit.train import Trainer
 from sparsekit.train.metrics import ndcg_at_k, precision_at_k, recall_at_k
 
-USERS = 943  # as in MovieLens-100K: no number of ranks tested here divides it
+USERS = 943  # as in MovieLens-100K; no tested number of ranks divides it
 ITEMS = 120
 KINDS = {"sparse": Autoencoder, "original": DenseAutoencoder}
 
 
 def make_ratings(users=USERS, items=ITEMS, each=8, seed=0):
-    """Ratings 1 to 5 of users who like a third of the items; ids are far apart."""
+    """Return ratings 1 to 5 of users who like a third of the items; ids are far apart."""
     draw = torch.Generator().manual_seed(seed)
     user = torch.arange(users).repeat_interleave(each)
     item = torch.rand(users, items, generator=draw).argsort(1)[:, :each].reshape(-1)
@@ -46,7 +46,7 @@ def make_model(kind, ratings=None):
 
 
 def fit(model, epochs, batch_size, seed=5, loss_fn=None):
-    """Train; returns the history."""
+    """Train a model; returns the history."""
     trainer = Trainer(
         model,
         loss_fn or (lambda _, batch: (model.losses(batch[0]), 0.0)),
@@ -70,7 +70,7 @@ def test_tf_rmsprop_equals_a_numpy_reference_to_1e_12():
     means = [np.ones(shape) for shape in shapes]
     for step in range(200):
         for i, parameter in enumerate(parameters):
-            # Of all sizes: eps counts beside tiny ones once the average has decayed.
+            # Gradients of all sizes: eps matters for tiny ones once the average has decayed.
             g = draw.normal(size=shapes[i]) * 10.0 ** draw.uniform(-12, 2, shapes[i])
             parameter.grad = torch.tensor(g if step < 150 else g * 0)
             g = parameter.grad.numpy()
@@ -79,7 +79,7 @@ def test_tf_rmsprop_equals_a_numpy_reference_to_1e_12():
         optimizer.step()
         for parameter, expected in zip(parameters, weights, strict=True):
             assert np.abs(parameter.detach().numpy() - expected).max() <= 1e-12
-    # torch's has its accumulator from 0 and eps outside: its first step is ten times as large.
+    # torch starts its accumulator at 0 and adds eps outside: its first step is ten times as large.
     other = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
     other.grad = torch.ones_like(other)
     torch.optim.RMSprop([other], lr=0.03, alpha=0.9).step()
@@ -100,7 +100,7 @@ def test_the_original_steps_with_it():
 
 
 def weights_of(model):
-    """All weights of all ranks: those of items, then the dense ones."""
+    """Return the weights of all ranks: those of items, then the dense ones."""
     if isinstance(model, DenseAutoencoder):
         items = model.vectors(0, ITEMS).detach()
     else:
@@ -112,9 +112,9 @@ def weights_of(model):
 
 
 def train_and_recommend(rank, kind, path=None):
-    """Weights, losses of epochs and recommendations; the last batch of an epoch has one user."""
+    """Train; returns weights, losses of epochs and recommendations."""
     model = make_model(kind)
-    history = fit(model, 2, 157)  # 943 = 6 * 157 + 1: over ranks, some have nothing of it
+    history = fit(model, 2, 157)  # 943 = 6 * 157 + 1: some ranks have nothing of the last batch
     best = recommend(model, 4)
     if path is not None:
         model.save(path)
@@ -135,7 +135,7 @@ def test_1_2_and_3_ranks_give_the_same_weights_on_943_users(ranks, kind, tmp_pat
         assert losses == pytest.approx(one[2], rel=1e-5)
         assert best.shape == (USERS, 4)
         torch.testing.assert_close(scores, one[4], rtol=0, atol=1e-4)
-    # What the ranks have saved recommends the same on one.
+    # A model saved by the ranks recommends the same on one.
     loaded = recommend(load_recommender(tmp_path / "model.pt"), 4)
     assert torch.equal(loaded.users, make_model(kind).history.users)
     torch.testing.assert_close(loaded.scores, scores, rtol=0, atol=1e-6)
@@ -162,7 +162,7 @@ def test_each_batch_is_used_once_per_epoch(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reported_loss_is_the_global_mean(kind):
-    """Over all users, whatever the batches: with weights that stay, that of each is known."""
+    """Check the mean over all users, whatever the batches; each user's loss is known."""
     model = make_model(kind)
     losses = []
 
@@ -209,7 +209,7 @@ def lookup(model, name, item):
 
 
 def plain_loss(model, row, kept, drawn):
-    """The formula for one user, in loops; a rating of r has the weight r / 5."""
+    """Compute the formula for one user in loops; a rating of r has the weight r / 5."""
     ratings = make_ratings(30, 20, 6)
     mine = (ratings.users == model.history.users[row]).nonzero()[:, 0]
     columns = torch.searchsorted(model.history.items, ratings.items[mine]).tolist()
@@ -238,7 +238,7 @@ def plain_loss(model, row, kept, drawn):
 def test_the_masked_loss_counts_rated_and_drawn_items_only(layers):
     history = RatedItems(make_ratings(30, 20, 6))
     model = Autoencoder(history, dim=4, layers=layers, negatives=5, dropout=0.5, seed=1)
-    for name in ("rated", "scored"):  # larger than they begin
+    for name in ("rated", "scored"):  # larger than the initial vectors
         layer = model.embeddings.layers[name]
         draw = torch.Generator().manual_seed(2)
         layer.assign(history.items, torch.randn(20, layer.embedding_vec_size, generator=draw))
@@ -256,7 +256,7 @@ def test_the_masked_loss_counts_rated_and_drawn_items_only(layers):
     ]
     assert losses.tolist() == pytest.approx(expected, rel=1e-5)
     assert losses[0] == losses[3]
-    assert not torch.equal(losses, again)  # drawn anew
+    assert not torch.equal(losses, again)  # the draws differ
     assert 0 < kept.sum() < len(kept)
     assert 1 < len(drawn) <= 5
 
@@ -268,8 +268,8 @@ def test_a_rating_of_1_is_told_apart_from_unrated():
     assert weights.tolist() == pytest.approx((history.ratings / 5).tolist())
     assert cells.tolist() == pytest.approx(((history.ratings - 1) / 4).tolist())
     assert (history.ratings == 1).any()
-    # One user's history without the ratings of 1: what is encoded differs by default, and in the
-    # original's way it does not.
+    # Compare the codes of a user with and without the ratings of 1: by default they differ, in the
+    # original they do not.
     user = ratings.users[ratings.ratings == 1][0]
     rest = RatedItems(ratings[(ratings.users != user) | (ratings.ratings > 1)])
     assert torch.equal(rest.items, history.items)
@@ -284,7 +284,7 @@ def test_a_rating_of_1_is_told_apart_from_unrated():
 
 
 def test_inputs_and_outputs_stay_sparse():
-    """An item has a row on one rank, and no step makes anything of the size of users x items."""
+    """An item has a row on only one rank, and no step makes a tensor of size users x items."""
     history = RatedItems(make_ratings(400, 3000, 5))
     model = Autoencoder(history, dim=4, negatives=10)
     largest = 0
@@ -300,7 +300,7 @@ def test_inputs_and_outputs_stay_sparse():
 
     with Watch():
         model.losses(torch.arange(400)).mean().backward()
-    # The cells of a batch are 1,200,000; the vectors of those that count 2,010 * 5.
+    # A batch has 1,200,000 cells; the vectors that count have 2,010 * 5 elements.
     assert 400 * 10 <= largest < 40_000
     assert model.embeddings.layers["scored"].weight.shape == (len(history.items), 5)
 
@@ -320,7 +320,7 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("arguments", [[], ["--original"]])
 def test_the_command_writes_recs_tsv(data, tmp_path, capsys, arguments):
-    """User, item, score; no header; users rising, scores falling; known and new items only."""
+    """Columns are user, item, score; users ascend, scores descend; only known users, new items."""
     model, recs, same = (tmp_path / name for name in ("model.pt", "recs.tsv", "same.tsv"))
     train = ["train", "autoencoder", "--data", str(data), "--ranks", "1", "--epochs", "3"]
     train += ["--save", str(model), "--recs", str(same), *arguments]
@@ -353,7 +353,7 @@ def test_the_command_writes_recs_tsv(data, tmp_path, capsys, arguments):
 
 
 def brute_force(hits, relevant, k):
-    """P, recall and NDCG in loops."""
+    """Return precision, recall and NDCG, computed in loops."""
     values = []
     for row, count in zip(hits, relevant, strict=True):
         if count == 0:
@@ -378,12 +378,12 @@ def test_precision_recall_and_ndcg_equal_brute_force(k):
 
 @pytest.mark.parametrize("k", [3, 25])
 def test_recommendations_and_hits_equal_brute_force(k, monkeypatch):
-    """Of 20 items in pieces of 7, for 30 users in parts; with k = 25 nobody has enough."""
+    """Items come in pieces of 7 and users in parts; for k = 25 no user has enough items."""
     monkeypatch.setattr("sparsekit.recipes.autoencoder.recommendations.ITEMS", 7)
     monkeypatch.setattr("sparsekit.recipes.autoencoder.recommendations.USERS", 8)
     ratings = make_ratings(30, 20, 6)
     train, test = ratings.split_by_time(0.4)
-    # Items and users that nobody knows, and one that is in twice.
+    # Add unknown items and users, and repeat a rating.
     test.users[5:7], test.items[6:8] = 5, 1
     test = test[torch.tensor([*range(len(test)), 0])]
     model = Autoencoder(RatedItems(train), dim=4, seed=1).train()

@@ -1,6 +1,6 @@
-"""S3, DeepCoNN on two ranks: all that it must hold.
+"""S3, DeepCoNN on two ranks, meets its requirements.
 
-That the commands run is in tests/test_cli_deepconn.py.
+tests/test_cli_deepconn.py runs the commands.
 """
 
 import os
@@ -26,7 +26,7 @@ from sparsekit.models import DeepCoNN
 from sparsekit.recipes.deepconn.model import PLACEMENTS, TOWERS
 from sparsekit.train.profile import profiled
 
-# Small, but with more than one filter, and documents of unequal rows.
+# Sizes are small, but with several filters and documents that do not divide evenly.
 WORDS, LENGTH, BATCH = 50, 9, 5
 DIM, FILTERS, HIDDEN = 6, 4, 3
 SPREAD = [p for p in PLACEMENTS if p != "single"]
@@ -45,7 +45,7 @@ def small_model(placement="single"):
 
 
 def some_batch(seed=0):
-    """Documents with repeated words, unknown ones and padding, and ratings."""
+    """Return ratings and documents with repeated words, unknown words and padding."""
     generator = torch.Generator().manual_seed(seed)
     documents = torch.randint(1, WORDS, (2, BATCH, LENGTH), generator=generator)
     documents[0, :, 6:] = PADDING
@@ -55,7 +55,7 @@ def some_batch(seed=0):
 
 
 def trained(rank, placement, steps=0):
-    """Ratings, gradients of all weights on this rank after some steps, and vectors of all words."""
+    """Return ratings, this rank's gradients, weights, and vectors of all words after some steps."""
     model = small_model(placement)
     optimizer = model.optimizer(lr=0.01)
     for step in range(steps):
@@ -149,7 +149,7 @@ def test_split_has_a_tower_on_each_rank_and_alternating_every_second_layer(two):
 
 
 def bytes_of_steps(rank, placement, trace=None):
-    """What the profiler says of two steps: bytes of each exchange, and the whole table."""
+    """Return the profiler's bytes of each exchange in two steps, and its whole table."""
     model = small_model(placement)
     optimizer = model.optimizer()
 
@@ -194,7 +194,7 @@ def test_bytes_of_alternating_exceed_those_of_split_and_single_moves_none(two):
     single, _ = bytes_of_steps(0, "single")
     split, alternating = (two(bytes_of_steps, placement)[0][0] for placement in SPREAD)
     assert sum(alternating.values()) > sum(split.values()) > sum(single.values()) == 0
-    # What layers give each other, by hand: 2 steps, 2 ranks, a head of 16 bytes each.
+    # Bytes that layers exchange, by hand: 2 steps, 2 ranks, heads of 16 bytes.
     documents = BATCH * HIDDEN * 4
     padded = -(-documents // 16) * 16
     assert split["exchange: towers"] == 2 * 2 * (16 + padded)
@@ -241,7 +241,8 @@ def test_the_target_review_is_never_in_its_own_documents(reviews):
     for i in range(len(written)):
         user, item = ratings.users[i].item(), ratings.items[i].item()
         own = number[f"of{user}x{item}"]
-        # Each review has a word that no other has: all others of the user and the item are there.
+        # Each review has a word of its own: documents must hold those of all other reviews and not
+        # its own.
         for documents, same in ((users, ratings.users == user), (items, ratings.items == item)):
             others = set(same.nonzero()[:, 0].tolist()) - {i}
             names = [f"of{ratings.users[j]}x{ratings.items[j]}" for j in others]
@@ -267,7 +268,8 @@ def test_a_film_is_not_in_the_document_of_a_user_whose_rating_of_it_is_the_targe
     users, items = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 1, 2, 1, 3])
     train = Ratings(users, items, torch.ones(5), torch.arange(5.0).double())
     written = reviews_of_films(train, films)
-    # In the film's own document stands what its user rated just before, or first of all, after it.
+    # A film's document names the film that its user rated just before, or just after if it was the
+    # first.
     assert [text[0] for text in written.of_items] == ["film1", "film0", "film1", "film3", "film1"]
     corpus = Corpus(written, length=8, min_count=1)
     words = ["", "?", *corpus.vocabulary.words]
@@ -283,7 +285,7 @@ def test_a_film_is_not_in_the_document_of_a_user_whose_rating_of_it_is_the_targe
         ["film3"],
         ["film1"],
     ]
-    # The description is first, then what others than the user have added.
+    # The description comes first, then the words added by other users.
     assert read(of_items[1]) == ["film1", "film3"]
     assert read(of_items[3]) == ["film1", "film0"]
 
@@ -295,11 +297,11 @@ def pairs_of(ratings):
 @pytest.mark.parametrize("repeated", [False, True])
 def test_held_out_pairs_are_disjoint(reviews, repeated):
     ratings = reviews.ratings
-    if repeated:  # each pair again, later: a split by rating would have some of them in both parts
+    if repeated:  # each pair once more, later: a split by rating would put some into both parts
         again = [torch.cat([x, x]) for x in (ratings.users, ratings.items, ratings.ratings)]
         ratings = Ratings(*again, torch.arange(2.0 * len(ratings)).double())
     train, test = split_reviews(ratings)
-    assert len(test) == 30  # one of the eight of each user
+    assert len(test) == 30  # one of eight per user
     assert pairs_of(ratings[train]).isdisjoint(pairs_of(ratings[test]))
     assert pairs_of(ratings[train]) | pairs_of(ratings[test]) == pairs_of(ratings)
     if repeated:
@@ -338,9 +340,9 @@ def test_unknown_words_and_padding_have_rows_of_their_own():
     assert (PADDING, UNKNOWN) == (0, 1)
     corpus = Corpus(generated_reviews(), length=200, min_count=2)
     users, _ = corpus(torch.tensor([0, 10**12]), torch.tensor([0, 0]))
-    assert (users[0] == UNKNOWN).any()  # words that occur once
+    assert (users[0] == UNKNOWN).any()  # words that occur only once
     assert (users[0] == PADDING).any()
-    assert (users[1] == PADDING).all()  # a user who is not known
+    assert (users[1] == PADDING).all()  # an unknown user
     assert min(corpus.vocabulary(corpus.vocabulary.words)) == 2
     model = small_model()
     padding, unknown, word = model.words.vectors(torch.arange(3))
@@ -357,7 +359,7 @@ def test_the_gradient_of_padding_is_zero_and_that_of_unknown_words_is_not(two, p
     assert PADDING not in of_words or not of_words[PADDING].any()
     assert of_words[UNKNOWN].any()
     for result in results:
-        assert (result[4][PADDING] == 0).all()  # and stays so
+        assert (result[4][PADDING] == 0).all()  # padding stays zero
 
 
 def test_documents_are_cut_and_filled_up():

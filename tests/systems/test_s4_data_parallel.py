@@ -1,7 +1,7 @@
-"""S4, correct data-parallel SGD: all that it must hold.
+"""S4, data-parallel SGD, meets its requirements.
 
-That N ranks train as one is in tests/ranks/test_trainer.py, that a prefetcher keeps order and ends
-its thread in tests/data/test_prefetch.py, and `sparsekit scaling` in tests/test_cli_clicks.py.
+Elsewhere: N ranks train as one in tests/ranks/test_trainer.py, a prefetcher keeps order and ends
+its thread in tests/data/test_prefetch.py, and `sparsekit scaling` is in tests/test_cli_clicks.py.
 """
 
 import io
@@ -14,12 +14,13 @@ from sparsekit.distributed.averaging import Averaging
 from sparsekit.train import Trainer, linear_warmup
 
 SAMPLES, BATCH = 22, 7
-# With the one number all ranks have samples of the last batch, unevenly many; with the other not.
+# With UNEVEN samples all ranks have some of the last batch, in different numbers; with EMPTY one
+# has none.
 UNEVEN, EMPTY = 26, 22
 
 
 def gradient_of_last_step(rank, samples, mean_of_means=False):
-    """Of a linear model; mean_of_means is the mistake that must not be made."""
+    """Return a linear model's gradient; `mean_of_means` weighs ranks equally, which is wrong."""
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -90,11 +91,12 @@ def test_schedule_matches_its_closed_form():
     assert rates == pytest.approx(expected, abs=1e-12)
     sgd.param_groups[0]["lr"] = sgd.param_groups[0]["initial_lr"]
     linear_warmup(sgd, 8, 0)
-    assert sgd.param_groups[0]["lr"] == pytest.approx(0.8)  # without warm-up at once
+    # The full rate at once without a warm-up.
+    assert sgd.param_groups[0]["lr"] == pytest.approx(0.8)
 
 
 def test_momentum_is_corrected_when_the_rate_changes():
-    """SGD is the form with the rate in its velocity, corrected by new / old rate at each change."""
+    """The velocity of SGD includes the rate, so it is scaled by new / old rate at each change."""
     weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
     sgd = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     scheduler = linear_warmup(sgd, 4, 6)
@@ -121,7 +123,7 @@ def events_of_backward(rank):
 
     Averaging.average = recorded
     try:
-        # Above the 1 MiB of the first bucket of gradients.
+        # The layers exceed the 1 MiB of the first bucket of gradients.
         model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
         trainer = Trainer(
             model,
@@ -139,8 +141,7 @@ def events_of_backward(rank):
 
 def test_the_first_all_reduce_begins_before_backward_ends(ranks):
     for events in ranks(events_of_backward):
-        # In its first backward DistributedDataParallel learns the order; until then it has one
-        # bucket for all.
+        # DistributedDataParallel learns the order in its first backward, with a single bucket.
         first = events.index("last gradient")
         assert events[first:] == [
             *("last gradient", "averaging begins"),
@@ -157,4 +158,5 @@ def batch_norm(rank):
 def test_batch_norm_is_refused_as_documented(ranks):
     ranks(batch_norm)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    Trainer(model, lambda model, batch: (model(batch[0])[:, 0], 0.0), [])  # one rank has it all
+    # Accepted on one rank, which has the whole batch.
+    Trainer(model, lambda model, batch: (model(batch[0])[:, 0], 0.0), [])

@@ -1,4 +1,4 @@
-"""Settings of a run: dataclasses that YAML and key=value change."""
+"""Settings of a run: YAML and key=value change dataclasses."""
 
 from dataclasses import dataclass, field
 
@@ -50,7 +50,7 @@ def test_a_setting(setting, name, value):
     found = getattr(with_setting(Outer(), setting).inner, name)
     assert found == value
     assert type(found) is type(value)
-    assert Outer() == Outer()  # the default is as it was
+    assert Outer() == Outer()  # the default is unchanged
 
 
 def test_a_file_and_back(tmp_path):

@@ -1,4 +1,4 @@
-"""Ranks of one attempt find one another, and not those of an earlier one."""
+"""Ranks of one attempt find one another, but not those of an earlier attempt."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ def names(store, world_size, delays, timeout=20.0):
 def test_each_attempt_has_a_name_of_its_own(delays):
     store = dist.HashStore()
     seen = set()
-    for world_size in (3, 3, 2, 3):  # one is started with fewer
+    for world_size in (3, 3, 2, 3):  # one attempt starts with fewer ranks
         found = names(store, world_size, delays)
         assert len(set(found)) == 1
         assert found[0] not in seen

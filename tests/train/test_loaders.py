@@ -46,7 +46,7 @@ def trained(data, lr=0.1, **settings):
 
 
 def by_hand(groups, lr=0.1, clip=None):
-    """SGD with the mean over the samples of each group of batches."""
+    """Train by SGD on the mean over the samples of each group of batches."""
     weight = Linear().weight.detach().double()
     for group in groups:
         x, y = (torch.cat(each).double() for each in zip(*group, strict=True))
@@ -212,7 +212,7 @@ def test_batch_size_belongs_to_tensors():
 
 @pytest.mark.parametrize("sizes", [[6, 6, 6, 6], [6, 6, 5]])
 def test_accumulated_gradients_are_those_of_all_their_samples(sizes):
-    """Also where the last step has fewer batches, and batches are uneven."""
+    """This holds if the last step has fewer batches, and for batches of different sizes."""
     batches = batches_of(sizes)
     trainer = trained(batches, accumulate=2, epochs=1)
     groups = [batches[:2], batches[2:]]
@@ -232,7 +232,7 @@ def test_a_penalty_of_the_weights_counts_once_in_an_accumulated_step():
 
 
 def test_accumulated_gradients_of_tables():
-    """Of sparse gradients, some of the same keys in several batches."""
+    """Sparse gradients of several batches share some keys."""
     keys, y = torch.tensor([1, 2, 1, 3, 1, 2]), torch.arange(6.0)
 
     def weights(accumulate, batch_size):

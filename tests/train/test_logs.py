@@ -13,7 +13,7 @@ from sparsekit.train.plots import plot_run, plot_scaling, read_run
 
 
 def train(logs, epochs=2, log_every=2, **layer):
-    """Keys 0..19 of one layer, 4 new ones in each step of the first epoch."""
+    """Train one layer on keys 0..19; each step of the first epoch has 4 new ones."""
     settings = {"name": "items", "seed": 0, **layer}
     model = sparsekit.DistributedEmbedding("sum", 50, 2, 1, 1, **settings)
     sgd = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -59,7 +59,7 @@ def test_the_loss_of_a_record_is_that_since_the_one_before(tmp_path):
 
 
 def test_rates_are_of_the_time_since_the_record_before(tmp_path, monkeypatch):
-    """Of an epoch: since its beginning, without that of the evaluation."""
+    """The rate of an epoch counts from its beginning, without its evaluation."""
 
     class Clock:
         now = 50.0
@@ -132,7 +132,7 @@ def test_tensorboard_gets_each_number(tmp_path):
     assert scalars == [(5, 0.75), (10, 0.75)]
     assert "step/tables/items/rows" in events.Tags()["scalars"]
 
-    train([TensorBoard(tmp_path)], epochs=1)  # an older run's events are hidden
+    train([TensorBoard(tmp_path)], epochs=1)  # hides an older run's events
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("epoch/metrics/AUC")] == [(5, 0.75)]
     again = TensorBoard(tmp_path)
@@ -143,12 +143,12 @@ def test_tensorboard_gets_each_number(tmp_path):
 
 
 def test_a_new_run_begins_the_file_anew(tmp_path):
-    """Pictures of two runs in one file would go to and fro."""
+    """A picture of two runs in one file would jump back and forth."""
     path = tmp_path / "metrics.jsonl"
     train([JsonLines(path)], epochs=3)
     path.write_text(path.read_text() + '{"kind": "ste')
     log = JsonLines(path)
-    assert len(path.read_text().splitlines()) == 11  # until there is a record
+    assert len(path.read_text().splitlines()) == 11  # until the first record
     train([log], epochs=1)
     assert [record["step"] for record in read_run(tmp_path)] == [2, 4, 5]
 
@@ -200,7 +200,7 @@ def test_pictures(tmp_path):
 
 
 def test_a_short_run_can_be_read(tmp_path, monkeypatch):
-    """Of two steps, none of them recorded, there is an epoch, and a word where nothing is."""
+    """Of two unrecorded steps a picture shows the epoch, and says where it has no data."""
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     train([JsonLines(tmp_path / "metrics.jsonl")], epochs=1, log_every=1000)

@@ -1,6 +1,6 @@
-"""AUC and log loss against plain loops; of ranking, what is refused.
+"""AUC and log loss equal plain loops, and metrics of ranking refuse bad input.
 
-Metrics of ranking are compared with loops in tests/systems/test_s1_autoencoder.py.
+tests/systems/test_s1_autoencoder.py compares metrics of ranking with loops.
 """
 
 import math
@@ -21,7 +21,7 @@ from sparsekit.train.metrics import (
 
 
 def pairs(scores, labels):
-    """How often a positive one beats a negative one, ties counted half."""
+    """Return how often a positive sample beats a negative one; ties count half."""
     won = [
         (s > t) + 0.5 * (s == t)
         for s, positive in zip(scores, labels, strict=True)
@@ -50,7 +50,7 @@ def test_auc_of_extremes():
 
 
 def test_auc_of_millions_has_all_digits():
-    """Sums of ranks are beyond what float32 counts."""
+    """float32 cannot hold the sums of ranks."""
     n = 3_000_000
     labels = torch.arange(n) % 2
     assert auc(torch.arange(n), labels) == pytest.approx(0.5 + 1 / n, rel=0, abs=1e-12)

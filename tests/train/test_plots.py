@@ -1,4 +1,4 @@
-"""What the pictures show of a run and of scaling."""
+"""Pictures of a run and of scaling show the right numbers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ pyplot = pytest.importorskip("matplotlib.pyplot")
 
 @pytest.fixture
 def axes(monkeypatch):
-    """Call it after a picture is drawn: title -> axes."""
+    """Yield a function that returns title -> axes of the picture drawn."""
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     yield lambda: {each.get_title(): each for each in pyplot.gcf().axes}
     monkeypatch.undo()
@@ -55,7 +55,7 @@ def test_each_figure_of_a_run_is_where_its_title_says(tmp_path, axes):
     assert [points(line) for line in right.lines] == [[(5, 0.5)]]
     titles = ["rows in the tables", "load: rows / capacity", "new rows in a step"]
     for i, title in enumerate([*titles, "skew: rows of the fullest rank / mean"]):
-        assert lines_of(shown[title]) == {  # of the largest ones
+        assert lines_of(shown[title]) == {  # the largest tables
             f"t{t}": [(step, 10 * t + step + i) for step in (2, 4, 5)]
             for t in range(1, MOST_TABLES + 1)
         }

@@ -1,4 +1,4 @@
-"""What a profile adds up, of ranks and of ops."""
+"""A profile adds up ranks and ops."""
 
 import re
 from collections import Counter
@@ -9,12 +9,12 @@ from sparsekit.train.profile import Op, Profile, _ops
 
 
 def rows(table):
-    """The cells of each line but the first."""
+    """Return the cells of each line but the first."""
     return [re.split(r" {2,}", line.strip()) for line in table.splitlines()[1:]]
 
 
 def test_a_table_adds_up_what_it_does_not_show():
-    """All ops are in its last line, and those that move bytes have one of their own."""
+    """The last line has all ops; ops that move bytes have lines of their own."""
     name = "a" * 50
     ops = [Op(name, 2, 0.5, 0.5, 0), Op("b", 1500, 0.3, 0.3, 0), Op("c", 3, 0.1, 0.1, 0)]
     ops += [Op("sent", 4, 0.06, 0.06, 1000), Op("sent too", 5, 0.04, 0.04, 24)]
@@ -33,7 +33,7 @@ def test_a_table_adds_up_what_it_does_not_show():
 
 @pytest.mark.parametrize("gpu", [False, True])
 def test_ops_of_ranks_are_added_up(gpu):
-    """The time of the GPU counts where one has worked; the longest comes first."""
+    """GPU time counts if a GPU has worked; the longest op comes first."""
     device = (2e6, 6e6) if gpu else (0.0, 0.0)
     here = [("x", 2, 3e6, device[0]), ("y", 1, 1e6, 0.0)]
     there = [("x", 3, 4e6, device[1]), ("z", 7, 8e6, 0.0)]

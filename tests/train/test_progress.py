@@ -1,4 +1,4 @@
-"""How far an epoch is, on a terminal and in a file."""
+"""The progress of an epoch, on a terminal and in a file."""
 
 import io
 
@@ -24,7 +24,7 @@ def test_a_file_gets_a_line_every_half_minute(clock):
     stream = io.StringIO()
     asked = []
     with progress.Progress("epoch 1/3", 2000, stream) as bar:
-        for _ in range(100):  # 100 s
+        for _ in range(100):  # advances 100 s
             clock.now += 1
             bar.update(10, lambda: asked.append(1) or 0.25)
         bar.finish(" loss 0.2000")
@@ -39,7 +39,7 @@ def test_a_file_gets_a_line_every_half_minute(clock):
 
 @pytest.mark.parametrize("live", [False, True])
 def test_what_goes_on_counts_the_time_before(clock, live):
-    """The samples of both, over the time of both; that of a pause in between is of neither."""
+    """The rate counts the samples and times of both runs, without the pause between them."""
     stream = io.StringIO()
     stream.isatty = lambda: live
     clock.now += 5000

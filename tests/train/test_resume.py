@@ -1,4 +1,4 @@
-"""A run that was interrupted and goes on gives what it would have given."""
+"""An interrupted and resumed run gives the results of a whole one."""
 
 import contextlib
 import io
@@ -15,7 +15,7 @@ from sparsekit.optim import Adam, Ftrl, LazyAdam
 from sparsekit.train import DivergedError, JsonLines, ResumeError, Trainer, progress, resume
 from sparsekit.train.stopping import EarlyStopping
 
-SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps an epoch
+SAMPLES, BATCH, EPOCHS = 150, 8, 3  # 19 steps per epoch
 OPTIMIZERS = {
     "LazyAdam": lambda p: LazyAdam(p, lr=0.05),
     "Adam": lambda p: Adam(p, lr=0.05, mode="catch_up"),
@@ -38,7 +38,7 @@ class Stopped(Exception):
 
 
 def losses_until(last):
-    """A loss function that ends the run in a step, as a crash would."""
+    """Return a loss function that ends the run in a step, as a crash would."""
     steps = 0
 
     def losses(model, batch):
@@ -104,7 +104,8 @@ def assert_same(one, other):
     assert one[4] == other[4]
 
 
-@pytest.mark.parametrize("last", [3, 10, 19, 27, 55])  # before, in, at the end of an epoch
+# Before the first checkpoint, within an epoch, and at its end.
+@pytest.mark.parametrize("last", [3, 10, 19, 27, 55])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tensors(tmp_path, optimizer, last):
     expected = fit(trainer_for(tmp_path / "a", optimizer), tensors())
@@ -116,7 +117,8 @@ def test_tensors(tmp_path, optimizer, last):
     assert_same(fit(resumed, tensors()), expected)
     if last > 20:
         assert resumed.history[0].number == 1
-    assert_same(fit(trainer_for(tmp_path / "b", optimizer, 0), tensors()), expected)  # nothing left
+    # A finished run has nothing left to train.
+    assert_same(fit(trainer_for(tmp_path / "b", optimizer, 0), tensors()), expected)
 
 
 def test_a_shuffling_loader(tmp_path):
@@ -157,9 +159,9 @@ def test_a_reader(tmp_path, last, wrap):
     assert_same(fit(again, reader(tmp_path, wrap)), expected)
 
 
-@pytest.mark.parametrize("last", [30, 38])  # in an epoch, and where the checkpoint is at its end
+@pytest.mark.parametrize("last", [30, 38])  # within an epoch, and with the checkpoint at its end
 def test_a_loader_on_another_number_of_ranks(tmp_path, monkeypatch, last):
-    """Its batches have other samples there, so its epoch begins again."""
+    """Batches hold other samples there, so the epoch starts over."""
     monkeypatch.setattr(resume, "_ranks", lambda: 2)
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path, last=last), loader())
@@ -181,7 +183,7 @@ def test_accumulated_batches(tmp_path):
 
 
 def test_the_last_step_of_an_epoch_is_saved_once(tmp_path, monkeypatch):
-    """As the beginning of the next one, also where it is one of those between two checkpoints."""
+    """It is saved as the beginning of the next epoch, also between two regular checkpoints."""
     saved, save = [], Checkpoints.async_save
 
     def recorded(checkpoints, step, *arguments, state):
@@ -198,7 +200,7 @@ def test_the_last_step_of_an_epoch_is_saved_once(tmp_path, monkeypatch):
 
 def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
     with pytest.raises(Stopped):
-        fit(trainer_for(tmp_path, last=16), tensors())  # saved behind step 14
+        fit(trainer_for(tmp_path, last=16), tensors())  # the checkpoint is from step 14
     passed, steps = losses_until(10**9), []
 
     def losses(model, batch):
@@ -211,7 +213,7 @@ def test_divergence_names_its_step_of_an_epoch_that_goes_on(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
-    """Its checkpoints would stay the latest, and this run's be thrown away."""
+    """The other run's checkpoints would stay the latest, and this run's would be deleted."""
     old, steps = fit(trainer_for(tmp_path), few(20)), []
 
     def losses(model, batch):
@@ -224,7 +226,7 @@ def test_a_folder_of_another_run_is_refused_before_training(tmp_path):
     assert steps == []
     anew.checkpoints.close()
     assert_same(fit(trainer_for(tmp_path), few(20)), old)
-    # A second call of fit goes on in its own folder.
+    # A second call of fit continues in the run's own folder.
     one = trainer_for(tmp_path / "other")
     for _ in range(2):
         one.fit(tensors(), epochs=1, batch_size=BATCH)
@@ -256,7 +258,7 @@ def test_logs_go_on(tmp_path, monkeypatch):
         fit(make("b", "b.jsonl", last=33), tensors())
     clock.now += 1000
     with open(tmp_path / "b.jsonl", "a") as file:
-        file.write('{"kind": "ste')  # a killed process was writing
+        file.write('{"kind": "ste')  # as left by a killed process
     fit(make("b", "b.jsonl"), tensors())
     one, other = (
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
@@ -302,7 +304,7 @@ def test_what_does_not_go_together(tmp_path):
 
 @contextlib.contextmanager
 def unchanged(trainer):
-    """Neither the trainer nor what it trains is changed by a refusal."""
+    """Check that a refusal changes neither the trainer nor the objects that it trains."""
 
     def state():
         objects = [trainer.model, *trainer.optimizers, trainer]
@@ -360,12 +362,12 @@ def test_other_data_are_refused_in_mid_epoch(tmp_path, name):
 
 
 def test_other_data_are_refused_by_a_finished_run(tmp_path):
-    """Its figures would stand beside others of those data."""
+    """The finished run's figures would stand beside those of the other data."""
     fit(trainer_for(tmp_path), tensors())
     again = trainer_for(tmp_path)
     with unchanged(again), pytest.raises(ResumeError, match="checksum="):
         fit(again, changed(3))
-    larger = trainer_for(tmp_path)  # between epochs another size of batches is a choice
+    larger = trainer_for(tmp_path)  # between epochs the batch size may change
     larger.fit(tensors(), epochs=EPOCHS + 1, batch_size=50, resume=True)
     assert larger.steps == 57 + 3
 

@@ -1,4 +1,4 @@
-"""The trainer: what it reports, in which order it trains, and how it ends."""
+"""The trainer: its reports, the order of training, and how it ends."""
 
 import io
 import itertools
@@ -11,7 +11,7 @@ from sparsekit.train import DivergedError, Progress, Trainer, spinning
 
 
 class Recorder(torch.nn.Module):
-    """Predicts one number; remembers the samples that it saw."""
+    """Model that predicts one number and remembers the samples that it saw."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_loss_is_the_mean_over_samples_and_leaves_the_penalty_out():
         return losses, 1000 + model.weight
 
     x = torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0])
-    # The mean of the batches' means would differ: batches have 2, 2 and 1 samples.
+    # Batches have 2, 2 and 1 samples, so the mean of their means would differ.
     (epoch,) = make(loss_fn).fit((x,), epochs=1, batch_size=2)
     assert epoch.loss == pytest.approx(10_014 / 5, rel=1e-12)
 
@@ -88,7 +88,7 @@ def test_seed_decides_and_nothing_else():
 def test_the_default_device_plays_no_part():
     trainer, other = make(), make()
     trainer.fit((torch.arange(10.0),), epochs=1, batch_size=3)
-    with torch.device("meta"):  # stands for cuda: no tensor of the CPU's generator can be on it
+    with torch.device("meta"):  # stands in for cuda: no tensor of a CPU generator can be made on it
         again = Trainer(other.model, squared, other.optimizers, stream=io.StringIO())
         again.fit((torch.arange(10.0, device="cpu"),), epochs=1, batch_size=3)
     assert again.model.seen == trainer.model.seen
@@ -210,7 +210,7 @@ def test_plain_output_is_one_line_an_epoch():
 
 @pytest.mark.parametrize("case", ["shared", "idle", "short", "one thread", "passive"])
 def test_a_hint_where_threads_spin_on_shared_cores(monkeypatch, case):
-    """Once; by what the system counts."""
+    """The hint comes once, and only by the system's count of switches."""
     seconds, switches = (3.0 if case == "short" else 8.0), (70 if case == "idle" else 200)
     readings = itertools.count()
     monkeypatch.setattr(spinning, "_now", lambda: ((n := next(readings)) * seconds, n * switches))
@@ -259,7 +259,7 @@ def test_an_error_removes_the_bar(monkeypatch):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_divergence_names_the_step(bad):
-    """Seen at the end of the epoch, whose other steps may have run on."""
+    """The trainer sees it at the end of the epoch, after later steps may have run."""
 
     def loss_fn(model, batch):
         losses = model(batch[0]) * 0 + 1

@@ -1,8 +1,8 @@
-"""Stands in for hypothesis where it is not installed and nothing can be, as in gpu_check.sh.
+"""Replaces hypothesis where it is missing and cannot be installed, as in gpu_check.sh.
 
-A test under `given` runs on a fixed number of random examples, the same ones every time. What
-hypothesis is for beyond that, finding small failing examples, is left out; so this folder is on
-the path only where the real one is missing.
+A test under `given` runs on a fixed number of random examples, the same ones every time. Nothing
+here finds small failing examples, which hypothesis does; so this folder is on the path only if the
+real one is missing.
 """
 
 import functools
@@ -17,13 +17,13 @@ __all__ = ["HealthCheck", "given", "settings", "strategies"]
 
 
 class HealthCheck:
-    """Checked by nobody here."""
+    """Accepted and ignored."""
 
     too_slow = None
 
 
 class settings:
-    """Only the number of examples means anything here."""
+    """Settings of a test; all but the number of examples are ignored."""
 
     max_examples = 50
     _profiles: dict[str, int] = {}  # noqa: RUF012
@@ -45,7 +45,7 @@ class settings:
 
 
 def given(*positional: Any, **named: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Positional strategies are for the last parameters, as with hypothesis."""
+    """Run a test on examples; positional strategies are for its last parameters."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
         parameters = list(inspect.signature(test).parameters.values())
@@ -65,7 +65,7 @@ def given(*positional: Any, **named: Any) -> Callable[[Callable[..., Any]], Call
                         error.add_note(f"example {number}: {example}")
                     raise
 
-        # pytest asks the signature which fixtures there are.
+        # pytest reads the fixtures from this signature.
         del run.__wrapped__  # type: ignore[attr-defined]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [p for p in parameters if p.name not in drawn]

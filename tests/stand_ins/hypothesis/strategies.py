@@ -1,4 +1,4 @@
-"""The strategies that the tests of this project use; ends of ranges come up often."""
+"""The strategies that these tests use; ends of ranges come up often."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -71,7 +71,7 @@ def lists(elements: Strategy, *, min_size: int = 0, max_size: int = 20) -> Strat
 
 
 class Data:
-    """What a test draws from while it runs."""
+    """Source from which a test draws while it runs."""
 
     def __init__(self, source: Random) -> None:
         self.source = source
