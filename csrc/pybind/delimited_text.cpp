@@ -206,7 +206,7 @@ void add_delimited_text(py::module_& m) {
            py::arg("skip_blank"), py::arg("complete"))
       .def("__len__", &TextLines::size)
       .def_property_readonly("end", &TextLines::end,
-                             "Position behind the last line and its newline.")
+                             "Position after the last line and its newline.")
       .def_property_readonly("unclosed", &TextLines::unclosed,
                              "True if the last line ends within a quoted field.")
       .def("begin_of", &TextLines::begin_of, "Return where a line begins.")
@@ -214,11 +214,10 @@ void add_delimited_text(py::module_& m) {
       .def("parse", &TextLines::parse, py::arg("format"), py::arg("order"), py::arg("num_threads"),
            "Return faults (row, field, reason) and, if there are none, label [n] or [0], dense "
            "[n, d], values and offsets [fields * n + 1] of keys.");
-  m.def(
-      "skip_line", &skip_line_of, py::arg("text"), py::arg("begin"), py::arg("delimiter"),
-      py::arg("quote"), py::arg("place"),
-      "Return the end of the line that goes on at `begin`, or -1, and the place at the end of the "
-      "text. A place is 0 at the beginning of a line, and 1 within a quoted field.");
+  m.def("skip_line", &skip_line_of, py::arg("text"), py::arg("begin"), py::arg("delimiter"),
+        py::arg("quote"), py::arg("place"),
+        "Return the end of the line that `begin` is in, or -1, and the place at the end of the "
+        "text. A place is 0 at the beginning of a line, and 1 within a quoted field.");
 }
 
 }  // namespace sparsekit

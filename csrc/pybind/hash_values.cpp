@@ -192,7 +192,7 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
   return tuple;
 }
 
-// Hashes the items from `first` on, which is the first one that PlainItems has left out.
+// Hashes all items from `first` on, the first item that PlainItems could not hash.
 bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
   Reference copy;

@@ -65,7 +65,7 @@ class NcclCommunicator {
     lock.lock();
     calling_ = false;
     returned_.notify_all();
-    // If another thread has aborted meanwhile, its reason is the better one: present() throws it.
+    // If another thread has aborted meanwhile, present() throws its reason, which says more.
     present();
     if (failure.empty()) return;
     lock.unlock();

@@ -335,8 +335,8 @@ class Arguments {
     return (one.is_written || other.is_written) && one.span.overlaps(other.span);
   }
 
-  // Returns whether any arguments clash. Goes through them in the order of their begins, and
-  // compares each one with those that have not ended before it.
+  // Returns whether any arguments clash. Goes through them in the order of their start addresses,
+  // and compares each one with those that have not ended before it.
   bool any_overlap() const {
     struct Begin {
       uintptr_t address;

@@ -144,7 +144,7 @@ bool scan_lines(const char* text, int64_t begin, int64_t size, char delimiter, c
         const int i = __builtin_ctzll(opening);
         opening &= opening - 1;
         if (begins_field(i)) continue;
-        // A quote within an unquoted field is text, so inside and outside swap behind it.
+        // A quote within an unquoted field is text, so inside and outside swap after it.
         quotes ^= uint64_t{1} << i;
         inside ^= ~uint64_t{0} << i;
         opening = quotes & inside & ~uint64_t{0} << i;
@@ -203,7 +203,7 @@ class Part {
     }
   }
 
-  // Reads a quoted field and moves p behind its closing quote; two quotes in a row stand for one.
+  // Reads a quoted field and moves p past its closing quote; two quotes in a row stand for one.
   bool read_quoted(const char*& p, const char* end, std::string_view& text, Malformed& why) {
     const char* const begin = ++p;
     p = find_byte(p, end, format_.quote);

@@ -18,7 +18,7 @@ namespace {
 // ---- pooling ----
 
 // The rows of a feature's entries, counted from its first entry. Its members are copies, since the
-// compiler must assume that a store to `out` changes anything behind a pointer.
+// compiler must assume that a store to `out` may change anything that a pointer refers to.
 template <class T, class Index>
 struct EntryRows {
   const T* weight;

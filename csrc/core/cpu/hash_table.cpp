@@ -58,7 +58,7 @@ uint64_t find_at_home(const Bucket* const* homes, const Bucket* const* next_home
 template <class Key, class Row>
 void find_range(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                 int64_t begin, int64_t end, Row* rows) {
-  // Keys that may be in a bucket behind their home. They are resolved once there are enough of them
+  // Keys that may be in a bucket after their home. They are resolved once there are enough of them
   // that all their next buckets can be prefetched before the first one is read.
   int64_t pending[2 * kBlock];
   int64_t next[2 * kBlock];
@@ -213,8 +213,8 @@ int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t 
   Table table{buckets, num_buckets, seed, size_before, capacity};
   int64_t position = 0;
   Inserted inserted = insert_range(table, keys, std::min(n, kGrain), rows, &position);
-  // Insertion takes one thread. If few keys so far were new, all threads look up the rest first, so
-  // that few are left to insert; otherwise looking them up first would double the work.
+  // Insertion takes one thread. If few keys so far were new, all threads look up the remaining keys
+  // first, so that few are left to insert; otherwise looking them up first would double the work.
   if (inserted == Inserted::kAll && position < n) {
     if (parallel_for.num_threads() > 1 && table.size - size_before < kGrain / 2) {
       hash_table_find(buckets, num_buckets, seed, keys + position, n - position, rows + position,

@@ -83,7 +83,7 @@ void share_units(const int64_t* units_before, int64_t jobs, const ParallelFor& p
     for (int64_t thread = begin; thread < end; ++thread) {
       int64_t job = 0;
       for (int64_t unit; (unit = next.fetch_add(1)) < units;) {
-        // A thread gets units in ascending order.
+        // A thread gets units in ascending order, so `job` only moves forward.
         while (units_before[job + 1] <= unit) ++job;
         work(job, unit - units_before[job], thread);
       }

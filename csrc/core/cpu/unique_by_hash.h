@@ -1,4 +1,4 @@
-// unique() by partitioning the keys: each part has a range of hashes.
+// Implements unique() by partitioning the keys; each part has a range of hashes.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// unique() by splitting the keys into ranges, one per thread.
+// Implements unique() by splitting the keys into ranges, one per thread.
 #pragma once
 
 #include <algorithm>
@@ -140,7 +140,7 @@ class ByRange {
   int64_t seed_;
   int64_t ranges_ = 1;
   DistinctKeyMap<Key> numberings_[kMaxRanges];
-  Distinct<Key>* distinct_;  // [n] distinct keys of each range, from the range's begin on
+  Distinct<Key>* distinct_;  // [n] distinct keys of each range, from the range's start on
   uint32_t* ranks_;          // [n] rank of each among the distinct keys of all ranges
   uint32_t* firsts_;         // [shares of a range] number of new keys, then rank of the first one
   uint32_t* entries_;

@@ -168,7 +168,7 @@ SPARSEKIT_KERNEL __launch_bounds__(256)
     const int64_t i = first + j;
     g[j] = x[j] = nullptr;
     if (i >= in.bags.n) continue;
-    // The entry is mostly in the bag of the entry before.
+    // The entry is usually in the bag of the previous entry.
     const bool same = bag >= 0 && i < in.bags.offsets[bag + 1];
     if (!same) bag = find_bag(in.bags, i, bag < 0 ? 0 : bag + 1);
     if (row[j] < 0 || row[j] >= in.num_rows || bag < 0) continue;

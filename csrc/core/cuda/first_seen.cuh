@@ -23,7 +23,7 @@ struct alignas(16) Slot {
   int32_t count;
 };
 
-// Marks a free slot. The key with this value has its own slot behind the others.
+// Marks a free slot. The key with this value has its own slot after all others.
 constexpr int64_t kNoKey = INT64_MIN;
 
 // Returns the number of slots for n keys: 3 of 5 are used if all keys are distinct.

@@ -14,7 +14,7 @@ namespace sparsekit::cuda {
 struct DeviceSource {
   const void* keys;
   const void* offsets;
-  int64_t first_offset;  // first one among the offsets of all sources; key_start likewise
+  int64_t first_offset;  // index among the offsets of all sources; key_start is among keys
   int32_t key_start;
   bool wide_keys, wide_offsets;
   bool asked;  // true if some feature uses this source
@@ -50,8 +50,8 @@ SPARSEKIT_DEVICE int64_t offset_at(const Source& source, int64_t bag) {
   return source.offsets == nullptr ? bag : number_at(source.offsets, source.wide_offsets, bag);
 }
 
-// Descriptors of a call in device memory. Arrays of begins have one more element, the end of the
-// last one.
+// Descriptors of a call in device memory. Arrays of start positions have one more element, the end
+// of the last one.
 struct DeviceGroup {
   const DeviceSource* sources;
   const DeviceFeature* features;
@@ -62,7 +62,7 @@ struct DeviceGroup {
   int32_t num_sources, num_features, num_tables;
   int32_t most;         // maximum number of entries, for which results have room
   int32_t* entry;       // [num_features + 1] first entry of each feature
-  int64_t* key_starts;  // [num_features] position of that entry's key in its source
+  int64_t* key_starts;  // [num_features] position of the feature's first key in its source
 
   SPARSEKIT_DEVICE Source source(int s) const {
     const DeviceSource& of = sources[s];

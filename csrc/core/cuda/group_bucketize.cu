@@ -135,7 +135,7 @@ struct ExchangeTable {
   int32_t step;
 };
 struct ComeRows {
-  int32_t begin, end;  // the fields of ComeVectors
+  int32_t begin, end;  // see ComeVectors
 };
 
 struct DeviceExchange {

@@ -256,7 +256,7 @@ SumGroup<T> sum_group(const GroupSums<T>& sums, const SumCall<T>& call, const Su
   return group;
 }
 
-// Prepares the sums: where everything lies, and a sort key for each entry.
+// Prepares the sums: computes where everything is, and a sort key for each entry.
 template <class T>
 void begin_sums(const SumGroup<T>& group, const SumWorkspace<T>& work, void* stream) {
   simt::launch("group: plan", plan_sums_kernel<T>, one_block(), stream, group, work.levels);

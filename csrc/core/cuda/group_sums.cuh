@@ -4,7 +4,7 @@
 // each table are counted from its first entry on, so sums have the same bits as for the table
 // alone.
 //
-// An optimizer's step needs no gradients in memory. For it, only rows whose entries lie in several
+// An optimizer's step needs no gradients in memory. For it, only rows whose entries span several
 // chunks are summed in this way; for the others, finding where their entries begin is enough, and
 // the update kernel adds them up (RowRuns).
 #pragma once
@@ -126,7 +126,7 @@ struct GradientRows {
   const SumFeature<T>* features;
   int num_features;
   int64_t dim;
-  // Copied from the first feature, which is mostly the only one.
+  // Copied from the first feature, which is usually the only one.
   const T* grad;
   int64_t stride;
   int32_t first_bag;
@@ -192,7 +192,7 @@ struct Begins {
 };
 
 // Writes, for each sort key of table t, where its entries begin, as far as this chunk can tell: a
-// key without entries gets the position of the next key's entries, and the key behind the last row
+// key without entries gets the position of the next key's entries, and the key after the last row
 // gets the end. The lanes of a tile share the work.
 template <class T>
 SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& sorted, int t,
@@ -217,7 +217,7 @@ SPARSEKIT_DEVICE void note_begins(const SumGroup<T>& group, const SumLevel<T>& s
 }
 
 // Sums a chunk of table t: whole runs go to `out`, others to the next level. Without kAllRows,
-// there is `begins`, and the first level skips rows that lie within one chunk.
+// there is `begins`, and the first level skips rows within a single chunk.
 template <int kWidth, bool kFirst, bool kAllRows, class T, class RowsOf>
 SPARSEKIT_DEVICE void sum_chunk(const SumGroup<T>& group, const SumLevel<T>& from, Begins begins,
                                 const SumLevel<T>& to, int t, uint32_t chunk, int64_t element,

@@ -76,12 +76,12 @@ SPARSEKIT_DEVICE int32_t find_row(const Bucket* buckets, int64_t num_buckets, in
 
 // Stores a key that is in no bucket. No other thread inserts this key, and no thread looks it up
 // before the next launch, so the slot's row is claimed first and the key follows. Returns false if
-// no slot is free; a *status other than 0 tells that another thread has found this out.
+// no slot is free; a *status other than 0 means that another thread has already found none.
 SPARSEKIT_DEVICE bool insert_absent(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t key,
                                     int32_t row, const int64_t* status) {
   int64_t b = home_bucket(key, seed, num_buckets);
   for (int64_t step = 0; step < num_buckets; ++step) {
-    // The first thread that has searched all buckets in vain ends the search of the others.
+    // The first thread that finds all buckets full ends the search of the others.
     if (step % 64 == 63 && simt::load(status) != 0) return false;
     Bucket& bucket = *simt::global(buckets + b);
     int32_t seen[kSlotsPerBucket];

@@ -61,7 +61,7 @@ struct Entry {
 };
 
 // How a run of entries with equal keys lies in a tile's range: it is entirely inside, began before
-// it, or begins inside and goes on behind it.
+// it, or begins inside and continues past its end.
 enum class Run { kWhole, kHead, kTail };
 
 // Walks the entries [begin, end) of n, at least one, which are sorted by key. Calls put(run, key,
@@ -130,7 +130,7 @@ struct Segments {
 
 // Entries of a level. The rows of level 0 are the caller's; those of other levels are partial sums,
 // two per chunk of the level before: one of a run that began before the chunk, one of a run that
-// goes on behind it.
+// continues after it.
 template <class T>
 struct Level {
   uint32_t* keys;

@@ -53,7 +53,8 @@ void Worker::resume(Fiber& fiber) {
   }
 }
 
-// Switches from the running fiber to the scheduler; with for_good, until the fiber's next block.
+// Switches from the running fiber to the scheduler. With for_good, the fiber has finished its
+// block.
 void Worker::leave(bool for_good) {
   Fiber& fiber = *running_;
   if (__sanitizer_start_switch_fiber != nullptr) {

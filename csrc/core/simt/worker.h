@@ -67,7 +67,7 @@ struct Launch {
   }
 };
 
-// The meeting point of a group's workers: a barrier of the kernel, or the begin or end of a block.
+// The meeting point of a group's workers: a barrier of the kernel, or the start or end of a block.
 class Meeting {
  public:
   enum Kind { kBegin, kBarrier, kEnd, kGiveUp };
@@ -125,7 +125,7 @@ struct Fiber {
 struct Group {
   Meeting meeting;
   int64_t block = -1;
-  // Addresses for ThreadSanitizer: a block's begin and end, and two for alternate barriers.
+  // Addresses for ThreadSanitizer: a block's start and end, and two for alternate barriers.
   char begin = 0, end = 0, sync[2] = {};
   std::unique_ptr<char[]> memory{new char[kMaxSharedBytes + 256]};
 

@@ -40,13 +40,13 @@ struct Line {
   int64_t begin, end;  // without the newline
 };
 
-// The state of a scan at a position: outside quoted fields, inside one, or just behind a quote that
-// either ends the field or, if another quote follows, is an escaped one.
+// The state of a scan at a position: outside quoted fields, inside one, or just after a quote,
+// which either ends the field or, if another quote follows, is text.
 enum class Place : uint8_t { kOutside, kInside, kBehind };
 
 struct FoundLines {
   std::vector<Line> lines;
-  int64_t end = 0;        // position behind the last line and its newline
+  int64_t end = 0;        // position after the last line and its newline
   bool unclosed = false;  // true if the last line ends within a quoted field
 };
 
@@ -57,9 +57,9 @@ struct FoundLines {
 FoundLines find_lines(const char* text, int64_t size, int64_t stop, char delimiter, char quote,
                       bool skip_blank, bool complete);
 
-// Returns the position behind the newline that ends the line which goes on at `begin`, or -1 if the
-// text ends before. `place` is the state at `begin` on entry and at the end of the text on return.
-// The byte before `begin` must be readable, unless the line begins at 0.
+// Returns the position after the newline that ends the line which `begin` is in, or -1 if the text
+// ends first. `place` is the state at `begin` on entry and at the end of the text on return. The
+// byte before `begin` must be readable, unless the line begins at 0.
 int64_t skip_line(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                   Place& place);
 

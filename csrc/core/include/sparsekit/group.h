@@ -108,7 +108,7 @@ struct GroupBags {
 // Runs before any other function that uses the entries of a call, in the same workspace. Writes
 // `bags` and makes the checks of cpu::check_bags and cpu::check_keys; checks also that the offsets
 // of each source begin at 0 and end at n. With bad offsets, there may be more entries than
-// `entries`; the rest is cut off.
+// `entries`; the excess is cut off.
 void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
                  void* workspace, void* stream);
 

@@ -49,7 +49,7 @@ int64_t group_bucketize(const RoutedTable* tables, int64_t num_tables, const Sou
                         const ParallelFor& parallel_for);
 
 // rows[first_entry + j] = row at which the vector of the table's key j begins. come [tables,
-// world_size] tells where the vectors lie; steps [tables] is the number of rows per vector.
+// world_size] tells where the vectors are; steps [tables] is the number of rows per vector.
 void exchange_rows(const RoutedTable* tables, int64_t num_tables, int64_t world_size,
                    const ComeVectors* come, const int64_t* steps, const int32_t* places,
                    int32_t* rows, const ParallelFor& parallel_for);
