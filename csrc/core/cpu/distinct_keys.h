@@ -75,7 +75,7 @@ class DistinctKeys {
   // Minimum number of keys per thread.
   static constexpr int64_t kWorth = 8192;
 
-  // Memory for n entries of one table. It depends on `alone` (one thread handles the table) which
+  // Memory for n entries of one table. Whether one thread handles the table (`alone`) decides which
   // arrays are used.
   struct Memory {
     int64_t* keys;     // [n] distinct keys

@@ -57,8 +57,8 @@ struct DeviceGroup {
   const DeviceFeature* features;
   const int32_t* first_features;  // [num_tables + 1]
   const int64_t* ends;            // [num_tables] as in AskedTable; null if any key is allowed
-  const DeviceTable* tables;      // [num_tables], or
-  const Owners* owners;           // [num_tables]
+  const DeviceTable* tables;      // [num_tables], if keys are looked up or inserted
+  const Owners* owners;           // [num_tables], if keys go to their owners
   int32_t num_sources, num_features, num_tables;
   int32_t most;         // maximum number of entries, for which results have room
   int32_t* entry;       // [num_features + 1] first entry of each feature

@@ -177,7 +177,8 @@ std::vector<SumFeature<T>> sum_features(const SumCall<T>& call) {
   return features;
 }
 
-// Accesses are wide if every gradient begins at a multiple of 16 bytes.
+// Returns the shape of a table's gradients. Accesses are wide if every one of them begins at a
+// multiple of 16 bytes.
 template <class T>
 RowShape shape_of_table(const SummedTable<T>& table) {
   RowShape shape = row_shape<T>(table.dim, table.grad);

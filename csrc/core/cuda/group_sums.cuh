@@ -49,7 +49,7 @@ struct SumGroup {
   const int32_t* rows;  // may be null
   const int64_t* counts;
   const int32_t* bags;
-  // [num_tables + 1] totals of the tables before; computed by plan_sums_kernel.
+  // [num_tables + 1] totals over the preceding tables; computed by plan_sums_kernel.
   int32_t* entry;
   int64_t* row;
   int64_t* element;

@@ -78,9 +78,9 @@ namespace cuda {
 
 // Tables, sources and features of a call; all arrays are in host memory.
 struct GroupCall {
-  const GroupTable* tables;   // [num_tables], or
-  const RoutedTable* routed;  // [num_tables] where keys go to their owners
-  const NewRows* new_rows;    // [num_tables], or null where nothing is inserted
+  const GroupTable* tables;   // [num_tables], unless `routed` is given
+  const RoutedTable* routed;  // [num_tables] if keys go to their owners, else null
+  const NewRows* new_rows;    // [num_tables], or null if nothing is inserted
   int64_t num_tables;
   const Source* sources;
   int64_t num_sources;

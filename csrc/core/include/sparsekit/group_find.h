@@ -20,7 +20,7 @@ struct GroupTable : AskedTable {
   int64_t capacity, world_size;
 };
 
-// Where to write the initial vectors of a table's new rows.
+// The destination of the initial vectors of a table's new rows.
 struct NewRows {
   void* weight;  // [capacity, dim]
   int64_t dim;
