@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from checkpoint.models import assert_equal, contents, keys_of_step, made, train
 
+import sparsekit
 from sparsekit import checkpoint
 from sparsekit.checkpoint import Checkpoints
+from sparsekit.checkpoint.together import Together
 
 from .pool import Died, Ranks
 
@@ -275,6 +277,121 @@ def without_tables(rank, world, folder):
 
 def test_random_numbers_go_on_in_a_group_that_has_no_tables(pools, tmp_path):
     pools[2](without_tables, 2, tmp_path)
+
+
+def of_groups(rank, world, folder):
+    """Each way to save and load, in groups that go their own ways; one does not begin at rank 0."""
+    groups = [dist.new_group([0]), dist.new_group(list(range(1, world)))]
+    folder, options = folder / str(min(rank, 1)), {"process_group": groups[min(rank, 1)]}
+    keys = torch.arange(10)
+
+    def layer_of(seed):
+        return sparsekit.Embedding(20, 2, name="ids", seed=seed, **options)
+
+    def equal(loaded, saved):
+        assert torch.equal(loaded(keys), saved(keys))
+        assert len(loaded.table) == len(saved.table)
+
+    saved = layer_of(1)
+    equal(saved, saved)  # which inserts them
+    keeps = [Checkpoints(folder / name, complete_every=2, **options) for name in "ab"]
+    saves = [
+        lambda: checkpoint.save(saved, folder / "0", **options),
+        lambda: checkpoint.async_save(saved, folder / "1", **options).wait(),
+        *[lambda step=step: keeps[0].save(step, saved) for step in range(2)],
+        *[lambda step=step: keeps[1].async_save(step, saved).wait() for step in range(2)],
+    ]
+    for save in saves:
+        loaded = layer_of(9)
+        checkpoint.load(loaded, save(), **options)
+        equal(loaded, saved)
+    for keep in keeps:
+        loaded = layer_of(9)
+        assert keep.load(loaded).step == 1
+        equal(loaded, saved)
+        keep.close()
+    if rank > 0:
+        with pytest.raises(ValueError, match=rf"table: the table is that of rank {rank - 1} of 2"):
+            checkpoint.save(saved, folder / "alone", process_group=groups[0])
+
+
+def test_process_groups(pools, tmp_path):
+    pools[3](of_groups, 3, tmp_path)
+
+
+class Note:
+    def __init__(self, value=None):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def save_own(rank, world, folder):
+    torch.manual_seed(rank)
+    checkpoint.save(torch.nn.Linear(1, 1), folder, state={"note": Note(rank)})
+    return torch.rand(3).tolist()
+
+
+def load_own(rank, world, folder):
+    note = Note()
+    module = torch.nn.Linear(1, 1)
+    torch.manual_seed(50 + rank)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(50 + rank)
+    checkpoint.load(module, folder, state={"note": note})
+    return note.value, torch.rand(3).tolist(), expected
+
+
+def test_each_rank_has_its_own_states_or_those_of_the_first(pools, tmp_path):
+    """Random numbers go on only where there are as many ranks."""
+    random_numbers = pools[2](save_own, 2, tmp_path / "a")
+    found = pools[2](load_own, 2, tmp_path / "a")
+    assert [(value, drawn) for value, drawn, _ in found] == list(enumerate(random_numbers))
+    for world in (1, 3):
+        for value, drawn, expected in pools[world](load_own, world, tmp_path / "a"):
+            assert (value, drawn) == (0, expected)
+
+
+def tables_of_other_kinds(rank, world, folder):
+    """On rank 1, which all ranks say; by any way to save."""
+    facts = {
+        "dim": {"dim": (8, 4)[rank]},
+        "placement": {"placement": ("hash", "modulo")[rank]},
+        "dtype": {"dtype": (torch.float32, torch.float64)[rank]},
+    }
+    for name, options in facts.items():
+        model, _ = made(**options)
+        with pytest.raises(RuntimeError, match=f"users: rank 1 has other {name} than rank 0"):
+            checkpoint.save(model, folder / "a")
+    layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"[: 2 - rank]}
+    with pytest.raises(RuntimeError, match="b: rank 1 has other the table itself than rank 0"):
+        checkpoint.save(torch.nn.ModuleDict(layers), folder / "a")
+
+
+def test_ranks_with_other_tables(pools, tmp_path):
+    pools[2](tables_of_other_kinds, 2, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def said_by_first(rank, world):
+    """Texts of any bytes, up to the longest; and names of any characters in a union."""
+    ranks = Together(torch.nn.Linear(1, 1))
+    odd = os.fsdecode(b"caf\xe9")
+    for text in ("", "x", odd, "x" * 4096):
+        assert ranks.text_of_first("it", lambda text=text: text if rank == 0 else "no") == text
+    with pytest.raises(RuntimeError, match="it: 4097 bytes are more than 4096"):
+        ranks.text_of_first("it", lambda: "x" * 4097)
+    anywhere = ranks.union({odd, f"of {rank}"})
+    names = [odd, *(f"of {each}" for each in range(world + 1)), ""]
+    return [anywhere(name) for name in names]
+
+
+def test_ranks_tell_one_another(pools):
+    assert pools[3](said_by_first, 3) == [[True] * 4 + [False] * 2] * 3
 
 
 def test_two_jobs_in_one_folder(pools, tmp_path):
