@@ -196,9 +196,9 @@ def _check_rows_beyond(
     for begin in range(capacity, rows, _ROWS):
         part = saved[begin : begin + _ROWS]
         fresh = torch.full((), initial, dtype=part.dtype, device=part.device)
-        touched = (part != fresh).flatten(1).any(1) if part.dim() > 1 else part != fresh
-        if bool(touched.any()):
-            row = begin + int(touched.nonzero()[0, 0])
+        touched = (part != fresh).nonzero()
+        if len(touched):
+            row = begin + int(touched[0, 0])
             raise ValueError(
                 f"{_shape(name, own, saved, tensor)}: row {row} of the saved table has been "
                 f"trained, and there is room for {capacity} rows; give the layer a larger capacity "

@@ -6,6 +6,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 
 import sparsekit
+from sparsekit.lookup import access
 
 
 class Model(torch.nn.Module):
@@ -122,6 +123,27 @@ def test_what_cannot_record_a_lookup(tool):
         with pytest.raises(NotImplementedError, match=r"words: torch\.jit\.script is not supp"):
             torch.jit.script(group)
     assert model(keys).shape == (3, 1)
+
+
+OUTSIDE_OF_GRAPHS = [
+    sparsekit.DistributedEmbedding.forward,
+    sparsekit.All2AllDenseEmbedding.forward,
+    sparsekit.Embedding.forward,
+    access.vectors_of,
+    access.assign,
+    sparsekit.EmbeddingBag.forward,
+    sparsekit.EmbeddingGroup.forward,
+    sparsekit.EmbeddingGroup.prefetch,
+    sparsekit.group_embedding_lookup_sparse,
+    sparsekit.optim.RowOptimizer.step,
+    sparsekit.optim.clip_grad_norm_,
+    sparsekit.optim.clip_grad_value_,
+]
+
+
+@pytest.mark.parametrize("function", OUTSIDE_OF_GRAPHS, ids=lambda each: each.__qualname__)
+def test_what_a_graph_ends_before(function):
+    assert function._torchdynamo_disable
 
 
 def test_a_whole_graph_is_refused_with_the_reason():

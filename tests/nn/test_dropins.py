@@ -37,6 +37,12 @@ def test_arguments_are_those_of_torch_and_then_ours(drop_in):
     ):
         of_torch = list(parameters(theirs))
         assert list(parameters(ours))[: len(of_torch)] == of_torch
+        # Gradients are always sparse here, whatever is asked for.
+        defaults = [
+            {name: parameters(function)[name].default for name in of_torch if name != "sparse"}
+            for function in (ours, theirs)
+        ]
+        assert defaults[0] == defaults[1]
     others = {
         name
         for name, parameter in parameters(DistributedEmbedding).items()

@@ -211,6 +211,12 @@ def test_other_functions_are_for_tables_without_hash_table(function, message):
     assert torch.equal(layers[0].weight, one)
 
 
+def test_a_generator_of_trunc_normal():
+    function = functools.partial(init.trunc_normal_, std=0.02, generator=torch.Generator())
+    with pytest.raises(TypeError, match=r"trunc_normal_ does not tell .* it has a generator"):
+        sparsekit.Embedding(40, 10, embedding_initializer=function)
+
+
 @pytest.mark.parametrize("use_hashtable", [True, False])
 def test_functions_that_make_another_tensor(use_hashtable):
     with pytest.raises(TypeError, match=r"<lambda> returns another tensor than the one .* to fill"):

@@ -251,6 +251,14 @@ def test_loading_a_layer_drops_what_its_rows_had_missed():
     assert same_bits(twins.layer(torch.arange(KEYS)), saved["weight"])
 
 
+def test_nothing_to_catch_up_with():
+    weight = start()
+    optimizer = make("Adam", [weight])
+    optimizer.catch_up(weight)
+    optimizer.catch_up(weight, torch.tensor([1]))
+    assert same_bits(weight, start())
+
+
 def test_a_layer_that_is_converted():
     twins = Twins("Adam", torch.float32)
     twins.steps(10)
@@ -308,13 +316,16 @@ def test_momentum_that_a_schedule_changes():
     twins.check_all()
 
 
-def test_momentum_that_is_turned_off():
+def test_momentum_that_is_turned_off_and_on():
     twins = Twins("SGD catch_up")
     twins.steps(10)
     for optimizer in (twins.ours, twins.theirs):
         optimizer.param_groups[0]["momentum"] = 0.0
     twins.steps(10, 20)
     assert twins.layer.weight.before_read is None
+    for optimizer in (twins.ours, twins.theirs):
+        optimizer.param_groups[0]["momentum"] = 0.9
+    twins.steps(20, 30)
     twins.check_all()
 
 

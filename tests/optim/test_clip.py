@@ -63,7 +63,7 @@ def test_equals_torch_on_dense_gradients(dtype, rows, norm_type, max_norm):
     parameters = every_kind(dtype, ROWS[rows])
     copies = dense_copies(parameters)
     before = [p.grad for p in parameters]
-    norm = clip_grad_norm_(parameters, max_norm, norm_type)
+    norm = clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=True)
     expected = torch.nn.utils.clip_grad_norm_(copies, max_norm, norm_type)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     # The norm of bfloat16 gradients is float32.

@@ -44,6 +44,35 @@ def test_settings_are_the_arguments_and_have_ranges(kind):
                 kind([start()], **{name: "no such value"})
 
 
+# As documented; a model that was trained with another one trains differently.
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+OF_ADAGRAD = {"lr": 1e-2, "lr_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10}
+DEFAULTS = {
+    "SGD": {"lr": 1e-3, "momentum": 0, "nesterov": False, "mode": "touched"},
+    "LazyAdam": {**ADAM, "amsgrad": False, "eps_convention": "tensorflow"},
+    "Adam": {**ADAM, "mode": "catch_up", "eps_convention": "torch"},
+    "Adagrad": OF_ADAGRAD,
+    "RowWiseAdagrad": OF_ADAGRAD,
+    "RMSProp": {"lr": 1e-2, "alpha": None, "eps": None, "momentum": 0, "form": "torch"},
+    "Ftrl": {"lr": 1e-3, "lr_power": -0.5, "initial_accumulator_value": 0.1, "l1": 0, "l2": 0},
+    "PartialRowWiseAdam": ADAM,
+    "LazyLAMB": ADAM,
+}
+OF_SEVERAL = {
+    "weight_decay": 0, "decoupled_weight_decay": False, "bias_correction": "global",
+    "stochastic_rounding": False, "seed": 0, "maximize": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(kind for kind, _ in OPTIMIZERS.values()))
+def test_defaults(kind):
+    found = {name: each.default for name, each in inspect.signature(kind).parameters.items()}
+    own = DEFAULTS[kind.__name__]
+    assert {name: found[name] for name in own} == own
+    rest = found.keys() - own.keys() - {"params", "initial_accumulator_value"}
+    assert {name: found[name] for name in rest} == {name: OF_SEVERAL[name] for name in rest}
+
+
 @pytest.mark.parametrize("name", TOUCHED)
 def test_steps_are_those_of_the_reference(name):
     weight, expected = start(), start().detach()
@@ -166,6 +195,16 @@ def test_a_state_that_does_not_fit(name):
         damage()
         with pytest.raises(ValueError, match=message):
             make(name, [start()]).load_state_dict(state)
+
+
+def test_a_state_that_counts_no_steps():
+    optimizer = make("LazyAdam", [start()])
+    run(optimizer, optimizer.param_groups[0]["params"][0], gradients(steps=1))
+    state = optimizer.state_dict()
+    del state["state"][0]["step"]
+    message = r"LazyAdam: .* has no step, but exp_avg, exp_avg_sq, for parameter 0 of shape"
+    with pytest.raises(ValueError, match=message):
+        make("LazyAdam", [start()]).load_state_dict(state)
 
 
 SHAPES = [(), (7,), (3, 4), (2, 3, 4), (0,), (0, 4), (3, 0)]
@@ -348,9 +387,14 @@ def test_settings_of_a_group_are_checked(name, settings, message):
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_seed_must_be_an_int():
+def test_a_seed_is_an_int_of_64_bits():
     with pytest.raises(TypeError, match="SGD: seed must be an int, got None"):
         sparsekit.optim.SGD([start()], stochastic_rounding=True, seed=None)
+    for seed in (-(2**63), 2**64 - 1):
+        assert sparsekit.optim.SGD([start()], seed=seed).defaults["seed"] == seed
+    for seed in (-(2**63) - 1, 2**64):
+        with pytest.raises(ValueError, match=f"SGD: seed must be .*, got {seed}"):
+            sparsekit.optim.SGD([start()], seed=seed)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

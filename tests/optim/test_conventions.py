@@ -250,6 +250,21 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
     assert resumed.param_groups[0][setting] == resumed.defaults[setting] != value
 
 
+def test_a_state_of_torch_before_its_first_step_with_momentum():
+    """Which counts no steps, and has a None in place of the momentum."""
+    weight, other = start(), start()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    resumed = optim.SGD([other], lr=0.1)
+    run(optimizer, weight, gradients(steps=1))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    state = optimizer.state_dict()
+    state["state"][0] = {"momentum_buffer": None}
+    resumed.load_state_dict(state)
+    assert not resumed.state[other]["momentum_buffer"].any()
+    run(resumed, other, gradients(steps=1))
+    assert resumed.state[other]["momentum_buffer"].any()
+
+
 def test_a_convention_that_changes_between_steps():
     """Late rows catch up under the convention that their steps had."""
     weight, other = start(), start()

@@ -93,6 +93,27 @@ def test_a_group_and_evaluation():
         assert same_bits(one, other)
 
 
+def test_layers_of_which_some_count_the_steps_of_rows():
+    """As after a change of settings: their states do not go by one call."""
+    results = []
+    for fused in (False, True):
+        layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}
+        group = sparsekit.EmbeddingGroup(layers)
+        optimizer = optim.LazyAdam(group.parameters(), lr=0.1, bias_correction="per_row")
+        if fused:
+            fuse_in_backward(optimizer, group)
+        keys = torch.tensor([3, 1])
+        layers["a"](keys).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["bias_correction"] = "global"
+        sum(out.square().sum() for out in group({"a": keys, "b": keys}).values()).backward()
+        optimizer.step()
+        assert ["row_step" in optimizer.state[layers[n].weight] for n in "ab"] == [True, False]
+        results.append([layer.weight.detach() for layer in layers.values()])
+    assert all(map(same_bits, *results))
+
+
 def attached(**settings):
     layer = sparsekit.All2AllDenseEmbedding(20, 3, 1, 1, dynamic_input=True, name="one")
     optimizer = optim.LazyAdam([layer.weight], lr=0.1, **settings)

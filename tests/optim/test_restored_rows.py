@@ -129,6 +129,20 @@ def test_states_of_a_table_tell_their_keys():
     assert moments[0] == moments[2] != 0
 
 
+def test_a_state_without_keys_waits_for_the_model():
+    """As of torch's optimizers: it belongs to the rows that the model's state brings."""
+    layer, other = table(), table()
+    optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
+    train(layer, optimizer, [5, -6])
+    saved = optimizer.state_dict()
+    del saved["state"][0]["keys"]
+    of_other = optim.Adagrad(other.parameters(), lr=0.1)
+    of_other.load_state_dict(saved)
+    other.load_state_dict(layer.state_dict())
+    assert of_other.state[other.weight]["sum"][:3, 0].tolist() == [1, 1, 0]
+    assert of_other.state_dict()["state"][0]["keys"].tolist() == [5, -6]
+
+
 def test_a_state_of_more_keys_than_there_are_rows_now():
     layer = table()
     optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
