@@ -1,4 +1,4 @@
-"""Layers by names that torch's own container refuses."""
+"""A container of layers that takes names which torch's own refuses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from urllib.parse import unquote
 
 import torch
 
-# Whose attributes a module in it cannot be called.
+# A module in a ModuleDict cannot have the name of one of its attributes.
 _EMPTY = torch.nn.ModuleDict()
 
 
 def name_in_state(name: str) -> str:
-    """Name of a module in `LayersByName`: without dots, and none of its own attributes."""
+    """Return the name of a module in `LayersByName`, without dots and unlike any attribute's."""
     name = name.replace("%", "%25").replace(".", "%2E")
     return f"%{ord(name[0]):02X}{name[1:]}" if name and hasattr(_EMPTY, name) else name
 
@@ -20,8 +20,8 @@ def name_in_state(name: str) -> str:
 class LayersByName(torch.nn.ModuleDict):
     """A ModuleDict that also takes names with dots and those of a module's attributes.
 
-    Dots part the names of modules in a state; so there a name is percent-encoded where it must be:
-    ``"user.id"`` is ``user%2Eid``, and ``"type"`` is ``%74ype``. Others stay as they are.
+    Dots separate the names of modules in a state, so these names are percent-encoded there:
+    ``"user.id"`` is ``user%2Eid``, and ``"type"`` is ``%74ype``. Other names are not changed.
     """
 
     def __getitem__(self, key: str) -> torch.nn.Module:
@@ -40,9 +40,9 @@ class LayersByName(torch.nn.ModuleDict):
         return map(unquote, self._modules)
 
     def keys(self) -> KeysView[str]:
-        """The names as they were given."""
+        """Return the names as they were given."""
         return dict.fromkeys(self).keys()
 
     def items(self) -> ItemsView[str, torch.nn.Module]:
-        """The names as they were given, and the modules."""
+        """Return the names as they were given, and the modules."""
         return dict(zip(self, self.values(), strict=True)).items()

@@ -61,7 +61,7 @@ class DropIn(EmbeddingLayer):
         return self.embedding_vec_size
 
     def extra_repr(self) -> str:
-        """The base's, and the padding."""
+        """Return the text of the base class, the padding and the largest norm."""
         padding = "" if self.padding_key is None else f", padding_key={self.padding_key}"
         limit = "" if self.max_norm is None else f", max_norm={self.max_norm}"
         return f"{super().extra_repr()}{padding}{limit}"
@@ -75,7 +75,7 @@ def _positive(name: str, argument: str, value: Any) -> float:
 
 
 def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None:
-    """A padding_idx that is not negative, as it counts from the end if it is."""
+    """Return padding_idx counted from the start; a negative one counts from the end."""
     if padding_idx is None:
         return None
     if not -rows <= padding_idx < rows:
@@ -89,7 +89,7 @@ def _from_the_start(name: str, rows: int, padding_idx: int | None) -> int | None
 def rows_of(
     name: str, embeddings: torch.Tensor, padding_idx: int | None, num_embeddings: int | None
 ) -> tuple[int, int | None]:
-    """Rows of a table for these vectors, and their padding from the start."""
+    """Return the rows of a table for these vectors, and their padding counted from the start."""
     if embeddings.dim() != 2:
         raise ValueError(
             f"{name}: embeddings must be [n, dim], got shape {tuple(embeddings.shape)}"
@@ -104,10 +104,10 @@ def rows_of(
 
 
 def with_vectors(layer: _Layer, vectors: torch.Tensor, freeze: bool) -> _Layer:
-    """The layer, with these as the vectors of ids from 0 on.
+    """Assign these vectors to the ids from 0 on, and return the layer.
 
-    The padding is among them, though nothing looks it up, so that on one process the row of an id
-    is the id: then code that reads the weight itself reads what it did.
+    The padding gets a row too, although no lookup reads it, so that on one process the row of an id
+    is the id. Code that reads the weight itself then works as before.
     """
     ids = torch.arange(len(vectors), dtype=layer.key_dtype, device=vectors.device)
     assign_own(layer, ids, vectors)

@@ -19,49 +19,50 @@ if TYPE_CHECKING:
 
 
 class Embedding(DropIn):
-    """A vector for each id; called like ``torch.nn.Embedding``, and any int64 is an id.
+    """A layer with a vector for each id, called like ``torch.nn.Embedding``; any int64 is an id.
 
     In training an unseen id gets the next free row of ``weight``, so rows are in the order in which
-    ids came first; `vectors`, `assign` and `items` are by id. In evaluation nothing is inserted,
-    and an unseen id reads the vector that training would have started it from. ``weight.grad`` is a
+    ids came first; `vectors`, `assign` and `items` go by id. In evaluation nothing is inserted, and
+    an unseen id reads the vector that training would have started it from. ``weight.grad`` is a
     sparse tensor, for the optimizers of `sparsekit.optim` as for torch's SparseAdam, SGD and
     Adagrad.
 
     Args:
-        num_embeddings: rows of this process's table, in [1, 2^31 - 1]: how many distinct ids it has
-            room for. With ``use_hashtable=False`` ids are row numbers below it, as torch's are.
+        num_embeddings: rows of this process's table, in [1, 2^31 - 1]: the number of distinct ids
+            that it has room for. With ``use_hashtable=False`` ids are row numbers below it, as in
+            torch.
         embedding_dim: elements of a vector.
         padding_idx: an id, in [-num_embeddings, num_embeddings), where -1 stands for the last one.
-            Its vector is zeros and stays so, has no row, and gets no gradient.
-        max_norm: None, or the norm above which a vector that is read is first scaled by
-            ``max_norm / (norm + 1e-7)``, in ``weight`` itself, by the rank that owns it; as in
-            torch in evaluation, too, which one thread at a time may then do. On CUDA each call then
-            waits for the device. In evaluation an id without a row reads the vector that it would
-            start from, unscaled.
+            Its vector is and remains zeros, has no row, and gets no gradient.
+        max_norm: None, or the largest norm: a vector with a larger one is scaled by ``max_norm /
+            (norm + 1e-7)`` before it is read, in ``weight`` itself, by the rank that owns it. As in
+            torch this happens in evaluation too, in which only one thread at a time may then look
+            up. On CUDA each call then waits for the device. In evaluation an id without a row reads
+            its initial vector, unscaled.
         norm_type: p of that norm, > 0.
         scale_grad_by_freq: refused unless False.
-        sparse: gradients are sparse whatever it is.
+        sparse: ignored; gradients are always sparse.
         _weight, _freeze: refused; see `from_pretrained`.
         device: as in `DistributedEmbedding`.
         dtype: float32, float64 or bfloat16; None means torch's default dtype.
-        padding_key: in place of padding_idx, any int64, which -1 is as well.
+        padding_key: instead of padding_idx, any int64; -1 is a key like any other.
         embedding_initializer: as in `DistributedEmbedding`, but None means ``Normal(0.0, 1.0)``,
             which is torch's.
-        name: how errors call the layer. Initial vectors depend on it, and without one on
-            `torch.manual_seed`.
+        name: name of the layer in errors. Initial vectors depend on it, or on `torch.manual_seed`
+            if there is none.
         use_hashtable, other options: as in `DistributedEmbedding`.
 
     Shape:
         - Input: ``[*]``, int64 or int32, of any shape.
         - Output: ``[*, embedding_dim]`` in the dtype of weight.
-        - Or torch.nested jagged ``[bags, j]``, or a JaggedTensor, whose weights mean nothing here.
+        - Or torch.nested jagged ``[bags, j]``, or a JaggedTensor, whose weights are ignored.
           Output: torch.nested jagged ``[bags, j, embedding_dim]``.
 
     Raises:
-        TypeError, ValueError: on bad arguments or inputs, a padding_idx out of its range for one.
+        TypeError, ValueError: a bad argument or input, such as a padding_idx out of its range.
         NotImplementedError: scale_grad_by_freq, _weight or _freeze.
         IndexError: (a call without the hash table) an id out of range.
-        TableFullError: (a call in training) more new ids than free rows.
+        TableFullError: (a call in training) there are more new ids than free rows.
 
     Example:
         >>> layer = Embedding(1000, 8, padding_idx=0)
@@ -119,25 +120,25 @@ class Embedding(DropIn):
         num_embeddings: int | None = None,
         **options: Any,
     ) -> Embedding:
-        """A layer whose ids 0..n-1 have these vectors, of which it makes a copy.
+        """Make a layer whose ids 0..n-1 have copies of these vectors.
 
-        On one process they are in rows 0..n-1 of ``weight``.
+        On one process the copies are in rows 0..n-1 of ``weight``.
 
         Args:
             embeddings: float32, float64 or bfloat16 ``[n, dim]``.
-            freeze: whether vectors are left as they are in training.
-            padding_idx: as of the layer; a negative one counts from n.
-            max_norm: as of the layer.
-            norm_type: as of the layer.
-            scale_grad_by_freq: as of the layer.
-            sparse: as of the layer.
+            freeze: whether training leaves the vectors unchanged.
+            padding_idx: as in the layer; a negative one counts from n.
+            max_norm: as in the layer.
+            norm_type: as in the layer.
+            scale_grad_by_freq: as in the layer.
+            sparse: as in the layer.
             num_embeddings: rows of the table, at least n; None means n, which leaves no room for
                 other ids.
             options: further keywords of the layer.
 
         Raises:
-            ValueError: vectors that are not ``[n, dim]``, or not zeros at padding_idx.
-            And what the layer raises.
+            ValueError: embeddings is not ``[n, dim]``, or not zeros at padding_idx.
+            The layer raises further errors.
         """
         called = options.get("name") or cls.__name__
         rows, padding_idx = rows_of(called, embeddings, padding_idx, num_embeddings)
@@ -168,5 +169,5 @@ class Embedding(DropIn):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, keys: torch.Tensor) -> Request:
-        """See `EmbeddingLayer`."""
+        """Check the input of a call; see `EmbeddingLayer`."""
         return ask_vectors(self, keys)

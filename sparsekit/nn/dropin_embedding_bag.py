@@ -23,18 +23,19 @@ MODES = ("sum", "mean", "max")
 
 
 class EmbeddingBag(DropIn):
-    """Pooled bags of ids; called like ``torch.nn.EmbeddingBag``, and any int64 is an id.
+    """A layer that pools bags of ids, called like ``torch.nn.EmbeddingBag``; any int64 is an id.
 
-    What is said of rows, ids and gradients in `Embedding` holds here too.
+    Rows, ids and gradients are as in `Embedding`.
 
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type: as in `Embedding`.
         scale_grad_by_freq: refused unless False.
-        mode: ``"mean"``, ``"sum"`` or ``"max"``, the last by element, of which the first
-            of equal ones gets the gradient; it takes the vectors of all ids out beforehand.
-        sparse: gradients are sparse whatever it is, with ``"max"`` too.
+        mode: ``"mean"``, ``"sum"`` or ``"max"``. The maximum is taken for each element, and the
+            first of equal ones gets the gradient; the vectors of all ids are gathered for it
+            beforehand.
+        sparse: ignored; gradients are always sparse, with ``"max"`` too.
         _weight: refused; see `from_pretrained`.
-        include_last_offset: whether offsets have the end of the last bag, too.
+        include_last_offset: whether offsets include the end of the last bag.
         padding_idx: as in `Embedding`; it does not count in a bag.
         device, dtype, padding_key, embedding_initializer, name: as in `Embedding`.
         use_hashtable, strategy, options: as in `DistributedEmbedding`.
@@ -48,15 +49,15 @@ class EmbeddingBag(DropIn):
         - Output: ``[bags, embedding_dim]`` in the dtype of weight; an empty bag is zeros.
 
     In an `EmbeddingGroup` inputs are ``[bags, m]``, or in any other form of `DistributedEmbedding`
-    with one slot, where offsets always have the last end.
+    with one slot, where offsets always include the last end.
 
     Raises:
-        TypeError, ValueError: on bad arguments or inputs; the message names the layer, the
-            argument, the value and its position.
+        TypeError, ValueError: a bad argument or input; the message names the layer, the argument,
+            the value and its position.
         NotImplementedError: scale_grad_by_freq or _weight; (a call) per_sample_weights
             with another mode than ``"sum"``.
         IndexError: (a call without the hash table) an id out of range.
-        TableFullError: (a call in training) more new ids than free rows.
+        TableFullError: (a call in training) there are more new ids than free rows.
 
     Example:
         >>> layer = EmbeddingBag(1000, 8, mode="sum")
@@ -122,7 +123,7 @@ class EmbeddingBag(DropIn):
         num_embeddings: int | None = None,
         **options: Any,
     ) -> EmbeddingBag:
-        """A layer whose ids 0..n-1 have these vectors; see `Embedding.from_pretrained`."""
+        """Make a layer whose ids 0..n-1 have these vectors; see `Embedding.from_pretrained`."""
         called = options.get("name") or cls.__name__
         rows, padding_idx = rows_of(called, embeddings, padding_idx, num_embeddings)
         layer = cls(
@@ -142,7 +143,7 @@ class EmbeddingBag(DropIn):
 
     @property
     def combiner(self) -> str:
-        """The mode, as other layers call it."""
+        """The mode, under the name that other layers have for it."""
         return self.mode
 
     @uncompiled
@@ -160,11 +161,11 @@ class EmbeddingBag(DropIn):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
-        """See `EmbeddingLayer`: bags in any form of one slot, and ``[bags, m]``."""
+        """Check bags in any form with one slot, or ``[bags, m]``; see `EmbeddingLayer`."""
         return self._bags(inputs, sample_weights)
 
     def _asked(self, input: Any, offsets: Any, weights: Any) -> Request:
-        """The bags of torch's call."""
+        """Return the request for a call with torch's arguments."""
         if weights is not None:
             if self.mode != "sum":
                 raise NotImplementedError(
@@ -202,7 +203,7 @@ class EmbeddingBag(DropIn):
         if offsets.dim() != 1:
             raise ValueError(f"{self.name}: offsets must be 1-D, got shape {tuple(offsets.shape)}")
         if not self.include_last_offset:
-            # Quicker than constant_pad_nd.
+            # Faster than constant_pad_nd.
             offsets = torch.cat((offsets, offsets.new_full((1,), len(input))))
         return input, offsets
 
@@ -210,6 +211,6 @@ class EmbeddingBag(DropIn):
         return ask_bags(self, inputs, weights, self.mode, None)
 
     def extra_repr(self) -> str:
-        """The base's, and how bags are pooled."""
+        """Return the text of the base class, and how bags are pooled."""
         last = ", include_last_offset=True" if self.include_last_offset else ""
         return f"{super().extra_repr()}, mode={self.mode!r}{last}"

@@ -23,9 +23,9 @@ STRATEGIES = ("auto", "all_to_all", "reduce_scatter")
 
 
 class DistributedEmbedding(EmbeddingLayer):
-    """Embedding bags over an unbounded vocabulary, in several slots.
+    """A layer of embedding bags over an unbounded vocabulary, in several slots.
 
-    `EmbeddingBag` is the one that is called like torch's.
+    `EmbeddingBag` is the similar layer that is called like torch's.
 
     Any int64 is a key. In training an unseen key gets the next free row of ``weight``, which
     starts from an initial vector that depends on (seed, key, column) only. In evaluation nothing
@@ -37,15 +37,17 @@ class DistributedEmbedding(EmbeddingLayer):
 
     Args:
         combiner: ``"sum"``, ``"mean"`` (over the true count, or the weight sum), ``"sqrtn"`` or
-            ``"max"`` (by element, without weights; it takes the vectors of all keys out beforehand,
-            and of equal ones the first gets the gradient). Or a list of slot_num of these, one for
-            each slot; keys then lie slot by slot, as in a KeyedJaggedTensor, or are brought there.
+            ``"max"`` (for each element, without weights; the vectors of all keys are gathered for
+            it beforehand, and the first of equal elements gets the gradient). Or a list of slot_num
+            of these, one for each slot; keys are then sorted by slot, unless they come so, as in a
+            KeyedJaggedTensor.
         max_vocabulary_size_per_gpu: rows of this process's table, in [1, 2^31 - 1].
         embedding_vec_size: elements of a vector (dim).
         slot_num: bags of a sample.
-        max_nnz: most keys in a bag, padding included; None for any number. Or a list of slot_num
-            of these, one for each slot, in which padding does not count.
-        max_feature_num: most keys in a sample, before bags are truncated; None for any number.
+        max_nnz: largest number of keys in a bag, padding included; None for any number. Or a list
+            of slot_num of these, one for each slot, in which padding does not count.
+        max_feature_num: largest number of keys in a sample, before bags are truncated; None for any
+            number.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         key_dtype: torch.int64 (int32 keys are taken as well) or torch.int32.
         embedding_initializer: `sparsekit.nn.Uniform`, ``Normal`` or ``Constant``, or a function
@@ -56,41 +58,45 @@ class DistributedEmbedding(EmbeddingLayer):
             on the CPU, with torch's generator seeded by seed, and each rank keeps its own rows.
             None = ``Uniform(-0.05, 0.05)``.
         padding_key: entries with this key are left out, neither counted nor inserted.
-        on_full: ``"error"``: `TableFullError`, with the table left as it was.
+        on_full: ``"error"`` raises `TableFullError` and leaves the table unchanged.
         gradient_reduction: ``"mean"`` or ``"sum"`` over ranks; the same on one rank.
-        seed: of the initial vectors; None derives it from the name. Without a name it is drawn from
-            torch's default generator, which `torch.manual_seed` seeds; ranks that draw different
-            ones raise at the first lookup.
-        name: how errors call the layer; give one when layers may be built in another order.
-        dtype: of the rows: float32, float64 or bfloat16 (added in float32). None: torch's default.
-        device: of the rows and the table; None: torch's default. On meta there is no memory before
-            ``to_empty``, from which the layer comes as if it had been made there.
+        seed: seed of the initial vectors; None derives it from the name. Without a name it is drawn
+            from torch's default generator, which `torch.manual_seed` seeds; ranks that draw
+            different ones raise at the first lookup.
+        name: name of the layer in errors; give one if layers may be built in another order.
+        dtype: dtype of the rows: float32, float64 or bfloat16 (added in float32). None means
+            torch's default.
+        device: device of the rows and the table; None means torch's default. On meta there is no
+            memory before ``to_empty``, after which the layer is as if it had been made on the new
+            device.
         process_group: None means torch.distributed's default group, or one process.
         truncate: True leaves out the keys of a bag beyond its first max_nnz, padding not counted;
-            they get no row, and they and their weights no gradient. False: more are an error.
-        placement: which rank has a key. ``"hash"``: as a hash of the key says, which spreads any
+            they get no row, and neither they nor their weights get a gradient. With False, more
+            keys are an error.
+        placement: which rank owns a key. ``"hash"``: a hash of the key decides, which spreads any
             keys evenly. ``"modulo"``: rank ``unsigned(key) % world_size``, as in SOK, where keys
-            with the same low bits crowd on few ranks. None: hash with the hash table, and modulo
-            without, where there is no other way. A saved table keeps its placement.
+            with the same low bits crowd on few ranks. None means hash with the hash table and
+            modulo without, where nothing else is possible. A saved table keeps its placement.
         wire_dtype: ``torch.bfloat16`` rounds vectors, and their gradients, on their way between
-            ranks, which halves the bytes: each element by at most 2^-8 of its size, so an output
-            of a bag differs by at most 2^-8 of the sum of its absolute summands. They are added up
-            in float32 or float64 all the same. None: as `sparsekit.init` says, which is not at all
-            unless it is told to. The layer's dtype: not at all.
-        max_keys_per_rank: most distinct keys of a call that this rank may ask any one rank for.
-            With it the counts of keys travel with the keys, in messages of ``8 *
+            ranks, which halves the bytes. It changes each element by at most 2^-8 of its size, and
+            so an output of a bag by at most 2^-8 of the sum of its absolute summands. Sums are
+            still computed in float32 or float64. None means the setting of `sparsekit.init`, by
+            default no rounding. The layer's own dtype means no rounding.
+        max_keys_per_rank: largest number of distinct keys of a call that this rank may ask any one
+            rank for. With this limit the counts of keys travel with the keys, in messages of ``8 *
             max_keys_per_rank`` bytes, so no rank waits for counts before it sends (nor does
-            `EmbeddingGroup.prefetch`), and a step has a collective less; more keys are an error
-            on all ranks. The way is by key, whatever strategy="auto" would choose, and all layers
-            of a group must have it. None: any number.
-        insert: False keeps the vocabulary as it is in training, too: a key without a row reads what
-            it would in evaluation, gets no row and no gradient, while keys with a row are trained.
-            It is also an attribute, to be set on all ranks alike. `assign` inserts all the same.
-        strategy: what comes from the ranks that own a bag's keys. ``"all_to_all"``: the vector of
-            each distinct key, pooled here. ``"reduce_scatter"``: sums over the keys of each rank,
-            for which all ranks send all their keys to all; for large bags of keys that seldom
-            repeat, and not for sample_weights that need a gradient. ``"auto"``: in each call
-            whichever moves fewer bytes over all ranks.
+            `EmbeddingGroup.prefetch`), and a step has one collective less; more keys are an error
+            on all ranks. Lookups go by key, whatever strategy="auto" would choose, and all layers
+            of a group must have the limit. None means any number.
+        insert: False keeps the vocabulary unchanged in training too: a key without a row reads what
+            it would read in evaluation and gets no row and no gradient, while keys with a row are
+            trained. It is also an attribute; set it on all ranks alike. `assign` inserts in any
+            case.
+        strategy: what the ranks that own a bag's keys send. ``"all_to_all"``: the vector of each
+            distinct key, which is pooled here. ``"reduce_scatter"``: sums over the keys of each
+            rank, for which every rank sends all its keys to all ranks; for large bags of keys that
+            seldom repeat, and not for sample_weights that need a gradient. ``"auto"``: in each call
+            the one that moves fewer bytes over all ranks.
 
     Shape:
         - Input: batch * slot_num bags, as ``(values [n], offsets [bags + 1])``; torch sparse COO
@@ -102,9 +108,9 @@ class DistributedEmbedding(EmbeddingLayer):
         - Output: ``[batch, slot_num, dim]``; an empty bag is zeros.
 
     Raises:
-        TypeError, ValueError, IndexError: on bad arguments or inputs; the message names the
-            layer, the argument, the value and its position.
-        TableFullError: (a call in training) more new keys than free rows.
+        TypeError, ValueError, IndexError: a bad argument or input; the message names the layer, the
+            argument, the value and its position.
+        TableFullError: (a call in training) there are more new keys than free rows.
 
     Example:
         >>> layer = DistributedEmbedding("mean", 1000, 8, slot_num=2, max_nnz=3)
@@ -161,7 +167,7 @@ class DistributedEmbedding(EmbeddingLayer):
         Args:
             inputs: the bags; see Shape above.
             sample_weights: one weight for each key, floating point: flat ``[n]``, or in the form
-                of inputs. A KeyedJaggedTensor brings its own.
+                of inputs. A KeyedJaggedTensor has its own weights.
 
         Returns:
             ``[batch, slot_num, dim]`` in the dtype of weight.
@@ -173,7 +179,7 @@ class DistributedEmbedding(EmbeddingLayer):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, inputs: Any, sample_weights: Any = None) -> Request:
-        """See `EmbeddingLayer`."""
+        """Check the input of a call; see `EmbeddingLayer`."""
         return ask_bags(
             self,
             inputs,
@@ -186,7 +192,7 @@ class DistributedEmbedding(EmbeddingLayer):
         )
 
     def extra_repr(self) -> str:
-        """The base's, and how bags are pooled."""
+        """Return the text of the base class, and how bags are pooled."""
         return (
             f"{super().extra_repr()}, combiner={self.combiner!r}, slot_num={self.slot_num}, "
             f"max_nnz={self.max_nnz}{', truncate=True' if self.truncate else ''}"
@@ -194,9 +200,9 @@ class DistributedEmbedding(EmbeddingLayer):
 
 
 class All2AllDenseEmbedding(EmbeddingLayer):
-    """One vector for each key, not pooled, in several slots.
+    """A layer with one vector for each key, not pooled, in several slots.
 
-    `Embedding` is the one that is called like torch's.
+    `Embedding` is the similar layer that is called like torch's.
 
     The table and its rules are those of `DistributedEmbedding`.
 
@@ -205,7 +211,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         embedding_vec_size: elements of a vector (dim).
         slot_num: slots of a sample.
         nnz_per_slot: keys of each slot, a fixed number.
-        dynamic_input: take 1-D keys of any length instead.
+        dynamic_input: whether to take 1-D keys of any length instead.
         use_hashtable: False means that keys are row numbers in [0, max_vocabulary_size_per_gpu).
         padding_key: entries with this key give zeros, get no gradient and are not inserted.
         dtype, device, options: as in `DistributedEmbedding`.
@@ -255,7 +261,7 @@ class All2AllDenseEmbedding(EmbeddingLayer):
         return look_up(self.plan_cache, [self], asked)[0]
 
     def request(self, keys: torch.Tensor) -> Request:
-        """See `EmbeddingLayer`."""
+        """Check the input of a call; see `EmbeddingLayer`."""
         request = ask_vectors(self, keys)
         slots = self.slot_num, self.nnz_per_slot
         if self.dynamic_input:

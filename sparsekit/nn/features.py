@@ -1,4 +1,4 @@
-"""Features of an EmbeddingGroup: whose bags of keys ask which layer, and what comes of it."""
+"""Features of an EmbeddingGroup: the bags of each, the layer that they ask, and the output."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ OUTPUTS = ("dict", "concatenated", "keyed")
 
 @dataclass(frozen=True)
 class Feature:
-    """How a feature of an `EmbeddingGroup` is looked up.
+    """Settings of a feature of an `EmbeddingGroup`.
 
     Args:
         layer: name of the layer in the group. Several features may name the same one.
         combiner: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"``; None for the vector of each key,
-            without pooling or weights; ``"default"`` for what the layer does.
-        max_nnz: most keys in a bag; None for the layer's.
+            without pooling or weights; ``"default"`` for the layer's.
+        max_nnz: largest number of keys in a bag; None for the layer's.
         truncate: whether keys beyond max_nnz are left out, as in `DistributedEmbedding`; None for
-            what the layer does. Where vectors are not pooled, padding counts.
+            the layer's setting. Where vectors are not pooled, padding counts.
     """
 
     layer: str
@@ -47,7 +47,7 @@ class Feature:
 
 @dataclass(slots=True)
 class BoundFeature:
-    """A feature, all of it settled, and the table that it asks."""
+    """A feature whose settings are all filled in, and its table."""
 
     name: str
     table: EmbeddingTable
@@ -55,12 +55,12 @@ class BoundFeature:
 
     @property
     def max_feature_num(self) -> int | None:
-        """Most keys in a sample, which has one slot."""
+        """Largest number of keys in a sample, which has one slot."""
         return getattr(self.table, "max_feature_num", None)
 
     @property
     def can_share(self) -> bool:
-        """Whether the ops can take its bags where they lie, beside those of other features."""
+        """Whether ops can read its bags in place, next to those of other features."""
         return (
             self.feature.combiner not in (None, "max")
             and not self.feature.truncate
@@ -70,7 +70,7 @@ class BoundFeature:
 
 
 def whole(name: str, layer: EmbeddingTable) -> str | Feature:
-    """The feature that a layer is by itself. What it does in several slots is not asked of that."""
+    """Return the default feature of a layer; with several slots, its settings are not used."""
     if getattr(layer, "slot_num", 1) == 1:
         return name
     return Feature(name, "sum", NO_LIMIT, truncate=False)
@@ -79,10 +79,10 @@ def whole(name: str, layer: EmbeddingTable) -> str | Feature:
 def settled(
     features: Mapping[str, str | Feature], layers: Mapping[str, EmbeddingTable]
 ) -> dict[str, Feature]:
-    """Features with the defaults of their layers.
+    """Return the features with the defaults of their layers filled in.
 
     Raises:
-        TypeError, ValueError: what is no feature; the message names it.
+        TypeError, ValueError: an item is not a feature; the message names it.
     """
     if not isinstance(features, Mapping):
         raise TypeError(f"{GROUP}: features must be a mapping, got {type(features).__name__}")
@@ -118,7 +118,7 @@ def _settled(name: str, feature: str | Feature, layers: Mapping[str, EmbeddingTa
 
 
 def _of_layer(where: str, name: str, layer: EmbeddingTable, setting: str) -> Any:
-    """A setting of the layer, None if it has none."""
+    """Return a setting of the layer, None if it has none."""
     value = getattr(layer, setting, None)
     if isinstance(value, tuple):
         raise ValueError(
@@ -131,7 +131,7 @@ def _of_layer(where: str, name: str, layer: EmbeddingTable, setting: str) -> Any
 def check_joined(
     output: str, features: Mapping[str, Feature], layers: Mapping[str, EmbeddingTable]
 ) -> None:
-    """Raise unless the vectors of all features can be columns of one output."""
+    """Raise ValueError unless the vectors of all features can be columns of one output."""
     dtype = None
     for name, feature in features.items():
         layer = layers[feature.layer]
@@ -151,7 +151,7 @@ def check_joined(
 def ask_each(
     asked: Sequence[BoundFeature], inputs: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> list[Request]:
-    """Read the bags of each feature, given by name. Changes nothing."""
+    """Read the bags of each feature, which are given by name; change nothing."""
     requests = []
     for one in asked:
         name = name_of(one.table, one.name)
@@ -165,7 +165,7 @@ def ask_each(
 def asked_of(
     features: Mapping[str, Feature], tables: Sequence[EmbeddingTable]
 ) -> list[BoundFeature]:
-    """Features with their tables."""
+    """Return the features with their tables."""
     each = zip(features.items(), tables, strict=True)
     return [BoundFeature(name, table, feature) for (name, feature), table in each]
 
@@ -173,22 +173,22 @@ def asked_of(
 def ask_keyed(
     plan: LookupPlan, features: Mapping[str, Feature], inputs: Any, sample_weights: Any, join: bool
 ) -> Sequence[Request]:
-    """Read a KeyedJaggedTensor, which may have other features besides. Changes nothing.
+    """Read a KeyedJaggedTensor, which may have further features; change nothing.
 
-    On one rank requests share its bags, so that none of it is copied.
+    On one rank requests share the bags of the tensor, so that nothing is copied.
 
     Args:
-        plan: of the tables, one for each feature.
-        features: by name.
+        plan: plan of the tables, one for each feature.
+        features: features by name.
         inputs: the tensor.
         sample_weights: see `read_bags`.
-        join: whether outputs are to be columns of one.
+        join: whether outputs become columns of one tensor.
     """
     first = plan.tables[0]
     bags = read_bags(inputs, sample_weights, GROUP, first.weight.device)
     names = tuple(inputs.keys())
     bags = replace(bags, slot_major=False, slots=None)
-    # All that is looked at below, but for what the ops look at themselves.
+    # Everything that is checked below, except what the ops check themselves.
     form = names, bags.count, bags.values.dtype, join
     if (read := plan.derived.get(form)) is not None:
         return cast(LazyRequests, read(bags))
@@ -201,7 +201,7 @@ def ask_keyed(
             f"{GROUP}: inputs must have as many bags for each of its {len(names)} features, got "
             f"{max(bags.count, 0)} bags"
         )
-    # Otherwise each call of an op would check all bags.
+    # With several batches of tables, each call of an op would check all bags.
     share = len(plan.batches) == 1
 
     def requests(bags: Bags) -> list[Request]:
@@ -233,7 +233,7 @@ def ask_keyed(
 
 
 def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
-    """Raise unless each feature is a key of the input, once. The order may be another one."""
+    """Raise ValueError unless each feature is a key of the input exactly once, in any order."""
     if missing := [one for one in asked if one.name not in names]:
         others = [name for name in names if name not in {one.name for one in asked}]
         listed = " and ".join(f"{one.name!r}, which asks {one.table.name}" for one in missing)
@@ -248,7 +248,7 @@ def _check_names(names: Sequence[str], asked: Sequence[BoundFeature]) -> None:
 
 
 def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
-    """The bags of each feature, one for each sample."""
+    """Return the bags of each feature, one for each sample."""
     bags = check_bags(bags, GROUP, 1, NO_LIMIT, None)
     firsts = torch.arange(features + 1, device=bags.values.device) * batch
     ends = cast(torch.Tensor, bags.offsets)[firsts].tolist()
@@ -258,7 +258,7 @@ def _cut(bags: Bags, features: int, batch: int) -> list[Bags]:
 def _request(
     one: BoundFeature, bags: Bags, count: int | None = None, first_bag: int | None = None
 ) -> Request:
-    """Input of a feature: bags, or a run of them."""
+    """Return the request of a feature, for all bags or a run of them."""
     most, truncate = cast(int, one.feature.max_nnz), bool(one.feature.truncate)
     request = Request(
         one.table,
@@ -284,10 +284,10 @@ def _request(
 
 
 def share_columns(requests: Sequence[Request]) -> None:
-    """Have the outputs be columns of one, where they can be written there.
+    """Let outputs be columns of one tensor, where they can be written there.
 
     Raises:
-        ValueError: features of different numbers of samples.
+        ValueError: features have different numbers of samples.
     """
     batch = requests[0].shape[0]
     for request in requests:
@@ -304,17 +304,17 @@ def share_columns(requests: Sequence[Request]) -> None:
 
 
 def joined(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``[batch, sum of dims]``, of one output of all requests or one of each."""
+    """Return ``[batch, sum of dims]`` from one output of all requests or one of each."""
     if len(outputs) == 1:
         return outputs[0].flatten(1)
     return torch.cat([output.flatten(1) for output in outputs], 1)
 
 
 def keyed_tensor_class() -> Any:
-    """The KeyedTensor of torchrec.
+    """Return the KeyedTensor of torchrec.
 
     Raises:
-        ImportError: torchrec is not there.
+        ImportError: torchrec cannot be imported.
     """
     try:
         from torchrec.sparse.jagged_tensor import KeyedTensor

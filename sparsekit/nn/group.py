@@ -1,4 +1,4 @@
-"""Many tables, one exchange."""
+"""Lookups in many tables with one exchange."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ class EmbeddingGroup(torch.nn.Module):
 
     Dims, dtypes, combiners and slots may differ; process group and device are shared.
 
-    Inputs are a dict, of JaggedTensors for one, or one KeyedJaggedTensor with a key for each
-    feature in any order (others are left alone), whose weights, if it has any, are sample weights.
-    On one process its values are read where they lie.
+    Inputs are a dict, such as one of JaggedTensors, or one KeyedJaggedTensor with a key for each
+    feature in any order (other keys are ignored), whose weights, if it has any, are sample weights.
+    On one process its values are read in place.
 
     Args:
-        layers: name -> layer of sparsekit. Names are any that are not empty; layers have names of
-            their own, all different. Ranks look up in this order, or that of features, so it must
-            be the same on all.
+        layers: name -> layer of sparsekit. Names are not empty; the layers' own names are all
+            different. Ranks look up in this order, or in that of features, so it must be the same
+            on all ranks.
         features: name -> layer's name, or `Feature` with a combiner and max_nnz of its own, for
-            bags of one slot. Features of one layer share its table. None: each layer by its own
-            name; in a dict, with all its slots.
+            bags of one slot. Features of one layer share its table. None means a feature for each
+            layer, of the same name; in a dict it has all slots of the layer.
         output: ``"dict"``: name -> ``[batch, dim]`` of a feature, or jagged ``[batch, j, dim]``
-            where it does not pool (zeros for a padding key); without features, and for a dict, what
+            where it does not pool (zeros for a padding key); without features, a dict gives what
             the layer returns. ``"concatenated"``: ``[batch, sum of dims]`` in the order of
-            features, all of which pool, in one dtype. ``"keyed"``: that as torchrec's KeyedTensor.
+            features, all of which pool, in one dtype. ``"keyed"``: the same as torchrec's
+            KeyedTensor.
 
     Raises:
-        TypeError, ValueError: on bad arguments; the message names the feature and the layer.
+        TypeError, ValueError: a bad argument; the message names the feature and the layer.
         ImportError: output="keyed" without torchrec.
 
     Example:
@@ -72,7 +73,7 @@ class EmbeddingGroup(torch.nn.Module):
         output: str = "dict",
     ) -> None:
         super().__init__()
-        if not hasattr(layers, "keys"):  # a ModuleDict is a mapping, too
+        if not hasattr(layers, "keys"):  # a ModuleDict counts as a mapping too
             raise TypeError(
                 f"EmbeddingGroup: layers must be a mapping, got {type(layers).__name__}"
             )
@@ -90,7 +91,8 @@ class EmbeddingGroup(torch.nn.Module):
             self.layers = LayersByName(layers)
         except KeyError as error:
             raise ValueError(f"{GROUP}: layers has a name that is none: {error.args[0]}") from error
-        # A feature for each layer, for a KeyedJaggedTensor, unless the caller has said which.
+        # Unless the caller has given features, there is one for each layer, for a
+        # KeyedJaggedTensor.
         self.has_features = features is not None
         if features is None:
             features = {name: whole(name, layer) for name, layer in layers.items()}
@@ -104,26 +106,26 @@ class EmbeddingGroup(torch.nn.Module):
         if output == "keyed":
             keyed_tensor_class()
         self._plan_cache = PlanCache()
-        # Inputs of prefetch, and the lookup that it has begun.
+        # Inputs of prefetch, and the lookup that it began.
         self._begun: tuple[Any, Route] | None = None
 
     @uncompiled
     def forward(self, inputs: Any, sample_weights: Mapping[str, Any] | None = None) -> Any:
-        """Look everything up.
+        """Look up the inputs of all features.
 
         Args:
             inputs: name -> input, for every feature, or for every layer where there are no
                 features; or a KeyedJaggedTensor.
             sample_weights: name -> weights of that input's keys, for those that have any. A
-                KeyedJaggedTensor brings its own.
+                KeyedJaggedTensor has its own weights.
 
         Returns:
-            What `output` says, a dict by default.
+            The form that `output` selects, by default a dict.
 
         Raises:
-            TypeError: inputs or sample_weights that are no mappings.
-            ValueError: names that are missing or unknown.
-            And what the layers raise.
+            TypeError: inputs or sample_weights is not a mapping.
+            ValueError: a name is missing or unknown.
+            The layers raise further errors.
         """
         if self._begun is None:
             tables = self._tables()
@@ -153,12 +155,12 @@ class EmbeddingGroup(torch.nn.Module):
         the very same `inputs`, and needs no sample_weights. Nothing is looked up before that call,
         so the result is that of a call without prefetch.
 
-        On a device it is best called between the group and the dense part of a batch: it waits for
-        what the current stream has by then, and runs beside what comes later.
+        On CUDA it is best called between the group and the dense part of a batch: it waits for the
+        work that the current stream has by then, and runs beside later work.
 
         Raises:
-            As a call does.
             RuntimeError: a batch has been prefetched already.
+            A call of the group raises further errors.
         """
         if self._begun is not None:
             raise RuntimeError("EmbeddingGroup: prefetch was called twice; call the group between")
@@ -167,7 +169,7 @@ class EmbeddingGroup(torch.nn.Module):
         self._begun = inputs, begin(self._plan_cache, tables, asked)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A prefetched batch stays with this group; a copy of it looks up all by itself.
+        # A prefetched batch stays with this group; a copy of the group starts without one.
         return {**self.__dict__, "_begun": None}
 
     def _tables(self) -> list[EmbeddingLayer]:
@@ -177,7 +179,7 @@ class EmbeddingGroup(torch.nn.Module):
     def _ask(
         self, tables: Sequence[EmbeddingTable], inputs: Any, weights: Mapping[str, Any] | None
     ) -> Asked:
-        """The requests, one for each feature, or what is wrong with the inputs."""
+        """Return the requests, one for each feature, or the error in the inputs."""
         join = self.output != "dict"
         try:
             if is_keyed_jagged(inputs):
@@ -192,7 +194,7 @@ class EmbeddingGroup(torch.nn.Module):
             return refused(tables, error)
 
     def _check_slots(self, what: str) -> None:
-        """Raise for a layer with several slots, if no features say what is in them."""
+        """Raise ValueError for a layer with several slots, if no features describe them."""
         if self.has_features:
             return
         for name, layer in self.layers.items():
@@ -237,20 +239,20 @@ def group_embedding_lookup_sparse(
     combiners: Sequence[str],
     sp_weights: Sequence[Any] | None = None,
 ) -> list[torch.Tensor]:
-    """Pool bags of several tables in one exchange; SOK's function of that name.
+    """Pool bags of several tables in one exchange, like SOK's function of that name.
 
     Args:
         params: the tables: embedding layers, of which only the table is used.
-        sp_ids: the bags of each: any form that `DistributedEmbedding` takes, with one slot.
-        combiners: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"`` for each.
+        sp_ids: the bags for each table, in any form of `DistributedEmbedding` with one slot.
+        combiners: ``"sum"``, ``"mean"``, ``"sqrtn"`` or ``"max"`` for each table.
         sp_weights: for each table weights or None; None for no weights at all.
 
     Returns:
         For each table ``[bags, dim]``.
 
     Raises:
-        ValueError: sequences of different lengths, or an unknown combiner.
-        And what `DistributedEmbedding` raises.
+        ValueError: sequences have different lengths, or a combiner is unknown.
+            `DistributedEmbedding` raises further errors.
     """
     name = "group_embedding_lookup_sparse"
     weights = [None] * len(params) if sp_weights is None else sp_weights
@@ -276,7 +278,7 @@ def group_embedding_lookup_sparse(
 
 
 def _check_names(layers: Mapping[str, EmbeddingLayer]) -> None:
-    """Raise for two layers of one name, whose equal keys would start from equal vectors."""
+    """Raise ValueError for two layers of one name: equal keys would start from equal vectors."""
     by_name: dict[str, str] = {}
     for name, layer in layers.items():
         other = by_name.setdefault(layer.name, name)

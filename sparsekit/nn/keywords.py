@@ -15,15 +15,15 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _Init]:
-    """Have ``help`` and ``inspect`` show what ``**options`` of a layer's ``__init__`` stands for.
+    """Let ``help`` and ``inspect`` show what ``**options`` of a layer's ``__init__`` stands for.
 
     Args:
-        drop_in: the class that takes torch's arguments, where this one does not.
-        ours: our words for some of those; see `explain_torch_words`.
+        drop_in: the class that takes torch's arguments, if the layer's class does not.
+        ours: our words for some of torch's arguments; see `explain_torch_words`.
 
     Raises:
-        TypeError: (when the layer is made) a keyword that it does not have; the message has the
-            nearest one that it has, or our word for an argument of torch's.
+        TypeError: (when the layer is made) a keyword is unknown; the message has the nearest one
+            that is known, or our word for an argument of torch.
     """
 
     def decorate(init: _Init) -> _Init:

@@ -1,4 +1,4 @@
-"""Loading the state of a model of torch's embedding layers into one whose layers were swapped."""
+"""Loads a state with torch's embedding layers into a model whose layers were swapped."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _WHERE = "load_torch_state_dict"
 def load_torch_state_dict(
     model: torch.nn.Module, state_dict: Mapping[str, Any], strict: bool = True
 ) -> Any:
-    """Load what the model saved before `replace_embeddings`, in one call.
+    """Load a state that the model saved before `replace_embeddings`, in one call.
 
-    Where torch's state has only ``<layer>.weight`` ``[n, dim]`` of a layer that is sparsekit's
-    here, ids 0..n-1 get its vectors, and keys that the layer had are dropped. All else is loaded by
-    ``model.load_state_dict``. All is looked at before anything is changed. On several ranks call it
-    on all, with the same state; each keeps the rows that it owns.
+    If the state has only ``<layer>.weight`` ``[n, dim]`` for one of sparsekit's layers, ids 0..n-1
+    get its vectors, and the layer's earlier keys are dropped. ``model.load_state_dict`` loads
+    everything else. Everything is checked before anything is changed. On several ranks call it on
+    all, with the same state; each keeps the rows that it owns.
 
     Args:
-        model: with sparsekit's layers in place of torch's, at the same names.
-        state_dict: of the model with torch's layers.
+        model: model with sparsekit's layers in place of torch's, at the same names.
+        state_dict: state of the model with torch's layers.
         strict: whether names must be the same on both sides.
 
     Returns:
         As ``load_state_dict``: ``missing_keys`` and ``unexpected_keys``.
 
     Raises:
-        TypeError: a layer's weight in the state is no floating-point tensor.
-        ValueError: it has another dim or more rows than there is room for, a vector at padding_idx
-            that is not zeros, names that differ, or another tensor of another shape; naming it.
+        TypeError: a layer's weight in the state is not a floating-point tensor.
+        ValueError: a weight has another dim, more rows than there is room for, or a vector at
+            padding_idx that is not zeros; or names differ, or another tensor has another shape. The
+            message names it.
     """
     layers = {
         name: module

@@ -1,4 +1,4 @@
-"""Where a model has a layer, or its weight, besides the places that torch knows."""
+"""Finds the places where a model holds a layer or its weight, besides those that torch knows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-# Objects that are looked at, of each container in turn: an attribute may lead anywhere.
+# Objects that are searched at most, of each container in turn, since an attribute may lead
+# anywhere.
 _MOST_OBJECTS = 100_000
-# Types of what holds nothing else.
+# Types of objects that hold no others.
 _ATOMS = (str, bytes, int, float, type(None), type, types.ModuleType)
 # Attributes of a module by which torch knows its parts.
 _PARTS = ("_parameters", "_modules")
@@ -23,12 +24,12 @@ _PARTS = ("_parameters", "_modules")
 
 @dataclass(frozen=True)
 class Reference:
-    """A place that holds something.
+    """A place in a model that holds an object.
 
     Attributes:
-        name: as in Python, from the model on.
-        get: reads it.
-        set: writes it; None where something else would have to change as well.
+        name: the place in Python's notation, from the model on.
+        get: reads the object.
+        set: replaces the object; None where something else would have to change as well.
     """
 
     name: str
@@ -36,17 +37,17 @@ class Reference:
     set: Callable[[Any], None] | None
 
     def item(self, name: str, container: Any, key: Any) -> Reference:
-        """The place of an item in the list or dict here."""
+        """Return the place of an item in the list or dict at this place."""
         write = None if self.set is None else functools.partial(container.__setitem__, key)
         return Reference(self.name + name, functools.partial(container.__getitem__, key), write)
 
     def attribute(self, name: str, owner: Any) -> Reference:
-        """The place of an attribute of what is here, or belongs to it."""
+        """Return the place of an attribute of owner, which is at this place or belongs to it."""
         write = None if self.set is None else functools.partial(setattr, owner, name)
         return Reference(f"{self.name}.{name}", functools.partial(getattr, owner, name), write)
 
     def element(self, i: int) -> Reference:
-        """The place of an element in the tuple here, which is exchanged with it."""
+        """Return the place of an element in the tuple here; writing it replaces the tuple."""
         name, change = f"{self.name}[{i}]", self.set
         if change is None:
             return Reference(name, lambda: self.get()[i], None)
@@ -60,23 +61,23 @@ class Reference:
         return Reference(name, lambda: self.get()[i], write)
 
     def within(self, name: str, value: Any) -> Reference:
-        """The place of a key or an element here that cannot be another one."""
+        """Return the place of a key or an element here that cannot be replaced."""
         return Reference(f"{self.name}'s {name}", lambda: value, None)
 
     def fixed(self) -> Reference:
-        """The same, not to be written."""
+        """Return the same place, not to be written to."""
         return Reference(self.name, self.get, None)
 
 
 def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[Reference]]:
-    """Where else each of these layers is, or its weight, or a tensor in the weight's memory.
+    """Find other places of these layers, their weights, and tensors in the weights' memory.
 
-    Looked at are attributes of modules, and from there lists, tuples, dicts, sets, attributes of
-    objects, closures and defaults of functions; not the modules and parameters that torch knows.
+    The search covers attributes of modules, and from there lists, tuples, dicts, sets, attributes
+    of objects, closures and defaults of functions; not the modules and parameters that torch knows.
 
     Args:
-        model: the modules.
-        layers: which, each with a weight.
+        model: the model that is searched.
+        layers: the layers to find, each with a weight.
     """
     of_layer = {id(part): layer for layer in layers for part in (layer, layer.weight)}
     of_memory = {_memory(layer.weight): layer for layer in layers}
@@ -98,7 +99,7 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
         elif isinstance(value, torch.Tensor):
             if (memory := _memory(value)) in of_memory:
                 found[of_memory[memory]].append(place.fixed())
-        elif isinstance(value, tuple):  # which may be in several places, and is written in each
+        elif isinstance(value, tuple):  # a tuple may be in several places, and is written in each
             containers.append(map(place.element, range(len(value))))
         elif id(value) not in seen:
             seen.add(id(value))
@@ -114,9 +115,9 @@ def references(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[
 
 
 def readers(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[str]]:
-    """Methods that read the weight of each of these layers by name, such as ``self.item.weight``.
+    """Find methods that read the weight of one of these layers by name: ``self.item.weight``.
 
-    Those named for initialization or a reset are left out.
+    Methods whose names tell of initialization or a reset are left out.
     """
     found: dict[Any, list[str]] = {layer: [] for layer in layers}
     for module in model.modules():
@@ -130,10 +131,10 @@ def readers(model: torch.nn.Module, layers: Iterable[Any]) -> dict[Any, list[str
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; 0 if it has none."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, or of another kind of tensor
+    except (NotImplementedError, RuntimeError):  # sparse tensors and others have no storage
         return 0
 
 
@@ -146,9 +147,9 @@ def _attributes_of_modules(model: torch.nn.Module) -> Iterator[Reference]:
 
 
 def _inside(place: Reference, value: Any) -> Iterator[Reference]:
-    """The places in what is here, one step on."""
+    """Yield the places inside the object here, one level deep."""
     if isinstance(value, torch.optim.Optimizer):
-        place = place.fixed()  # its state is by parameter
+        place = place.fixed()  # its state is by parameter, so the weight cannot be replaced
     if isinstance(value, _ATOMS):
         return
     if isinstance(value, list):
@@ -190,7 +191,7 @@ def _inside(place: Reference, value: Any) -> Iterator[Reference]:
 
 
 def _chains(kind: type) -> Iterator[tuple[str, list[str]]]:
-    """Each ``self.a.b.weight`` in the methods of a class, with the method's name: ``[a, b]``."""
+    """Yield each ``self.a.b.weight`` in a class as the method's name and ``[a, b]``."""
     for of in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
         for name, method in vars(of).items():
             code = getattr(method, "__code__", None)

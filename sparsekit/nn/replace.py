@@ -1,4 +1,4 @@
-"""Swapping the embedding layers of an existing model for their drop-ins."""
+"""Swaps the embedding layers of an existing model for their drop-ins."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Replacement:
     Attributes:
         names: its places in the model, of which a shared layer has several.
         old: the layer of torch.
-        new: the layer in its places now; None if it was left.
+        new: the layer that took its places; None if it was left.
         reason: why it was left; empty if it was not.
         rebound: other places in the model that had the old layer or its weight, and have the new
-            one now, such as a list of what is regularised.
+            one now, such as a list of weights to regularise.
     """
 
     names: tuple[str, ...]
@@ -62,10 +62,10 @@ def replace_embeddings(
 ) -> list[Replacement]:
     """Swap ``nn.Embedding`` and ``nn.EmbeddingBag`` anywhere in a model for their drop-ins.
 
-    Ids 0..n-1 keep their vectors, of which the new layer has a copy, on one process in rows
-    0..n-1. A layer that is in several places stays one. The name of a new layer is its place in the
-    model. Weights are new parameters, so make optimizers and wrap the model afterwards. On several
-    ranks call it on all, with the same weights.
+    Ids 0..n-1 keep their vectors, of which the new layer has a copy, on one process in rows 0..n-1.
+    A layer in several places stays one layer. The name of a new layer is its place in the model.
+    Weights are new parameters, so make optimizers and wrap the model afterwards. On several ranks
+    call it on all, with the same weights.
 
     A layer is left, with a reason, if a drop-in would not do the same: where it has
     scale_grad_by_freq, hooks, a class or forward of its own, a weight that is also another
@@ -73,9 +73,9 @@ def replace_embeddings(
     than float32, float64 and bfloat16, or not finite.
 
     Attributes, lists, dicts, tuples and closures in the model that have the old layer or its weight
-    get the new one, so that a regulariser goes on acting; a layer is left where that cannot be, as
-    in an optimizer. A method that reads ``.weight`` of a layer by its name, such as a softmax over
-    all items, is warned of if the new weight has other rows than one for each of the old ids.
+    get the new one, so that a regulariser keeps working; a layer is left where this is impossible,
+    as in an optimizer. A warning names methods that read ``.weight`` of a layer by its name, such
+    as a softmax over all items, if the new weight has other rows than one for each of the old ids.
 
     Args:
         model: changed in place, all layers or, if this raises, none.
@@ -89,13 +89,14 @@ def replace_embeddings(
             further ids start.
 
     Returns:
-        One for each layer that was asked for.
+        One report for each layer that names selects.
 
     Raises:
-        TypeError: the model is itself such a layer, or options has what each layer has of its own.
-        ValueError: a pattern that no such layer's name fits, or a model wrapped in
+        TypeError: the model is itself such a layer, or options has a keyword that differs from
+            layer to layer.
+        ValueError: no layer's name fits a pattern, or the model is wrapped in
             DistributedDataParallel.
-        And what the layers raise.
+        The layers raise further errors.
     """
     where = "replace_embeddings"
     patterns = [names] if isinstance(names, str) else list(names)
@@ -134,7 +135,7 @@ def replace_embeddings(
 
 
 def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
-    """Each layer, of torch's classes and those derived, with its places in the model."""
+    """List the layers of torch's classes and derived ones, each with its places in the model."""
     found: dict[Any, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _OF_TORCH):
@@ -149,7 +150,7 @@ def _names_of_layers(model: torch.nn.Module) -> dict[Any, list[str]]:
 
 
 def _names_of_parameters(model: torch.nn.Module) -> dict[torch.Tensor, list[str]]:
-    """Each parameter, with its name in each module that has it."""
+    """List the parameters, each with its name in each module that has it."""
     found: dict[torch.Tensor, list[str]] = {}
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
@@ -159,7 +160,7 @@ def _names_of_parameters(model: torch.nn.Module) -> dict[torch.Tensor, list[str]
 
 
 def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
-    """Why a layer cannot be swapped; empty if it can."""
+    """Return why a layer cannot be swapped; empty if it can."""
     if type(layer) not in _OF_TORCH or "forward" in vars(layer):
         return "its class, or its forward, is its own"
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -190,7 +191,7 @@ def _why_not(layer: Any, parameters: dict[torch.Tensor, list[str]]) -> str:
 
 
 def _why_not_rebound(held: Sequence[Reference]) -> str:
-    """The same, for what else has the layer or its weight."""
+    """Return why other places that hold a layer cannot be changed; empty if they can."""
     for place in held:
         if place.set is None:
             return f"{place.name} has it, its weight or a view of that, and cannot be given another"
@@ -199,7 +200,7 @@ def _why_not_rebound(held: Sequence[Reference]) -> str:
 
 def _drop_in(layer: Any, name: str, extra_rows: int, options: dict[str, Any]) -> DropIn:
     weight = layer.weight.detach()
-    # Rounded, so that ranks that add up in another order agree.
+    # Rounded, so that ranks that add in different orders agree.
     std, mean = (float(f"{x:.3g}") for x in torch.std_mean(weight.double(), correction=0))
     keywords = {
         "freeze": not layer.weight.requires_grad,
@@ -224,7 +225,7 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
     try:
         for layer, drop_in in new.items():
             for place in held[layer]:
-                if place.set is not None:  # else the layer would have been left
+                if place.set is not None:  # always, since the layer would have been left otherwise
                     old = place.get()
                     undo.append(functools.partial(place.set, old))
                     place.set(drop_in if old is layer else drop_in.weight)
@@ -233,14 +234,14 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
                 if module in new:
                     undo.append(functools.partial(parent._modules.__setitem__, attribute, module))
                     setattr(parent, attribute, new[module])
-    except BaseException:  # a __setattr__ may refuse
+    except BaseException:  # a module's __setattr__ may raise
         for step in reversed(undo):
             step()
         raise
 
 
 def _warn_of_readers(old: Any, new: Any, where: Sequence[str]) -> None:
-    """Warn of code that reads a weight which no longer has the vectors of ids 0..n-1 alone."""
+    """Warn of code that reads a weight that no longer has just the vectors of ids 0..n-1."""
     if not where or (new.capacity == old.num_embeddings and new.world_size == 1):
         return
     rows = f"{new.capacity} rows for {old.num_embeddings} ids"

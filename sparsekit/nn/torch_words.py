@@ -1,4 +1,4 @@
-"""Arguments of torch's embedding layers that have another name here, or that there are not."""
+"""Arguments of torch's embedding layers that have another name here, or do not exist."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OURS = {
 
 
 def explain_torch_words(keywords: Iterable[str], ours: dict[str, str]) -> str:
-    """Say what a layer that is no drop-in calls those of its keywords that are torch's arguments.
+    """Explain those keywords of a layer that are torch's arguments, for a layer that is no drop-in.
 
     Args:
         keywords: what the layer was given.
-        ours: our words for some arguments, where they are not those for all layers.
+        ours: our words for some arguments, where they differ from those for all layers.
 
     Returns:
-        The rest of "there is no ...", or nothing if none is torch's.
+        The rest of "there is no ...", empty if none is torch's.
     """
     given, meanings = set(keywords), {**_OURS, **ours}
     return ", no ".join(f"{word} ({meanings[word]})" for word in meanings if word in given)
@@ -42,7 +42,7 @@ def refuse_absent(layer: str, **arguments: Any) -> None:
     """Raise NotImplementedError for an argument of torch's layers that would change results here.
 
     Args:
-        layer: what the error begins with.
+        layer: name of the layer, with which the error begins.
         arguments: as given, some of scale_grad_by_freq, _weight and _freeze.
     """
     for word, value in arguments.items():

@@ -1,8 +1,8 @@
-"""Models with tables under tools of torch that would take a table for a replicated parameter.
+"""Makes tools of torch work with tables, which they would take for replicated parameters.
 
-Each has a convention to leave parameters alone, or none at all. torch calls the hooks at the end of
-this file whenever a module becomes part of another, as a model does when it is wrapped, and before
-each step of an optimizer, so it does not matter who wraps the model.
+Some tools have a convention for parameters that they leave alone, others have none. torch calls the
+hooks at the end of this file whenever a module becomes part of another, as a model does when it is
+wrapped, and before each step of an optimizer, so it does not matter who wraps the model.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .layer import EmbeddingLayer
 
 
 def tables_of(module: torch.nn.Module) -> dict[str, EmbeddingLayer]:
-    """The tables in a module, by name."""
+    """Return the tables in a module, by name."""
     return {n: layer for n, layer in module.named_modules() if isinstance(layer, EmbeddingLayer)}
 
 
 def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
-    """Have DistributedDataParallel leave tables alone. Called before it has sent anything."""
+    """Let DistributedDataParallel leave tables alone; called before it has sent anything."""
     names = sharded_tensors(model) - ddp.parameters_to_ignore
     if not names or ddp.process_group.size() == 1:
         return
@@ -50,15 +50,15 @@ def _spare_tables(ddp: DistributedDataParallel, model: torch.nn.Module) -> None:
 
 
 def _average_tables(averaged: AveragedModel) -> None:
-    """Have torch's SWA and EMA average tables that grow."""
+    """Let torch's SWA and EMA average tables that grow."""
     update = functools.partial(_update_average, averaged)
     averaged.update_parameters = update  # type: ignore[method-assign]
 
 
 def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
-    """`AveragedModel.update_parameters`, with the initial vectors of keys that are new to it.
+    """Run `AveragedModel.update_parameters` after writing the initial vectors of new keys.
 
-    Until it has a row, a key reads its initial vector; so that is what its average begins with.
+    A key without a row reads its initial vector, so its average begins with that vector.
     """
     of_average = list(tables_of(averaged.module).values())
     if averaged.use_buffers:
@@ -73,10 +73,10 @@ def _update_average(averaged: AveragedModel, model: torch.nn.Module) -> None:
 def _begin_averages(
     averaged: torch.nn.Module, model: torch.nn.Module
 ) -> AbstractContextManager[None]:
-    """Give rows of an average whose keys it does not know yet their initial vectors.
+    """Write initial vectors to rows of an average whose keys it does not know yet.
 
     Returns:
-        What goes around the averaging.
+        A context for the averaging.
     """
     tables = list(zip(tables_of(averaged).values(), tables_of(model).values(), strict=True))
     for mine, theirs in tables:
@@ -84,7 +84,7 @@ def _begin_averages(
         if theirs.owners is not None and mine.owners is not None:
             owners = theirs.owners.to(mine.weight.device)
             if not torch.equal(owners, mine.owners):
-                # torch copies buffers in place, and this one other layers may have as well.
+                # torch copies buffers in place, and other layers may share this one.
                 mine.owners = owners.clone()
         if mine.table is None or theirs.table is None:
             continue
@@ -99,7 +99,7 @@ def _begin_averages(
 
 
 def _average_tables_of_lightning() -> None:
-    """Have Lightning's StochasticWeightAveraging do so too; called once it has been imported."""
+    """Let Lightning's StochasticWeightAveraging do the same, if it has been imported."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         module = sys.modules.get(f"{package}.callbacks.stochastic_weight_avg")
         callback = getattr(module, "StochasticWeightAveraging", None)
@@ -109,7 +109,7 @@ def _average_tables_of_lightning() -> None:
 
 
 def _knowing_keys(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of an average and its model, after both have the same keys in the same rows."""
+    """Wrap a function of an average and its model, so that both have equal keys and rows first."""
 
     @functools.wraps(function)
     def called(average: torch.nn.Module, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,8 +151,8 @@ def _on_registration(parent: torch.nn.Module, name: str, module: torch.nn.Module
         _refuse_fsdp(parent, module)
 
 
-# Optimizers of torch that refuse a sparse gradient with advice that leads from one to another, and
-# what to use in their place. SGD only does with weight_decay.
+# Optimizers of torch that refuse a sparse gradient, with advice that leads from one to the next,
+# and what to use instead. SGD refuses only with weight_decay.
 _REFUSING = {
     getattr(torch.optim, name): instead
     for name, instead in {
@@ -169,7 +169,7 @@ _KINDS = tuple(_REFUSING)
 
 
 def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
-    """Raise for a table's sparse gradient before an optimizer that cannot take it starts."""
+    """Raise TypeError for a table's sparse gradient before an optimizer starts that refuses it."""
     for group in optimizer.param_groups:
         if isinstance(optimizer, torch.optim.SGD) and not group["weight_decay"]:
             continue
@@ -186,7 +186,7 @@ def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
-    """Raise for a dense gradient beside a table's, for which SparseAdam would name Adam."""
+    """Raise TypeError for a dense gradient beside a table's: SparseAdam would name Adam."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     tables = any(isinstance(weight, EmbeddingWeight) for weight in weights)
     dense = [w for w in weights if w.grad is not None and not w.grad.is_sparse]
@@ -199,7 +199,7 @@ def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
 
 
 def _follow_keys(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer of torch follow the keys of the tables that it steps."""
+    """Let an optimizer of torch follow the keys of the tables that it updates."""
     weights = _tables_under(optimizer)
     if weights and _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
         optimizer.register_load_state_dict_post_hook(_loaded)
@@ -210,7 +210,7 @@ def _follow_keys(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _loaded(optimizer: torch.optim.Optimizer) -> None:
-    """Note that states do not tell of which keys they are."""
+    """Record that loaded states do not say to which keys they belong."""
     for weight in _tables_under(optimizer):
         if weight in optimizer.state:
             optimizer.state[weight]["keys"] = None
@@ -223,7 +223,7 @@ def _tables_under(optimizer: torch.optim.Optimizer) -> list[EmbeddingWeight]:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     if hasattr(optimizer, "initial_values"):
-        return None  # one of ours, which does all of this by itself
+        return None  # one of sparsekit's optimizers, which does all of this by itself
     by_name = "closure" in kwargs
     closure = kwargs["closure"] if by_name else args[1] if len(args) > 1 else None
     if not callable(closure):
@@ -231,7 +231,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
         return None
 
     def looked_at() -> Any:
-        # There are no keys and gradients of this step before.
+        # The keys and gradients of this step do not exist before the closure.
         loss = closure()
         _look_at(optimizer)
         return loss
@@ -242,7 +242,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, 
 
 
 def _look_at(optimizer: torch.optim.Optimizer) -> None:
-    """Follow keys, and raise for gradients that the optimizer cannot take."""
+    """Follow keys, and raise TypeError for gradients that the optimizer cannot take."""
     _follow_keys(optimizer)
     for weight in _tables_under(optimizer):
         weight.begin_writing()
@@ -253,7 +253,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         _refuse_dense(optimizer)
         return
-    # Not imported here: it takes long, and few have it.
+    # Not imported here, since that takes long and few programs use it.
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if zero is None or not isinstance(optimizer, zero.ZeroRedundancyOptimizer):
         return

@@ -34,8 +34,8 @@ class SGD(CatchUpOptimizer):
         stochastic_rounding, seed, maximize: as in `LazyAdam`; no rounding in mode "catch_up".
 
     Raises:
-        ValueError: an argument out of range, or two that exclude each other. And what
-        `CatchUpOptimizer` and `RowOptimizer` raise.
+        ValueError: an argument out of range, or two that exclude each other.
+        `CatchUpOptimizer` and `RowOptimizer` list further errors.
     """
 
     rule = "sgd"

@@ -1,1 +1,1 @@
-"""Tables: what one rank stores. Keys and their rows, vectors, and how both are saved and loaded."""
+"""The part of a table that one rank stores: keys, rows and vectors, and how they are saved."""

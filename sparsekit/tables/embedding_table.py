@@ -26,7 +26,7 @@ _names = itertools.count()
 
 
 class _OfThisProcess:
-    """A process group, which a copy of the layer shares and a pickled layer goes without."""
+    """A process group that copies of a layer share and a pickled layer lacks."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -39,7 +39,7 @@ class _OfThisProcess:
 
 
 def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, int]:
-    """Rank and number of ranks; it begins their exchange, if the device can have one."""
+    """Return rank and number of ranks; begin their exchange, if the device can have one."""
     if device.type == "meta":
         ranks = group_of(group)
         return (ranks.rank(), ranks.size()) if ranks else (0, 1)
@@ -50,27 +50,27 @@ def _place(group: dist.ProcessGroup | None, device: torch.device) -> tuple[int, 
 class EmbeddingTable(TableTensors):
     """One process's share of an embedding table: storage, and where keys live.
 
-    Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim],
-    ``table`` (a `HashTable`, absent without the hash table), ``seed`` int64 [1], ``shard`` int64
-    [2], rank and world size, and on several ranks with ``placement="hash"`` ``owners`` int16
-    [65536], the rank of each virtual shard; see `sparsekit.ops.bucketize`. It may be the same
-    tensor in many layers, so give a layer another one rather than write to it, on all ranks alike
-    and before there are any keys.
+    Its parameters are those of `DistributedEmbedding`. State: ``weight`` [capacity, dim], ``table``
+    (a `HashTable`, absent without the hash table), ``seed`` int64 [1], ``shard`` int64 [2], rank
+    and world size, and on several ranks with ``placement="hash"`` ``owners`` int16 [65536], the
+    rank of each virtual shard; see `sparsekit.ops.bucketize`. Layers may share the tensor
+    ``owners``: assign another one instead of writing to it, on all ranks alike and before there are
+    any keys.
     """
 
-    # The largest norm of a row that is read, and which norm; see `Embedding`.
+    # Largest norm of a row that is read, and the p of that norm; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
-    # Whether the name was given; one that was not also says how large the table is.
+    # Whether the name was given; a generated name also says how large the table is.
     _named: bool = True
-    # How often an attribute has been set, for those who keep what follows from some.
+    # Number of changes of attributes, by which a cache can tell whether its content is still valid.
     changes: int = 0
 
     def __init__(self, options: TableOptions) -> None:
         super().__init__()
         name = options.name
         self._named = name is not None
-        if name is None:  # with what tells it from others in an error
+        if name is None:  # with the table's size, which tells layers apart in errors
             rows, dim = options.max_vocabulary_size_per_gpu, options.embedding_vec_size
             name = f"{type(self).__name__}_{next(_names)} ({rows} rows of {dim})"
         self.name = name
@@ -79,14 +79,15 @@ class EmbeddingTable(TableTensors):
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
         self.rank, self.world_size = _place(self.process_group, device)
-        # Whether a rank sends each of its keys once. Off, it sends them as they come, which is for
+        # Whether a rank sends each distinct key once. False sends keys as they come, for
         # measurements.
         self.dedupe = True
         # How pooled vectors come from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
-        # Dtype of vectors and gradients between ranks; None is their own.
+        # Dtype of vectors and gradients between ranks; None means their own.
         self.wire_dtype = options.wire_dtype
-        # Most distinct keys of a call that another rank is asked for; see DistributedEmbedding.
+        # Largest number of distinct keys that a call may ask another rank for; see
+        # DistributedEmbedding.
         self.max_keys_per_rank = options.max_keys_per_rank
         # Whether keys that are new in training get rows; see DistributedEmbedding.
         self.insert = options.insert
@@ -103,10 +104,10 @@ class EmbeddingTable(TableTensors):
         self.padding_key = options.padding_key
         self.on_full = options.on_full
         self.gradient_reduction = options.gradient_reduction
-        # None: drawn whenever vectors are to start anew.
+        # None means that each reset of the vectors draws a seed.
         self._given_seed = options.seed
         self.register_buffer("seed", torch.empty(1, dtype=torch.int64, device=device))
-        # Which part of the table this is, so that none is loaded in place of another.
+        # Says which part of the table this is, so that no part is loaded in place of another.
         self.register_buffer("shard", torch.empty(2, dtype=torch.int64, device=device))
         self.placement = cast(str, options.placement)
         placed = options.placement == "hash" and self.world_size > 1
@@ -123,10 +124,10 @@ class EmbeddingTable(TableTensors):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Start anew: without keys, or with initial vectors where there is no hash table.
+        """Reset the table: drop all keys, or write initial vectors if there is no hash table.
 
-        A layer without name and seed draws another seed. Owners and states of optimizers stay as
-        they are. Nothing is sent, so call it on all ranks alike.
+        A layer without name and seed draws a new seed. Owners and states of optimizers are left
+        unchanged. Nothing is sent, so call it on all ranks alike.
         """
         self.catch_up()
         weight = self.weight
@@ -145,7 +146,7 @@ class EmbeddingTable(TableTensors):
             self.initializer.fill_(weight, self.rank, self.world_size, seed=seed)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # torch's fully_shard, which does not go on if this raises.
+        # torch's fully_shard sets such a weight; it stops if this raises.
         if name == "weight" and hasattr(value, "device_mesh"):
             raise RuntimeError(
                 f"{self.name}: fully_shard would take the table apart, which is sharded already; "
@@ -162,7 +163,7 @@ class EmbeddingTable(TableTensors):
         self._tie()
 
     def _tie(self) -> None:
-        """Have the weight know its table, and the other way round, as soon as there are both."""
+        """Let weight and table refer to one another, once both are there."""
         table = getattr(self, "table", None)
         if table is not None:
             table.rows_of = RowsOf(self)
@@ -170,22 +171,22 @@ class EmbeddingTable(TableTensors):
                 self.weight.belongs_to(table)
 
     def __prepare_scriptable__(self) -> None:
-        # torch.jit.script asks every module of a model for what is to be scripted in its place.
+        # torch.jit.script calls this on every module of a model, to get a scriptable substitute.
         refuse_script(self.name)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Over whose ranks the table is sharded; None is torch.distributed's default group."""
+        """The group over whose ranks the table is sharded; None means torch's default group."""
         return self._process_group.group
 
     def process_exchange(self) -> Exchange | None:
-        """`exchange`, whether the layer fits it or not."""
+        """Return the exchange without checking that the layer was made for its ranks."""
         self.refuse_meta()
         return exchange_of(self.process_group, self.weight.device)
 
     @property
     def exchange(self) -> Exchange | None:
-        """The way to the other ranks, or None where there are none; see `check_ranks`."""
+        """The exchange with the other ranks, checked by `check_ranks`; None if there are none."""
         exchange = self.process_exchange()
         self.check_ranks(exchange)
         return exchange
@@ -210,17 +211,17 @@ class EmbeddingTable(TableTensors):
 
     @property
     def gradient_divisor(self) -> int:
-        """Divisor of gradients added over ranks; means have the scale of DDP."""
+        """Divisor of gradients that are added over ranks; for means it gives the scale of DDP."""
         return self.world_size if self.gradient_reduction == "mean" else 1
 
     @property
     def dtype_on_wire(self) -> torch.dtype:
-        """That of vectors and their gradients between ranks."""
+        """Dtype of vectors and their gradients between ranks."""
         return self._on_wire(self.weight.dtype)
 
     @property
     def sum_dtype_on_wire(self) -> torch.dtype:
-        """That of sums of vectors between ranks."""
+        """Dtype of sums of vectors between ranks."""
         return self._on_wire(accumulate_dtype(self.weight.dtype))
 
     def _on_wire(self, dtype: torch.dtype) -> torch.dtype:
@@ -228,31 +229,31 @@ class EmbeddingTable(TableTensors):
 
     @property
     def inserts(self) -> bool:
-        """Whether a lookup gives rows to keys that are new."""
+        """Whether a lookup gives rows to new keys."""
         return self.training and self.insert
 
     def owned(self, keys: torch.Tensor) -> torch.Tensor:
-        """Positions of those of the keys that this rank owns, in rising order."""
+        """Return the positions of the keys that this rank owns, in rising order."""
         _, counts, order = ops.bucketize(keys, self.world_size, self.owners)
         return order.split(counts.tolist())[self.rank]
 
     def _placed(self) -> str:
-        """How keys are placed; the same on two ranks if, and only if, each key is."""
+        """Describe the placement; texts of two ranks are equal only if all keys' owners are."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"
 
     def signature(self, seed: int, shard: list[int], gradients: bool) -> str:
-        """The facts that all ranks must agree on before they look something up.
+        """Return the facts that all ranks must agree on before a lookup.
 
         Args:
-            seed: what the tensor holds.
-            shard: the same.
+            seed: the value in the tensor ``seed``.
+            shard: the values in the tensor ``shard``.
             gradients: whether there will be a backward.
 
         Raises:
             RuntimeError: the table has been overwritten by that of another rank.
-            ValueError: owners has something that is no rank.
+            ValueError: owners has a number that is not a rank.
         """
         if shard != [self.rank, self.world_size]:
             raise RuntimeError(
@@ -280,34 +281,34 @@ class EmbeddingTable(TableTensors):
         return self.name if self._named else self.name.partition(" (")[0]
 
     def _hint_at_seed(self) -> str:
-        """Advice for ranks that have drawn different seeds."""
+        """Return advice for ranks that have drawn different seeds."""
         if self._given_seed is not None:
             return ""
         return " drawn by torch, for want of a name; name the layer to have one on all ranks"
 
     def _apply(self, *args: Any, **kwargs: Any) -> EmbeddingTable:
-        # While the optimizer's state is still where the weight is, and of its dtype.
+        # Catch up while the optimizer's state still has the device and dtype of the weight.
         self.catch_up()
         owners, was_meta = self.owners, self.weight.is_meta
         super()._apply(*args, **kwargs)
         device = self.weight.device
         if not isinstance(self.weight, EmbeddingWeight) and type(self.weight) is Parameter:
-            # torch makes it a plain one on the way to meta and back.
+            # torch turns the weight into a plain Parameter on the way to meta and back.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
-        # Shared there as well; and what has been on meta holds nothing.
+        # Layers share the even map on the new device too; a map that was on meta has no values.
         own = owners is not None and owners is not even_map(self.world_size, owners.device)
         if owners is not None and device.type != "meta" and (was_meta or not own):
             self._buffers["owners"] = even_map(self.world_size, device)
         if was_meta:
             self.reset_parameters()
-        self.__dict__["changes"] = self.changes + 1  # of dtype or device, in place
+        self.__dict__["changes"] = self.changes + 1  # dtype or device may have changed in place
         return self
 
     def prepare(self, inserts: bool) -> None:
-        """Prepares a lookup.
+        """Prepare a lookup.
 
         Raises:
-            RuntimeError: something has written to the weight that new keys would undo.
+            RuntimeError: values were written to the weight that new keys would overwrite.
         """
         if self.table is None:
             return
@@ -319,7 +320,7 @@ class EmbeddingTable(TableTensors):
                 self.checked_modes.add(False)
 
     def extra_repr(self) -> str:
-        """Name, shape and the settings that matter."""
+        """Return name, shape and the settings that matter."""
         rows = ", use_hashtable=False"
         if self.table is not None:
             rows = "" if self.weight.is_meta else f", rows={len(self.table)}"

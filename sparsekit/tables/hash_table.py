@@ -20,13 +20,13 @@ from ..ops._checks import KEY_DTYPES
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
 
-# Keys and table have been checked when these are called.
+# Called directly, since keys and table have been checked before.
 _find = torch.ops.sparsekit.hash_table_find.default
 _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
 
 class RowsOf:
-    """A table's way to the layer whose rows it hands out; copies of a table go without."""
+    """A table's reference to the layer whose rows it assigns; copies of a table have none."""
 
     def __init__(self, layer: torch.nn.Module | None = None) -> None:
         self._layer = None if layer is None else weakref.ref(layer)
@@ -34,9 +34,9 @@ class RowsOf:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around whatever may give rows other keys: states of optimizers follow their keys.
+        """Wrap a change of the keys of rows: states of optimizers follow their keys.
 
-        If it raises, they do so at the next step. Within another one it does nothing.
+        If the body raises, states follow at the next step. A nested call does nothing.
         """
         layer = None if self._layer is None or self._changing else self._layer()
         weight: Any = getattr(layer, "weight", None)
@@ -52,7 +52,7 @@ class RowsOf:
         weight.follow_keys()
 
     def clear_from(self, row: int) -> None:
-        """Zero the rows from this one on, which have no keys any more."""
+        """Zero the rows from the given one on, which no longer have keys."""
         layer: Any = None if self._layer is None else self._layer()
         if layer is not None:
             layer.weight.detach()[row:].zero_()
@@ -68,23 +68,23 @@ class HashTable(torch.nn.Module):
     """Maps any int64 keys to dense row numbers in order of first occurrence.
 
     The state is three buffers, so ``state_dict``, ``to`` and ``deepcopy`` work as for any module:
-    ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with 5 slots),
+    ``buckets`` int64 ``[num_buckets, 8]`` (one bucket is one 64-byte line with places for 5 keys),
     ``hash_seed`` int64 ``[1]``, a random number without which the buckets cannot be read, and
     ``size`` int64 ``[1]``. Rows do not depend on the seed. Any number of threads may find at the
     same time; while one inserts, no other may use the table. ``load_state_dict`` takes the state of
-    a table of any capacity whose keys fit, and refuses one that is damaged, with the table as it
-    was.
+    a table of any capacity whose keys fit; it refuses a damaged state and leaves the table
+    unchanged.
 
     Args:
-        capacity: most keys it can hold, in [1, 2^31 - 1]. It holds exactly this number.
+        capacity: largest number of keys, in [1, 2^31 - 1]; the table holds exactly this number.
         device: where the buffers live.
-        load_factor: share of slots in use when full, in (0, 1]. Lower is faster and larger: a row
+        load_factor: share of places in use when full, in (0, 1]. Lower is faster and larger: a row
             takes 12.8 / load_factor bytes.
-        name: how errors call it.
+        name: name of the table in errors.
 
     Raises:
-        TypeError: a capacity that is no int, or a load_factor that is no number.
-        ValueError: one of them out of range.
+        TypeError: capacity is not an int, or load_factor is not a number.
+        ValueError: one of them is out of range.
 
     Example:
         >>> table = HashTable(capacity=1000)
@@ -116,20 +116,20 @@ class HashTable(torch.nn.Module):
             raise ValueError(f"{name}: load_factor must be in (0, 1], got {load_factor}")
         self.load_factor = load_factor
         self.name = name
-        self.rank = 0  # whose shard this is, for errors
+        self.rank = 0  # rank whose shard this is, for errors
         num_buckets = math.ceil(self.capacity / (SLOTS_PER_BUCKET * load_factor))
         buckets = torch.empty(num_buckets, 8, dtype=torch.int64, device=device)
         self.register_buffer("buckets", prefer_huge_pages(buckets))
         for word in ("hash_seed", "size"):
             self.register_buffer(word, torch.empty(1, dtype=torch.int64, device=device))
-        # The process that may insert keys where processes share the memory.
+        # If processes share the memory, only this one may insert keys.
         self._maker = os.getpid()
         self.clear_()
 
     def refuse_sharing(self) -> None:
-        """Raise RuntimeError if this process would insert into a table that another one has made.
+        """Raise RuntimeError if this process shares the memory of another process's table.
 
-        What one inserts the others do not wait for, and two keys would get the same row.
+        Processes do not wait for one another's insertions, so two keys could get the same row.
         """
         buckets = self.tensors()[0]
         if self._maker != os.getpid() and buckets.is_cpu and buckets.is_shared():
@@ -141,12 +141,12 @@ class HashTable(torch.nn.Module):
             )
 
     def _note_maker(self) -> None:
-        """Note that what is not shared so far is this process's."""
+        """Record this process as the maker of a table that is not shared yet."""
         if not self.tensors()[0].is_shared():
             self._maker = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._note_maker()  # to be passed to another process, for one
+        self._note_maker()  # the table may be on its way to another process
         return self.__dict__.copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,21 +157,21 @@ class HashTable(torch.nn.Module):
         """Drop all keys."""
         with self.rows_of.changing():
             ops.hash_table_clear_(self.buckets)
-            # Not from torch's generators, whose streams are the user's.
+            # Not drawn from torch's generators, whose sequences belong to the user.
             self.hash_seed.fill_(secrets.randbits(64) - 2**63)
             self.size.zero_()
             self.rows_of.clear_from(0)
 
     def _apply(self, *args: Any, **kwargs: Any) -> HashTable:
         was_meta = self.buckets.is_meta
-        self._note_maker()  # before share_memory, for one
+        self._note_maker()  # this may be a call of share_memory
         super()._apply(*args, **kwargs)
         if was_meta and not self.buckets.is_meta:
-            self.clear_()  # there was nothing in it, and is anything now
+            self.clear_()  # memory that comes from meta has arbitrary content
         return self
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Rows of keys: int64 in the shape of keys (int64 or int32, any shape), -1 = absent."""
+        """Return rows of keys: int64 in the shape of keys (int64 or int32, any); -1 = absent."""
         self._check_keys(keys)
         buckets, hash_seed, _ = self.tensors()
         if keys.dim() == 1:
@@ -179,7 +179,7 @@ class HashTable(torch.nn.Module):
         return _find(buckets, hash_seed, keys.reshape(-1)).view(keys.shape)
 
     def find_or_insert(self, keys: torch.Tensor) -> torch.Tensor:
-        """Rows of keys; absent keys get the next free rows, in order of first occurrence.
+        """Return rows of keys; absent keys get the next free rows, in order of first occurrence.
 
         Args:
             keys: int64 or int32, any shape, any values, repeats allowed.
@@ -188,9 +188,9 @@ class HashTable(torch.nn.Module):
             int64 in the shape of keys.
 
         Raises:
-            TableFullError: more new keys than free rows; the table is as it was.
+            TableFullError: there are more new keys than free rows; the table is unchanged.
             RuntimeError: another thread is inserting into this table.
-            TypeError, ValueError: keys is no such tensor, or lies on another device.
+            TypeError, ValueError: keys is not such a tensor, or is on another device.
         """
         self._check_keys(keys)
         if keys.dim() == 1:
@@ -198,7 +198,7 @@ class HashTable(torch.nn.Module):
         return self.find_or_insert_with_status(keys.reshape(-1))[0].view(keys.shape)
 
     def find_or_insert_with_status(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`find_or_insert` of 1-D keys, and int64 ``[2]`` that begins with the size before it."""
+        """Insert 1-D keys; return rows, and int64 ``[2]`` that begins with the old size."""
         state = self.tensors()
         self.refuse_sharing()
         try:
@@ -209,7 +209,7 @@ class HashTable(torch.nn.Module):
             raise RuntimeError(f"{self.name}: {error}") from None
         increment_version(state)
         before, entries_refused = status.tolist()
-        if entries_refused < 0:  # only on a device; the CPU's op raises by itself
+        if entries_refused < 0:  # only on CUDA; the CPU's op raises an error itself
             raise ValueError(
                 f"{self.name}: the table is damaged: its size is {before} of {self.capacity}, and "
                 f"no slot was free for the new keys"
@@ -231,22 +231,23 @@ class HashTable(torch.nn.Module):
             )
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Buckets, hash_seed and size, as the ops take them."""
-        # A module's way to find its attributes takes longer than a small lookup in the table.
+        """Return buckets, hash_seed and size, as the ops take them."""
+        # Attribute access of a module takes longer than a small lookup in the table.
         buffers = cast(dict[str, torch.Tensor], self._buffers)
         return buffers["buckets"], buffers["hash_seed"], buffers["size"]
 
     def restored(
         self, entries: dict[str, Any], device: torch.device | None
     ) -> dict[str, torch.Tensor]:
-        """New buffers for this table with the keys and rows of a saved state.
+        """Return new buffers for this table with the keys and rows of a saved state.
 
-        Nothing is taken on trust but keys and rows: the keys are inserted anew. So the saved table
-        may have any number of buckets, and the result is as sound as a table that has grown.
+        Only keys and rows are taken from the state; the keys are inserted into new buckets. The
+        saved table may therefore have any number of buckets, and the result is as sound as a table
+        that has grown.
 
         Args:
             entries: the state, by the buffers' names.
-            device: where the new buffers go; None means where the saved ones are.
+            device: device of the new buffers; None means that of the saved ones.
 
         Raises:
             TypeError, ValueError: the state is damaged or does not fit.
@@ -274,7 +275,7 @@ class HashTable(torch.nn.Module):
         keys = torch.empty(size, dtype=torch.int64, device=buckets.device)
         found = torch.zeros(size, dtype=torch.bool, device=buckets.device)
         count = 0
-        for part in buckets.split(1 << 20):  # so that what is needed besides stays small
+        for part in buckets.split(1 << 20):  # in parts, so that temporary memory stays small
             rows = part[:, SLOTS_PER_BUCKET:].contiguous().view(torch.int32)[:, :SLOTS_PER_BUCKET]
             used = rows >= 0
             rows = rows[used].to(torch.int64)
@@ -304,7 +305,8 @@ class HashTable(torch.nn.Module):
     ) -> None:
         rest = strict, missing_keys, unexpected_keys, error_messages
         entries = saved.entries(state_dict, prefix, self._buffers)
-        # A layer loads its table itself, and then hands on the table's own tensors.
+        # A layer that has loaded its table itself passes on the table's own tensors, which are
+        # skipped.
         if entries and any(entries.get(name) is not own for name, own in self._buffers.items()):
             buffers = cast(dict[str, torch.Tensor], self._buffers)
             assign = local_metadata.get("assign_to_params_buffers", False)
@@ -322,7 +324,7 @@ class HashTable(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def keys(self) -> torch.Tensor:
-        """All keys, int64 ``[len(table)]``; the key of row i is at position i."""
+        """Return all keys, int64 ``[len(table)]``; the key of row i is at position i."""
         return ops.hash_table_keys(*self.tensors())
 
     def __len__(self) -> int:
@@ -332,6 +334,6 @@ class HashTable(torch.nn.Module):
         return True  # an empty table is still a table
 
     def extra_repr(self) -> str:
-        """Size, capacity and load factor."""
+        """Return size, capacity and load factor."""
         size = "?" if self.size.is_meta else len(self)
         return f"size={size}, capacity={self.capacity}, load_factor={self.load_factor}"

@@ -1,8 +1,9 @@
 """Functions as initializers, such as those of torch.nn.init.
 
-A vector of a hash table starts from a function of (seed, key, column), whenever and wherever its
-key comes. A function that fills a tensor knows no keys, so it is called on a tensor without memory,
-of the shape of the whole table, to see what it draws: that is what vectors are drawn from.
+The initial vector of a key in a hash table depends on (seed, key, column) alone, whenever and
+wherever the key comes. A function that fills a tensor knows no keys. It is therefore called on a
+tensor without memory, of the shape of the whole table, to see from which distribution it draws;
+initial vectors are drawn from that distribution.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .initializers import Constant, Initializer, Normal, Uniform
 
 _aten = torch.ops.aten
-# Standard deviations that no normal draw goes beyond: u is at least 2^-32 in sqrt(-2 log(u)).
+# No normal draw is more standard deviations from the mean: u is at least 2^-32 in sqrt(-2 log(u)).
 _FARTHEST = math.sqrt(64 * math.log(2))
 
 
 @dataclass(frozen=True)
 class Filled(Initializer):
-    """A table without hash table, from a function that is called on zeros for all ranks' rows."""
+    """An initializer without hash table: calls a function on zeros for the rows of all ranks."""
 
     function: Callable[[torch.Tensor], Any]
 
     @property
     def _distribution(self) -> tuple[str, float, float]:
-        return "constant", 0.0, 0.0  # of absent keys, which there are none of
+        return "constant", 0.0, 0.0  # for absent keys, of which a table without hash table has none
 
     def __repr__(self) -> str:
-        # Without the address, since ranks compare it.
+        # Without the function's address, since ranks compare the text.
         return f"Filled({_name_of(self.function)})"
 
     def fill_(self, weight: torch.Tensor, rank: int, world_size: int, *, seed: int) -> None:
-        """See `Initializer`."""
+        """Call the function for the rows of all ranks, and keep those of this rank."""
         shape = len(weight) * world_size, weight.shape[1]
         rows = torch.zeros(shape, dtype=weight.dtype, device="cpu")
         with torch.random.fork_rng(devices=[]):
@@ -48,7 +49,7 @@ class Filled(Initializer):
 
 
 class _Record(TorchDispatchMode):
-    """Notes the ops that are called."""
+    """Records the ops that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class _Record(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if op is not _aten.detach.default:  # of `t.data`
+        if op is not _aten.detach.default:  # detach comes from `t.data`
             self.calls.append((op, args, kwargs or {}))
         return op(*args, **(kwargs or {}))
 
@@ -68,17 +69,18 @@ def resolve(
     shape: tuple[int, int],
     use_hashtable: bool,
 ) -> Initializer:
-    """The initializer of a layer.
+    """Return the initializer of a layer.
 
     Args:
-        layer: what errors begin with.
-        initializer: as given; None means the default.
-        shape: of the table, over all ranks.
-        use_hashtable: whether any function will do that fills a tensor.
+        layer: name of the layer, with which errors begin.
+        initializer: the layer's argument; None means the default.
+        shape: shape of the table over all ranks.
+        use_hashtable: whether there is a hash table; without one, any function that fills a tensor
+            will do.
 
     Raises:
-        TypeError: neither an initializer nor a function, or a function that does not fill a tensor
-            with a distribution that there is, for a hash table.
+        TypeError: initializer is neither an initializer nor a function; or, with a hash table, it
+            is a function that does not fill a tensor from one known distribution.
         ValueError: a distribution with bad parameters.
     """
     if initializer is None:
@@ -106,7 +108,7 @@ def resolve(
 
 
 def _drawn(function: Callable[[torch.Tensor], Any], shape: tuple[int, int]) -> Initializer:
-    """What a function draws. It raises anything if that is not one distribution."""
+    """Return the distribution that a function draws from; raise if it is not exactly one."""
     if getattr(function, "func", function) is torch.nn.init.trunc_normal_:
         return _truncated(function)
     tensor = torch.empty(shape, device="meta")
@@ -133,9 +135,9 @@ _MADE_BY: dict[Any, Callable[..., Initializer]] = {
 
 
 def _truncated(function: Callable[[torch.Tensor], Any]) -> Initializer:
-    """The truncated normal distribution, whose function does nothing to a tensor without memory."""
+    """Return the distribution of trunc_normal_, which does nothing to a tensor without memory."""
     signature = inspect.signature(torch.nn.init.trunc_normal_)
-    # As of functools.partial, and none of the function itself.
+    # Arguments of a functools.partial; the function itself has none.
     arguments, keywords = getattr(function, "args", ()), getattr(function, "keywords", {})
     given = signature.bind(None, *arguments, **keywords)
     given.apply_defaults()

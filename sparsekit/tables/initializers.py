@@ -7,7 +7,7 @@ import torch
 
 from ..ops.init_rows import DISTRIBUTIONS
 
-# It checks all that its form in sparsekit.ops does; that one's Python says more, and takes longer.
+# The op checks the same as its wrapper in sparsekit.ops, whose errors say more but take longer.
 _init_rows = torch.ops.sparsekit.init_rows_.default
 
 
@@ -27,7 +27,7 @@ class Initializer:
 
     def __post_init__(self) -> None:
         name, a, b = self._distribution
-        # Values are drawn in float32; b - a is what a uniform draw is scaled by.
+        # Values are drawn in float32, and a uniform draw is scaled by b - a.
         if not all(abs(x) <= torch.finfo(torch.float32).max for x in (a, b, b - a)):
             raise ValueError(f"{self}: the parameters must be finite in float32")
         if name == "uniform" and a >= b:
@@ -46,7 +46,7 @@ class Initializer:
     ) -> None:
         """Write the initial vectors of keys to ``out[rows]``; see `sparsekit.ops.init_rows_`.
 
-        The seed is a signed integer of 64 bits, as that of a layer.
+        The seed is a signed integer of 64 bits, like that of a layer.
         """
         _init_rows(out, keys, rows, status, seed, *self.numbers)
 
@@ -60,7 +60,7 @@ class Initializer:
 class Uniform(Initializer):
     """Uniform in [low, high), drawn in float32.
 
-    A bfloat16 layer rounds what was drawn, to high as well where that is the nearest.
+    A bfloat16 layer rounds the draws to the nearest number, which may be high itself.
     """
 
     low: float = -0.05

@@ -21,7 +21,7 @@ PLACEMENTS = ("hash", "modulo")
 
 
 class TableKeywords(TypedDict, total=False):
-    """Types of what every layer takes by keyword; `DistributedEmbedding` explains each."""
+    """Types of the keywords that every layer takes; `DistributedEmbedding` explains each."""
 
     key_dtype: torch.dtype
     embedding_initializer: Initializer | Callable[[torch.Tensor], Any] | None
@@ -60,12 +60,12 @@ class TableOptions:
     insert: bool = True
 
     def checked(self, name: str) -> TableOptions:
-        """The same, checked, with defaults filled in; errors begin with name.
+        """Return checked options with defaults filled in; errors begin with name.
 
-        Initializer and name stay as they are, and seed None if it is to be drawn.
+        Initializer and name are not changed, and a seed that must be drawn stays None.
 
         Raises:
-            TypeError, ValueError: an option of a wrong type or out of range.
+            TypeError, ValueError: an option has a wrong type or is out of range.
             NotImplementedError: a device for which this build has no kernels.
         """
         capacity = check_count(
@@ -112,7 +112,7 @@ class TableOptions:
 
 
 def keyword_parameters() -> list[inspect.Parameter]:
-    """`TableKeywords` as parameters of a function, with their defaults."""
+    """Return `TableKeywords` as parameters of a function, with their defaults."""
     return [
         inspect.Parameter(
             name,
@@ -125,7 +125,7 @@ def keyword_parameters() -> list[inspect.Parameter]:
 
 
 def check_count(name: str, argument: str, value: int, most: int = 2**63 - 1) -> int:
-    """``value`` as an int in [1, most]; see `check_int`."""
+    """Return ``value`` as an int in [1, most]; see `check_int`."""
     return check_int(name, argument, value, 1, most)
 
 
@@ -142,9 +142,9 @@ def _checked_device(name: str, device: torch.device | str | None) -> torch.devic
 
 
 def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None:
-    """The seed as a signed integer: a given one may be unsigned, the 64 bits are what counts."""
-    # Layers must not start from equal vectors for equal keys (user 5 and item 5). The seed is
-    # state: a loaded layer goes on as it began.
+    """Return the seed as a signed integer; a given one may be unsigned, as its 64 bits count."""
+    # Layers get different seeds, so that equal keys (user 5 and item 5) start from different
+    # vectors. The seed is part of the state, so that a loaded layer goes on as it began.
     if seed is None and name is None:
         return None
     if seed is None:
@@ -154,6 +154,6 @@ def _checked_seed(called: str, name: str | None, seed: int | None) -> int | None
 
 
 def drawn_seed() -> int:
-    """A seed from torch's default generator, which torch.manual_seed seeds."""
-    with _disable_current_modes():  # FakeTensorMode for one, whose tensors have no values
+    """Draw a seed from torch's default generator, which torch.manual_seed seeds."""
+    with _disable_current_modes():  # such as FakeTensorMode, whose tensors have no values
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_())

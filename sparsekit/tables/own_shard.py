@@ -13,9 +13,10 @@ from ..distributed import Exchange
 
 
 class OwnShard(torch.Tensor):
-    """A saved ``shard``: a plain tensor to all but torch.distributed.checkpoint, which it stops.
+    """A saved ``shard``: a plain tensor, except that torch.distributed.checkpoint refuses it.
 
-    That takes tensors of one name on several ranks for copies, and would keep one rank's.
+    torch.distributed.checkpoint takes tensors of one name on several ranks for copies, and would
+    keep one rank's.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -24,13 +25,13 @@ class OwnShard(torch.Tensor):
 
     @staticmethod
     def of(shard: torch.Tensor, layer: str, exchange: Callable[[], Exchange | None]) -> OwnShard:
-        """The marked entry of a layer."""
+        """Return the ``shard`` of a layer as a marked tensor."""
         marked = shard.as_subclass(OwnShard)
         marked.layer, marked.exchange = layer, exchange
         return marked
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
-        """Called by torch.distributed.checkpoint as it plans what each rank is to save."""
+        """Refuse torch.distributed.checkpoint, which calls this to plan what each rank saves."""
         rank, world_size = self.tolist()
         raise RuntimeError(
             f"{self.layer}: torch.distributed.checkpoint would keep one rank's part of the table, "
@@ -39,7 +40,7 @@ class OwnShard(torch.Tensor):
         )
 
     def new_empty(self, *args: Any, **kwargs: Any) -> OwnShard:
-        """Called for the copy that async_save makes, which must be marked as well."""
+        """Mark the copy that async_save makes, too."""
         return super().new_empty(*args, **kwargs).as_subclass(OwnShard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnShard:
@@ -49,27 +50,27 @@ class OwnShard(torch.Tensor):
         exchange = self.exchange()
         if exchange is not None:
             exchange.parts_saved += 1
-        # Saved as what it is, so that torch.load needs to know nothing of it.
+        # Saved as a plain tensor, so that torch.load does not need this class.
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 def nothing() -> None:
-    """Stands for a weak reference where there is no exchange."""
+    """Stand in for a weak reference where there is no exchange."""
 
 
 def exchange_ref(exchange: Exchange | None) -> Callable[[], Exchange | None]:
-    """One that an `OwnShard` can have."""
+    """Return a weak reference to the exchange, for an `OwnShard`."""
     return nothing if exchange is None else weakref.ref(exchange)
 
 
 def warn_of_parts_not_saved(saved: Sequence[int]) -> None:
-    """Warn where some ranks have saved states since the last lookup and others have not.
+    """Warn if some ranks have saved states since the last lookup and others have not.
 
-    Trainers and many scripts save on rank 0 alone, and nobody would miss the other ranks' rows
-    before they are to be loaded.
+    Trainers and many scripts save on rank 0 alone, and the loss of the other ranks' rows would only
+    show when they are to be loaded.
 
     Args:
-        saved: parts of tables that each rank has saved.
+        saved: number of table parts that each rank has saved.
     """
     if len(set(saved)) == 1:
         return

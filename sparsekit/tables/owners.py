@@ -1,4 +1,4 @@
-"""Which rank owns a key, where a hash decides: maps from virtual shards to ranks."""
+"""Maps from virtual shards to ranks, by which a hash of a key decides on its owner."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import torch
 from .. import hashing
 from ..ops.bucketize import VIRTUAL_SHARDS
 
-# By world size and device. Layers that have the same map share it, so that it stays in the cache.
+# Maps by world size and device. Layers with equal maps share one, so that it stays in the cache.
 _even: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
 def even_map(world_size: int, device: torch.device) -> torch.Tensor:
-    """int16 ``[65536]``: to each rank as many virtual shards, in one piece.
+    """Return the map, int16 ``[65536]``, with an equal range of virtual shards for each rank.
 
-    Nobody may write to it.
+    Layers share it, so do not write to it.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     known = _even.get((world_size, device))
     if known is not None:
         return known
-    with torch.inference_mode(False):  # since it may be made in that mode, and used out of it
+    with torch.inference_mode(False):  # a map that is made in this mode is used outside of it too
         shards = torch.arange(VIRTUAL_SHARDS, device=device)
         made = (shards * world_size >> 16).to(torch.int16)
-    if type(made) is torch.Tensor:  # and no fake one
+    if type(made) is torch.Tensor:  # a fake tensor must not be kept
         _even[world_size, device] = made
     return made
 
 
 def shared(owners: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The map, or `even_map` if that is the same."""
+    """Return `even_map` if the given map is equal to it, else the given one."""
     even = even_map(world_size, owners.device)
     return even if torch.equal(even, owners) else owners
 
 
 def check_ranks_of(name: str, owners: torch.Tensor, world_size: int) -> None:
-    """Raise ValueError for an entry that is no rank; the message begins with name."""
+    """Raise ValueError for an entry that is not a rank; the message begins with name."""
     bad = (owners < 0) | (owners >= world_size)
     if bool(bad.any()):
         shard = int(bad.nonzero()[0])
@@ -46,13 +46,13 @@ def check_ranks_of(name: str, owners: torch.Tensor, world_size: int) -> None:
 
 
 class CodeOfMap:
-    """A short hash of the map that a layer has, made when the map is another one or written to."""
+    """A short hash of a layer's map, computed again when the map is replaced or written to."""
 
     def __init__(self) -> None:
         self._made: tuple[torch.Tensor, int, str] | None = None
 
     def of(self, name: str, owners: torch.Tensor, world_size: int) -> str:
-        """The hash, after `check_ranks_of`."""
+        """Return the hash, after `check_ranks_of`."""
         version = -1 if owners.is_inference() else owners._version
         made = self._made
         if made is None or made[0] is not owners or made[1] != version:

@@ -1,9 +1,8 @@
-"""States of optimizers belong to keys, and follow them when rows come to stand for other keys.
+"""Keeps states of optimizers with their keys when rows get other keys.
 
-A state that may be of other rows than the table's has an entry "keys" beside its tensors: the key
-of each of its rows, or None in a state that was loaded and does not tell. The entry goes in the
-same step as the states come to be those of the table's rows, so an interruption before is made up
-for.
+A state whose rows may differ from the table's has an entry "keys" beside its tensors: the key of
+each of its rows, or None if a loaded state does not say. The entry is removed in the same step that
+matches the states with the table's rows, so that nothing is lost if an interruption comes before.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from .hash_table import HashTable
 
 
 def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: torch.Tensor) -> None:
-    """Have an optimizer's states of a weight be those of the keys that its rows have now.
+    """Match an optimizer's states of a weight with the keys that its rows have now.
 
-    Keys that the states lack begin as new ones do.
+    Keys that the states lack start like new ones.
 
     Args:
-        optimizer: any, with or without states of this weight.
+        optimizer: any optimizer, with or without states of this weight.
         weight: ``[capacity, dim]``.
-        keys: int64 ``[rows in use]``, of each row.
+        keys: int64 ``[rows in use]``, the key of each row.
     """
     state = optimizer.state.get(weight)
     if not state or "keys" not in state:
@@ -42,20 +41,20 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
         and value.shape[:1] == weight.shape[:1]
         and name != "keys"
     ]
-    end = len(before) or len(weight)  # without any keys, rows may be those of a lost table
+    end = len(before) or len(weight)  # without keys, rows may be those of a lost table
     both = min(len(before), len(keys))
     differs = (before[:both] != keys[:both]).nonzero()
     same = int(differs[0]) if len(differs) else both
     sparse = any(state[name].is_sparse for name in names)
     if same == both and not sparse:
-        # In place, since another copy may have no room. Twice is as good as once.
+        # In place, since there may be no memory for a copy. An interrupted fill can be repeated.
         for name in names:
             state[name][same:end].fill_(initial.get(name, 0.0))
         del state["keys"]
         return
     lookup = HashTable(max(1, len(before)), device=keys.device)
     lookup.find_or_insert(before)
-    of_rows = lookup.find(keys)  # the row that a key had
+    of_rows = lookup.find(keys)  # the row that each key had before
     rows = (of_rows >= 0).nonzero().squeeze(1)
     taken = of_rows[rows]
     moved: dict[str, torch.Tensor] = {}
@@ -72,7 +71,7 @@ def follow_keys(optimizer: torch.optim.Optimizer, weight: torch.Tensor, keys: to
 
 
 def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Mapping[str, float]:
-    """Each state of a row that no step has touched, by name; 0 for those that are not there."""
+    """Return each state's value, by name, in a row that no step has touched; missing means 0."""
     group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
     own: Callable[..., Mapping[str, float]] | None = getattr(optimizer, "initial_values", None)
     if own is not None:
@@ -81,7 +80,7 @@ def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> M
 
 
 def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """The rows of a sparse tensor, as torch's SGD has its momentum, at other places."""
+    """Move the rows of a sparse tensor, such as the momentum of torch's SGD, to other places."""
     places = torch.full(state.shape[:1], -1, dtype=torch.int64, device=state.device)
     places[rows] = to
     coalesced = state.coalesce()

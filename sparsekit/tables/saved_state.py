@@ -1,6 +1,6 @@
-"""Loading of saved states: all of a module's entries are checked, then one call takes them over.
+"""Loads saved states: all entries of a module are checked, then one call takes them over.
 
-Python handles signals between calls, so an interruption finds a module as it was or loaded.
+Python handles signals between calls, so an interruption leaves a module either unchanged or loaded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def entries(state_dict: Mapping[str, Any], prefix: str, names: Iterable[str]) -> dict[str, Any]:
-    """Entries of these names that a state has."""
+    """Return the entries of these names that a state has."""
     return {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
 
 
@@ -23,11 +23,11 @@ def entry(
     dtypes: Sequence[torch.dtype],
     shape: Sequence[int | None],
 ) -> torch.Tensor:
-    """One entry of a state, checked; None in shape is any size.
+    """Return one entry of a state, checked; None in shape accepts any size.
 
     Raises:
-        TypeError: it is no tensor, or has another dtype.
-        ValueError: it is missing, has another shape, or has no values.
+        TypeError: the entry is not a tensor, or has another dtype.
+        ValueError: the entry is missing, has another shape, or has no values.
     """
     if name not in entries:
         raise ValueError(
@@ -57,7 +57,7 @@ def entry(
 
 
 def refuse_meta(module: str, device: torch.device | None) -> None:
-    """Raise ValueError if a module that a state is to be copied to has no memory."""
+    """Raise ValueError for a module on meta, which has no memory to copy a state to."""
     if device is not None and device.type == "meta":
         raise ValueError(
             f"{module}: the module is on meta, where a state cannot be copied to; load it with "
@@ -66,12 +66,12 @@ def refuse_meta(module: str, device: torch.device | None) -> None:
 
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second tensor of each pair to the first: all of them, in one call."""
+    """Copy the second tensor of each pair to the first, all in one call."""
     with torch.no_grad():
         targets, sources = zip(*pairs, strict=True)
         torch._foreach_copy_(targets, sources)
 
 
 def replace_all(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    """Update the first dict of each pair by the second: all of them, in one call."""
+    """Update the first dict of each pair by the second, all in one call."""
     tuple(map(dict.update, *zip(*pairs, strict=True)))

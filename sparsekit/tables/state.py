@@ -27,17 +27,17 @@ class TableTensors(torch.nn.Module, Sharded):
     """Base of `EmbeddingTable`: its tensors, loaded all together or not at all.
 
     Attributes:
-        name: begins errors.
-        rank, world_size: which share of the table this is.
+        name: name of the layer, with which errors begin.
+        rank, world_size: the share of the table that this is.
         capacity: rows of this share.
         embedding_vec_size: elements of a vector.
         placement: how keys are placed on ranks.
         weight: ``[capacity, dim]``.
-        table: from keys to rows; None without the hash table.
-        seed: int64 ``[1]``, of the initial vectors.
+        table: maps keys to rows; None without the hash table.
+        seed: int64 ``[1]``, the seed of the initial vectors.
         shard: int64 ``[2]``, rank and world size.
         owners: int16 ``[65536]``, the rank of each virtual shard; None where there is no such map.
-        checked_modes: modes (inserting or not) in which the weight was checked before any key.
+        checked_modes: modes (inserting or not) in which the weight has been checked.
     """
 
     name: str
@@ -56,22 +56,22 @@ class TableTensors(torch.nn.Module, Sharded):
     initializer: Initializer
 
     def process_exchange(self) -> Exchange | None:
-        """The way to the other ranks, or None where there are none."""
+        """Return the exchange with the other ranks, or None if there are none."""
         raise NotImplementedError
 
     def sharded_state(self) -> Iterable[str]:
-        """See `Sharded`: all that a table consists of, but not what a subclass has added."""
+        """Return the names of a table's tensors, without those that a subclass adds."""
         return own_entries(self)
 
     def catch_up(self, rows: torch.Tensor | None = None) -> None:
-        """Have the optimizer finish what it has left undone for these rows, or for all."""
-        # There may be another kind of tensor in place of the weight, under functional_call for one.
+        """Let these rows, or all rows, catch up with the steps that they have missed."""
+        # The weight may be another kind of tensor, for example under functional_call.
         weight = self.weight
         if isinstance(weight, EmbeddingWeight) and weight.before_read is not None:
             weight.catch_up(rows)
 
     def rows_changing(self) -> AbstractContextManager[None]:
-        """Around whatever may give rows other keys; see `RowsOf.changing`."""
+        """Return a context for changes of the keys of rows; see `RowsOf.changing`."""
         return nullcontext() if self.table is None else self.table.rows_of.changing()
 
     def _load_from_state_dict(
@@ -91,12 +91,13 @@ class TableTensors(torch.nn.Module, Sharded):
                 load(self, entries, local_metadata.get("assign_to_params_buffers", False))
             except (TypeError, ValueError) as error:
                 error_messages.append(str(error))
-            # torch has nothing left to do here, nor in the table.
+            # Leave nothing for torch to load, here or in the table.
             state_dict.update({prefix + name: own for name, own in own_entries(self).items()})
         with own_writes([self.weight]):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if entries and not isinstance(self.weight, EmbeddingWeight):
-            # torch.__future__.set_swap_module_params_on_conversion makes it a plain parameter.
+            # torch.__future__.set_swap_module_params_on_conversion turns the weight into a plain
+            # parameter.
             self.weight = EmbeddingWeight(self.weight.data, self.weight.requires_grad)
 
     def _save_to_state_dict(
@@ -111,14 +112,14 @@ class TableTensors(torch.nn.Module, Sharded):
 
 
 def entries_of(state_dict: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Entries of a layer and its table in a state, by the layer's names."""
+    """Return the entries of a layer and its table in a state, by the layer's names."""
     own = ("weight", "seed", "shard", "owners")
     names = (name.removeprefix(prefix) for name in state_dict if name.startswith(prefix))
     return saved.entries(state_dict, prefix, (n for n in names if n in own or n[:6] == "table."))
 
 
 def own_entries(layer: TableTensors) -> dict[str, torch.Tensor]:
-    """The layer's tensors by their names in a state, those of its table too."""
+    """Return the tensors of a layer and its table, by their names in a state."""
     own = {"weight": layer.weight, "seed": layer.seed, "shard": layer.shard}
     if layer.owners is not None:
         own["owners"] = layer.owners
@@ -128,18 +129,19 @@ def own_entries(layer: TableTensors) -> dict[str, torch.Tensor]:
 
 
 def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
-    """Take over the entries of a saved state: all of them, or none if one does not fit.
+    """Load the entries of a saved state: all of them, or none if one does not fit.
 
     A hash table's state may have been saved at another capacity, if its rows fit.
 
     Args:
         layer: the layer.
-        entries: by the names of `own_entries`, and whatever else the state has of a table.
+        entries: entries by the names of `own_entries`, and any others that the state has of a
+            table.
         assign: whether the saved weight replaces the layer's, as in load_state_dict.
 
     Raises:
-        TypeError, ValueError: the state is damaged, incomplete or another layer's; the layer is as
-            it was.
+        TypeError, ValueError: the state is damaged, incomplete or another layer's; the layer is
+            unchanged.
     """
     saved.refuse_meta(layer.name, None if assign else layer.weight.device)
     if entries.keys() == {"weight"}:
@@ -147,7 +149,7 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
             f"{layer.name}: the state has no seed, only weight, as that of a torch.nn.Embedding, "
             f"whose row i is the vector of id i; so call assign(torch.arange(len(weight)), weight)"
         )
-    shard = [0, 1]  # in states from before there were shards
+    shard = [0, 1]  # states of older versions have no shard
     if "shard" in entries:
         shard = saved.entry(layer.name, entries, "shard", _INT64, (2,)).tolist()
     if shard != [layer.rank, layer.world_size]:
@@ -177,7 +179,7 @@ def load(layer: TableTensors, entries: dict[str, Any], assign: bool) -> None:
         )
     if table and layer.key_dtype == torch.int32:
         _refuse_wide_keys(layer.name, table)
-    # What the optimizer has left undone belongs to the rows that go.
+    # Missed steps of the optimizer belong to the rows that are about to be replaced.
     layer.catch_up()
     layer.checked_modes = set()
     with layer.rows_changing():
@@ -199,7 +201,7 @@ def _refuse_wide_keys(name: str, table: dict[str, torch.Tensor]) -> None:
 
 
 def _owners(layer: TableTensors, entries: dict[str, Any]) -> torch.Tensor | None:
-    """Owners in a state, where the layer has some."""
+    """Return the owners in a state, or None if the layer has none."""
     if ("owners" in entries) != (layer.owners is not None):
         if layer.world_size == 1:
             raise ValueError(
@@ -228,7 +230,7 @@ def _copy(
 ) -> None:
     rows = min(len(weight), layer.capacity)
     unused = layer.weight[rows:].detach()
-    # The weight first: it is what may fail, for want of memory.
+    # The weight comes first, since its copy may fail for lack of memory.
     pairs = [
         (layer.weight[:rows].detach(), weight[:rows]),
         (unused, unused.new_zeros(()).expand_as(unused)),
@@ -236,7 +238,7 @@ def _copy(
     ]
     own = layer.owners
     if owners is not None and own is not None and not torch.equal(owners.to(own.device), own):
-        # What others may have as well is not written to.
+        # Other layers may share the map, so a copy of it is written to.
         layer.owners = own.clone()
         pairs.append((layer.owners, owners))
     if layer.table is not None:
@@ -266,7 +268,7 @@ def _replace(
         (layer._buffers, buffers),
     ]
     if layer.table is not None:
-        parameter.note_version()  # its rows are looked at below, with their own keys
+        parameter.note_version()  # `follow_keys` below looks at its rows, with their own keys
         parameter.belongs_to(layer.table)
         pairs.append((layer.table._buffers, table))
     saved.replace_all(pairs)
@@ -274,12 +276,12 @@ def _replace(
 
 
 def refuse_lost_values(layer: TableTensors, written: bool) -> None:
-    """Raise if rows without a key were written to, which new keys would undo.
+    """Raise RuntimeError if rows without a key have values, which new keys would overwrite.
 
     Args:
-        layer: one with a hash table.
-        written: whether its weight has been written to since it was last looked at; else rows
-            with keys are not looked at.
+        layer: a layer with a hash table.
+        written: whether its weight has been written to since the last check; if not, rows with keys
+            are not checked.
     """
     weight = layer.weight.detach()
     keys = 0 if layer.table is None else len(layer.table)
@@ -292,7 +294,8 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
         undo = f"write zeros to weight[{keys}:] under torch.no_grad()"
     elif written and layer.initializer != Constant(0.0) and _are_zeros(weight[:keys]):
         what = "as zeros, rows without a key too"
-    if what and not getattr(layer.weight, "moved", False):  # by an optimizer
+    # An optimizer may move rows without a key.
+    if what and not getattr(layer.weight, "moved", False):
         raise RuntimeError(
             f"{layer.name}: weight was written to {what}, and a new key starts from the layer's "
             f"initializer. For other initial values give the layer an embedding_initializer, such "
@@ -304,5 +307,5 @@ def refuse_lost_values(layer: TableTensors, written: bool) -> None:
 
 
 def _are_zeros(rows: torch.Tensor) -> bool:
-    # Most writes end with the first rows.
+    # The first rows decide in most cases.
     return not bool(rows[:SEEN_ROWS].any()) and not bool(rows.any())

@@ -24,10 +24,10 @@ class BiasBaseline:
     """The model rating = mean + user bias + item bias; an unknown user or item has bias 0.
 
     Attributes:
-        mean: mean of all training ratings. low, high: the range of ratings, to which predictions
-            are clamped. user_ids, item_ids: int64, sorted, distinct: ``[u]`` and ``[i]``.
-            user_bias,
-        item_bias: float64 ``[u]`` and ``[i]``.
+        mean: mean of all training ratings.
+        low, high: the range of ratings, to which predictions are clamped.
+        user_ids, item_ids: int64, sorted, distinct: ``[u]`` and ``[i]``.
+        user_bias, item_bias: float64 ``[u]`` and ``[i]``.
         damping: damping of users and of items with which the biases were fitted.
     """
 
