@@ -43,7 +43,22 @@ TEXTS = [
 
 def test_words_that_need_a_second_reading() -> None:
     """Texts use no vague words, and no openings that do not say what a thing is or does."""
-    words = re.compile(r"\b(so many|shall|somebody)\b|(//|#|\"\"\") Of the file\b", re.IGNORECASE)
+    words = re.compile(
+        r"\b(so many|shall|somebody|lest|no more than one)\b"
+        r"|(//|#|\"\"\") (?-i:Of (the|a|an)|In place of|For what)\b",
+        re.IGNORECASE,
+    )
     assert len(TEXTS) > 400
     found = [f"{path}: {match[0]}" for path in TEXTS for match in words.finditer(path.read_text())]
+    assert found == []
+
+
+def test_native_comments_need_no_guess() -> None:
+    """Comments of native code do not open with a mere clause, nor use archaic words."""
+    words = re.compile(
+        r"// (What|Whether|Those (of|that|with))\b|//.*\b(anew|beside|likewise|nobody|whoever)\b"
+    )
+    native = [path for path in TEXTS if ROOT / "csrc" in path.parents]
+    assert len(native) > 100
+    found = [f"{path}: {match[0]}" for path in native for match in words.finditer(path.read_text())]
     assert found == []

@@ -50,7 +50,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t owner_by_modulo(int64_t key, const Owners& 
   return static_cast<int64_t>(rest < owners.world_size ? rest : rest - owners.world_size);
 }
 
-// Returns the rank that owns a key. The map's values are not checked here; whoever receives a map
+// Returns the rank that owns a key. The map's values are not checked here; code that receives a map
 // from outside checks that they are ranks.
 SPARSEKIT_HOST_DEVICE inline int64_t owner_of(int64_t key, const Owners& owners) {
   return owners.map == nullptr ? owner_by_modulo(key, owners) : owners.map[virtual_shard_of(key)];

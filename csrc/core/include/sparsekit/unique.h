@@ -14,9 +14,9 @@ int64_t unique_workspace_bytes(int64_t n);
 
 // Writes the distinct keys to unique_keys [n], in order of first occurrence; to inverse [n] the
 // position of each key in unique_keys; to counts [n], unless null, how often each distinct key
-// occurs. Returns the number u of distinct keys; elements from u on are undefined. `seed`
-// should be unknown to whoever chooses the keys; results do not depend on it. Index is int64_t, or
-// int32_t for int64_t keys. Precondition: n < 2^31.
+// occurs. Returns the number u of distinct keys; elements from u on are undefined. `seed` should be
+// unknown to anyone who chooses keys; results do not depend on it. Index is int64_t, or int32_t for
+// int64_t keys. Precondition: n < 2^31.
 template <class Key, class Index>
 int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index* inverse,
                int64_t* counts, void* workspace, const ParallelFor& parallel_for);
