@@ -1,4 +1,4 @@
-"""The command line: run the benchmarks, compare two runs, make tables and plots of them."""
+"""The command line: runs the benchmarks, compares two runs, makes tables and plots."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ from .gpu import Gpu
 
 Benchmarks = dict[str, Callable[[Any], Iterator[Comparison]]]
 
-# Each suite's benchmarks, by the name they have on the command line.
+# Benchmarks of each suite by their names on the command line.
 SUITES: dict[str, Benchmarks] = {
     "cpu": {
         "hash_table": bench_hash_table.run,
@@ -78,7 +78,7 @@ SUITES: dict[str, Benchmarks] = {
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
-    """Entry point of `python -m benchmarks`; the exit status.
+    """Run `python -m benchmarks`; returns the exit status.
 
     Returns:
         0; 1 if a benchmark failed, or if `compare` finds something slower; 2 for a file that
@@ -163,15 +163,15 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if suite == "gpu" and not options.rehearse and not torch.cuda.is_available():
         parser.error("suite gpu: torch finds no GPU; --rehearse runs it on the CPU")
     chosen = {name: benchmarks[name] for name in options.names or benchmarks}
-    threads = torch.get_num_threads()  # a suite sets its own
+    threads = torch.get_num_threads()  # a suite sets its own number
     device: Cpu | Gpu
     if suite == "gpu":
         where = torch.device("cpu" if options.rehearse else "cuda")
         if options.rehearse:
-            torch.set_num_threads(1)  # several would mostly wait for one another
+            torch.set_num_threads(1)  # several threads would mostly wait for one another
         device = Gpu(where, options.quick or options.rehearse)
     else:
-        # Plots can do with less, and have many points.
+        # Plots have many points and need fewer rounds.
         device = Cpu(options.quick, options.threads, brief=suite == "curves")
     try:
         return 1 if _run_all(suite, chosen, device, options.json) else 0
@@ -180,7 +180,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path | None) -> list[str]:
-    """Names of the benchmarks that failed; the others run all the same."""
+    """Run all benchmarks, even after failures; returns the names of those that failed."""
     print(report.title(suite, device.describe(), device.quick))
     print(HEADER)
     rows: list[report.Row] = []
@@ -204,7 +204,7 @@ def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path |
             for result in benchmark(device):
                 print(result.text(), flush=True)
                 rows.append({"benchmark": name, **result.row()})
-                write()  # at once, since this may be cut short
+                write()  # written at once, since the run may be cut short
         except Exception:
             # A later benchmark has its own inputs, and time on a GPU is scarce.
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""bucketize against a stable argsort of the owners, with the counts."""
+"""bucketize, compared with a stable argsort of the owners and counts."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,19 +13,19 @@ from .gpu import Gpu
 
 
 def owners_sorted(keys: torch.Tensor, world_size: int) -> torch.Tensor:
-    """The permutation alone, which is the most of it."""
+    """Return the permutation alone, which is most of the work."""
     return (keys % world_size).argsort(stable=True)
 
 
 def by_argsort(keys: torch.Tensor, world_size: int) -> tuple[torch.Tensor, ...]:
-    """Keys by owner, counts ``[world_size]`` and the permutation, as torch makes them."""
+    """Return keys by owner, counts ``[world_size]`` and the permutation, as made by torch."""
     owner = keys % world_size
     permutation = owner.argsort(stable=True)
     return keys[permutation], torch.bincount(owner, minlength=world_size), permutation
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Distinct keys of one batch, for few and many ranks."""
+    """Time distinct keys of one batch, for few and many ranks."""
     n = cpu.size(425_984, 1_000)
     inputs = [torch.randint(0, 2**62, (n,)) for _ in range(cpu.copies(8 * n))]
     for world_size in (8, 64, 1000):
@@ -38,7 +38,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Read are the keys, written the keys by owner and the permutation: 24 bytes a key."""
+    """Time keys read, and keys by owner and permutation written: 24 bytes per key."""
     for n in gpu.size(1 << 20, 500), gpu.size(16 << 20, 1_000):
         keys = gpu.randint(2**62, n)
         for world_size in (8, 64):

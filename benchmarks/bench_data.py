@@ -1,4 +1,4 @@
-"""From a file in Criteo's format to keys: against pyarrow.csv and pandas, and beside a model."""
+"""From a file in Criteo's format to keys: compared with pyarrow.csv and pandas; then training."""
 
 import subprocess
 import sys
@@ -19,8 +19,8 @@ from .common import Comparison
 from .cpu import Cpu
 from .targets import CPU_TARGETS, target_of
 
-# Read in a process of its own, of which this prints the largest resident memory in KiB. Not that of
-# getrusage, which begins with what the process had that started it.
+# Reads the file in a separate process, which prints its peak resident memory in KiB. getrusage
+# would begin with the memory of the parent process.
 _READ = """
 import sys
 from sparsekit.data import CriteoReader
@@ -30,7 +30,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """A file of 5 million rows, read; and one of a tenth, trained on."""
+    """Time reading a file of 5 million rows, and training on one of a tenth of that."""
     with tempfile.TemporaryDirectory() as folder:
         rows = cpu.size(5_000_000, 500)
         path = Path(folder) / "day_0"
@@ -58,7 +58,7 @@ def _read(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
         yield Comparison(case, against, samples, theirs, line, target, size)
     if cpu.has_module("pandas", "pandas"):
         samples = samples or cpu.time([[ours]], rounds=3)[0]
-        # Once, for it takes most of a minute.
+        # Only once: it takes most of a minute.
         start = time.perf_counter()
         _pandas(path)
         once = [1e3 * (time.perf_counter() - start)]
@@ -85,7 +85,7 @@ def _pandas(path: Path) -> None:
 
 
 def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
-    """An epoch of a small DLRM, and how much of it is waiting for batches."""
+    """Time an epoch of a small DLRM, and the part of it spent waiting for batches."""
     dim, batch = cpu.size(16, 4), cpu.size(2048, 16)
     torch.manual_seed(0)
     reader = CriteoReader(path, batch, shuffle=True)
@@ -114,7 +114,7 @@ def _train(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
     case = f"waiting for batches of {batch:,} of that format, {rows:,} rows, DLRM of 26 x {dim}"
     line, against = "waiting for batches", "the whole step"
     target = target_of(CPU_TARGETS, line, against)
-    # Means over fifths of the epoch: a batch waits where a block of the file is read.
+    # Means over fifths of the epoch: a batch waits while a block of the file is read.
     means = [
         [part.mean().item() for part in torch.tensor(times).tensor_split(5)]
         for times in (waits, steps)

@@ -1,7 +1,7 @@
 """A recommendation model of usual size: 26 tables, dim 128, zipf keys, batch 65,536.
 
-The dense part, with its pairwise products, is the same on both sides; the peer's keys are row
-numbers that are ready.
+The dense part, with its pairwise products, is the same on both sides; the peer gets row numbers
+instead of keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +20,9 @@ TABLES, DENSE = 26, 13
 
 
 class Dense(torch.nn.Module):
-    """Everything but the tables: two stacks of layers and the products of all pairs of vectors."""
+    """Everything except the tables: two stacks of layers and the products of all vectors."""
 
-    pairs: torch.Tensor  # int64, where each product of a pair lies
+    pairs: torch.Tensor  # int64: places of the pairs' products
 
     def __init__(self, dim: int, widths: tuple[int, ...], device: torch.device) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Dense(torch.nn.Module):
         self.top = _stack((dim + len(row), *widths, 1), device)
 
     def forward(self, dense: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """``[n, 13]`` and ``[n, 26, dim]`` to a logit for each sample."""
+        """Return a logit for each sample from ``[n, 13]`` and ``[n, 26, dim]``."""
         first = self.bottom(dense)
         every = torch.cat([first.unsqueeze(1), vectors], 1)
         products = (every @ every.transpose(1, 2)).flatten(1).index_select(1, self.pairs)
@@ -47,7 +47,7 @@ def _stack(widths: tuple[int, ...], device: torch.device) -> torch.nn.Sequential
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """One key a bag. Weight and both moments are 40 GB at 1M ids a table, and halved to fit."""
+    """Time one key per bag. Weight and moments take 40 GB at 1M ids a table, halved to fit."""
     dim, batch = gpu.size(128, 8), gpu.size(65536, 16)
     widths = gpu.size(512, 8), gpu.size(256, 8)
     ids = gpu.fit(gpu.size(1 << 20, 100), bytes_each=TABLES * (12 * dim + 32))
@@ -105,7 +105,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
         return torch.stack([bag(c) for bag, c in zip(bags, columns, strict=True)], 1)
 
     peer = gpu.time(step_of(theirs, bags, torch.optim.SparseAdam(list(bags.parameters()))))
-    # Rows read, their gradients read, and the three of LazyAdam's rows read and written.
+    # Rows and their gradients are read once; LazyAdam's three rows are read and written.
     distinct = sum(len(of_table.unique()) for of_table in keys)
     num_bytes = 4 * dim * (2 * batch * TABLES + 6 * distinct)
     for name, timing in timings.items():

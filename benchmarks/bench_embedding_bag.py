@@ -1,4 +1,4 @@
-"""embedding_bag forward against F.embedding_bag and FBGEMM's TBE."""
+"""embedding_bag forward, compared with F.embedding_bag and FBGEMM's TBE."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -16,7 +16,7 @@ from .peers import fbgemm
 
 @torch.no_grad()
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Bags of 2 and of 20 rows of a large table."""
+    """Time bags of 2 and of 20 rows of a large table."""
     num_rows, n = cpu.size(1_000_000, 1_000), cpu.size(425_984, 400)
     for dim in (16, 64, 128, 256):
         weight = torch.randn(num_rows, dim)
@@ -49,7 +49,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Bags of a table of 8 GiB. Rows, their numbers and offsets are read, bags written."""
+    """Time bags of a table of 8 GiB: rows, their numbers and offsets are read, bags written."""
     floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=5)
     storage = gpu.randn(floats)
     for dim in (16, 32, 64, 128, 256):
@@ -71,7 +71,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
                 timing = gpu.time(ours)
                 case = f"bags of {per_bag}, {len(rows):,} of {len(weight):,} x {dim} {name}"
                 num_bytes = len(rows) * (4 * dim + 8) + len(offsets) * (4 * dim + 8)
-                # Of a zipf batch most rows are in the cache, so it may well pass this roof.
+                # Most rows of a zipf batch are in the cache, so it may well pass this roof.
                 goal = target.get(dim, "embedding_bag, D >= 128") if name == "uniform" else ""
                 yield gpu.against_r1(case, timing, num_bytes, goal)
                 yield from gpu.against(case, timing, "F.embedding_bag", gpu.time(theirs))
@@ -79,7 +79,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _pooled_keys(gpu: Gpu, weight: torch.Tensor) -> Iterator[Comparison]:
-    """From raw keys to bags, against bags of known rows and the lines of the hash table."""
+    """Compare raw keys to bags with bags of known rows plus the lines of the hash table."""
     table = sparsekit.HashTable(len(weight), device=gpu.device)
     keys = gpu.distinct_keys(0, table.capacity)
     for part in keys.split(4 << 20):

@@ -1,4 +1,4 @@
-"""gather_rows against index_select, on a GPU; the CPU's is a part of the other benchmarks."""
+"""gather_rows, compared with index_select, on a GPU; on the CPU it is part of other benchmarks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from .gpu import Gpu
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Uniform rows of a large table; read and written are a row and its number."""
+    """Time uniform rows of a large table; a row and its number are read, and the row is written."""
     floats = gpu.fit(gpu.size(1 << 31, 1 << 14), bytes_each=6)
     storage = gpu.randn(floats)
     for dim in (16, 64, 128, 256):

@@ -1,7 +1,7 @@
-"""Many tables: a step of an EmbeddingGroup, and what a layer with few keys costs.
+"""Many tables: a step of an EmbeddingGroup, and the cost of a layer with few keys.
 
-Peers get row numbers that are ready and need no hash table. The gradient of the outputs is ready on
-all sides, as the dense part of a model would have made it.
+Peers get row numbers and need no hash table. The gradient of the outputs is given on all sides, as
+if made by the dense part of a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,12 @@ TABLES = 26
 BAGS, TBE = "EmbeddingBag + SparseAdam", "FBGEMM TBE + row-wise Adagrad"
 ONE_LAYER, ONE_TABLE = "one layer, same keys", "one table, same keys"
 
-# Of MLPerf's DLRM-DCNv2, with at most a million rows in a table.
+# Rows of MLPerf's DLRM-DCNv2, with at most a million per table.
 MLPERF_ROWS = [min(rows, 1_000_000) for rows in CARDINALITIES]
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """26 tables at two sizes, MLPerf's tables, the same keys over 1 to 500 tables, small layers."""
+    """Time 26 tables at two sizes, MLPerf's tables, the same keys over 1 to 500, small layers."""
     yield from _twenty_six(cpu, cpu.size(2048, 8), cpu.size(16, 4))
     yield from _twenty_six(cpu, cpu.size(8192, 12), cpu.size(64, 8))
     yield from _mlperf(cpu)
@@ -36,26 +36,26 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 class Keyed:
-    """What a group knows a KeyedJaggedTensor by: bags of one feature after those of another."""
+    """Stand-in for a KeyedJaggedTensor: bags of one feature after those of another."""
 
     def __init__(self, names: list[str], values: torch.Tensor, offsets: torch.Tensor) -> None:
         self._parts = names, values, offsets
 
     def keys(self) -> list[str]:
-        """Names of features."""
+        """Return the names of features."""
         return self._parts[0]
 
     def values(self) -> torch.Tensor:
-        """All keys."""
+        """Return all keys."""
         return self._parts[1]
 
     def offsets(self) -> torch.Tensor:
-        """Where bags begin."""
+        """Return the offsets of bags."""
         return self._parts[2]
 
 
 class Tables:
-    """Tables with one slot each, and batches: for each table keys ``[batch * nnz]``."""
+    """Tables with one slot each, and batches of keys ``[batch * nnz]`` for each table."""
 
     def __init__(self, cpu: Cpu, rows: Sequence[int], nnz: Sequence[int], batch: int, dim: int):
         self.rows, self.nnz, self.batch, self.dim = rows, nnz, batch, dim
@@ -71,7 +71,7 @@ class Tables:
         self.grad = torch.randn(batch, dim)
 
     def group(self, optimizer: Callable[..., optim.RowOptimizer], fused: bool) -> list[Call]:
-        """Steps of an EmbeddingGroup whose tables have all keys from the start."""
+        """Return steps of an EmbeddingGroup whose tables have all keys from the start."""
         layers = self._layers()
         group = sparsekit.EmbeddingGroup(layers)
         made = optimizer(group.parameters(), lr=0.01)
@@ -96,7 +96,7 @@ class Tables:
         ]
 
     def keyed_group(self) -> list[Call]:
-        """Steps of a group that takes one tensor of all keys and returns one of all vectors."""
+        """Return steps of a group that takes one tensor of keys and returns one of vectors."""
         layers = self._layers()
         group = sparsekit.EmbeddingGroup(layers, output="concatenated")
         made = optim.LazyAdam(group.parameters(), lr=0.01)
@@ -113,7 +113,7 @@ class Tables:
         return [partial(step, Keyed(self.names, torch.cat(keys), offsets)) for keys in self.batches]
 
     def _layers(self) -> dict[str, sparsekit.DistributedEmbedding]:
-        """A layer for each table, which has all keys."""
+        """Return a layer for each table, with all keys inserted."""
         layers = {
             name: sparsekit.DistributedEmbedding("sum", ids, self.dim, 1, keys)
             for name, ids, keys in zip(self.names, self.rows, self.nnz, strict=True)
@@ -123,7 +123,7 @@ class Tables:
         return layers
 
     def one_layer(self) -> list[Call]:
-        """Steps of one layer with a slot for each table; the keys of each are moved apart."""
+        """Return steps of one layer with a slot per table; an offset keeps the keys apart."""
         (nnz,) = set(self.nnz)
         slots, ids = len(self.rows), sum(self.rows)
         layer = sparsekit.DistributedEmbedding("sum", ids, self.dim, slots, nnz)
@@ -152,7 +152,7 @@ class Tables:
         ]
 
     def bags(self, optimizer: Callable[..., torch.optim.Optimizer]) -> list[Call]:
-        """Steps of an EmbeddingBag for each table."""
+        """Return steps with an EmbeddingBag for each table."""
         tables = torch.nn.ModuleList(
             torch.nn.EmbeddingBag(ids, self.dim, mode="sum", sparse=True) for ids in self.rows
         )
@@ -168,7 +168,7 @@ class Tables:
         return [partial(step, [k.view(self.batch, -1) for k in batch]) for batch in self.batches]
 
     def tbe(self) -> list[Call]:
-        """Steps of FBGEMM's module, with all tables in one."""
+        """Return steps of FBGEMM's module, which has all tables in one."""
         module = fbgemm.tables([(ids, self.dim) for ids in self.rows])
         lengths = torch.tensor(self.nnz).repeat_interleave(self.batch)
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -209,7 +209,7 @@ def _mlperf(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def _same_keys(cpu: Cpu, dim: int) -> Iterator[Comparison]:
-    """The same number of keys and rows in all, shared out over more and more tables.
+    """Time the same total of keys and rows, divided over more and more tables.
 
     Keys come as one KeyedJaggedTensor, and vectors as one matrix: with hundreds of tables, hundreds
     of outputs would cost autograd more than the lookup.
@@ -242,7 +242,7 @@ def _small_layer(cpu: Cpu) -> Iterator[Comparison]:
         layer = sparsekit.DistributedEmbedding("sum", ids, dim, 1, 1)
         _fill(layer, ids)
         bag = torch.nn.EmbeddingBag(ids, dim, mode="sum", sparse=True)
-        # Views are made before the clock runs: neither side's input is that of the other.
+        # Make views before the clock runs, since each side needs another shape.
         ours = [k.view(-1, 1, 1) for k in keys]
         theirs = [k.view(-1, 1) for k in keys]
         layer.eval()

@@ -1,4 +1,4 @@
-"""HashTable against boost's flat map, R2 and, for find, a sorted array with binary search."""
+"""HashTable, compared with boost's flat map, R2 and, for find, binary search in a sorted array."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,7 +14,7 @@ from .peers import native
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Find of present keys in random order, out of and in cache, and inserts, on one thread."""
+    """Time finds of present keys in random order, out of and in cache, and inserts; one thread."""
     for full, line in (
         (30_000_000, "find, 10M+ keys, 1 thread"),
         (10_000_000, "find, 10M+ keys, 1 thread"),
@@ -55,7 +55,7 @@ def _find(cpu: Cpu, full: int, line: str) -> Iterator[Comparison]:
 
 
 def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
-    """Both tables are made before, with room for all keys and every page touched."""
+    """Time inserts into tables made before, with room for all keys and every page touched."""
     table = sparsekit.HashTable(n)
     inputs = [random_keys(n, seed) for seed in range(2)]
 
@@ -83,7 +83,7 @@ def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Find and find_or_insert in a table of 64M slots: one line is to be read for each key."""
+    """Time find and find_or_insert in a table of 64M places: each key reads one line."""
     slots = gpu.fit(gpu.size(64 << 20, 500), bytes_each=64)
     for load in (0.6, 0.75, 0.9):
         table = sparsekit.HashTable(int(slots * load), device=gpu.device, load_factor=load)
@@ -106,7 +106,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _inserts(gpu: Gpu, slots: int) -> Iterator[Comparison]:
-    """Into a table that is half full, and again as it was before each call."""
+    """Time inserts into a half-full table, which is restored before each call."""
     table = sparsekit.HashTable(int(slots * 0.75), device=gpu.device, load_factor=0.75)
     half = table.capacity // 2
     known = gpu.distinct_keys(0, half)

@@ -1,4 +1,4 @@
-"""init_rows_ against torch's own random numbers, on a GPU; those depend on no key."""
+"""init_rows_, compared with torch's own random numbers, on a GPU; torch's depend on no key."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -12,7 +12,7 @@ from .gpu import Gpu
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Rows one after the other; read is a key, written a row."""
+    """Time rows in order: each key is read and a row written."""
     for dim in (16, 64, 128):
         n = gpu.fit(gpu.size((1 << 29) // dim, 100), bytes_each=8 * dim)
         keys = gpu.distinct_keys(0, n)

@@ -1,4 +1,4 @@
-"""What a call costs when there is next to nothing to do, against torch's clone."""
+"""Overhead of a call with almost no work, compared with torch's clone."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ from .cpu import Call, Cpu
 
 @torch.no_grad()
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """8 keys, of a table and a weight with 8 rows of 16."""
+    """Time calls with 8 keys, on a table and a weight of 8 rows of 16."""
     keys = torch.arange(8)
     weight, offsets = torch.randn(8, 16), torch.arange(0, 9, 2)
     table = sparsekit.HashTable(8)
@@ -33,5 +33,5 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     }
     for name, call in calls.items():
         clone: list[Call] = [keys.clone]
-        line = "" if name.startswith("HashTable") else "op call, 8 keys"  # no op, but made of two
+        line = "" if name.startswith("HashTable") else "op call, 8 keys"  # not an op, but two
         yield from cpu.compare(f"call of {name}, 8 keys", [call], {"clone": clone}, line)

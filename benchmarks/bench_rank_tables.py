@@ -1,4 +1,4 @@
-"""Many tables on ranks with one thread each: steps, their collectives, what prefetch hides.
+"""Many tables on ranks with one thread each: steps, their collectives, the effect of prefetch.
 
 Ours runs LazyAdam. TorchRec has half of the tables on each rank, and row-wise Adagrad fused into
 backward.
@@ -35,31 +35,31 @@ ONE_TABLE = "one table, same keys"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all cases, so that ranks need to be started once; in full or at toy size."""
+    """Sizes of all cases, in full or at toy size; ranks start once for all of them."""
 
     quick: bool
 
     @property
     def rounds(self) -> int:
-        """Steps of each side that count."""
+        """Return the number of counted steps of each side."""
         return 2 if self.quick else 15
 
     @property
     def small_and_large(self) -> list[Shape]:
-        """26 tables."""
+        """Return shapes of 26 tables."""
         if self.quick:
             return [Shape(26, 50, 8, 4), Shape(26, 50, 12, 8)]
         return [Shape(26, 100_000, 2048, 16), Shape(26, 100_000, 4096, 64)]
 
     @property
     def same_keys(self) -> list[Shape]:
-        """The same number of keys and rows in all, over more and more tables."""
+        """Return shapes with the same total of keys and rows, over more and more tables."""
         ids, keys, dim = (2600, 208, 4) if self.quick else (2_600_000, 53_248, 16)
         return [Shape(count, ids // count, keys // count, dim) for count in (1, 26, 100)]
 
 
 def _two_ranks(rank: int, sizes: Sizes) -> Any:
-    """All cases on two ranks, those of TorchRec too."""
+    """Measure all cases on two ranks, including those of TorchRec."""
     return {
         "steps": [_steps(rank, shape, sizes.rounds) for shape in sizes.small_and_large],
         "same keys": _same_keys(rank, sizes.same_keys, sizes.rounds),
@@ -68,7 +68,7 @@ def _two_ranks(rank: int, sizes: Sizes) -> Any:
 
 
 def _steps(rank: int, shape: Shape, rounds: int) -> Any:
-    """Samples of ours, of one layer, and of TorchRec if it is there."""
+    """Return samples of ours, of one layer, and of TorchRec if it is installed."""
     tables = Tables(shape, [rank])
     sides = {
         LAZY: tables.training(False),
@@ -82,7 +82,7 @@ def _steps(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
-    """Two ranks, and the third by itself with the batches of both."""
+    """Measure two ranks, and the third by itself with the batches of both."""
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ranks, over, name = ([0, 1], alone, ONE_RANK) if rank == 2 else ([rank], pair, TWO_RANKS)
     tables = Tables(shape, ranks, over)
@@ -94,7 +94,7 @@ def _scaling(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def _same_keys(rank: int, shapes: Sequence[Shape], rounds: int) -> Any:
-    """Samples for each number of tables, and the collectives of some steps.
+    """Return samples for each number of tables, and the collectives of some steps.
 
     Vectors come as one tensor: a hundred outputs would cost autograd more than their lookup.
     """
@@ -109,7 +109,7 @@ def _same_keys(rank: int, shapes: Sequence[Shape], rounds: int) -> Any:
 
 
 def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
-    """An exchange and a dense part that takes as long, the next batch prefetched or not."""
+    """Measure an exchange and a dense part of equal length, with and without prefetch."""
     tables = Tables(shape, [rank])
     group, ahead = tables.group(), tables.group()
     exchange = tables.step(group)
@@ -123,7 +123,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
     for _ in range(2):  # the second time with a dense part of about the right length
         each = time_in_turns({ALONE: exchange, DENSE: dense}, rounds)
         found = [round(times * statistics.median(each[ALONE]) / statistics.median(each[DENSE]))]
-        dist.broadcast_object_list(found)  # the same on all ranks
+        dist.broadcast_object_list(found)  # the same number on all ranks
         times = max(1, found[0])
 
     def step_of(group: sparsekit.EmbeddingGroup, prefetch: bool) -> Step:
@@ -150,7 +150,7 @@ def _prefetch(rank: int, shape: Shape, rounds: int) -> Any:
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start the ranks, which do all the timing; bytes are what one rank sends in a step."""
+    """Start the ranks, which do all the timing; bytes are those that one rank sends per step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     sizes = Sizes(cpu.quick)
     found = on_ranks.run(_two_ranks, WORLD, sizes)

@@ -1,9 +1,9 @@
 """A whole training step, and the exchange alone, on two ranks with one thread each.
 
 The peer is TorchRec's DistributedModelParallel over an EmbeddingBagCollection of two tables, one on
-each rank (its CPU mode refuses row-wise sharding), with fused row-wise Adagrad, on row numbers that
-are ready. Ours looks raw keys up in hash tables and runs LazyAdam. Both see the same batches and
-begin with the same vectors. Ranks time all of this in turns, from barrier to barrier.
+each rank (its CPU mode refuses row-wise sharding), with fused row-wise Adagrad, on row numbers.
+Ours looks raw keys up in hash tables and runs LazyAdam. Both see the same batches and begin with
+the same vectors. Ranks time all sides in turns, from barrier to barrier.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ NO_DEDUPE = "without dedupe"
 
 
 class Case:
-    """Sizes, and the batches of a rank: for each table keys ``[batch, features, NNZ]``."""
+    """Sizes, and the batches of a rank: keys ``[batch, features, NNZ]`` for each table."""
 
     def __init__(self, rank: int, quick: bool, exponent: float) -> None:
         self.batch, self.features, self.ids = (8, 3, 100) if quick else (4096, 13, 500_000)
@@ -46,8 +46,8 @@ class Case:
 
 
 def make_group(case: Case, dedupe: bool) -> sparsekit.EmbeddingGroup:
-    """The tables; those of the same name begin with the same vectors."""
-    capacity = case.ids * 6 // 10  # on each rank, for half of the ids
+    """Return the tables; those of the same name begin with the same vectors."""
+    capacity = case.ids * 6 // 10  # per rank, for half of the ids
     layers = {}
     for name in case.batches[0]:
         layers[name] = sparsekit.DistributedEmbedding(
@@ -58,7 +58,7 @@ def make_group(case: Case, dedupe: bool) -> sparsekit.EmbeddingGroup:
 
 
 def exchange_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
-    """Vectors fetched and their gradients brought back, without an optimizer."""
+    """Return a step that fetches vectors and sends gradients back, without an optimizer."""
 
     def step(i: int) -> None:
         outputs = group(case.batches[i % len(case.batches)])
@@ -69,7 +69,7 @@ def exchange_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
 
 
 def training_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
-    """A step with LazyAdam."""
+    """Return a step with LazyAdam."""
     optimizer = sparsekit.optim.LazyAdam(group.parameters())
 
     def step(i: int) -> None:
@@ -82,7 +82,7 @@ def training_step(case: Case, group: sparsekit.EmbeddingGroup) -> Step:
 
 
 def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, torch.Tensor]:
-    """Vectors ``[ids, dim]`` of all ids, of each table; nothing is inserted."""
+    """Return vectors ``[ids, dim]`` of all ids in each table, without inserting any."""
     per_call = case.batch * case.features
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in case.batches[0]}
     group.eval()
@@ -97,7 +97,7 @@ def initial_vectors(case: Case, group: sparsekit.EmbeddingGroup) -> dict[str, to
 
 
 def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, list[Any]]:
-    """Its model with these vectors, and its form of the batches."""
+    """Return TorchRec's model with these vectors, and the batches in its form."""
     names = {t: [f"{t}_f{f}" for f in range(case.features)] for t in vectors}
     model = torchrec.model(names, case.ids, case.dim)
     for name, weight in torchrec.own_weights(model).items():
@@ -115,7 +115,7 @@ def make_torchrec(case: Case, vectors: dict[str, torch.Tensor]) -> tuple[Any, li
 
 
 def torchrec_step(case: Case, model: Any, inputs: list[Any]) -> Step:
-    """A step, whose optimizer is a part of backward."""
+    """Return a step of TorchRec, whose optimizer runs in backward."""
     grad = torch.cat([case.grad.flatten(1)] * TABLES, dim=1)
 
     def step(i: int) -> None:
@@ -161,7 +161,7 @@ LINES = {"step": "step on 2 ranks", "exchange": "exchange with dedupe, 2 ranks, 
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Start the ranks, which do all the timing; bytes are what one rank sends in a step."""
+    """Start the ranks, which do all the timing; bytes are those that one rank sends per step."""
     cpu.has(torchrec.NAME, torchrec.missing())
     found = on_ranks.run(_measure, WORLD, cpu.quick)
     for what, line in LINES.items():

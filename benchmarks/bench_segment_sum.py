@@ -1,4 +1,4 @@
-"""unsorted_segment_sum against zeros + index_add_."""
+"""unsorted_segment_sum, compared with zeros + index_add_."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,12 +13,12 @@ from .gpu import Gpu
 
 
 def index_add(data: torch.Tensor, ids: torch.Tensor, segments: int) -> torch.Tensor:
-    """Sums ``[segments, dim]`` of rows ``[n, dim]``, as torch makes them."""
+    """Return sums ``[segments, dim]`` of rows ``[n, dim]``, as made by torch."""
     return torch.zeros(segments, data.shape[1], device=data.device).index_add_(0, ids, data)
 
 
 def inputs_of(kind: str, n: int, segments: int, seed: int) -> torch.Tensor:
-    """Ids ``[n]``: uniform, zipf 1.05, or uniform with half of them 0."""
+    """Return ids ``[n]``: uniform, zipf 1.05, or uniform with half of them 0."""
     if kind == "zipf 1.05":
         return zipf_keys(n, 1.05, segments, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -29,7 +29,7 @@ def inputs_of(kind: str, n: int, segments: int, seed: int) -> torch.Tensor:
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Uniform, zipf and half-on-one-row segment ids."""
+    """Time uniform ids, zipf ids, and ids half of which are equal."""
     n, segments = cpu.size(425_984, 1_000), cpu.size(60_000, 100)
     for dim in (16, 64, 256):
         count = cpu.copies(4 * n * dim)
@@ -55,7 +55,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """Four rows a segment on average. The ids are read, all rows read once, all sums written."""
+    """Time four rows per segment on average: ids and rows are read once, and sums written."""
     for dim in (16, 32, 64, 128, 256):
         n = gpu.fit(gpu.size(min(4 << 20, (1 << 29) // dim), 1_000), bytes_each=16 * dim)
         segments = n // 4
@@ -81,7 +81,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
             target = "" if name == "sorted" else target
             yield from gpu.against(case, timing, "index_add_", gpu.time(theirs), target)
             torch.use_deterministic_algorithms(True)
-            # Else torch fills every new tensor, which it does to any op.
+            # Otherwise torch fills every new tensor, in deterministic mode for any op.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             try:
                 ordered = gpu.time(ours)

@@ -1,7 +1,7 @@
-"""A whole training step, raw keys to updated rows.
+"""A whole training step, from raw keys to updated rows.
 
-The peers get row numbers that are ready, and no hash table to look them up in. The gradient of the
-bags is ready on both sides, as the dense part of a model would have made it.
+The peers get row numbers and need no hash table. The gradient of the bags is given on both sides,
+as if made by the dense part of a model.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ OURS: dict[str, tuple[Callable[..., optim.RowOptimizer], bool]] = {
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """8192 samples of 26 slots with 2 keys each, zipf 1.2 over a million ids, dim 64."""
+    """Time 8192 samples of 26 slots with 2 keys each, zipf 1.2 over a million ids, dim 64."""
     batch, slots, nnz = cpu.size(8192, 8), cpu.size(26, 3), 2
     dim, ids = cpu.size(64, 8), cpu.size(1_000_000, 100)
     n = batch * slots * nnz
@@ -52,7 +52,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     for steps in peers.values():
         for step in steps:
             step()
-    # As they are after one step with each batch; timing moves them on.
+    # Results after one step with each batch, copied because timing changes them.
     expected = {name: result.clone() for name, result in results.items()}
 
     for name, (make, in_backward) in OURS.items():
@@ -92,7 +92,7 @@ def _steps(
     grad: torch.Tensor,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[Call]:
-    """A step for each batch; without an optimizer backward is all of it."""
+    """Return a step for each batch; without an optimizer it ends with backward."""
 
     def step(arguments: tuple[object, ...]) -> None:
         layer(*arguments).backward(grad)
@@ -104,11 +104,11 @@ def _steps(
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """65,536 samples of 26 slots with 2 keys each; a table of 8 GiB with dim 128, of 4 with 64."""
+    """Time 65,536 samples of 26 slots with 2 keys each; the table has 8 GiB at dim 128, 4 at 64."""
     batch, slots, nnz = gpu.size(65536, 8), 26, 2
     n = batch * slots * nnz
     for dim in (128, 64):
-        # Weight and moments, and the two sides' temporaries.
+        # Room for weight and moments, and for both sides' temporaries.
         ids = gpu.fit(gpu.size(16 << 20, 1_000), bytes_each=20 * dim)
         for name, keys in (
             ("uniform", gpu.randint(ids, n)),
@@ -156,7 +156,7 @@ def _parts(
     inputs: tuple[object, ...],
     grad: torch.Tensor,
 ) -> tuple[Timing, Timing]:
-    """Times of backward and optimizer, and of the whole step."""
+    """Time backward and optimizer, and the whole step."""
     outputs = []
 
     def forward() -> None:

@@ -1,6 +1,6 @@
-"""unique against torch.unique, np.unique and pandas.factorize; with inverse and counts.
+"""unique, compared with torch.unique, np.unique and pandas.factorize; with inverse and counts.
 
-pandas.factorize makes no counts; it is timed as it is.
+pandas.factorize makes no counts; it is timed without them.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from .gpu import Gpu
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Uniform and zipf keys; numpy and pandas have one thread, whatever ours has."""
+    """Time uniform and zipf keys; numpy and pandas always use one thread."""
     for full in 425_984, 4_000_000, 16_000_000:
         n = cpu.size(full, full // 1_000)
         count = cpu.copies(8 * n)
@@ -55,7 +55,7 @@ def _peers(cpu: Cpu, inputs: list[torch.Tensor]) -> dict[str, list[Call]]:
         assert torch.equal(their_keys[their_inverse], distinct[inverse])
         assert torch.equal(their_counts, counts[order])
         assert torch.equal(distinct[inverse], keys)
-    # The others are so slow that they are checked on one input only.
+    # The other peers are so slow that they are checked on one input only.
     ours = [x.numpy() for x in sparsekit.ops.unique(inputs[0])]
     by_key = ours[0].argsort()
     sorted_keys, _, sorted_counts = peers["np.unique"][0]()
@@ -69,7 +69,7 @@ def _peers(cpu: Cpu, inputs: list[torch.Tensor]) -> dict[str, list[Call]]:
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """The public op, which reads back how many there are, and the padded form, which does not."""
+    """Time the public op, which reads the number back, and the padded form, which does not."""
     for full, quick in (1 << 20, 1_000), (4 << 20, 1_500), (16 << 20, 2_000):
         n = gpu.size(full, quick)
         for name, keys in (

@@ -1,4 +1,4 @@
-"""One step of each optimizer against torch's, on coalesced gradients."""
+"""One step of each optimizer, compared with torch's, on coalesced gradients."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,8 +28,8 @@ PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], bool]] = {
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Some 6% of the rows are touched, in turns, so that exact optimizers have to catch up."""
-    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad warns otherwise
+    """Time steps that touch 6% of the rows, alternating, so that exact optimizers must catch up."""
+    torch.sparse.check_sparse_tensor_invariants.disable()  # torch's Adagrad would warn
     num_rows, touched = cpu.size(1_000_000, 1_000), cpu.size(63_819, 60)
     for name, (ours, theirs, takes_sparse) in PAIRS.items():
         for dim in (16, 64, 128) if name == "LazyAdam" else (64,):
@@ -91,7 +91,7 @@ PASSES: dict[str, tuple[Callable[[Any], Any], int]] = {
 
 
 def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
-    """2M of the rows of a large table."""
+    """Time 2M touched rows of a large table."""
     for dim in (16, 64, 128, 256):
         yield from _against_sparse_adam(gpu, dim)
     for name, (make, passes) in PASSES.items():
@@ -107,7 +107,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _against_sparse_adam(gpu: Gpu, dim: int) -> Iterator[Comparison]:
-    # Three tensors of the table's size, and SparseAdam's temporaries.
+    # Room for three tensors of the table's size, and for SparseAdam's temporaries.
     num_rows = gpu.fit(gpu.size((1 << 30) // dim, 1_000), bytes_each=20 * dim)
     touched = min(gpu.size(2 << 20, 60), num_rows // 2)
     grad = _gradient_on(gpu, num_rows, touched, dim)

@@ -1,4 +1,4 @@
-"""hashing.xxh64 against a Python loop over the package xxhash."""
+"""hashing.xxh64, compared with a Python loop over the package xxhash."""
 
 import random
 import sys
@@ -14,7 +14,7 @@ _LOOP = "loop over xxhash"
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """A million different strings: of 12 to 18 characters, and of lengths from 1 to 60."""
+    """Time a million different strings: of 12 to 18 characters, and of 1 to 60."""
     n = cpu.size(1_000_000, 500)
     similar = [[f"user_id_{i}_{turn + 100}" for i in range(n)] for turn in range(2)]
     mixed = [_mixed(n, turn) for turn in range(2)]
@@ -32,7 +32,7 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     for name, inputs in (("str", similar), ("mixed str", mixed)):
         ours: list[Call] = [partial(xxh64, strings) for strings in inputs]
         line = f"xxh64 of 1M {name.replace('str', 'strings')}"
-        # The objects, which lie scattered, a pointer to each, and the codes.
+        # Bytes of the scattered objects, a pointer to each, and the codes.
         num_bytes = sum(map(sys.getsizeof, inputs[0])) + 16 * n
         case, peers = f"xxh64 of {n:,} {name}", loops.get(name, {})
         yield from cpu.compare(case, ours, peers, line, num_bytes=num_bytes)
@@ -46,13 +46,13 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     ours = [partial(xxh64, column) for column in columns]
     line = "xxh64 of 1M mixed strings, Arrow"
     case = f"xxh64 of an Arrow column of {n:,} mixed str"
-    num_bytes = columns[0].nbytes + 8 * n  # the texts, their offsets, and the codes
+    num_bytes = columns[0].nbytes + 8 * n  # texts, offsets and codes
     peers = loops.get("mixed str", {})
     yield from cpu.compare(case, ours, peers, line, num_bytes=num_bytes)
 
 
 def _mixed(n: int, seed: int) -> list[str]:
-    """Numbers, names and addresses, all in turns that cannot be predicted."""
+    """Return numbers, names and addresses in unpredictable order."""
     draw = random.Random(seed)
     kinds = (
         lambda i: str(draw.randrange(10 ** draw.randrange(1, 19))),

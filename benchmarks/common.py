@@ -1,7 +1,7 @@
-"""What all benchmarks share: the form of a result, inputs, and the stamp of the machine.
+"""Shared by all benchmarks: the form of a result, inputs, and the description of the machine.
 
-A result compares a case of ours with one roof or one peer, on the same inputs in the same run. A
-roof counts as a peer that takes the time the roof allows, so one ratio serves all.
+A result compares one of our cases with one roof or one peer, on the same inputs in the same run. A
+roof counts as a peer that takes the time the roof allows, so the same ratio serves both.
 """
 
 import os
@@ -20,12 +20,12 @@ import torch
 import sparsekit
 
 ROOT = Path(__file__).resolve().parents[1]
-# What else may be measured, and so belongs to the stamp.
+# Packages that may also be measured; their versions are part of the description.
 PACKAGES = ("numpy", "pandas", "libboost-headers", "fbgemm-gpu-cpu", "torchrec", "xxhash")
 
 
 def median_and_spread(samples: list[float]) -> tuple[float, float]:
-    """Median and (upper - lower quartile) / median; one sample has no spread."""
+    """Return the median and (upper - lower quartile) / median; one sample has no spread."""
     if len(samples) == 1:
         return samples[0], 0.0
     low, median, high = statistics.quantiles(samples, n=4)
@@ -34,7 +34,7 @@ def median_and_spread(samples: list[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Where a case lies in a plot: a figure, a series in it, what x is, and how many items."""
+    """Place of a case in a plot: figure, series, name and value of x, and number of items."""
 
     figure: str
     series: str
@@ -45,12 +45,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case against one roof or one peer.
+    """Comparison of a case with one roof or one peer.
 
-    Samples are milliseconds a call, in the order in which they were taken; those of the CPU were
-    taken in turns, so sample i of ours and sample i of the peer saw the machine in one state. A
-    roof may have one sample only. `line` names what `targets.py` may have a target for. With the
-    clock "collectives" samples are not times: each is how many of those a step began.
+    Samples are milliseconds per call, in the order in which they were taken; those of the CPU were
+    taken in turns, so sample i of ours and sample i of the peer saw the machine in the same state.
+    A roof may have a single sample. `line` is the name under which `targets.py` may have a target.
+    With the clock "collectives", samples are not times but numbers of collectives that a step
+    began.
     """
 
     case: str
@@ -65,26 +66,26 @@ class Comparison:
 
     @property
     def ms(self) -> float:
-        """Median of ours."""
+        """Return our median."""
         return median_and_spread(self.samples)[0]
 
     @property
     def against_ms(self) -> float:
-        """Median of the roof or the peer."""
+        """Return the median of the roof or the peer."""
         return median_and_spread(self.against_samples)[0]
 
     @property
     def ratio(self) -> float:
-        """How many times as fast as the roof or the peer."""
+        """Return how many times as fast ours is as the roof or the peer."""
         return self.against_ms / self.ms
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met, if there is one."""
+        """Return whether the target is met, or None without a target."""
         return None if self.target is None else self.ratio >= self.target
 
     def row(self) -> dict[str, object]:
-        """The form in a JSON file."""
+        """Return the row of a JSON file."""
         ms, spread = median_and_spread(self.samples)
         against_ms, against_spread = median_and_spread(self.against_samples)
         return {
@@ -106,7 +107,7 @@ class Comparison:
         }
 
     def text(self) -> str:
-        """A line of the table that is printed while the benchmarks run."""
+        """Return the line that is printed while the benchmarks run."""
         row = self.row()
         target = "" if self.target is None else f"{self.target:>7.2f}x"
         verdict = {None: "", True: "  met", False: "  NOT MET"}[self.met]
@@ -126,25 +127,25 @@ HEADER = (
 
 @cache
 def zipf_cumulative(exponent: float, num_ids: int) -> np.ndarray:
-    """Float64 ``[num_ids]``: the sum of r ** -exponent up to each rank r."""
+    """Return float64 ``[num_ids]``: the sum of r ** -exponent up to each rank r."""
     return np.cumsum(np.arange(1, num_ids + 1, dtype=np.float64) ** -exponent)
 
 
 def zipf_keys(n: int, exponent: float, num_ids: int, seed: int = 0) -> torch.Tensor:
-    """Int64 keys ``[n]`` in [0, num_ids), frequency of rank r proportional to r ** -exponent."""
+    """Return keys ``[n]`` in [0, num_ids); rank r is drawn in proportion to r ** -exponent."""
     cumulative = zipf_cumulative(exponent, num_ids)
     draws = np.random.default_rng(seed).random(n) * cumulative[-1]
     return torch.from_numpy(np.searchsorted(cumulative, draws, side="right"))
 
 
 def random_keys(n: int, seed: int = 0) -> torch.Tensor:
-    """Int64 keys ``[n]`` over the whole range; with tens of millions a repeat is most unlikely."""
+    """Return keys ``[n]`` over the whole range of int64; repeats are most unlikely."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator)
 
 
 def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equality up to the rounding of long sums, measured by the largest one."""
+    """Check for equality up to the rounding of long sums, relative to the largest one."""
     difference = float((actual - expected).abs_().max()) if len(actual) else 0.0
     largest = float(expected.abs().max()) if len(expected) else 0.0
     assert difference <= 1e-4 * largest + 1e-5, f"off by {difference}; the largest is {largest}"
@@ -152,7 +153,7 @@ def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @cache
 def machine() -> dict[str, object]:
-    """What a result must be read with."""
+    """Describe the machine and the software, without which no result can be read."""
     packages: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -174,7 +175,7 @@ def machine() -> dict[str, object]:
 
 
 def last_cache_bytes() -> int:
-    """Size of the last cache level, 32 MiB where the system does not say."""
+    """Return the size of the last cache level, 32 MiB if the system does not tell it."""
     sizes = [_read(str(p)) for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size")]
     kib = [int(size[:-1]) for size in sizes if size.endswith("K")]
     return max(kib, default=32 << 10) << 10
@@ -193,7 +194,7 @@ def _read(path: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of this clone, with a mark if files differ from it."""
+    """Return the commit of this clone, marked if files differ from it."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty", "--match="]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

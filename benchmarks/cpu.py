@@ -1,12 +1,12 @@
-"""What the benchmarks of the CPU share: the clock, the roofs, and how sides are compared.
+"""Shared by the benchmarks of the CPU: the clock, the roofs, and the comparison of sides.
 
-Ours and all peers of a case are timed in turns, A B C A B C, since the speed of a machine drifts.
-What is timed is a call with its outputs allocated and freed. Each call takes the next of several
-inputs, which together are larger than the cache; "in cache" cases have one input.
+Ours and all peers of a case are timed in turns, A B C A B C, since the speed of a machine drifts. A
+timed call includes the allocation and release of its outputs. Each call takes the next of several
+inputs, which together exceed the cache; "in cache" cases have one input.
 
-R1 is the speed of a copy, bytes read and written. R2 is the number of 64-byte lines gathered per
-second, one for each random key, from an array as large as the table. Both are the best of several
-ways, and of pages of 4 KiB and 2 MiB.
+R1 is the speed of a copy, in bytes read and written. R2 is the number of 64-byte lines gathered per
+second, one for each random key, from an array as large as the table. Each is the best of several
+ways and of pages of 4 KiB and 2 MiB.
 """
 
 import math
@@ -31,14 +31,14 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Side:
-    """Calls that do the same on different inputs; `setup` comes before each and is not counted."""
+    """Calls that do the same on different inputs; `setup` runs before each and is not counted."""
 
     calls: Sequence[Call]
     setup: Call | None = None
 
 
 class Cpu:
-    """The CPU under test, with a number of threads; quick is toy size, brief has fewer rounds."""
+    """The CPU under test, with some threads; `quick` means toy sizes, `brief` fewer rounds."""
 
     def __init__(
         self, quick: bool = False, threads: int | None = None, brief: bool = False
@@ -46,9 +46,9 @@ class Cpu:
         available = len(os.sched_getaffinity(0))
         self.quick = quick
         self.threads = threads or min(2, available)
-        # Least rounds, and more of them within this many milliseconds.
+        # Minimum of rounds; short ones repeat for this many milliseconds.
         self.rounds, self.budget_ms = (5, 500) if brief else (7, 2_000)
-        # Below this many milliseconds a sample is of several calls.
+        # A sample of less than this many milliseconds is made of several calls.
         self.least_ms = 0.01 if quick else 1.0
         self.cache_bytes = 1 << 12 if quick else 2 * common.last_cache_bytes()
         self.skipped: dict[str, str] = {}
@@ -58,27 +58,27 @@ class Cpu:
     # ---- sizes, inputs, peers ----
 
     def size(self, full: int, quick: int) -> int:
-        """One or the other."""
+        """Return `full`, or `quick` at toy size."""
         return quick if self.quick else full
 
     def copies(self, num_bytes: int, most: int = 24) -> int:
-        """How many inputs of this size it takes for none to be found in the cache."""
+        """Return how many inputs of this size exceed the cache together."""
         return max(2, min(most, -(-self.cache_bytes // max(1, num_bytes))))
 
     def has(self, against: str, reason: str | None) -> bool:
-        """Whether a peer is there; if not, the reason is printed once and kept."""
+        """Return whether a peer can be measured; if not, print the reason once and keep it."""
         if reason and against not in self.skipped:
             print(f"skipped: {against}: {reason}", flush=True)
             self.skipped[against] = reason
         return reason is None
 
     def has_module(self, against: str, module: str, package: str = "") -> bool:
-        """Whether a peer's Python module is there."""
+        """Return whether a peer's Python module is installed."""
         return self.has(against, optional.missing(module, package))
 
     @contextmanager
     def using(self, threads: int | None) -> Iterator[None]:
-        """Run with another number of threads; None leaves it."""
+        """Run with another number of threads, or with the usual number if None."""
         torch.set_num_threads(threads or self.threads)
         try:
             yield
@@ -101,12 +101,12 @@ class Cpu:
         """Time ours and all peers in turns.
 
         Args:
-            case: what is done, with sizes; unique within the suite.
+            case: description with sizes; unique within the suite.
             ours: calls, one for each input.
-            peers: the same of each peer.
+            peers: calls of each peer.
             line: the line of the targets that the case belongs to.
-            threads: how many instead of those of the suite.
-            num_bytes: what must be moved; adds a comparison with R1.
+            threads: number of threads, if not that of the suite.
+            num_bytes: bytes that must be moved; adds a comparison with R1.
             curve: its place in a plot.
         """
         with self.using(threads):
@@ -121,12 +121,12 @@ class Cpu:
     def time(
         self, calls_or_sides: Sequence[Side | Sequence[Call]], rounds: int = 0
     ) -> list[list[float]]:
-        """Milliseconds a call, for each side and round; rounds 0: more if they are short."""
+        """Return milliseconds per call by side and round; 0 rounds: as many as fit the budget."""
         sides = [x if isinstance(x, Side) else Side(x) for x in calls_or_sides]
         loops, round_ms = [], 0.0
         for i, side in enumerate(sides):
-            # Not counted: the first call may load code, make threads, grow a heap. A long one does
-            # that in passing.
+            # Warm up: the first call may load code, start threads, grow a heap. A long call does so
+            # in passing.
             ms = _time(side, i * 7, 1)
             if ms < 500:
                 ms = _time(side, i * 7 + 1, 1)
@@ -140,7 +140,8 @@ class Cpu:
         times: list[list[float]] = [[] for _ in sides]
         for r in range(rounds):
             for i, (side, count) in enumerate(zip(sides, loops, strict=True)):
-                # Others have just had the inputs before this one; far apart, none helps another.
+                # Start each side at distant inputs, so that none finds its inputs in the cache from
+                # another.
                 first = r * count + i * len(side.calls) // len(sides)
                 times[i].append(_time(side, first, count))
         return times
@@ -148,7 +149,7 @@ class Cpu:
     # ---- roofs ----
 
     def copy_ms(self, num_bytes: int, threads: int | None = None) -> list[float]:
-        """Milliseconds that R1 allows for moving these bytes."""
+        """Return the milliseconds that R1 allows for moving these bytes."""
         threads = threads or self.threads
         if threads not in self._copy_ms_per_byte:
             best: list[float] = []
@@ -163,7 +164,7 @@ class Cpu:
         return [ms * num_bytes for ms in self._copy_ms_per_byte[threads]]
 
     def gather_sides(self, table_bytes: int, n: int) -> list[list[Call]]:
-        """Ways to gather n random lines of an array of this size, for R2."""
+        """Return ways to gather n random lines of an array of this size, for R2."""
         lines = max(1, table_bytes // 64)
         generator = torch.Generator().manual_seed(1)
         count = self.copies(8 * n, most=8)
@@ -188,15 +189,15 @@ class Cpu:
         threads: int,
         curve: Curve | None = None,
     ) -> Iterator[Comparison]:
-        """Compare with R2, timed in turns with ours: the best of the ways counts.
+        """Compare with R2, timed in turns with ours; the best way to gather counts.
 
         Args:
-            case: as for `compare`, and so are ours, line, threads and curve.
+            case: as for `compare`, and so are line, threads and curve.
             ours: calls, one for each input.
             table_bytes: size of the array.
-            n: lines that a call has to read.
-            line: of the targets.
-            threads: of both.
+            n: number of lines that a call reads.
+            line: line of the targets.
+            threads: number of threads of both.
             curve: place in a plot.
         """
         self.has("R2 by a C++ loop", native.missing("gather"))
@@ -209,7 +210,7 @@ class Cpu:
         yield Comparison(case, "R2", times[0], times[1], line, target, 64 * n, curve=curve)
 
     def roofs(self) -> str:
-        """What is printed of R1 at the end; R2 depends on the table, and is timed with each."""
+        """Return the text about R1 printed at the end; R2 is timed with each table."""
         rates = [
             f"{1e-6 / statistics.median(ms):,.1f} GB/s with {threads} threads"
             for threads, ms in self._copy_ms_per_byte.items()
@@ -217,7 +218,7 @@ class Cpu:
         return f"R1, copy: {', '.join(rates) or 'not needed'}"
 
     def describe(self) -> dict[str, object]:
-        """What a result must be read with."""
+        """Describe the machine, the software and R1, without which no result can be read."""
         rates = {
             str(threads): 1e3 / statistics.median(ms)
             for threads, ms in self._copy_ms_per_byte.items()
@@ -226,7 +227,7 @@ class Cpu:
 
 
 def _time(side: Side, first: int, count: int) -> float:
-    """Milliseconds of a call, one of several numbered ones."""
+    """Return the milliseconds per call of `count` calls, beginning with call number `first`."""
     calls = [side.calls[(first + i) % len(side.calls)] for i in range(count)]
     if side.setup is not None:
         side.setup()

@@ -1,8 +1,8 @@
 """A step of one table by ops that leave every size on the device, so that the host never waits.
 
-What a layer's fused mode is to become: keys to pooled vectors, and the gradient of those to updated
-rows. Each tensor has as many rows as there may be distinct keys; what lies behind the true number
-is padding, which costs the memory and the zeros of the gradient.
+This sketches a future fused mode of layers: from keys to pooled vectors, and from their gradient to
+updated rows. Each tensor has as many rows as there may be distinct keys; rows past the true number
+are padding, which costs memory and zeros in the gradient.
 """
 
 import torch
@@ -10,17 +10,17 @@ import torch
 import sparsekit
 from sparsekit import ops
 
-SETTINGS = (0.9, 0.999, 1e-8, 0.0, 0.0)  # Adam's, behind the learning rate
+SETTINGS = (0.9, 0.999, 1e-8, 0.0, 0.0)  # Adam's settings after the learning rate
 
 
 class FusedStep:
-    """Sums of bags, and LazyAdam. Calls can be captured in a CUDA graph after a first one.
+    """A step that sums bags and runs LazyAdam. After a first call, a CUDA graph can capture it.
 
     Args:
         capacity: rows of the table.
-        dim: of a vector.
+        dim: size of a vector.
         offsets: int64 ``[bags + 1]`` of all calls.
-        seed: of the initial vectors.
+        seed: seed of the initial vectors.
         lr: learning rate.
     """
 
@@ -30,7 +30,7 @@ class FusedStep:
         device = offsets.device
         self.table = sparsekit.HashTable(capacity, device=device)
         self.weight = torch.zeros(capacity, dim, device=device)
-        # The states of a row side by side, as the optimizer has them.
+        # The states of a row are side by side, as in the optimizer.
         self.states = torch.zeros(capacity, 2, dim, device=device).unbind(1)
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         self.offsets = offsets
@@ -59,9 +59,9 @@ class FusedStep:
 def captured(
     step: FusedStep, keys: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of one step with these tensors, and where it leaves the pooled vectors.
+    """Return a graph of one step with these tensors, and its pooled vectors.
 
-    The step is taken once before, as torch asks for.
+    The step runs once before, as torch requires.
     """
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""What the benchmarks of a GPU share: clocks, roofs, targets and the form of a result.
+"""Shared by the benchmarks of a GPU: clocks, roofs, targets and the form of a result.
 
-R1 is the speed of a copy within the device, bytes read and written; R2 the number of 64-byte lines
-gathered per second, one for each random key, from an array as large as the table.
+R1 is the speed of a copy within the device, in bytes read and written; R2 is the number of 64-byte
+lines gathered per second, one for each random key, from an array as large as the table.
 """
 
 import gc
@@ -27,10 +27,10 @@ from .targets import GPU_TARGETS, target_of
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds by the device's clock, "events", and by the wall's.
+    """Milliseconds by the device's clock ("events") and by the wall clock.
 
-    The wall's begins and ends with nothing left to do on the device, so it has the launches and
-    the waits of the host in it, and is what a call that reads something back really takes.
+    The wall clock starts and stops while the device is idle. It includes the host's launches and
+    waits, so it shows the real duration of a call that reads a result back.
     """
 
     events: list[float]
@@ -38,16 +38,16 @@ class Timing:
 
     @property
     def ms(self) -> float:
-        """Median by the device's clock."""
+        """Return the median by the device's clock."""
         return statistics.median(self.events)
 
     def on(self, clock: str) -> list[float]:
-        """Samples by "events" or "wall"."""
+        """Return samples by "events" or "wall"."""
         return self.wall if clock == "wall" else self.events
 
 
 class Gpu:
-    """The device under test. Any device will do, at toy size, to see whether all lines run."""
+    """The device under test. At toy size any device will do, to see whether all lines run."""
 
     repeats = 7
 
@@ -58,10 +58,10 @@ class Gpu:
         self.generator = torch.Generator(device).manual_seed(0)
         self.gather_roofs: dict[int, float] = {}
         self.skipped: dict[str, str] = {}
-        # Both larger than the L2 cache. The first is written before each timed call, so that none
-        # finds its input there, and so that the host is ahead of the device when the call is
-        # queued. Then the second is only read: what the writes have left in the cache would go to
-        # memory during the timed call, and is gone before it.
+        # Both exceed the L2 cache. Before each timed call the first is written, so that the call's
+        # input is not in the cache and the host queues the call ahead of the device. Then the
+        # second is read, so that the cache writes the first one's lines to memory before the timed
+        # call, not during it.
         self._flush = torch.empty(1 << 10 if quick else 1 << 29, dtype=torch.uint8, device=device)
         self._unwritten = torch.zeros(1 << 8 if quick else 1 << 26, device=device)
         self.copy_roof = self._measure_copy()
@@ -69,7 +69,7 @@ class Gpu:
     # ---- clocks ----
 
     def time(self, run: Callable[[], object], setup: Callable[[], object] | None = None) -> Timing:
-        """Time `run`; `setup` comes before each call and is not counted."""
+        """Time `run`; `setup` runs before each call and is not counted."""
         for _ in range(2):
             self._prepare(setup)
             run()
@@ -112,7 +112,7 @@ class Gpu:
     # ---- roofs ----
 
     def _measure_copy(self) -> float:
-        """R1, bytes per second: the best of several sizes."""
+        """Measure R1 in bytes per second: the best of several sizes."""
         best = 0.0
         for size in (1 << 10,) if self.quick else (1 << 28, 1 << 30, 1 << 32):
             size = self.fit(size, bytes_each=2)
@@ -123,13 +123,13 @@ class Gpu:
         return best
 
     def gather_roof(self, table_bytes: int) -> float:
-        """R2, lines per second, for an array of this size: the best of several ways."""
+        """Measure R2 in lines per second, for an array of this size: the best of several ways."""
         lines = max(1, table_bytes // 64)
         if lines not in self.gather_roofs:
             table = torch.zeros(lines, 16, device=self.device)
             n = self.size(16 << 20, 1_000)
             keys = self.randint(lines, n)
-            # The last two add up what they gather, so that next to nothing is written.
+            # The last two ways add up what they gather, so they write almost nothing.
             offsets = torch.arange(0, n + 1, 64, device=self.device)
             keys = keys[: int(offsets[-1])]
             ways: list[Callable[[], object]] = [
@@ -159,7 +159,7 @@ class Gpu:
         self, case: str, ours: Timing, peer: str, theirs: Timing, target: str = "", *,
         wall: bool = False,
     ) -> Iterator[Comparison]:  # fmt: skip
-        """Compare with a peer, by the device's clock and, if wanted, by the wall's as well."""
+        """Compare with a peer by the device's clock and, if `wall`, by the wall clock too."""
         for clock in ("events", "wall") if wall else ("events",):
             yield self._compare(case, ours, peer, theirs, target, None, clock)
 
@@ -175,12 +175,12 @@ class Gpu:
     # ---- inputs ----
 
     def size(self, full: int, quick: int) -> int:
-        """One or the other."""
+        """Return `full`, or `quick` at toy size."""
         return quick if self.quick else full
 
     def fit(self, count: int, bytes_each: float) -> int:
-        """Count, halved until that many things of this size leave some memory free."""
-        # Modules with hooks are in cycles, and what is cached is not free for other sizes.
+        """Halve `count` until so much fits that some memory stays free; returns it."""
+        # Modules with hooks are in reference cycles, and cached memory is not free for other sizes.
         gc.collect()
         if self.on_gpu:
             torch.cuda.empty_cache()
@@ -190,27 +190,27 @@ class Gpu:
         return count
 
     def randint(self, high: int, n: int) -> torch.Tensor:
-        """Int64 ``[n]``, uniform in [0, high)."""
+        """Return int64 ``[n]``, uniform in [0, high)."""
         return torch.randint(0, high, (n,), generator=self.generator, device=self.device)
 
     def randn(self, *shape: int) -> torch.Tensor:
-        """Float32 of the normal distribution."""
+        """Return normal random numbers in float32."""
         return torch.randn(*shape, generator=self.generator, device=self.device)
 
     def distinct_keys(self, start: int, end: int) -> torch.Tensor:
-        """Keys number start, ..., end - 1 of a sequence without repeats."""
+        """Return keys number start, ..., end - 1 of a sequence without repeats."""
         return torch.arange(start, end, device=self.device) * 0x1E3779B97F4A7C15
 
     def zipf(self, n: int, exponent: float, num_ids: int) -> torch.Tensor:
-        """Int64 ``[n]`` in [0, num_ids); frequent ones are not neighbours."""
+        """Return int64 ``[n]`` in [0, num_ids); frequent ids are not neighbours."""
         ranks = torch.arange(1, num_ids + 1, dtype=torch.float64, device=self.device)
         cumulative = ranks.pow_(-exponent).cumsum_(0)
         draws = torch.rand(n, generator=self.generator, device=self.device, dtype=torch.float64)
         rank = torch.searchsorted(cumulative, draws * cumulative[-1]).clamp_(max=num_ids - 1)
-        return rank * 2654435761 % num_ids  # a prime, so no two ranks meet
+        return rank * 2654435761 % num_ids  # a prime, so that no two ranks get the same id
 
     def array_module(self) -> Any:
-        """The module cupy, None without it; numpy where it can be one and the same."""
+        """Return the module cupy, or None without it; numpy if the device is the CPU."""
         if not self.on_gpu:
             return np
         if find_spec("cupy") is None:
@@ -218,7 +218,7 @@ class Gpu:
         return import_module("cupy")
 
     def roofs(self) -> str:
-        """What is printed of R1 and R2 at the end."""
+        """Return the text about R1 and R2 printed at the end."""
         lines = [f"R1, copy: {self.copy_roof / 1e9:,.0f} GB/s"]
         for table_bytes, roof in self.gather_roofs.items():
             lines.append(
@@ -227,7 +227,7 @@ class Gpu:
         return "\n".join(lines)
 
     def describe(self) -> dict[str, object]:
-        """What a result must be read with."""
+        """Describe the machine, the software and R1, without which no result can be read."""
         info = {
             **machine(),
             "device": "cpu",

@@ -15,19 +15,19 @@ from torch.multiprocessing.spawn import start_processes
 
 import sparsekit
 
-Step = Callable[[int], object]  # takes the number of the batch
+Step = Callable[[int], object]  # called with the number of the batch
 
-# Steps that are not counted, a batch each, for rows seen the first time.
+# Steps before those that count, one per batch, in which rows are seen for the first time.
 WARM_UP = 4
 
 
 def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
-    """What ``function(rank, *arguments)`` returns on rank 0, as JSON keeps it.
+    """Return the result of ``function(rank, *arguments)`` on rank 0, as JSON keeps it.
 
-    Functions are sent by name, so they must be at the top of a module.
+    Functions are sent by name, so they must be at the top level of a module.
     """
-    # Forks of one process that has imported torch, and torch._dynamo, which the first optimizer of
-    # a process does, and either takes seconds; it has computed nothing.
+    # Fork the ranks from a process that has imported torch, and torch._dynamo for the first
+    # optimizer: each import takes seconds. It has computed nothing.
     preload = ["torch.distributed", "torch._dynamo", "sparsekit"]
     get_context("forkserver").set_forkserver_preload(preload)
     with tempfile.TemporaryDirectory() as folder:
@@ -51,12 +51,12 @@ def _rank(
 def time_in_turns(
     sides: Mapping[str, Step | None], rounds: int, together: dist.ProcessGroup | None = None
 ) -> dict[str, list[float]]:
-    """Milliseconds of each step, from the time when all ranks may begin until all have ended.
+    """Return the milliseconds of each step, from when all ranks may begin until all have ended.
 
     Args:
-        sides: they take turns. A rank without a step sleeps in a barrier of gloo meanwhile, and
-            has no samples.
-        rounds: steps of each side that count.
+        sides: steps that take turns. A rank without a step sleeps in a barrier of gloo meanwhile
+            and has no samples.
+        rounds: number of counted steps of each side.
         together: the ranks that step when this one does; None for all.
     """
     samples: dict[str, list[float]] = {name: [] for name in sides}
@@ -75,14 +75,14 @@ def time_in_turns(
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank begins and sends in a step."""
+    """Collectives that one rank begins in a step, and bytes that it sends."""
 
     collectives: int
     bytes: int
 
 
 def traffic(step: Step) -> Traffic:
-    """Run a step and count."""
+    """Run a step and count its traffic."""
     exchange = sparsekit.distributed.exchange_of(None, torch.device("cpu"))
     assert exchange is not None
     before = Traffic(exchange.collectives, exchange.bytes_sent)

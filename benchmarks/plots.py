@@ -8,12 +8,12 @@ from .report import ReportError, Row, Run
 
 
 def missing() -> str | None:
-    """Why nothing can be plotted; None if it can."""
+    """Return why nothing can be plotted; None if plots work."""
     return optional.missing("matplotlib")
 
 
 def plot(runs: Sequence[Run], out: Path) -> list[Path]:
-    """Write a PNG for each figure that the runs have curves for; the paths."""
+    """Write a PNG for each figure that the runs have curves for; returns the paths."""
     rows = [(run, row) for run in runs for row in run["results"] if row["curve"]]
     if not rows:
         raise ReportError("no curves in these files: they come from `run --suite curves --json`")
@@ -29,13 +29,13 @@ def plot(runs: Sequence[Run], out: Path) -> list[Path]:
 def _plot(name: str, rows: Sequence[Row], stamp: str, out: Path) -> Path:
     import matplotlib
 
-    matplotlib.use("Agg")  # no screen
+    matplotlib.use("Agg")  # needs no screen
     from matplotlib import pyplot
 
     series: dict[str, dict[float, float]] = {}
     for row in rows:
         curve = row["curve"]
-        # Millions a second, as items / ms / 1000.
+        # Millions per second: items / ms / 1000.
         series.setdefault(f"sparsekit, {curve['series']}", {})[curve["x"]] = (
             curve["items"] / row["ms"] / 1e3
         )

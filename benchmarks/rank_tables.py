@@ -1,8 +1,8 @@
 """Many tables on ranks, and the steps that use them: of a group, of one layer, of TorchRec.
 
-Ours looks raw keys up in hash tables that have all of them from the start; TorchRec's row numbers
-are ready. Both get one KeyedJaggedTensor, or for ours what a group knows one by. A group gives the
-vectors of each table by name, which spares it a copy; their gradients are ready on all sides.
+Ours looks raw keys up in hash tables that have all keys from the start; TorchRec gets row numbers.
+Both get one KeyedJaggedTensor, or ours a stand-in for one. A group returns the vectors of each
+table by name, which saves a copy; their gradients are given on all sides.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ BATCHES = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a case; batch is that of one rank."""
+    """Sizes of a case; `batch` is that of one rank."""
 
     tables: int
     ids: int
@@ -32,18 +32,18 @@ class Shape:
     dim: int
 
     def text(self) -> str:
-        """As the name of a case has it."""
+        """Return the sizes as in the name of a case."""
         return f"{self.tables} tables of {self.ids:,} x {self.dim}, batch {self.batch:,}"
 
 
 class Tables:
-    """Tables of one slot, each shared out over the ranks of a group, and batches of one key a bag.
+    """Tables of one slot, each divided over the ranks of a group, and batches of one key per bag.
 
     Args:
-        shape: their number and sizes.
-        ranks: those whose batches this process looks up, one after the other.
-        over: the ranks that share the tables; None for all.
-        output: of a group.
+        shape: number and sizes of the tables.
+        ranks: ranks whose batches this process looks up, one after the other.
+        over: ranks that share the tables; None for all.
+        output: the option `output` of a group.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Tables:
         self.bags = shape.batch * len(ranks)
         self.inputs = [self._keyed(batch) for batch in self.batches]
         of_table = torch.randn(self.bags, shape.dim)
-        self.grad = of_table.repeat(1, shape.tables)  # of all vectors in one tensor
+        self.grad = of_table.repeat(1, shape.tables)  # all vectors in one tensor
         self.grads = [of_table] * shape.tables if output == "dict" else [self.grad]
 
     def _keyed(self, keys: Sequence[torch.Tensor]) -> Keyed:
@@ -78,12 +78,12 @@ class Tables:
         return Keyed(self.names, values, torch.arange(len(values) + 1))
 
     def _capacity(self, ids: int) -> int:
-        """Rows on each rank for its share of the ids, which chance may make a little larger."""
+        """Return the rows per rank for its share of the ids, plus a margin for chance."""
         world = dist.get_world_size(self.over)
         return ids if world == 1 else ids * 6 // 5 // world + 50
 
     def group(self) -> sparsekit.EmbeddingGroup:
-        """A group that has all keys."""
+        """Return a group that has all keys."""
         layers = {
             name: sparsekit.DistributedEmbedding(
                 "sum",
@@ -103,20 +103,20 @@ class Tables:
 
     @torch.no_grad()
     def vectors(self, group: sparsekit.EmbeddingGroup) -> Iterator[torch.Tensor]:
-        """Vectors ``[n, tables, dim]`` of all ids, n at a time; those not seen are inserted."""
+        """Yield vectors ``[n, tables, dim]`` of all ids, n at a time; unseen ids are inserted."""
         for ids in torch.arange(self.shape.ids).split(4096):
             outputs = self.look_up(group, self._keyed([ids] * self.shape.tables))
             yield torch.cat(outputs, 1).view(-1, self.shape.tables, self.shape.dim)
 
     def look_up(self, group: sparsekit.EmbeddingGroup, keys: Keyed) -> list[torch.Tensor]:
-        """Outputs of a group, in the order of `grads`."""
+        """Return the outputs of a group in the order of `grads`."""
         outputs = group(keys)
         return list(outputs.values()) if self.output == "dict" else [outputs]
 
     def step(
         self, group: sparsekit.EmbeddingGroup, optimizer: torch.optim.Optimizer | None = None
     ) -> Step:
-        """A step of a group; without an optimizer gradients are brought back, and dropped."""
+        """Return a step of a group; without an optimizer, gradients are sent back and dropped."""
 
         def step(i: int) -> None:
             torch.autograd.backward(self.look_up(group, self.inputs[i % BATCHES]), self.grads)
@@ -127,7 +127,7 @@ class Tables:
         return step
 
     def training(self, in_backward: bool) -> Step:
-        """A step of a group of its own, with LazyAdam."""
+        """Return a step of a new group, with LazyAdam."""
         group = self.group()
         optimizer = optim.LazyAdam(group.parameters(), lr=0.01)
         if in_backward:
@@ -135,7 +135,7 @@ class Tables:
         return self.step(group, optimizer)
 
     def one_layer(self) -> Step:
-        """A step of one layer with a slot for each table; the keys of each are moved apart."""
+        """Return a step of one layer with a slot per table; an offset keeps the keys apart."""
         tables, ids, dim = self.shape.tables, self.shape.ids, self.shape.dim
         layer = sparsekit.DistributedEmbedding(
             "sum", self._capacity(tables * ids), dim, tables, 1, name="one", process_group=self.over
@@ -158,7 +158,7 @@ class Tables:
         return step
 
     def torchrec(self) -> Step:
-        """A step of the peer, whose optimizer is a part of backward; it begins as a group does."""
+        """Return a step of the peer, whose optimizer runs in backward; it begins like a group."""
         group = self.group()
         model = torchrec.model(
             {name: [name] for name in self.names}, self.shape.ids, self.shape.dim

@@ -1,4 +1,4 @@
-"""What is made of results: verdicts, tables, and what has got slower between two runs."""
+"""Reports on results: verdicts, tables, and slowdowns between two runs."""
 
 import json
 import statistics
@@ -14,11 +14,11 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 class ReportError(Exception):
-    """A file that is no result of `run`, or not one that will do."""
+    """A file that is not a result of `run`, or not a suitable one."""
 
 
 def read(path: Path) -> Run:
-    """A run, as `run --json` has written it."""
+    """Read a run that `run --json` has written."""
     try:
         run = json.loads(path.read_text())
     except OSError as error:
@@ -31,7 +31,7 @@ def read(path: Path) -> Run:
 
 
 def brief(run: Run) -> str:
-    """A run as JSON with a line for each case: what tables and plots need, without samples."""
+    """Return a run as JSON with a line per case, without samples: enough for tables and plots."""
     head = json.dumps({name: value for name, value in run.items() if name != "results"}, indent=1)
     samples = ("samples", "against_samples")
     rows = [{name: each[name] for name in each if name not in samples} for each in run["results"]]
@@ -40,7 +40,7 @@ def brief(run: Run) -> str:
 
 
 def title(suite: str, machine: dict[str, Any], quick: bool) -> str:
-    """The line above what a suite prints."""
+    """Return the line above a suite's output."""
     build = machine["build"]
     threads = f", {machine['threads']} threads" if "threads" in machine else ""
     toy = ": TOY SIZES, no time means anything" if quick else ""
@@ -59,7 +59,7 @@ def _by_line(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def verdicts(rows: Iterable[Row]) -> str:
-    """For each line of the targets: its worst and its median case."""
+    """Return the worst and the median case for each line of the targets."""
     lines = [f"{'line':<42}{'against':<32}{'worst':>8}{'median':>8}{'target':>8}{'cases met':>12}"]
     met = 0
     for (line, against), cases in (groups := _by_line(rows)).items():
@@ -77,17 +77,17 @@ def verdicts(rows: Iterable[Row]) -> str:
 
 
 def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[str]]:
-    """Lines that say how each case has changed, and the cases and benchmarks that are slower.
+    """Return lines about the change of each case, and the cases and benchmarks that are slower.
 
-    What is compared is our time over that of the peer timed in turns with it, since the speed of
-    machines drifts; of several peers the one in the middle decides. On one processor our time by
-    itself must have changed too, by half of the threshold, lest a peer that happened to be quick
-    is held against us.
+    Compares our time divided by that of the peer timed in turns with it, since the speed of
+    machines drifts; of several peers the median decides. On one processor our time by itself must
+    also have changed, by half of the threshold, so that a peer's chance speed does not count
+    against us.
 
-    A case is slower if that has grown by more than the threshold, with the lower quartile above
-    the upper quartile of before. All cases of a benchmark together show what the noise of each
-    hides: a benchmark is slower if three quarters of its cases have grown by more than half of
-    the threshold, and half of them by more than all of it.
+    A case is slower if this quotient has grown by more than the threshold, with the lower quartile
+    above the upper quartile of before. All cases of a benchmark together show what the noise of
+    each hides: a benchmark is slower if three quarters of its cases have grown by more than half
+    of the threshold, and half of them by more than all of it.
     """
     for what in ("suite", "quick"):
         if before.get(what) != after.get(what):
@@ -103,7 +103,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
     groups: dict[str, list[tuple[float, float]]] = {}
     for case in (case for case in old if case in new):
         pairs = [(old[case][x], new[case][x]) for x in old[case] if x in new[case]]
-        # A roof that was measured once says nothing of drift.
+        # A roof with a single sample tells nothing about drift.
         pairs = [x for x in pairs if all(map(_in_turns, x))] or pairs
         if not pairs:
             continue
@@ -119,7 +119,7 @@ def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[
             verdict = "  faster"
         lines.append(f"{case:<80}{time:>7.2f} time{change:>7.2f} vs {against}{verdict}")
     judged = len(lines) - (not same)
-    lines.sort(key=lambda line: "SLOWER" in line)  # at the end, where they are seen
+    lines.sort(key=lambda line: "SLOWER" in line)  # put them last, where they are seen
     for name, cases in groups.items():
         change, time = (statistics.median(x[i] for x in cases) for i in range(2))
         verdict = ""
@@ -153,14 +153,14 @@ def _in_turns(row: Row) -> bool:
 
 
 def _change(before: Row, after: Row) -> tuple[float, float, float]:
-    """Growth of our time over theirs: of medians, and between the quartiles that are next."""
+    """Return the growth of our time over theirs: of medians, and between the nearest quartiles."""
     old, new = _quotients(before), _quotients(after)
     (a25, a50, a75), (b25, b50, b75) = (statistics.quantiles(x, n=4) for x in (old, new))
     return b50 / a50, b25 / a75, b75 / a25
 
 
 def _quotients(row: Row) -> list[float]:
-    """Ours over theirs, of samples taken in turns; a roof may have one for all."""
+    """Return our samples divided by theirs, taken in turns; a roof may have one sample for all."""
     ours, theirs = row["samples"], row["against_samples"]
     if len(ours) != len(theirs):
         theirs = [statistics.median(theirs)] * len(ours)
@@ -172,7 +172,7 @@ def _quotients(row: Row) -> list[float]:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Markdown: a row for each target, then one for each case; medians over the runs."""
+    """Return Markdown with a row for each target, then for each case; medians over the runs."""
     suites = {"gpu" if run["suite"] == "gpu" else "cpu" for run in runs} or {"cpu"}
     lines = _stamps(runs)
     lines += [
@@ -191,7 +191,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def _stamps(runs: Sequence[Run]) -> list[str]:
-    stamps: dict[str, None] = {}  # a set that keeps the order
+    stamps: dict[str, None] = {}  # used as an ordered set
     for run in runs:
         machine = run["machine"]
         packages = machine.get("packages", {}).items()
@@ -245,7 +245,7 @@ def _median(rows: Sequence[Row], field: str) -> float:
 
 
 def write_into(path: Path, text: str) -> None:
-    """Put a table between the two marks of a document, in place of what is there."""
+    """Replace the text between the two marks of a document by a table."""
     try:
         document = path.read_text()
     except OSError as error:

@@ -1,8 +1,8 @@
 """The project's targets: how many times as fast as the roof or the peer a case should be.
 
-The key is the line a case belongs to and what it is compared with. A time of at most 1.15 times
-that of another is a ratio of 1 / 1.15. Of collectives, how many times as few. A target that is
-met is raised.
+The key is the line that a case belongs to and the roof or peer. A time of at most 1.15 times
+another is a ratio of 1 / 1.15. For collectives, the ratio is how many times fewer. A target that is
+met gets raised.
 """
 
 CPU_TARGETS = {
@@ -75,10 +75,10 @@ TARGETS = {"cpu": CPU_TARGETS, "gpu": GPU_TARGETS}
 
 
 def target_of(targets: dict[tuple[str, str], float], line: str, against: str) -> float | None:
-    """The target of a line against a roof or a peer, None without one.
+    """Return the target of a line against a roof or a peer, or None without one.
 
     Raises:
-        KeyError: no target names the line at all: it is misspelt.
+        KeyError: no target has this line, so it is misspelt.
     """
     if line and not any(name == line for name, _ in targets):
         raise KeyError(f"there is no target for {line!r}")

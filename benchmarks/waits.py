@@ -1,7 +1,7 @@
 """How often the host waits for the device: each wait ends with an idle GPU.
 
-torch counts its own, where torch.cuda.set_sync_debug_mode is on; ops of sparsekit wait without
-torch, and count for themselves.
+torch counts its own waits while torch.cuda.set_sync_debug_mode is on; ops of sparsekit wait without
+torch and count for themselves.
 """
 
 import ctypes
@@ -20,29 +20,29 @@ LIBRARY = Path(sparsekit.__file__).parent / "lib" / "libsparsekit_cuda.so"
 
 @dataclass(frozen=True)
 class Waits:
-    """Of one call."""
+    """Waits of one call."""
 
     torch: int
     sparsekit: int
 
     @property
     def all(self) -> int:
-        """Both."""
+        """Return the total."""
         return self.torch + self.sparsekit
 
 
 def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
-    """Run a call and count.
+    """Run a call and count its waits.
 
     Args:
-        call: what is run, once; it should have run before, since first calls wait for more.
-        library: whose waits count; that of the host runner has the same, without a device.
+        call: called once; call it before as well, since first calls wait for more.
+        library: library that counts the waits; the host runner's does so without a device.
     """
     own = ctypes.CDLL(str(library)).sparsekit_num_waits
     own.restype = ctypes.c_int64
     before = own()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")  # torch warns of the mode itself as well
+        warnings.simplefilter("always")  # torch also warns about the mode itself
         with _debug_mode():
             call()
     of_torch = [w for w in caught if "synchronizing CUDA operation" in str(w.message)]

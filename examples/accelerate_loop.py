@@ -6,7 +6,7 @@ from model import Clicks, data, loss_of
 
 import sparsekit
 
-accelerator = Accelerator(cpu=True)  # before the model is made, so that its tables know the ranks
+accelerator = Accelerator(cpu=True)  # comes first, so that the model's tables know the ranks
 torch.manual_seed(0)
 model = Clicks()
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
@@ -17,7 +17,7 @@ for _ in range(5):
         optimizer.zero_grad()
         loss = loss_of(model(user, tags), clicked)
         accelerator.backward(loss)
-        # Not accelerator.clip_grad_norm_, which is torch's and refuses tables on several ranks.
+        # accelerator.clip_grad_norm_ calls torch's function, which refuses tables on several ranks.
         sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 if accelerator.is_main_process:

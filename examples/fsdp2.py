@@ -9,10 +9,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import sparsekit
 
-dist.init_process_group()  # before the model is made, so that its tables know the ranks
+dist.init_process_group()  # comes first, so that the model's tables know the ranks
 torch.manual_seed(0)
 model = Clicks()
-tables = set(sparsekit.distributed.ignored_parameters(model).values())  # sharded already
+tables = set(sparsekit.distributed.ignored_parameters(model).values())  # already sharded
 fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=tables)
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)  # takes DTensors beside tables
 batches = DataLoader(data(), batch_size=32, sampler=DistributedSampler(data()))
@@ -22,7 +22,7 @@ for epoch in range(5):
         optimizer.zero_grad()
         loss = loss_of(model(user, tags), clicked)
         loss.backward()
-        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # of shards and tables together
+        sparsekit.optim.clip_grad_norm_(model.parameters(), 1.0)  # over shards and tables together
         optimizer.step()
 if dist.get_rank() == 0:
     print(f"loss {loss.item():.4f}")

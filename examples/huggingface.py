@@ -13,10 +13,11 @@ class WithLoss(Clicks):
         return {"loss": loss_of(logits, clicked), "logits": logits}
 
 
-# They initialise torch.distributed, so the model is made after them, and its tables know the ranks.
+# The arguments initialise torch.distributed, so they come before the model, whose tables must know
+# the ranks.
 args = TrainingArguments(
     "unused", use_cpu=True, per_device_train_batch_size=32, num_train_epochs=5, report_to=[],
-    save_strategy="no",  # it saves rank 0's part of a table only: docs/trainers.md
+    save_strategy="no",  # would save only rank 0's part of a table: docs/trainers.md
     logging_strategy="no", disable_tqdm=True, ddp_backend="gloo",
 )  # fmt: skip
 args.device  # noqa: B018 (initialises torch.distributed)
@@ -26,7 +27,7 @@ optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 rows = [dict(zip(("user", "tags", "clicked"), row, strict=True)) for row in data()]
 trainer = Trainer(model, args, train_dataset=rows, optimizers=(optimizer, schedule))
-trainer.accelerator.clip_grad_norm_ = sparsekit.optim.clip_grad_norm_  # torch's refuses tables
+trainer.accelerator.clip_grad_norm_ = sparsekit.optim.clip_grad_norm_  # torch's own refuses tables
 trainer.train()
 with torch.no_grad():
     loss = model.eval()(*data().tensors)["loss"].item()  # on all ranks: each has a part of the rows

@@ -10,9 +10,9 @@ import sparsekit
 
 
 class Module(lightning.LightningModule):
-    """The model, made where the ranks are known."""
+    """A module that makes its model once the ranks are known."""
 
-    def configure_model(self) -> None:  # not in __init__, which is before the ranks are there
+    def configure_model(self) -> None:  # __init__ runs before the ranks exist
         self.model = getattr(self, "model", None) or Clicks()
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -29,7 +29,7 @@ class Module(lightning.LightningModule):
 
 
 ranks = int(os.environ.get("WORLD_SIZE", 1))
-# Checkpoints of Lightning have rank 0's part of a table only: docs/trainers.md.
+# Lightning's checkpoints would hold only rank 0's part of a table: docs/trainers.md.
 trainer = lightning.Trainer(
     accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=5, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -14,7 +14,7 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization = False
 
-    def configure_model(self) -> None:  # not in __init__, which is before the ranks are there
+    def configure_model(self) -> None:  # __init__ runs before the ranks exist
         self.model = getattr(self, "model", None) or Clicks()
 
     def configure_optimizers(self) -> list[torch.optim.Optimizer]:

@@ -1,4 +1,4 @@
-"""What the examples train: clicks from raw 64-bit ids; on several ranks its tables are sharded."""
+"""A model of clicks on raw 64-bit ids, trained by the examples; several ranks shard its tables."""
 
 import torch
 
@@ -6,7 +6,7 @@ import sparsekit
 
 
 class Clicks(torch.nn.Module):
-    """Two tables and a dense part."""
+    """Model with two tables and a dense part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class Clicks(torch.nn.Module):
         )
 
     def forward(self, user: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
-        """A logit for each user int64 [batch] and their tags int64 [batch, 3]: [batch, 1]."""
+        """Return logits [batch, 1] for users, int64 [batch], and their tags, int64 [batch, 3]."""
         return self.top(torch.cat([self.user(user), self.tags(tags)], 1))
 
 
@@ -25,7 +25,7 @@ loss_of = torch.nn.functional.binary_cross_entropy_with_logits
 
 
 def data(samples: int = 512) -> torch.utils.data.TensorDataset:
-    """Users and tags far apart in 64 bits, and clicks that depend on the user."""
+    """Return users and tags far apart in 64 bits, and clicks that depend on the user."""
     random = torch.Generator().manual_seed(0)
     user = torch.randint(0, 50, (samples,), generator=random)
     tags = torch.randint(-(2**62), 2**62, (20,), generator=random)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import sparsekit
 
-if "RANK" in os.environ:  # under torchrun: before the layers are made
+if "RANK" in os.environ:  # under torchrun: comes before the layers
     dist.init_process_group()
 
 
 class Clicks(torch.nn.Module):
-    """Whether a user clicks an item, by the user and the items seen before."""
+    """Predicts whether a user clicks an item, from the user, the item and the items seen before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Clicks(torch.nn.Module):
             name: sparsekit.DistributedEmbedding("mean", 10_000, 16, slot_num=1, name=name)
             for name in ("user", "item")
         }
-        # Two features look up items, in one table.
+        # Two features look items up in the same table.
         features = {"user": "user", "item": "item", "seen": "item"}
         self.embeddings = sparsekit.EmbeddingGroup(layers, features, output="concatenated")
         self.dense = torch.nn.Sequential(
@@ -39,7 +39,7 @@ users = torch.randint(0, 200, (4096,))
 items = torch.randint(0, 200, (4096,))
 seen = torch.randint(0, 200, (4096, 5))  # a bag of five
 clicked = (users + items > 200).float()
-users = users * 2**40 - 7  # any int64
+users = users * 2**40 - 7  # any int64 is a key
 
 model = sparsekit.distributed.wrap_ddp(Clicks())
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)

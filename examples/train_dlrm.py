@@ -12,7 +12,7 @@ from sparsekit.data import CriteoReader, write_criteo_sample
 from sparsekit.models import DLRM
 from sparsekit.train import JsonLines, Trainer, linear_warmup
 
-if "RANK" in os.environ:  # under torchrun: before the layers are made
+if "RANK" in os.environ:  # under torchrun: comes before the layers
     dist.init_process_group()
 
 
@@ -25,13 +25,14 @@ model = DLRM([f"C{i}" for i in range(1, 27)], 13, rows=20_000, bottom=[64], top=
 sparse, dense = sparsekit.split_embedding_variable_from_others(model)
 optimizers = [sparsekit.optim.LazyAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.002)]
 with tempfile.TemporaryDirectory() as folder:
-    write_criteo_sample(f"{folder}/day_0", rows=20_000)  # generated; each rank reads its share
+    # Generates a file; each rank reads its share.
+    write_criteo_sample(f"{folder}/day_0", rows=20_000)
     trainer = Trainer(
         model,
         losses,
         optimizers,
         schedulers=[linear_warmup(optimizer, 1.0, 20) for optimizer in optimizers],
-        logs=[JsonLines(f"{folder}/metrics.jsonl")],  # what `sparsekit plot` draws
+        logs=[JsonLines(f"{folder}/metrics.jsonl")],  # for `sparsekit plot`
     )
     history = trainer.fit(CriteoReader(f"{folder}/day_0", 512, shuffle=True), epochs=3)
 if not dist.is_initialized() or dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Retrieval: a tower of users and one of items, from raw ids; on one rank or under torchrun."""
+"""Retrieval with a tower for users and one for items, on raw ids; on one rank or under torchrun."""
 
 import os
 
@@ -9,12 +9,12 @@ from torch.nn.functional import cross_entropy, normalize
 import sparsekit
 
 rank, ranks = (int(os.environ.get(name, only)) for name, only in (("RANK", 0), ("WORLD_SIZE", 1)))
-if ranks > 1:  # under torchrun: before the layers are made
+if ranks > 1:  # under torchrun: comes before the layers
     dist.init_process_group()
 
 
 class Towers(torch.nn.Module):
-    """Scores [n, m] of users [n] for items [m], int64 ids."""
+    """Towers that score users [n] for items [m], given int64 ids: [n, m]."""
 
     def __init__(self):
         super().__init__()
@@ -24,20 +24,21 @@ class Towers(torch.nn.Module):
     def forward(self, *keys):
         layers = zip(self.top, self.ids, keys, strict=True)
         users, items = (normalize(top(ids(each)), dim=1) for top, ids, each in layers)
-        return users @ items.T / 0.1  # cosines, by a temperature
+        return users @ items.T / 0.1  # cosines divided by a temperature
 
 
 torch.manual_seed(0)
-users, items = torch.arange(400), torch.arange(200)  # who like the items of their number mod 20
+users, items = torch.arange(400), torch.arange(200)  # users like items whose number is equal mod 20
 liked = torch.rand(400, 200).where(users[:, None] % 20 == items % 20, 2).argsort(1)[:, :10]
-liked, held_out = liked[:, :8], liked[:, 8:]  # [400, 8] to train on, [400, 2] to find
-user_ids, item_ids = users * 2**40 - 7, items * 10**15 + 3  # any int64
+liked, held_out = liked[:, :8], liked[:, 8:]  # [400, 8] for training, [400, 2] to be found
+user_ids, item_ids = users * 2**40 - 7, items * 10**15 + 3  # any int64 is a key
 model = sparsekit.distributed.wrap_ddp(Towers())
 optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.1)
 for batch in torch.cat([torch.randperm(3200) for _ in range(8)]).split(256):
     mine = batch.tensor_split(ranks)[rank]
     scores = model(user_ids[mine // 8], item_ids[liked.flatten()[mine]])
-    loss = cross_entropy(scores, torch.arange(len(mine)))  # in the batch, others' items are wrong
+    # Other users' items in the batch are negatives.
+    loss = cross_entropy(scores, torch.arange(len(mine)))
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -1,1 +1,1 @@
-"""What a developer runs by hand or through make; no part of the package."""
+"""Programs that developers run by hand or through make; they are not in the package."""

@@ -1,8 +1,8 @@
-"""What a training step asks of a GPU: `python -m tools.cuda_counts [--write]`.
+"""Work of a GPU in a training step: `python -m tools.cuda_counts [--write]`.
 
-Launches, memsets, waits, atomics and bytes, op by op, counted where the kernels run on the host
-(tests/simt_counts.py). --write puts the tables into docs/gpu-status.md, whose numbers of launches
-and waits a test compares with what is counted.
+Launches, memsets, waits, atomics and bytes of each op, counted while the kernels run on the host
+(tests/simt_counts.py). --write puts the tables into docs/gpu-status.md; a test compares the
+launches and waits there with the counts.
 """
 
 import argparse
@@ -23,22 +23,22 @@ sys.path.insert(0, str(ROOT / "tests"))
 from simt_counts import Count, Counts, counted  # noqa: E402
 
 TABLES = 26
-# What is the same whenever it is counted, and what depends on chance: on seeds of hashes, and on
-# how threads meet.
+# EXACT columns are equal in every count; those BY_CHANCE depend on seeds of hashes and on the
+# interleaving of threads.
 EXACT = ("calls", "kernels", "memsets", "scans, sorts", "torch", "waits", "copies in")
 BY_CHANCE = ("atomics", "KB accessed", "KB moved")
 
 
 class Step:
-    """A training step that can be counted, with LazyAdam and given gradients.
+    """A countable training step with LazyAdam and given gradients.
 
     Args:
         tables: 1 for a layer by itself, more for an EmbeddingGroup.
-        fused: whether backward updates.
-        batch: bags of a table.
-        nnz: keys of a bag.
-        dim: of a vector.
-        keys: how many different ones there are.
+        fused: True if backward updates the rows.
+        batch: number of bags of a table.
+        nnz: number of keys of a bag.
+        dim: size of a vector.
+        keys: number of different keys.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Step:
         self._grads = [torch.ones(batch, 1, dim) for _ in layers]
 
     def __call__(self, keys: dict[str, torch.Tensor]) -> None:
-        """Forward, backward, update."""
+        """Run forward, backward and update."""
         if isinstance(self.module, sparsekit.EmbeddingGroup):
             outputs = list(self.module(keys).values())
         else:
@@ -79,7 +79,7 @@ class Step:
         self.optimizer.zero_grad()
 
     def count(self) -> Counts:
-        """Counts of a second step, when states are there and some of its keys are new."""
+        """Return the counts of a second step, which has states already and some new keys."""
         with counted():
             self(self.batches[0])
         with counted() as counts:
@@ -88,14 +88,14 @@ class Step:
 
 
 def cases() -> Iterator[tuple[str, Callable[[], Counts]]]:
-    """Titles of the tables, and what counts for each."""
+    """Yield the title of each table, and a function that returns its counts."""
     yield "One layer", Step(1, fused=False).count
     yield f"EmbeddingGroup of {TABLES}", Step(TABLES, fused=False).count
     yield f"EmbeddingGroup of {TABLES}, updates in backward", Step(TABLES, fused=True).count
 
 
 def row(name: str, count: Count) -> str:
-    """A line of a table."""
+    """Return a line of a table."""
     cells: list[object] = [count.calls, count.kernels, count.memsets, count.library]
     cells += [count.torch, count.waits, count.copies_in, rounded(count.atomics)]
     cells += [rounded(count.accessed / 1000), rounded(count.moved / 1000)]
@@ -103,14 +103,14 @@ def row(name: str, count: Count) -> str:
 
 
 def rounded(number: float) -> str:
-    """Two digits, as the others are chance; nothing for 0."""
+    """Return two digits, as the others depend on chance; nothing for 0."""
     if number == 0:
         return ""
     return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))
 
 
 def table(counts: Counts, kernels: bool) -> str:
-    """Ops of this project, those of torch together, and all; with kernels, those of each op."""
+    """Return lines for our ops, for torch's together, and for all; optionally for kernels."""
     columns = ("op", *EXACT, *BY_CHANCE)
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     of_torch, torch_calls = Count(), {}
@@ -129,7 +129,7 @@ def table(counts: Counts, kernels: bool) -> str:
 
 
 def tables() -> str:
-    """All of them, in Markdown."""
+    """Return all tables in Markdown."""
     parts = []
     for i, (title, count) in enumerate(cases()):
         counts = count()
@@ -141,12 +141,12 @@ def tables() -> str:
 
 
 def in_status(text: str) -> str:
-    """What stands between the marks in docs/gpu-status.md."""
+    """Return the text between the marks in docs/gpu-status.md."""
     return text.split(BEGIN)[1].split(END)[0].strip("\n") + "\n"
 
 
 def exact(text: str) -> str:
-    """Tables without the columns that depend on chance."""
+    """Return tables without the columns that depend on chance."""
     lines = text.splitlines()
     return "\n".join(
         line.rsplit("|", len(BY_CHANCE) + 1)[0] if line.startswith("|") else line for line in lines
@@ -154,7 +154,7 @@ def exact(text: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the tables, or write them."""
+    """Print the tables; --write also writes them to docs/gpu-status.md."""
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_counts", description=__doc__)
     parser.add_argument("--write", action="store_true", help="into docs/gpu-status.md")
     options = parser.parse_args(arguments)

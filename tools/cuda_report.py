@@ -1,6 +1,6 @@
 """Registers, occupancy and spills of every kernel: `python -m tools.cuda_report [--all]`.
 
-Reads what ptxas said in the newest build that has CUDA, which tools/keep_ptxas_log.py has kept
+Reads the output of ptxas for the newest build with CUDA, which tools/keep_ptxas_log.py stored
 beside the objects. --all adds the kernels of CUB, which are not ours to tune.
 """
 
@@ -29,11 +29,12 @@ _HALF_BLOCKS = {"bucketize"}
 
 
 def occupancy(registers: int, shared: int, threads: int) -> float:
-    """Share of a multiprocessor's 64 warps for which there is room at a time.
+    """Return the share of a multiprocessor's 64 warps that can be resident.
 
-    sm_80, sm_90 and sm_100 agree: 65,536 registers, given to each warp in units of 256, 32 blocks.
-    Of shared memory 100 KiB are counted on, and 1 KiB of each block is the system's. What a launch
-    adds to the static part is not known here; no kernel asks for more than a few KiB by itself.
+    sm_80, sm_90 and sm_100 agree: 65,536 registers, allocated to each warp in units of 256, and 32
+    blocks. The estimate assumes 100 KiB of shared memory, of which each block loses 1 KiB to the
+    system. Dynamic shared memory of a launch is unknown here; no kernel requests more than a few
+    KiB.
     """
     of_warp = -(-registers * 32 // 256) * 256
     warps = threads // 32
@@ -43,7 +44,7 @@ def occupancy(registers: int, shared: int, threads: int) -> float:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel: a template argument or another chip makes another one."""
+    """A compiled kernel; each set of template arguments and each chip has its own."""
 
     source: str  # stem of the .cu file
     symbol: str
@@ -56,17 +57,17 @@ class Kernel:
 
     @property
     def occupancy(self) -> float:
-        """Warps at a time on a multiprocessor, as a share of the most there can be."""
+        """Return the resident warps of a multiprocessor as a share of the maximum."""
         return occupancy(self.registers, self.shared, 128 if self.source in _HALF_BLOCKS else 256)
 
     @property
     def spills(self) -> bool:
-        """Whether it keeps anything in local memory, which is memory off the chip."""
+        """Return whether the kernel keeps anything in local memory, which is off the chip."""
         return bool(self.stack or self.spill_stores or self.spill_loads)
 
 
 def parse(source: str, text: str) -> list[Kernel]:
-    """Kernels in the output of `ptxas -v` for one source file."""
+    """Return the kernels in the output of `ptxas -v` for one source file."""
     kernels = []
     for part in re.split(r"(?=ptxas info\s*: Compiling entry function)", text)[1:]:
         entry, registers = _ENTRY.search(part), _REGISTERS.search(part)
@@ -74,7 +75,7 @@ def parse(source: str, text: str) -> list[Kernel]:
         if not (entry and registers and frames):
             raise ValueError(f"{source}: this is no output of ptxas that is understood:\n{part}")
         shared = _SHARED.search(part)
-        # A function that was not inlined has a frame of its own, in the part of its kernel.
+        # A function that was not inlined has its own frame in its kernel's part.
         stack, stores, loads = (sum(numbers) for numbers in zip(*frames, strict=True))
         kernels.append(
             Kernel(
@@ -92,7 +93,7 @@ def parse(source: str, text: str) -> list[Kernel]:
 
 
 def newest_build(root: Path = ROOT) -> Path | None:
-    """The newest build folder whose CUDA objects are there, or None."""
+    """Return the newest build folder with CUDA objects, or None."""
     builds = {log: log.stat().st_mtime for log in root.glob("build/cmake-*/**/*.ptxas")}
     if not builds:
         return None
@@ -100,7 +101,7 @@ def newest_build(root: Path = ROOT) -> Path | None:
 
 
 def read(build: Path) -> list[Kernel]:
-    """Kernels of a build, leaving out those of sources that are gone by now."""
+    """Return the kernels of a build, except those of sources that no longer exist."""
     kernels = []
     for log in sorted(build.glob("**/*.cu.o.ptxas")):
         source = log.name.removesuffix(".cu.o.ptxas")
@@ -110,13 +111,13 @@ def read(build: Path) -> list[Kernel]:
 
 
 def declared_kernels() -> set[str]:
-    """Names of all kernels in the sources."""
+    """Return the names of all kernels in the sources."""
     files = [*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")]
     return {name for file in files for name in _KERNEL.findall(file.read_text())}
 
 
 def demangle(symbols: Iterable[str]) -> dict[str, str]:
-    """Symbol -> readable name, without namespaces of ours and without parameters."""
+    """Return symbol -> readable name, without our namespaces and without parameters."""
     symbols = list(symbols)
     done = subprocess.run(
         ["c++filt"], input="\n".join(symbols), capture_output=True, text=True, check=True
@@ -125,7 +126,7 @@ def demangle(symbols: Iterable[str]) -> dict[str, str]:
 
 
 def short_name(name: str) -> str:
-    """`void sparsekit::cuda::(…)::find_kernel<long>(…)` -> `find_kernel<long>`."""
+    """Shorten `void sparsekit::cuda::(…)::find_kernel<long>(…)` to `find_kernel<long>`."""
     name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N__\w+::", "", name)
     name = re.sub(r"^void |sparsekit::(cuda::|simt::)?", "", name)
     depth = 0
@@ -137,17 +138,17 @@ def short_name(name: str) -> str:
 
 
 def base_name(short: str) -> str:
-    """`find_kernel<long>` -> `find_kernel`."""
+    """Shorten `find_kernel<long>` to `find_kernel`."""
     return short.split("<")[0]
 
 
 def is_ours(short: str) -> bool:
-    """Whether a short name is of a kernel of this project; the others are CUB's."""
+    """Return whether a short name belongs to a kernel of this project; the others are CUB's."""
     return "::" not in base_name(short)
 
 
 def table(kernels: list[Kernel], all_kernels: bool) -> str:
-    """A line for each kernel and chip; spilling ones are marked."""
+    """Return a line for each kernel and chip, with a mark for spills."""
     names = demangle({kernel.symbol for kernel in kernels})
     lines = [
         f"{'source':<15}{'kernel':<64}{'arch':<8}{'registers':>9}{'occupancy':>11}{'stack':>7}"
@@ -169,7 +170,7 @@ def table(kernels: list[Kernel], all_kernels: bool) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; 1 when a kernel of ours spills or there is no build with CUDA."""
+    """Print the table; returns 1 if one of our kernels spills or no build has CUDA."""
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_report", description=__doc__)
     parser.add_argument("--all", action="store_true", help="CUB's kernels as well")
     options = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """Machine instructions that show how a kernel uses memory: `python -m tools.cuda_sass [NAME ...]`.
 
-Counts, per kernel on one chip, the loads and stores of global memory by width, atomics, shuffles,
-votes, barriers and local memory. Counts are of instructions in the code, not of executions; a loop
-that is unrolled has its loads several times. NAME limits it to kernels whose name contains one.
+Counts, per kernel on one chip, loads and stores of global memory by width, atomics, shuffles,
+votes, barriers and local memory. It counts instructions in the code, not executions; an unrolled
+loop contains its loads several times. NAME selects kernels whose name contains it.
 """
 
 import argparse
@@ -18,23 +18,23 @@ from pathlib import Path
 from .cuda_report import ROOT, base_name, demangle, is_ours
 
 LIBRARY = ROOT / "sparsekit" / "lib" / "libsparsekit_cuda.so"
-TOOLS = ("cuobjdump", "nvdisasm")  # the first calls the second
+TOOLS = ("cuobjdump", "nvdisasm")  # cuobjdump calls nvdisasm
 
 _FUNCTION = re.compile(r"^\s*Function : (\w+)", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
-# What is listed, in this order, by the first part of the instruction's name.
+# Listed instructions, in this order, by the first part of their names.
 _KINDS = (
     "LDG", "LD", "STG", "ST", "LDL", "STL", "ATOMG", "ATOM", "REDG", "RED", "ATOMS", "LDS", "STS",
     "SHFL", "MATCH", "VOTE", "VOTEU", "REDUX", "BAR", "MEMBAR",
 )  # fmt: skip
-# Local memory: registers that were spilled, and arrays that found no registers.
+# Local memory: spilled registers, and arrays that are not kept in registers.
 _LOCAL = ("LDL", "STL")
-# Parts of a name that say nothing of width or scope: an extended address, a default.
+# Parts of a name that tell nothing about width or scope: an extended address, a default.
 _DROPPED = {"E", "SYNC", "DEFER_BLOCKING", "FTZ", "RN", "STRONG", "IDX"}
 
 
 def find_tools() -> dict[str, str]:
-    """Paths of the disassemblers, from PATH or from the wheels in this environment."""
+    """Return the paths of the disassemblers, from PATH or from the wheels in this environment."""
     wheels = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin")
     path = os.pathsep.join([os.environ.get("PATH", ""), *map(str, wheels)])
     found = {tool: shutil.which(tool, path=path) for tool in TOOLS}
@@ -48,7 +48,7 @@ def find_tools() -> dict[str, str]:
 
 
 def disassemble(library: Path, arch: str) -> str:
-    """The machine code of a library for one chip, as text."""
+    """Return the machine code of a library for one chip as text."""
     tools = find_tools()
     path = os.pathsep.join([str(Path(tools["nvdisasm"]).parent), os.environ.get("PATH", "")])
     done = subprocess.run(
@@ -63,13 +63,13 @@ def disassemble(library: Path, arch: str) -> str:
 
 
 def simplify(instruction: str) -> str:
-    """`LDG.E.128.CONSTANT` -> `LDG.128.CONSTANT`."""
+    """Shorten `LDG.E.128.CONSTANT` to `LDG.128.CONSTANT`."""
     first, *rest = instruction.split(".")
     return ".".join([first, *(part for part in rest if part not in _DROPPED)])
 
 
 def count(text: str) -> dict[str, Counter[str]]:
-    """Symbol -> number of instructions of each kind that is listed."""
+    """Return symbol -> number of instructions of each listed kind."""
     parts = _FUNCTION.split(text)[1:]
     counts: dict[str, Counter[str]] = {}
     for symbol, code in zip(parts[::2], parts[1::2], strict=True):
@@ -81,18 +81,18 @@ def count(text: str) -> dict[str, Counter[str]]:
 
 
 def uses_local_memory(counts: Counter[str]) -> bool:
-    """Whether there is any load or store of local memory."""
+    """Return whether any instruction loads or stores local memory."""
     return any(name.split(".")[0] in _LOCAL for name in counts)
 
 
 def describe(counts: Counter[str]) -> str:
-    """`4 LDG.128, 1 STG.64, ...` in the order of the kinds."""
+    """Return `4 LDG.128, 1 STG.64, ...` in the order of the kinds."""
     order = sorted(counts, key=lambda name: (_KINDS.index(name.split(".")[0]), name))
     return ", ".join(f"{counts[name]} {name}" for name in order)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the list; 1 when a kernel of ours uses local memory."""
+    """Print the list; returns 1 if one of our kernels uses local memory."""
     parser = argparse.ArgumentParser(prog="python -m tools.cuda_sass", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="part of a kernel's name")
     parser.add_argument("--arch", default="sm_90", help="one that the library is built for")
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.library.name} has no machine code for {options.arch}.")
         return 1
     names = {symbol: name for symbol, name in demangle(counts).items() if is_ours(name)}
-    # Kernels of headers are in the library once for each source that includes them.
+    # A kernel in a header is in the library once for each source that includes it.
     seen = set()
     local = 0
     for symbol, name in sorted(names.items(), key=lambda item: item[1]):

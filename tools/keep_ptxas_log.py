@@ -1,7 +1,7 @@
-"""A launcher of nvcc: keeps what ptxas says of each kernel in a file beside the object.
+"""A launcher of nvcc that stores ptxas's report on each kernel in a file beside the object.
 
-CMakeLists.txt puts it before the compiler, so that `make cuda-report` reads what the build has
-said instead of compiling again, and so that a build is silent unless something is wrong: all other
+CMakeLists.txt puts it before the compiler, so that `make cuda-report` reads the build's reports
+instead of compiling again, and so that a build is silent unless something is wrong: all other
 lines, warnings and errors among them, pass through.
 """
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 def is_report(line: str) -> bool:
-    """Whether the line belongs to the output of `-Xptxas -v`."""
+    """Return whether the line belongs to the output of `-Xptxas -v`."""
     return line.startswith("ptxas info") or "bytes stack frame" in line
 
 
 def main(command: list[str]) -> int:
-    """Run the command; its exit status."""
+    """Run the command; returns its exit status."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.splitlines(keepends=True)
     sys.stderr.writelines(line for line in lines if not is_report(line))

@@ -1,1 +1,1 @@
-"""What ours is compared with beyond torch; each is optional and skipped with a reason."""
+"""Peers besides torch; each is optional, and skipped with a reason."""

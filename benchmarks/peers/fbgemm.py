@@ -1,7 +1,7 @@
 """FBGEMM's table batched embeddings on the CPU: the training module, float32.
 
-In the configuration that was fastest: a batch of a table as one feature, no checks of bounds (ours
-checks them), and what it offers of optimizers on the CPU fused into backward.
+This is its fastest configuration: each table is one feature, bounds are not checked (ours checks
+them), and its CPU optimizer is fused into backward.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from . import optional
 
 
 def missing() -> str | None:
-    """Why it cannot be measured; None if it can."""
+    """Return why it cannot be measured; None if it can."""
     return optional.missing("fbgemm_gpu", "fbgemm-gpu-cpu")
 
 
 def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
-    """A module in mode sum, (rows, offsets) -> ``[batch, sum of dims]``, a feature for each table.
+    """Return a module in mode sum: (rows, offsets) -> ``[batch, sum of dims]``, by feature.
 
     Args:
         shapes: rows and dim of each table.
@@ -43,7 +43,7 @@ def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
 
 
 def table(weight: torch.Tensor, lr: float = 0.01) -> Any:
-    """`tables` with one, which begins as a copy of weight."""
+    """Return a module with one table, which begins as a copy of `weight`."""
     num_rows, dim = weight.shape
     module = tables([(num_rows, dim)], lr)
     module.split_embedding_weights()[0].copy_(weight)

@@ -19,12 +19,12 @@ void map_free(void* map) {
   delete static_cast<Map*>(map);
 }
 
-// Keeps its memory.
+// Removes all keys and keeps the memory.
 void map_clear(void* map) {
   static_cast<Map*>(map)->clear();
 }
 
-// The value of each key, -1 without one.
+// Writes the value of each key, or -1 without one.
 void map_find(const void* map, const int64_t* keys, int64_t n, int64_t* out) {
   const Map& m = *static_cast<const Map*>(map);
   const auto end = m.end();
@@ -34,7 +34,7 @@ void map_find(const void* map, const int64_t* keys, int64_t n, int64_t* out) {
   }
 }
 
-// The value of each key; a new one gets the size before it.
+// Writes the value of each key; a new key gets the size before it.
 void map_emplace(void* map, const int64_t* keys, int64_t n, int64_t* out) {
   Map& m = *static_cast<Map*>(map);
   for (int64_t i = 0; i < n; ++i) {

@@ -1,5 +1,5 @@
-// R2, the roof of random reads: one 64-byte line for each key, as fast as a loop that knows
-// nothing of hash tables can ask for them. Compiled by native.py on first use.
+// R2, the roof of random reads: one 64-byte line for each key, as fast as a loop without a hash
+// table can request them. Compiled by native.py on first use.
 
 #include <sys/mman.h>
 
@@ -11,10 +11,10 @@
 
 namespace {
 
-// Far enough ahead for as many reads under way as a core can have.
+// Distance of prefetches: enough for as many concurrent reads as a core supports.
 constexpr int64_t kAhead = 32;
 
-// Adds up all eight numbers of a line, so that all of it has to be there.
+// Adds up all eight numbers of a line, so that the whole line has to be read.
 int64_t sum_lines(const int64_t* lines, const int64_t* keys, int64_t begin, int64_t end) {
   int64_t sum = 0;
   for (int64_t i = begin; i < end; ++i) {
@@ -29,7 +29,7 @@ int64_t sum_lines(const int64_t* lines, const int64_t* keys, int64_t begin, int6
 
 extern "C" {
 
-// Zeros, in pages of 2 MiB where wanted and where the system gives them; null without memory.
+// Zeros, in pages of 2 MiB if wanted and if the system has them; null without memory.
 void* pages_new(int64_t bytes, int huge) {
   constexpr int64_t kHuge = 2 << 20;
   const int64_t size = (bytes + kHuge - 1) / kHuge * kHuge;

@@ -1,7 +1,7 @@
-"""The peers written in C++: compiled on first use, called through ctypes.
+"""Peers written in C++: compiled on first use, called through ctypes.
 
 They are compiled for this very machine, with the best options, into ``build/peers``. Outputs are
-torch tensors, so that allocation costs a peer what it costs us.
+torch tensors, so that allocation costs a peer the same as us.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ FLAGS = ["-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-pthread"]
 
 @cache
 def missing(name: str) -> str | None:
-    """Why the peer of a name, "gather" or "flat_map", cannot be had; None if it can."""
+    """Return why the peer "gather" or "flat_map" cannot be measured; None if it can."""
     if _compiler() is None:
         return "there is no C++ compiler (g++, or CXX)"
     if name == "flat_map" and not _includes():
@@ -43,7 +43,7 @@ def _compiler() -> str | None:
 
 
 def _includes() -> list[str]:
-    """Folders with boost's headers: of the wheel, or of the system."""
+    """Return folders with boost's headers: of the wheel, or of the system."""
     spec = find_spec("libboost_headers")
     folders = (spec and spec.submodule_search_locations) or []
     wheel = [str(Path(folder) / "include") for folder in folders]
@@ -64,7 +64,7 @@ def _library(name: str) -> ctypes.CDLL:
     target = BUILD / f"{name}-{hashlib.sha256(stamp.encode()).hexdigest()[:12]}.so"
     if not target.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        # Moved into place when whole: another process may be about to load it.
+        # Move the whole file into place: another process may be about to load it.
         part = target.with_suffix(f".{os.getpid()}")
         command = [compiler, *flags, str(source), "-o", str(part)]
         subprocess.run(command, check=True, capture_output=True, text=True)
@@ -73,7 +73,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """What -march=native depends on: the folder may be moved to, or shared with, another one."""
+    """Return the processor's flags, on which -march=native depends: the build may move."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -92,7 +92,7 @@ def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
 
 
 def pages(num_bytes: int, huge: bool) -> torch.Tensor:
-    """Zeros, uint8 ``[num_bytes]``, in pages of 2 MiB or 4 KiB; torch's own without a compiler."""
+    """Return zeros, uint8 ``[num_bytes]``, in pages of 2 MiB or 4 KiB, or torch's own."""
     if missing("gather") is not None:
         return torch.zeros(num_bytes, dtype=torch.uint8)
     address = _function("gather", "pages_new", ctypes.c_void_p)(
@@ -112,7 +112,7 @@ def _free(library: str, function: str, address: int) -> None:
 
 
 def gather(array: torch.Tensor, keys: torch.Tensor) -> int:
-    """Sum of what is in so many lines; array is ``[lines, 16]`` float32, keys int64 ``[n]``."""
+    """Return the sum of the keys' lines; array is ``[lines, 16]`` float32, keys int64 ``[n]``."""
     return _function("gather", "gather", ctypes.c_int64)(
         _pointer(array),
         _pointer(keys),
@@ -122,7 +122,7 @@ def gather(array: torch.Tensor, keys: torch.Tensor) -> int:
 
 
 class FlatMap:
-    """boost::unordered_flat_map from int64 keys to int64 values, with room for a number of keys."""
+    """boost::unordered_flat_map from int64 keys to int64 values, with a given capacity."""
 
     def __init__(self, capacity: int) -> None:
         address = _function("flat_map", "map_new", ctypes.c_void_p)(ctypes.c_int64(capacity))
@@ -130,15 +130,15 @@ class FlatMap:
         weakref.finalize(self, partial(_free, "flat_map", "map_free", address))
 
     def clear(self) -> None:
-        """Forget all keys; the memory stays."""
+        """Remove all keys and keep the memory."""
         _function("flat_map", "map_clear")(self._map)
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Values of keys ``[n]``, -1 without one."""
+        """Return the values of keys ``[n]``, -1 without one."""
         return self._call("map_find", keys)
 
     def emplace(self, keys: torch.Tensor) -> torch.Tensor:
-        """Values of keys ``[n]``; a new key's is the number of keys before it."""
+        """Return the values of keys ``[n]``; a new key's is the number of keys before it."""
         return self._call("map_emplace", keys)
 
     def _call(self, name: str, keys: torch.Tensor) -> torch.Tensor:

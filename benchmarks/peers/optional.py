@@ -1,10 +1,10 @@
-"""Whether a peer's package is installed; none of them is needed."""
+"""Tells whether a peer's package is installed; none of them is required."""
 
 from importlib.util import find_spec
 
 
 def missing(module: str, package: str = "") -> str | None:
-    """Why a peer cannot be measured, with what helps; None if it can."""
+    """Return why a peer cannot be measured and what helps; None if it can."""
     if find_spec(module) is not None:
         return None
     name = package or module

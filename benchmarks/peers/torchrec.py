@@ -1,7 +1,7 @@
 """TorchRec's DistributedModelParallel over an EmbeddingBagCollection, on gloo ranks.
 
 Each table lies whole on one rank, since its CPU mode refuses row-wise sharding. Row-wise Adagrad is
-fused into backward, and no bounds are checked (ours checks them).
+fused into backward, and bounds are not checked (ours checks them).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ NAME = "TorchRec DMP"
 
 
 def missing() -> str | None:
-    """Why it cannot be measured; None if it can."""
+    """Return why it cannot be measured; None if it can."""
     return optional.missing("torchrec") or fbgemm.missing()
 
 
 def model(features: Mapping[str, Sequence[str]], ids: int, dim: int, lr: float = 0.01) -> Any:
-    """A module in mode sum, `keyed` -> KeyedTensor; the first tables lie on rank 0, and so on.
+    """Return a module in mode sum: `keyed` -> KeyedTensor; rank 0 has the first tables, and so on.
 
     Args:
-        features: those of each table.
+        features: features of each table.
         ids: rows of a table.
-        dim: of all tables.
+        dim: size of a vector in all tables.
         lr: learning rate.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -74,7 +74,7 @@ def model(features: Mapping[str, Sequence[str]], ids: int, dim: int, lr: float =
 
 
 def own_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Weights ``[ids, dim]`` of the tables that lie on this rank; to be written to."""
+    """Return the weights ``[ids, dim]`` of this rank's tables, which the caller may write to."""
     return {
         key.split(".")[-2]: shard.tensor
         for key, sharded in model.state_dict().items()
@@ -83,7 +83,7 @@ def own_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def keyed(names: Sequence[str], values: torch.Tensor, lengths: torch.Tensor) -> Any:
-    """A KeyedJaggedTensor: all bags of a feature after those of the one before."""
+    """Return a KeyedJaggedTensor: all bags of a feature after those of the one before."""
     from torchrec import KeyedJaggedTensor
 
     return KeyedJaggedTensor(keys=list(names), values=values, lengths=lengths)

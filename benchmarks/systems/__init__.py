@@ -1,1 +1,1 @@
-"""The long checks of whole systems: each prints its figures, and exits with 1 if a line fails."""
+"""Long checks of whole systems: each prints its figures, and exits with 1 if a line fails."""

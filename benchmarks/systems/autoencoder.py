@@ -2,8 +2,8 @@
 
     python -m benchmarks.systems.autoencoder
 
-Trains on one rank and on two, of a thread each. It exits with 1 when a line does not hold; the
-speed-up is only printed, since it depends on the machine and on what else it does.
+Trains on one rank and on two, with one thread each. It exits with 1 if a line fails; the speed-up
+is only printed, since it depends on the machine and its load.
 """
 
 import io
@@ -29,10 +29,10 @@ from sparsekit.train.metrics import ndcg_at_k, precision_at_k, recall_at_k
 
 from ..on_ranks import run
 
-# The loss to stay below, and the precision to exceed.
+# Upper bound of the loss, and lower bound of the precision.
 LARGEST_LOSS = 0.0205
 POPULARITY = 0.104
-# Reported by the original on 2 GPUs.
+# The original reports this on 2 GPUs.
 THEIR_SPEED_UP = 1.53
 WARM_UP = 5  # epochs
 
@@ -40,7 +40,7 @@ LINE = "{:<30}{:>10}{:>12}{:>12}{:>12}"
 
 
 def train(rank: int, original: bool) -> dict[str, Any]:
-    """Train as the command does with seed 0; all ranks call it."""
+    """Train as the command does with seed 0; all ranks must call it."""
     earlier, test = movielens_100k().split_by_time(0.2)
     history = RatedItems(earlier)
     users = len(history.users)

@@ -1,10 +1,10 @@
-"""Save, load and reshard of a large table: time against cp and torch.save, and peak memory.
+"""Save, load and reshard of a large table: time compared with cp and torch.save, and peak memory.
 
 python benchmarks/systems/checkpoint.py [--gib 4] [--folder FOLDER]
 
-Exits with 1 when a line does not hold: save at least 0.7 times as fast as cp and sync of the same
-bytes and faster than torch.save, at most 256 MiB beside the table in save, load and reshard, and
-training held up by async_save for at most a tenth of a save.
+Exits with 1 if a line fails: save must be at least 0.7 times as fast as cp and sync of the same
+bytes and faster than torch.save; save, load and reshard may take at most 256 MiB besides the table;
+async_save may hold up training for at most a tenth of a save.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import sparsekit
 from sparsekit import checkpoint
 
 DIM = 64
-GOLDEN = -7046029254386353131  # of keys: a multiple for each row number
+GOLDEN = -7046029254386353131  # keys are multiples of it
 MOST_EXTRA_MIB = 256
 LEAST_OF_CP = 0.7
 MOST_HELD_UP = 0.1
 
 
 def main() -> int:
-    """Print the figures; 1 if a line does not hold."""
+    """Print the figures; returns 1 if a line fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=4.0, help="of vectors and states")
     parser.add_argument("--folder", help="where to write (default: a temporary one)")
@@ -68,7 +68,7 @@ def _run(folder: Path, args: argparse.Namespace) -> int:
     print(f"torch.save   {pickle:6.2f} s: save has {pickle / save:.2f} times its speed")
     print(f"async_save   {held_up:6.2f} s of training lost, {held_up / save:.1%} of a save; "
           f"{first:.2f} s the first time, for its memory is new")  # fmt: skip
-    # Touched before, so that only what load needs besides is counted.
+    # The table's memory is touched already, so only the additional memory of load counts.
     seconds, extra_of_load = _measured(lambda: checkpoint.load(layer, folder / "saved", optimizer))
     print(f"load         {seconds:6.2f} s, {extra_of_load} MiB beside the table")
     begin = time.perf_counter()
@@ -123,7 +123,7 @@ def _held_up(
     folder: Path,
     saves: int,
 ) -> list[float]:
-    """Seconds that async_save itself takes, and by which the steps behind it are longer."""
+    """Return the seconds that async_save takes, plus those by which it delays later steps."""
     lost = []
     keep = checkpoint.Checkpoints(folder / "async", keep=1)
     for step in range(saves):
@@ -145,15 +145,15 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 def _measured(function: Callable[[], object]) -> tuple[float, int]:
-    """Seconds, and MiB at the peak beyond those there were before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Return seconds, and MiB at the peak beyond the memory before."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _memory("VmRSS")
     seconds = _timed(function)
     return seconds, (_memory("VmHWM") - before) // 1024
 
 
 def _memory(name: str) -> int:
-    """In KiB."""
+    """Return an entry of /proc/self/status in KiB."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])
@@ -173,7 +173,7 @@ def _torch_save(layer: torch.nn.Module, optimizer: torch.optim.Optimizer, path: 
         os.fsync(file.fileno())
 
 
-# What a command prints behind all else is its peak. That of wait4 would begin with this process's.
+# The process prints its peak last. wait4 would begin with the memory of this process.
 _COMMAND = """
 import sys
 from sparsekit.cli import main
@@ -184,7 +184,7 @@ sys.exit(status)
 
 
 def _reshard(folder: Path) -> int:
-    """Peak of the command's process in MiB, less that of one that does nothing."""
+    """Return the peak of the command's process in MiB, less that of an idle one."""
     idle = _peak("inspect", str(folder / "saved"))
     return _peak("reshard", str(folder / "saved"), str(folder / "three"), "--world", "3") - idle
 

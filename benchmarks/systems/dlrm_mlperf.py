@@ -1,6 +1,6 @@
 """DLRM-DCNv2 at MLPerf's shape on generated data: unofficial, throughput only.
 
-Dim 128, MLPerf's numbers of keys in the 26 bags (214 a sample) and its dense layers, Adagrad;
+Dim 128, MLPerf's numbers of keys in the 26 bags (214 per sample) and its dense layers, Adagrad;
 tables have at most --rows rows, where MLPerf's largest have 40 million.
 
 python -m benchmarks.systems.dlrm_mlperf
@@ -21,14 +21,14 @@ from sparsekit.train import Trainer
 
 
 def losses(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, float]:
-    """One for each sample."""
+    """Return a loss for each sample."""
     assert batch.label is not None
     scores = model(batch.dense.clamp(min=0).log1p(), batch.sparse)
     return binary_cross_entropy_with_logits(scores, batch.label, reduction="none"), 0.0
 
 
 def main() -> None:
-    """Train and print samples a second."""
+    """Train and print samples per second."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=800_000, help="most rows of a table")
     parser.add_argument("--batch", type=int, default=2048)
