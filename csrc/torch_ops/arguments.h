@@ -192,8 +192,8 @@ class Arguments {
     return has == ScalarType::Long;
   }
 
-  // Counts a size of 0 as 1: a tensor without elements takes no memory, but its other sizes may be
-  // huge.
+  // Checks that there are at most kMostElements. A size of 0 counts as 1: a tensor without elements
+  // takes no memory, but its other sizes may be huge.
   void check_elements(const Item& name, std::initializer_list<int64_t> sizes) const {
     int64_t elements = 1;
     bool possible = true;

@@ -93,7 +93,7 @@ class Gradients {
     }
   }
 
-  // Sums the gradients. Only the CPU takes a taker.
+  // Sums the gradients. Only the CPU engine supports a taker.
   template <class T>
   void sum(const std::vector<SummedTable<T>>& tables, [[maybe_unused]] bool deterministic,
            [[maybe_unused]] const GradientTaker<T>* taker = nullptr) const {

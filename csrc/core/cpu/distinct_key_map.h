@@ -161,7 +161,7 @@ class DistinctKeyMap {
   void add_block(const Given* keys, const uint64_t* hashes, int count, Visit&& visit) {
     const uint32_t size_before = size_;
     uint64_t missing = ~uint64_t{0} >> (kBlock - count);
-    if (!mostly_new_) {  // otherwise there is a first distinct key
+    if (!mostly_new_) {  // then keys were added, so distinct_[0] exists
       uint32_t numbers[kBlock];
       look_up_block(hashes, count, numbers);
       Distinct<Key>* distinct = distinct_;
