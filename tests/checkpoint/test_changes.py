@@ -1,6 +1,7 @@
 """A checkpoint of changes is right relative to its base, after any restore or failure."""
 
 import copy
+import os
 import sys
 import threading
 import zlib
@@ -266,6 +267,29 @@ def test_somebody_writes_to_rows_that_are_saved(tmp_path, monkeypatch):
     checkpoint.load(layer, path)
 
 
+def test_a_file_that_takes_a_few_bytes_at_a_time(monkeypatch):
+    """All are written, and the disk is asked to begin with each part once."""
+    taken, asked = bytearray(), []
+
+    class File:
+        def write(self, view):
+            taken.extend(view[:3])
+            return min(3, len(view))
+
+        def fileno(self):
+            return -1
+
+    monkeypatch.setattr(checksum, "_TO_DISK", 50)
+    monkeypatch.setattr(checksum, "_begin_to_write", lambda _, *part: asked.append(part))
+    content = bytes(range(200))
+    with checksum.Summed() as total:
+        for begin in range(0, 200, 20):
+            total.write(File(), content[begin : begin + 20])
+    assert bytes(taken) == content
+    assert total.crc32() == zlib.crc32(content)
+    assert asked == [(0, 60), (60, 60), (120, 60)]
+
+
 def test_late_rows_are_saved_as_they_are_now(tmp_path):
     model, optimizers = made("Adam")
     train(model, optimizers, 0, 4)
@@ -288,6 +312,47 @@ def test_a_copy_of_another_dtype(tmp_path):
         loaded = sparsekit.Embedding(20, 2, name="ids", dtype=dtype)
         keep.load(loaded)
         assert torch.equal(loaded.weight, layer.weight)
+    keep.close()
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_one_in_so_many_is_complete(tmp_path, every):
+    keep = Checkpoints(tmp_path, keep=9, complete_every=every)
+    for step in range(7):
+        base = read_manifest(keep.save(step, table(1))).base
+        assert (base and base.folder) == (f"step-{step - 1:012d}" if step % every else None)
+
+
+def test_an_interrupted_rank_tells_the_first(tmp_path, monkeypatch):
+    """It will write nothing, so that the first need not wait for as long as it may take."""
+    writing = checkpoint.save.__globals__["CheckpointWriter"](
+        table(1), tmp_path / "a", None, None, 0, None
+    )
+    writing.draft.folder.mkdir()
+    writing.together.rank = 1
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    saving = background.Background(writing)
+    with pytest.raises(KeyboardInterrupt):
+        saving.begin()
+    said = (writing.draft.folder / "rank-0001.failed").read_text()
+    assert said == "was interrupted before it had begun"
+    writing.together.rank, writing.together.world_size = 0, 2
+    writing.write_own()
+    with pytest.raises(CheckpointError, match=f"rank 1: {said}"):
+        background._wait_for_others(writing)
+
+
+def test_what_was_replaced_goes_before_it_is_asked_for(tmp_path):
+    keep = Checkpoints(tmp_path)
+    for _ in range(2):
+        saving = keep.async_save(0, table(1))
+        while not saving.done():
+            threading.Event().wait(0.001)
+        assert sorted(os.listdir(tmp_path)) == [".lock", "step-000000000000"]
     keep.close()
 
 

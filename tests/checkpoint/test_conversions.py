@@ -45,6 +45,19 @@ def test_keys_of_many_pieces(tmp_path, monkeypatch):
                 imported("npz", tmp_path / "t.npz", tmp_path / "new")
 
 
+def test_new_keys_begin_as_in_a_layer_of_that_name(tmp_path):
+    written(tmp_path / "ids.npz", [5])
+    path = imported("npz", tmp_path / "ids.npz", tmp_path / "out")
+    loaded, alike = sparsekit.Embedding(9, 2), sparsekit.Embedding(9, 2, name="ids")
+    checkpoint.load(torch.nn.ModuleDict({"ids": loaded}), path)
+    assert torch.equal(loaded(torch.arange(4)), alike(torch.arange(4)))
+    assert read_manifest(path).version == sparsekit.build_info()["version"]
+    written(tmp_path / "ids.npz", [])
+    path = imported("npz", tmp_path / "ids.npz", tmp_path / "empty")
+    checkpoint.load(torch.nn.ModuleDict({"ids": loaded}), path)
+    assert len(loaded.table) == 0
+
+
 def test_as_many_keys_as_a_hash_table_can_have(tmp_path, monkeypatch):
     few_at_a_time(monkeypatch)
     written(tmp_path / "t.npz", range(11))

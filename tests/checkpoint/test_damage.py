@@ -145,6 +145,10 @@ MALICIOUS = {
     "state of ranks": (put("ranks", [{"state": 5}]), "lacks state or random"),
     "ranks of a tuple": (put("ranks", [{"$tuple": [1]}]), "lacks state or random"),
     "tensor": (put("ranks", [{"state": {}, "random": {"$tensor": "x"}}]), "stands for nothing"),
+    "names of states": (
+        put("ranks", 0, "state", {"$items": [[5, 1]]}),
+        "state has what is no name",
+    ),
     "random state": (put("ranks", 0, "random", {"cuda": [1]}), "random is damaged: cuda is no ten"),
     "optimizers": (put("optimizers", {}), "optimizers must be a list"),
     "groups": (put("optimizers", 0, "groups", 3), "is damaged"),
@@ -258,6 +262,37 @@ def test_links_of_a_chain(saved, tmp_path):
         with pytest.raises(CheckpointError, match=f"should have {wrong} rows, and has {size} keys"):
             checkpoint.load(model, newest, optimizers)
     assert len(model.users.table) == 0
+
+
+def test_changes_of_a_table_that_the_base_lacks(saved, tmp_path):
+    folder = tmp_path / "a"
+    shutil.copytree(saved, folder)
+    rewritten(folder / "step-000000000000", lambda values: values["tables"].pop("users"))
+    said = "step-000000000001: has changes of users, which step-000000000000 lacks"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.load(made()[0], folder / "step-000000000001")
+
+
+READS = {
+    "load": lambda path, out: checkpoint.load(made()[0], path, cast=True),
+    "verify": lambda path, out: checkpoint.verify(path),
+    "reshard": lambda path, out: checkpoint.reshard(path, out, 1),
+    "export": lambda path, out: checkpoint.export(path, out, "npz"),
+    "diff": lambda path, out: checkpoint.diff(path, path),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_headers_that_are_not_as_the_manifest_says(saved, tmp_path, read):
+    folder = tmp_path / "a"
+    shutil.copytree(saved / "step-000000000000", folder)
+    rewritten(folder, put("tables", "rows", "dtype", "int32"))
+    files = sorted(os.listdir("/proc/self/fd"))
+    said = r"table-0001-rank-0000\.safetensors: is damaged: vectors should be int32"
+    with pytest.raises(CheckpointError, match=said) as caught:
+        READS[read](folder, tmp_path / "out")
+    assert caught.value  # which keeps all that was at work
+    assert sorted(os.listdir("/proc/self/fd")) == files
 
 
 def test_the_latest_passes_over_what_is_damaged(saved, tmp_path):

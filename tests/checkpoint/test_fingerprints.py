@@ -27,6 +27,15 @@ def test_the_highest_bits_of_any_words(monkeypatch, block):
     assert prints.update([rows], len(rows)).tolist() == list(range(len(rows)))
 
 
+def test_new_rows_of_zeros_in_any_block(monkeypatch):
+    """Whose fingerprints are as if there were none."""
+    monkeypatch.setattr(changes, "_BLOCK", 16)  # two rows
+    rows = torch.zeros(9, 1, dtype=torch.float64)
+    prints = Fingerprints(len(rows))
+    for known, now in ((0, 1), (1, 4), (4, 4), (4, 9)):
+        assert prints.update([rows], now).tolist() == list(range(known, now))
+
+
 def shard_of(layer):
     return Snapshot(torch.nn.ModuleDict({"ids": layer}), [], {}).shards[0]
 

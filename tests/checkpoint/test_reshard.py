@@ -58,6 +58,7 @@ def test_reshard(saved, tmp_path, capsys, world):
     assert "something already" in run(capsys, "reshard", folder, out, "--world", 1, status=2)
     manifest = read_manifest(out)
     assert manifest["base"] is None
+    assert manifest["id"] != read_manifest(folder / "step-000000000002")["id"]
     for name, owners in (("users", even_map(world, torch.device("cpu"))), ("rows", None)):
         rows = read_table(out, name)
         assert sorted(rows) == expected[f"{name} keys"].tolist()

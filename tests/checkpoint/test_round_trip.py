@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+import sparsekit
 from sparsekit import checkpoint
 from sparsekit.checkpoint import CheckpointError, Checkpoints
 
@@ -129,6 +130,21 @@ def test_tables_that_differ(tmp_path):
     found = checkpoint.load(other, tmp_path / "a", strict=False)
     assert found.missing == ["new"]
     assert {"rows", "steps", "out.weight"} <= set(found.unexpected)
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 9])
+def test_a_refusal_names_five(tmp_path, count):
+    checkpoint.save(torch.nn.ModuleDict(), tmp_path / "a")
+    layers = {f"t{i}": sparsekit.Embedding(9, 2, name=f"t{i}") for i in range(count)}
+    names = ", ".join(list(layers)[:5]) + (f" and {count - 5} more" if count > 5 else "")
+    with pytest.raises(CheckpointError, match=f"does not fit the module: it lacks {names}; pass"):
+        checkpoint.load(torch.nn.ModuleDict(layers), tmp_path / "a")
+
+
+def test_a_layer_on_meta_is_not_loaded(tmp_path):
+    path = checkpoint.save(sparsekit.Embedding(9, 2), tmp_path / "a")
+    with pytest.raises(RuntimeError, match="ids: the layer is on meta"):
+        checkpoint.load(sparsekit.Embedding(9, 2, name="ids", device="meta"), path)
 
 
 def test_dense_tensors_that_differ(tmp_path):

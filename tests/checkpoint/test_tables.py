@@ -1,6 +1,7 @@
 """Tables that are saved as they are, and loaded over others: what stays of these is nothing."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -124,6 +125,14 @@ def test_a_manifest_tells_of_a_table(tmp_path):
     assert (manifest.step, manifest.version) == (4, sparsekit.build_info()["version"])
 
 
+@pytest.mark.parametrize("length", [1, 500, 501])
+def test_a_file_tells_of_which_table_it_is(tmp_path, length):
+    path = checkpoint.save(torch.nn.ModuleDict({"t" * length: layer_of(1)}), tmp_path / "a")
+    content = (path / "table-0000-rank-0000.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert header["__metadata__"] == {"table": "t" * min(length, 500)}
+
+
 class Buffers(torch.nn.Module):
     def __init__(self, value):
         super().__init__()
@@ -160,6 +169,17 @@ def test_states_that_were_loaded_and_not_used_are_saved_by_key(tmp_path):
     assert loaded.table.keys().tolist() == [3, 2, 1]
     momentum = of_loaded.state[loaded.weight]["momentum_buffer"]
     assert momentum[:3].tolist() == [[0, 0], [0, 0], [1, 1]]
+
+
+def test_nothing_that_is_saved_or_copied_is_part_of_a_graph(tmp_path):
+    model, optimizers = made()
+    train(model, optimizers, 0, 1)
+    saving = checkpoint.async_save(model, tmp_path / "a", optimizers)
+    saving.wait()
+    snapshot, copies = saving._writing.snapshot, saving._copies._kept
+    columns = [each for shard in snapshot.shards for each in shard.columns.values()]
+    tensors = [*columns, *copies.values(), *snapshot.dense.values(), *snapshot.own.values()]
+    assert not any(each.requires_grad for each in tensors)
 
 
 class State:
