@@ -187,18 +187,15 @@ class _Rows:
         return gathered
 
     def _map(self, path: Path, column: str, place: Place) -> np.ndarray:
+        """Map a column of a file; only the pages that are read come into memory."""
         if (path, column) not in self._maps:
             if len(self._maps) == _MOST_MAPS:
                 self._maps.clear()
-            self._maps[path, column] = _mapped(path, place)
+            with naming(path, "cannot be read"):
+                integers = f"<u{place.dtype.itemsize}"
+                mapped = np.memmap(path, integers, "r", place.begin, place.shape)
+            self._maps[path, column] = mapped
         return self._maps[path, column]
-
-
-def _mapped(path: Path, place: Place) -> np.ndarray:
-    """Map a tensor of a file; only the pages that are read come into memory."""
-    integers = f"<u{place.dtype.itemsize}"
-    with naming(path, "cannot be read"):
-        return np.memmap(path, integers, "r", place.begin, place.shape)
 
 
 def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def without_files(path: Path, manifest: Manifest) -> Manifest:
         CheckpointError: see `read_manifest`.
     """
     text = json.dumps(_values_of(manifest))
-    return _Reader(path, files=False).manifest(json.loads(text))
+    return _Reader(_Value(path, "", json.loads(text)), has_files=False).manifest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -106,7 +106,7 @@ def _parsed(path: Path, text: bytes) -> Manifest:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is no JSON: {error}") from None
-    return _Reader(path).manifest(values)
+    return _Reader(_Value(path, "", values)).manifest()
 
 
 def _read_small(path: Path, most: int) -> bytes:
@@ -117,213 +117,199 @@ def _read_small(path: Path, most: int) -> bytes:
         return file.read(most + 1)
 
 
-class _Reader:
-    """Makes a `Manifest` of parsed JSON; errors name the place of the fault.
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A value in parsed JSON, and its place, which errors name.
 
-    Args:
-        path: the file, for errors.
-        files: whether the files that it names exist.
+    Attributes:
+        path: the file.
+        where: the place; empty for the whole file.
+        value: None if it is missing.
     """
 
-    def __init__(self, path: Path, files: bool = True) -> None:
-        self._path = path
-        self._has_files = files
-        self._of_tables: set[str] = set()
+    path: Path
+    where: str
+    value: Any
 
-    def _refuse(self, where: str, expected: str, value: Any) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {where} must be {expected}, got {value!r:.80}")
+    def refusal(self, expected: str) -> CheckpointError:
+        where = self.where or "it"
+        return CheckpointError(f"{self.path}: {where} must be {expected}, got {self.value!r:.80}")
 
-    def _object(self, where: str, value: Any) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise self._refuse(where, "an object", value)
-        return value
+    def must(self, fits: bool, expected: str) -> Any:
+        """Return the value; raise CheckpointError unless it fits."""
+        if not fits:
+            raise self.refusal(expected)
+        return self.value
 
-    def _list(self, where: str, value: Any) -> list[Any]:
-        if type(value) is not list:
-            raise self._refuse(where, "a list", value)
-        return value
+    def instead(self, value: Any) -> _Value:
+        """Return another value with the same place."""
+        return dataclasses.replace(self, value=value)
 
-    def _int(self, where: str, value: Any, least: int, most: int) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise self._refuse(where, f"a whole number in [{least}, {most}]", value)
-        return value
+    def __getitem__(self, name: str) -> _Value:
+        """Return a member of an object."""
+        where = f"{self.where}.{name}" if self.where else name
+        return _Value(self.path, where, self.object().get(name))
 
-    def _text(self, where: str, value: Any, most: int = 10_000) -> str:
-        if type(value) is not str or len(value) > most:
-            raise self._refuse(where, f"a text of at most {most} characters", value)
-        return value
+    def members(self) -> Iterator[tuple[str, _Value]]:
+        """Yield the members of an object that may have any."""
+        for name, value in self.object().items():
+            yield name, _Value(self.path, f"{self.where}[{name!r:.100}]", value)
 
-    def _hex(self, where: str, value: Any, digits: int) -> str:
-        if type(value) is not str or not re.fullmatch(f"[0-9a-f]{{{digits}}}", value):
-            raise self._refuse(where, f"{digits} hexadecimal digits", value)
-        return value
+    def entries(self) -> Iterator[_Value]:
+        """Yield the entries of a list."""
+        for i, value in enumerate(self.list()):
+            yield _Value(self.path, f"{self.where}[{i}]", value)
 
-    def _choice(self, where: str, value: Any, choices: tuple[str, ...]) -> str:
-        if type(value) is not str or value not in choices:
-            raise self._refuse(where, f"one of {', '.join(choices)}", value)
-        return value
+    def object(self) -> dict[str, Any]:
+        return self.must(type(self.value) is dict, "an object")
 
-    def _bool(self, where: str, value: Any) -> bool:
-        if type(value) is not bool:
-            raise self._refuse(where, "true or false", value)
-        return value
+    def list(self) -> list[Any]:
+        return self.must(type(self.value) is list, "a list")
 
-    def _file(self, where: str, value: Any) -> str:
+    def whole(self, least: int, most: int) -> int:
+        fits = type(self.value) is int and least <= self.value <= most
+        return self.must(fits, f"a whole number in [{least}, {most}]")
+
+    def text(self, most: int) -> str:
+        fits = type(self.value) is str and len(self.value) <= most
+        return self.must(fits, f"a text of at most {most} characters")
+
+    def hexadecimal(self, digits: int) -> str:
+        fits = type(self.value) is str and re.fullmatch(f"[0-9a-f]{{{digits}}}", self.value)
+        return self.must(bool(fits), f"{digits} hexadecimal digits")
+
+    def choice(self, choices: tuple[str, ...]) -> str:
+        fits = type(self.value) is str and self.value in choices
+        return self.must(fits, f"one of {', '.join(choices)}")
+
+    def flag(self) -> bool:
+        return self.must(type(self.value) is bool, "true or false")
+
+    def file(self) -> str:
         # Files lie in the folder itself, so that no name can lead out of it.
-        if type(value) is not str or not _FILE.match(value):
-            raise self._refuse(where, "the name of a file in the folder", value)
-        return value
+        fits = type(self.value) is str and _FILE.match(self.value)
+        return self.must(bool(fits), "the name of a file in the folder")
 
-    def manifest(self, values: Any) -> Manifest:
-        values = self._object("it", values)
-        if values.get("format") != FORMAT:
-            raise self._refuse("format", repr(FORMAT), values.get("format"))
-        version = self._int("format_version", values.get("format_version"), 1, 2**31)
+    def state(self) -> dict[str, Any]:
+        try:
+            check_nesting(self.object())
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {self.where}: {error}") from None
+        return self.value
+
+
+class _Reader:
+    """Makes a `Manifest` of parsed JSON.
+
+    Args:
+        root: all of it.
+        has_files: whether the files that it names exist.
+    """
+
+    def __init__(self, root: _Value, has_files: bool = True) -> None:
+        root["format"].must(root["format"].value == FORMAT, repr(FORMAT))
+        version = root["format_version"].whole(1, 2**31)
         if version > VERSION:
             raise CheckpointError(
-                f"{self._path}: format_version {version} is newer than {VERSION}, which this "
-                f"version of sparsekit reads; sparsekit {values.get('version')!r:.20} wrote it"
+                f"{root.path}: format_version {version} is newer than {VERSION}, which this "
+                f"version of sparsekit reads; sparsekit {root['version'].value!r:.20} wrote it"
             )
-        base = values.get("base")
-        if base is not None:
-            base = self._object("base", base)
-            base = Base(
-                self._file("base.folder", base.get("folder")),
-                self._hex("base.id", base.get("id"), 32),
+        self._root = root
+        self._has_files = has_files
+        self._world_size = root["world_size"].whole(1, 2**20)
+        base = root["base"]
+        self._base = None
+        if base.value is not None:
+            self._base = Base(base["folder"].file(), base["id"].hexadecimal(32))
+        self._files = {
+            each.instead(name).file(): FileRecord(
+                each["bytes"].whole(0, 2**60), int(each["crc32"].hexadecimal(8), 16)
             )
-        step = values.get("step")
-        world_size = self._int("world_size", values.get("world_size"), 1, 2**20)
-        files = dict(self._files(self._object("files", values.get("files"))))
-        tables = self._object("tables", values.get("tables"))
-        optimizers = self._list("optimizers", values.get("optimizers"))
-        ranks = self._list("ranks", values.get("ranks"))
-        if len(ranks) != world_size:
-            raise self._refuse("ranks", f"{world_size} entries", f"{len(ranks)} entries")
-        if self._has_files:
-            for name in (DENSE, *map(rank_file, range(world_size))):
-                if name not in files:
-                    raise self._refuse("files", f"a list with {name}", sorted(files)[:5])
-        read = Manifest(
-            id=self._hex("id", values.get("id"), 32),
-            step=None if step is None else self._int("step", step, 0, 2**63 - 1),
-            base=base,
-            world_size=world_size,
+            for name, each in root["files"].members()
+        }
+        self._optimizers = [each.state() for each in root["optimizers"].entries()]
+        self._of_tables: set[str] = set()
+
+    def manifest(self) -> Manifest:
+        root, ranks, step = self._root, self._root["ranks"], self._root["step"]
+        if (count := len(ranks.list())) != self._world_size:
+            raise ranks.instead(f"{count} entries").refusal(f"{self._world_size} entries")
+        for name in (DENSE, *map(rank_file, range(self._world_size))):
+            if self._has_files and name not in self._files:
+                raise root["files"].instead(sorted(self._files)[:5]).refusal(f"a list with {name}")
+        return Manifest(
+            id=root["id"].hexadecimal(32),
+            step=None if step.value is None else step.whole(0, 2**63 - 1),
+            base=self._base,
+            world_size=self._world_size,
             tables={
-                self._text("the name of a table", name, 1000): self._table(
-                    f"tables[{name!r:.100}]", table, world_size, files, base, len(optimizers)
-                )
-                for name, table in tables.items()
+                _Value(root.path, "the name of a table", name).text(1000): self._table(table)
+                for name, table in root["tables"].members()
             },
-            files=files,
-            optimizers=[
-                self._state_of(f"optimizers[{i}]", one) for i, one in enumerate(optimizers)
-            ],
-            ranks=[self._state_of(f"ranks[{i}]", one) for i, one in enumerate(ranks)],
-            version=self._text("version", values.get("version"), 100),
+            files=self._files,
+            optimizers=self._optimizers,
+            ranks=[each.state() for each in ranks.entries()],
+            version=root["version"].text(100),
         )
-        return read
 
-    def _state_of(self, where: str, value: Any) -> dict[str, Any]:
-        value = self._object(where, value)
-        try:
-            check_nesting(value)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self._path}: {where}: {error}") from None
-        return value
-
-    def _files(self, files: dict[str, Any]) -> Iterator[tuple[str, FileRecord]]:
-        for name, value in files.items():
-            where = f"files[{name!r:.100}]"
-            self._file(where, name)
-            value = self._object(where, value)
-            size = self._int(f"{where}.bytes", value.get("bytes"), 0, 2**60)
-            yield (
-                name,
-                FileRecord(size, int(self._hex(f"{where}.crc32", value.get("crc32"), 8), 16)),
-            )
-
-    def _table(
-        self,
-        where: str,
-        value: Any,
-        world_size: int,
-        files: dict[str, FileRecord],
-        base: Base | None,
-        optimizers: int,
-    ) -> Table:
-        value = self._object(where, value)
-
-        def take(name: str, check: Callable[..., Any], *bounds: Any) -> Any:
-            return check(f"{where}.{name}", value.get(name), *bounds)
-
-        dim = take("dim", self._int, 1, 2**24)
-        owners, optimizer = value.get("owners"), value.get("optimizer")
+    def _table(self, table: _Value) -> Table:
+        dim = table["dim"].whole(1, 2**24)
+        dtype = table["dtype"].choice(ROW_DTYPES)
+        owners, optimizer = table["owners"], table["optimizer"]
         states = {
-            self._text(f"{where}.states", name, 100): self._state(
-                f"{where}.states[{name!r:.100}]", each, dim
-            )
-            for name, each in take("states", self._object).items()
+            table["states"].instead(name).text(100): _state(each, dim)
+            for name, each in table["states"].members()
         }
         if taken := sorted(states.keys() & _OWN_COLUMNS):
-            raise self._refuse(f"{where}.states", "without names of other columns", taken)
-        complete = take("complete", self._bool)
-        if base is None and not complete:
-            raise CheckpointError(f"{self._path}: {where} has changes only, but there is no base")
+            raise table["states"].instead(taken).refusal("without names of other columns")
+        complete = table["complete"].flag()
+        if self._base is None and not complete:
+            raise CheckpointError(
+                f"{table.path}: {table.where} has changes only, but there is no base"
+            )
+        row_bytes = 8 + dim * getattr(torch, dtype).itemsize
         shards = tuple(
-            self._shard(f"{where}.shards[{rank}]", each, rank, files)
-            for rank, each in enumerate(take("shards", self._list))
+            self._shard(shard, rank, complete, row_bytes)
+            for rank, shard in enumerate(table["shards"].entries())
         )
-        if len(shards) != world_size:
-            raise self._refuse(f"{where}.shards", f"{world_size} entries", f"{len(shards)}")
-        row_bytes = 8 + dim * getattr(torch, take("dtype", self._choice, ROW_DTYPES)).itemsize
-        for shard in shards:
-            if complete and shard.rows != shard.size:
-                raise self._refuse(f"{where}.shards.rows", f"its size {shard.size}", shard.rows)
-            if self._has_files and files[shard.file].bytes < shard.rows * row_bytes:
-                raise self._refuse(
-                    f"{where}.shards[{shard.rank}].rows",
-                    f"as many as {shard.file} has room for",
-                    shard.rows,
-                )
+        if len(shards) != self._world_size:
+            raise table["shards"].instead(f"{len(shards)}").refusal(f"{self._world_size} entries")
         return Table(
-            layer=take("layer", self._text, 1000),
+            layer=table["layer"].text(1000),
             dim=dim,
-            dtype=value["dtype"],
-            key_dtype=take("key_dtype", self._choice, ("int64", "int32")),
-            capacity=take("capacity", self._int, 1, 2**31 - 1),
-            hash_table=take("hash_table", self._bool),
-            placement=take("placement", self._choice, ("hash", "modulo")),
-            owners=None if owners is None else int(take("owners", self._hex, 8), 16),
-            seed=take("seed", self._int, -(2**63), 2**63 - 1),
-            initializer=take("initializer", self._text),
+            dtype=dtype,
+            key_dtype=table["key_dtype"].choice(("int64", "int32")),
+            capacity=table["capacity"].whole(1, 2**31 - 1),
+            hash_table=table["hash_table"].flag(),
+            placement=table["placement"].choice(("hash", "modulo")),
+            owners=None if owners.value is None else int(owners.hexadecimal(8), 16),
+            seed=table["seed"].whole(-(2**63), 2**63 - 1),
+            initializer=table["initializer"].text(10_000),
             optimizer=None
-            if optimizer is None
-            else take("optimizer", self._int, 0, optimizers - 1),
+            if optimizer.value is None
+            else optimizer.whole(0, len(self._optimizers) - 1),
             states=states,
-            settings=take("settings", self._state_of),
+            settings=table["settings"].state(),
             complete=complete,
             shards=shards,
         )
 
-    def _state(self, where: str, value: Any, dim: int) -> State:
-        value = self._object(where, value)
-        shape = self._list(f"{where}.shape", value.get("shape"))
-        if shape and (len(shape) > 1 or type(shape[0]) is not int or shape[0] != dim):
-            raise self._refuse(f"{where}.shape", f"[] or [{dim}]", shape)
-        dtype = self._choice(f"{where}.dtype", value.get("dtype"), ROW_DTYPES)
-        return State(dtype, tuple(shape))
-
-    def _shard(self, where: str, value: Any, rank: int, files: dict[str, FileRecord]) -> Shard:
-        value = self._object(where, value)
-        file = self._file(f"{where}.file", value.get("file"))
-        if self._has_files and file not in files:
-            raise self._refuse(f"{where}.file", "one of files", file)
-        if file in self._of_tables:
-            raise self._refuse(f"{where}.file", "a file of its own", file)
+    def _shard(self, shard: _Value, rank: int, complete: bool, row_bytes: int) -> Shard:
+        file = shard["file"].file()
+        if self._has_files and file not in self._files:
+            raise shard["file"].refusal("one of files")
+        shard["file"].must(file not in self._of_tables, "a file of its own")
         self._of_tables.add(file)
-        return Shard(
-            rank=self._int(f"{where}.rank", value.get("rank"), rank, rank),
-            file=file,
-            rows=self._int(f"{where}.rows", value.get("rows"), 0, _MOST_ROWS),
-            size=self._int(f"{where}.size", value.get("size"), 0, _MOST_ROWS),
-        )
+        rows, size = shard["rows"].whole(0, _MOST_ROWS), shard["size"].whole(0, _MOST_ROWS)
+        if complete:
+            shard["rows"].must(rows == size, f"its size {size}")
+        if self._has_files and self._files[file].bytes < rows * row_bytes:
+            raise shard["rows"].refusal(f"as many as {file} has room for")
+        return Shard(rank=shard["rank"].whole(rank, rank), file=file, rows=rows, size=size)
+
+
+def _state(state: _Value, dim: int) -> State:
+    shape = state["shape"].list()
+    if shape:
+        state["shape"].must(type(shape[0]) is int and shape == [dim], f"[] or [{dim}]")
+    return State(state["dtype"].choice(ROW_DTYPES), tuple(shape))
