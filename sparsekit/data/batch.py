@@ -128,19 +128,26 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     """Join the rows of several batches."""
     if len(batches) == 1:
         return batches[0]
-    first = batches[0]
     labels = [batch.label for batch in batches if batch.label is not None]
-    names = first.sparse.keys()
-    # [features][batches]
+    names = batches[0].sparse.keys()
     of_batch = [batch.sparse.to_dict() for batch in batches]
-    bags = [[bags[name] for bags in of_batch] for name in names]
-    values = [values for feature in bags for values, _ in feature]
-    lengths = [offsets.diff() for feature in bags for _, offsets in feature]
-    offsets = torch.zeros(sum(map(len, lengths)) + 1, dtype=torch.int64)
-    if names:
-        torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
+    pieces = [bags[name] for name in names for bags in of_batch]
     return Batch(
         torch.cat(labels) if labels else None,
         torch.cat([batch.dense for batch in batches]),
-        KeyedJaggedTensor(names, torch.cat(values) if names else first.sparse.values(), offsets),
+        joined(names, [(values, offsets.diff()) for values, offsets in pieces]),
     )
+
+
+def joined(
+    names: Sequence[str], pieces: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> KeyedJaggedTensor:
+    """Join pieces of features, the first feature's first: keys, and the lengths of their bags."""
+    values = [values for values, _ in pieces]
+    lengths = [lengths for _, lengths in pieces]
+    offsets = torch.zeros(sum(map(len, lengths)) + 1, dtype=torch.int64)
+    if pieces:
+        torch.cumsum(torch.cat(lengths), 0, out=offsets[1:])
+    # A single piece is not copied.
+    flat = values[0] if len(values) == 1 else torch.cat(values) if values else offsets[:0]
+    return KeyedJaggedTensor(names, flat, offsets)

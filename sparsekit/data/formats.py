@@ -12,7 +12,8 @@ from ..errors import DataFormatError
 from .parquet import ParquetReader
 from .parquet_file import ParquetFiles
 from .reader import Reader
-from .text import CriteoReader, CsvReader, open_text
+from .text import CriteoReader, CsvReader
+from .text_file import TextFile
 
 # The opened file, the names of its columns, and those that hold lists.
 Opened = tuple[Any, Sequence[str], Collection[str]]
@@ -45,11 +46,11 @@ def _open_parquet(file: str) -> Opened:
 
 
 def _delimited(delimiter: str, suffix: str) -> Format:
-    return Format(
-        functools.partial(CsvReader, delimiter=delimiter),
-        lambda file: (*open_text(Path(file), delimiter), ()),
-        suffix,
-    )
+    def open(file: str) -> Opened:
+        text = TextFile(Path(file), delimiter)
+        return text, text.names, ()
+
+    return Format(functools.partial(CsvReader, delimiter=delimiter), open, suffix)
 
 
 FORMATS = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import DataFormatError
 from .arrow_columns import bags, check_type, floats, without_views
-from .batch import Batch, KeyedJaggedTensor
+from .batch import Batch, joined
 from .columns import Columns, Keys, Kind
 from .parquet_file import ParquetFiles
 from .reader import Chunk, Fault, OnError, Reader, Unit, list_files
@@ -85,10 +84,10 @@ class ParquetReader(Reader):
                 )
         paths = list_files(name, files)
         self._features = list(self.columns.sparse)
-        groups = _Groups(self.columns, missing)
+        how = _How(ParquetFiles(), self.columns, missing)
         self._groups: list[_RowGroup] = []
         for path in paths:
-            shape = groups.files.shape(path)
+            shape = how.files.shape(path)
             self.columns.check_there(name, str(path), shape.schema.names)
             for column in self.columns.names():
                 check_type(
@@ -98,7 +97,7 @@ class ParquetReader(Reader):
                 )
             first = 0
             for i, (rows, size) in enumerate(zip(shape.rows, shape.sizes, strict=True)):
-                self._groups.append(_RowGroup(groups, path, i, first, rows, size))
+                self._groups.append(_RowGroup(how, path, i, first, rows, size))
                 first += rows
         super().__init__(
             self._groups,
@@ -135,8 +134,17 @@ class ParquetReader(Reader):
 
 
 @dataclass(frozen=True)
+class _How:
+    """How row groups are read: see `ParquetReader`."""
+
+    files: ParquetFiles
+    columns: Columns
+    missing: float
+
+
+@dataclass(frozen=True)
 class _RowGroup(Unit):
-    groups: _Groups
+    how: _How
     path: Path
     number: int  # index within the file
     first: int  # the file's row with which it begins
@@ -147,7 +155,7 @@ class _RowGroup(Unit):
         return self.rows
 
     def chunks(self) -> Iterator[Chunk]:
-        yield self.groups.read([self])
+        yield _TableChunk([self])
 
 
 def _read_together(
@@ -156,7 +164,7 @@ def _read_together(
     """Yield a chunk of some row groups of one file, and the rows of each group, in their order."""
     groups = [group for group, _ in run]
     try:
-        chunk = groups[0].groups.read(groups)
+        chunk = _TableChunk(groups)
     except DataFormatError:
         if len(run) == 1:
             raise
@@ -168,57 +176,21 @@ def _read_together(
     yield chunk, np.concatenate(order)
 
 
-class _Groups:
-    """Reads row groups as chunks, and their rows as batches."""
+class _TableChunk(Chunk):
+    """Row groups of one file, in memory; an error names the first of them."""
 
-    def __init__(self, columns: Columns, missing: float) -> None:
-        self.files = ParquetFiles()
-        self._columns, self._missing = columns, missing
-        self.label = columns.label
-
-    def read(self, groups: Sequence[_RowGroup]) -> _TableChunk:
-        """Read row groups of one file into memory. An error names the first of them."""
+    def __init__(self, groups: Sequence[_RowGroup]) -> None:
         path, numbers = groups[0].path, [group.number for group in groups]
-        place = f"row group {numbers[0]}"
-        with self.files.open(path, place) as file:
-            table = file.read_row_groups(numbers, columns=self._columns.names()).combine_chunks()
+        self._groups, self._how = groups, groups[0].how
+        columns, place = self._how.columns.names(), f"row group {numbers[0]}"
+        with self._how.files.open(path, place) as file:
+            table = file.read_row_groups(numbers, columns=columns).combine_chunks()
         rows = sum(group.rows for group in groups)
         if table.num_rows != rows:
             raise DataFormatError(
                 f"{path}, {place}: {table.num_rows} rows, where the file's end says {rows}"
             )
-        return _TableChunk(self, groups, without_views(table))
-
-    def convert(self, chunk: _TableChunk, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        """Return a batch of these rows of a chunk, and their faults."""
-        table = chunk.take(rows)
-        faults: list[Fault] = []
-        label = None
-        if (name := self._columns.label) is not None:
-            label = floats(table[name], np.nan)
-            _note(faults, chunk, rows, name, ~np.isfinite(label), "not a finite number")
-        dense = np.empty((len(rows), len(self._columns.dense)), np.float32)
-        for i, name in enumerate(self._columns.dense):
-            dense[:, i] = floats(table[name], self._missing)
-            _note(faults, chunk, rows, name, np.isinf(dense[:, i]), "an infinite number")
-        if faults:
-            return None, list({place: (place, text) for place, text in faults}.values())
-        columns = [bags(table[name], keys) for name, keys in self._columns.sparse.items()]
-        offsets = torch.zeros(len(columns) * len(rows) + 1, dtype=torch.int64)
-        if columns:
-            torch.cumsum(torch.cat([lengths for _, lengths in columns]), 0, out=offsets[1:])
-        values = [values for values, _ in columns]
-        # A single column is not copied.
-        flat = values[0] if len(values) == 1 else torch.cat(values) if values else offsets[:0]
-        keys = KeyedJaggedTensor(list(self._columns.sparse), flat, offsets)
-        return Batch(
-            None if label is None else torch.from_numpy(label), torch.from_numpy(dense), keys
-        ), []
-
-
-class _TableChunk(Chunk):
-    def __init__(self, how: _Groups, groups: Sequence[_RowGroup], table: Any) -> None:
-        self._how, self._groups, self._table = how, groups, table
+        self._table = without_views(table)
         # Index of the first row of each group.
         self.starts = np.cumsum([0, *(group.rows for group in groups[:-1])])
 
@@ -226,32 +198,35 @@ class _TableChunk(Chunk):
         return int(self._table.num_rows)
 
     def label_fault(self, row: int, reason: str) -> str:
-        return f"{self.name(row)}, column {self._how.label!r}: {reason}"
+        return self._fault(row, self._how.columns.label, reason)
 
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        return self._how.convert(self, rows)
-
-    def take(self, rows: np.ndarray) -> Any:
-        """Return a table of these rows."""
         # A slice copies nothing.
-        if len(rows) and (np.diff(rows) == 1).all():
-            return self._table.slice(int(rows[0]), len(rows))
-        return self._table.take(rows)
+        adjacent = len(rows) > 0 and bool((np.diff(rows) == 1).all())
+        table = self._table.slice(int(rows[0]), len(rows)) if adjacent else self._table.take(rows)
+        faults: dict[int, str] = {}  # of a row, the last one
 
-    def name(self, row: int) -> str:
-        """Return the file, and the row's number in it, counted from 1."""
+        def note(column: str, bad: np.ndarray, reason: str) -> None:
+            for place in np.flatnonzero(bad).tolist():
+                faults[place] = self._fault(rows[place], column, reason)
+
+        columns, label = self._how.columns, None
+        if columns.label is not None:
+            numbers = floats(table[columns.label], np.nan)
+            note(columns.label, ~np.isfinite(numbers), "not a finite number")
+            label = torch.from_numpy(numbers)
+        dense = np.empty((len(rows), len(columns.dense)), np.float32)
+        for i, name in enumerate(columns.dense):
+            dense[:, i] = floats(table[name], self._how.missing)
+            note(name, np.isinf(dense[:, i]), "an infinite number")
+        if faults:
+            return None, list(faults.items())
+        pieces = [bags(table[name], keys) for name, keys in columns.sparse.items()]
+        return Batch(label, torch.from_numpy(dense), joined(list(columns.sparse), pieces)), []
+
+    def _fault(self, row: int, column: str | None, reason: str) -> str:
+        """Name the file, and the row's number in it, counted from 1."""
         which = int(np.searchsorted(self.starts, row, "right")) - 1
         group = self._groups[which]
-        return f"{group.path}, row {group.first + row - self.starts[which] + 1}"
-
-
-def _note(
-    faults: list[Fault],
-    chunk: _TableChunk,
-    rows: np.ndarray,
-    column: str,
-    bad: np.ndarray,
-    reason: str,
-) -> None:
-    for place in np.flatnonzero(bad).tolist():
-        faults.append((place, f"{chunk.name(int(rows[place]))}, column {column!r}: {reason}"))
+        number = group.first + row - self.starts[which] + 1
+        return f"{group.path}, row {number}, column {column!r}: {reason}"

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from .._nearest import did_you_mean_file
 from ..errors import DataFormatError, check_choice, check_int
-from .batch import Batch, KeyedJaggedTensor, concatenate
+from .batch import Batch, concatenate, joined
 from .columns import Columns
 
 __all__ = ["Reader"]
@@ -237,10 +237,8 @@ class Reader(IterableDataset):
 
     def _empty(self) -> Batch:
         """Return a batch without rows."""
-        no_rows = torch.zeros(1, dtype=torch.int64)
         label = None if self.columns.label is None else torch.empty(0)
-        keys = KeyedJaggedTensor(self._features, no_rows[:0], no_rows)
-        return Batch(label, torch.empty(0, len(self.columns.dense)), keys)
+        return Batch(label, torch.empty(0, len(self.columns.dense)), joined(self._features, []))
 
     def _plan(self) -> dict[str, Any]:
         """Return the settings that decide which rows are in which batch."""

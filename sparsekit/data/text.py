@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
+import functools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,12 @@ from ..errors import DataFormatError, check_int
 from .batch import Batch, KeyedJaggedTensor
 from .columns import Columns, Keys, Kind
 from .reader import Chunk, Fault, OnError, Reader, list_files
-from .text_file import TextFile
+from .text_file import MAX_LINE_BYTES, QUOTE, TextFile
 
 __all__ = ["CriteoReader", "CsvReader"]
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 _HEX = Keys("hex")
-_QUOTE, _MAX_LINE_BYTES = '"', 1 << 20
 # Most characters of a line that an error shows.
 _SHOWN = 60
 
@@ -84,7 +82,7 @@ class CsvReader(Reader):
         label: str | None = None,
         columns: Sequence[str] | None = None,
         delimiter: str = ",",
-        quote: str | None = _QUOTE,
+        quote: str | None = QUOTE,
         missing: float = 0.0,
         on_error: OnError = "raise",
         shuffle: bool = False,
@@ -92,7 +90,7 @@ class CsvReader(Reader):
         rank: int | None = None,
         world_size: int | None = None,
         block_bytes: int = 8 << 20,
-        max_line_bytes: int = _MAX_LINE_BYTES,
+        max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
         name = type(self).__name__
         self.columns = Columns.of(name, label, dense, sparse)
@@ -103,26 +101,27 @@ class CsvReader(Reader):
             texts = [files]
         else:
             texts = [
-                TextFile(path, columns is None, max_line_bytes, delimiter, quote)
+                TextFile(path, delimiter, quote, max_line_bytes, columns)
                 for path in list_files(name, files, pipes=True)
             ]
         paths = [text.path for text in texts]
-        names = [_names_of(text, columns, delimiter, quote) for text in texts]
-        self.columns.check_there(name, str(paths[0]), names[0])
-        for path, there in zip(paths, names, strict=True):
-            if there != names[0]:
+        names = texts[0].names
+        self.columns.check_there(name, str(paths[0]), names)
+        for text in texts:
+            if text.names != names:
                 raise ValueError(
-                    f"{name}: {path} has the columns {there[:50]}, but {paths[0]} has "
-                    f"{names[0][:50]}"
+                    f"{name}: {text.path} has the columns {text.names[:50]}, but {paths[0]} has "
+                    f"{names[:50]}"
                 )
-        self._lines = _Lines(self.columns, names[0], delimiter, quote, missing, max_line_bytes)
-        self._features = self._lines.features
+        lines = _Lines(self.columns, names, delimiter, quote, missing, max_line_bytes)
+        self._features = lines.features
+        make = functools.partial(_TextChunk, lines)
         super().__init__(
             [
                 unit
                 for text in texts
                 # With a single column, a blank line is a row without a value.
-                for unit in text.units(block_bytes, len(names[0]) > 1, self._lines.chunk)
+                for unit in text.units(block_bytes, len(names) > 1, make)
             ],
             paths,
             batch_size,
@@ -183,7 +182,7 @@ class CriteoReader(CsvReader):
 
 
 class _Lines:
-    """Turns lines into batches."""
+    """How lines become batches."""
 
     def __init__(
         self,
@@ -196,29 +195,18 @@ class _Lines:
     ) -> None:
         self.columns = columns
         self.names = list(names)
-        self._settings = delimiter, quote or "", max_line_bytes, missing
+        self._settings = columns, names, delimiter, quote, missing, max_line_bytes
         # In the order of the file, as keys come.
         self.features = [name for name in names if name in columns.sparse]
-        self.format = self._format()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "format": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.format = self._format()
-
-    def _format(self) -> _pybind.TextFormat:
-        delimiter, quote, max_line_bytes, missing = self._settings
         fields = []
-        for name in self.names:
-            if name == self.columns.label:
+        for name in names:
+            if name == columns.label:
                 field = _pybind.TextField("float", column=-1, required=True)
-            elif name in self.columns.dense:
-                column = self.columns.dense.index(name)
+            elif name in columns.dense:
+                column = columns.dense.index(name)
                 field = _pybind.TextField("float", column=column, missing=missing)
-            elif name in self.columns.sparse:
-                keys = self.columns.sparse[name]
+            elif name in columns.sparse:
+                keys = columns.sparse[name]
                 field = _pybind.TextField(
                     keys.kind,
                     separator=keys.separator or "",
@@ -228,33 +216,14 @@ class _Lines:
             else:
                 field = _pybind.TextField("skip")
             fields.append(field)
-        return _pybind.TextFormat(delimiter, quote, max_line_bytes, fields)
+        self.format = _pybind.TextFormat(delimiter, quote or "", max_line_bytes, fields)
 
-    def chunk(
-        self,
-        file: TextFile,
-        lines: _pybind.TextLines,
-        text: bytes,
-        start: int,
-        line: int,
-        unclosed: bool,
-    ) -> Chunk:
-        """Make a chunk of lines; see `MakeChunk`."""
-        return _TextChunk(self, file, lines, text, start, line, unclosed)
-
-    def batch(
-        self, label: np.ndarray, dense: np.ndarray, values: np.ndarray, offsets: np.ndarray
-    ) -> Batch:
-        """Make tensors of the result of TextLines.parse."""
-        return Batch(
-            None if self.columns.label is None else torch.from_numpy(label),
-            torch.from_numpy(dense),
-            KeyedJaggedTensor(self.features, torch.from_numpy(values), torch.from_numpy(offsets)),
-        )
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return _Lines, self._settings  # a worker makes its own TextFormat, which has no pickle
 
 
 class _TextChunk(Chunk):
-    """Lines in memory."""
+    """Lines in memory; see `MakeChunk`."""
 
     def __init__(
         self,
@@ -273,9 +242,12 @@ class _TextChunk(Chunk):
         return len(self._lines)
 
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
-        faults, *arrays = self._lines.parse(self._how.format, rows, torch.get_num_threads())
+        how = self._how
+        faults, *arrays = self._lines.parse(how.format, rows, torch.get_num_threads())
         if not faults:
-            return self._how.batch(*arrays), []
+            label, dense, values, offsets = map(torch.from_numpy, arrays)
+            keys = KeyedJaggedTensor(how.features, values, offsets)
+            return Batch(None if how.columns.label is None else label, dense, keys), []
         if self._unclosed:
             faults = self._check_last(rows, faults)
         # Only the first is shown; finding the line of each would take long.
@@ -316,26 +288,6 @@ class _TextChunk(Chunk):
         shown = text[:_SHOWN].decode(errors="backslashreplace")
         more = "..." if len(text) > _SHOWN else ""
         return f"{self._file.path}, line {line}, {column}: {reason}: {shown!r}{more}"
-
-
-def open_text(path: Path, delimiter: str) -> tuple[TextFile, list[str]]:
-    """Open a file for a `CsvReader` of this delimiter; also return the names in its first line."""
-    text = TextFile(path, True, _MAX_LINE_BYTES, delimiter, _QUOTE)
-    return text, _names_of(text, None, delimiter, _QUOTE)
-
-
-def _names_of(
-    text: TextFile, columns: Sequence[str] | None, delimiter: str, quote: str | None
-) -> list[str]:
-    if columns is not None:
-        return list(columns)
-    if quote is None:
-        return (text.names or "").split(delimiter)
-    line = csv.reader([text.names or ""], delimiter=delimiter, quotechar=quote, strict=True)
-    try:
-        return next(line, [""])
-    except csv.Error as error:
-        raise DataFormatError(f"{text.path}, line 1: no names of columns: {error}") from None
 
 
 def _check_marks(name: str, delimiter: str, quote: str | None, columns: Columns) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from .._content import Content, open_content
 from ..errors import DataFormatError
 from .reader import Chunk, Unit
 
+QUOTE, MAX_LINE_BYTES = '"', 1 << 20
 _BOM = b"\xef\xbb\xbf"
 # Bytes read beyond a block, for the end of its last line.
 _PIECE = 4096
@@ -31,13 +33,13 @@ class TextFile:
 
     Args:
         path: A file, plain or in a compression that `Content` knows; or a pipe, which is read once.
-        header: Whether its first line names the columns.
-        max_line_bytes: The rest of a longer line is dropped.
         delimiter: One byte between fields.
         quote: One byte around fields, or None.
+        max_line_bytes: The rest of a longer line is dropped.
+        columns: Their names; None if the first line has these.
 
     Attributes:
-        names: the first line, without its end, or None.
+        names: of the columns.
         regular: false for a pipe.
 
     Raises:
@@ -46,8 +48,14 @@ class TextFile:
     """
 
     def __init__(
-        self, path: Path, header: bool, max_line_bytes: int, delimiter: str, quote: str | None
+        self,
+        path: Path,
+        delimiter: str,
+        quote: str | None = QUOTE,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        columns: Sequence[str] | None = None,
     ) -> None:
+        header = columns is None
         self.path = path
         self.max_line_bytes = max_line_bytes
         self.size = path.stat().st_size
@@ -61,7 +69,7 @@ class TextFile:
         except BaseException:
             file.close()
             raise
-        self.names: str | None = self._decode(first) if header else None
+        self.names = self._names_in(first) if columns is None else list(columns)
         # Byte and line at which the rows begin.
         self.start = len(_BOM) * text.startswith(_BOM) + len(first) * header
         self.line = 1 + first.count(b"\n") * header
@@ -91,15 +99,22 @@ class TextFile:
             )
         return text, line
 
-    def _decode(self, line: bytes) -> str:
+    def _names_in(self, line: bytes) -> list[str]:
         if len(line) > self.max_line_bytes + 2:
             raise DataFormatError(
                 f"{self.path}, line 1: longer than max_line_bytes={self.max_line_bytes}"
             )
+        delimiter, quote = self._marks
         try:
-            return line.decode().rstrip("\r\n")
+            text = line.decode().rstrip("\r\n")
+            if not quote:
+                return text.split(delimiter)
+            rows = csv.reader([text], delimiter=delimiter, quotechar=quote, strict=True)
+            return next(rows, [""])
         except UnicodeDecodeError as error:
             raise DataFormatError(f"{self.path}, line 1: not UTF-8: {error}") from None
+        except csv.Error as error:
+            raise DataFormatError(f"{self.path}, line 1: no names of columns: {error}") from None
 
     def rows(self) -> tuple[io.BufferedReader, bytes]:
         """Return the content as a file, and the bytes read before its position, where rows begin.
