@@ -12,7 +12,7 @@ columns are those of `FeatureColumn`:
   belongs to one feature at most: if two tables look up the same keys, pass the source twice.
 - ``combiner``: a number of `GROUP_COMBINERS`. With ``"none"`` a bag has at most one key, whose
   vector is copied, whatever its weight.
-- ``max_nnz``: most keys in a bag.
+- ``max_nnz``: largest number of keys in a bag.
 - ``tensor``, ``begin``, ``stride``: bag b of the feature is
   ``tensors[tensor].view(-1)[begin + b * stride:][:dim]``, in outputs and in their gradients.
 

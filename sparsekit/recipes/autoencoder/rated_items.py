@@ -74,7 +74,7 @@ class RatedItems(torch.nn.Module):
         return (self.ratings - low) / (high - low)
 
     def weights(self) -> torch.Tensor:
-        """Return ratings scaled to [0.2, 1], float32 ``[n]``; the lowest differs from none."""
+        """Return ratings scaled to [0.2, 1], float32 ``[n]``; a missing one would be 0."""
         return LEAST_WEIGHT + (1 - LEAST_WEIGHT) * self.scaled()
 
     @classmethod

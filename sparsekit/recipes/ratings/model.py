@@ -27,7 +27,7 @@ class UserHistory(torch.nn.Module):
 
     Args:
         train: the known ratings; never those that are to be predicted.
-        max_items: most items of a bag.
+        max_items: largest number of items in a bag.
     """
 
     users: torch.Tensor  # int64 [u], sorted, distinct
@@ -81,7 +81,7 @@ class RatingModel(torch.nn.Module):
         train: gives the history, the mean and the range of ratings.
         dim: elements of p, q and y.
         capacity: rows of each table, on each rank.
-        history_size: most items of a history.
+        history_size: largest number of items in a history.
         seed: seed of the initial vectors.
     """
 
