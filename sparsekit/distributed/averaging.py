@@ -1,7 +1,7 @@
-"""Gradients of the dense part, averaged over ranks that share memory.
+"""Averages gradients of the dense part over ranks that share memory.
 
-gloo wakes several threads for each all-reduce, which for a small dense part takes longer than all
-that the ranks compute.
+gloo wakes several threads for each all-reduce, which for a small dense part takes longer than
+everything that the ranks compute.
 """
 
 import torch
@@ -14,11 +14,11 @@ from .world import exchange_of
 
 
 class Averaging:
-    """Averages with a communication hook of DistributedDataParallel, `average`.
+    """Averages gradients in `average`, a communication hook of DistributedDataParallel.
 
     Each rank adds up a piece of a bucket, in the order of the ranks, so all get the same bits.
-    Nothing is waited for before the end of backward. The exchange is one of its own, since ranks
-    need not come to a bucket and to the backward of a layer in the same order.
+    Nothing waits before the end of backward. It has an exchange of its own, since ranks may reach a
+    bucket and the backward of a layer in different orders.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -32,7 +32,8 @@ class Averaging:
     ) -> torch.futures.Future[torch.Tensor]:
         """Begin to average a bucket; see ``register_comm_hook``."""
         if not self._begun:
-            # Before what DistributedDataParallel does at that time, which asks for all buckets.
+            # Queued first, since DistributedDataParallel's own callback needs all buckets to be
+            # averaged.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         begun = _Bucket(self._exchange, bucket.index(), bucket.buffer())
         self._begun.append(begun)
@@ -46,12 +47,12 @@ class Averaging:
             for bucket in begun:
                 bucket.finish()
         except BaseException as error:
-            self._exchange.abandon(error)  # the others would wait for what is left
+            self._exchange.abandon(error)  # other ranks would wait for the remaining buckets
             raise
 
 
 def averaging_of(device: torch.device) -> Averaging | None:
-    """For the default group, or None where ranks share no memory. A collective."""
+    """Return the averaging of the default group, None if ranks share no memory; a collective."""
     exchange = exchange_of(None, device, "dense part")
     if exchange is None or not isinstance(exchange.transport, SharedMemoryTransport):
         return None
@@ -59,9 +60,9 @@ def averaging_of(device: torch.device) -> Averaging | None:
 
 
 class _Bucket:
-    """A flat tensor of gradients, the piece of rank r being the r-th of as many as there are ranks.
+    """A flat tensor of gradients, cut into one piece for each rank.
 
-    Pieces are equally long but for the last ones, which may be shorter or empty.
+    Pieces are equally long, except that the last ones may be shorter or empty.
     """
 
     def __init__(self, exchange: Exchange, index: int, buffer: torch.Tensor) -> None:
@@ -73,7 +74,7 @@ class _Bucket:
         longest = -(-len(buffer) // ranks)
         self._pieces = [buffer[r * longest : (r + 1) * longest] for r in range(ranks)]
         self._own = self._pieces[exchange.rank]
-        # Whole words, whatever the piece.
+        # Sizes are whole words, whatever the length of a piece is.
         self._sizes = [part_bytes(piece.nbytes) for piece in self._pieces]
         self._received = self._exchange.send(
             self._what, self._write_pieces, self._sizes, self._sizes_of_own
@@ -88,7 +89,7 @@ class _Bucket:
             _elements(to, rank, piece).copy_(piece)
 
     def add_up(self) -> None:
-        """Average this rank's piece, and begin to send it to all."""
+        """Average this rank's piece, and begin to send it to all ranks."""
         come = self._received()
         of_ranks = [_elements(come, r, self._own) for r in range(self._exchange.world_size)]
         average = torch.stack(of_ranks).sum(0).div_(self._exchange.world_size)
@@ -102,7 +103,7 @@ class _Bucket:
         )
 
     def finish(self) -> None:
-        """Wait for the other pieces."""
+        """Wait for the pieces of the other ranks."""
         come = self._received()
         for rank, piece in enumerate(self._pieces):
             piece.copy_(_elements(come, rank, piece))
@@ -110,5 +111,5 @@ class _Bucket:
 
 
 def _elements(parts: Parts, rank: int, like: torch.Tensor) -> torch.Tensor:
-    """As many as there are in like, of a rank's part."""
+    """Return the elements in a rank's part, as many as like has."""
     return parts.payload(rank, like.nbytes).view(like.dtype)

@@ -12,12 +12,12 @@ from . import nccl, shared_memory
 from .transport import OutOfResources, TorchTransport, Transport, Unavailable
 
 BACKENDS = ("auto", "torch", "nccl", "shared_memory")
-# The devices of a backend's tensors, and what "auto" tries for them.
+# Device type of the tensors that a backend needs.
 _DEVICES = {"nccl": "cuda", "shared_memory": "cpu"}
 
 
 def check_backend(backend: str) -> None:
-    """Raise unless this process can have the backend that `sparsekit.init` was given."""
+    """Raise ValueError or RuntimeError if this process cannot use the backend given to `init`."""
     if backend not in BACKENDS:
         raise ValueError(
             f"sparsekit.init: backend must be one of {', '.join(BACKENDS)}; got {backend!r}"
@@ -30,10 +30,10 @@ def check_backend(backend: str) -> None:
 def make_transport(
     backend: str, group: dist.ProcessGroup, device: torch.device, timeout: timedelta
 ) -> Transport:
-    """The transport of a group for tensors of a device, the same on all ranks. A collective.
+    """Return the transport of a group for a device's tensors, the same on all ranks; a collective.
 
     Raises:
-        RuntimeError: the backend cannot be had, or ranks want different ones.
+        RuntimeError: the backend is not available, or ranks want different ones.
     """
     teller = TorchTransport(group)
     backends = [other.decode() for other in teller.all_gather(backend.encode())]

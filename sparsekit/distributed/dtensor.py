@@ -1,4 +1,4 @@
-"""Tensors of which each rank has a shard, as torch's fully_shard and tables have them."""
+"""Access to tensors of which each rank has a shard: DTensors of fully_shard, and tables."""
 
 import sys
 from typing import Any, TypeGuard
@@ -10,12 +10,12 @@ from .shard_gradient import plain
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a DTensor or of a table's gradient, not copied; any other tensor as it is."""
+    """Return the shard of a DTensor or of a table's gradient, uncopied; any other unchanged."""
     return tensor._local_tensor if _is_dtensor(tensor) else plain(tensor)
 
 
 def groups_of(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Over which ranks a DTensor is sharded, one group for each such dimension of its mesh."""
+    """Return the groups over which a DTensor is sharded, one for each such mesh dimension."""
     if not _is_dtensor(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -23,6 +23,6 @@ def groups_of(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
-    # Not imported here, since it takes long; where nobody has, there is none.
+    # Not imported here, since that takes long; without an import elsewhere there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

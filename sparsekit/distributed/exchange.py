@@ -1,11 +1,11 @@
 """Collectives that all ranks agree on.
 
 A lookup begins with a handshake: each rank sends every other a block of fixed size, which says what
-it is about to do, whether something has gone wrong here, and how much of each table will follow. So
-ranks that disagree find out at once, and an error on one rank becomes an error on all instead of a
-wait. What follows has sizes that all know; in front of each part is again what it is, and whether
-something has gone wrong, and a rank that gets another part than it waits for has room for it.
-A rank's own part is read where it has been written.
+the rank is about to do, whether it has an error, and how much of each table will follow. Ranks that
+disagree thus find out at once, and an error on one rank is raised on all instead of making others
+wait. The messages that follow have sizes that all ranks know; the head of each part says again what
+it is and whether there is an error, and a rank has room for a part other than the one that it waits
+for. A rank reads its own part where it has written it.
 """
 
 import contextlib
@@ -26,35 +26,35 @@ from .streams import own_stream
 from .transport import TorchTransport, Transport
 from .wire import ALIGNMENT, Parts, part_bytes, read_heads, write_heads
 
-# Words of the block that begins a lookup, and those of them in front of the counts of tables: the
-# hash of what it is, 1 for an error, and three numbers for whoever exchanges. Counts for which
-# there is no room follow by themselves.
+# Words of the block that begins a lookup, and words before the counts of tables: the hash of the
+# plan, 1 for an error, and three numbers of the caller. Counts that the block has no room for
+# follow in a message of their own.
 _BLOCK, _FACTS = 512, 5
 
 
 @dataclass
 class Proposal:
-    """A rank's word to the others before it begins."""
+    """A rank's announcement to the others before a lookup."""
 
-    what: str  # it is about to do, the same on all ranks
-    counts: torch.Tensor  # int64 [world_size, tables], rows of each table that a rank will be sent
+    what: str  # what the rank is about to do, the same on all ranks
+    counts: torch.Tensor  # int64 [world_size, tables], rows of each table for each rank
     facts: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass
 class Agreement:
-    """The proposals of all ranks, which fit one another."""
+    """The proposals of all ranks, which agree."""
 
     facts: list[list[int]]
-    counts: np.ndarray  # int64 [world_size, tables], what this rank will be sent
-    own: np.ndarray  # and what it will send
+    counts: np.ndarray  # int64 [world_size, tables], rows that this rank will be sent
+    own: np.ndarray  # rows that this rank will send
 
 
 Made = TypeVar("Made")
 
 
 def attempt(make: Callable[[], Made]) -> Made | Exception:
-    """The result of a function, or the error that it raises, for `Exchange.agree`."""
+    """Return the result of a function, or the error that it raises, for `Exchange.agree`."""
     try:
         return make()
     except Exception as error:
@@ -64,8 +64,8 @@ def attempt(make: Callable[[], Made]) -> Made | Exception:
 class Exchange:
     """The collectives of one process group, over torch.distributed or another transport."""
 
-    # Called with the exchange and the bytes for other ranks as a collective begins, and with 0 as
-    # it is waited for: what is entered meanwhile. `sparsekit.train.profile` sets it.
+    # Returns a context to enter while a collective begins, given the exchange and the bytes for
+    # other ranks, and while it is waited for, given 0 bytes. `sparsekit.train.profile` sets it.
     watch: ClassVar[Callable[["Exchange", int], contextlib.AbstractContextManager[Any]] | None] = (
         None
     )
@@ -81,43 +81,43 @@ class Exchange:
         self.device = device
         self.rank = self.transport.rank
         self.world_size = self.transport.world_size
-        # Where collectives run.
+        # The stream on which collectives run.
         self.stream = own_stream(device)
-        # One lookup at a time, whatever the number of threads.
+        # Lets only one thread at a time look up.
         self.lock = threading.RLock()
-        # Lookups so far, counted as they begin and whether or not they succeed: a number that names
-        # one on all ranks, and that differs where a rank has left one early.
+        # Number of lookups that have begun, successful or not. It names a lookup on all ranks, and
+        # differs on a rank that has left one early.
         self.lookups = 0
-        # How often all ranks have raised an error together.
+        # Number of errors that all ranks have raised together.
         self._raised_together = 0
-        # Tables, by their plan, whose keys all ranks have agreed to send without a handshake.
+        # Plans of tables whose keys all ranks have agreed to send without a handshake.
         self.at_once: set[str] = set()
-        # Parts of tables that this rank has saved since the last lookup.
+        # Number of table parts that this rank has saved since the last lookup.
         self.parts_saved = 0
-        # Why this exchange cannot be used any more.
+        # The reason why this exchange can no longer be used.
         self.broken: str | None = None
-        # Most bytes that each rank may send here in one part: that of a handshake at first.
+        # Bytes of the largest part that each rank may send here, at first that of a handshake.
         self._most = [8 * _BLOCK] * self.world_size
-        # Whether parts must have the size that is waited for, so that one of another size is
-        # noticed by nobody but the clock.
+        # Whether parts must have exactly the expected size; a part of another size then shows only
+        # as a timeout.
         self.exact = self.transport.exact or device.type != "cpu"
-        # Carries errors.
+        # Carries errors between ranks; made when the first one occurs.
         self._teller: TorchTransport | None = None
-        # How many collectives there have been, for tests and benchmarks.
+        # Number of collectives, for tests and benchmarks.
         self.collectives = 0
         self.bytes_sent = 0
-        # Purpose, as given to `exchange_of`.
+        # The purpose, as given to `exchange_of`.
         self.purpose = "layers"
 
     def agree(self, what: str, proposal: Proposal | Exception | None) -> Agreement:
         """Agree with the other ranks that all do what their proposals say.
 
         Args:
-            what: this rank is about to do, unless its proposal says it.
+            what: what this rank is about to do, if its proposal does not say.
             proposal: None if nothing follows; or an error, which is raised on all ranks.
 
         Raises:
-            The error of any rank, on all of them.
+            An error of any rank is raised on all of them.
             RuntimeError: ranks disagree about what they do, or the exchange broke down before.
         """
         error = proposal if isinstance(proposal, Exception) else None
@@ -138,7 +138,7 @@ class Exchange:
         begun = self._begin(sent := block.view(-1).view(torch.uint8), sizes, room)
         with self._answered(plan):
             received = begun()
-        # In one piece, since on a device each reading waits for it.
+        # Read in one piece, since each read from a device waits for it.
         parts = [received[begin : begin + sizes[0]] for begin in _begins(room)]
         both = torch.cat([*parts, sent]).view(torch.int64).cpu().numpy().reshape(2 * ranks, _BLOCK)
         came = both[:ranks]
@@ -151,7 +151,7 @@ class Exchange:
         return Agreement(came[:, 2:_FACTS].tolist(), counts[:ranks], counts[ranks:])
 
     def _rest(self, plan: str, counts: torch.Tensor) -> np.ndarray:
-        """Exchange the counts that the block has no room for, of as many tables on all ranks."""
+        """Exchange the counts that do not fit the block; all ranks have equally many tables."""
         ranks, tables = counts.shape
         size = part_bytes(8 * tables)
 
@@ -164,16 +164,16 @@ class Exchange:
         return torch.cat([torch.stack(received), counts]).cpu().numpy()
 
     def expect(self, sizes: Sequence[int]) -> None:
-        """Note how much each rank may send here from now on, in one part, head and all."""
+        """Record the size of the largest part, including its head, that each rank may send here."""
         each = zip(self._most, sizes, strict=True)
         self._most = [max(most, size + -size % ALIGNMENT) for most, size in each]
 
     def _room(self, sizes: Sequence[int]) -> list[int]:
-        """Bytes to keep for what comes from each rank, which should be of these sizes."""
+        """Return the bytes to keep for each rank's part, which should have these sizes."""
         if self.exact:
             return list(sizes)
         room = self._most.copy()
-        room[self.rank] = sizes[self.rank]  # which nobody else has a say in
+        room[self.rank] = sizes[self.rank]  # this rank's own part has the right size in any case
         return room
 
     def send(
@@ -187,20 +187,20 @@ class Exchange:
         """Begin to send a part to each rank, of a size that both know.
 
         Args:
-            what: this is, the same on all ranks.
+            what: what is sent, the same on all ranks.
             write: writes the payloads of the parts for the ranks.
-            splits: bytes for each rank, multiples of 8, or of what data is wider than that.
-            sizes: bytes from each rank, the same.
-            words: int64 with which each part begins behind its head, to be read with it; those of
-                the other ranks are the `words` of what comes.
+            splits: bytes for each rank, multiples of 8, or of the size of wider data.
+            sizes: bytes from each rank, the same multiples.
+            words: number of int64 words behind the head of each part, to be read with the head;
+                those of the other ranks are `words` in the result.
 
         Returns:
-            What waits for the parts of the others, and returns those and this rank's own. They are
-            in the memory that write was given.
+            A function that waits for the parts of the others, and returns these and this rank's
+            own. They are in the memory that write was given.
 
         Raises:
-            RuntimeError: the exchange broke down before. What is returned raises what write raises
-            on any rank, and RuntimeError where ranks disagree about what is sent.
+            RuntimeError: the exchange broke down before. The returned function raises what write
+                raises on any rank, and RuntimeError if ranks disagree about what is sent.
         """
         self._check_open(what)
         code = _code(what)
@@ -208,7 +208,7 @@ class Exchange:
             self.expect(sizes)
             room, to_others = self._room(sizes), list(splits)
             room[self.rank] = to_others[self.rank] = 0
-            # What comes, what goes, and this rank's own part, which does neither.
+            # The memory has incoming parts, then outgoing ones, and then this rank's own part.
             first, last = sum(room), sum(room) + sum(to_others)
             size = last + splits[self.rank]
             data = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -274,10 +274,10 @@ class Exchange:
 
     @contextlib.contextmanager
     def _awaited(self) -> Iterator[None]:
-        """The others are waiting for what is made or sent in here; if it fails, give up."""
+        """Abandon the exchange if the body fails, since other ranks wait for its messages."""
         try:
             yield
-        except BaseException as error:  # no memory, or Ctrl-C
+        except BaseException as error:  # for example no memory, or Ctrl-C
             self.abandon(error)
             raise
 
@@ -302,25 +302,25 @@ class Exchange:
             ) from error
 
     def abandon(self, error: BaseException) -> None:
-        """Give up: what this rank has announced will not come."""
+        """Give up, since this rank will not send what it has announced."""
         self.broken = f"{type(error).__name__}: {error}"
         self.close()
 
     def close(self) -> None:
-        """End the process group: its threads, and its connections, so that no other rank waits."""
+        """End the process group with its threads and connections, so that no other rank waits."""
         group = vars(self).pop("group", None)
         if group is None:
             return
         self.transport.close()
         with contextlib.suppress(ValueError):  # all groups have been destroyed already
             dist.destroy_process_group(group)
-        # All ends with the last reference.
+        # Threads and connections end with the last reference.
         self._teller = None
         del self.transport
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """What fails in here on this rank only, the next handshake tells the others."""
+        """Count an error of this rank alone in the body; the next handshake tells the others."""
         raised_together = self._raised_together
         try:
             yield
@@ -330,15 +330,15 @@ class Exchange:
             raise
 
     def _raise_together(self, plan: str, error: Exception | None) -> None:
-        """Tell each other what is wrong, and raise it on every rank."""
+        """Tell one another what is wrong, and raise an error on every rank."""
         self._raised_together += 1
-        self.at_once.clear()  # one of them may have missed what the others have agreed on
+        self.at_once.clear()  # a rank may have missed what the others have agreed on
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)
-        except Exception:  # an error may hold anything
+        except Exception:  # an error may hold something that cannot be pickled
             packed = pickle.dumps(RemoteError(f"{type(error).__name__}: {error}"))
-        # On the CPU, whatever carries the rest.
+        # Errors go over the CPU, whatever transport carries the rest.
         self._teller = self._teller or TorchTransport(self.group)
         report = pickle.dumps((plan, packed, self.lookups))
         reports = [pickle.loads(other) for other in self._teller.all_gather(report)]
@@ -359,10 +359,10 @@ class Exchange:
 
 
 def _code(plan: str) -> int:
-    """The same on all ranks, which `hash` is not, and quick for a plan of many tables."""
+    """Return a hash that is the same on all ranks, unlike `hash`, and fast for many tables."""
     return zlib.crc32(plan.encode())
 
 
 def _begins(sizes: Sequence[int], first: int = 0) -> list[int]:
-    """Where parts of these sizes begin, one behind the other."""
+    """Return where parts of these sizes begin, one behind the other."""
     return list(itertools.accumulate(sizes[:-1], initial=first))

@@ -1,4 +1,4 @@
-"""Bytes from rank to rank over libnccl itself, on the current stream."""
+"""A transport that calls libnccl directly, on the current stream."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .watch import Watch, within
 
 
 def missing() -> str:
-    """Says why this process cannot use libnccl; empty if it can."""
+    """Return why this process cannot use libnccl; empty if it can."""
     if not _pybind.build_info()["nccl"]:
         return (
             "this build of sparsekit has no NCCL: it was built without CUDA (SPARSEKIT_CUDA=1 asks "
@@ -33,12 +33,12 @@ def missing() -> str:
 
 
 def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) -> NcclTransport:
-    """The transport of a group for tensors of a device. A collective.
+    """Make the transport of a group for tensors of a device; a collective.
 
-    The ranks learn what each has, and what the new communicator is called.
+    The ranks exchange whether each has libnccl, and the id of the new communicator.
 
     Raises:
-        Unavailable: on all ranks, where libnccl cannot be had on one of them.
+        Unavailable: (on all ranks) libnccl is not available on one of them.
     """
     reason, unique_id = missing(), b""
     if teller.rank == 0 and not reason:
@@ -54,16 +54,17 @@ def connect(teller: TorchTransport, device: torch.device, timeout: timedelta) ->
 
 
 class NcclTransport(Transport):
-    """Over a communicator of its own. Made on all ranks at the same time.
+    """A transport over a communicator of its own, made on all ranks at the same time.
 
     Args:
-        rank: of this process.
-        world_size: how many there are.
+        rank: rank of this process.
+        world_size: number of ranks.
         unique_id: ``_pybind.NcclCommunicator.unique_id()`` of one rank.
-        device: of the tensors.
-        timeout: after which a rank that waits for another one raises, or is freed from a kernel
-            that waits.
-        cuda: how streams are used; None where there are none.
+        device: device of the tensors.
+        timeout: time after which a rank that waits for another one raises, or is freed from a
+            kernel that waits.
+        cuda: stands in for `Cuda` in tests; None means `Cuda` for a CUDA device, and else no
+            streams.
     """
 
     exact = True
@@ -79,7 +80,7 @@ class NcclTransport(Transport):
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        # One with an index, since the current device may change.
+        # The device with its index, since the current device may change.
         self.device = torch.empty(0, device=device).device
         # The tests have a stand-in for libnccl that works in host memory.
         self._cuda = Cuda if cuda is None and device.type == "cuda" else cuda
@@ -94,7 +95,7 @@ class NcclTransport(Transport):
         finished = self._event.query if self._event is not None else lambda: True
         self._watch = Watch(self.communicator, seconds, finished)
         self._watch.start()
-        # At the latest before the interpreter ends, since CUDA may be gone after that.
+        # Closes at the latest before the interpreter ends, since CUDA may be gone after that.
         self._close = weakref.finalize(self, _close, self._watch)
         try:
             self._warm_up()
@@ -105,8 +106,8 @@ class NcclTransport(Transport):
     def _warm_up(self) -> None:
         """Exchange a byte with every rank.
 
-        NCCL connects two ranks, and takes the memory for it, at their first message. Here all ranks
-        are known to be there; within a step one of them may be waiting for something else.
+        NCCL connects two ranks, and allocates memory for it, at their first message. Here all ranks
+        are known to be there, whereas within a step one of them may be waiting for something else.
         """
         count = [1] * self.world_size
         with self._on_device(), self._beside():
@@ -114,10 +115,10 @@ class NcclTransport(Transport):
             self.all_to_all(sent, count, count)
             if self._event is not None:
                 self._event.synchronize()
-        self.communicator.check()  # aborted, it does not wait either
+        self.communicator.check()  # synchronize() also returns after an abort
 
     def close(self) -> None:
-        """See `Transport`."""
+        """Close the communicator."""
         self._close()
 
     def begin_all_to_all(
@@ -127,11 +128,11 @@ class NcclTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """See `Transport`. The sizes are bytes to NCCL, so any dtype will do.
+        """Begin as `Transport` says; NCCL gets sizes in bytes, so any dtype will do.
 
-        It goes to the current stream, and nothing waits but that.
+        The collective runs on the current stream, and only that stream waits.
         """
-        # NCCL gets an address and would read whatever is there.
+        # NCCL gets only an address, and would read whatever is there.
         if sum(send_splits) != send.numel() or not send.is_contiguous():
             raise ValueError(
                 f"sparsekit: send must be contiguous and hold the {sum(send_splits)} elements of "
@@ -160,12 +161,12 @@ class NcclTransport(Transport):
         return contextlib.nullcontext() if self._cuda is None else self._cuda.device(self.device)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """A new stream as the current one."""
+        """Return a context with a new current stream."""
         if self._cuda is None:
             return contextlib.nullcontext()
         return self._cuda.stream(self._cuda.Stream(self.device))
 
 
 def _close(watch: Watch) -> None:
-    # After an exception that nobody has caught the other ranks may never get here.
+    # After an uncaught exception, the other ranks may never get here.
     watch.close("the process ends with an exception" if hasattr(sys, "last_value") else "")

@@ -1,4 +1,4 @@
-"""Texts of errors of ranks."""
+"""Texts of errors that concern several ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import TableFullError
 
-# Characters of a plan that an error shows.
+# Characters of a plan that an error shows at most.
 _SHOWN = 800
 
 INTERRUPTED = (
@@ -17,13 +17,13 @@ INTERRUPTED = (
 
 
 class RemoteError(RuntimeError):
-    """Something went wrong on another rank, which cannot be raised here as it was there."""
+    """An error of another rank that cannot be raised here with its own type."""
 
 
 def of_rank(rank: int, error: Exception) -> Exception:
-    """The error of another rank, which says where it comes from."""
+    """Return the error of another rank, with that rank in its message."""
     if isinstance(error, TableFullError):
-        return error  # names the rank of the full table by itself
+        return error  # it names the rank of the full table itself
     message = f"on rank {rank}: {error}"
     if type(error) in (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError):
         return type(error)(message)
@@ -31,13 +31,13 @@ def of_rank(rank: int, error: Exception) -> Exception:
 
 
 def brief(plan: str) -> str:
-    """Begin and end of a plan, which may name hundreds of tables."""
+    """Return the beginning and the end of a plan, which may name hundreds of tables."""
     half = _SHOWN // 2
     return plan if len(plan) <= _SHOWN else f"{plan[:half]} ... {plan[-half:]}"
 
 
 def where_they_differ(plans: Sequence[str]) -> list[str]:
-    """Begin of each plan, and what is around the first difference."""
+    """Return the beginning of each plan, and the text around the first difference."""
     each = enumerate(zip(*plans, strict=False))
     at = next((i for i, letters in each if len(set(letters)) > 1), min(map(len, plans)))
     first = slice(0, _SHOWN // 4)

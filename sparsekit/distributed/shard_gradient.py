@@ -1,4 +1,4 @@
-"""The gradient of one rank's rows of a table, which has no norm of its own."""
+"""The gradient of one rank's rows of a table, whose norm is refused."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ _NORMS = {
 class ShardGradient(torch.Tensor):
     """A gradient, sparse or dense, of a weight that has other rows on other ranks.
 
-    To clip by the norm of these rows alone scales the dense parameters, which ranks keep alike, by
-    another factor on each rank, and they drift apart without an error. torch.nn.utils does so for
-    dense gradients, and from 2.14 on for sparse ones. So a norm is refused; all else is as for any
-    tensor, and what keeps the shape and layout stays such a gradient.
+    Clipping by the norm of these rows alone would scale the dense parameters, which ranks keep
+    equal, by a different factor on each rank, and they would drift apart without an error.
+    torch.nn.utils clips dense gradients this way, and sparse ones from 2.14 on. A norm is therefore
+    refused. Everything else works as for any tensor, and a result of the same shape and layout is a
+    `ShardGradient` too.
 
     Attributes:
-        layer: the name of the layer whose weight it is of.
+        layer: the name of the layer whose weight has the gradient.
     """
 
     layer: str
 
     @staticmethod
     def of(gradient: torch.Tensor, layer: str) -> ShardGradient:
-        """The same gradient, in the same memory."""
+        """Return the same gradient as a `ShardGradient`, in the same memory."""
         made = torch.Tensor._make_subclass(ShardGradient, gradient)
         made.layer = layer
         return made
@@ -66,7 +67,7 @@ class ShardGradient(torch.Tensor):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A `ShardGradient` as a tensor of torch's own, in the same memory; any other as it is."""
+    """Return a `ShardGradient` as a tensor of torch, in the same memory; any other as it is."""
     if isinstance(tensor, ShardGradient):
         return torch.Tensor._make_subclass(torch.Tensor, tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""Models of which some tensors differ from rank to rank, beside those that ranks keep alike."""
+"""Finds the tensors of a model that differ from rank to rank, unlike its replicated ones."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 
 class Sharded:
-    """A module that has tensors of which each rank holds a part of its own."""
+    """A module with tensors of which each rank holds a part of its own."""
 
     def sharded_state(self) -> Iterable[str]:
-        """Names of those tensors, as in its state_dict."""
+        """Return the names of these tensors, as in the module's state_dict."""
         raise NotImplementedError
 
 
 def sharded_tensors(module: torch.nn.Module) -> set[str]:
-    """Names of the tensors in a module that are sharded."""
+    """Return the names of the tensors in a module that are sharded."""
     return {
         f"{name}.{tensor}" if name else tensor
         for name, part in module.named_modules()
@@ -29,15 +29,15 @@ def sharded_tensors(module: torch.nn.Module) -> set[str]:
 
 
 def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Tables, which are sharded already: tools that replicate or shard a model must skip them.
+    """Return the tensors of tables, which tools that replicate or shard a model must skip.
 
     Args:
-        module: with sparsekit layers anywhere in it, or without.
+        module: any module, with or without sparsekit layers.
 
     Returns:
-        Their parameters and buffers by the names they have in the module: the tensors are for
-        torch's ``fully_shard``, the names for DistributedDataParallel, which leaves tables alone
-        by itself as well.
+        Parameters and buffers of the tables by their names in the module: the tensors are for
+        torch's ``fully_shard``, the names for DistributedDataParallel, which also leaves tables
+        alone by itself.
 
     Example:
         >>> ignored = ignored_parameters(model)
@@ -53,16 +53,16 @@ def ignored_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def wrap_ddp(module: torch.nn.Module, **keywords: Any) -> torch.nn.Module:
-    """DistributedDataParallel of the dense part; the tables, which are sharded, are left alone.
+    """Wrap the dense part in DistributedDataParallel; tables, which are sharded, are left alone.
 
-    DistributedDataParallel itself leaves them alone as well, and raises where nothing else is left.
+    DistributedDataParallel itself also leaves tables alone, but raises if a model has nothing else.
 
     Args:
-        module: with sparsekit layers anywhere in it.
-        keywords: for ``torch.nn.parallel.DistributedDataParallel``.
+        module: a module with sparsekit layers anywhere in it.
+        keywords: arguments of ``torch.nn.parallel.DistributedDataParallel``.
 
     Returns:
-        The wrapped module, or module itself when there is one rank only or nothing dense.
+        The wrapped module, or module itself if there is only one rank or nothing dense.
     """
     tables = sharded_tensors(module)
     dense = [p for name, p in module.named_parameters() if name not in tables and p.requires_grad]

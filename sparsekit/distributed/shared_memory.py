@@ -1,4 +1,4 @@
-"""Bytes between the processes of one host, through memory that they share."""
+"""A transport between the processes of one host, through memory that they share."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .transport import OutOfResources, TorchTransport, Transport, Unavailable, r
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-# So that no process can cut memory off that another one has mapped.
+# Keep a process from cutting off memory that another one has mapped.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Errors of a process that is not given what it asks for: too little of it, or not allowed.
+# Errors of a process that lacks resources or permissions.
 _LACKING = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EFBIG),
     *(errno.EPERM, errno.EACCES, errno.ENOSYS),
 }
-# Seconds in which the other ranks must have connected, all of which are about to do so.
+# Seconds within which the other ranks must connect; all of them are about to do so.
 _PATIENCE = 20.0
 _TOKEN_BYTES, _RANK_BYTES = 16, 4
 _STRANGERS = 64
@@ -39,7 +39,7 @@ _made: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    # While a forked process had a socket open, nobody would notice the end of its parent.
+    # Other ranks would not notice the end of a process while a forked child has its sockets open.
     for transport in _made:
         transport.close()
 
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class SharedMemoryTransport(Transport):
-    """Over a `SharedMemoryCommunicator`; made by `connect`."""
+    """A transport over a `SharedMemoryCommunicator`; made by `connect`."""
 
     def __init__(
         self, rank: int, world_size: int, communicator: _pybind.SharedMemoryCommunicator
@@ -65,8 +65,8 @@ class SharedMemoryTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """See `Transport`. Beginning sends what there is room for, waiting all the rest."""
-        # The communicator gets an address and would read whatever is there.
+        """Begin as `Transport` says: send what there is room for; the wait sends the rest."""
+        # The communicator gets only an address, and would read whatever is there.
         if sum(send_splits) != send.numel() or not (send.is_contiguous() and send.is_cpu):
             raise ValueError(
                 f"sparsekit: send must be contiguous, on the CPU, and hold the {sum(send_splits)} "
@@ -82,7 +82,8 @@ class SharedMemoryTransport(Transport):
             [size * split for split in receive_splits],
             (send, received),
         )
-        # Who keeps what this returns need not keep the transport, whose end other ranks wait for.
+        # Weak, since the returned function must not keep the transport alive, whose end other ranks
+        # may wait for.
         reference = weakref.ref(self)
 
         def wait() -> torch.Tensor:
@@ -95,19 +96,19 @@ class SharedMemoryTransport(Transport):
         return wait
 
     def close(self) -> None:
-        """See `Transport`."""
+        """Close the communicator."""
         self.communicator.close("it has closed its exchange")
 
 
 def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport:
-    """The transport of a group, for tensors on the CPU. A collective.
+    """Make the transport of a group for tensors on the CPU; a collective.
 
     Args:
         teller: tells all ranks what each needs to know.
-        timeout: after which a rank that waits for another one raises.
+        timeout: time after which a rank that waits for another one raises.
 
     Raises:
-        Unavailable: on all ranks, with the same reason.
+        Unavailable: (on all ranks, with the same reason) the ranks cannot share memory.
     """
     rank, world_size = teller.rank, teller.world_size
     with contextlib.ExitStack() as stack:
@@ -115,7 +116,7 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
         offers = _together(teller, meeting.offer)
         if len({offer.host for offer in offers}) > 1:
             raise Unavailable("ranks run on several hosts")
-        # By itself, so that no rank waits for one that could not reach it.
+        # A step of its own, so that no rank waits for one that could not reach it.
         _together(teller, lambda: meeting.call(offers))
         _together(teller, meeting.meet)
         communicator = cast(_pybind.SharedMemoryCommunicator, meeting.communicator)
@@ -124,12 +125,12 @@ def connect(teller: TorchTransport, timeout: timedelta) -> SharedMemoryTransport
 
 class _Offer(NamedTuple):
     host: str
-    address: bytes  # where this rank can be reached
-    token: bytes  # what a rank that connects must show, since any process can
+    address: bytes  # address of this rank's socket
+    token: bytes  # secret that a connecting rank must show, since any process can connect
 
 
 class _Meeting:
-    """Connects the processes, and hands rank 0's memory round."""
+    """Connects the processes, and passes the memory of rank 0 to all."""
 
     def __init__(
         self, rank: int, world_size: int, seconds: float, stack: contextlib.ExitStack
@@ -140,27 +141,28 @@ class _Meeting:
         self._patience = min(seconds, _PATIENCE)
         self._sockets: dict[int, socket.socket] = {}  # by rank
         self.communicator: _pybind.SharedMemoryCommunicator | None = None
-        self._stack = stack  # closes all that is opened here
+        self._stack = stack  # closes everything that is opened here
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._memory = -1
 
     def offer(self) -> _Offer:
-        """Opens what the others need to reach this rank, and on rank 0 the shared memory."""
+        """Open what the others need to reach this rank, and on rank 0 the shared memory."""
         if self.rank == 0:
             self._memory = self._file(os.memfd_create("sparsekit", _MEMFD_FLAGS))
-            # All of it now: what cannot be had later kills the process that touches it.
+            # All of it now: memory that cannot be allocated later kills the process that touches
+            # it.
             size = _pybind.SharedMemoryCommunicator.total_bytes(self.world_size)
             os.posix_fallocate(self._memory, 0, size)
             fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
         self._listener = self._socket(socket.socket(socket.AF_UNIX))
-        # A name from the kernel that is in no folder, and goes with the process.
+        # The kernel chooses a name that is in no folder and disappears with the process.
         self._listener.bind("")
-        # With places for all ranks before any is accepted, and for strangers.
+        # The queue has places for all ranks before any is accepted, and for unrelated processes.
         self._listener.listen(self.world_size + _STRANGERS)
         return _Offer(_BOOT_ID.read_text(), self._listener.getsockname(), self._token)
 
     def call(self, offers: Sequence[_Offer]) -> None:
-        """Connect to the lower ranks, which need not have accepted for this to return."""
+        """Connect to the lower ranks; this returns even if they have not accepted yet."""
         for other in range(self.rank):
             self._sockets[other] = connection = self._socket(socket.socket(socket.AF_UNIX))
             connection.settimeout(self._patience)
@@ -204,7 +206,7 @@ def _limit(connection: socket.socket, deadline: float) -> None:
 
 
 def _together(teller: TorchTransport, step: Callable[[], Any]) -> list[Any]:
-    """Result of a step on each rank; a step that fails on one rank fails on all."""
+    """Return the result of a step on each rank; a step that fails on one rank fails on all."""
     result, reason, lacking = None, "", False
     try:
         result = step()
@@ -213,7 +215,7 @@ def _together(teller: TorchTransport, step: Callable[[], Any]) -> list[Any]:
         lacking = isinstance(error, OSError) and error.errno in _LACKING
     said = pickle.dumps((result, reason, lacking))
     results, reasons, lackings = zip(*map(pickle.loads, teller.all_gather(said)), strict=True)
-    # A rank that lacks something makes others fail, whose reasons say less.
+    # A rank that lacks something makes other ranks fail, with reasons that say less.
     for of_rank, rank_lacks in zip(reasons, lackings, strict=True):
         if rank_lacks:
             raise OutOfResources(of_rank)

@@ -1,8 +1,8 @@
-"""An exchange's own stream of a device, ordered with the current one by events.
+"""An exchange's own stream of a device, ordered with the current stream by events.
 
-Collectives run on it, and so does all that a lookup does ahead. It waits for what the current
-stream has been given before that, not for what comes later; whoever takes a result makes the
-current stream wait for it. The host waits for neither.
+Collectives run on it, and so does everything that a lookup does ahead. It waits for work that the
+current stream has already, not for later work; to take a result makes the current stream wait for
+it. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Cuda:
-    """The part of torch.cuda in use. Tests have a stand-in that needs no device."""
+    """The functions of torch.cuda that are used; tests replace them by ones that need no device."""
 
     Stream: Any = torch.cuda.Stream
     Event: Any = torch.cuda.Event
@@ -27,7 +27,7 @@ class Cuda:
 
     @staticmethod
     def keep(tensor: torch.Tensor, stream: Any) -> None:
-        """Give the tensor's memory to nothing else before what the stream has now is through."""
+        """Keep the tensor's memory from reuse until the stream has finished its present work."""
         tensor.record_stream(stream)
 
 
@@ -35,33 +35,33 @@ class NoStream:
     """Replaces `OwnStream` on the CPU, where everything runs in the host's order."""
 
     def ahead(self) -> contextlib.AbstractContextManager[None]:
-        """See `OwnStream`."""
+        """Return a context that does nothing."""
         return contextlib.nullcontext()
 
     def begin(self, launch: Callable[..., Callable[[], T]], *arguments: Any) -> Callable[[], T]:
-        """See `OwnStream`."""
+        """Begin a collective in the host's order."""
         return launch(*arguments)
 
 
 class OwnStream(NoStream):
-    """A stream beside the current one.
+    """An exchange's stream beside the current one.
 
     Args:
-        device: which one's.
-        cuda: how it is used.
+        device: device of the stream.
+        cuda: `Cuda`, or a stand-in for tests.
     """
 
     def __init__(self, device: torch.device, cuda: Any = Cuda) -> None:
         self._device = device
         self._cuda = cuda
         self.stream = cuda.Stream(device)
-        # Streams that use what was made on this one. torch gives memory back to the stream on which
-        # it was made, and so to what this one does next.
+        # Streams that use tensors made on this one. torch returns memory to the stream on which it
+        # was allocated, where later work of this stream may reuse it.
         self._users: set[Any] = set()
 
     @contextlib.contextmanager
     def ahead(self) -> Iterator[None]:
-        """What is queued in here goes to this stream, behind all that the current one has."""
+        """Queue the work of the body on this stream, behind all work that the current one has."""
         current = self._cuda.current_stream(self._device)
         if current == self.stream:
             yield
@@ -75,17 +75,19 @@ class OwnStream(NoStream):
         """Begin a collective on this stream.
 
         Args:
-            launch: begins it on the current stream, and returns what waits for the others.
-            arguments: of launch. It may read and write tensors among them.
+            launch: begins the collective on the current stream, and returns a function that waits
+                for the other ranks.
+            arguments: arguments of launch, which may read and write tensors among them.
 
         Returns:
-            What waits for the others, and has the stream that is current then wait for the result.
+            A function that waits for the other ranks, and makes the stream that is current then
+            wait for the result.
         """
         with self.ahead():
             wait = launch(*arguments)
             done = self.stream.record_event()
         for argument in arguments:
-            # Nobody may ever wait, and then this stream alone knows when it is free.
+            # If nothing ever waits for the result, this stream alone knows when its memory is free.
             if isinstance(argument, torch.Tensor):
                 self._cuda.keep(argument, self.stream)
 
@@ -100,5 +102,5 @@ class OwnStream(NoStream):
 
 
 def own_stream(device: torch.device) -> NoStream:
-    """One for tensors of this device."""
+    """Return the stream of an exchange for tensors of this device."""
     return OwnStream(device) if device.type == "cuda" else NoStream()

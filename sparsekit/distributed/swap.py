@@ -1,4 +1,4 @@
-"""Two ranks that give each other a tensor, and its gradient back."""
+"""Swaps tensors between two ranks, and their gradients in backward."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .wire import Parts, part_bytes
 
 
 def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Give the other rank a tensor for its own, of the same shape; gradients go the way back.
+    """Swap a tensor with the other rank's, of the same shape; backward swaps the gradients.
 
-    Both ranks call it, and in backward both must come to it, in the same order as to others.
+    Both ranks call it, and in backward both must reach all swaps in the same order.
 
     Args:
-        exchange: of two ranks.
-        tensor: any shape and dtype, where the exchange is.
-        what: this is, the same on both ranks.
+        exchange: exchange of two ranks.
+        tensor: any shape and dtype, on the device of the exchange.
+        what: what is swapped, the same on both ranks.
 
     Raises:
-        ValueError: other than two ranks.
-        RuntimeError: ranks disagree about what is given, or its shape.
+        ValueError: there are not two ranks.
+        RuntimeError: ranks disagree about what is swapped, or its shape.
     """
     if exchange.world_size != 2:
         raise ValueError(f"swap of {what} needs 2 ranks, there are {exchange.world_size}")
@@ -52,5 +52,5 @@ def _swapped(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tenso
         elements(parts).copy_(tensor)
 
     titled = f"{what}: {list(tensor.shape)} of {tensor.dtype}"
-    # A copy, or it would keep what was sent as well.
+    # A copy, since a view would keep the memory of the sent tensor as well.
     return elements(exchange.send(titled, write, sizes, sizes)()).clone()

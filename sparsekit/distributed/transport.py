@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank."""
+"""Transports, which carry bytes from rank to rank."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 
 class Unavailable(Exception):
-    """A transport that cannot be had, for the same reason on all ranks."""
+    """Raised on all ranks, with the same reason, if a transport is not available."""
 
 
 class OutOfResources(Unavailable):
-    """Some process has too little memory, or too few files, or may not have them."""
+    """Raised if a process lacks memory, files or permissions for a transport."""
 
 
 class Transport(ABC):
@@ -23,7 +23,8 @@ class Transport(ABC):
 
     rank: int
     world_size: int
-    # Whether a part must have the size that its receiver has room for; else it may be shorter.
+    # Whether a part must have exactly the size that its receiver has room for; otherwise it may be
+    # shorter.
     exact = False
 
     @abstractmethod
@@ -34,40 +35,40 @@ class Transport(ABC):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Begin to send a part of ``send`` to each rank; what is returned waits for the others.
+        """Begin to send a part of ``send`` to each rank; return a function that waits for the rest.
 
-        A rank may send another one, not itself, less than that has room for; the rest is undefined.
-        It must not send more: gloo then ends the process that receives it; shared memory raises.
-        nccl allows neither less nor more.
+        A rank may send to another one, but not to itself, less than that rank has room for; the
+        rest is undefined. It must not send more: gloo then ends the receiving process, and shared
+        memory raises an error. nccl allows neither less nor more.
 
         Args:
-            send: 1-D, contiguous; the part for rank 0 first. Not to be written to before the wait.
+            send: 1-D, contiguous; the part for rank 0 first. Do not write to it before the wait.
             send_splits: elements for each rank.
             receive_splits: elements from each rank, at most.
-            received: ``[sum(receive_splits)]`` in the dtype of send, contiguous, to be written to;
-                new memory by default.
+            received: ``[sum(receive_splits)]`` in the dtype of send, contiguous; it is written to.
+                New memory by default.
 
         Returns:
-            What gives that, rank 0's part first.
+            A function that waits and returns received, rank 0's part first.
         """
 
     def all_to_all(
         self, send: torch.Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
     ) -> torch.Tensor:
-        """`begin_all_to_all`, and wait for it."""
+        """Run `begin_all_to_all`, and wait for its result."""
         return self.begin_all_to_all(send, send_splits, receive_splits)()
 
     def close(self) -> None:  # noqa: B027
-        """End it, so that other ranks that wait for this one raise."""
+        """End the transport, so that ranks that wait for this one raise."""
 
 
 def room_for(
     send: torch.Tensor, receive_splits: Sequence[int], received: torch.Tensor | None
 ) -> torch.Tensor:
-    """Buffer for `Transport.begin_all_to_all`.
+    """Return the buffer for `Transport.begin_all_to_all`.
 
     Raises:
-        ValueError: it is not what it should be.
+        ValueError: received has a wrong shape, dtype, device or layout.
     """
     elements = sum(receive_splits)
     if received is None:
@@ -83,7 +84,7 @@ def room_for(
 
 
 class TorchTransport(Transport):
-    """Over torch.distributed: gloo for tensors on the CPU, nccl, which is exact, for CUDA."""
+    """A transport over torch.distributed: gloo for the CPU, nccl, which is exact, for CUDA."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -97,7 +98,7 @@ class TorchTransport(Transport):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """See `Transport`."""
+        """Begin to send a part of ``send`` to each rank; see `Transport`."""
         received = room_for(send, receive_splits, received)
         work = dist.all_to_all_single(
             received,
@@ -115,7 +116,7 @@ class TorchTransport(Transport):
         return wait
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Collects one object from each rank, this one included."""
+        """Collect the bytes of each rank, this one included."""
         ranks = self.world_size
         sizes = self.all_to_all(
             torch.tensor([len(data)] * ranks, device="cpu"), [1] * ranks, [1] * ranks

@@ -1,4 +1,4 @@
-"""Limits of time for what waits for other ranks: a thread is left behind, or frees the other."""
+"""Time limits for calls and kernels that wait for other ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
-# Seconds between two looks at a communicator, and for which its end may take.
+# Seconds between two checks of a communicator, and seconds that its end may take.
 _INTERVAL, _PATIENCE = 1.0, 10.0
 
 
@@ -20,21 +20,20 @@ class Communicator(Protocol):
     """The communicator that is watched: `_pybind.NcclCommunicator`."""
 
     def check(self) -> None:
-        """Raise RuntimeError if it has been aborted, by an error of its own for example."""
+        """Raise RuntimeError if the communicator was aborted, for example by its own error."""
 
     def abort(self, reason: str) -> None:
-        """Free it, and all that waits in it; nothing if it is no more."""
+        """Free the communicator, and everything that waits in it; do nothing if it is gone."""
 
     def destroy(self) -> None:
-        """Wait for what is under way, then free it."""
+        """Wait for work in progress, then free the communicator."""
 
 
 def within(seconds: float, call: Callable[[], T], what: str) -> T:
-    """The result of a call that nothing can end, on a thread that is left behind if it has to be.
+    """Return the result of a call; a call that takes too long is left behind on its thread.
 
     Raises:
-        RuntimeError: it has not returned in time.
-        And what it raises.
+        RuntimeError: the call has not returned in time. The call may raise further errors.
     """
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -52,15 +51,15 @@ def within(seconds: float, call: Callable[[], T], what: str) -> T:
 
 
 class Watch(threading.Thread):
-    """Looks after a communicator while a kernel or a call waits for other ranks, and ends it.
+    """A thread that ends a communicator if a kernel or a call waits too long for other ranks.
 
-    The host may be waiting for that kernel, which ends only when the communicator is aborted:
-    after an error on the network, or when the last launch is not through in time.
+    The host may be waiting for that kernel, which ends only when the communicator is aborted. The
+    thread aborts it after an error of the network, or if the last launch does not finish in time.
 
     Args:
-        communicator: what is looked after.
-        seconds: for which a launch may last.
-        finished: whether the last launch is through.
+        communicator: the communicator to watch.
+        seconds: time that a launch may take.
+        finished: returns whether the last launch has finished.
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class Watch(threading.Thread):
         self._communicator = communicator
         self._seconds = seconds
         self._finished = finished
-        # By when the last launch must be through, and whether its call has not yet returned.
+        # Time by which the last launch must have finished, and whether its call is still under way.
         self._deadline: float | None = None
         self._launching = False
-        self._settled: float | None = None  # the deadline that needs no more looks
+        self._settled: float | None = None  # deadline of a launch that has finished
         self._over = threading.Event()
         self._reason = ""
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """In here something is launched that is waited for from now on."""
+        """Watch the launch in the body from now on."""
         self._launching = True
         self._deadline = time.monotonic() + self._seconds
         try:
@@ -91,18 +90,18 @@ class Watch(threading.Thread):
         """End the communicator and the thread; with a reason, without waiting for other ranks."""
         self._reason = reason
         self._over.set()
-        if threading.current_thread() is not self:  # as the garbage collector may be
-            # An end that takes even longer is left behind.
+        if threading.current_thread() is not self:  # the garbage collector may run on this thread
+            # An end that takes even longer is not waited for.
             self.join(2 * _PATIENCE)
 
     def run(self) -> None:
-        """Look, until told to stop or until there is nothing left to look after."""
+        """Check the communicator until told to stop, or until it is gone."""
         reason = None
         while reason is None and not self._over.wait(_INTERVAL):
             try:
                 self._communicator.check()
             except RuntimeError:
-                return  # it is no more
+                return  # the communicator is gone
             except Exception as error:
                 reason = _said_by(error)
             else:
@@ -110,34 +109,34 @@ class Watch(threading.Thread):
         if reason is None:
             self._end()
             return
-        # What the kernel leaves behind is not what it should have received. The next exchange
-        # raises, but there need not be one.
+        # An aborted kernel leaves wrong data behind. The next exchange raises, but there may be
+        # none, so the reason is printed.
         self._communicator.abort(reason)
         with contextlib.suppress(Exception):  # there may be no stderr
             print(f"sparsekit: {reason}", file=sys.stderr, flush=True)
 
     def _look(self) -> str | None:
-        """Why the communicator must go, if it must."""
+        """Return the reason to abort the communicator, if there is one."""
         deadline = self._deadline
         if deadline in (None, self._settled) or time.monotonic() < deadline:
             return None
-        # Asked as late as this, because a question would spoil a graph that is being captured.
+        # Queried only now, because a query would spoil a graph that is being captured.
         try:
             if not self._launching and self._finished():
                 self._settled = deadline
                 return None
         except Exception as error:
-            # A device that cannot tell is out of order, and a rank may be waiting for it.
+            # A device that cannot answer is out of order, and a rank may be waiting for it.
             return _said_by(error)
         if deadline != self._deadline:
-            return None  # another launch has come between
+            return None  # another launch was made meanwhile
         return f"an exchange {_late(self._seconds)}"
 
     def _end(self) -> None:
         reason = self._reason
         try:
             end = time.monotonic() + _PATIENCE
-            # To destroy it waits for kernels without a limit.
+            # destroy() would wait for kernels without a limit.
             while not reason and not self._through():
                 time.sleep(0.01)
                 if time.monotonic() > end:
@@ -147,7 +146,7 @@ class Watch(threading.Thread):
         if reason:
             self._communicator.abort(reason)
         else:
-            with contextlib.suppress(RuntimeError):  # it has been aborted then, which is as good
+            with contextlib.suppress(RuntimeError):  # it was aborted, which ends it as well
                 self._communicator.destroy()
 
     def _through(self) -> bool:

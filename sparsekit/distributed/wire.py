@@ -1,7 +1,7 @@
-"""The bytes that ranks send to each other: where everything lies in a message, and nothing else.
+"""Defines where everything lies in a message between ranks.
 
-A message has a part for each rank. A part begins with a head, the hash of what it is and 1 for an
-error; behind it come arrays of rows, or the pieces of tables by a `Layout`.
+A message has a part for each rank. A part begins with a head: the hash of the plan, and 1 for an
+error. Behind it come arrays of rows, or the pieces of tables, as a `Layout` places them.
 """
 
 from __future__ import annotations
@@ -15,63 +15,63 @@ import torch
 
 _HEAD_BYTES = 16
 
-# Vectors begin at multiples of this many bytes, or their tables' pieces do.
+# Vectors, or the pieces of their tables, begin at multiples of this number of bytes.
 ALIGNMENT = 16
 
 
 class Parts(NamedTuple):
-    """Parts for the ranks, or from them, in the order of the ranks but for this one's own."""
+    """Parts for the ranks, or from them, in order of ranks; this rank's own may lie elsewhere."""
 
-    data: torch.Tensor  # uint8, with room for other things
+    data: torch.Tensor  # uint8, may hold other data as well
     begins: list[int]  # where each rank's part begins, with its head
     words: np.ndarray = np.empty((0, 0), np.int64)  # [world_size - 1, n], see `Exchange.send`
 
     def payload(self, rank: int, size: int) -> torch.Tensor:
-        """The first bytes behind the head of a rank's part."""
+        """Return the first bytes behind the head of a rank's part."""
         begin = self.begins[rank] + _HEAD_BYTES
         return self.data[begin : begin + size]
 
 
 def padded(size: int) -> int:
-    """Every part begins at a multiple of 16 bytes, so that it can be viewed as any dtype."""
+    """Round up to a multiple of 16 bytes, so that what follows can be viewed as any dtype."""
     return (size + 15) // 16 * 16
 
 
 def part_bytes(payload: int) -> int:
-    """Size of a part with that many bytes behind its head."""
+    """Return the size of a part with that many bytes behind its head."""
     return _HEAD_BYTES + padded(payload)
 
 
 def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) -> None:
-    """Write the same head to parts that begin there."""
+    """Write the same head to the parts that begin there."""
     words: Any = data.view(torch.int64)
     if data.is_cpu:
-        words = words.numpy()  # in a tenth of the time
+        words = words.numpy()  # NumPy takes a tenth of the time
     for begin in begins:
         for word, value in enumerate(head):
-            words[begin // 8 + word] = value  # on a device a kernel: nothing is copied there
+            words[begin // 8 + word] = value  # on a device this is a kernel instead of a copy
 
 
 def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:
-    """int64 ``[parts, 2 + words]``: heads of parts that begin there, and the words behind them."""
+    """Read the heads of parts and the words behind them, as int64 ``[parts, 2 + words]``."""
     size = _HEAD_BYTES // 8 + words
     heads = [data.view(torch.int64)[begin // 8 : begin // 8 + size] for begin in begins]
-    # In one piece, since on a device each reading waits for it.
+    # Read in one piece, since each read from a device waits for it.
     read = torch.cat(heads).tolist() if heads else []
     return np.array(read, dtype=np.int64).reshape(len(heads), size)
 
 
 class Layout:
-    """Where rows lie in parts: of each part, behind its head, the rows table by table.
+    """Places of rows in parts: each part has, behind its head, the rows table by table.
 
     Args:
-        counts: int64 ``[world_size, tables]``, rows.
-        row_bytes: of each table.
-        alignment: bytes of which the piece of each table has a multiple.
+        counts: int64 ``[world_size, tables]``, numbers of rows.
+        row_bytes: bytes of a row of each table.
+        alignment: the piece of each table is a multiple of this number of bytes.
         words: int64 words between the head and the pieces.
 
     Attributes:
-        counts: those.
+        counts: as given.
         sizes: bytes of each part.
     """
 
@@ -90,7 +90,7 @@ class Layout:
         self.sizes: list[int] = self._bounds[:, -1].tolist()
 
     def payloads(self, parts: Parts) -> tuple[list[torch.Tensor], np.ndarray]:
-        """The bytes behind the head of each part, and where in them each piece begins.
+        """Return the bytes behind the head of each part, and where in them each piece begins.
 
         Returns:
             uint8 tensors, one for each rank, and int64 ``[world_size, tables]``.
@@ -102,7 +102,7 @@ class Layout:
         return of_ranks, self._bounds[:, :-1] - _HEAD_BYTES
 
     def begins(self, of_parts: Sequence[int]) -> np.ndarray:
-        """int64 ``[world_size, tables]``, the byte at which each piece begins.
+        """Return the byte at which each piece begins, int64 ``[world_size, tables]``.
 
         Args:
             of_parts: the byte at which each part begins.
@@ -110,7 +110,7 @@ class Layout:
         return self._bounds[:, :-1] + np.array(of_parts, dtype=np.int64)[:, None]
 
     def ranges(self, of_parts: Sequence[int], columns: slice) -> list[tuple[int, int]]:
-        """First byte of the pieces of these tables in each part, and the end of the last.
+        """Return, for each part, the first byte of these tables' pieces and the end of the last.
 
         Args:
             of_parts: the byte at which each part begins.
@@ -125,9 +125,9 @@ def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[in
     """Write several arrays of rows to the parts for the ranks, array by array behind the heads.
 
     Args:
-        to: what is written to.
+        to: the parts to write to.
         arrays: ``[n_t, dim_t]`` or ``[n_t]`` of any dtypes; the rows for rank 0 first.
-        counts: of each array, its rows for each rank.
+        counts: for each array, its rows for each rank.
     """
     rest = [array.contiguous().view(-1).view(torch.uint8) for array in arrays]
     for pieces in _pieces(to, arrays, counts):
@@ -137,7 +137,7 @@ def pack(to: Parts, arrays: Sequence[torch.Tensor], counts: Sequence[Sequence[in
 
 
 def packed_sizes(like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]) -> list[int]:
-    """The bytes for, or from, each rank of what `pack` writes; see there and `unpack`."""
+    """Return the size of each rank's part as `pack` writes it; arguments are as for `unpack`."""
     sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
     return [part_bytes(sum(map(padded, of_rank))) for of_rank in zip(*sizes, strict=True)]
 
@@ -148,7 +148,7 @@ def unpack(
     """Undo `pack` at the receiver: arrays of rows, rank 0's first.
 
     Args:
-        come: what the ranks have sent.
+        come: the parts that ranks have sent.
         like: for each array, a tensor of its dtype and row shape.
         counts: for each array, its rows from each rank.
     """
@@ -162,7 +162,7 @@ def unpack(
 def _pieces(
     parts: Parts, like: Sequence[torch.Tensor], counts: Sequence[Sequence[int]]
 ) -> Iterator[list[torch.Tensor]]:
-    """For each rank, the bytes of each array."""
+    """Yield the bytes of each array, for each rank."""
     sizes = [_array_bytes(array, count) for array, count in zip(like, counts, strict=True)]
     for begin, of_rank in zip(parts.begins, zip(*sizes, strict=True), strict=True):
         at, pieces = begin + _HEAD_BYTES, []
@@ -178,7 +178,7 @@ def _array_bytes(array: torch.Tensor, counts: Sequence[int]) -> list[int]:
 
 
 class RaggedBags(NamedTuple):
-    """Bags of one table, as they are sent whole."""
+    """Bags of one table that are sent whole."""
 
     counts: torch.Tensor  # int64 [bags], keys in each
     keys: torch.Tensor  # int64 [n]
@@ -186,7 +186,7 @@ class RaggedBags(NamedTuple):
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Size of a part with the bags of tables: of each how many, their keys, bytes of weights."""
+    """Return the size of a part with bags: for each table bags, keys and bytes of weights."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, *([weights] if weights else [])]
@@ -194,7 +194,7 @@ def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
 
 
 def write_bags(to: Parts, bags: Sequence[RaggedBags]) -> None:
-    """Write the bags of each table to the parts for all ranks, all the same."""
+    """Write the bags of each table to the parts for all ranks, which get the same."""
     heads = [[len(one.counts), len(one.keys), int(one.weights is not None)] for one in bags]
     arrays = [torch.tensor(heads, device="cpu").to(bags[0].keys.device)]
     for one in bags:
@@ -209,12 +209,12 @@ def write_to_all(to: Parts, arrays: Sequence[torch.Tensor]) -> None:
 
 
 def read_bags_of(come: Parts, rank: int, weight_dtypes: Sequence[torch.dtype]) -> list[RaggedBags]:
-    """The bags of each table that a rank has written with `write_bags`.
+    """Return the bags of each table that a rank has written with `write_bags`.
 
     Args:
-        come: what the ranks have sent.
-        rank: which of them.
-        weight_dtypes: of each table's sample weights, if there are any.
+        come: the parts that ranks have sent.
+        rank: the rank that has sent the bags.
+        weight_dtypes: dtype of each table's sample weights, if there are any.
     """
     tables = len(weight_dtypes)
     heads = come.payload(rank, 24 * tables).view(torch.int64).view(tables, 3)

@@ -1,4 +1,4 @@
-"""Which ranks there are, and one exchange for each group of them."""
+"""The settings of `init`, the group to work over, and the exchanges of each group."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from ..errors import check_choice, check_int
 from .backend import check_backend, make_transport
 from .exchange import Exchange
 
-# For each process group one by device, backend and timeout of `init`, and purpose. A group that its
-# owner destroys must end, and not live on in here.
+# The exchanges of each process group, by device, backend and timeout of `init`, and purpose. Weak
+# keys let a group end when its owner destroys it.
 _exchanges: WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[torch.device, str, timedelta, str], Exchange]
 ] = WeakKeyDictionary()
-# All there are, those of groups that have been destroyed too.
+# All exchanges, including those of groups that have been destroyed.
 _open: WeakSet[Exchange] = WeakSet()
 
 
 @atexit.register
 def _close() -> None:
-    # A thread of gloo lets go of a tensor a moment after a collective is done, and needs Python to
-    # do so; once that has ended, it aborts the process.
+    # A thread of gloo releases a tensor a moment after a collective is done, and needs Python for
+    # this; once Python has ended, the thread aborts the process.
     for exchange in _open:
         exchange.close()
 
@@ -49,7 +49,7 @@ settings = _Settings()
 
 
 class _Keep(enum.Enum):
-    """Stands for an argument that is not given."""
+    """Marks an argument that was not given."""
 
     KEEP = 0
 
@@ -66,13 +66,13 @@ def init(
     backend: str | _Keep = _Keep.KEEP,
     wire_dtype: torch.dtype | _Keep | None = _Keep.KEEP,
 ) -> None:
-    """Set defaults for the layers that are made from here on. Optional.
+    """Set defaults for the layers that are made from here on; optional.
 
-    What is not given stays as an earlier call has set it. With timeout and backend also those
-    layers that are there already change, at their next call; so call it on all ranks.
+    Arguments that are not given keep their earlier values. Timeout and backend also change layers
+    that exist already, at their next call, so call it on all ranks.
 
     Args:
-        global_batch_size: taken for the sake of SOK's users; nothing here needs it.
+        global_batch_size: accepted for compatibility with SOK, and not used.
         seed: changes the initial vectors of all layers that have a name and no seed; 0 at first.
         process_group: the ranks over which tables are sharded; None, as at first, means
             torch.distributed's default group, or one process where that has not been initialised.
@@ -80,19 +80,19 @@ def init(
             minutes at first.
         backend: what carries the exchange: ``"torch"`` is torch.distributed, ``"nccl"`` is libnccl
             called directly, for CUDA tensors, and ``"shared_memory"`` is for CPU tensors of ranks
-            on one host. ``"auto"`` takes one of these two where all ranks have it.
+            on one host. ``"auto"`` takes one of the last two if all ranks have it.
         wire_dtype: ``torch.bfloat16`` rounds vectors and gradients on their way between ranks, for
-            layers that do not say otherwise, and sums are still in float32; None, as at first,
-            leaves them as they are. See `DistributedEmbedding`.
+            layers without a wire_dtype of their own; sums are still computed in float32. None, as
+            at first, rounds nothing. See `DistributedEmbedding`.
 
     Raises:
-        TypeError, ValueError: a seed that is no 64-bit integer, a timeout that is not positive, or
-            an unknown backend or wire_dtype.
+        TypeError, ValueError: a seed that is not a 64-bit integer, a timeout that is not positive,
+            or an unknown backend or wire_dtype.
         RuntimeError: ``backend="nccl"``, but NCCL was not there at build time or is not here now.
     """
     if global_batch_size is not None:
         check_int("sparsekit.init", "global_batch_size", global_batch_size, 1, 2**63 - 1)
-    # All are checked before any is set.
+    # All arguments are checked before any is set.
     new: dict[str, Any] = {}
     if seed is not _Keep.KEEP:
         new["seed"] = check_int("sparsekit.init", "seed", seed, -(2**63), 2**64 - 1) % 2**64
@@ -113,7 +113,7 @@ def init(
 
 
 def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group to work over: this one, or the default; None where there is one rank only."""
+    """Return the group to work over: this one, or the default; None if there is only one rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = process_group or settings.process_group or dist.group.WORLD
@@ -123,10 +123,10 @@ def group_of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | Non
 def exchange_of(
     group: dist.ProcessGroup | None, device: torch.device, purpose: str = "layers"
 ) -> Exchange | None:
-    """The exchange over the ranks of a group for a purpose, or None where there is one rank only.
+    """Return the exchange of a group for a purpose, or None if there is only one rank.
 
-    It has a process group of its own, with the timeout of `init`, so that its collectives never
-    get between those of others, DistributedDataParallel's for one. The first call for a group is
+    It has a process group of its own, with the timeout of `init`, so that its collectives never get
+    between those of others, such as DistributedDataParallel's. The first call for a group is
     therefore a collective.
     """
     group = group_of(group)
