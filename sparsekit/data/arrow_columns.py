@@ -146,10 +146,7 @@ def _without_views(kind: Any) -> Any:
 
 
 def _one_array(column: Any) -> Any:
-    if column.num_chunks == 1:
-        return column.chunk(0)
-    combined = column.combine_chunks()
-    return combined.combine_chunks() if hasattr(combined, "num_chunks") else combined
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _days(column: Any) -> Any:

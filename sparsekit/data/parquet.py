@@ -171,9 +171,9 @@ def _read_together(
         # Read one by one: rows before a damaged group are read, and the error names the group.
         for one in run:
             yield from _read_together([one])
-        return
-    order = [start + rows for start, (_, rows) in zip(chunk.starts, run, strict=True)]
-    yield chunk, np.concatenate(order)
+    else:
+        order = [start + rows for start, (_, rows) in zip(chunk.starts, run, strict=True)]
+        yield chunk, np.concatenate(order)
 
 
 class _TableChunk(Chunk):

@@ -67,3 +67,24 @@ def test_all_parts_go_to_a_device():
     assert torch.equal(same.label, BATCH.label)
     assert torch.equal(same.dense, BATCH.dense)
     assert lists(same.sparse.to_dict()) == lists(BAGS.to_dict())
+
+
+@pytest.mark.parametrize("batch", [BATCH, BATCH._replace(label=None)])
+def test_all_parts_are_pinned_and_need_not_be_waited_for(monkeypatch, batch):
+    """Each tensor says how it got there; pinned memory needs a GPU."""
+
+    def waited(tensor, device, non_blocking=False):
+        return tensor + (1000 if non_blocking else 100)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 10)
+    monkeypatch.setattr(torch.Tensor, "to", waited)
+    ways = (batch.pin_memory(), batch.to("cuda"), batch.to("cuda", non_blocking=True))
+    for moved, added in zip(ways, (10, 100, 1000), strict=True):
+        if batch.label is None:
+            assert moved.label is None
+        else:
+            assert moved.label.equal(batch.label + added)
+        assert moved.dense.equal(batch.dense + added)
+        assert moved.sparse.values().equal(BAGS.values() + added)
+        assert moved.sparse.offsets().equal(BAGS.offsets() + added)
+        assert moved.sparse.keys() == BAGS.keys()

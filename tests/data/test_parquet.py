@@ -299,6 +299,33 @@ def test_booleans_dates_and_decimals(tmp_path, column, texts, keys, numbers):
         assert batch.dense.flatten().tolist() == pytest.approx([numbers[0], 9, numbers[1]])
 
 
+def test_columns_in_several_pieces_or_none():
+    """As Arrow leaves those that exceed what one array of strings can hold."""
+    whole = pa.array([[1, 2], None, [3], []], pa.list_(pa.int64()))
+    for pieces in ([whole], [whole[:1], whole[1:]], [whole[:0], whole]):
+        values, lengths = arrow_columns.bags(pa.chunked_array(pieces), Keys("int"))
+        assert (values.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1, 0])
+    for kind in (pa.int64(), pa.string(), pa.list_(pa.int64())):
+        values, lengths = arrow_columns.bags(pa.chunked_array([], kind), Keys())
+        assert (values.tolist(), lengths.tolist()) == ([], [])
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_row_group_of_more_or_fewer_rows_than_its_file_says(tmp_path, monkeypatch, more):
+    path = write(tmp_path / "x.parquet", {"a": range(20)}, row_group_size=10)
+    reader = ParquetReader(path, 10, dense=["a"])
+    read = parquet.ParquetFile.read_row_groups
+
+    def odd(file, groups, **settings):
+        table = read(file, groups, **settings)
+        return pa.concat_tables([table, table])[: table.num_rows + more]
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_groups", odd)
+    message = rf"x\.parquet, row group 0: {10 + more} rows, where the file's end says 10"
+    with pytest.raises(DataFormatError, match=message):
+        list(reader)
+
+
 def test_numbers_in_a_dictionary():
     """pyarrow reads such columns as plain ones today, but other versions may not."""
     column = pa.array([5, None, 5]).dictionary_encode()

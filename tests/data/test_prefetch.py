@@ -101,6 +101,20 @@ def test_batches_go_to_the_device():
     assert moved[1] == "text"
 
 
+def test_batches_go_to_a_gpu_through_pinned_memory():
+    class Pinned(list):
+        def pin_memory(self):
+            return Pinned(["pinned", *self])
+
+        def to(self, device, non_blocking=False):
+            return Pinned([device.type, non_blocking, *self])
+
+    source = [Pinned(["batch"])]
+    assert list(Prefetcher(source, device="cuda")) == [["cuda", True, "pinned", "batch"]]
+    assert list(Prefetcher(source, device="cpu")) == [["cpu", False, "batch"]]
+    assert list(Prefetcher(source)) == [["batch"]]
+
+
 class Source:
     """Source that yields numbers from 1, each after the test permits it, and has a state."""
 

@@ -87,6 +87,7 @@ def test_ranks_read_every_row_once_in_equally_many_steps(
     assert len({len(batches) for batches in of_rank}) == 1
     rows = [numbers(batches) for batches in of_rank]
     assert sorted(itertools.chain(*rows)) == list(range(ROWS))
+    assert mine.counts_fast == (format != "gzip")
     assert max(map(len, rows)) - min(map(len, rows)) <= 1
     # All batches but the last have their full size.
     assert all(batch.rows == batch_size for batches in of_rank for batch in batches[:-2])
