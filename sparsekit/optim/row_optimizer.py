@@ -254,7 +254,7 @@ class RowOptimizer(torch.optim.Optimizer):
             ops.update_rows_(
                 call.weights, call.states, call.row_steps,
                 [rows for _, rows, _ in taken if rows is not None],
-                [as_rows(w, *update) for w, update in zip(call.weights, taken, strict=True)],
+                [as_rows(w, r, g) for w, (_, r, g) in zip(call.weights, taken, strict=True)],
                 call.steps, self.rule, self._settings(group), **self._options(group),
             )  # fmt: skip
             count_own_writes([parameter for parameter, _, _ in taken])
@@ -302,9 +302,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self, parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any]
     ) -> None:
         """Add the states that are missing before a first step or after a change of settings."""
-        new: dict[str, Any] = {}
-        if "step" not in state:
-            new["step"] = torch.zeros((), dtype=torch.int64, device=parameter.device)
+        new = {"step": torch.zeros((), dtype=torch.int64, device=parameter.device)}
         if self._has_row_step(group) and "row_step" not in state:
             new["row_step"] = row_steps(local(parameter))
         if any(name not in state for name in self._initial_states(group)):

@@ -109,12 +109,8 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(num_rows, tensor.numel() // max(num_rows, 1))
 
 
-def as_rows(
-    weight: torch.Tensor, parameter: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor
-) -> torch.Tensor:
+def as_rows(weight: torch.Tensor, rows: torch.Tensor | None, grad: torch.Tensor) -> torch.Tensor:
     """Reshape the gradient of a parameter to that of its matrix, weight."""
-    if parameter.dim() == 2:
-        return grad
     return grad.reshape(len(weight if rows is None else rows), weight.shape[1])
 
 

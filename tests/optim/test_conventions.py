@@ -265,6 +265,29 @@ def test_a_state_of_torch_before_its_first_step_with_momentum():
     assert resumed.state[other]["momentum_buffer"].any()
 
 
+@pytest.mark.parametrize(
+    ("setting", "state"),
+    [({"amsgrad": True}, "max_exp_avg_sq"), ({"bias_correction": "per_row"}, "row_step")],
+)
+def test_a_setting_that_needs_another_state(setting, state):
+    """It begins as that of a first step, and the moments go on."""
+    weight, other = start(), start()
+    changed, same = (optim.LazyAdam([p], lr=0.1) for p in (weight, other))
+    grads = list(gradients(steps=4))
+    run(changed, weight, grads[:3])
+    run(same, other, grads[:3])
+    changed.param_groups[0].update(setting)
+    run(changed, weight, grads[3:])
+    run(same, other, grads[3:])
+    states = changed.state[weight], same.state[other]
+    assert states[0].keys() == {*states[1], state}
+    for name, value in states[1].items():
+        assert same_bits(states[0][name], value), name
+    touched = torch.zeros(ROWS, dtype=torch.bool)
+    touched[grads[3].coalesce().indices()[0]] = True
+    assert torch.equal(states[0][state].reshape(ROWS, -1).any(1), touched)
+
+
 def test_a_convention_that_changes_between_steps():
     """Late rows catch up under the convention that their steps had."""
     weight, other = start(), start()
