@@ -66,6 +66,48 @@ def test_signatures_show_each_option_with_its_default(kind):
     assert TYPES.items() <= typing.get_type_hints(kind.__init__).items()
 
 
+# Those that are not None.
+DEFAULTS = {
+    "use_hashtable": True, "key_dtype": torch.int64, "on_full": "error", "insert": True,
+    "gradient_reduction": "mean", "strategy": "auto", "truncate": False, "dynamic_input": False,
+    "mode": "mean", "norm_type": 2.0, "include_last_offset": False, "sparse": True,
+    "scale_grad_by_freq": False, "_freeze": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_defaults(kind):
+    found = {name: each.default for name, each in inspect.signature(kind).parameters.items()}
+    given = {name: value for name, value in found.items() if value is not inspect.Parameter.empty}
+    assert given == {name: DEFAULTS.get(name) for name in given}
+
+
+# What a layer refuses, and what it does if it is made from given vectors.
+WRONG = [
+    *({word: True} for word in ("scale_grad_by_freq", "_weight")),
+    {"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}, {"padding_idx": 9},
+    {"padding_idx": 1, "padding_key": 1}, {"dtype": torch.int64}, {"device": "mps"},
+    {"placement": "rank"}, {"embedding_initializer": 3}, {"num_embedding": 9},
+]  # fmt: skip
+WRONG_BESIDE_VECTORS = [{"num_embeddings": 2}, {"padding_idx": 3}, {"scale_grad_by_freq": True}]
+OF_BAGS = [{"mode": "min"}, {"strategy": "rank"}, {"mode": "max", "strategy": "reduce_scatter"}]
+
+
+@pytest.mark.parametrize("name", ["movies", None])
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+def test_errors_begin_with_the_name_or_else_the_class(kind, name):
+    errors = (TypeError, ValueError, NotImplementedError)
+    begin = f"^{name}: " if name else rf"^{kind.__name__}(_\d+ \(.*\))?: "
+    for wrong in WRONG + (OF_BAGS if kind is EmbeddingBag else [{"_freeze": True}]):
+        with pytest.raises(errors, match=begin):
+            kind(9, 4, name=name, **wrong)
+    for wrong in WRONG_BESIDE_VECTORS:
+        with pytest.raises(errors, match=begin):
+            kind.from_pretrained(torch.ones(3, 4), name=name, **wrong)
+    with pytest.raises(errors, match=begin):
+        kind.from_pretrained(torch.ones(3), name=name)
+
+
 def test_arguments_by_position():
     layer = DistributedEmbedding("mean", 7, 4, 2, 3, 5, False)
     assert (layer.combiner, layer.capacity, layer.embedding_vec_size) == ("mean", 7, 4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import KEY_DTYPES, ROW_DTYPES, randn
 
-from sparsekit import HashTable
+from sparsekit import HashTable, ops
 from sparsekit.ops._checks import accumulate_dtype
 
 from .groups import Group, Source
@@ -299,6 +299,27 @@ def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
                 ValueError, match=rf"^{name}: (table \d: )?all tensors must be on one"
             ):
                 op(*mix)
+
+
+WRITES = {
+    "catch_up_rows_": ops.catch_up_rows_,
+    "group_embedding_bag_": ops.group_embedding_bag_,
+    "group_embedding_bag_backward_at_": ops.group_embedding_bag_backward_at_,
+    "hash_table_clear_": ops.hash_table_clear_,
+    "hash_table_find_or_insert_": ops.hash_table_find_or_insert_,
+    "init_rows_": lambda out, keys, *_: ops.init_rows_(out, keys),
+    "update_rows_": lambda *arguments: ops.update_rows_(*arguments[:8]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_torch_counts_what_is_written(name):
+    """So that a backward which needs what was there raises."""
+    arguments = next(iter(CASES[name]()))
+    written = [arguments[0]] if isinstance(arguments[0], torch.Tensor) else arguments[0]
+    before = [tensor._version for tensor in written]
+    WRITES[name](*arguments)
+    assert all(t._version > version for t, version in zip(written, before, strict=True))
 
 
 # opcheck itself reads .grad of non-leaf tensors, and newer torches warn of that.
