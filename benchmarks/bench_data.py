@@ -1,4 +1,4 @@
-"""From a file in Criteo's format to keys: compared with pyarrow.csv and pandas; then training."""
+"""Reading Criteo's format into keys, compared with pyarrow.csv and pandas; and training on it."""
 
 import subprocess
 import sys

@@ -79,7 +79,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _pooled_keys(gpu: Gpu, weight: torch.Tensor) -> Iterator[Comparison]:
-    """Compare raw keys to bags with bags of known rows plus the lines of the hash table."""
+    """Compare the way from raw keys to bags with pooling of known rows plus the table's lines."""
     table = sparsekit.HashTable(len(weight), device=gpu.device)
     keys = gpu.distinct_keys(0, table.capacity)
     for part in keys.split(4 << 20):

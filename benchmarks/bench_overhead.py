@@ -33,5 +33,6 @@ def run(cpu: Cpu) -> Iterator[Comparison]:
     }
     for name, call in calls.items():
         clone: list[Call] = [keys.clone]
-        line = "" if name.startswith("HashTable") else "op call, 8 keys"  # not an op, but two
+        # Such a method calls two ops.
+        line = "" if name.startswith("HashTable") else "op call, 8 keys"
         yield from cpu.compare(f"call of {name}, 8 keys", [call], {"clone": clone}, line)

@@ -81,7 +81,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
             target = "" if name == "sorted" else target
             yield from gpu.against(case, timing, "index_add_", gpu.time(theirs), target)
             torch.use_deterministic_algorithms(True)
-            # Otherwise torch fills every new tensor, in deterministic mode for any op.
+            # In deterministic mode torch otherwise fills every new tensor of any op.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             try:
                 ordered = gpu.time(ours)

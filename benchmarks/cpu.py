@@ -38,7 +38,7 @@ class Side:
 
 
 class Cpu:
-    """The CPU under test, with some threads; `quick` means toy sizes, `brief` fewer rounds."""
+    """The CPU under test, with a number of threads; `quick` means toy sizes, `brief` few rounds."""
 
     def __init__(
         self, quick: bool = False, threads: int | None = None, brief: bool = False
@@ -46,7 +46,7 @@ class Cpu:
         available = len(os.sched_getaffinity(0))
         self.quick = quick
         self.threads = threads or min(2, available)
-        # Minimum of rounds; short ones repeat for this many milliseconds.
+        # Minimum number of rounds; short rounds go on for this many milliseconds.
         self.rounds, self.budget_ms = (5, 500) if brief else (7, 2_000)
         # A sample of less than this many milliseconds is made of several calls.
         self.least_ms = 0.01 if quick else 1.0

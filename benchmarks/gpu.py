@@ -179,7 +179,7 @@ class Gpu:
         return quick if self.quick else full
 
     def fit(self, count: int, bytes_each: float) -> int:
-        """Halve `count` until so much fits that some memory stays free; returns it."""
+        """Return `count`, halved until that many items leave some memory free."""
         # Modules with hooks are in reference cycles, and cached memory is not free for other sizes.
         gc.collect()
         if self.on_gpu:
@@ -198,7 +198,7 @@ class Gpu:
         return torch.randn(*shape, generator=self.generator, device=self.device)
 
     def distinct_keys(self, start: int, end: int) -> torch.Tensor:
-        """Return keys number start, ..., end - 1 of a sequence without repeats."""
+        """Return keys start to end - 1 of a sequence without repeats."""
         return torch.arange(start, end, device=self.device) * 0x1E3779B97F4A7C15
 
     def zipf(self, n: int, exponent: float, num_ids: int) -> torch.Tensor:

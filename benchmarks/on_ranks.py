@@ -17,7 +17,7 @@ import sparsekit
 
 Step = Callable[[int], object]  # called with the number of the batch
 
-# Steps before those that count, one per batch, in which rows are seen for the first time.
+# Uncounted first steps, one per batch, in which rows are seen for the first time.
 WARM_UP = 4
 
 
@@ -27,7 +27,7 @@ def run(function: Callable[..., Any], world: int, *arguments: Any) -> Any:
     Functions are sent by name, so they must be at the top level of a module.
     """
     # Fork the ranks from a process that has imported torch, and torch._dynamo for the first
-    # optimizer: each import takes seconds. It has computed nothing.
+    # optimizer: each import takes seconds. That process has computed nothing.
     preload = ["torch.distributed", "torch._dynamo", "sparsekit"]
     get_context("forkserver").set_forkserver_preload(preload)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 class ReportError(Exception):
-    """A file that is not a result of `run`, or not a suitable one."""
+    """Error for a file that is not a result of `run`, or not a suitable one."""
 
 
 def read(path: Path) -> Run:
@@ -79,7 +79,7 @@ def verdicts(rows: Iterable[Row]) -> str:
 def compare(before: Run, after: Run, threshold: float) -> tuple[list[str], list[str]]:
     """Return lines about the change of each case, and the cases and benchmarks that are slower.
 
-    Compares our time divided by that of the peer timed in turns with it, since the speed of
+    The measure is our time divided by that of the peer timed in turns with it, since the speed of
     machines drifts; of several peers the median decides. On one processor our time by itself must
     also have changed, by half of the threshold, so that a peer's chance speed does not count
     against us.

@@ -1,8 +1,8 @@
 """The project's targets: how many times as fast as the roof or the peer a case should be.
 
 The key is the line that a case belongs to and the roof or peer. A time of at most 1.15 times
-another is a ratio of 1 / 1.15. For collectives, the ratio is how many times fewer. A target that is
-met gets raised.
+another is a ratio of 1 / 1.15. For collectives, the ratio says how many times fewer there are.
+Targets are raised once they are met.
 """
 
 CPU_TARGETS = {

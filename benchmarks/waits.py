@@ -35,7 +35,7 @@ def count(call: Callable[[], object], library: Path = LIBRARY) -> Waits:
     """Run a call and count its waits.
 
     Args:
-        call: called once; call it before as well, since first calls wait for more.
+        call: run once; run it before as well, since a first call waits more often.
         library: library that counts the waits; the host runner's does so without a device.
     """
     own = ctypes.CDLL(str(library)).sparsekit_num_waits

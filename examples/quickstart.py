@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import sparsekit
 
-if "RANK" in os.environ:  # under torchrun: comes before the layers
+if "RANK" in os.environ:  # under torchrun; must come before the layers
     dist.init_process_group()
 
 

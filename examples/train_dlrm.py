@@ -12,7 +12,7 @@ from sparsekit.data import CriteoReader, write_criteo_sample
 from sparsekit.models import DLRM
 from sparsekit.train import JsonLines, Trainer, linear_warmup
 
-if "RANK" in os.environ:  # under torchrun: comes before the layers
+if "RANK" in os.environ:  # under torchrun; must come before the layers
     dist.init_process_group()
 
 

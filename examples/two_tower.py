@@ -9,12 +9,12 @@ from torch.nn.functional import cross_entropy, normalize
 import sparsekit
 
 rank, ranks = (int(os.environ.get(name, only)) for name, only in (("RANK", 0), ("WORLD_SIZE", 1)))
-if ranks > 1:  # under torchrun: comes before the layers
+if ranks > 1:  # under torchrun; must come before the layers
     dist.init_process_group()
 
 
 class Towers(torch.nn.Module):
-    """Towers that score users [n] for items [m], given int64 ids: [n, m]."""
+    """Model that maps int64 ids of users [n] and items [m] to scores [n, m]."""
 
     def __init__(self):
         super().__init__()

@@ -215,7 +215,7 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check for equality up to rounding, relative to the largest value: it entered the sums."""
+    """Check that values are equal up to rounding, relative to the largest one in the sums."""
     tolerance = TOLERANCE[actual.dtype]
     largest = expected.abs().max().item() if expected.numel() else 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(1, largest))

@@ -245,7 +245,7 @@ class _Functions(TorchFunctionMode):
         self._counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call the method; count a wait if it is one of those."""
+        """Call the method; counts a wait if it is one of those."""
         if func in (torch.Tensor.tolist, torch.Tensor.numpy):
             self._counts.add(f"Tensor.{func.__name__}", "", Count(calls=1, waits=1))
         return func(*args, **(kwargs or {}))

@@ -248,7 +248,7 @@ def test_divergence_in_the_last_step(data, monkeypatch, capsys):
 
 @pytest.mark.parametrize("batch_size", [64, 100, 1600, 5000])
 def test_the_learning_rate_reaches_zero_after_the_last_step(data, monkeypatch, batch_size):
-    """It does so also where the last batch of an epoch is smaller."""
+    """This holds even if the last batch of an epoch is smaller."""
     rates = []
     update = Step.update
 

@@ -95,7 +95,7 @@ def test_titles_are_shown_where_there_are_any(data, tmp_path, capsys, monkeypatc
     assert first == f"{tmp_path / 'recs.tsv'}: 120 items for 40 users"
     assert head.split() == ["user", "item", "score"]
     assert len(rows) == 2
-    # Recommends every item that is left.
+    # This recommends every item that is left.
     assert cli.main([*arguments, "--k", str(2**20), "--show", "0"]) == 0
     assert re.search(r": 8\d\d items for 40 users\n$", capsys.readouterr().out)
 

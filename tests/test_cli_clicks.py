@@ -377,7 +377,7 @@ def test_the_model_and_the_epochs_are_those_of_the_case(monkeypatch):
 
 
 def test_a_prediction_is_what_it_assumes():
-    """A step takes 1 s on one rank and 0.6 s on two: 0.1 s more than half."""
+    """A step takes 1 s on one rank and 0.6 s on two, which is 0.1 s more than half."""
     worst, best = predicted({1: 100.0, 2: 100 / 0.6}, 4)
     assert worst == pytest.approx(1 / (0.25 + 0.1))
     assert best == pytest.approx(1 / (0.25 + 0.1 * (3 / 16) / (1 / 4)))

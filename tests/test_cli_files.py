@@ -1,4 +1,4 @@
-"""Real file layouts with every command that reads them: each works, or one true line says why.
+"""Real file layouts with every command that reads them: each works, or one line says why not.
 
 Layouts of MovieLens, Amazon's reviews, UCI's Adult data and Criteo, plain and compressed, from
 pipes, with quotes, byte-order marks and other line ends.
@@ -177,7 +177,7 @@ def test_layouts(layout, name, capfd, tmp_path):
         assert cli.main(command(name, file)) == 0, variant
         shown = capfd.readouterr().out
         found[variant] = re.findall(r"\d\.\d{4}\b", shown)[:2]
-    if not name.startswith("hash") and "clicks" not in layout:  # whose texts contain newlines
+    if not name.startswith("hash") and "clicks" not in layout:  # their texts contain newlines
         assert found["plain"]
         assert len({tuple(x) for x in found.values()}) == 1, found
 

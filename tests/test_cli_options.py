@@ -20,8 +20,8 @@ from sparsekit.distributed.world import settings
 from sparsekit.train.plots import read_run
 from sparsekit.train.profile import Profile
 
-# A row says of an option which value it is given (None for a switch), and where which value must
-# then show; or it names a file of tests that uses the option.
+# A row maps an option to its value (None for a switch) and to where a value must then show, or to
+# the test file that uses the option.
 COMMON = {
     "--seed": ("7", {"Trainer.seed": 7}),
     "--threads": ("3", {"threads": 3}),
@@ -183,7 +183,7 @@ COMMANDS = {
         "--multi-hot": (None, {"write_criteo_sample.multi_hot": True}),
     },
     "info": {},
-    "bench": {},  # which has its own parser
+    "bench": {},  # this command has its own parser
 }
 MODELS = [name.split()[1] for name in COMMANDS if name.startswith("train ")]
 OF_PROFILE = {
@@ -258,7 +258,7 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: note("threads", threads))
     monkeypatch.setattr(settings, "wire_dtype", None)  # so that it is restored
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings():  # `train wide` filters one from then on
+    with warnings.catch_warnings():  # undoes the filter that `train wide` adds
         yield found
 
 
@@ -302,7 +302,7 @@ def write(command):
 
 
 def seen_afterwards(seen, output):
-    """Yield what a command has left, in its files and in its objects."""
+    """Yield what a command has left in files and in objects."""
     yield from (("written", str(path)) for path in Path().rglob("*"))
     yield "lines", output.count("\n")
     yield "wire dtype", settings.wire_dtype

@@ -1,7 +1,8 @@
 """Basics of a device, tested within seconds: `gpu_check.sh` runs them before anything longer.
 
-Two ways past torch's dispatcher that pay on the CPU must also work here: aoti_torch_empty_strided
-makes outputs and workspace, and ops that need no gradient are called below autograd.
+Two shortcuts past torch's dispatcher, which save time on the CPU, must also work here:
+aoti_torch_empty_strided makes outputs and workspace, and ops that need no gradient are called below
+autograd.
 """
 
 import pytest

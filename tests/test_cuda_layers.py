@@ -171,7 +171,7 @@ def test_an_optimizer_goes_on_from_a_state_of_the_cpu(device, kind):
     step(optimizer, saved, 1)
     weight = torch.nn.Parameter(saved.detach().to(device, copy=True))
     resumed = LazyAdam([weight])
-    # A copy: two optimizers on one device would share the state that both load.
+    # Load a copy: otherwise both optimizers, on one device, would share the state.
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for number in (2, 3):
         step(optimizer, saved, number)
@@ -289,7 +289,7 @@ def test_how_often_a_step_waits(backend, device, mode):
         counted = waits.count(step, simt.LIBRARY if backend == "simt" else waits.LIBRARY)
     finally:
         set_checked(before)
-    # It waits to learn whether the keys found room and, for a gradient, how long that is.
+    # The step waits to learn whether the keys found room and, for a gradient, how long that is.
     assert counted.sparsekit == (2 if mode == "grad" else 1)
     assert counted.torch <= 12
     print(f"{mode}: {counted}")

@@ -13,7 +13,7 @@ import pytest
 from patience import patience
 
 ROOT = Path(__file__).parent.parent
-# Each example with the packages that it needs.
+# Examples and the packages that each needs.
 NEEDS = {
     "ddp": [],
     "fsdp2": [],

@@ -24,7 +24,7 @@ SEEDS = st.one_of(st.sampled_from([0, 1, 2**63 - 1, 2**63, 2**64 - 1]), st.integ
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 VALUES = st.one_of(TEXT, st.binary(max_size=80), st.integers(), st.none())
 INTEGER_DTYPES = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-# Enough values that several threads hash more than one part of a list.
+# Large enough for several threads to hash a list in parts.
 MANY = 100_003
 
 

@@ -19,7 +19,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 # Lengths around words, stripes and the texts that a string view holds inline.
 WORDS = [None, "", "a", "é", *(("ab日c" * 20)[:n] for n in range(40))]
 STRINGS = [pa.string(), pa.large_string(), pa.string_view()]
-# Enough values that several threads hash more than one part of a column.
+# Large enough for several threads to hash a column in parts.
 MANY = 100_003
 
 
@@ -291,7 +291,7 @@ def test_series():
 
 @pytest.mark.parametrize("make", [pa.array, np.array], ids=["arrow", "numpy"])
 def test_other_threads_run_meanwhile(make):
-    """A thread that counts makes progress during a long call: xxh64 releases the GIL."""
+    """Another thread makes progress during a long call: xxh64 releases the GIL."""
     column = make(["x" * 64] * 400_000)
     counts, stop = [], threading.Event()
 

@@ -47,7 +47,7 @@ def from_views(views, text=LONG * 3, valid=None):
         ([0, 5, 4, 11], 1),
         ([0, 5, -4, 11], 1),
         ([0, -(2**31), 2**31 - 1, 11], 0),
-        # The offsets' difference wraps around in 32 bits to a small number.
+        # The difference of the offsets wraps around in 32 bits to a small number.
         ([0, 3, -10, 20, 11], 1),
     ],
 )
@@ -125,7 +125,7 @@ def replace(old, new):
     [([0, 5, 10**9], "Length spanned by binary offsets"), ([-9, 5, 11], "Negative offsets")],
 )
 def test_what_reaches_beyond_a_buffer_of_pyarrow(offsets, reason):
-    """Offsets past the end of a buffer are found, as pyarrow knows how large its buffers are."""
+    """Such offsets are found, since pyarrow knows the sizes of its buffers."""
     before, after = np.array([0, 5, 11], np.int32), np.array(offsets, np.int32)
     column = ipc(from_offsets(pa.binary(), before), replace(before.tobytes(), after.tobytes()))
     whole = pa.array([b"a", b"b"])
@@ -162,7 +162,7 @@ def hash_changed(column, change):
     change(struct)
     try:
         return _pybind.xxh64_arrow(schema, array, 0)
-    finally:  # restore it for the release
+    finally:  # restore the struct for the release
         for name, _ in Array._fields_:
             setattr(struct, name, getattr(whole, name))
         for i, buffer in enumerate(buffers):

@@ -49,7 +49,7 @@ def test_python_snippets_run_in_order() -> None:
 
 
 def test_the_first_example_is_one_line_away_from_torch() -> None:
-    """With the line that is commented out, it trains as well."""
+    """The example also trains with the line that is commented out."""
     first = snippets(README)[0]
     theirs = re.search(r"^# (layer = torch\.nn\..*)$", first, re.MULTILINE)
     assert theirs

@@ -123,7 +123,7 @@ def test_widedeep():
 
     torch.manual_seed(0)
     wide = models.Wide(60)
-    # Zero the vector at padding_idx, which Wide leaves random: such a table would not be replaced.
+    # Zero the vector at padding_idx, which Wide leaves random; otherwise the table is not replaced.
     torch.nn.init.zeros_(wide.wide_linear.weight[:1].detach())
     deep = models.TabMlp(columns, cat_embed_input=sizes, mlp_hidden_dims=[16, 8], mlp_dropout=0.0)
     check(models.WideDeep(wide=wide, deeptabular=deep), loss_of, 3)

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all: after an error and beside another writer too."""
+"""Files appear whole or not at all, even after an error or beside another writer."""
 
 import os
 import stat

@@ -103,7 +103,7 @@ def row(name: str, count: Count) -> str:
 
 
 def rounded(number: float) -> str:
-    """Return two digits, as the others depend on chance; nothing for 0."""
+    """Round to two digits, since the rest depends on chance; returns nothing for 0."""
     if number == 0:
         return ""
     return f"{float(f'{number:.2g}'):.10g}" if number < 100 else str(int(float(f"{number:.2g}")))

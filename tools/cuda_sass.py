@@ -29,7 +29,7 @@ _KINDS = (
 )  # fmt: skip
 # Local memory: spilled registers, and arrays that are not kept in registers.
 _LOCAL = ("LDL", "STL")
-# Parts of a name that tell nothing about width or scope: an extended address, a default.
+# Parts of a name that say nothing about width or scope, such as E for an extended address.
 _DROPPED = {"E", "SYNC", "DEFER_BLOCKING", "FTZ", "RN", "STRONG", "IDX"}
 
 

@@ -1,8 +1,7 @@
 """A launcher of nvcc that stores ptxas's report on each kernel in a file beside the object.
 
-CMakeLists.txt puts it before the compiler, so that `make cuda-report` reads the build's reports
-instead of compiling again, and so that a build is silent unless something is wrong: all other
-lines, warnings and errors among them, pass through.
+CMakeLists.txt puts it before the compiler. Thus `make cuda-report` reads the build's reports
+instead of compiling again, and a build prints only other lines, such as warnings and errors.
 """
 
 import subprocess

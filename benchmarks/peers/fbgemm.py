@@ -18,7 +18,7 @@ def missing() -> str | None:
 
 
 def tables(shapes: Sequence[tuple[int, int]], lr: float = 0.01) -> Any:
-    """Return a module in mode sum: (rows, offsets) -> ``[batch, sum of dims]``, by feature.
+    """Return a module in mode sum; (rows, offsets) give ``[batch, sum of dims]``.
 
     Args:
         shapes: rows and dim of each table.

@@ -73,7 +73,7 @@ def _library(name: str) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """Return the processor's flags, on which -march=native depends: the build may move."""
+    """Return the processor's flags, which -march=native depends on: the folder may be shared."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A small model with both kinds of tables and a dense part, and steps set by a seed alone."""
+"""A small model with both kinds of tables and a dense part; its steps depend only on a seed."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Faults by seed: wrong types, sizes, names, nesting or length of files and values."""
+"""Random faults: wrong types, sizes, names, nesting or length of files and values."""
 
 import copy
 import os

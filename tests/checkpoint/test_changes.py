@@ -46,7 +46,7 @@ def complete(path):
 
 
 def test_back_to_an_earlier_state(tmp_path, monkeypatch):
-    """Newer rows then belong to other keys. Small limits make the save work in several pieces."""
+    """Afterwards newer rows belong to other keys. Small limits make the save work in pieces."""
     for module, name, value in (
         (changes, "_BLOCK", 2000), (changes, "_BUCKETS", 16), (snapshot, "_KEYS", 50),
         (tensor_file, "PIECE", 500),
@@ -400,7 +400,7 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
 
 
 def test_changes_far_behind_the_first_rows_into_another_dtype(tmp_path, monkeypatch):
-    """Pieces of keys without a changed row come before it; rows that have places are cast too."""
+    """Unchanged keys fill whole pieces before the first change; the load casts all rows."""
     monkeypatch.setattr(snapshot, "_KEYS", 2)
     model = torch.nn.ModuleDict({"ids": sparsekit.Embedding(9, 2, name="ids")})
     keep = Checkpoints(tmp_path, complete_every=2)

@@ -95,7 +95,7 @@ def test_names_in_words(tmp_path, capsys):
 
 @pytest.mark.parametrize("odd", [0, 3, 5])
 def test_a_difference_that_is_nan_stays_so(tmp_path, monkeypatch, odd):
-    """The NaN counts in whichever piece it is; without it, the largest difference is reported."""
+    """A NaN is reported from any piece; without one, the largest difference is reported."""
     monkeypatch.setitem(checkpoint.reshard.__globals__, "PIECE", 16)  # two rows per piece
     values = torch.zeros(6, 2)
     for number in (0, 1):

@@ -28,7 +28,7 @@ KILLS = 100
 
 
 def in_a_fork(function):
-    """Run a function in another process; returns its number."""
+    """Run a function in another process; returns the process's id."""
     process = os.fork()
     if process == 0:
         status = 1

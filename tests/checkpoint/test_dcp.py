@@ -55,7 +55,7 @@ def test_other_tables(tmp_path, options):
     loaded, of_loaded = made("Ftrl", seed=3, **options)
     load(tmp_path, loaded, of_loaded)
     found, expected = contents(loaded, of_loaded), contents(model, optimizers)
-    if "hash_table" in options:  # one row per key in range
+    if "hash_table" in options:  # such a table has a row for every key in range
         rows = expected["rows keys"]
         for name in [name for name in found if name.startswith("rows ") and found[name].dim()]:
             found[name] = found[name][rows]
@@ -270,7 +270,7 @@ def test_notes_that_do_not_belong_together(tmp_path):
 
 
 def of_users(**changes):
-    """A change of what a note says of a table."""
+    """Return a function that changes a note's entry of the table users."""
     return lambda note: note["tables"]["users"].update(changes)
 
 

@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_from_the_folder_may_save_below(tmp_path):
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_the_one_just_written_stays(tmp_path, in_background):
-    """It stays even if older ones have higher steps, or the newest is damaged."""
+    """The new checkpoint stays even if older ones have higher steps, or the newest is damaged."""
     filled(tmp_path, 10, 20, 30)
     keep = Checkpoints(tmp_path, keep=1)
     keep.load(layer_of(0))
@@ -421,7 +421,7 @@ def test_a_base_that_goes_while_changes_are_written(tmp_path, monkeypatch):
 
 
 def test_all_reaches_the_disk_in_order(tmp_path, monkeypatch):
-    """Files are synced before their folder, it before the rename, and its parent after that."""
+    """Files are synced first, then their folder; the rename follows, then the parent's sync."""
     calls = []
     fsync, rename, exchange = os.fsync, os.rename, draft.exchange
 

@@ -194,7 +194,7 @@ def odd_sok2(path, chance):
     file = chance.choice(sorted(path.iterdir()))
     content = file.read_bytes()
     if file.name == "meta_info" and chance.random() < 0.7:
-        # The name of a table or of an optimizer, or a number.
+        # Overwrite the name of a table or of an optimizer, or a number.
         place, size = chance.choice(
             [(44, 256), (556, 32), (0, 4), (4, 4), (12, 4), (20, 4), (28, 8)]
         )

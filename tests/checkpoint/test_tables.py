@@ -1,4 +1,4 @@
-"""Tables that are saved as they are, and loaded over others: what stays of these is nothing."""
+"""A load replaces everything in a table: nothing of what it held before stays."""
 
 import functools
 import json
@@ -45,7 +45,7 @@ def test_rows_without_a_key_are_zeros_again(tmp_path):
 
 
 def moved_by_an_optimizer(layer):
-    """All rows, those without a key too."""
+    """Move all rows, also those without a key."""
     layer.weight.grad = torch.ones_like(layer.weight)
     optim.SGD(layer.parameters(), lr=0.1).step()
 
@@ -63,7 +63,7 @@ def test_values_that_new_keys_would_undo_are_looked_for_again(tmp_path, before, 
     loaded = layer_of(1)
     before(loaded)
     checkpoint.load(loaded, path)
-    loaded.weight.data[3] = 5.0  # which torch does not count
+    loaded.weight.data[3] = 5.0  # torch does not count this write
     with pytest.raises(RuntimeError, match="ids: weight was written to"):
         loaded.train(inserts)(torch.tensor([1]))
 
@@ -139,7 +139,7 @@ class Buffers(torch.nn.Module):
         self.register_buffer("kept", torch.full((2,), value))
         self.register_buffer("scratch", torch.full((3,), value), persistent=False)
         self.register_buffer("none", None)
-        self.module = torch.nn.Linear(1, 1)  # no wrapper, though named like a wrapper's content
+        self.module = torch.nn.Linear(1, 1)  # not a wrapper, though named like the content of one
 
 
 def test_buffers_and_wrappers(tmp_path):
@@ -156,7 +156,7 @@ def test_buffers_and_wrappers(tmp_path):
 
 
 def test_states_that_were_loaded_and_not_used_are_saved_by_key(tmp_path):
-    """They come with the keys of the rows that they are of, which have other rows here."""
+    """The states name their keys, which are in other rows here."""
     one, other = (layer_of(*keys, capacity=5) for keys in ((1, 2, 3), (3, 2, 1)))
     optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (one, other)]
     one(torch.tensor([1])).sum().backward()
@@ -194,7 +194,7 @@ class State:
 
 
 def test_what_is_written_in_the_background_is_as_it_was(tmp_path, monkeypatch):
-    """Tables, the dense part, and states of other objects."""
+    """This covers tables, the dense part, and states of other objects."""
     layer, state = layer_of(1), State()
     model = torch.nn.ModuleDict({"ids": layer, "top": torch.nn.Linear(1, 1)})
     bias = model["top"].bias.item()

@@ -1,4 +1,4 @@
-"""Files in Criteo's format, and a reader of a few lines that tells what they hold."""
+"""Files in Criteo's format, and a short reference reader for them."""
 
 import random
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ FORMATS = ["text", "gzip", "parquet"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Return the name of each format -> two files in it; their rows are numbered 0 to ROWS - 1."""
+    """Return format name -> two files in that format, with rows numbered 0 to ROWS - 1."""
     import gzip
 
     folder = tmp_path_factory.mktemp("rows")

@@ -227,7 +227,7 @@ def test_a_newline_within_quotes_does_not_end_a_line(tmp_path, compress, end):
         batch = one(path, block_bytes=block_bytes, **settings)
         assert batch.dense.view(-1).tolist() == [float(number) for number, _ in QUOTED]
         assert batch.sparse.values().tolist() == keys
-    # The same with shuffled rows, and on ranks that start inside the file.
+    # The rows are the same when shuffled, and on ranks that start inside the file.
     for block_bytes in range(1, 90, 7):
         parts = [
             CsvReader(path, 2, rank=r, world_size=2, block_bytes=block_bytes, **settings)

@@ -18,7 +18,7 @@ def _state(table):
 
 
 def hash_table(case: Case) -> None:
-    """Check batches into one table, refused ones too, against a dict."""
+    """Insert batches into one table, some of them refused, and compare with a dict."""
     most = case.most(6000, 1500)
     table = HashTable(
         1 + case.size(most), load_factor=case.any_of(0.05, 0.3, 0.6, 0.95, 1.0), name="fuzzed"
@@ -29,7 +29,7 @@ def hash_table(case: Case) -> None:
     case.note(capacity=table.capacity, load_factor=table.load_factor, pool=pool)
     for _ in range(case.random.randint(1, 5)):
         n = case.size(most)
-        # A batch draws from the pool, so that batches share keys, or draws other keys.
+        # Draw from the pool, so that batches share keys, or draw other keys.
         batch = pool[case.integers(0, len(pool) - 1, n)] if case.maybe(0.6) else case.keys(n, dtype)
         batch = case.placed(batch)
         case.same("find", case.call(table.find, batch), expected.find(batch))

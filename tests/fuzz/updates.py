@@ -117,7 +117,7 @@ def _check_update(case: Case, table, before, rule, settings, keywords) -> None:
         **(keywords | {"rounding_seed": None}),
     )  # fmt: skip
     touched = slice(None) if rows is None else rows
-    # Ftrl computes a weight from z and n; z contains it times (sqrt(n') - sqrt(n)) / lr.
+    # Ftrl computes a weight from z and n; z contains the weight times (sqrt(n') - sqrt(n)) / lr.
     scale = 2 / settings[0] if rule == "ftrl" and settings[0] else 1.0
     _check(case, weight, states, expected, then, touched, scale)
     case.same("step", step, counted)

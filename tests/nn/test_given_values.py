@@ -148,7 +148,7 @@ def test_own_writes_of_zeros_are_no_such_write():
 @pytest.mark.parametrize("kind", [optim.LazyAdam, optim.Adam, optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
 def test_steps_are_known_to_be_no_such_write(kind, fused):
-    """A step is no write by hand; otherwise each later lookup would have to check rows."""
+    """A step does not count as a write by hand; otherwise each lookup would have to check rows."""
     layer = single()
     optimizer = kind(layer.parameters(), lr=0.1)
     if fused:

@@ -180,7 +180,7 @@ def test_vectors_that_are_not_pooled(padding, batch, device):
 
 
 def test_padding_and_samples_of_few_keys(device):
-    """Such layers get their own copies of bags; the other layers share the batch's."""
+    """Layers with padding or a limit get copies of their bags; the others share the batch's."""
     apart = layers(device)
     apart["shared"] = DistributedEmbedding("sum", 90, 8, 1, 5, padding_key=7, name="p").to(device)
     apart["own"] = DistributedEmbedding("sqrtn", 90, 16, 2, 5, max_feature_num=4).to(device)
@@ -227,7 +227,7 @@ def test_a_dict_of_features(device):
 
 
 def test_layers_without_features(device):
-    """Each layer is a feature under its own name, and an output has one slot of it."""
+    """Each layer is a feature under its own name, also in a dict and for a single output."""
     made = {name: layer for name, layer in layers(device).items() if name != "own"}
     keyed = random_keyed(("shared", "rows"), BATCH, 5, device)
     expected = {name: layer(keyed.of(name)[0]).squeeze(1) for name, layer in made.items()}

@@ -44,7 +44,7 @@ def test_a_whole_state_in_one_call(use_hashtable):
     assert torch.equal(model.user.vectors(extra), initial)
     assert model.user is model.again
     if use_hashtable:
-        assert model.user.table.keys().tolist() == list(range(20))  # without 22 and 23
+        assert model.user.table.keys().tolist() == list(range(20))  # 22 and 23 are gone
     model.train()(ids).sum().backward()
     optimizer.step()
 

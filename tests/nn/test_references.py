@@ -1,4 +1,4 @@
-"""Layers or their weights are swapped in other places of the model as well."""
+"""References to swapped layers or weights elsewhere in the model are swapped as well."""
 
 import collections
 import functools

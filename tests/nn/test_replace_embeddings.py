@@ -1,4 +1,4 @@
-"""Layers of an existing model are swapped: the right ones, and it trains alike."""
+"""replace_embeddings swaps the right layers of an existing model, which then trains alike."""
 
 import pytest
 import torch

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import sparsekit
 
-# Entries end right before a page that must not be touched. A fault ends the process, so this is a
-# program of its own.
+# Entries end right before a page that must not be touched. A fault would end the process, so this
+# runs in another one.
 PROGRAM = """
 import contextlib, ctypes, mmap, sys
 import simt

@@ -210,7 +210,7 @@ def test_weights_whose_rows_overlap(device, wide):
 
 @pytest.mark.parametrize("strides", [(0, 1), (1, 5), (0, 0)])
 def test_weights_that_are_copied(device, strides):
-    """The elements of a row may lie apart, or rows may be the same one."""
+    """The elements of a row may lie apart, or all rows may share memory."""
     group, found = small(device)
     space = torch.arange(60.0, device=device)
     group.weights = [space.as_strided((10, 4), strides)]

@@ -135,7 +135,7 @@ def test_one_output_for_all(device):
 
 @pytest.mark.parametrize("kept", [0, 1, 64, 65, 130])
 def test_rows_without_entries_have_zeros(device, kept):
-    """Entries with a number below 0 add no gradient, even where whole chunks have none."""
+    """Entries with negative numbers add no gradient, even if they fill whole chunks."""
     group = Group(torch.float32, [16, 16], [300] * 2, [True] * 2, [1] * 2, device)
     for t in range(2):
         group.sources.append(Source(torch.arange(200), torch.empty(0).long(), torch.empty(0)))

@@ -177,7 +177,7 @@ LENGTHS = (
 @pytest.mark.parametrize("case", ["lazy adam", "row-wise adagrad"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_rows_of_any_number_of_entries(device, lengths, case, dtype):
-    """Other tables come first, and many lanes share the wide vectors."""
+    """This also holds after another table, and for vectors that many lanes share."""
     dims = [8, 16, 7, 1, 520, 301]
     group = Group(dtype, dims, [200] * len(dims), [True] * len(dims), [1] * len(dims), device)
     without = []

@@ -337,7 +337,7 @@ def test_what_is_of_a_wrong_type(call, message):
 
 
 # Damage: the table lies between two pages that must not be touched, and a call that hangs is killed
-# at its time limit. This needs a program of its own.
+# at its time limit. The cases run in another process.
 
 DAMAGED = """
 import ctypes, mmap, random, signal, sys

@@ -12,7 +12,7 @@ import sparsekit
 
 from .optimizer_rules import CASES as RULES
 
-# Each call has an argument that overlaps another one. This is a program of its own, since a call
+# Each call has an argument that overlaps another one. The calls run in another process, since one
 # that is not refused may never return.
 CALLS = f"""
 import torch

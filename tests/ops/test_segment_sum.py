@@ -146,7 +146,7 @@ def test_infinite_values_stay_in_their_segment(device):
 @pytest.mark.parametrize("dtype", ROW_DTYPES)
 @pytest.mark.parametrize("pattern", ["one", "half on one", "random", "dropped"])
 def test_bits_do_not_depend_on_threads(device, pattern, dtype):
-    # On the CPU, threads divide columns, and with few columns also runs of entries.
+    # On the CPU, the columns are divided among threads; if they are few, so are runs of entries.
     for n, dim in ((10_000, 19), (50_000, 3)) if device.type == "cpu" else ((10_000, 19),):
         data = randn(n, dim, dtype=dtype).to(device)
         ids = ids_of(pattern, n, 300).to(device)
@@ -156,7 +156,7 @@ def test_bits_do_not_depend_on_threads(device, pattern, dtype):
 
 @pytest.mark.parametrize("threads", [2, 3, 4])
 def test_long_segments_on_both_sides_of_a_bound_between_threads(threads):
-    # Threads divide segments by 4096 or more; a segment of more than 1024 entries has several runs.
+    # Each thread gets at least 4096 segments; a segment of more than 1024 entries has several runs.
     ids = torch.tensor([4095, 4096, 6143, 6144, 8191, 8192]).repeat(2100)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,5 +1,5 @@
 // Runs the engine's ops with exactly the workspace that they ask for; see test_workspace.py. A
-// pattern behind it must still be there afterwards.
+// pattern past its end must be intact afterwards.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -187,7 +187,7 @@ def test_errors(arguments, error, message):
 
 
 class NothingRead(TorchDispatchMode):
-    """Mode that raises if a tensor's number is read, since a GPU would have to wait."""
+    """Mode that raises if a tensor's number is read, since the host would wait for a GPU."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         assert function is not torch.ops.aten._local_scalar_dense.default
@@ -226,7 +226,7 @@ def test_torch_clips_norms_as_ours_or_raises(foreach, rows, norm_type):
     for p, q in zip(parameters, copies, strict=True):
         q.grad = None if p.grad is None else p.grad.clone()
     by_torch = functools.partial(torch.nn.utils.clip_grad_norm_, foreach=foreach)
-    nothing = rows == "no rows" and norm_type == math.inf  # an empty maximum does not exist
+    nothing = rows == "no rows" and norm_type == math.inf  # there is no maximum of nothing
     if SPARSE_NORMS and not nothing:
         norm = clip_grad_norm_(parameters, 0.7, norm_type)
         torch.testing.assert_close(by_torch(copies, 0.7, norm_type), norm)

@@ -44,7 +44,7 @@ def test_settings_are_the_arguments_and_have_ranges(kind):
                 kind([start()], **{name: "no such value"})
 
 
-# As documented; a model that was trained with another one trains differently.
+# The documented defaults; another default would change how existing models train.
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 OF_ADAGRAD = {"lr": 1e-2, "lr_decay": 0, "initial_accumulator_value": 0, "eps": 1e-10}
 DEFAULTS = {

@@ -251,7 +251,7 @@ def test_a_loaded_state_brings_its_convention(kind, setting, value):
 
 
 def test_a_state_of_torch_before_its_first_step_with_momentum():
-    """Which counts no steps, and has a None in place of the momentum."""
+    """Such a state counts no steps and has None for the momentum."""
     weight, other = start(), start()
     optimizer = torch.optim.SGD([weight], lr=0.1)
     resumed = optim.SGD([other], lr=0.1)

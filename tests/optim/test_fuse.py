@@ -94,7 +94,7 @@ def test_a_group_and_evaluation():
 
 
 def test_layers_of_which_some_count_the_steps_of_rows():
-    """As after a change of settings: their states do not go by one call."""
+    """This happens after a change of settings; one call cannot take both kinds of states."""
     results = []
     for fused in (False, True):
         layers = {name: sparsekit.Embedding(9, 2, name=name) for name in "ab"}

@@ -79,7 +79,7 @@ def test_sparse_adam_beside_a_dense_part_does_not_lead_back_to_adam():
     with pytest.raises(TypeError, match=r"shape \(2, 2\); use sparsekit\.optim\.LazyAdam"):
         torch.optim.SparseAdam([layer.weight, dense]).step()
     assert torch.equal(layer.weight, before)
-    # Without a table, torch's own error.
+    # Without a table, torch raises its own error.
     with pytest.raises(RuntimeError, match="does not support dense"):
         torch.optim.SparseAdam([dense]).step()
 
@@ -90,6 +90,6 @@ def test_dense_gradients_are_left_to_torch():
     torch.optim.Adam([layer.weight]).step()
     other = torch.nn.Embedding(9, 2, sparse=True)
     other(torch.arange(3)).sum().backward()
-    # Without a table, torch's own error.
+    # Without a table, torch raises its own error.
     with pytest.raises(RuntimeError, match="consider SparseAdam"):
         torch.optim.Adam([other.weight]).step()

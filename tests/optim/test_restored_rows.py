@@ -130,7 +130,7 @@ def test_states_of_a_table_tell_their_keys():
 
 
 def test_a_state_without_keys_waits_for_the_model():
-    """As of torch's optimizers: it belongs to the rows that the model's state brings."""
+    """A state of torch's optimizers names no keys: it belongs to the rows of the model's state."""
     layer, other = table(), table()
     optimizer = optim.Adagrad(layer.parameters(), lr=0.1)
     train(layer, optimizer, [5, -6])

@@ -280,7 +280,7 @@ def test_random_numbers_go_on_in_a_group_that_has_no_tables(pools, tmp_path):
 
 
 def of_groups(rank, world, folder):
-    """Each way to save and load, in groups that go their own ways; one does not begin at rank 0."""
+    """Each way to save and load works in groups of ranks; one group does not begin at rank 0."""
     groups = [dist.new_group([0]), dist.new_group(list(range(1, world)))]
     folder, options = folder / str(min(rank, 1)), {"process_group": groups[min(rank, 1)]}
     keys = torch.arange(10)
@@ -293,7 +293,7 @@ def of_groups(rank, world, folder):
         assert len(loaded.table) == len(saved.table)
 
     saved = layer_of(1)
-    equal(saved, saved)  # which inserts them
+    equal(saved, saved)  # inserts the keys
     keeps = [Checkpoints(folder / name, complete_every=2, **options) for name in "ab"]
     saves = [
         lambda: checkpoint.save(saved, folder / "0", **options),
@@ -347,7 +347,7 @@ def load_own(rank, world, folder):
 
 
 def test_each_rank_has_its_own_states_or_those_of_the_first(pools, tmp_path):
-    """Random numbers go on only where there are as many ranks."""
+    """Random numbers go on only with the same number of ranks."""
     random_numbers = pools[2](save_own, 2, tmp_path / "a")
     found = pools[2](load_own, 2, tmp_path / "a")
     assert [(value, drawn) for value, drawn, _ in found] == list(enumerate(random_numbers))
@@ -357,7 +357,7 @@ def test_each_rank_has_its_own_states_or_those_of_the_first(pools, tmp_path):
 
 
 def tables_of_other_kinds(rank, world, folder):
-    """On rank 1, which all ranks say; by any way to save."""
+    """All ways to save refuse them, with an error about rank 1 on all ranks."""
     facts = {
         "dim": {"dim": (8, 4)[rank]},
         "placement": {"placement": ("hash", "modulo")[rank]},
@@ -378,7 +378,7 @@ def test_ranks_with_other_tables(pools, tmp_path):
 
 
 def said_by_first(rank, world):
-    """Texts of any bytes, up to the longest; and names of any characters in a union."""
+    """Texts may have any bytes, up to the longest; names in a union may have any characters."""
     ranks = Together(torch.nn.Linear(1, 1))
     odd = os.fsdecode(b"caf\xe9")
     for text in ("", "x", odd, "x" * 4096):

@@ -1,4 +1,4 @@
-"""Clipping and the check of gradients on two ranks act as on one, and alike on both."""
+"""Clipping and the check of gradients on two ranks act as on one rank, and alike on both."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from sparsekit.optim.finite import NonFiniteGradientError, check_finite_gradient
 
 BATCH, SLOTS, NNZ, DIM = 12, 2, 3, 5
 SHARES = {"even": (6, 6), "uneven": (1, 11), "rank 1 has no samples": (12, 0)}
-# Keys that a table is asked for; "modulo" places all even ones on rank 0, so rank 1 learns no row.
+# Keys of a table; with "modulo", rank 0 owns all even ones, so rank 1 learns no row.
 KEYS = {"all": lambda keys: keys, "even": lambda keys: 2 * keys}
 
 
@@ -239,8 +239,8 @@ def test_a_gradient_of_a_sharded_gradient_is_refused(two_ranks, strategy):
 def check(rank, broken, use_hashtable):
     """Return the key of the first broken row, and what check_finite_gradients reports.
 
-    Ranks in `broken` have an infinity in the second row of the gradient, rank 0 in the third as
-    well.
+    Ranks in `broken` have an infinity in the second row of the gradient, and rank 0 also in the
+    third.
     """
     model, layer, head = backward(rank, SHARES["uneven"], "all", torch.float32, use_hashtable)
     key = None

@@ -57,7 +57,7 @@ def replace_exchange(layer):
     exchanges = world._exchanges[dist.group.WORLD]
     ((key, _),) = [item for item in exchanges.items() if item[1] is layer.exchange]
     device, backend, timeout, _ = key
-    # On the other rank, too: both must count their groups alike to name the next one.
+    # The other rank closes its own too: both must count groups alike to name the next one.
     layer.exchange.close()
     group = dist.new_group(timeout=timeout)
     transport = world.make_transport(backend, group, device, timeout)
@@ -186,7 +186,7 @@ def test_a_step_is_interrupted_on_one_rank(two_ranks_over, way, name, number):
         assert TOLD[0] in told
 
 
-# The collective may or may not have begun.
+# The interrupt comes before or after the collective begins.
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 def test_a_collective_is_interrupted_on_one_rank(two_ranks_over, number):
     name = COLLECTIVES[two_ranks_over.backend]

@@ -173,7 +173,7 @@ def test_the_bytes_at_which_the_way_changes(ranks):
 
 
 def weights_without_a_sum(rank):
-    """Weights of a bag may cancel out, over all ranks or within one rank's keys."""
+    """Weights of a bag may cancel out, over all ranks or among one rank's keys."""
     keys, offsets = torch.tensor([1, 2, 2, 4, 3, 1, 5]), torch.tensor([0, 2, 4, 6, 7])
     weights = torch.tensor([0.5, -0.5, 1.0, 0.0, 0.0, 0.0, -2.0], dtype=torch.float64)
     for combiner in COMBINERS:
@@ -306,7 +306,7 @@ def test_an_unseen_key_reads_in_evaluation_what_training_would_start_from(ranks)
 
 
 def check_gradient(rank):
-    """Central differences agree: all ranks call, and one changes an element of its shard."""
+    """Gradients agree with central differences: all ranks call, and one changes its shard."""
     layer = sparsekit.DistributedEmbedding(
         "sqrtn", 10, 2, 2, 3, dtype=torch.float64, name="g", gradient_reduction="sum"
     )

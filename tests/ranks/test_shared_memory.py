@@ -121,10 +121,10 @@ def test_several_collectives_at_once(any_ranks, most):
 
 
 def one_ahead(rank):
-    """As with prefetching, wait for a collective only after later ones have ended."""
+    """Wait for a collective only after later ones have ended, as when prefetching."""
     transport = made()
     for first in range(0, 40, 4):
-        # It exceeds the shared memory, so only a later call can send the rest.
+        # This collective exceeds the shared memory, so only a later call can send the rest.
         early, expected_early = begin(transport, first, 3 * MEBIBYTE)
         for number in range(first + 1, first + 4):
             wait, expected = begin(transport, number, 20_000)
@@ -229,7 +229,7 @@ def longer(rank, size):
     receive_splits = [size if rank == 0 else 1] * world_size
     send = torch.zeros(sum(send_splits), dtype=torch.uint8)
     transport.all_to_all(send, send_splits, receive_splits)
-    # For ranks that have not got the error yet.
+    # Ranks that had no error so far get it from rank 0 here.
     transport.all_to_all(send, send_splits, receive_splits)
 
 

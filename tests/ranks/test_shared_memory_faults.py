@@ -50,7 +50,7 @@ def check(transport, received):
 
 
 def seconds_to_raise(function):
-    """Return the seconds until it raises, and the message."""
+    """Return the seconds until a function raises, and the message."""
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         function()
@@ -80,7 +80,7 @@ def die(rank, how):
 def test_a_rank_that_dies(fresh_ranks, how, world_size):
     outcomes = fresh_ranks(world_size).outcomes(die, how)
     dead = outcomes.pop(1)
-    assert isinstance(dead, (Died, Raised))  # a child also holds the connection to the test
+    assert isinstance(dead, (Died, Raised))  # its child keeps the connection to the pool open
     for seconds, text in outcomes:
         assert seconds < SOON
         assert "rank 1 is gone: its process has ended" in text

@@ -282,7 +282,7 @@ def test_a_group_of_some_ranks(fresh_ranks):
     assert fresh_ranks(3)(in_a_group_of_its_own) == [(2, 3), (2, 3), (1, 6)]
 
 
-# A program of its own, which prints its number of threads as it ends.
+# This program runs in another process and prints its number of threads as it ends.
 ENDING = """
 import atexit, os, sys, time
 rank, file, ending = int(sys.argv[1]), sys.argv[2], sys.argv[3]

@@ -8,7 +8,7 @@ from sparsekit.models import DLRM, DeepFM
 from sparsekit.recipes.clicks.dlrm import LowRankCross
 
 FEATURES = ["user", "item", "tags"]
-# Bags of 3 samples: one key each for user and item, and none, two and one for tags.
+# Bags of 3 samples: one key each for user and item; none, two and one for tags.
 LENGTHS = torch.tensor([1] * 6 + [0, 2, 1])
 SPARSE = KeyedJaggedTensor(
     FEATURES,

@@ -167,9 +167,11 @@ def init_vectors(
     """Compute initial vectors, float32 ``[n, dim]``: a function of key, column and seed alone.
 
     Columns 4 j to 4 j + 3 are the four words of the counter (low half of the key, high half, j, 0)
-    under the two halves of the seed. Constant: a. Uniform in [a, b): the upper 24 bits u of a word
-    as a + u / 2^24 * (b - a), all in float32, and the float below b where that rounds up to b.
-    Normal: a + b z in float64, z by Box-Muller from two neighbouring words.
+    under the two halves of the seed.
+
+    Constant gives a. Uniform in [a, b) takes the upper 24 bits u of a word and gives
+    a + u / 2^24 * (b - a) in float32; if this rounds up to b, the result is the float below b.
+    Normal gives a + b z in float64, with z by Box-Muller from two neighbouring words.
     """
     if distribution == "constant":
         return torch.full((len(keys), dim), a, dtype=torch.float32, device=keys.device)
@@ -256,7 +258,7 @@ def update_rows_(
 
 
 def _rounded_at_random(w: torch.Tensor, rows: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """Round float32 to bfloat16: add 16 random bits to the 16 bits that go, and truncate.
+    """Round float32 to bfloat16: add 16 random bits to the lower 16 bits, then drop these.
 
     Columns 8 b to 8 b + 7 get the eight halves of Philox4x32-10 of (row, b, step), lower halves
     first.

@@ -114,7 +114,7 @@ def weights_of(model):
 def train_and_recommend(rank, kind, path=None):
     """Train; returns weights, losses of epochs and recommendations."""
     model = make_model(kind)
-    history = fit(model, 2, 157)  # 943 = 6 * 157 + 1: some ranks have nothing of the last batch
+    history = fit(model, 2, 157)  # 943 = 6 * 157 + 1: some ranks have nothing in the last batch
     best = recommend(model, 4)
     if path is not None:
         model.save(path)
@@ -135,7 +135,7 @@ def test_1_2_and_3_ranks_give_the_same_weights_on_943_users(ranks, kind, tmp_pat
         assert losses == pytest.approx(one[2], rel=1e-5)
         assert best.shape == (USERS, 4)
         torch.testing.assert_close(scores, one[4], rtol=0, atol=1e-4)
-    # A model saved by the ranks recommends the same on one.
+    # A model that several ranks saved recommends the same on one.
     loaded = recommend(load_recommender(tmp_path / "model.pt"), 4)
     assert torch.equal(loaded.users, make_model(kind).history.users)
     torch.testing.assert_close(loaded.scores, scores, rtol=0, atol=1e-6)

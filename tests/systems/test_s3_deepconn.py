@@ -241,7 +241,7 @@ def test_the_target_review_is_never_in_its_own_documents(reviews):
     for i in range(len(written)):
         user, item = ratings.users[i].item(), ratings.items[i].item()
         own = number[f"of{user}x{item}"]
-        # Each review has a word of its own: documents must hold those of all other reviews and not
+        # Each review has one unique word: documents must hold those of all other reviews and not
         # its own.
         for documents, same in ((users, ratings.users == user), (items, ratings.items == item)):
             others = set(same.nonzero()[:, 0].tolist()) - {i}
@@ -301,7 +301,7 @@ def test_held_out_pairs_are_disjoint(reviews, repeated):
         again = [torch.cat([x, x]) for x in (ratings.users, ratings.items, ratings.ratings)]
         ratings = Ratings(*again, torch.arange(2.0 * len(ratings)).double())
     train, test = split_reviews(ratings)
-    assert len(test) == 30  # one of eight per user
+    assert len(test) == 30  # one in eight per user
     assert pairs_of(ratings[train]).isdisjoint(pairs_of(ratings[test]))
     assert pairs_of(ratings[train]) | pairs_of(ratings[test]) == pairs_of(ratings)
     if repeated:

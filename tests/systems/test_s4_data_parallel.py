@@ -91,7 +91,7 @@ def test_schedule_matches_its_closed_form():
     assert rates == pytest.approx(expected, abs=1e-12)
     sgd.param_groups[0]["lr"] = sgd.param_groups[0]["initial_lr"]
     linear_warmup(sgd, 8, 0)
-    # The full rate at once without a warm-up.
+    # Without a warm-up the full rate applies at once.
     assert sgd.param_groups[0]["lr"] == pytest.approx(0.8)
 
 
@@ -158,5 +158,5 @@ def batch_norm(rank):
 def test_batch_norm_is_refused_as_documented(ranks):
     ranks(batch_norm)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    # Accepted on one rank, which has the whole batch.
+    # One rank has the whole batch, so it accepts the layer.
     Trainer(model, lambda model, batch: (model(batch[0])[:, 0], 0.0), [])

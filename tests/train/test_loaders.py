@@ -212,7 +212,7 @@ def test_batch_size_belongs_to_tensors():
 
 @pytest.mark.parametrize("sizes", [[6, 6, 6, 6], [6, 6, 5]])
 def test_accumulated_gradients_are_those_of_all_their_samples(sizes):
-    """This holds if the last step has fewer batches, and for batches of different sizes."""
+    """This holds even if the last step has fewer batches, and for batches of different sizes."""
     batches = batches_of(sizes)
     trainer = trained(batches, accumulate=2, epochs=1)
     groups = [batches[:2], batches[2:]]

@@ -148,7 +148,7 @@ def test_a_new_run_begins_the_file_anew(tmp_path):
     train([JsonLines(path)], epochs=3)
     path.write_text(path.read_text() + '{"kind": "ste')
     log = JsonLines(path)
-    assert len(path.read_text().splitlines()) == 11  # until the first record
+    assert len(path.read_text().splitlines()) == 11  # the old lines stay until the first record
     train([log], epochs=1)
     assert [record["step"] for record in read_run(tmp_path)] == [2, 4, 5]
 
@@ -200,7 +200,7 @@ def test_pictures(tmp_path):
 
 
 def test_a_short_run_can_be_read(tmp_path, monkeypatch):
-    """Of two unrecorded steps a picture shows the epoch, and says where it has no data."""
+    """The picture of two unrecorded steps shows the epoch, and says where it has no data."""
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     train([JsonLines(tmp_path / "metrics.jsonl")], epochs=1, log_every=1000)

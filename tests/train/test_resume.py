@@ -104,7 +104,7 @@ def assert_same(one, other):
     assert one[4] == other[4]
 
 
-# Before the first checkpoint, within an epoch, and at its end.
+# These are steps before the first checkpoint, within an epoch, and at its end.
 @pytest.mark.parametrize("last", [3, 10, 19, 27, 55])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_tensors(tmp_path, optimizer, last):
@@ -161,7 +161,7 @@ def test_a_reader(tmp_path, last, wrap):
 
 @pytest.mark.parametrize("last", [30, 38])  # within an epoch, and with the checkpoint at its end
 def test_a_loader_on_another_number_of_ranks(tmp_path, monkeypatch, last):
-    """Batches hold other samples there, so the epoch starts over."""
+    """With other ranks, batches hold other samples, so the epoch starts over."""
     monkeypatch.setattr(resume, "_ranks", lambda: 2)
     with pytest.raises(Stopped):
         fit(trainer_for(tmp_path, last=last), loader())
@@ -183,7 +183,7 @@ def test_accumulated_batches(tmp_path):
 
 
 def test_the_last_step_of_an_epoch_is_saved_once(tmp_path, monkeypatch):
-    """It is saved as the beginning of the next epoch, also between two regular checkpoints."""
+    """The state is saved as the beginning of the next epoch, also between regular checkpoints."""
     saved, save = [], Checkpoints.async_save
 
     def recorded(checkpoints, step, *arguments, state):

@@ -210,7 +210,7 @@ def test_plain_output_is_one_line_an_epoch():
 
 @pytest.mark.parametrize("case", ["shared", "idle", "short", "one thread", "passive"])
 def test_a_hint_where_threads_spin_on_shared_cores(monkeypatch, case):
-    """The hint comes once, and only by the system's count of switches."""
+    """The hint comes once, and only if the system counts many switches."""
     seconds, switches = (3.0 if case == "short" else 8.0), (70 if case == "idle" else 200)
     readings = itertools.count()
     monkeypatch.setattr(spinning, "_now", lambda: ((n := next(readings)) * seconds, n * switches))
@@ -259,7 +259,7 @@ def test_an_error_removes_the_bar(monkeypatch):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_divergence_names_the_step(bad):
-    """The trainer sees it at the end of the epoch, after later steps may have run."""
+    """The trainer sees the divergence at the end of the epoch, after later steps may have run."""
 
     def loss_fn(model, batch):
         losses = model(batch[0]) * 0 + 1
