@@ -69,16 +69,18 @@ def test_values_that_new_keys_would_undo_are_looked_for_again(tmp_path, before, 
 
 
 @pytest.mark.parametrize("size", [5, 6])
-@pytest.mark.parametrize("placement", ["hash", "modulo"])
+@pytest.mark.parametrize("placement", ["hash", "modulo", None])
 def test_as_many_rows_as_there_is_room_for(tmp_path, size, placement):
-    path = checkpoint.save(layer_of(*range(size)), tmp_path / "a")
-    loaded = layer_of(capacity=5, placement=placement)
+    options = {"placement": placement} if placement else {"use_hashtable": False}
+    path = checkpoint.save(layer_of(*range(size), capacity=size, **options), tmp_path / "a")
+    loaded = layer_of(capacity=5, **options)
     if size > 5:
-        with pytest.raises(CheckpointError, match=r"table table has 6 rows, .* capacity of 5"):
+        said = "6 rows, .* capacity of 5" if placement else "6 rows for rank 0, whose capacity is 5"
+        with pytest.raises(CheckpointError, match=f"table table has {said}"):
             checkpoint.load(loaded, path)
     else:
         checkpoint.load(loaded, path)
-        assert loaded.table.keys().tolist() == [0, 1, 2, 3, 4]
+        assert loaded.vectors(torch.arange(5)).tolist() == [[1, 1]] * 5
 
 
 def test_a_hash_table_of_another_load_factor(tmp_path):
@@ -169,6 +171,21 @@ def test_states_that_were_loaded_and_not_used_are_saved_by_key(tmp_path):
     assert loaded.table.keys().tolist() == [3, 2, 1]
     momentum = of_loaded.state[loaded.weight]["momentum_buffer"]
     assert momentum[:3].tolist() == [[0, 0], [0, 0], [1, 1]]
+
+
+@pytest.mark.parametrize("kind", [optim.LazyAdam, torch.optim.SparseAdam])
+def test_states_that_were_loaded_follow_the_keys(tmp_path, kind):
+    """As those of an optimizer that has made a step here."""
+    layers = [layer_of(1, 2, 3), layer_of()]
+    optimizers = [kind([*each.parameters()], lr=0.1) for each in layers]
+    layers[0](torch.tensor([1])).sum().backward()
+    optimizers[0].step()
+    path = checkpoint.save(layers[0], tmp_path / "a", optimizers[0])
+    checkpoint.load(layers[1], path, optimizers[1])
+    layers[1].load_state_dict(layer_of(3, 2, 1).state_dict())
+    layers[1](torch.tensor([3]))
+    average = optimizers[1].state[layers[1].weight]["exp_avg"]
+    assert average[:3].ne(0).tolist() == [[False] * 2] * 2 + [[True] * 2]
 
 
 def test_nothing_that_is_saved_or_copied_is_part_of_a_graph(tmp_path):
