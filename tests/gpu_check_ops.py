@@ -191,7 +191,7 @@ def main(device, seconds):
             break
         case()
         done += 1
-        if time.monotonic() > said + 5:  # progress, for whoever stops the run early
+        if time.monotonic() > said + 5:  # report progress: the run may be stopped early
             said = time.monotonic()
             print(f"{done} of {len(todo)} cases so far", flush=True)
     if device == "cuda":

@@ -268,7 +268,7 @@ def test_somebody_writes_to_rows_that_are_saved(tmp_path, monkeypatch):
 
 
 def test_a_file_that_takes_a_few_bytes_at_a_time(monkeypatch):
-    """All are written, and the disk is asked to begin with each part once."""
+    """All bytes are written, and the disk is asked once to begin writing each part."""
     taken, asked = bytearray(), []
 
     class File:
@@ -324,7 +324,7 @@ def test_one_in_so_many_is_complete(tmp_path, every):
 
 
 def test_an_interrupted_rank_tells_the_first(tmp_path, monkeypatch):
-    """It will write nothing, so that the first need not wait for as long as it may take."""
+    """Rank 1 says that it will write nothing, so that rank 0 need not wait for it."""
     writing = checkpoint.save.__globals__["CheckpointWriter"](
         table(1), tmp_path / "a", None, None, 0, None
     )

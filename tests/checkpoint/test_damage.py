@@ -291,7 +291,7 @@ def test_headers_that_are_not_as_the_manifest_says(saved, tmp_path, read):
     said = r"table-0001-rank-0000\.safetensors: is damaged: vectors should be int32"
     with pytest.raises(CheckpointError, match=said) as caught:
         READS[read](folder, tmp_path / "out")
-    assert caught.value  # which keeps all that was at work
+    assert caught.value  # the error keeps every frame's objects, but no open file
     assert sorted(os.listdir("/proc/self/fd")) == files
 
 

@@ -28,7 +28,7 @@ def test_the_highest_bits_of_any_words(monkeypatch, block):
 
 
 def test_new_rows_of_zeros_in_any_block(monkeypatch):
-    """Whose fingerprints are as if there were none."""
+    """Their fingerprints are the same as those of rows that do not exist."""
     monkeypatch.setattr(changes, "_BLOCK", 16)  # two rows
     rows = torch.zeros(9, 1, dtype=torch.float64)
     prints = Fingerprints(len(rows))

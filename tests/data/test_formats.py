@@ -23,7 +23,7 @@ def test_suffixes_and_kinds_of_keys():
 
 @pytest.mark.parametrize("name", ["csv", "tsv", "parquet"])
 def test_a_file_is_opened_for_its_columns_and_read(tmp_path, name):
-    """Quotes are quotes in the names and the rows of text."""
+    """In text, quotes surround a name or a value that contains the separator."""
     path, names = tmp_path / "file", ["b,\nc", "a", "long"]
     if name == "parquet":
         large = pa.array([["x"]], pa.large_list(pa.string()))
@@ -41,7 +41,7 @@ def test_a_file_is_opened_for_its_columns_and_read(tmp_path, name):
 
 @pytest.mark.time_limit(30)
 def test_a_pipe_is_not_opened_as_parquet(tmp_path):
-    """It would wait for someone to write."""
+    """Opening a pipe as a file would wait for a writer."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataFormatError, match=f"^{tmp_path}/pipe: is no regular file, from which"):
         FORMATS["parquet"].open(str(tmp_path / "pipe"))

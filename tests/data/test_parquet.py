@@ -300,7 +300,7 @@ def test_booleans_dates_and_decimals(tmp_path, column, texts, keys, numbers):
 
 
 def test_columns_in_several_pieces_or_none():
-    """As Arrow leaves those that exceed what one array of strings can hold."""
+    """Arrow splits a column that exceeds what one array of strings can hold."""
     whole = pa.array([[1, 2], None, [3], []], pa.list_(pa.int64()))
     for pieces in ([whole], [whole[:1], whole[1:]], [whole[:0], whole]):
         values, lengths = arrow_columns.bags(pa.chunked_array(pieces), Keys("int"))

@@ -19,7 +19,7 @@ ROWS = "".join(f"{row},key {row}\n" for row in range(3000))
 
 @pytest.fixture
 def pipe(tmp_path):
-    """Call it with what a thread writes into a pipe once."""
+    """Return a function that creates a pipe, which a thread writes the content to once."""
     path, threads = tmp_path / "pipe", []
 
     def make(content):
@@ -29,7 +29,7 @@ def pipe(tmp_path):
         return path
 
     yield make
-    # A failed test may not have read all of it.
+    # Read what a failed test may have left in the pipe.
     rest = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     while threads[0].is_alive():
         with contextlib.suppress(BlockingIOError):
@@ -50,7 +50,7 @@ def test_all_rows_of_a_pipe_are_read_once(pipe, compress, begin):
     assert not reader.counts_fast
     with pytest.raises(DataFormatError, match="pipe: is a pipe, whose rows cannot be counted"):
         reader.count_rows()
-    copied = pickle.loads(pickle.dumps(reader))  # as a worker gets it
+    copied = pickle.loads(pickle.dumps(reader))  # copied as for a worker
     (batch,) = reader
     assert batch.dense[:, 0].equal(torch.arange(3000.0))
     assert batch.sparse.values().equal(torch.tensor([xxh(f"key {row}") for row in range(3000)]))

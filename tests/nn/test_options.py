@@ -66,7 +66,7 @@ def test_signatures_show_each_option_with_its_default(kind):
     assert TYPES.items() <= typing.get_type_hints(kind.__init__).items()
 
 
-# Those that are not None.
+# All defaults other than None.
 DEFAULTS = {
     "use_hashtable": True, "key_dtype": torch.int64, "on_full": "error", "insert": True,
     "gradient_reduction": "mean", "strategy": "auto", "truncate": False, "dynamic_input": False,
@@ -82,7 +82,7 @@ def test_defaults(kind):
     assert given == {name: DEFAULTS.get(name) for name in given}
 
 
-# What a layer refuses, and what it does if it is made from given vectors.
+# Arguments that a layer refuses; then those refused beside given vectors, and by bags alone.
 WRONG = [
     *({word: True} for word in ("scale_grad_by_freq", "_weight")),
     {"max_norm": -1.0}, {"max_norm": 1.0, "norm_type": 0.0}, {"padding_idx": 9},

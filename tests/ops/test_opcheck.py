@@ -314,7 +314,7 @@ WRITES = {
 
 @pytest.mark.parametrize("name", WRITES)
 def test_torch_counts_what_is_written(name):
-    """So that a backward which needs what was there raises."""
+    """The count makes a backward raise that needs the overwritten values."""
     arguments = next(iter(CASES[name]()))
     written = [arguments[0]] if isinstance(arguments[0], torch.Tensor) else arguments[0]
     before = [tensor._version for tensor in written]

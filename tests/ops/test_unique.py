@@ -107,7 +107,7 @@ def threads(request):
 @pytest.mark.parametrize("threads", [2, 3, 5, 40], indirect=True)
 @pytest.mark.parametrize("shared", [0, 1, 4000, 8000])
 def test_keys_of_several_pieces(threads, shared):
-    # Of the 8192 keys of a row, `shared` come from earlier rows, and the others are new.
+    # A row has 8192 keys: `shared` ones come from earlier rows, and the others are new.
     rows = torch.arange(40 * 8192).view(40, 8192)
     draws = torch.randint(0, 2**40, (40, shared), generator=generator(shared))
     for row in range(1, 40):
