@@ -35,7 +35,7 @@ class Transport(ABC):
         receive_splits: Sequence[int],
         received: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """Begin to send a part of ``send`` to each rank; return a function that waits for the rest.
+        """Begin to send a part of ``send`` to each rank; return a function that waits for all.
 
         A rank may send to another one, but not to itself, less than that rank has room for; the
         rest is undefined. It must not send more: gloo then ends the receiving process, and shared

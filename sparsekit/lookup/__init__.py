@@ -1,4 +1,4 @@
-"""A lookup: what several tables are asked in one call, by one of three routes.
+"""Lookups in several tables with one call, by one of three routes.
 
     look_up -> begin -> one rank       Local   rows here, vectors, outputs
     (route.py)       -> several ranks  ByKey   distinct keys out, vectors back, pooled here

@@ -1,6 +1,6 @@
-"""A layer's vectors by key: read, written and listed, wherever keys live.
+"""Reads, writes and lists a layer's vectors by key, wherever keys live.
 
-On several ranks each rank names the keys it likes, which go to the ranks that own them.
+On several ranks each rank passes any keys, which go to the ranks that own them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Items(NamedTuple):
 @uncompiled
 @torch.no_grad()
 def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """See `EmbeddingLayer.vectors`."""
+    """Return the vectors of keys; see `EmbeddingLayer.vectors`."""
 
     def checked() -> torch.Tensor:
         return _checked_keys(layer, keys).reshape(-1)
@@ -66,7 +66,7 @@ def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
 @uncompiled
 @torch.no_grad()
 def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-    """See `EmbeddingLayer.assign`."""
+    """Give keys these vectors; see `EmbeddingLayer.assign`."""
 
     def checked() -> torch.Tensor:
         return _checked_pairs(layer, keys, vectors)[0]
@@ -80,14 +80,14 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         way = _ToOwners(exchange, layer, "assign vectors", checked)
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
-        # Where a table is full, all ranks raise.
+        # If a table is full, all ranks raise.
         written = attempt(lambda: _write(layer, come, values))
         exchange.agree(f"assigned: {way.signature}", written)
 
 
 @torch.no_grad()
 def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-    """`EmbeddingLayer.assign`, called with the same on all ranks, which need not talk then."""
+    """Run `EmbeddingLayer.assign` with the same arguments on all ranks, without communication."""
     keys, vectors = _checked_pairs(layer, keys, vectors)
     if layer.world_size > 1:
         mine = layer.owned(keys)
@@ -96,7 +96,7 @@ def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor)
 
 
 def items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
-    """See `EmbeddingLayer.items`."""
+    """Yield keys and vectors; see `EmbeddingLayer.items`."""
     chunk = check_int(layer.name, "chunk", chunk, 1, 2**31 - 1)
     layer.refuse_meta()
     return _items(layer, chunk)
@@ -115,10 +115,10 @@ def _items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
 
 
 def _checked_keys(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Keys of any shape as int64, which the table can take.
+    """Return keys of any shape as int64, after a check that the table can take them.
 
     Raises:
-        TypeError, ValueError, IndexError: it cannot.
+        TypeError, ValueError, IndexError: the table cannot take the keys.
     """
     layer.refuse_meta()
     if not isinstance(keys, torch.Tensor):
@@ -153,7 +153,7 @@ def _checked_pairs(
 
 
 def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Vectors ``[n, dim]`` of this rank's int64 keys ``[n]``, as evaluation reads them."""
+    """Return vectors ``[n, dim]`` of this rank's int64 keys ``[n]``, as evaluation reads them."""
     layer.prepare(inserts=False)
     rows = keys // layer.world_size if layer.table is None else layer.table.find(keys)
     absent = rows < 0
@@ -168,7 +168,7 @@ def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _read(layer: EmbeddingTable, rows: torch.Tensor) -> torch.Tensor:
-    """Vectors of rows; zeros for negative ones."""
+    """Return the vectors of rows; zeros for negative ones."""
     if getattr(layer.weight, "before_read", None) is not None:
         layer.catch_up(ops.unique(rows[rows >= 0])[0])
     return ops.gather_rows(layer.weight.detach(), rows)
@@ -187,19 +187,19 @@ def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
 
 
 class _ToOwners:
-    """Keys of this rank on their way to the ranks that own them: agreed on, not sent yet.
+    """Keys of this rank for the ranks that own them, agreed on but not sent yet.
 
     Args:
-        exchange: the way.
-        layer: whose keys.
-        what: is about to happen, the same on all ranks.
-        keys: makes them, int64 ``[n]``; what it raises is raised on every rank.
+        exchange: the exchange with the owners.
+        layer: the layer of the keys.
+        what: what is about to happen, the same on all ranks.
+        keys: makes the keys, int64 ``[n]``; what it raises is raised on every rank.
 
     Attributes:
-        keys: by owner.
-        order: where each of them has been.
-        own: keys for each rank.
-        theirs: keys from each rank.
+        keys: the keys, by owner.
+        order: the place of each key in the input.
+        own: numbers of keys for each rank.
+        theirs: numbers of keys from each rank.
         signature: names this call on all ranks.
     """
 
@@ -211,7 +211,7 @@ class _ToOwners:
         keys: Callable[[], torch.Tensor],
     ) -> None:
         self._exchange = exchange
-        # As of a lookup: counted before anything can fail.
+        # Counted like a lookup, before anything can fail.
         exchange.lookups += 1
 
         def propose() -> Proposal:
@@ -225,13 +225,13 @@ class _ToOwners:
         agreed = exchange.agree(what, attempt(propose))
         self.own: list[int] = agreed.own[:, 0].tolist()
         self.theirs: list[int] = agreed.counts[:, 0].tolist()
-        # All that may follow, before any of it can go wrong.
+        # Expect all messages that may follow, before any of them can fail.
         for counts, like in ((self.theirs, self.keys), (self.theirs, layer.weight)):
             exchange.expect(packed_sizes([like], [counts]))
         exchange.expect(packed_sizes([layer.weight], [self.own]))
 
     def send(self, what: str, values: torch.Tensor) -> torch.Tensor:
-        """Send values, one for each key in the order of keys; those of the keys that come."""
+        """Send a value for each key, in the order of keys; return the values from other ranks."""
         return _exchanged(
             self._exchange,
             f"{what}: {self.signature}",
@@ -250,15 +250,15 @@ def _exchanged(
     come: Sequence[int],
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """Send each rank rows of its own, and wait for those of all.
+    """Send each rank its rows, and wait for the rows from all ranks.
 
     Args:
-        exchange: the way.
-        what: this is, the same on all ranks.
+        exchange: the exchange of the ranks.
+        what: what is sent, the same on all ranks.
         make: makes the rows, those for rank 0 first; what it raises is raised on every rank.
-        sent: how many for each rank.
-        come: how many from each rank.
-        like: rows of that dtype and shape.
+        sent: number of rows for each rank.
+        come: number of rows from each rank.
+        like: rows of the same dtype and shape.
 
     Returns:
         The rows of rank 0, then those of rank 1 and so on.

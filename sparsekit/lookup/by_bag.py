@@ -1,8 +1,9 @@
 """The route by bag: every rank gets all keys and pools those that it owns.
 
-SOK's way. All ranks send their keys to all; each adds up, for every bag of every rank, the vectors
-of the keys that it owns, and sends each rank the sums of its bags, which that rank adds up and
-divides. What moves does not depend on how many keys a bag has, except for the keys themselves.
+This is SOK's way. Every rank sends its keys to all ranks. Each adds up, for every bag of every
+rank, the vectors of the keys that it owns, and sends each rank the sums of its bags, which that
+rank adds up and divides. Apart from the keys themselves, the bytes that move do not depend on the
+number of keys in a bag.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from .table_ops import run
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Whether a request pools, by sums, with weights that need no gradient if it has any."""
+    """Return whether a request pools by sums, without weights that need a gradient."""
     return request.combiner != "none" and not request.pooled_here
 
 
 def payload_bytes(requests: Sequence[Request]) -> int:
-    """Size of the part with the bags of requests, the same for every rank."""
+    """Return the size of the part with the bags of requests, the same for every rank."""
     return bags_bytes(
         [
             (
@@ -60,7 +61,7 @@ def payload_bytes(requests: Sequence[Request]) -> int:
 
 
 def bytes_to_move(requests: Sequence[Request]) -> int:
-    """Bytes to and from other ranks, without heads and backward."""
+    """Return the bytes to and from other ranks, without heads and backward."""
     per_rank = payload_bytes(requests) - part_bytes(0)
     for request in requests:
         row = request.table.embedding_vec_size * request.table.sum_dtype_on_wire.itemsize
@@ -76,12 +77,12 @@ def _ragged(request: Request) -> RaggedBags:
 
 
 def _sum_dtype(table: EmbeddingTable) -> torch.dtype:
-    """Dtype in which a bag's vectors are added."""
+    """Return the dtype in which a bag's vectors are added."""
     return accumulate_dtype(table.weight.dtype)
 
 
 class ByBag:
-    """One call of several tables that pool, of whose bags every rank adds up a part."""
+    """One call of several tables by bag: every rank adds up a part of each bag."""
 
     def __init__(
         self, exchange: Exchange, signature: str, plan: LookupPlan, requests: Sequence[Request]
@@ -92,7 +93,7 @@ class ByBag:
         self.requests = requests
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Send this rank's bags to all ranks; sizes are the bytes from each."""
+        """Send this rank's bags to all ranks; sizes are the bytes from each rank."""
         ranks = self.exchange.world_size
         self._received = self.exchange.send(
             f"bags: {self.signature}",
@@ -102,7 +103,7 @@ class ByBag:
         )
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
-        """See `Route`."""
+        """Finish the lookup; see `Route`."""
         exchange, ranks = self.exchange, self.exchange.world_size
         tables = [request.table for request in self.requests]
         owned = [
@@ -110,7 +111,7 @@ class ByBag:
             for table, bags in zip(tables, _bags_of_ranks(tables, self._received()), strict=True)
         ]
 
-        # A vector for each bag: of all ranks, and of this one.
+        # Rows as they are sent: a vector for each bag.
         like = [
             self.requests[0].keys.new_empty(
                 0, table.embedding_vec_size, dtype=table.sum_dtype_on_wire
@@ -153,14 +154,14 @@ class ByBag:
 class _Bags:
     """The part of all ranks' bags that this rank owns, for one table."""
 
-    counts: list[int]  # bags of each rank
+    counts: list[int]  # number of bags of each rank
     keys: torch.Tensor  # int64 [m]
     offsets: torch.Tensor  # int64 [all bags + 1]
     weights: torch.Tensor | None  # [m]
 
 
 def _bags_of_ranks(tables: Sequence[EmbeddingTable], come: Parts) -> list[_Bags]:
-    """For each table, out of the bags of all ranks."""
+    """Return this rank's part of the bags of all ranks, for each table."""
     dtypes = [_sum_dtype(table) for table in tables]
     of_ranks = [read_bags_of(come, rank, dtypes) for rank in range(len(come.begins))]
     return [_owned(table, of_table) for table, *of_table in zip(tables, *of_ranks, strict=True)]
@@ -183,7 +184,7 @@ def _owned(table: EmbeddingTable, parts: Sequence[RaggedBags]) -> _Bags:
 
 
 def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:
-    """Sums to the combiner's result; a divisor of zero gives zeros."""
+    """Turn sums into the combiner's result; a divisor of zero gives zeros."""
     if isinstance(request.combiner, tuple):
         slots = request.of_slots()
         totals = total.view(len(slots), request.shape[0], total.shape[1])
@@ -205,10 +206,10 @@ def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:
 
 
 class _Owned:
-    """The sums of all ranks' bags over the keys that this rank owns, of one table.
+    """Sums of the bags of all ranks over the keys that this rank owns, for one table.
 
-    Rows are added in float32 or float64. Pooling rounds its result to the dtype of the rows; so
-    where that is another one, this asks for vectors and adds them up itself.
+    Rows are added in float32 or float64. Pooling rounds its result to the dtype of the rows, so if
+    that is another one, this class asks for vectors and adds them up itself.
     """
 
     def __init__(self, table: EmbeddingTable, bags: _Bags) -> None:
@@ -222,7 +223,7 @@ class _Owned:
         self.request = Request(table, asked, "sum", NO_LIMIT, shape, checked=True)
 
     def sums(self, output: torch.Tensor) -> torch.Tensor:
-        """``[all bags, dim]``, of the output of `request`."""
+        """Return the sums ``[all bags, dim]``, given the output of `request`."""
         if not self._adds:
             return output
         vectors = output.to(_sum_dtype(self.request.table))
@@ -230,7 +231,7 @@ class _Owned:
         return ops.embedding_bag(vectors, places, self.bags.offsets, "sum", self.bags.weights)
 
     def gradient(self, sums: torch.Tensor) -> torch.Tensor:
-        """The gradient of that output, given that of `sums`."""
+        """Return the gradient of the output of `request`, given that of `sums`."""
         if not self._adds:
             return sums
         lengths = self.bags.offsets.diff()
@@ -240,18 +241,18 @@ class _Owned:
 
 @dataclass
 class _WayBack:
-    """Saved by one call for its gradients."""
+    """The state that one call saves for its gradients."""
 
     exchange: Exchange
     signature: str
-    like: list[torch.Tensor]  # of each table's vectors on their way
+    like: list[torch.Tensor]  # rows of each table as they are sent
     owned: list[_Owned]
-    sizes: tuple[list[int], list[int]]  # of sums, for the ranks and from them
+    sizes: tuple[list[int], list[int]]  # bytes of sums, for the ranks and from them
     record: LookupRecord
     found: list[torch.Tensor | None]
 
     def gradients(self, grads: Gradients) -> Gradients:
-        """Gradients of this rank's weights, from those of the sums, all of which are given."""
+        """Return the gradients of this rank's weights, given those of all sums."""
         given = cast("Sequence[torch.Tensor]", grads)
         exchange, owned = self.exchange, self.owned
         theirs, own = self.sizes
@@ -271,7 +272,7 @@ class _WayBack:
 
 
 class _Sums(torch.autograd.Function):
-    """The sums of this rank's bags, of all tables, which send their gradients to all ranks."""
+    """Autograd function of the sums of this rank's bags; backward sends gradients to all ranks."""
 
     @staticmethod
     def forward(

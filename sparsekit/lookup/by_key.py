@@ -1,8 +1,8 @@
 """The route by key: each rank gets the vectors of its distinct keys and pools them itself.
 
 A rank sends each owner its distinct keys; the owner answers with their vectors, in the order in
-which they came, and the rank pools them from where they have come. The backward sends the gradients
-of those vectors the same way back, and the owner adds up what the ranks have sent for one row.
+which they came, and the rank pools them in the memory in which they arrive. The backward sends the
+gradients of these vectors back to the owner, which adds up the gradients of all ranks for each row.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .unpooled import as_vectors
 
 
 class ByKey:
-    """One call of several tables on this rank, which asks the owners of its keys.
+    """One call of several tables by key: this rank asks the owners of its keys.
 
     Args:
-        exchange: the way to them.
-        plan: of the tables.
-        signature: what the call is, the same on all ranks.
+        exchange: the exchange with the owners.
+        plan: the plan of the tables.
+        signature: names the call, the same on all ranks.
     """
 
     def __init__(self, exchange: Exchange, plan: LookupPlan, signature: str) -> None:
@@ -41,15 +41,15 @@ class ByKey:
         self.signature = signature
         self._clients: list[KeyClient] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
-        # Where the keys of all ranks lie; with max_keys_per_rank that comes with them.
+        # Places of the keys from all ranks; with max_keys_per_rank they arrive with the keys.
         self._keys: Layout | None = None
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Take the requests of the call.
 
         Raises:
-            TypeError, ValueError, IndexError: keys or offsets that a table cannot take, or more
-                distinct keys for a rank than its max_keys_per_rank.
+            TypeError, ValueError, IndexError: a table cannot take the keys or offsets, or there are
+                more distinct keys for a rank than its max_keys_per_rank.
         """
         asked, self._finished = as_vectors(requests)
         for batch in self.plan.batches:
@@ -63,12 +63,12 @@ class ByKey:
 
     @property
     def counts(self) -> torch.Tensor:
-        """int64 ``[world_size, tables]``, keys that this rank asks each rank for."""
+        """Numbers of keys that this rank asks each rank for, int64 ``[world_size, tables]``."""
         counts = [client.counts for client in self._clients]
         return counts[0] if len(counts) == 1 else torch.cat(counts, 1)
 
     def bytes_to_move(self) -> int:
-        """Bytes to and from other ranks, without heads and backward."""
+        """Return the bytes to and from other ranks, without heads and backward."""
         others, world_size = self.exchange.world_size - 1, self.exchange.world_size
         keys = self.counts.sum(0).tolist()
         return sum(
@@ -77,15 +77,15 @@ class ByKey:
         )
 
     def bytes_of_bags(self) -> int:
-        """Bytes that would move by bag, without the keys."""
+        """Return the bytes that would move by bag, without the keys."""
         others = self.exchange.world_size - 1
         return sum(client.bytes_of_bags() * others for client in self._clients)
 
     def begin(self, agreed: Agreement) -> None:
-        """Send the keys, as many as all ranks have agreed on."""
+        """Send the keys, in the numbers that all ranks have agreed on."""
         exchange, most = self.exchange, self.plan.most_keys
         if most is not None:
-            # What may come from now on without a handshake.
+            # From now on, parts of this size may come without a handshake.
             exchange.expect([self._size_at_once(most)] * exchange.world_size)
             exchange.at_once.add(self.plan.signature())
         words = [8] * len(self._row_bytes)
@@ -99,10 +99,10 @@ class ByKey:
         self._own, self._theirs = self._expected(agreed.own), self._expected(agreed.counts)
 
     def begin_at_once(self, requests: Sequence[Request] | Exception) -> None:
-        """Send the keys, and with them how many they are, in parts of a size that all know.
+        """Send the keys and their counts together, in parts of a size that all ranks know.
 
         Args:
-            requests: or an error, which all ranks raise in `outputs`.
+            requests: the requests, or an error, which all ranks raise in `outputs`.
         """
         most, exchange = cast("list[int]", self.plan.most_keys), self.exchange
         size = self._size_at_once(most)
@@ -121,11 +121,11 @@ class ByKey:
         self._received = exchange.send(what, write, sizes, sizes, words=len(most))
 
     def _size_at_once(self, most: Sequence[int]) -> int:
-        """Bytes of a part with counts and, at most, that many keys."""
+        """Return the size of a part with counts and that many keys at most."""
         return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
-        """Where that many keys lie in parts that have counts as well."""
+        """Return the places of that many keys in parts that begin with counts."""
         tables = len(self._row_bytes)
         return Layout(counts, [8] * tables, words=tables)
 
@@ -134,7 +134,7 @@ class ByKey:
             client.write_keys(parts, keys, columns)
 
     def _expected(self, counts: np.ndarray) -> Layout:
-        """Where the vectors, or gradients, of that many keys will lie."""
+        """Return the places of the vectors, or gradients, of that many keys; expect these parts."""
         layout = Layout(counts, self._row_bytes, ALIGNMENT)
         self.exchange.expect(layout.sizes)
         return layout
@@ -151,7 +151,7 @@ class ByKey:
         )
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
-        """See `Route`."""
+        """Finish the lookup; see `Route`."""
         exchange = self.exchange
         come = self._received()
         if self._keys is None:
@@ -181,7 +181,7 @@ class ByKey:
 
 @dataclass(frozen=True)
 class _WayBack:
-    """Where the outputs of one call come from, and where their gradients go."""
+    """The state of one call that pools its outputs and sends back their gradients."""
 
     exchange: Exchange
     signature: str
@@ -193,7 +193,7 @@ class _WayBack:
     record: LookupRecord
 
     def pooled(self, come: list[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
-        """The outputs of all requests, or the one that they are columns of."""
+        """Return the outputs of all requests, or the one of which they are columns."""
         outputs: dict[int, torch.Tensor] = {}
         joined: list[torch.Tensor] = []
         for client, columns, rows in zip(self.clients, self.plan.columns, come, strict=True):
@@ -207,7 +207,7 @@ class _WayBack:
     def gradients(
         self, grads: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Gradients of this rank's rows, from those of the outputs."""
+        """Return the gradients of this rank's rows, given those of the outputs."""
 
         def write(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
             for client, columns, rows in zip(self.clients, self.plan.columns, memory, strict=True):
@@ -218,7 +218,7 @@ class _WayBack:
 
 
 class _Outputs(torch.autograd.Function):
-    """The outputs of a call, which send their gradients to the owners of the vectors."""
+    """Autograd function of the outputs of a call; backward sends gradients to the owners."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Requests, described for the ops on many tables."""
+"""Describes requests for the ops on many tables."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Descriptors:
     offsets: list[torch.Tensor]
     sample_weights: list[torch.Tensor]  # empty if there are none
     features: torch.Tensor
-    shapes: Sequence[tuple[int, ...]]  # of the outputs, but for dim
-    width: int | None  # all columns, if all have columns of one output
+    shapes: Sequence[tuple[int, ...]]  # shapes of the outputs, without dim
+    width: int | None  # columns of the output that all requests share, or None
 
 
 def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tensor) -> Descriptors:
-    """Describe requests. Those of the same bags share a source.
+    """Describe requests; requests of the same bags share a source.
 
     Args:
         requests: one for each of the tables.
         batch: the tables.
-        weight: any of the weights.
+        weight: the weight of any of the tables.
     """
     shapes: Sequence[tuple[int, ...]]
     if type(requests) is LazyRequests:
@@ -51,7 +51,7 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
         shapes = [request.shape for request in requests]
         columns = [request.columns for request in requests]
         width = None if None in columns else cast(Any, columns[0])[1]
-        # All that the descriptor is made from.
+        # Everything on which the descriptor depends.
         form = tuple(
             [
                 (r.shape, r.combiner, r.max_nnz, r.first_bag, r.columns, r.bags.slot_major, s)
@@ -81,14 +81,14 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
 
 @lru_cache(maxsize=64)
 def no_offsets(device: torch.device) -> torch.Tensor:
-    """Stands for offsets where each bag has one key."""
+    """Return empty offsets, which mean that each bag has one key."""
     return torch.empty(0, dtype=torch.int64, device=device)
 
 
 def _features(
     requests: Sequence[Request], places: Sequence[int], sources: Sequence[int], join: bool
 ) -> torch.Tensor:
-    """``features``, whose rows are in order of their tables."""
+    """Return ``features``, whose rows are in order of their tables."""
     rows = [
         _rows(request, table, source, None if join else i)
         for i, (request, table, source) in enumerate(zip(requests, places, sources, strict=True))
@@ -98,7 +98,7 @@ def _features(
 
 
 def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
-    """Describes a request, whose vectors are tensor `out`, or columns of the joint output."""
+    """Describe a request whose output is tensor `out`, or columns of the joint output."""
     dim = request.table.embedding_vec_size
     combiners = [GROUP_COMBINERS[combiner] for combiner in request.combiners]
     how = request.max_nnz, out or 0

@@ -14,7 +14,7 @@ from .request import Request
 
 
 def explain(requests: Sequence[Request]) -> None:
-    """Raise what an op has refused of requests, if that is it."""
+    """Raise the error that explains why an op has refused requests, if they are wrong."""
     for request in requests:
         request.check()
 
@@ -22,7 +22,7 @@ def explain(requests: Sequence[Request]) -> None:
 def explain_refusal(
     refusal: Exception, requests: Sequence[Request], tables: Sequence[EmbeddingTable]
 ) -> NoReturn:
-    """Raise what the op that finds or inserts keys has refused."""
+    """Raise the error behind a refusal of the op that finds or inserts keys."""
     explain(requests)
     if isinstance(refusal, RuntimeError):
         if "another thread" in str(refusal):

@@ -12,22 +12,22 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def read_torch_csr(inputs: torch.Tensor, sample_weights: Any, layer: str) -> Parts:
-    """The parts of a CSR tensor ``[bags, columns]`` of floats, not copied."""
+    """Return the parts of a CSR tensor ``[bags, columns]`` of floats, uncopied."""
     _check_no_weights(sample_weights, layer)
     return inputs.col_indices(), inputs.crow_indices(), inputs.values()
 
 
 def is_scipy_csr(inputs: Any) -> bool:
-    """Whether this is a CSR matrix or array of scipy, which need not be installed."""
+    """Return whether this is a CSR matrix or array of scipy, which need not be installed."""
     return getattr(inputs, "format", None) == "csr" and hasattr(inputs, "indptr")
 
 
 def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Parts:
-    """The parts of a CSR matrix ``[bags, columns]``, on the device; on the CPU floats are shared.
+    """Return the parts of a CSR matrix ``[bags, columns]`` on the device; the CPU shares floats.
 
     Raises:
-        TypeError: complex numbers, or wider ones than 64 bits.
-        ValueError: one dimension, or sample_weights besides.
+        TypeError: the numbers are complex, or wider than 64 bits.
+        ValueError: the matrix has one dimension, or sample_weights are given as well.
     """
     _check_no_weights(sample_weights, layer)
     if len(inputs.shape) != 2:
@@ -43,7 +43,7 @@ def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.d
             f"{layer}: a feature matrix must have real numbers of at most 64 bits, got "
             f"{weights.dtype}"
         )
-    # torch warns of memory that is not to be written to.
+    # torch warns of memory that is read-only.
     parts = (
         np.require(part, requirements="W") for part in (inputs.indices, inputs.indptr, weights)
     )

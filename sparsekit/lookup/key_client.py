@@ -1,4 +1,4 @@
-"""A rank's own keys on their way to the ranks that own them, and the vectors that come back."""
+"""The client's side of the route by key: a rank's keys, and the vectors that owners send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import TableBatch
 from .request import Request
 from .table_ops import new_outs
 
-# What is passed to them has been read by a request; what they refuse, it explains.
+# Called directly: a request has read their arguments, and explains what they refuse.
 _bucketize = torch.ops.sparsekit.group_bucketize.default
 _rows_of = torch.ops.sparsekit.group_exchange_rows.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -23,18 +23,18 @@ _backward_at = torch.ops.sparsekit.group_embedding_bag_backward_at_.default
 
 
 class KeyClient:
-    """Distinct keys of tables of one dtype, by owner, and the bags that they are pooled in.
+    """Distinct keys of tables of one dtype, by owner, and the bags in which they are pooled.
 
     Args:
-        batch: those tables.
-        requests: one for each of their positions.
-        world_size: how many ranks there are.
+        batch: the tables.
+        requests: one for each position of the batch.
+        world_size: number of ranks.
 
     Attributes:
-        counts: int64 ``[world_size, tables]``, keys of each table for each rank.
+        counts: int64 ``[world_size, tables]``, numbers of keys of each table for each rank.
 
     Raises:
-        TypeError, ValueError, IndexError: keys or offsets that a table cannot take.
+        TypeError, ValueError, IndexError: a table cannot take the keys or offsets.
     """
 
     def __init__(self, batch: TableBatch, requests: Sequence[Request], world_size: int) -> None:
@@ -55,22 +55,22 @@ class KeyClient:
         self._like = weight.detach()
         self._sample_weights, self._features = sources.sample_weights, sources.features
         self._shapes, self.width = sources.shapes, sources.width
-        # Elements of which the begin of each table's vectors is a multiple.
+        # The vectors of each table begin at a multiple of this number of elements.
         wide = ALIGNMENT // batch.wire_dtype.itemsize
         self._row_strides = [math.gcd(dim, wide) for dim in batch.dims]
 
     def bytes_of_bags(self) -> int:
-        """The sum of a vector for each bag."""
+        """Return the bytes of one sum for each bag."""
         each = zip(self._shapes, self.batch.places, strict=True)
         return sum(math.prod(shape) * self.batch.sum_bytes[t] for shape, t in each)
 
     def write_keys(self, parts: Parts, keys: Layout, columns: slice) -> None:
-        """Write the keys for each rank to what is sent.
+        """Write the keys for each rank to the parts that are sent.
 
         Args:
-            parts: where to.
-            keys: where in it.
-            columns: which of the layout's tables these are.
+            parts: the parts to write to.
+            keys: places of the keys in the parts.
+            columns: these tables among those of the layout.
         """
         words = parts.data.view(torch.int64)
         first = 0
@@ -87,14 +87,14 @@ class KeyClient:
         columns: slice,
         outs: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The outputs, from vectors that have come; with a width `outs`, if there are any yet.
+        """Pool the vectors that have come to outputs; with a width, to `outs` if there are any yet.
 
         Args:
-            come: elements of vectors.
-            begins: the byte at which each rank's part begins between ranks.
-            vectors: where they are in it.
-            columns: which of the layout's tables these are.
-            outs: made for other tables before.
+            come: the memory with the vectors, as elements.
+            begins: the byte at which each rank's part begins on the wire.
+            vectors: places of the vectors in the parts.
+            columns: these tables among those of the layout.
+            outs: outputs that were made for other tables before.
         """
         outs = outs or new_outs(self.batch, self._shapes, self.width, self._like)
         found = self._found(vectors, columns, begins)
@@ -117,14 +117,14 @@ class KeyClient:
         columns: slice,
         grads: Sequence[torch.Tensor | None],
     ) -> None:
-        """Write the gradients of the vectors, given those of the outputs, to what is sent.
+        """Write the gradients of the vectors, given those of the outputs, to the memory to send.
 
         Args:
-            gradients: elements of those.
-            begins: the byte at which each rank's part begins between ranks.
-            vectors: where they go in it.
-            columns: which of the layout's tables these are.
-            grads: of the outputs; None where there is none.
+            gradients: the memory for the gradients, as elements.
+            begins: the byte at which each rank's part begins on the wire.
+            vectors: places of the gradients in the parts.
+            columns: these tables among those of the layout.
+            grads: gradients of the outputs; None for an output without one.
         """
         batch = self.batch
         if self.width is None:
@@ -141,7 +141,7 @@ class KeyClient:
     def _found(
         self, vectors: Layout, columns: slice, of_parts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """index, rows, counts and bags, of vectors that lie in parts that begin there."""
+        """Return index, rows, counts and bags for vectors in parts that begin there."""
         unit_bytes = np.array(self._row_strides) * self.batch.wire_dtype.itemsize
         come = np.empty((len(unit_bytes), len(vectors.sizes), 2), dtype=np.int64)
         come[:, :, 0] = (vectors.begins(of_parts)[:, columns] // unit_bytes).T

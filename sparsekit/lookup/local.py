@@ -24,7 +24,7 @@ class Local:
     requests: Sequence[Request]
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
-        """See `Route`."""
+        """Finish the lookup; see `Route`."""
         if error is not None:
             raise error
         asked, finished = as_vectors(self.requests)
@@ -38,7 +38,7 @@ class Local:
 
 
 class _Outputs(torch.autograd.Function):
-    """The outputs of a call, which send their gradients to the weights."""
+    """Autograd function of the outputs of a call; backward sends gradients to the weights."""
 
     @staticmethod
     def forward(

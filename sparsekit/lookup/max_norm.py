@@ -1,4 +1,4 @@
-"""Rows whose norm is too large are scaled before they are read."""
+"""Scales rows whose norm is too large before they are read."""
 
 import torch
 
@@ -16,16 +16,16 @@ def limit_norms(
 
     Args:
         weight: ``[num_rows, dim]``.
-        rows: distinct; negative ones are left out.
+        rows: distinct; negative ones are ignored.
         max_norm: the largest norm.
-        norm_type: which: p of the p-norm.
+        norm_type: p of the p-norm.
     """
     rows = rows[rows >= 0]
     vectors = weight.detach()[rows].to(accumulate_dtype(weight.dtype))
     norms = torch.linalg.vector_norm(vectors, norm_type, dim=1, keepdim=True)
     above = (norms > max_norm).squeeze(1)
     scaled = vectors[above] * (max_norm / (norms[above] + 1e-7))
-    # A change of the weight is one to a backward that has saved it.
+    # Written only if a row changes, since a write fails a backward that has saved the weight.
     if len(scaled):
         weight.detach()[rows[above]] = scaled.to(weight.dtype)
         count_own_writes([weight])

@@ -1,4 +1,4 @@
-"""Entries of evaluation, brought to the form that a backward needs."""
+"""Brings the results of a lookup in evaluation to the form that a backward needs."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from .. import ops
 def numbered(
     rows_of_entries: torch.Tensor, entries: Sequence[slice]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """After evaluation: the distinct rows of each table, numbered as training does it.
+    """Number the distinct rows of each table after evaluation, as training does.
 
     Returns:
         index, rows and counts, as `group_find_or_insert_` returns inverse, rows and counts; an

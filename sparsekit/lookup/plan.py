@@ -15,7 +15,7 @@ from ..ops._group import FeatureColumn
 from ..tables.embedding_table import EmbeddingTable
 from .request import check_weight
 
-# Most forms of input that are remembered; a batch size is part of the form.
+# Largest number of input forms that are remembered; a batch size is part of the form.
 _MOST_FORMS = 64
 
 
@@ -30,30 +30,30 @@ class Tensors(NamedTuple):
 
 
 class TableBatch:
-    """Tables of one dtype that all insert keys or none: what one call of the ops can take.
+    """Tables that one call of the ops can take: of one dtype, and all or none insert keys.
 
-    Tensors are read at each call, since a state that is loaded may bring new ones. The tables
-    themselves are not kept alive, so that a layer may keep this and is freed all the same as soon
-    as nobody uses it.
+    Tensors are read at each call, since loading a state may replace them. The tables themselves are
+    not kept alive, so that a layer may keep this object and is still freed as soon as nothing uses
+    it.
 
     Attributes:
-        positions: of the requests for these tables, among all of a call.
-        places: which of the tables each of those requests asks.
-        dims: of the tables.
-        divisor: of gradients.
-        dtype: of the weights.
-        wire_dtype: of vectors and gradients between ranks.
-        row_bytes: of each table, between ranks.
-        sum_bytes: of a sum of rows of each table, between ranks.
-        key_ends: of each table, the end of its range of keys; -1 if any key will do.
-        dedupe: whether a rank sends each of its keys once.
+        positions: positions of the requests for these tables among all requests of a call.
+        places: for each of these requests, the number of its table.
+        dims: dims of the tables.
+        divisor: divisor of gradients.
+        dtype: dtype of the weights.
+        wire_dtype: dtype of vectors and gradients between ranks.
+        row_bytes: bytes of a row of each table on the wire.
+        sum_bytes: bytes of a sum of rows of each table on the wire.
+        key_ends: for each table, the end of its range of keys; -1 if it takes any key.
+        dedupe: whether a rank sends each distinct key once.
         described: int64 ``[T, 3]``, the ops' ``tables``.
         initializers: float64 ``[T, 3]``.
-        hashed: which of the tables have a hash table.
-        features: the ops' descriptors of requests, by all that they depend on.
-        max_norms: of tables that have one, the largest norm of a row, and which norm.
-        seen: whether these tables need no look at what is in them any more.
-        buffers: of each table, by name.
+        hashed: numbers of the tables that have a hash table.
+        features: the ops' descriptors of requests, by everything on which they depend.
+        max_norms: for tables with a limit, the largest norm of a row, and the p of that norm.
+        seen: whether the content of these tables needs no check any more.
+        buffers: buffers of each table, by name.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TableBatch:
             table.refuse_meta()
         self._tables = [ref(table) for table in tables]
         self.dims = [table.embedding_vec_size for table in tables]
-        # Names of those that have other rows on other ranks.
+        # Names of tables that have other rows on other ranks.
         self.shards_of = [table.name if table.world_size > 1 else None for table in tables]
         self.divisor = tables[0].gradient_divisor
         self.dtype = tables[0].weight.dtype
@@ -88,7 +88,7 @@ class TableBatch:
         }
         initial = [table.initializer.numbers for table in tables]
         self.initializers = torch.tensor(initial, dtype=torch.float64, device="cpu")
-        # A module's way to find its attributes takes longer than a small lookup.
+        # Attribute access of a module takes longer than a small lookup.
         self._parameters: list[Any] = [table._parameters for table in tables]
         self.buffers: list[Any] = [table._buffers for table in tables]
         self._hash_tables: list[Any] = [
@@ -96,7 +96,7 @@ class TableBatch:
         ]
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
-        self._process = -1  # that has been found to be one that may insert
+        self._process = -1  # the process that was found to be one that may insert
         self.features: dict[Any, torch.Tensor] = {}
 
     @property
@@ -105,17 +105,18 @@ class TableBatch:
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def tensors(self) -> Tensors:
-        """The tensors of a lookup, which comes next.
+        """Return the tensors for the lookup that comes next.
 
         Raises:
-            TypeError, ValueError: a weight that a lookup cannot take.
+            TypeError, ValueError: a lookup cannot take a weight.
             RuntimeError: as `EmbeddingTable.prepare`, or as `HashTable.refuse_sharing`.
         """
         weights = self._weights()
         if [weight.shape for weight in weights] != self._shapes:
             for table in self.tables:
                 check_weight(table)
-        if self.inserts and self._process != os.getpid():  # a fork has all that has been kept
+        # A fork inherits everything that is kept here.
+        if self.inserts and self._process != os.getpid():
             for table in self.tables:
                 if table.table is not None:
                     table.table.refuse_sharing()
@@ -123,7 +124,7 @@ class TableBatch:
         if not self.seen or self._written(weights):
             for table in self.tables:
                 table.prepare(self.inserts)
-            self.seen = not self.inserts  # which is so once keys are in
+            self.seen = not self.inserts  # when inserting, `have_keys` sets it
         return Tensors(
             weights,
             [buffers["seed"] for buffers in self.buffers],
@@ -133,30 +134,30 @@ class TableBatch:
         )
 
     def take_gradients(self) -> list[bool]:
-        """For each table, whether there will be gradients of a lookup."""
+        """Return for each table whether a lookup will get gradients."""
         if not torch.is_grad_enabled():
             return [False] * len(self.dims)
         return [weight.requires_grad for weight in self._weights()]
 
     def _written(self, weights: list[Any]) -> bool:
-        """Look for writes to weights since they were last looked at."""
+        """Return whether weights have been written to since the last check."""
         try:
             for t in self.hashed:
                 weight = weights[t]
                 if weight._version != weight.noted_version:
                     return True
-        except (AttributeError, RuntimeError):  # one that is no layer's, or has no version
+        except (AttributeError, RuntimeError):  # not a layer's weight, or one without a version
             return True
         return False
 
     def _weights(self) -> list[Any]:
         try:
             return [parameters["weight"] for parameters in self._parameters]
-        except KeyError:  # a parametrization, of which the weight is the result
+        except KeyError:  # the weight is the result of a parametrization
             return [table.weight for table in self.tables]
 
     def owners(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Maps of owners, each once, and which of them each table has; -1 stands for none.
+        """Return the distinct maps of owners, and the number of each table's map; -1 means none.
 
         Without a map the owner is ``unsigned(key) % world_size``.
         """
@@ -175,7 +176,7 @@ class TableBatch:
     def grads_or_zeros(
         self, grads: Sequence[torch.Tensor | None], dims: Sequence[int], features: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Gradients of all requests; zeros where there is none."""
+        """Return the gradients of all requests, with zeros for those that have none."""
         given = [grad for grad in grads if grad is not None]
         if len(given) == len(grads):
             return given
@@ -186,20 +187,22 @@ class TableBatch:
         return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
 
     def have_keys(self) -> None:
-        """Note that keys have been inserted."""
+        """Record that keys have been inserted."""
         for table in self.tables:
             table.checked_modes.add(True)
         self.seen = True
 
 
 class LookupPlan:
-    """All that a call needs to know of its tables, any of which may be asked more than once.
+    """The facts that a call needs about its tables, any of which may occur more than once.
 
     Attributes:
-        batches: the tables, by what one call of the ops can take.
-        columns: where each of these has its tables, among all of them.
-        derived: what a caller has made of the tables for some form of input; see `remember`.
-        most_keys: of each table that a rank may ask another one for, if all of them have a limit.
+        batches: the tables, in batches that one call of the ops can take.
+        columns: for each batch, the range of its tables among all tables.
+        derived: values that a caller has derived from the tables for a form of input; see
+            `remember`.
+        most_keys: largest number of keys of each table that a rank may ask another one for; None
+            unless all tables have a limit.
         fits_alone: whether `check_exchange` has found that the tables are those of one process.
     """
 
@@ -226,11 +229,11 @@ class LookupPlan:
         self.most_keys = limits if len(limits) == len(distinct) else None
         self._signature: tuple[Any, str] = None, ""
         self.fits_alone = False
-        # Not kept alive: it ends with its group.
+        # Weak, since an exchange ends with its group.
         self._fits: ref[Exchange] | None = None
 
     def is_of(self, tables: Sequence[EmbeddingTable]) -> bool:
-        """True if it is that of these tables, and nothing about them has changed since."""
+        """Return whether the plan is that of these tables, unchanged since it was made."""
         return self.tables == tables and self._changes == [table.changes for table in tables]
 
     def up_to_date(self) -> LookupPlan:
@@ -244,15 +247,15 @@ class LookupPlan:
         return [cast(EmbeddingTable, table()) for table in self._tables]
 
     def signature(self) -> str:
-        """The facts that all ranks must agree on before they look something up.
+        """Return the facts that all ranks must agree on before a lookup.
 
         Raises:
             RuntimeError: a table has been overwritten by that of another rank.
-            ValueError: a table's owners has something that is no rank.
+            ValueError: a table's owners has a number that is not a rank.
         """
-        # All that may have changed, as far as it takes to see that nothing has.
+        # Everything that may have changed, in a form that is quick to compare.
         buffers = [of_table for batch in self.batches for of_table in batch.buffers]
-        # In one piece, since on a device each reading waits for it.
+        # Read in one piece, since each read from a device waits for it.
         numbers = torch.cat([b[name] for b in buffers for name in ("seed", "shard")]).tolist()
         maps = [owners for batch in self.batches for owners in batch.owners()[0]]
         versions = [-1 if owners.is_inference() else owners._version for owners in maps]
@@ -268,10 +271,10 @@ class LookupPlan:
         return self._signature[1]
 
     def check_exchange(self, exchange: Exchange | None) -> None:
-        """Check that this is what all tables were made for, and have in common.
+        """Check that all tables were made for this exchange.
 
         Raises:
-            RuntimeError: a table was made on another rank, or for another number of them.
+            RuntimeError: a table was made on another rank, or for another number of ranks.
             ValueError: the tables have two process groups or devices.
         """
         fits = self.fits_alone if exchange is None else self._fits and self._fits() is exchange
@@ -296,14 +299,14 @@ class LookupPlan:
 
 
 def remember(values: dict[Any, Any], form: Any, value: Any) -> None:
-    """Keep a value that follows from some form of input."""
+    """Keep a value that depends on a form of input alone."""
     if len(values) >= _MOST_FORMS:
         values.clear()
     values[form] = value
 
 
 class PlanCache:
-    """The plan of a caller's last call. A copy of the caller begins anew."""
+    """Keeps the plan of a caller's last call; a copy of the caller begins without one."""
 
     def __init__(self) -> None:
         self._plan: LookupPlan | None = None
@@ -315,7 +318,7 @@ class PlanCache:
         return PlanCache, ()
 
     def plan_for(self, tables: Sequence[EmbeddingTable]) -> LookupPlan:
-        """The plan of a call of these tables.
+        """Return the plan for a call of these tables.
 
         Raises:
             RuntimeError: a table is on meta.

@@ -1,4 +1,4 @@
-"""A lookup as its backward needs it: gradients of rows from gradients of bags."""
+"""Records of lookups for their backward: gradients of rows from gradients of bags."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .numbered import numbered
 from .plan import TableBatch
 from .second import Gradients, pooled_again
 
-# Given what a lookup has found, so there is nothing left to check.
+# Called directly with the results of a lookup, which need no checks.
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 
 
 class LookupResult(NamedTuple):
-    """Outputs of a lookup, and all that its backward needs.
+    """Outputs of a lookup, and everything that its backward needs.
 
     Attributes:
-        outputs: one for each request; or one alone, where all requests have columns of it.
-        record: of the lookup, without tensors that autograd should watch over.
-        found: those tensors, for ``save_for_backward``.
+        outputs: one for each request; or a single one, of which all requests have columns.
+        record: the record of the lookup, without the tensors that autograd must track.
+        found: these tensors, for ``save_for_backward``.
     """
 
     outputs: list[torch.Tensor]
@@ -36,14 +36,14 @@ class LookupResult(NamedTuple):
 
 @dataclass(frozen=True)
 class LookupRecord:
-    """A lookup of tables of this rank, as its backward needs it.
+    """The record of a lookup in tables of this rank, for its backward.
 
     Attributes:
         calls: one for each of `LookupPlan.batches`.
-        weights: of all tables, each once.
-        autograd_inputs: tensors that autograd hands gradients to: the weights, or where `fused` one
+        weights: weights of all tables, each once.
+        autograd_inputs: tensors to which autograd passes gradients: the weights, or if `fused` one
             that stands for all. Each input of a backward costs time, and gradients that an
-            optimizer takes do not pass through.
+            optimizer takes in backward do not pass through.
         fused: whether one optimizer takes all gradients in backward.
     """
 
@@ -55,10 +55,10 @@ class LookupRecord:
     def gradients(
         self, grads: Sequence[torch.Tensor | None], found: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The sparse gradient of each autograd input; None if not wanted, or used up at once.
+        """Return the sparse gradient of each autograd input; None if not wanted, or used up.
 
         Args:
-            grads: of the outputs; None where there is none.
+            grads: gradients of the outputs; None for an output without one.
             found: see `LookupResult`.
         """
         calls = len(self.calls)
@@ -70,19 +70,19 @@ class LookupRecord:
         found: Sequence[torch.Tensor | None],
         features: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        """`gradients` after `table_ops.run_into`.
+        """Return the same as `gradients`, after `table_ops.run_into`.
 
         Args:
-            grads: of what was written to; as often as that.
+            grads: gradients of the tensors that were written to, one for each.
             found: see `LookupResult`.
-            features: as in the descriptors, but for where gradients lie.
+            features: as in the descriptors, except for the places of gradients.
         """
         return self._gradients([[grad] for grad in grads], found, features)
 
     def pooled_again(
         self, of_gradients: Gradients, grads: Gradients, found: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """See `second.pooled_again`."""
+        """Return the gradients of the outputs' gradients; see `second.pooled_again`."""
         return pooled_again(self.calls, of_gradients, grads, found)
 
     def _gradients(
@@ -98,7 +98,7 @@ class LookupRecord:
             gradients += call.gradients(grads[k], own, features[k])
         if not self.fused:
             return gradients
-        # None is left, unless the optimizer has been detached since.
+        # Gradients are left only if the optimizer has been detached since.
         left = [(w, g) for w, g in zip(self.weights, gradients, strict=True) if g is not None]
         if left:
             torch.autograd.backward([w for w, _ in left], [g for _, g in left])
@@ -107,7 +107,7 @@ class LookupRecord:
 
 @dataclass(frozen=True)
 class CallRecord:
-    """One call of the ops, as its backward needs it; see `Descriptors`."""
+    """The record of one call of the ops, for its backward; see `Descriptors`."""
 
     batch: TableBatch
     weights: list[torch.Tensor]
@@ -121,7 +121,7 @@ class CallRecord:
         found: Sequence[Any],
         features: torch.Tensor | None,
     ) -> list[torch.Tensor | None]:
-        """The sparse gradient of each weight; see `LookupRecord.gradients`."""
+        """Return the sparse gradient of each weight; see `LookupRecord.gradients`."""
         features = self.features if features is None else features
         index, rows, counts, bags, key_starts = found
         if self.width is None:
@@ -137,7 +137,7 @@ class CallRecord:
             return [None] * len(self.weights)
         dims = self.batch.dims
         if len(taken) < len(dims):
-            wanted = set(taken)  # what is not has vectors without elements
+            wanted = set(taken)  # other tables get vectors without elements
             dims = [dim if t in wanted else 0 for t, dim in enumerate(dims)]
         given = self.batch.grads_or_zeros(grads, dims, features)
         asked_of = index, rows, counts, bags, features, self.sample_weights, key_starts
@@ -150,7 +150,7 @@ class CallRecord:
                 self.batch.divisor,
                 torch.are_deterministic_algorithms_enabled(),
             )
-            # Gradients of sums may be wider than the rows.
+            # Gradients of sums may have a wider dtype than the rows.
             sums = sums.to(self.weights[0].dtype)
             parts = split_by_table(dims, counts.tolist(), sorted_rows, sums)
             return [(self.weights[t], parts[0][t], parts[1][t]) for t in taken]
@@ -183,7 +183,7 @@ class CallRecord:
         found: Sequence[Any],
         outs: list[torch.Tensor | None],
     ) -> None:
-        """See `second.pooled_again`: add to outs."""
+        """Pool for `second.pooled_again`, and add the results to outs."""
         positions = self.batch.positions if self.width is None else [0]
         own_grads = [grads[i] for i in positions]
         given = self.batch.grads_or_zeros(own_grads, self.batch.dims, self.features)
@@ -202,7 +202,7 @@ class CallRecord:
 
 
 def entries_of_tables(bags: torch.Tensor, features: torch.Tensor, tables: int) -> list[slice]:
-    """The entries of each table."""
+    """Return the entries of each table."""
     last = features.new_zeros(tables + 1)
     column = features.T
     last[1:].index_add_(0, column[FeatureColumn.table], column[FeatureColumn.bags])

@@ -1,4 +1,4 @@
-"""Requests: the bags of keys that a call asks of a table, and the shape of the result."""
+"""Requests: the bags of keys that a call looks up in a table, and the shape of the result."""
 
 from __future__ import annotations
 
@@ -28,71 +28,72 @@ GROUP = "EmbeddingGroup"
 
 @dataclass(slots=True)
 class Request:
-    """Bags of keys of one table, each of which gives a vector.
+    """Bags of keys for one table; each bag gives a vector.
 
-    What only the values of keys and offsets tell is not known to be right before `check`. The ops
-    of one rank look at it themselves, and change nothing where it is wrong; so for them it need not
-    be called, except to say what it was that they refused.
+    The values of keys and offsets may be wrong until `check` has been called. The ops of one rank
+    check them as well, and change nothing if they are wrong; so before these ops `check` is not
+    needed, except to explain what they refused.
     """
 
     table: EmbeddingTable
     bags: Bags  # without padding
-    # "none": a bag has at most one key, and its vector; without one zeros. A tuple: one for each
-    # slot, and bags lie slot by slot.
+    # "none": a bag has at most one key, whose vector is the output, or zeros without a key. A tuple
+    # has a combiner for each slot, and bags lie slot by slot.
     combiner: str | tuple[str, ...]
-    max_nnz: int  # most keys in a bag
-    shape: tuple[int, ...]  # of the output, but for dim: there is a bag for each element
+    max_nnz: int  # largest number of keys in a bag
+    shape: tuple[int, ...]  # shape of the output, without dim, with an element for each bag
     max_feature_num: int | None = None
     checked: bool = False
-    feature: str | None = None  # of an EmbeddingGroup, which asks
-    # The first of its bags, where `bags` is that of several requests, each of which asks a run.
+    feature: str | None = None  # the feature of an EmbeddingGroup that asks
+    # The first bag of this request, if several requests share `bags` and each has a run of them.
     first_bag: int | None = None
-    # The first column and all columns of an output that one rank may write for several requests.
+    # First column, and number of columns, of an output that one rank may write for several
+    # requests.
     columns: tuple[int, int] | None = None
-    # Where the bags begin among the vectors of keys that are not pooled, if the output is jagged.
+    # Offsets of the bags among vectors of keys that are not pooled, if the output is jagged.
     jagged: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
-        """Prefix of errors."""
+        """The prefix of errors."""
         return name_of(self.table, self.feature)
 
     @property
     def keys(self) -> torch.Tensor:
-        """int64 or int32 ``[n]``; repeats allowed."""
+        """The keys, int64 or int32 ``[n]``; repeats allowed."""
         return self.bags.values if self.first_bag is None else self._own_bags(self.bags).values
 
     @property
     def offsets(self) -> torch.Tensor:
-        """int64 ``[bags + 1]``, after `check`, of a request that pools."""
+        """The offsets, int64 ``[bags + 1]``, after `check`, of a request that pools."""
         return cast(torch.Tensor, self.bags.offsets)
 
     @property
     def weights(self) -> torch.Tensor | None:
-        """``[n]``, one for each key, in the dtype in which vectors are added."""
+        """The weights ``[n]``, one for each key, in the dtype in which vectors are added."""
         weights = self.bags.weights
         return None if weights is None else weights.to(accumulate_dtype(self.table.weight.dtype))
 
     @property
     def weights_need_gradient(self) -> bool:
-        """Whether backward is to find a gradient of the sample weights."""
+        """Whether backward needs a gradient of the sample weights."""
         weights = self.bags.weights
         return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
     @property
     def pooled_here(self) -> bool:
-        """Whether this rank pools the vectors of keys, by ops that autograd knows."""
+        """Whether this rank pools the vectors of keys by ops that autograd knows."""
         return "max" in self.combiners or self.weights_need_gradient
 
     @property
     def combiners(self) -> tuple[str, ...]:
-        """The combiner, or those of all slots."""
+        """The combiners of all slots, or the only one."""
         return self.combiner if isinstance(self.combiner, tuple) else (self.combiner,)
 
     def check(self) -> None:
-        """Raise for offsets and keys that the table cannot take. Changes nothing.
+        """Raise an error for offsets and keys that the table cannot take; change no table.
 
-        From here on the request has bags of its own.
+        Afterwards the request has bags of its own.
         """
         if self.checked:
             return
@@ -116,7 +117,7 @@ class Request:
         return bags.part(first, count, begin, end)
 
     def of_slots(self) -> list[Request]:
-        """One for each slot, of a checked request whose bags lie slot by slot."""
+        """Return a request for each slot, from a checked request whose bags lie slot by slot."""
         samples, slots = self.shape
         firsts = torch.arange(slots + 1, device=self.offsets.device) * samples
         ends = self.offsets[firsts].tolist()
@@ -131,7 +132,7 @@ class Request:
         ]
 
     def shaped(self, pooled: torch.Tensor) -> torch.Tensor:
-        """The output, from the vectors ``[bags, dim]`` of bags."""
+        """Return the output, given the vectors ``[bags, dim]`` of bags."""
         if not self.bags.slot_major:
             return pooled.view(*self.shape, pooled.shape[1])
         batch, slots = self.shape
@@ -139,15 +140,14 @@ class Request:
 
 
 class LazyRequests(Sequence[Request]):
-    """Requests for runs of the same bags, made only when one is looked at.
+    """Requests for runs of the same bags, made only when one is accessed.
 
     Args:
-        bags: of all of them.
-        shapes: of their outputs, but for dim.
-        width: columns of an output that they share, or None.
-        make: makes them.
-        form: equal to that of other requests for the same tables which differ from these in
-            values, offsets and weights only.
+        bags: the bags of all requests.
+        shapes: shapes of their outputs, without dim.
+        width: columns of the output that they share, or None.
+        make: makes the requests.
+        form: equal for requests to the same tables that differ in values, offsets and weights only.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LazyRequests(Sequence[Request]):
 
 
 def name_of(table: EmbeddingTable, feature: str | None) -> str:
-    """How errors call a table, or what a feature of a group asks of it."""
+    """Return how errors name a table, or a feature of a group that asks it."""
     return table.name if feature is None else f"{table.name}: feature {feature!r}"
 
 
@@ -193,9 +193,9 @@ def ask_bags(
     max_feature_num: int | None = None,
     truncate: bool = False,
 ) -> Request:
-    """Read bags for a table. Changes nothing.
+    """Read bags for a table; change nothing.
 
-    With slot_num None there is one slot, which inputs and output have no dimension for.
+    If slot_num is None, there is one slot, for which inputs and output have no dimension.
     """
     one = slot_num is None
     bags = read_bags(inputs, sample_weights, table.name, table.weight.device, matrix=one)
@@ -207,12 +207,12 @@ def ask_bags(
         samples, rest = divmod(bags.count, slot_num)
         shape = samples, slot_num
     by_slot = isinstance(max_nnz, tuple)
-    # The ops know one limit, and refuse what is beyond it.
+    # The ops know one limit, and refuse bags beyond it.
     limit = max_nnz if isinstance(max_nnz, int) and not truncate else NO_LIMIT
     request = Request(table, bags, combiner, limit, shape, max_feature_num)
     check_key_dtype(table, bags.values)
     odd = samples < 0 or rest != 0 or bags.slots not in (None, slot_num)
-    # Bags are looked at before they are changed.
+    # Bags are checked before they are changed.
     changes = truncate or by_slot or isinstance(combiner, tuple)
     if odd or changes or max_feature_num is not None or table.padding_key is not None:
         request.check()
@@ -226,13 +226,13 @@ def ask_bags(
 
 
 def leave_padding_out(request: Request) -> None:
-    """Take the layer's padding_key out of a checked request."""
+    """Remove the layer's padding_key from a checked request."""
     if request.table.padding_key is not None:
         request.bags = without_padding(request.bags, request.table.padding_key)
 
 
 def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
-    """Read keys of any shape for a table, or jagged ones. Changes nothing."""
+    """Read keys of any shape for a table, or jagged ones; change nothing."""
     name = table.name
     if is_jagged(keys):
         bags = read_bags(keys, None, name, table.weight.device)
@@ -258,7 +258,7 @@ def ask_vectors(table: EmbeddingTable, keys: torch.Tensor) -> Request:
 
 
 def vectors_of_bags(request: Request) -> Request:
-    """The vectors of the keys of a checked request, jagged: zeros for a padding key."""
+    """Request the vectors of a checked request's keys, jagged; a padding key gives zeros."""
     made = one_by_one(request.table, request.keys)
     made.jagged = request.offsets
     leave_padding_out(made)
@@ -266,7 +266,7 @@ def vectors_of_bags(request: Request) -> Request:
 
 
 def one_by_one(table: EmbeddingTable, keys: torch.Tensor) -> Request:
-    """The vector of each key, of keys that have been checked."""
+    """Request the vector of each key, for keys that have been checked."""
     return Request(table, Bags(keys, None, None), "none", 1, (len(keys),), checked=True)
 
 
@@ -282,10 +282,10 @@ def check_keys(
     """Check that a table can take keys, padding included.
 
     Args:
-        table: whose rows they are to have.
+        table: the table in which they are looked up.
         keys: int64 or int32.
-        name: what errors begin with; None means the table's.
-        bags: of the keys, which know their places in the input.
+        name: the name with which errors begin; None means the table's.
+        bags: the bags of the keys, which know the places of keys in the input.
     """
     check_key_dtype(table, keys)
     check_weight(table)
@@ -308,9 +308,9 @@ def check_keys(
 
 
 def check_weight(table: EmbeddingTable) -> None:
-    """Raise unless the weight is what a lookup needs; else it would fail with keys inserted."""
+    """Raise TypeError or ValueError if a lookup cannot use the weight, before keys are inserted."""
     weight = table.weight
-    if weight.dtype not in ROW_DTYPES:  # after half(), for instance
+    if weight.dtype not in ROW_DTYPES:  # for example after half()
         raise TypeError(
             f"{table.name}: weight must be float32, float64 or bfloat16, got {weight.dtype}"
         )

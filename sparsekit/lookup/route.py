@@ -1,4 +1,4 @@
-"""Which way a lookup goes: here, by key or by bag."""
+"""Chooses the route of a lookup: here, by key or by bag."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ Asked = Sequence[Request] | Exception
 
 
 class Route(Protocol):
-    """A lookup that has begun. Nothing has been changed so far."""
+    """A lookup that has begun, and has changed nothing so far."""
 
     plan: LookupPlan
 
     def outputs(self, error: Exception | None = None) -> list[torch.Tensor]:
-        """The rest of the lookup: an output for each request. With an error, all ranks raise it.
+        """Finish the lookup: return an output for each request, or raise the error on all ranks.
 
-        Where requests have columns of one output, a route may return that one alone.
+        If requests have columns of one output, a route may return that one alone.
         """
 
 
 def refused(tables: Sequence[EmbeddingTable], error: BaseException) -> Exception:
-    """An error that a call's input has raised, to be handed to `look_up`.
+    """Return an error that a call's input has raised, to be passed to `look_up`.
 
-    An interrupt is raised here, once the call is counted, so that no other rank takes the next call
-    of this one for it.
+    An interrupt is raised here, after the call is counted, so that no other rank takes this rank's
+    next call for the interrupted one.
     """
     if isinstance(error, Exception):
         return error
@@ -50,11 +50,11 @@ def refused(tables: Sequence[EmbeddingTable], error: BaseException) -> Exception
 
 
 def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> list[torch.Tensor]:
-    """Call several layers together.
+    """Look up in several layers together.
 
     Args:
-        cache: what is kept from call to call.
-        tables: of the layers: the same ones, in the same order, on every rank.
+        cache: keeps the plan from call to call.
+        tables: tables of the layers, the same ones in the same order on every rank.
         asked: a `Request` for each of the tables, or the error that reading the input has raised,
             which all ranks then raise.
     """
@@ -69,9 +69,9 @@ def look_up(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) ->
 
 
 def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> Route:
-    """The first part of `look_up`, which does not wait for the keys to arrive.
+    """Begin `look_up`, without waiting for the keys to arrive.
 
-    On a device it waits for what the current stream has by now, and for nothing that comes later.
+    On CUDA it waits for the work that the current stream has by now, not for later work.
     """
     exchange = _exchange(tables)
     if exchange is None:
@@ -81,14 +81,14 @@ def begin(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked) -> R
 
 
 def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
-    """The rest of a lookup that `begin` has begun; see `Route.outputs`."""
-    # It may have begun long ago.
+    """Finish a lookup that `begin` has begun; see `Route.outputs`."""
+    # Tables may have changed since the lookup began.
     route.plan = route.plan.up_to_date()
     return route.outputs(error)
 
 
 def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
-    # Which most processes have none of; to find that out from a layer takes longer.
+    # Most processes have no ranks; to find that out from a layer takes longer.
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return tables[0].process_exchange()
@@ -105,7 +105,7 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 
 @dataclass(kw_only=True)
 class _Proposal(Proposal):
-    """Bytes that a rank would send by key, the default route."""
+    """A proposal with the requests and their route by key, which is the default."""
 
     by_key: ByKey
     requests: Sequence[Request]
@@ -138,14 +138,14 @@ def _begin_on_ranks(
         facts = *_compare(by_key, asked), exchange.parts_saved
         return _Proposal(by_key.signature, by_key.counts, facts, by_key=by_key, requests=asked)
 
-    # A plan that cannot be made is an error that the handshake tells the others.
+    # If the plan cannot be made, the handshake tells the other ranks of the error.
     plan = attempt(agreed_before) if exchange.at_once else None
     if isinstance(plan, LookupPlan):
         by_key = by_key_of(plan)
         by_key.begin_at_once(asked)
         return by_key
 
-    # A bad input here is an error on all ranks, none of which has changed anything yet.
+    # A bad input here is raised on all ranks, none of which has changed anything yet.
     proposal = attempt(propose)
     agreed = exchange.agree("look up", proposal)
     proposal = cast(_Proposal, proposal)
@@ -161,9 +161,9 @@ def _begin_on_ranks(
 
 
 def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
-    """1 if this rank would rather go by bag, and what it would then send to each rank; else zeros.
+    """Return 1 if this rank prefers to go by bag, and the bytes for each rank then; else zeros.
 
-    Forward and backward move the same numbers of vectors, so one of them is counted.
+    Forward and backward move the same numbers of vectors, so only one of them is counted.
     """
     if by_key.plan.most_keys is not None:
         return 0, 0
@@ -172,7 +172,7 @@ def _compare(by_key: ByKey, requests: Sequence[Request]) -> tuple[int, int]:
     forced = "reduce_scatter" in strategies
     if "all_to_all" in strategies and not forced:
         return 0, 0
-    # Mostly that tells, without a look at the requests.
+    # This decides most calls, without a look at the requests.
     if not forced and by_key.bytes_of_bags() >= by_key.bytes_to_move():
         return 0, 0
     if "all_to_all" in strategies or not all(map(can_go_by_bag, requests)):

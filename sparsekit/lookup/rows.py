@@ -1,4 +1,4 @@
-"""Rows of tables on their way from rank to rank."""
+"""Sends rows of tables from rank to rank."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from ..distributed.exchange import Exchange
 from ..distributed.wire import Layout, Parts
 from .plan import LookupPlan, TableBatch
 
-# Writes rows: to memory for those of each of `LookupPlan.batches`, of their dtype, given where each
-# rank's part begins in all of these.
+# Writes rows to memory for each of `LookupPlan.batches`, in the dtype of the batch, given the byte
+# at which each rank's part begins in all of these.
 Write = Callable[[list[torch.Tensor], Sequence[int]], None]
 
 
 def exchange_rows(
     exchange: Exchange, what: str, plan: LookupPlan, write: Write, sent: Layout, come: Layout
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Send rows of all tables to the ranks, and wait for theirs.
+    """Send rows of all tables to the ranks, and wait for the rows from them.
 
-    Where tables have another dtype on the wire than in memory, rows are converted; but those of
-    this rank's own part, which are only handed over.
+    If tables have another dtype on the wire than in memory, rows are converted, except those of
+    this rank's own part, which stay in memory.
 
     Args:
-        exchange: the way.
-        what: these rows are, the same on all ranks.
-        plan: of their tables.
-        write: writes them.
-        sent: how many for each rank.
-        come: how many from each rank.
+        exchange: the exchange of the ranks.
+        what: what these rows are, the same on all ranks.
+        plan: the plan of their tables.
+        write: writes the rows.
+        sent: places of the rows for each rank.
+        come: places of the rows from each rank.
 
     Returns:
-        What has come, as write was given it.
+        The rows that have come, in the form that write gets: memory, and where parts begin.
 
     Raises:
-        What write raises on any rank, on all of them; and as `Exchange.send`.
+        An error of write on any rank is raised on all; `Exchange.send` lists further errors.
     """
     memory: list[torch.Tensor] = []
     others = [rank for rank in range(exchange.world_size) if rank != exchange.rank]
@@ -53,7 +53,7 @@ def exchange_rows(
 
 
 def _memory(batch: TableBatch, data: torch.Tensor) -> torch.Tensor:
-    """For rows as the ops take them: that of the parts, or else as many elements as these have."""
+    """Return memory for rows as the ops take them: that of the parts, or new memory."""
     if batch.wire_dtype == batch.dtype:
         return data.view(batch.dtype)
     elements = data.nbytes // batch.wire_dtype.itemsize
@@ -67,7 +67,7 @@ def _pieces(
     layout: Layout,
     others: Sequence[int],
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What is to be converted: elements of the parts, and those that stand for them in memory."""
+    """List the elements to convert: each piece in the parts, and its counterpart in memory."""
     pieces = []
     for batch, columns, own in zip(plan.batches, plan.columns, memory, strict=True):
         if batch.wire_dtype == batch.dtype:

@@ -1,4 +1,4 @@
-"""Gradients of weights that may have gradients themselves, as a penalty on them or MAML needs."""
+"""Gradients of weights that can have gradients themselves, for a penalty on them or MAML."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def differentiable(
     again: Callable[[Gradients], Gradients],
     grads: Gradients,
 ) -> Gradients:
-    """The gradients of weights, in the backward of a lookup.
+    """Return the gradients of weights, in the backward of a lookup.
 
     Args:
-        make: makes them from those of the outputs, of which they are a linear function.
+        make: makes them from the gradients of the outputs, of which they are a linear function.
         again: makes the gradients of the outputs' gradients from those of the weights' gradients.
-        grads: of the outputs.
+        grads: gradients of the outputs.
     """
     if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
         gradients: Gradients = _Gradients.apply(make, again, *grads)
@@ -34,11 +34,11 @@ class _Call(Protocol):
 
     @property
     def weights(self) -> list[Any]:
-        """Of those tables."""
+        """The weights of these tables."""
 
     @property
     def shards_of(self) -> list[str | None]:
-        """Names of those tables that have other rows on other ranks."""
+        """Names of these tables that have other rows on other ranks."""
 
     def pool_again(
         self,
@@ -56,16 +56,16 @@ def pooled_again(
     grads: Gradients,
     saved: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    """Gradients of the outputs' gradients, given those of the weights': a lookup in them.
+    """Compute gradients of the outputs' gradients from those of the weights', by a lookup.
 
     Args:
-        calls: which have pooled the outputs.
-        of_gradients: for each weight of each call, sparse or dense; None where there is none.
-        grads: of the outputs.
-        saved: what the calls have saved.
+        calls: the calls that have pooled the outputs.
+        of_gradients: gradient of each weight's gradient, for each call; sparse, dense or None.
+        grads: gradients of the outputs.
+        saved: tensors that the calls have saved.
 
     Raises:
-        NotImplementedError: tables that are sharded.
+        NotImplementedError: a table is sharded.
     """
     if names := [name for call in calls for name in call.shards_of if name is not None]:
         raise NotImplementedError(

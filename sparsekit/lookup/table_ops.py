@@ -20,26 +20,26 @@ from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 
-# What is passed to them has been read by a request; what they refuse, it explains.
+# Called directly: a request has read their arguments, and explains what they refuse.
 _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 _new_out = torch.ops.sparsekit.group_embedding_bag_out.default
 
-# From this size on the CPU's memory is worth keeping; see csrc/torch_ops/large_memory.h.
+# From this size on, CPU memory is reused; see csrc/torch_ops/large_memory.h.
 _LARGE_BYTES = 2 << 20
 
 
 def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
-    """Look requests up in tables of this rank, without gradient; in training, new keys go in.
+    """Look up requests in tables of this rank, without gradient; in training, insert new keys.
 
     Args:
-        plan: of the tables.
-        requests: one for each.
+        plan: the plan of the tables.
+        requests: one for each table.
 
     Raises:
-        TypeError, ValueError, IndexError: keys or offsets that a table cannot take; nothing has
-            been changed.
+        TypeError, ValueError, IndexError: a table cannot take the keys or offsets; nothing has been
+            changed.
         TableFullError: a table is full. Tables that had room keep their new keys.
         RuntimeError: another thread is inserting into one of the tables.
     """
@@ -47,7 +47,7 @@ def run(plan: LookupPlan, requests: Sequence[Request]) -> LookupResult:
     if len(batches) == 1:
         call = TableOps(batches[0], requests, None)
         return _result([call], call.run())
-    # Else the first call would have inserted its keys when the second is refused.
+    # Otherwise the first call would already have inserted keys when the second is refused.
     for request in requests:
         request.check()
     outputs: dict[int, torch.Tensor] = {}
@@ -69,12 +69,12 @@ def run_into(
     asked: Sequence[tuple[Sequence[Request], Descriptors]],
     outs: Sequence[torch.Tensor],
 ) -> LookupResult:
-    """`run` of checked keys, with the outputs where the descriptors say.
+    """Run the lookup like `run`, for checked keys, with outputs where the descriptors say.
 
     Args:
-        plan: of the tables.
+        plan: the plan of the tables.
         asked: for each of `LookupPlan.batches` the requests, and their descriptors.
-        outs: for each of those what is written to.
+        outs: for each batch, the tensor to write to.
     """
     calls = []
     for batch, (requests, descriptors), out in zip(plan.batches, asked, outs, strict=True):
@@ -95,7 +95,7 @@ def _result(calls: Sequence[TableOps], outputs: list[torch.Tensor]) -> LookupRes
 
 
 def insert(table: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Rows, int64, of distinct keys of this rank; new ones go in, also in evaluation."""
+    """Return rows, int64, of distinct keys of this rank; insert new keys, also in evaluation."""
     call = TableOps(TableBatch([0], [table], inserts=True), [one_by_one(table, keys)], None)
     call.find()
     return cast(torch.Tensor, call.rows).to(torch.int64)
@@ -104,7 +104,7 @@ def insert(table: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
 class TableOps:
     """One call of each op for the tables of a batch: rows of keys, then vectors of bags.
 
-    With a width, there is one output for the columns of all.
+    With a width, all requests have columns of one output.
     """
 
     def __init__(
@@ -120,23 +120,23 @@ class TableOps:
         self.width = descriptors.width
 
     def run(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Outputs of the requests; with a width, `outs` if an earlier call has made it."""
+        """Return the outputs of the requests; with a width, `outs` if already made."""
         self.find()
         return self._pool(outs)
 
     def record(self) -> CallRecord:
-        """The part of the call that backward needs beside `found`."""
+        """Return the part of the call that backward needs besides `found`."""
         given = self._descriptors
         return CallRecord(
             self._batch, self.weights, given.sample_weights, given.features, self.width
         )
 
     def found(self) -> tuple[torch.Tensor | None, ...]:
-        """Results of `find`: index, rows, counts, bags and key_starts."""
+        """Return the results of `find`: index, rows, counts, bags and key_starts."""
         return self._index, self.rows, self._counts, self._bags, self._key_starts
 
     def find(self) -> None:
-        """Find rows; insert keys that are new where tables do that. See `run` of the module."""
+        """Find rows, and insert new keys if the tables do that; raise the errors of `run`."""
         tables, sources = self._batch, self._descriptors
         _, seeds, *hash_tables = self._tensors
         asked = sources.keys, sources.offsets, sources.features
@@ -144,7 +144,7 @@ class TableOps:
         late = {t: w for t, w in enumerate(self.weights) if getattr(w, "before_read", None)}
         self.rows: torch.Tensor | None = None
         self._counts: torch.Tensor | None = None
-        # On a device only the device knows whether keys are new, and mostly none is.
+        # On CUDA only the device knows whether there are new keys, and mostly there are none.
         sizes = self._tensors.sizes if tables.inserts and sources.keys[0].is_cpu else []
         before = _numbers(sizes)
         if late and tables.inserts:
@@ -167,7 +167,7 @@ class TableOps:
         if tables.inserts and not tables.seen:
             tables.have_keys()
         if (now := _numbers(sizes)) != before:
-            # A backward that saved a weight would use its new rows in silence.
+            # Without this, a backward that saved a weight would silently use its new rows.
             each = zip(tables.hashed, before, now, strict=True)
             changed = [self.weights[t] for t, then, size in each if size > then]
             increment_version(changed)
@@ -184,15 +184,16 @@ class TableOps:
             if self._batch.inserts:
                 _pool(outs, self.weights, *found, *given, [], [], None)
             else:
-                # Keys that are not there read their initial vectors.
+                # Absent keys read their initial vectors.
                 unseen = sources.keys, self._tensors.seeds, self._batch.initializers
                 _pool(outs, self.weights, *found, *given, *unseen)
         return outs
 
     def _catch_up_free_rows(self, late: dict[int, Any]) -> None:
-        """Have rows that new keys may get make the steps they have missed.
+        """Let rows that new keys may get catch up with the steps that they have missed.
 
-        A row may have moved before it had a key; what it has missed is not its new vector's.
+        A row may have moved before it had a key; the steps that it has missed do not belong to its
+        new vector.
         """
         for t, weight in late.items():
             table = self._batch.tables[t]
@@ -204,7 +205,7 @@ class TableOps:
             weight.catch_up(torch.arange(size, end, device=weight.device))
 
     def _prepare(self, late: dict[int, Any]) -> None:
-        """Have the rows that are about to be read make the steps they have missed; limit norms."""
+        """Let the rows that are about to be read catch up, and limit their norms."""
         limits = self._batch.max_norms
         features = self._descriptors.features
         entries = entries_of_tables(self._bags, features, len(self.weights))
@@ -224,7 +225,7 @@ class TableOps:
 def new_outs(
     batch: TableBatch, shapes: Sequence[tuple[int, ...]], width: int | None, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Outputs of requests of these shapes, or the one of which they have columns."""
+    """Return outputs for requests of these shapes, or the one of which they have columns."""
     if width is not None:
         return [_output(like, shapes[0][0], width)]
     each = zip(shapes, batch.places, strict=True)
@@ -232,10 +233,10 @@ def new_outs(
 
 
 def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Memory for an output, with any content.
+    """Return memory for an output, with arbitrary content.
 
-    On the CPU it is that of an earlier output if it is large: new memory can take longer to come
-    than to be filled.
+    On the CPU a large output reuses the memory of an earlier one, since allocating new memory can
+    take longer than filling it.
     """
     num_elements = math.prod(shape)
     if num_elements * like.element_size() < _LARGE_BYTES:
@@ -244,6 +245,6 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:
-    """The elements of tensors of one, on the CPU; an op would be a good part of a small lookup."""
+    """Return the elements of CPU tensors of one; an op would take a good part of a small lookup."""
     at = ctypes.c_int64.from_address
     return [at(size.data_ptr()).value for size in sizes]

@@ -1,6 +1,7 @@
-"""Pools vectors that come one by one, which the ops on many tables do not.
+"""Finishes requests that the ops on many tables cannot pool.
 
-They are jagged, or pooled by ops that autograd knows: maxima, and weights that need a gradient.
+These ask for vectors, which stay jagged or are pooled by ops that autograd knows: maxima, and sums
+with weights that need a gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .request import LazyRequests, Request, one_by_one
 def as_vectors(
     requests: Sequence[Request],
 ) -> tuple[Sequence[Request], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """Requests of which such ones ask for vectors, and what makes the outputs from theirs."""
+    """Let these requests ask for vectors; return all requests, and a function for the outputs."""
     if not _any_such(requests):
         return requests, list
     asked = [_vectors_of(r) if r.pooled_here else r for r in requests]
@@ -36,10 +37,10 @@ def _finished(request: Request, asked: Request, output: torch.Tensor) -> torch.T
 
 
 def _any_such(requests: Sequence[Request]) -> bool:
-    if type(requests) is LazyRequests:  # all of them sums
+    if type(requests) is LazyRequests:  # all of them are sums
         all_bags = [requests.bags]
     else:
-        # A combiner or several: "max" is part of no other.
+        # A name or a tuple of names: no other name contains "max".
         if any("max" in r.combiner or r.jagged is not None for r in requests):
             return True
         all_bags = [request.bags for request in requests]
@@ -54,7 +55,7 @@ def _vectors_of(request: Request) -> Request:
 
 
 def _pooled(request: Request, vectors: torch.Tensor) -> torch.Tensor:
-    """``[bags, dim]``, of a checked request, from the vector of each of its keys."""
+    """Pool the vectors of a checked request's keys to ``[bags, dim]``."""
     combiner = request.combiner
     if isinstance(combiner, tuple):
         slots = request.of_slots()
@@ -63,20 +64,20 @@ def _pooled(request: Request, vectors: torch.Tensor) -> torch.Tensor:
     if combiner == "max":
         return _largest(vectors, request.offsets)
     places = torch.arange(len(vectors), device=vectors.device)
-    # Past the checks of the public form: bags and weights have been checked.
+    # Without the checks of the public function, since bags and weights have been checked.
     pooled = _embedding_bag(vectors, places, request.offsets, COMBINERS[combiner], request.weights)
     return cast(torch.Tensor, pooled)
 
 
 def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The largest of each element of each bag's vectors; zeros of an empty bag.
+    """Return the largest of each element over each bag's vectors; zeros for an empty bag.
 
     Args:
-        vectors: ``[n, dim]``; a NaN is larger than all else.
+        vectors: ``[n, dim]``; a NaN is larger than anything else.
         offsets: int64 ``[bags + 1]``, rising from 0 to n.
 
     Returns:
-        ``[bags, dim]``. The first of equal elements gets the gradient, as torch has it.
+        ``[bags, dim]``. The first of equal elements gets the gradient, as in torch.
     """
     n, dim = vectors.shape
     bags = len(offsets) - 1
@@ -88,5 +89,5 @@ def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         won = (vectors == largest.gather(0, bag)) | vectors.isnan()
         places = torch.arange(n, device=bag.device).unsqueeze(1).where(won, n)
         first = bag.new_full((bags, dim), n).scatter_reduce_(0, bag, places, "amin")
-    # Where nothing has won, since the bag is empty, place n is asked for.
+    # An empty bag has no maximum, and reads place n, the row of zeros.
     return torch.cat([vectors, vectors.new_zeros(1, dim)]).gather(0, first)
