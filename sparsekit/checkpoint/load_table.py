@@ -279,8 +279,8 @@ class TablePlan:
             into = torch.arange(begin, begin + len(own), device=keys.device)
         else:
             into = layer.table.find(own)
-        start = int(into[0])
-        if start < 0:
+        start, least = int(into[0]), int(into.min())
+        if least < 0:
             raise CheckpointError(f"{file.path}: has changed while it was loaded")
         numbers = torch.arange(start, start + len(into), device=keys.device)
         in_order = torch.equal(into, numbers)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import struct
 
 import pytest
 import torch
@@ -91,16 +92,43 @@ def test_a_hash_table_of_another_load_factor(tmp_path):
     assert loaded.table.keys().tolist() == list(range(9))
 
 
+@pytest.mark.parametrize("hash_table", [True, False])
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_steps_that_are_due_are_not_those_of_what_is_loaded(tmp_path, with_optimizer):
-    model, optimizers = made("Adam")
+def test_steps_that_are_due_are_not_those_of_what_is_loaded(tmp_path, with_optimizer, hash_table):
+    model, optimizers = made("Adam", hash_table=hash_table)
     train(model, optimizers, 0, 2)
     path = checkpoint.save(model, tmp_path / "a", optimizers)
-    expected = model.users.weight.detach().clone()
+    expected = model.rows.weight.detach().clone()
     train(model, optimizers, 2, 5)  # most rows are late
     checkpoint.load(model, path, optimizers if with_optimizer else None)
-    model.users.catch_up()
-    assert torch.equal(model.users.weight, expected)
+    model.rows.catch_up()
+    assert torch.equal(model.rows.weight, expected)
+
+
+class Overwrites:
+    """An object that is handed its state, and then another process writes to a file."""
+
+    def __init__(self, file, old, new):
+        self.change = file, struct.pack("<q", old), struct.pack("<q", new)
+
+    def load_state_dict(self, _):
+        file, old, new = self.change
+        file.write_bytes(file.read_bytes().replace(old, new))
+
+
+@pytest.mark.parametrize("key", [100, 101, 103])
+def test_a_file_that_changes_while_it_is_loaded(tmp_path, key):
+    """No row of a key that the table does not have is written."""
+    keep = Checkpoints(tmp_path, complete_every=2)
+    layer = layer_of(*range(100, 105))
+    keep.save(0, layer, state={"it": State()})
+    layer.assign(torch.tensor([100, 101, 103]), torch.zeros(3, 2))
+    path = keep.save(1, layer, state={"it": State()})
+    keep.close()
+    file = path / "table-0000-rank-0000.safetensors"
+    loaded = layer_of()
+    with pytest.raises(CheckpointError, match=f"{file}: has changed while it was loaded"):
+        checkpoint.load(loaded, path, state={"it": Overwrites(file, key, 77)})
 
 
 FACTS = {
