@@ -116,7 +116,6 @@ def _load(layer: EmbeddingTable, weight: torch.Tensor) -> None:
     layer.catch_up()
     if isinstance(layer.weight, EmbeddingWeight):
         layer.weight.moved = False
-    layer.checked_modes = set()
     device = layer.weight.device
     ids = _ids(weight, device).to(layer.key_dtype)
     with layer.rows_changing():

@@ -67,9 +67,8 @@ def refuse_meta(module: str, device: torch.device | None) -> None:
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second tensor of each pair to the first, all in one call."""
-    with torch.no_grad():
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources)
+    targets, sources = zip(*pairs, strict=True)
+    torch._foreach_copy_(targets, sources)
 
 
 def replace_all(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -53,7 +53,7 @@ WRONG = {
     "user.weight": {
         "rows": (torch.zeros(21, 4), r"user: weight in the state has 21 rows.* room for 20"),
         "dim": (torch.zeros(20, 5), r"user: weight in the state has shape \[20, 5\].*\[n, 4\]"),
-        "dtype": (torch.zeros(20, 4, dtype=torch.int64), "user: weight must be a floating-point"),
+        "dtype": (torch.zeros(20, 4, dtype=torch.int64), "user: weight must be .* got torch.int64"),
         "no tensor": (5, "user: weight must be a floating-point tensor, got int"),
         "padding": (torch.ones(20, 4), "user: the vector at padding_idx=0"),
     },

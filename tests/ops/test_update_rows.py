@@ -1,5 +1,7 @@
 """sparsekit.ops.update_rows_: every rule equals the reference; then behaviour that rules share."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -447,6 +449,19 @@ STEPS = torch.zeros(4, dtype=torch.int32)
 def test_what_is_refused(changes, error, message):
     with pytest.raises(error, match=f"update_rows_: .*{message}"):
         ops.update_rows_(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize("k", range(7))
+def test_a_refusal_names_the_table_and_its_tensor(k):
+    names = ["weight", "states[0]", "states[1]", "row_step", "rows", "grad", "step"]
+    of_table = [ZEROS, ZEROS, ZEROS, STEPS, GOOD["rows"], GOOD["grad"], GOOD["step"]]
+    one, other = ([tensor.clone() for tensor in of_table] for _ in range(2))
+    other[k] = other[k].to("meta")
+    weights, first, second, *rest = zip(one, other, strict=True)
+    states = [first[0], second[0], first[1], second[1]]
+    where = f"update_rows_: table 1: .* {re.escape(names[k])} on meta"
+    with pytest.raises(ValueError, match=where):
+        ops.update_rows_(weights, states, *rest, GOOD["rule"], GOOD["settings"])
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adagrad"])
