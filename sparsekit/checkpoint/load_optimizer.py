@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,8 +75,10 @@ class OptimizerPlan:
             for name, value in saved.items():
                 if name in own and name != "params" and not _alike(own[name], value):
                     raise TypeError(f"{name} is {value!r:.80}, and {own[name]!r:.80} here")
-        for kept, loaded in self._states():
-            for name, value in loaded.items():
+        parameters = itertools.chain(*(g["params"] for g in self._optimizer.param_groups))
+        for number, parameter in enumerate(parameters):
+            kept = self._optimizer.state.get(parameter, {})
+            for name, value in self._loaded["state"].get(number, {}).items():
                 if isinstance(known := kept.get(name), torch.Tensor):
                     one = torch.as_tensor(value)  # a number may stand for a one-element tensor
                     if one.shape != known.shape:
@@ -85,13 +87,6 @@ class OptimizerPlan:
             loaded_states(self._optimizer, self._loaded)
         else:
             _twin(self._optimizer).load_state_dict(self._loaded)
-
-    def _states(self) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """Yield the present and the future state of each parameter."""
-        parameters = itertools.chain(*(g["params"] for g in self._optimizer.param_groups))
-        for number, parameter in enumerate(parameters):
-            if number in self._loaded["state"]:
-                yield self._optimizer.state.get(parameter, {}), self._loaded["state"][number]
 
     def load(self) -> None:
         """Load the saved state into the optimizer."""

@@ -116,7 +116,7 @@ class TablePlan:
             count = 0
             for file, begin, keys in self._own_keys(at, part, 8):
                 self._check_keys(file, begin, keys)
-                own = self._own(keys)
+                own = keys if self._same_place else keys[self.layer.owned(keys)]
                 count += len(own)
                 if self._new_table is None:
                     numbers[own.cpu()] = True
@@ -149,9 +149,6 @@ class TablePlan:
             with opened(at, part, shard.file, shard.rows) as file:
                 for begin, keys in key_pieces(file, shard.rows, row_bytes):
                     yield file, begin, keys.to(self.layer.weight.device)
-
-    def _own(self, keys: torch.Tensor) -> torch.Tensor:
-        return keys if self._same_place else keys[self.layer.owned(keys)]
 
     def _check_keys(self, file: TensorFile, begin: int, keys: torch.Tensor) -> None:
         """Raise unless each key is valid for the layer, and is this rank's if it must be."""

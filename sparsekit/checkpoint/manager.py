@@ -73,13 +73,9 @@ class Checkpoints:
         *,
         state: Mapping[str, Stateful] | None = None,
     ) -> Path:
-        """Save as `sparsekit.checkpoint.save` does; a checkpoint of this step is replaced.
+        """Save as `sparsekit.checkpoint.save` does, into a folder named by the step, >= 0.
 
-        Args:
-            step: >= 0; names the folder.
-            module: as there.
-            optimizer: as there.
-            state: as there.
+        A checkpoint of this step is replaced.
 
         Returns:
             The checkpoint's folder.

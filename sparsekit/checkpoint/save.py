@@ -42,16 +42,12 @@ class CheckpointWriter:
     Only the folder tells whether the checkpoint appeared: an interrupt may come just after.
 
     Args:
-        module: see `save`.
         target: folder of the checkpoint.
-        optimizer: see `save`.
-        state: see `save`.
-        step: see `save`.
-        group: see `save`.
         keep: how many of the checkpoints beside it stay; it may then replace one. With None all
             stay, and it replaces nothing.
         marked: whether to keep `marks`.
         follows: marks of a checkpoint, whole on disk, that this one may be based on.
+        others: as for `save`.
 
     Attributes:
         marks: the marks of this checkpoint, if ``marked``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -264,12 +264,11 @@ class Snapshot:
         number: int,
         optimizer: torch.optim.Optimizer,
         names: Mapping[torch.Tensor, str],
-        tables: Iterable[torch.Tensor],
+        tables: Container[torch.Tensor],
     ) -> dict[str, Any]:
         """Return an optimizer's entry in the manifest, without the states in tables' files."""
         parameters = parameter_names(optimizer, names)
         state = optimizer.state_dict()
-        tables = set(tables)
         kept = {
             parameters[parameter]: values
             for parameter, values in optimizer.state.items()

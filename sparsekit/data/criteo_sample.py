@@ -83,7 +83,8 @@ def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: 
     """The first of that many lines."""
     numbers, weights = _categories(draw, rows, keys)
     chance = 1 / (1 + np.exp(1.3 - weights))
-    parts = [_label(draw.random(rows) < chance)]
+    label = (draw.random(rows) < chance) + np.uint8(ord("0"))
+    parts = [np.stack([label, np.full(rows, ord("\t"), np.uint8)], 1)]
     parts += [_integers(draw, rows, column) for column in range(_NUMBERS)]
     begin = 0
     for column, count in enumerate(keys):
@@ -118,10 +119,6 @@ def _mix(words: np.ndarray) -> np.ndarray:
     words = (words ^ words >> 16) * np.uint32(0x85EBCA6B)
     words = (words ^ words >> 13) * np.uint32(0xC2B2AE35)
     return words ^ words >> 16
-
-
-def _label(clicked: np.ndarray) -> np.ndarray:
-    return np.stack([clicked + np.uint8(ord("0")), np.full(len(clicked), ord("\t"), np.uint8)], 1)
 
 
 def _integers(draw: np.random.Generator, rows: int, column: int) -> np.ndarray:

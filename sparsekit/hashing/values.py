@@ -80,8 +80,6 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
 
     """
     seed = checked_seed(seed)
-    if isinstance(values, torch.Tensor):
-        return _hash_tensor(values, seed)
     if isinstance(values, _SINGLE_VALUES):
         raise TypeError(
             f"xxh64 takes a sequence of values and got a single {type(values).__name__}; "
@@ -89,14 +87,23 @@ def xxh64(values: Values, seed: int = 0) -> torch.Tensor:
         )
     # A pandas Series may come here; not every one can be had through Arrow.
     if isinstance(getattr(values, "dtype", None), np.dtype) and hasattr(values, "__array__"):
-        return _hash_array(np.asanyarray(values), seed)
+        values = np.asanyarray(values)
+    if isinstance(values, torch.Tensor) and values.dtype not in INTEGER_DTYPES:
+        raise TypeError(f"values is a tensor of dtype {values.dtype}; expected integers")
+    # Also refuses a pandas table, which as a sequence would be its column names.
+    dimensions = getattr(values, "ndim", 1)
+    if dimensions != 1:
+        raise ValueError(f"values must have one dimension, got {dimensions}")
+    if isinstance(values, torch.Tensor):
+        return hash_integers(values, seed)
+    if isinstance(values, np.ndarray):
+        return _hash_array(values, seed)
     return torch.from_numpy(_hash(values, seed))
 
 
 def _hash(values: Any, seed: int) -> np.ndarray:
     if isinstance(values, Mapping):
         raise TypeError(f"values must be a sequence, such as a list; got {type(values).__name__}")
-    _check_dimensions(values)
     _check_buffers(values)
     threads = torch.get_num_threads()
     if hasattr(values, "__arrow_c_array__"):
@@ -127,7 +134,6 @@ def _check_buffers(values: Any) -> None:
 
 
 def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
-    _check_dimensions(values)
     kind = values.dtype.kind
     if kind in "iu" and not isinstance(values, np.ma.MaskedArray):
         # torch accepts neither foreign byte order nor negative strides, and warns about read-only
@@ -158,20 +164,6 @@ def _hash_array_of_text(values: np.ndarray, kind: str, seed: int) -> np.ndarray:
     raise TypeError(
         f"values is an array of dtype {values.dtype}; expected integers, str, bytes or objects"
     )
-
-
-def _hash_tensor(values: torch.Tensor, seed: int) -> torch.Tensor:
-    if values.dtype not in INTEGER_DTYPES:
-        raise TypeError(f"values is a tensor of dtype {values.dtype}; expected integers")
-    _check_dimensions(values)
-    return hash_integers(values, seed)
-
-
-def _check_dimensions(values: Any) -> None:
-    # Also refuses a pandas table, which as a sequence would be its column names.
-    dimensions = getattr(values, "ndim", 1)
-    if dimensions != 1:
-        raise ValueError(f"values must have one dimension, got {dimensions}")
 
 
 def checked_seed(seed: int) -> int:
