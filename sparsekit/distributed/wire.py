@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -43,13 +43,16 @@ def part_bytes(payload: int) -> int:
 
 
 def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) -> None:
-    """Write the same head to the parts that begin there."""
-    words: Any = data.view(torch.int64)
+    """Write the same head to parts that begin there."""
+    words = data.view(torch.int64)
+    places = [(begin // 8 + word, value) for begin in begins for word, value in enumerate(head)]
     if data.is_cpu:
-        words = words.numpy()  # NumPy takes a tenth of the time
-    for begin in begins:
-        for word, value in enumerate(head):
-            words[begin // 8 + word] = value  # on a device this is a kernel instead of a copy
+        of_host = words.numpy()  # NumPy takes a tenth of the time
+        for place, value in places:
+            of_host[place] = value
+        return
+    for place, value in places:
+        words[place].fill_(value)  # a kernel, where torch copies what `words[place] =` sets
 
 
 def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:

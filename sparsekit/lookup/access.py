@@ -18,7 +18,7 @@ from ..errors import check_int
 from ..ops._checks import FLOATING, KEY_DTYPES, check_same_device, check_tensor
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.weight import count_own_writes
-from .inputs import is_padding
+from .padding import is_padding
 from .request import check_keys
 from .table_ops import insert
 

@@ -195,7 +195,8 @@ def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:
     if request.weights is None:
         divisor = counts.to(total.dtype)
     else:
-        bag = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        bags = torch.arange(len(counts), device=counts.device)
+        bag = bags.repeat_interleave(counts, output_size=len(request.keys))
         w = request.weights.detach().to(total.dtype)
         w = w if request.combiner == "mean" else w * w
         divisor = ops.unsorted_segment_sum(w.unsqueeze(1), bag, len(counts)).squeeze(1)
@@ -235,7 +236,7 @@ class _Owned:
         if not self._adds:
             return sums
         lengths = self.bags.offsets.diff()
-        vectors = sums.repeat_interleave(lengths, 0)
+        vectors = sums.repeat_interleave(lengths, 0, output_size=len(self.bags.keys))
         return vectors if self.bags.weights is None else vectors * self.bags.weights.unsqueeze(1)
 
 

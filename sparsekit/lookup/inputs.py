@@ -36,10 +36,14 @@ class Bags:
     order: torch.Tensor | None = None  # [n] where each value stood in the input; None: in place
     start: int = 0  # where the first value stood, without an order
     count: int = field(init=False)  # of bags; -1 if offsets have no element
+    # Keys in every bag, if the form says it: their offsets need no look. A copy with other offsets
+    # does not have it.
+    each: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         offsets = self.offsets
         self.count = self.values.numel() if offsets is None else offsets.numel() - 1
+        self.each = 1 if offsets is None else None
 
     def place(self, i: int) -> int:
         """Where value i stood in the input."""
@@ -282,7 +286,9 @@ def _padded(inputs: torch.Tensor, weights: Any, layer: str, count: int, slots: i
         like = f"have the shape of inputs, {tuple(inputs.shape)}"
         weights = _flat_weights(weights, inputs.numel(), layer, like)
     offsets = None if nnz == 1 else _equal_offsets(count, nnz, inputs.device)
-    return Bags(inputs.reshape(-1), offsets, weights, slots=slots)
+    bags = Bags(inputs.reshape(-1), offsets, weights, slots=slots)
+    bags.each = nnz
+    return bags
 
 
 _OF_LAYOUT = {torch.sparse_coo: _from_coo, torch.sparse_csr: _from_csr, torch.strided: _from_dense}
@@ -340,17 +346,30 @@ def check_bags(
         offsets = torch.arange(len(bags.values) + 1, device=bags.values.device)
     else:
         offsets = bags.offsets.to(torch.int64)
-    if len(offsets) == 0 or offsets[0] != 0:
-        first = int(offsets[0]) if len(offsets) else "missing"
+    if len(offsets) == 0:
+        raise ValueError(f"{layer}: offsets must start at 0, but offsets[0] is missing")
+    counts = offsets.diff()
+    by_sample = None
+    if max_feature_num is not None and len(counts) and len(counts) % slot_num == 0:
+        by_slot = counts.view(slot_num, -1).T if bags.slot_major else counts.view(-1, slot_num)
+        by_sample = by_slot.sum(1)
+    if bags.each is None:
+        facts = [offsets[0], offsets[-1], *(counts.aminmax() if len(counts) else ())]
+        facts += [] if by_sample is None else [by_sample.max()]
+        # In one piece, since on a device each reading waits for it.
+        first, last, *of_counts = torch.stack(facts).tolist()
+    else:
+        first, last = 0, len(bags.values)
+        of_counts = [bags.each, bags.each, bags.each * slot_num] if len(counts) else []
+    if first != 0:
         raise ValueError(f"{layer}: offsets must start at 0, but offsets[0] is {first}")
     if (len(offsets) - 1) % slot_num != 0:
         raise ValueError(
             f"{layer}: the number of bags must be a multiple of slot_num={slot_num}, "
             f"got {len(offsets) - 1}"
         )
-    counts = offsets.diff()
-    if len(counts):
-        low, high = counts.aminmax()
+    if of_counts:
+        low, high = of_counts[:2]
         if low < 0:
             b = int((counts < 0).nonzero()[0])
             raise ValueError(
@@ -362,36 +381,15 @@ def check_bags(
             raise ValueError(
                 f"{layer}: bag {b} has {int(counts[b])} keys, more than max_nnz={max_nnz}"
             )
-    if offsets[-1] != len(bags.values):
+    if last != len(bags.values):
         raise ValueError(
             f"{layer}: offsets must end at len(values)={len(bags.values)}, but offsets[-1] is "
-            f"{int(offsets[-1])} (the end is included, as with include_last_offset=True)"
+            f"{last} (the end is included, as with include_last_offset=True)"
         )
-    if max_feature_num is not None and len(counts):
-        by_slot = counts.view(slot_num, -1).T if bags.slot_major else counts.view(-1, slot_num)
-        per_sample = by_slot.sum(1)
-        if per_sample.max() > max_feature_num:
-            sample = int((per_sample > max_feature_num).nonzero()[0])
-            raise ValueError(
-                f"{layer}: sample {sample} has {int(per_sample[sample])} keys, more than "
-                f"max_feature_num={max_feature_num}"
-            )
+    if max_feature_num is not None and by_sample is not None and of_counts[2] > max_feature_num:
+        sample = int((by_sample > max_feature_num).nonzero()[0])
+        raise ValueError(
+            f"{layer}: sample {sample} has {int(by_sample[sample])} keys, more than "
+            f"max_feature_num={max_feature_num}"
+        )
     return replace(bags, offsets=offsets)
-
-
-def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
-    """Which keys are padding_key. In int64, since an int32 tensor would cut a larger number."""
-    return keys.to(torch.int64) == padding_key
-
-
-def without_padding(bags: Bags, padding_key: int) -> Bags:
-    """The bags without the entries that are padding_key. Expects bags that are checked."""
-    keep = ~is_padding(bags.values, padding_key)
-    # Keys kept before each position; its values at the old offsets are the new offsets.
-    kept_before = offsets_of(keep.to(torch.int64))
-    return Bags(
-        bags.values[keep],
-        kept_before if bags.offsets is None else kept_before[bags.offsets],
-        None if bags.weights is None else bags.weights[keep],
-        bags.slot_major,
-    )

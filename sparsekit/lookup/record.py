@@ -152,7 +152,9 @@ class CallRecord:
             )
             # Gradients of sums may have a wider dtype than the rows.
             sums = sums.to(self.weights[0].dtype)
-            parts = split_by_table(dims, counts.tolist(), sorted_rows, sums)
+            # That of one table needs no look at the device.
+            num_rows = [len(sorted_rows)] if len(dims) == 1 else counts.tolist()
+            parts = split_by_table(dims, num_rows, sorted_rows, sums)
             return [(self.weights[t], parts[0][t], parts[1][t]) for t in taken]
 
         def update(*step: Any, **options: Any) -> None:

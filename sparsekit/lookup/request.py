@@ -16,10 +16,9 @@ from .inputs import (
     check_bags,
     check_device,
     is_jagged,
-    is_padding,
     read_bags,
-    without_padding,
 )
+from .padding import is_padding, without_padding
 from .slots import NO_LIMIT, slot_by_slot, within
 
 # Prefix of errors about the input of a whole group.
@@ -291,7 +290,7 @@ def check_keys(
     check_weight(table)
     if table.table is not None or keys.numel() == 0:
         return
-    low, high = keys.aminmax()
+    low, high = torch.stack(keys.aminmax()).tolist()
     end = table.capacity * table.world_size
     if low >= 0 and high < end:
         return

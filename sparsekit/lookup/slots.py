@@ -106,19 +106,21 @@ def slot_by_slot(bags: Bags, slots: int) -> Bags:
     begins, counts = (
         of_bags.view(-1, slots).T.reshape(-1) for of_bags in (offsets[:-1], offsets.diff())
     )
-    return replace(taken(bags, begins, counts), slot_major=True)
+    return replace(taken(bags, begins, counts, len(bags.values)), slot_major=True)
 
 
-def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor) -> Bags:
+def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor, total: int | None = None) -> Bags:
     """Bags whose values are runs of those of others.
 
     Args:
         bags: the others.
         begins: int64 ``[bags]``, where in them each run begins.
         counts: int64 ``[bags]``, how long it is.
+        total: the sum of counts, where it is known: on a device to read it means to wait.
     """
     offsets = offsets_of(counts)
-    places = torch.arange(int(offsets[-1]), device=counts.device)
-    places += (begins - offsets[:-1]).repeat_interleave(counts)
+    total = int(offsets[-1]) if total is None else total
+    places = torch.arange(total, device=counts.device)
+    places += (begins - offsets[:-1]).repeat_interleave(counts, output_size=total)
     weights = None if bags.weights is None else bags.weights[places]
     return replace(bags, values=bags.values[places], offsets=offsets, weights=weights)

@@ -82,7 +82,9 @@ def _largest(vectors: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     n, dim = vectors.shape
     bags = len(offsets) - 1
     with torch.no_grad():
-        bag = torch.arange(bags, device=offsets.device).repeat_interleave(offsets.diff())
+        bag = torch.arange(bags, device=offsets.device).repeat_interleave(
+            offsets.diff(), output_size=n
+        )
         bag = bag.unsqueeze(1).expand(n, dim)
         largest = vectors.new_full((bags, dim), -torch.inf)
         largest.scatter_reduce_(0, bag, vectors, "amax")

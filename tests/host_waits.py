@@ -1,0 +1,218 @@
+"""Counts how often the host would wait for a device, where there is none.
+
+    waits = waits_of(step, layer, keys)
+    assert waits.total() == 0, waits
+
+Tensors are on the CPU here, so which of them a device would have is followed: what is named to
+begin with, what is made with ``device=`` of a tensor or a module (and not with the literal
+``"cpu"``), and whatever an op makes of such a tensor. An event of these kinds is a wait:
+
+- the value or the number of elements of a device's tensor is asked for: item, bool, int, tolist,
+  numpy, nonzero, a boolean mask, masked_select, unique, equal, repeat_interleave;
+- bytes go from the device's memory to the host's, or from pageable memory of the host to the
+  device's: cpu, to, copy_, tensor(device=), and an element that is set to a number, which torch
+  copies there as a tensor of the CPU;
+- an op of sparsekit reads words back, as the host runner counts it.
+
+It follows the thread that counts, and backward. Streams and events have a stand-in of their own
+(tests/nccl/streams.py).
+"""
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import simt
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsekit.lookup.inputs import _kept_offsets
+
+# Overloads that read a tensor of the device to know how much they return.
+_SIZED_BY_VALUES = {
+    *("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select"),
+    *("nonzero", "repeat_interleave", "unique_consecutive", "unique_dim"),
+}
+_FACTORIES = {
+    *("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn"),
+    *("randperm", "tensor", "as_tensor", "zeros", "empty_strided"),
+}
+_OF_HOST = {"from_numpy", "frombuffer"}
+_READS = {"tolist", "numpy", "__array__", "__dlpack__"}
+
+
+class HostWaits(Counter[str]):
+    """How often each kind of wait was met."""
+
+
+class _Device:
+    """Storages that a device would have, kept alive so that no other takes their address."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, Any] = {}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        if tensor.layout != torch.strided:
+            return any(self.has(part) for part in (tensor._indices(), tensor._values()))
+        return tensor.untyped_storage()._cdata in self._storages
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if tensor.layout != torch.strided:
+            self.add(tensor._indices())
+            self.add(tensor._values())
+            return
+        storage = tensor.untyped_storage()
+        self._storages[storage._cdata] = storage
+
+
+class _Functions(TorchFunctionMode):
+    """Sees calls before they reach an op: what is made, read, copied and set."""
+
+    def __init__(self, device: _Device, waits: HostWaits) -> None:
+        super().__init__()
+        self._device = device
+        self._waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, and count."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        of_device = bool(args) and isinstance(args[0], torch.Tensor) and self._device.has(args[0])
+        if name in _READS and of_device:
+            self._waits[name] += 1
+            return func(*args, **kwargs)
+        if name in ("cpu", "to", "cuda"):
+            return self._moved(name, of_device, func, args, kwargs)
+        if name == "__setitem__" and of_device:
+            return self._set(func, args, kwargs)
+        if name in ("copy_", "set_data") and of_device and not self._device.has(args[1]):
+            self._waits["copy_ from the host"] += 1
+        result = func(*args, **kwargs)
+        if name in _FACTORIES and isinstance(kwargs.get("device"), torch.device):
+            self._device.add(result)
+            if name in ("tensor", "as_tensor"):
+                self._waits["tensor(device=)"] += 1
+        if name in ("new_tensor",) and of_device:
+            self._device.add(result)
+            self._waits["new_tensor"] += 1
+        return result
+
+    def _moved(self, name: str, of_device: bool, func: Any, args: Any, kwargs: Any) -> Any:
+        """A copy between the host's memory and the device's, or a change of dtype."""
+        asked = [kwargs.get("device"), *args[1:]]
+        to_host = name == "cpu" or "cpu" in [a for a in asked if isinstance(a, str)]
+        to_device = any(isinstance(a, torch.device) for a in asked)
+        result = func(*args, **kwargs)
+        if not isinstance(args[0], torch.Tensor):  # a module
+            return result
+        if of_device and to_host:
+            self._waits["to the host"] += 1
+            return result.clone() if result is args[0] else result
+        if not of_device and to_device:
+            self._waits["to the device"] += 1
+            result = result.clone() if result is args[0] else result
+            self._device.add(result)
+        return result
+
+    def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
+        tensor, index, value = args[:3]
+        number = not isinstance(value, torch.Tensor)
+        # torch makes a tensor of the CPU of it, and copies that if the shapes are equal.
+        if number and tensor[index].dim() == 0:
+            self._waits["an element set to a number"] += 1
+        elif not number and not self._device.has(value) and value.dim() > 0:
+            self._waits["copy_ from the host"] += 1
+        return func(*args, **kwargs)
+
+
+class _Ops(TorchDispatchMode):
+    """Sees ops, those in backward too: what they read, and what they make of a device's tensors."""
+
+    def __init__(self, device: _Device, waits: HostWaits) -> None:
+        super().__init__()
+        self._device = device
+        self._waits = waits
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, and count."""
+        name = func._schema.name.split("::")[1]
+        inputs = _tensors([args, kwargs or {}])
+        of_device = [self._device.has(tensor) for tensor in inputs]
+        if func.namespace == "sparsekit":
+            func = getattr(torch.ops.sparsekit_simt, name).default
+        result = func(*args, **(kwargs or {}))
+        if not any(of_device):
+            return result
+        told = "output_size" in (kwargs or {})
+        if name in _SIZED_BY_VALUES and func.namespace == "aten" and not told:
+            self._waits[name] += 1
+        if "index" in name and any(tensor.dtype == torch.bool for tensor in inputs[1:]):
+            self._waits["a boolean mask"] += 1
+        for tensor in _tensors(result):
+            self._device.add(tensor)
+        return result
+
+
+def _counted_backward(*args: Any, **kwargs: Any) -> Any:
+    """Backward, with the mode on: torch calls it from a handler, which runs without."""
+    with _following.mode or nullcontext():
+        return _run_backward(*args, **kwargs)
+
+
+class _Following(threading.local):
+    """The mode of a thread that counts."""
+
+    mode: _Functions | None = None
+
+
+_following = _Following()
+_run_backward = torch.autograd._engine_run_backward
+torch.autograd._engine_run_backward = _counted_backward
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return []
+    return [tensor for item in value for tensor in _tensors(item)]
+
+
+def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> HostWaits:
+    """Count what this thread would wait for in a call.
+
+    Args:
+        step: is called `warm_ups` times before it is counted, since what it keeps from call to
+            call must be followed as well. Its ops of sparsekit run on the host runner.
+        of_device: tensors, modules, or lists and dicts of tensors that a device would have.
+        warm_ups: how often.
+    """
+    simt.load()
+    library = ctypes.CDLL(str(simt.LIBRARY))
+    library.sparsekit_num_waits.restype = ctypes.c_int64
+    device, waits = _Device(), HostWaits()
+    for thing in of_device:
+        module = isinstance(thing, torch.nn.Module)
+        for tensor in [*thing.parameters(), *thing.buffers()] if module else _tensors(thing):
+            device.add(tensor)
+    checked = library.sparsekit_set_checked(0)
+    _kept_offsets.cache_clear()  # made before anything was followed
+    try:
+        with _Functions(device, waits) as _following.mode, _Ops(device, waits):
+            for _ in range(warm_ups):
+                step()
+            waits.clear()
+            before = library.sparsekit_num_waits()
+            step()
+            if of_ops := library.sparsekit_num_waits() - before:
+                waits["ops of sparsekit"] = of_ops
+    finally:
+        _following.mode = None
+        library.sparsekit_set_checked(checked)
+    return waits

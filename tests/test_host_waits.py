@@ -1,0 +1,219 @@
+"""Counts of how often a step of a layer waits for a device; each kind of wait is seen."""
+
+import functools
+
+import pytest
+import torch
+from conftest import generator
+from host_waits import waits_of
+
+import sparsekit
+from sparsekit.distributed import wire
+from sparsekit.optim import LazyAdam, fuse_in_backward
+
+X = torch.arange(6.0).view(2, 3)
+HOST = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda x: x[0, 0].item(), "_local_scalar_dense"),
+        (lambda x: bool(x.any()), "_local_scalar_dense"),
+        (lambda x: int(x[0, 1]), "_local_scalar_dense"),
+        (lambda x: (x + 1).tolist(), "tolist"),
+        (lambda x: x.detach().numpy(), "numpy"),
+        (lambda x: x.cpu(), "to the host"),
+        (lambda x: x.to("cpu"), "to the host"),
+        (lambda x: HOST.to(x.device), "to the device"),
+        (lambda x: torch.tensor([1.0], device=x.device), "tensor(device=)"),
+        (lambda x: x.new_tensor([1.0]), "new_tensor"),
+        (lambda x: x.copy_(HOST), "copy_ from the host"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 1], "a boolean mask"),
+        (lambda x: x.masked_select(x > 1), "masked_select"),
+        (lambda x: x.unique(), "_unique2"),
+        (lambda x: torch.equal(x, x + 0), "equal"),
+        (lambda x: x[0].repeat_interleave(x[1].long()), "repeat_interleave"),
+        (lambda x: x.__setitem__((0, 0), 3.0), "an element set to a number"),
+        (lambda x: torch.ops.sparsekit.unique(x.long().view(-1)), "ops of sparsekit"),
+    ],
+)
+def test_each_kind_of_wait_is_seen(call, kind):
+    x = X.clone()
+    found = waits_of(lambda: call(x), x)
+    assert found[kind] >= 1, found
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x + HOST[0, 0],
+        lambda x: x[0].fill_(3),
+        lambda x: x.__setitem__(0, 3.0),
+        lambda x: HOST.tolist(),
+        lambda x: HOST[0, 0].item(),
+        lambda x: x[0].repeat_interleave(x[1].long(), output_size=12),
+        lambda x: torch.zeros(3, device=x.device).add_(x[0]),
+        lambda x: x.view(-1)[torch.arange(2, device=x.device)],
+        lambda x: torch.tensor([1.0], device="cpu").tolist(),
+    ],
+)
+def test_what_does_not_wait_is_not_counted(call):
+    x = X.clone()
+    assert waits_of(lambda: call(x), x).total() == 0
+
+
+def test_waits_in_backward_are_seen():
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            grad.tolist()
+            return grad * float(grad.sum())
+
+    x = X.clone().requires_grad_()
+    found = waits_of(lambda: Reads.apply(x).sum().backward(), x)
+    assert found == {"tolist": 1, "_local_scalar_dense": 1}
+
+
+def test_what_is_made_of_the_tensors_of_a_device_is_its_own():
+    x = X.clone()
+    kept = {}
+
+    def step():
+        if "sum" not in kept:
+            kept["sum"] = torch.ones(2, device=x.device) + x.sum()
+        kept["sum"].tolist()
+
+    assert waits_of(step, x) == {"tolist": 1}
+
+
+# One wait of the op, which asks whether the keys have found room.
+ROOM = {"ops of sparsekit": 1}
+KEYS = torch.randint(0, 500, (16, 2, 3), generator=generator(0))
+FLAT, OFFSETS = KEYS.view(-1), torch.arange(0, 97, 3)
+WEIGHTS = torch.rand(96, generator=generator(1))
+
+
+def layer(combiner="sum", max_nnz=3, **options):
+    return sparsekit.DistributedEmbedding(
+        combiner, 1000, 8, 2, max_nnz, seed=1, name="waits", **options
+    )
+
+
+BAG = functools.partial(sparsekit.EmbeddingBag, 1000, 8)
+CASES = {
+    "dense": (layer, [KEYS], {}),
+    "dense, padding": (lambda: layer(padding_key=7), [KEYS], {"nonzero": 1}),
+    "dense, weights, padding": (
+        lambda: layer("mean", padding_key=7),
+        [KEYS, WEIGHTS.view(16, 2, 3)],
+        {"nonzero": 1},
+    ),
+    "dense, most keys of a sample": (lambda: layer(max_feature_num=6), [KEYS], {}),
+    "offsets": (layer, [(FLAT, OFFSETS)], {}),
+    "offsets, weights": (layer, [(FLAT, OFFSETS), WEIGHTS], {}),
+    "offsets, weights with a gradient": (
+        layer,
+        [(FLAT, OFFSETS), WEIGHTS.clone().requires_grad_()],
+        {"tolist": 1},
+    ),
+    "offsets, padding": (
+        lambda: layer(padding_key=7),
+        [(FLAT, OFFSETS)],
+        {"tolist": 1, "nonzero": 1},
+    ),
+    "offsets, most keys of a sample": (
+        lambda: layer(max_feature_num=6),
+        [(FLAT, OFFSETS)],
+        {"tolist": 1},
+    ),
+    "a combiner for each slot": (lambda: layer(("sum", "mean")), [KEYS], {}),
+    "offsets, a combiner for each slot": (
+        lambda: layer(("sum", "mean")),
+        [(FLAT, OFFSETS)],
+        {"tolist": 1},
+    ),
+    "truncated": (
+        lambda: layer(max_nnz=2, truncate=True),
+        [(FLAT, OFFSETS)],
+        {"tolist": 1, "_local_scalar_dense": 2, "tensor(device=)": 1},
+    ),
+    "maximum": (lambda: layer("max"), [KEYS], {}),
+    "a range of keys": (lambda: layer(use_hashtable=False), [KEYS], {}),
+    "EmbeddingBag": (lambda: BAG(mode="mean"), [FLAT, OFFSETS[:-1]], {}),
+    "Embedding": (lambda: sparsekit.Embedding(1000, 8), [KEYS], {}),
+    "Embedding, padding": (
+        lambda: sparsekit.Embedding(1000, 8, padding_idx=0),
+        [KEYS],
+        {"nonzero": 1},
+    ),
+}
+
+
+def step_of(module, inputs, fused=True):
+    optimizer = LazyAdam(module.parameters(), lr=0.01)
+    if fused:
+        fuse_in_backward(optimizer, module)
+
+    def step():
+        outputs = module(*inputs)
+        outputs = list(outputs.values()) if isinstance(outputs, dict) else [outputs]
+        sum(out.sum() for out in outputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_waits_of_a_fused_step(case):
+    make, inputs, of_input = CASES[case]
+    module = make()
+    assert waits_of(step_of(module, inputs), module, inputs) == ROOM | of_input
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("tables", [1, 26])
+def test_waits_of_a_group(tables, fused):
+    """A step that is not fused asks how long the gradient is, and which part is whose."""
+    layers = {
+        f"t{i}": sparsekit.DistributedEmbedding("sum", 1000, 8, 2, 3, seed=1, name=f"group {i}")
+        for i in range(tables)
+    }
+    group = sparsekit.EmbeddingGroup(layers)
+    batch = dict.fromkeys(layers, KEYS)
+    found = waits_of(step_of(group, [batch], fused), group, batch)
+    parts = {} if fused or tables == 1 else {"tolist": 1}
+    assert found == {"ops of sparsekit": 1 if fused else 2} | parts
+
+
+def test_an_evaluation_waits_for_nothing():
+    module = layer().eval()
+    assert waits_of(lambda: module(KEYS), module, KEYS).total() == 0
+
+
+class OnDevice:
+    """Says of a tensor that it is on a device."""
+
+    is_cpu = False
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def view(self, dtype):
+        return self._tensor.view(dtype)
+
+
+def test_heads_of_messages_are_written_without_a_wait():
+    data, expected = torch.zeros(8, dtype=torch.int64), torch.tensor([0, 0, 5, 1, 0, 0, 5, 1])
+    bytes_of = data.view(torch.uint8)
+    write = functools.partial(wire.write_heads, OnDevice(bytes_of), [16, 48], [5, 1])
+    assert waits_of(write, data).total() == 0
+    assert torch.equal(data, expected)
+    wire.write_heads(bytes_of.zero_(), [16, 48], [5, 1])
+    assert torch.equal(data, expected)
