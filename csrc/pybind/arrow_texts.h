@@ -2,24 +2,24 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <string_view>
 #include <type_traits>
 
-#include "hash_columns.h"
-#include "hash_parts.h"
+#include "cpu/first_bad.h"
+#include "hash_values.h"
 
 namespace sparsekit {
 
-// Returns an empty text in place of text i, which is outside of its array's memory; lowers
-// `first_bad` to i. Kept out of the loops that call it, which have no register to spare.
+// Returns an empty text in place of text i, which is outside of its array's memory; reports
+// i to `bad`. Kept out of the
+// loops that call it, which have no register to spare.
 #if defined(__GNUC__)
 __attribute__((cold, noinline))
 #endif
-inline std::string_view outside(std::atomic<int64_t>* first_bad, int64_t i) {
-  keep_first(*first_bad, i);
+inline std::string_view outside(cpu::FirstBad* bad, int64_t i) {
+  bad->report(i);
   return {};
 }
 
@@ -31,10 +31,10 @@ struct OffsetTexts {
   const Offset* offsets;
   const char* data;
   Size end_of_data;
-  std::atomic<int64_t>* first_bad;
+  cpu::FirstBad* bad;
   std::string_view operator()(int64_t i) const {
     const auto begin = static_cast<Size>(offsets[i]), end = static_cast<Size>(offsets[i + 1]);
-    if (begin > end || end > end_of_data) return outside(first_bad, i);
+    if (begin > end || end > end_of_data) return outside(bad, i);
     return {data + begin, end - begin};
   }
 };
@@ -54,7 +54,7 @@ struct ViewTexts {
   const void* const* data;
   const int64_t* sizes;  // sizes of the buffers
   int64_t num_buffers;
-  std::atomic<int64_t>* first_bad;
+  cpu::FirstBad* bad;
   std::string_view operator()(int64_t i) const {
     int32_t view[4];
     std::memcpy(view, views + i * 16, sizeof view);
@@ -63,7 +63,7 @@ struct ViewTexts {
     const int64_t begin = view[3], buffer = view[2];
     if (view[0] < 0 || begin < 0 || buffer < 0 || buffer >= num_buffers ||
         begin + view[0] > sizes[buffer]) {
-      return outside(first_bad, i);
+      return outside(bad, i);
     }
     return {static_cast<const char*>(data[buffer]) + begin, size};
   }

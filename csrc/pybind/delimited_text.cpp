@@ -1,7 +1,5 @@
 #include "sparsekit/delimited_text.h"
 
-#include <pybind11/pybind11.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -12,15 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "delimited_text.h"
+#include "bindings.h"
 
 namespace py = pybind11;
 
 namespace sparsekit {
 namespace {
-
-// numpy.empty, looked up when this module is loaded: a later lookup could run an import hook.
-py::handle numpy_empty;
 
 // Runs each part but the last on a new thread. The calling thread runs the last part, and the parts
 // for which no thread could be started.
@@ -178,7 +173,6 @@ py::tuple skip_line_of(const py::buffer& text, int64_t begin, const std::string&
 }  // namespace
 
 void add_delimited_text(py::module_& m) {
-  numpy_empty = py::object(py::module_::import("numpy").attr("empty")).release();
   py::class_<BoundField>(m, "TextField", "How to read one field of each line.")
       .def(py::init([](const std::string& kind, int64_t column, float missing, bool required,
                        const std::string& separator, const py::object& missing_key, uint64_t seed) {

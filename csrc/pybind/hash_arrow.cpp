@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -8,8 +7,9 @@
 #include <type_traits>
 
 #include "arrow_texts.h"
-#include "hash_columns.h"
+#include "cpu/first_bad.h"
 #include "hash_parts.h"
+#include "hash_values.h"
 #include "sparsekit/xxh64_batch.h"
 
 namespace sparsekit {
@@ -35,21 +35,12 @@ void hash_valid(const ArrowArray& array, const Code& code, const Work& work, int
   });
 }
 
-constexpr int64_t kAllGood = -1;
-
-int64_t first_of(const std::atomic<int64_t>& first_bad, const ArrowArray& array) {
-  return first_bad == array.length ? kAllGood : first_bad.load();
-}
-
-// Hashes texts; nulls count as "". Returns the first item whose text is outside of the array's
-// memory, or kAllGood. make_texts(&first_bad) returns the texts.
-template <class MakeTexts>
-int64_t hash_valid_texts(const ArrowArray& array, const MakeTexts& make_texts, const Work& work,
-                         int64_t* codes) {
+// codes[i] = code of texts(i) for all valid items; nulls get the code of "".
+template <class Texts>
+void hash_valid_texts(const ArrowArray& array, const Texts& texts, const Work& work,
+                      int64_t* codes) {
   const Validity valid = validity_of(array);
   const uint64_t seed = work.seed;
-  std::atomic<int64_t> first_bad{array.length};
-  const auto texts = make_texts(&first_bad);
   share(array.length, work.num_threads, [=](Chunks& chunks) {
     if (valid.bits == nullptr) {
       hash_texts(texts, chunks, seed, codes);
@@ -58,7 +49,6 @@ int64_t hash_valid_texts(const ArrowArray& array, const MakeTexts& make_texts, c
       hash_texts(text_or_none, chunks, seed, codes);
     }
   });
-  return first_of(first_bad, array);
 }
 
 // Calls visit with a null pointer to the integer type of a format; returns false if it is not one.
@@ -139,28 +129,30 @@ const char* flaw_of(const ArrowSchema& type, const ArrowArray& array) {
   return nullptr;
 }
 
+constexpr int64_t kAllGood = -1;
+
+// The first item whose text is outside of the array's memory, or kAllGood.
 template <class Offset>
 int64_t hash_offset_texts(const ArrowArray& array, const Work& work, int64_t* codes) {
   const Offset* offsets = buffer_of<Offset>(array, 1) + array.offset;
   const char* data = buffer_of<char>(array, 2);
   const auto end =
       static_cast<std::make_unsigned_t<Offset>>(std::max<Offset>(offsets[array.length], 0));
-  const auto texts = [=](auto* first_bad) {
-    return OffsetTexts<Offset>{offsets, data, end, first_bad};
-  };
-  return hash_valid_texts(array, texts, work, codes);
+  cpu::FirstBad bad;
+  hash_valid_texts(array, OffsetTexts<Offset>{offsets, data, end, &bad}, work, codes);
+  return bad.position();
 }
 
 int64_t hash_views(const ArrowArray& array, const Work& work, int64_t* codes) {
   const auto last = static_cast<int>(array.n_buffers - 1);
-  const auto texts = [&](auto* first_bad) {
-    return ViewTexts{buffer_of<char>(array, 1) + array.offset * 16, array.buffers + 2,
-                     buffer_of<int64_t>(array, last), array.n_buffers - 3, first_bad};
-  };
-  return hash_valid_texts(array, texts, work, codes);
+  cpu::FirstBad bad;
+  const ViewTexts texts{buffer_of<char>(array, 1) + array.offset * 16, array.buffers + 2,
+                        buffer_of<int64_t>(array, last), array.n_buffers - 3, &bad};
+  hash_valid_texts(array, texts, work, codes);
+  return bad.position();
 }
 
-// Hashes an array without a dictionary. Returns the same as hash_valid_texts.
+// Hashes an array without a dictionary. Returns the same as hash_offset_texts.
 int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const Work& work,
                          int64_t* codes) {
   if (array.length == 0) return kAllGood;
@@ -175,9 +167,10 @@ int64_t hash_plain_array(const char* format_of, const ArrowArray& array, const W
   if (format[0] == 'w') {
     const int64_t size = std::atoll(format_of + 2);
     const FixedTexts texts{buffer_of<char>(array, 1) + array.offset * size, size};
-    return hash_valid_texts(array, [=](auto*) { return texts; }, work, codes);
+    hash_valid_texts(array, texts, work, codes);
+  } else {
+    hash_integer_array(format_of, array, work, codes);
   }
-  hash_integer_array(format_of, array, work, codes);
   return kAllGood;
 }
 
@@ -203,8 +196,8 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
   const int64_t* from = entries.data();
   const uint64_t count = entries.size();
   const int64_t missing = work.missing;
-  std::atomic<int64_t> first_bad{array.length};
-  split(array.length, work.num_threads, [=, &first_bad](int64_t begin, int64_t end) {
+  cpu::FirstBad bad;
+  split(array.length, work.num_threads, [=, &bad](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto index = static_cast<uint64_t>(indices[i]);  // a negative one becomes huge
       if (!valid(i)) {
@@ -212,12 +205,11 @@ int64_t take(const Index* indices, const ArrowArray& array, const std::vector<in
       } else if (index < count) {
         codes[i] = from[index];
       } else {
-        keep_first(first_bad, i);
-        return;
+        return bad.report(i);
       }
     }
   });
-  return first_of(first_bad, array);
+  return bad.position();
 }
 
 constexpr const char* kNoEntry = "names an entry that its dictionary does not have";
@@ -342,7 +334,6 @@ int64_t ArrowColumn::length() const {
 }
 
 bool ArrowColumn::hash(uint64_t seed, int num_threads, int64_t* codes) const {
-  if (!check_num_threads(num_threads)) return false;
   const Work work{seed, num_threads, code_of({}, seed)};
   Fault fault;
   bool no_memory = false;

@@ -4,8 +4,9 @@
 #include <new>
 #include <string_view>
 
-#include "hash_columns.h"
+#include "cpu/first_bad.h"
 #include "hash_parts.h"
+#include "hash_values.h"
 #include "sparsekit/xxh64_batch.h"
 #include "utf8.h"
 
@@ -72,7 +73,6 @@ struct NumpyStrings {
 
 bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                       int num_threads, int64_t* codes) {
-  if (!check_num_threads(num_threads)) return false;
   without_gil([=] {
     share(n, num_threads, [=](Chunks& chunks) {
       const auto text_of = [=](int64_t i) {
@@ -87,18 +87,16 @@ bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t
 
 bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
                         int num_threads, int64_t* codes) {
-  if (!check_num_threads(num_threads)) return false;
-  std::atomic<int64_t> first_bad{n};
+  cpu::FirstBad bad;
   std::atomic<bool> no_memory{false};
-  without_gil([=, &first_bad, &no_memory] {
-    split(n, num_threads, [=, &first_bad, &no_memory](Py_ssize_t begin, Py_ssize_t end) {
+  without_gil([=, &bad, &no_memory] {
+    split(n, num_threads, [=, &bad, &no_memory](Py_ssize_t begin, Py_ssize_t end) {
       const std::unique_ptr<char[]> buffer(new (std::nothrow) char[4 * size]);
       if (!buffer) no_memory = true;
       for (Py_ssize_t i = begin; i < end && buffer; ++i) {
         const uint32_t* text = texts + i * size;
         if (!hash_unicode(text, length_of(text, size), buffer.get(), seed, &codes[i])) {
-          keep_first(first_bad, i);
-          return;
+          return bad.report(i);
         }
       }
     });
@@ -107,17 +105,17 @@ bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, ui
     PyErr_NoMemory();
     return false;
   }
-  if (first_bad == n) return true;
+  if (bad.position() < 0) return true;
   PyErr_Format(PyExc_ValueError,
                "values[%zd] is a str with a lone surrogate, which has no UTF-8 form",
-               static_cast<Py_ssize_t>(first_bad));
+               static_cast<Py_ssize_t>(bad.position()));
   return false;
 }
 
 bool hash_numpy_strings(PyObject* dtype, const char* texts, Py_ssize_t stride, Py_ssize_t n,
                         std::string_view missing, uint64_t seed, int num_threads, int64_t* codes) {
   NumpyStrings numpy{};
-  if (!check_num_threads(num_threads) || !numpy.open()) return false;
+  if (!numpy.open()) return false;
   const int64_t missing_code = code_of(missing, seed);
   std::atomic<bool> failed{false};
   void* allocator = numpy.acquire(dtype);

@@ -72,20 +72,6 @@ void split(Py_ssize_t n, int num_threads, const Body& body) {
     for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) body(begin, end);
   });
 }
-
-// Lowers `first` to i if i is smaller.
-inline void keep_first(std::atomic<int64_t>& first, int64_t i) {
-  int64_t before = first;
-  while (i < before && !first.compare_exchange_weak(before, i)) {
-  }
-}
-
-inline bool check_num_threads(int num_threads) {
-  if (num_threads >= 1) return true;
-  PyErr_SetString(PyExc_ValueError, "num_threads must be positive");
-  return false;
-}
-
 inline int64_t code_of(std::string_view text, uint64_t seed) {
   return static_cast<int64_t>(xxh64(text.data(), text.size(), seed));
 }

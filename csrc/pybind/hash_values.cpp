@@ -2,10 +2,10 @@
 #include "hash_values.h"
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <string_view>
 
+#include "cpu/first_bad.h"
 #include "hash_parts.h"
 #include "sparsekit/xxh64_batch.h"
 #include "utf8.h"
@@ -75,12 +75,8 @@ class PlainItems {
     }
     return end;
   }
-  void flush() { hasher_.flush(); }
 
- private:
-  static constexpr Py_ssize_t kItemsAhead = 64;
-  static constexpr size_t kEncodedBytes = 16384;
-
+  // Adds one item; returns false if it needs more.
   bool add(PyObject* item, Py_ssize_t place) {
     if (PyUnicode_Check(item)) {
       // ASCII text is its own UTF-8.
@@ -103,6 +99,13 @@ class PlainItems {
     codes_[place] = code_of_integer(value, seed_);
     return overflow == 0;
   }
+
+  // Hashes the added texts; their memory must stay valid until then.
+  void flush() { hasher_.flush(); }
+
+ private:
+  static constexpr Py_ssize_t kItemsAhead = 64;
+  static constexpr size_t kEncodedBytes = 16384;
 
   bool add_encoded(PyObject* item, Py_ssize_t place) {
     if (!is_ready(item)) return false;
@@ -195,34 +198,20 @@ PyObject* tuple_of(PyObject* list, Py_ssize_t size) {
 // Hashes all items from `first` on, the first item that PlainItems could not hash.
 bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* codes) {
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
+  PlainItems plain(seed, codes);
   Reference copy;
   for (Py_ssize_t i = first; i < n; ++i) {
     PyObject* item = PySequence_Fast_GET_ITEM(items, i);
+    if (plain.add(item, i)) continue;
     if (PyUnicode_Check(item)) {
       if (!hash_str(item, i, seed, &codes[i])) return false;
       continue;
     }
-    if (PyBytes_Check(item)) {
-      codes[i] =
-          code_of({PyBytes_AS_STRING(item), static_cast<size_t>(PyBytes_GET_SIZE(item))}, seed);
-      continue;
-    }
-    if (item == Py_None) {
-      codes[i] = code_of({}, seed);
-      continue;
-    }
     if (PyBool_Check(item)) return refuse_type(item, i);
-    int overflow = 0;
-    if (PyLong_Check(item)) {
-      const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-      if (overflow == 0) {
-        codes[i] = code_of_integer(value, seed);
-        continue;
-      }
-    }
     // From here on Python code may run: a conversion, or, while a long int is written in decimal, a
     // signal handler. It could change a list, so continue with a copy, from this item on.
     if (PyList_Check(items)) {
+      plain.flush();
       copy.reset(tuple_of(items, n));
       if (!copy) return false;
       items = copy.get();
@@ -230,15 +219,15 @@ bool hash_others(PyObject* items, Py_ssize_t first, uint64_t seed, int64_t* code
       continue;
     }
     Reference integer;
-    if (overflow == 0) {
+    if (!PyLong_Check(item)) {
       integer.reset(to_int(item, i));
       if (!integer) return false;
       item = integer.get();
-      const long long value = PyLong_AsLongLongAndOverflow(item, &overflow);
-      if (overflow == 0) codes[i] = code_of_integer(value, seed);
+      if (plain.add(item, i)) continue;
     }
-    if (overflow != 0 && !hash_big_int(item, i, seed, &codes[i])) return false;
+    if (!hash_big_int(item, i, seed, &codes[i])) return false;
   }
+  plain.flush();
   return true;
 }
 
@@ -253,20 +242,19 @@ PyObject* sequence_items(PyObject* values) {
 }
 
 bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes) {
-  if (!check_num_threads(num_threads)) return false;
   PyObject* const* slots = PySequence_Fast_ITEMS(items);
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
-  std::atomic<int64_t> first_left{n};
+  cpu::FirstBad bad;  // items that need more
   // This thread keeps the GIL and waits, so no object changes while the other threads read.
-  share(n, num_threads, [=, &first_left](Chunks& chunks) {
+  share(n, num_threads, [=, &bad](Chunks& chunks) {
     PlainItems plain(seed, codes);
     for (int64_t begin = 0, end = 0; chunks.next(&begin, &end);) {
       const Py_ssize_t left = plain.add_all(slots, begin, end);
-      if (left < end) keep_first(first_left, left);
+      if (left < end) bad.report(left);
     }
     plain.flush();
   });
-  return first_left == n || hash_others(items, first_left, seed, codes);
+  return bad.position() < 0 || hash_others(items, bad.position(), seed, codes);
 }
 
 }  // namespace sparsekit

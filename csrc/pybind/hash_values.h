@@ -1,15 +1,18 @@
-// Bulk hashing of Python objects. It uses the plain Python C API: pybind11's headers take seconds
-// to compile at the optimization level that these loops need.
+// Bulk hashing of Python objects, and of columns whose texts are in their own memory, Arrow's and
+// numpy's, without Python objects for their items. It uses the plain Python C API: pybind11's
+// headers take seconds to compile at the optimization level that these loops need.
 #pragma once
 
 #include <Python.h>
 
 #include <cstdint>
+#include <string_view>
+#include <vector>
 
 namespace sparsekit {
 
-// Call these functions with the GIL held. On failure they set a Python error and return null or
-// false.
+// Call these functions with the GIL held and num_threads >= 1. On failure they set a Python error
+// and return null or false.
 
 // Returns the items of a sequence as a list or a tuple, which is `values` itself if it is one
 // already. Returns a new reference.
@@ -17,5 +20,80 @@ PyObject* sequence_items(PyObject* values);
 
 // codes[i] = code of items[i], for the list or tuple `items` of str, bytes, int and None.
 bool hash_items(PyObject* items, uint64_t seed, int num_threads, int64_t* codes);
+
+// Structs of the Arrow C data interface and C stream interface, whose layout is fixed
+// (arrow.apache.org/docs/format/CDataInterface.html).
+struct ArrowSchema {
+  const char* format;
+  const char* name;
+  const char* metadata;
+  int64_t flags;
+  int64_t n_children;
+  ArrowSchema** children;
+  ArrowSchema* dictionary;
+  void (*release)(ArrowSchema*);
+  void* private_data;
+};
+
+struct ArrowArray {
+  int64_t length;
+  int64_t null_count;
+  int64_t offset;
+  int64_t n_buffers;
+  int64_t n_children;
+  const void** buffers;
+  ArrowArray** children;
+  ArrowArray* dictionary;
+  void (*release)(ArrowArray*);
+  void* private_data;
+};
+
+struct ArrowArrayStream {
+  int (*get_schema)(ArrowArrayStream*, ArrowSchema* out);
+  int (*get_next)(ArrowArrayStream*, ArrowArray* out);
+  const char* (*get_last_error)(ArrowArrayStream*);
+  void (*release)(ArrowArrayStream*);
+  void* private_data;
+};
+
+// An Arrow column in one or more chunks.
+class ArrowColumn {
+ public:
+  ArrowColumn() = default;
+  ~ArrowColumn();
+  ArrowColumn(const ArrowColumn&) = delete;
+  ArrowColumn& operator=(const ArrowColumn&) = delete;
+
+  // Opens the array in the capsules of __arrow_c_array__, which must outlive this object.
+  bool open_array(PyObject* schema, PyObject* array);
+  // Takes all chunks from the capsule of __arrow_c_stream__.
+  bool open_stream(PyObject* stream);
+
+  int64_t length() const;
+
+  // codes[i] = code of item i, for i in [0, length()); nulls count as "". Releases the GIL.
+  bool hash(uint64_t seed, int num_threads, int64_t* codes) const;
+
+ private:
+  const ArrowSchema* type_ = nullptr;
+  ArrowSchema own_type_{};
+  std::vector<ArrowArray> chunks_;  // `release` is null if a capsule owns the chunk
+};
+
+// codes[i] = code of the `size` bytes at texts + i * size, without trailing zeros. Releases the
+// GIL, as does hash_fixed_unicode.
+bool hash_fixed_bytes(const char* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
+                      int num_threads, int64_t* codes);
+
+// codes[i] = code of the UTF-8 form of the `size` code points at texts + i * size, without trailing
+// zeros. Sets a ValueError with the first position that has no UTF-8 form.
+bool hash_fixed_unicode(const uint32_t* texts, Py_ssize_t size, Py_ssize_t n, uint64_t seed,
+                        int num_threads, int64_t* codes);
+
+// codes[i] = code of the packed string at texts + i * stride, of an array of numpy's StringDType
+// `dtype`; `missing` replaces missing strings. Keeps the GIL: other threads that access the
+// strings' memory wait for its lock while they hold the GIL.
+bool hash_numpy_strings(PyObject* dtype, const char* texts, Py_ssize_t stride, Py_ssize_t n,
+                        std::string_view missing, uint64_t seed, int num_threads, int64_t* codes);
 
 }  // namespace sparsekit

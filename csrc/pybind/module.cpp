@@ -2,19 +2,12 @@
 // communicators of NCCL and through shared memory, and facts about the build. Only the glue to
 // Python is here, which is slow to compile; hash_values.cpp and others do the work. For the same
 // reason arrays are buffers here, without pybind11/numpy.h.
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <stdexcept>
 
-#include "delimited_text.h"
-#include "hash_columns.h"
+#include "bindings.h"
 #include "hash_values.h"
-#include "shared_memory.h"
 #include "sparsekit/xxh64_batch.h"
-#ifdef SPARSEKIT_NCCL
-#include "nccl_communicator.h"
-#endif
 
 namespace py = pybind11;
 
@@ -31,12 +24,10 @@ constexpr const char* kCompiler = "unknown";
 
 constexpr const char* kTorchMinimum = "2.11";
 
-// numpy.empty, looked up when this module is loaded: a later lookup could run an import hook.
-py::handle numpy_empty;
-
 // Returns codes of n items, written by fill(codes), which returns false after setting an error.
 template <class Fill>
-py::buffer codes_of(Py_ssize_t n, const Fill& fill) {
+py::buffer codes_of(Py_ssize_t n, int num_threads, const Fill& fill) {
+  if (num_threads < 1) throw py::value_error("num_threads must be positive");
   py::buffer codes = numpy_empty(n, "int64");
   if (!fill(static_cast<int64_t*>(codes.request(true).ptr))) throw py::error_already_set();
   return codes;
@@ -46,7 +37,7 @@ py::buffer xxh64_many(const py::object& values, uint64_t seed, int num_threads) 
   const auto items = py::reinterpret_steal<py::object>(sequence_items(values.ptr()));
   if (!items) throw py::error_already_set();
   const Py_ssize_t size = PySequence_Fast_GET_SIZE(items.ptr());
-  return codes_of(size, [&](int64_t* codes) {
+  return codes_of(size, num_threads, [&](int64_t* codes) {
     // A finalizer may have changed the sequence, if garbage was collected.
     if (PySequence_Fast_GET_SIZE(items.ptr()) != size) {
       throw std::runtime_error("values has changed its length while it was hashed");
@@ -56,7 +47,7 @@ py::buffer xxh64_many(const py::object& values, uint64_t seed, int num_threads) 
 }
 
 py::buffer xxh64_of_column(const ArrowColumn& column, uint64_t seed, int num_threads) {
-  return codes_of(column.length(),
+  return codes_of(column.length(), num_threads,
                   [&](int64_t* codes) { return column.hash(seed, num_threads, codes); });
 }
 
@@ -77,7 +68,7 @@ py::buffer xxh64_arrow_stream(const py::capsule& stream, uint64_t seed, int num_
 // caller keeps the arrays alive.
 py::buffer xxh64_fixed_width(uintptr_t texts, Py_ssize_t size, bool unicode, Py_ssize_t n,
                              uint64_t seed, int num_threads) {
-  return codes_of(n, [&](int64_t* codes) {
+  return codes_of(n, num_threads, [&](int64_t* codes) {
     return unicode ? hash_fixed_unicode(reinterpret_cast<const uint32_t*>(texts), size, n, seed,
                                         num_threads, codes)
                    : hash_fixed_bytes(reinterpret_cast<const char*>(texts), size, n, seed,
@@ -88,7 +79,7 @@ py::buffer xxh64_fixed_width(uintptr_t texts, Py_ssize_t size, bool unicode, Py_
 py::buffer xxh64_numpy_strings(const py::object& dtype, uintptr_t texts, Py_ssize_t stride,
                                Py_ssize_t n, const py::bytes& missing, uint64_t seed,
                                int num_threads) {
-  return codes_of(n, [&](int64_t* codes) {
+  return codes_of(n, num_threads, [&](int64_t* codes) {
     return hash_numpy_strings(dtype.ptr(), reinterpret_cast<const char*>(texts), stride, n,
                               std::string_view(missing), seed, num_threads, codes);
   });

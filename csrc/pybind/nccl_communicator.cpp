@@ -1,6 +1,3 @@
-#include "nccl_communicator.h"
-
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -13,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "sparsekit/nccl_exchange.h"
 
 namespace py = pybind11;

@@ -1,6 +1,3 @@
-#include "shared_memory.h"
-
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cstdint>
@@ -12,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "shared_memory_communicator.h"
 
 namespace py = pybind11;

@@ -1,0 +1,18 @@
+// The parts of the module that are built on pybind11, each in a .cpp of its own.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace sparsekit {
+
+// numpy.empty, looked up when this module is loaded: a later lookup could run an import hook.
+inline pybind11::handle numpy_empty;
+
+void add_delimited_text(pybind11::module_& module);  // TextField, TextFormat, TextLines, skip_line
+void add_shared_memory(pybind11::module_& module);   // SharedMemoryCommunicator
+void add_nccl_communicator(pybind11::module_& module);  // NcclCommunicator
+
+// Returns the version of the nccl.h that this was built with.
+const char* nccl_version();
+
+}  // namespace sparsekit
