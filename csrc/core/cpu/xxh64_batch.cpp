@@ -12,6 +12,7 @@ namespace xxh64_portable {
 namespace {
 
 using namespace xxh64_steps;
+#define SPARSEKIT_TARGET
 #define SPARSEKIT_INLINE inline
 using Lanes = uint64_t;
 constexpr int kLanes = 1;
@@ -42,11 +43,6 @@ SPARSEKIT_INLINE void store(Lanes hash, const WaitingText* text, int64_t* codes)
 
 #include "cpu/xxh64_together.h"
 
-void hash_together(const WaitingText* texts, int count, size_t size, uint64_t seed,
-                   int64_t* codes) {
-  for (int k = 0; k < count; k += kSide) hash_side(texts + k, size, seed, codes);
-}
-
 }  // namespace
 }  // namespace xxh64_portable
 
@@ -59,8 +55,13 @@ struct Engine {
 };
 
 constexpr Engine kEngines[] = {
+#ifdef SPARSEKIT_HAS_X86_ENGINES
     {"avx512", xxh64_avx512::is_supported, xxh64_avx512::hash_together},
     {"avx2", xxh64_avx2::is_supported, xxh64_avx2::hash_together},
+#else
+    {"avx512", [] { return false; }, nullptr},
+    {"avx2", [] { return false; }, nullptr},
+#endif
     {"portable", [] { return true; }, xxh64_portable::hash_together},
 };
 

@@ -3,6 +3,10 @@
 
 #include "sparsekit/xxh64_batch.h"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define SPARSEKIT_HAS_X86_ENGINES
+#endif
+
 namespace sparsekit {
 namespace xxh64_avx512 {
 

@@ -1,6 +1,6 @@
 // Computes XXH64 of texts of equal length, one text in each lane of a vector. Each engine includes
-// this in its own namespace, after it has defined
-//   SPARSEKIT_INLINE                    declares inline functions
+// this in its own namespace, which then has hash_together, after it has defined
+//   SPARSEKIT_TARGET, SPARSEKIT_INLINE  declare functions, and inline functions
 //   Lanes, kLanes                       a vector of uint64_t, or uint64_t itself
 //   kSide                               vectors that go through each step side by side, to hide the
 //                                       latency of multiplications
@@ -144,4 +144,9 @@ SPARSEKIT_INLINE void hash_side(const WaitingText* texts, size_t size, uint64_t 
   forget_addresses();
 #pragma GCC unroll 8
   for (int g = 0; g < kSide; ++g) store(finish_lanes(hash[g]), texts + g * kLanes, codes);
+}
+
+SPARSEKIT_TARGET void hash_together(const WaitingText* texts, int count, size_t size, uint64_t seed,
+                                    int64_t* codes) {
+  for (int k = 0; k < count; k += kSide * kLanes) hash_side(texts + k, size, seed, codes);
 }
