@@ -64,13 +64,14 @@ def test_native_comments_need_no_guess() -> None:
     assert found == []
 
 
-def test_comments_of_tests_and_tools_need_no_guess() -> None:
-    """Their comments and docstrings do not open with a clause that says nothing by itself."""
+def test_comments_of_python_need_no_guess() -> None:
+    """Comments and docstrings do not open with a clause that says nothing by itself."""
     words = re.compile(
         r"(# |// |\"\"\")(What|Whether|Which|Whose|Behind|So that|Those (of|that|with))\b"
     )
-    folders = {ROOT / folder for folder in ("tests", "benchmarks", "examples", "tools")}
+    names = ("sparsekit", "tests", "benchmarks", "examples", "tools")
+    folders = {ROOT / name for name in names}
     others = [path for path in TEXTS if not folders.isdisjoint(path.parents)]
-    assert len(others) > 300
+    assert len(others) > 550
     found = [f"{path}: {match[0]}" for path in others for match in words.finditer(path.read_text())]
     assert found == []

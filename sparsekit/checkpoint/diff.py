@@ -27,7 +27,7 @@ _MOST_MAPS = 32
 
 @dataclass
 class TableDifference:
-    """How a table differs between two checkpoints, A and B.
+    """Differences of a table between two checkpoints, A and B.
 
     Attributes:
         same: rows of keys that both have, with equal vectors and states, bit for bit.
@@ -51,7 +51,7 @@ class TableDifference:
 
 @dataclass
 class Difference:
-    """How two checkpoints differ; false if they do not.
+    """Differences of two checkpoints; false if there are none.
 
     Attributes:
         only_a: tables and dense tensors that B lacks.

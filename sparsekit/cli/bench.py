@@ -25,8 +25,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run the benchmarks, which lie beside the package in a clone, or in the current folder."""
     for folder in (Path(__file__).resolve().parents[2], Path.cwd()):
         if (folder / "benchmarks" / "bench_hash_table.py").exists():
-            # Append it: placed first, ranks that are started would import the clone's package, not
-            # this one.
+            # Append it: if it were first, ranks that are started would import the clone's package
+            # instead of this one.
             sys.path.append(str(folder))
             benchmarks = importlib.import_module("benchmarks.__main__")
             return benchmarks.main(arguments, prog="sparsekit bench")

@@ -16,7 +16,7 @@ Kind = Literal["hash", "int", "hex"]
 
 @dataclass(frozen=True)
 class Keys:
-    """How the values of a categorical column become keys.
+    """The conversion of a categorical column's values to keys.
 
     Attributes:
         kind: ``"hash"``: the key is `sparsekit.hashing.xxh64` of the value; ``"int"``: the value, a

@@ -21,7 +21,7 @@ Opened = tuple[Any, Sequence[str], Collection[str]]
 
 @dataclass(frozen=True)
 class Format:
-    """How to read files of a format.
+    """The functions that read files of a format.
 
     Attributes:
         reader: makes the reader, as `CsvReader` does.

@@ -135,7 +135,7 @@ class ParquetReader(Reader):
 
 @dataclass(frozen=True)
 class _How:
-    """How row groups are read: see `ParquetReader`."""
+    """Settings for reading row groups: see `ParquetReader`."""
 
     files: ParquetFiles
     columns: Columns

@@ -18,7 +18,7 @@ __all__ = ["Prefetcher"]
 
 # A batch, the reader's state after it, and the error raised instead of it.
 _Ready = tuple[Any, dict[str, Any] | None, BaseException | None]
-# How long to wait for the batch being read when an iteration is left. A source that waits longer,
+# Seconds to wait for the batch being read when an iteration is left. A source that waits longer,
 # on a network for instance, cannot be stopped: its thread is left alone.
 _GRACE_S = 2.0
 # Source -> the thread that is still reading one of its batches for an iteration that was left.

@@ -139,7 +139,7 @@ class Reader(IterableDataset):
 
     @property
     def counts_fast(self) -> bool:
-        """Whether `count_rows` takes far less than an epoch; a pipe cannot be counted at all."""
+        """Return whether `count_rows` takes far less than an epoch; pipes cannot be counted."""
         return all(unit.counts_fast for unit in self._units)
 
     def steps_per_epoch(self, num_workers: int = 0) -> int:

@@ -182,7 +182,7 @@ class CriteoReader(CsvReader):
 
 
 class _Lines:
-    """How lines become batches."""
+    """Settings for turning lines into batches."""
 
     def __init__(
         self,

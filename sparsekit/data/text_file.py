@@ -222,7 +222,7 @@ class _Block(Unit):
         return self._scanned
 
     def guess(self) -> int:
-        """Where the first line begins if no field has a newline; not in the block if none does."""
+        """Return where the first line begins if no field has a newline; the end if none begins."""
         if self._begin == self._file.start:
             return self._begin
         # The previous byte tells whether a line begins here.

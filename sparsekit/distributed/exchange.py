@@ -98,7 +98,7 @@ class Exchange:
         self.broken: str | None = None
         # Bytes of the largest part that each rank may send here, at first that of a handshake.
         self._most = [8 * _BLOCK] * self.world_size
-        # Whether parts must have exactly the expected size; a part of another size then shows only
+        # True if parts must have exactly the expected size; a part of another size then shows only
         # as a timeout.
         self.exact = self.transport.exact or device.type != "cpu"
         # Carries errors between ranks; made when the first one occurs.

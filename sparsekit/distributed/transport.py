@@ -23,7 +23,7 @@ class Transport(ABC):
 
     rank: int
     world_size: int
-    # Whether a part must have exactly the size that its receiver has room for; otherwise it may be
+    # True if a part must have exactly the size that its receiver has room for; otherwise it may be
     # shorter.
     exact = False
 

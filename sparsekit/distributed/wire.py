@@ -23,7 +23,7 @@ class Parts(NamedTuple):
     """Parts for the ranks, or from them, in order of ranks; this rank's own may lie elsewhere."""
 
     data: torch.Tensor  # uint8, may hold other data as well
-    begins: list[int]  # where each rank's part begins, with its head
+    begins: list[int]  # position of each rank's part, with its head
     words: np.ndarray = np.empty((0, 0), np.int64)  # [world_size - 1, n], see `Exchange.send`
 
     def payload(self, rank: int, size: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ def part_bytes(payload: int) -> int:
 
 
 def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) -> None:
-    """Write the same head to parts that begin there."""
+    """Write the same head to the parts that begin there."""
     words = data.view(torch.int64)
     places = [(begin // 8 + word, value) for begin in begins for word, value in enumerate(head)]
     if data.is_cpu:
@@ -52,7 +52,7 @@ def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) 
             of_host[place] = value
         return
     for place, value in places:
-        words[place].fill_(value)  # a kernel, where torch copies what `words[place] =` sets
+        words[place].fill_(value)  # a kernel; `words[place] = value` would copy
 
 
 def read_heads(data: torch.Tensor, begins: Sequence[int], words: int) -> np.ndarray:

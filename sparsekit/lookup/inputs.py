@@ -1,4 +1,4 @@
-"""Every form in which a layer takes bags of keys, brought to one: values and offsets."""
+"""Converts every form in which a layer takes bags of keys to values and offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .feature_matrix import is_scipy_csr, read_scipy_csr, read_torch_csr
 
-# Bags of which offsets are kept: half a megabyte for each of up to 64 shapes.
+# Offsets of up to this number of bags are kept: half a megabyte for each of up to 64 shapes.
 _MOST_KEPT = 65536
 
 FORMS = (
@@ -23,21 +23,21 @@ FORMS = (
 
 @dataclass(slots=True)
 class Bags:
-    """Bag b holds ``values[offsets[b]:offsets[b + 1]]``.
+    """Bags of keys: bag b holds ``values[offsets[b]:offsets[b + 1]]``.
 
-    Bags lie sample by sample (bag = sample * slot_num + slot), or slot by slot where slot_major.
+    Bags lie sample by sample (bag = sample * slot_num + slot), or slot by slot if slot_major.
     """
 
     values: torch.Tensor  # [n] keys
     offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each value is a bag of its own
     weights: torch.Tensor | None  # [n] or None
     slot_major: bool = False
-    slots: int | None = None  # of a sample, where the form says it
-    order: torch.Tensor | None = None  # [n] where each value stood in the input; None: in place
-    start: int = 0  # where the first value stood, without an order
-    count: int = field(init=False)  # of bags; -1 if offsets have no element
-    # Keys in every bag, if the form says it: their offsets need no look. A copy with other offsets
-    # does not have it.
+    slots: int | None = None  # slots of a sample, if the form says
+    order: torch.Tensor | None = None  # [n] the place of each value in the input; None: in place
+    start: int = 0  # place of the first value in the input, without an order
+    count: int = field(init=False)  # number of bags; -1 if offsets have no element
+    # Number of keys in every bag, if the form says it, so that offsets need no check. A copy with
+    # other offsets does not have it.
     each: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -46,11 +46,11 @@ class Bags:
         self.each = 1 if offsets is None else None
 
     def place(self, i: int) -> int:
-        """Where value i stood in the input."""
+        """Return the place of value i in the input."""
         return self.start + i if self.order is None else int(self.order[i])
 
     def part(self, first: int, count: int, begin: int, end: int) -> Bags:
-        """`count` of the bags, from bag `first` on, with the values from begin to end."""
+        """Return `count` of the bags, from bag `first` on, with the values from begin to end."""
         offsets, weights = self.offsets, self.weights
         return Bags(
             self.values[begin:end],
@@ -63,18 +63,18 @@ class Bags:
 def read_bags(
     inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
 ) -> Bags:
-    """Bags of any form that `DistributedEmbedding` takes; with matrix a dense ``[bags, m]``, too.
+    """Read bags in any form of `DistributedEmbedding`; with matrix also a dense ``[bags, m]``.
 
-    What can be known without a look at the offsets is checked; see `check_bags`.
+    Everything is checked that does not need the values of offsets; see `check_bags` for those.
 
     Raises:
-        TypeError: none of the forms, or a wrong dtype.
+        TypeError: inputs has none of the forms, or a wrong dtype.
         ValueError: a wrong shape or device, or sample_weights that do not fit.
     """
     form = _form(inputs, layer, device)
     if matrix and form is _from_dense and inputs.dim() == 2:
         form = partial(_padded, count=inputs.shape[0], slots=None)
-    # Before any value is read, which the meta device has none of and others would wait for.
+    # Checked before values are read: the meta device has none, and other devices would wait.
     check_device(layer, "inputs", inputs, device)
     if sample_weights is not None:
         check_device(layer, "sample_weights", sample_weights, device)
@@ -91,7 +91,7 @@ def read_bags(
 
 
 def check_device(layer: str, argument: str, tensor: Any, device: torch.device) -> None:
-    """Raise ValueError for a tensor on another device; what is no tensor has none."""
+    """Raise ValueError for a tensor on another device; other objects have no device."""
     if isinstance(tensor, torch.Tensor) and tensor.device != device:
         raise ValueError(f"{layer}: {argument} is on {tensor.device}, the weight on {device}")
 
@@ -114,12 +114,12 @@ def _form(inputs: Any, layer: str, device: torch.device) -> Callable[[Any, Any, 
 
 
 def is_keyed_jagged(inputs: Any) -> bool:
-    """Whether this can do what a KeyedJaggedTensor can; torchrec need not be installed."""
+    """Return whether this has the methods of a KeyedJaggedTensor; torchrec is not needed."""
     return all(callable(getattr(inputs, name, None)) for name in ("keys", "values", "offsets"))
 
 
 def is_jagged(inputs: Any) -> bool:
-    """Whether this has bags as a nested tensor has, or as the JaggedTensor of torchrec does."""
+    """Return whether this has bags like a nested tensor or a JaggedTensor of torchrec."""
     if isinstance(inputs, torch.Tensor):
         return inputs.is_nested
     return all(callable(getattr(inputs, name, None)) for name in ("values", "offsets"))
@@ -134,7 +134,7 @@ def _kind(value: Any) -> str:
 
 
 def _flat_weights(weights: Any, n: int, layer: str, like: str) -> torch.Tensor | None:
-    """Weights that are given flat, one for each value."""
+    """Return weights that are given flat, after a check that there is one for each value."""
     if weights is None:
         return None
     plain = isinstance(weights, torch.Tensor) and weights.layout == torch.strided
@@ -169,7 +169,7 @@ def _same_form(inputs: torch.Tensor, weights: Any) -> bool:
 
 
 def _check_structure(layer: str, **parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Parts of inputs and of sample_weights that must be equal."""
+    """Raise ValueError unless these parts of inputs and of sample_weights are equal."""
     for name, (mine, theirs) in parts.items():
         if mine.shape != theirs.shape:
             raise ValueError(
@@ -203,7 +203,7 @@ def _from_coo(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
                 f"{layer}: sample_weights requires a gradient but is not coalesced, and torch "
                 f"would lose the gradient; pass the weights flat, shape ({len(values)},)"
             )
-        # Unlike values(), _values() takes what is not coalesced, and stops the gradient.
+        # Unlike values(), _values() takes an uncoalesced tensor, but stops the gradient.
         weights = weights.values() if weights.is_coalesced() else weights._values()
     flat = _flat_weights(weights, len(values), layer, "a sparse tensor like inputs")
     bag, order = indices[0], None
@@ -248,7 +248,7 @@ def _from_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
 def _from_keyed_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
     if getattr(inputs, "variable_stride_per_key", lambda: False)():
         strides = list(inputs.stride_per_key())
-        # With inverse_indices samples share bags, even if every key has as many of them.
+        # With inverse_indices samples share bags, even if every key has equally many.
         if len(set(strides)) > 1 or inputs.inverse_indices_or_none() is not None:
             raise ValueError(
                 f"{layer}: inputs has a stride of its own for each key, {strides} samples; expand "
@@ -278,7 +278,7 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
 
 
 def _padded(inputs: torch.Tensor, weights: Any, layer: str, count: int, slots: int | None) -> Bags:
-    """`count` bags, each along the last dimension."""
+    """Return `count` bags, each along the last dimension."""
     nnz = inputs.shape[-1]
     if weights is not None:
         if _same_form(inputs, weights) and weights.shape == inputs.shape:
@@ -295,18 +295,18 @@ _OF_LAYOUT = {torch.sparse_coo: _from_coo, torch.sparse_csr: _from_csr, torch.st
 
 
 def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
-    """Offsets of bags of nnz keys each: mostly those of another layer, or of the batch before."""
+    """Return offsets of bags of nnz keys each, mostly kept from another layer or batch."""
     on_device = device.type == "cuda"
-    # What is made in a capture belongs to its graph.
+    # Memory that is allocated in a capture belongs to its graph.
     if bags > _MOST_KEPT or (on_device and torch.cuda.is_current_stream_capturing()):
         return _new_offsets(bags, nnz, device)
-    # Another stream need not wait for this one to make them.
+    # Kept by stream, so that no stream has to wait for another one to make the offsets.
     stream = torch.cuda.current_stream(device).cuda_stream if on_device else 0
     return _kept_offsets(bags, nnz, device, stream)
 
 
 def _new_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
-    # nnz may be 0, where an arange by steps of nnz would not do.
+    # Not an arange by steps of nnz, since nnz may be 0.
     return torch.arange(bags + 1, device=device) * nnz
 
 
@@ -325,7 +325,7 @@ def _check_types(bags: Bags, layer: str) -> None:
 
 
 def offsets_of(counts: torch.Tensor) -> torch.Tensor:
-    """Where each bag begins, given how much is in each; the end of the last comes last."""
+    """Return where each bag begins, given the size of each; the end of the last comes last."""
     offsets = counts.new_zeros(len(counts) + 1)
     torch.cumsum(counts, 0, out=offsets[1:])
     return offsets
@@ -334,11 +334,11 @@ def offsets_of(counts: torch.Tensor) -> torch.Tensor:
 def check_bags(
     bags: Bags, layer: str, slot_num: int, max_nnz: int, max_feature_num: int | None
 ) -> Bags:
-    """The same with int64 offsets.
+    """Return the bags with int64 offsets, after a check.
 
     Raises:
-        ValueError: offsets that do not rise from 0 to len(values), a number of bags that slot_num
-            does not divide, or a bag or sample with too many keys; the message has its position.
+        ValueError: offsets do not rise from 0 to len(values), slot_num does not divide the number
+            of bags, or a bag or sample has too many keys; the message gives its position.
     """
     if bags.slots not in (None, slot_num):
         raise ValueError(f"{layer}: inputs has {bags.slots} slots, but slot_num={slot_num}")
@@ -356,7 +356,7 @@ def check_bags(
     if bags.each is None:
         facts = [offsets[0], offsets[-1], *(counts.aminmax() if len(counts) else ())]
         facts += [] if by_sample is None else [by_sample.max()]
-        # In one piece, since on a device each reading waits for it.
+        # Read in one piece, since each read from a device waits for it.
         first, last, *of_counts = torch.stack(facts).tolist()
     else:
         first, last = 0, len(bags.values)

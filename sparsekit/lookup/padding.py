@@ -8,16 +8,16 @@ from .inputs import Bags, offsets_of
 
 
 def is_padding(keys: torch.Tensor, padding_key: int) -> torch.Tensor:
-    """Return which keys are padding_key, in int64: int32 would cut a larger number."""
+    """Compare keys with padding_key in int64, since int32 would cut a larger number."""
     return keys.to(torch.int64) == padding_key
 
 
 def without_padding(bags: Bags, padding_key: int) -> Bags:
     """Return checked bags without the entries that are padding_key."""
     keep = ~is_padding(bags.values, padding_key)
-    # Keys kept before each position; its values at the old offsets are the new offsets.
+    # Number of keys kept before each position; at the old offsets these are the new offsets.
     kept_before = offsets_of(keep.to(torch.int64))
-    kept = keep.nonzero().view(-1)  # once for keys and weights, since a device is waited for
+    kept = keep.nonzero().view(-1)  # once for keys and weights, since this waits for a device
     return Bags(
         bags.values[kept],
         kept_before if bags.offsets is None else kept_before[bags.offsets],

@@ -152,7 +152,7 @@ class CallRecord:
             )
             # Gradients of sums may have a wider dtype than the rows.
             sums = sums.to(self.weights[0].dtype)
-            # That of one table needs no look at the device.
+            # The number of rows of a single table is known without waiting for a device.
             num_rows = [len(sorted_rows)] if len(dims) == 1 else counts.tolist()
             parts = split_by_table(dims, num_rows, sorted_rows, sums)
             return [(self.weights[t], parts[0][t], parts[1][t]) for t in taken]

@@ -75,13 +75,13 @@ class Request:
 
     @property
     def weights_need_gradient(self) -> bool:
-        """Whether backward needs a gradient of the sample weights."""
+        """Return whether backward needs a gradient of the sample weights."""
         weights = self.bags.weights
         return weights is not None and weights.requires_grad and torch.is_grad_enabled()
 
     @property
     def pooled_here(self) -> bool:
-        """Whether this rank pools the vectors of keys by ops that autograd knows."""
+        """Return whether this rank pools the vectors of keys by ops that autograd knows."""
         return "max" in self.combiners or self.weights_need_gradient
 
     @property

@@ -1,4 +1,4 @@
-"""Options of single slots, and what they do to the bags of a call."""
+"""Options of single slots, and their effect on the bags of a call."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..ops.embedding_bag import COMBINERS
 from ..tables.options import check_count
 from .inputs import Bags, offsets_of
 
-# Stands for bags of any length.
+# The limit of bags of any length.
 NO_LIMIT = 2**63 - 1
-# How a bag can be pooled; the ops do all but the last.
+# Ways to pool a bag; the ops can do all but the last.
 POOLINGS = (*COMBINERS, "max")
 
 
 def each_slot(layer: str, argument: str, value: Any, slot_num: int) -> list[Any] | None:
-    """The values of an argument that is given by slot; None if one value is for all of them.
+    """Return the values of an argument that is given by slot; None if one is for all slots.
 
     Raises:
-        ValueError: as many as there are no slots.
+        ValueError: the number of values is not slot_num.
     """
     if not isinstance(value, (list, tuple)):
         return None
@@ -38,11 +38,11 @@ def each_slot(layer: str, argument: str, value: Any, slot_num: int) -> list[Any]
 def check_max_nnz(
     layer: str, max_nnz: Any, truncate: Any, slot_num: int
 ) -> int | tuple[int | None, ...] | None:
-    """``max_nnz`` as a layer keeps it; that of a single slot is no tuple.
+    """Return ``max_nnz`` as a layer keeps it; for a single slot it is no tuple.
 
     Raises:
-        TypeError, ValueError: no int of at least 1, or as many as there are no slots; or no
-            max_nnz to truncate to.
+        TypeError, ValueError: max_nnz is neither an int of at least 1 nor slot_num of these; or
+            truncate is set without max_nnz.
     """
     if not isinstance(truncate, bool):
         raise TypeError(f"{layer}: truncate must be True or False, got {truncate!r}")
@@ -58,10 +58,10 @@ def check_max_nnz(
 
 
 def check_combiner(layer: str, combiner: Any, slot_num: int) -> str | tuple[str, ...]:
-    """``combiner`` as a layer keeps it; where it is the same for all slots it is no tuple.
+    """Return ``combiner`` as a layer keeps it; if it is the same for all slots it is no tuple.
 
     Raises:
-        ValueError: an unknown one, or as many as there are no slots.
+        ValueError: a combiner is unknown, or their number is not slot_num.
     """
     if (each := each_slot(layer, "combiner", combiner, slot_num)) is None:
         check_choice(layer, "combiner", combiner, POOLINGS)
@@ -72,16 +72,16 @@ def check_combiner(layer: str, combiner: Any, slot_num: int) -> str | tuple[str,
 
 
 def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool) -> Bags:
-    """Bags that have been checked, each with at most the keys that its slot may have.
+    """Return checked bags, each with at most the keys that its slot may have.
 
     Args:
-        bags: of samples of as many slots as there are in max_nnz.
-        layer: what errors begin with.
-        max_nnz: of each slot.
-        truncate: whether a bag keeps its first keys where it has more.
+        bags: bags of samples with a slot for each of max_nnz.
+        layer: name of the layer, with which errors begin.
+        max_nnz: the limit of each slot.
+        truncate: whether a longer bag keeps its first keys.
 
     Raises:
-        ValueError: a bag with more keys, unless it is truncated.
+        ValueError: a bag has more keys, and is not truncated.
     """
     begins = cast(torch.Tensor, bags.offsets)
     counts = begins.diff()
@@ -101,7 +101,7 @@ def within(bags: Bags, layer: str, max_nnz: Sequence[int | None], truncate: bool
 
 
 def slot_by_slot(bags: Bags, slots: int) -> Bags:
-    """Bags that have been checked, which lie sample by sample, in the other order."""
+    """Sort checked bags, which lie sample by sample, by slot."""
     offsets = cast(torch.Tensor, bags.offsets)
     begins, counts = (
         of_bags.view(-1, slots).T.reshape(-1) for of_bags in (offsets[:-1], offsets.diff())
@@ -110,13 +110,13 @@ def slot_by_slot(bags: Bags, slots: int) -> Bags:
 
 
 def taken(bags: Bags, begins: torch.Tensor, counts: torch.Tensor, total: int | None = None) -> Bags:
-    """Bags whose values are runs of those of others.
+    """Return bags whose values are runs of the values of other bags.
 
     Args:
-        bags: the others.
-        begins: int64 ``[bags]``, where in them each run begins.
-        counts: int64 ``[bags]``, how long it is.
-        total: the sum of counts, where it is known: on a device to read it means to wait.
+        bags: the other bags.
+        begins: int64 ``[bags]``, the place in these at which each run begins.
+        counts: int64 ``[bags]``, the length of each run.
+        total: the sum of counts, if it is known, since reading it waits for a device.
     """
     offsets = offsets_of(counts)
     total = int(offsets[-1]) if total is None else total

@@ -120,7 +120,7 @@ class TableOps:
         self.width = descriptors.width
 
     def run(self, outs: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Return the outputs of the requests; with a width, `outs` if already made."""
+        """Return the outputs of the requests, written to `outs` if an earlier call made it."""
         self.find()
         return self._pool(outs)
 

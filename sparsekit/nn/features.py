@@ -60,7 +60,7 @@ class BoundFeature:
 
     @property
     def can_share(self) -> bool:
-        """Whether ops can read its bags in place, next to those of other features."""
+        """Return whether ops can read its bags in place, next to those of other features."""
         return (
             self.feature.combiner not in (None, "max")
             and not self.feature.truncate

@@ -21,7 +21,7 @@ def explain_torch_words(keywords: Iterable[str], ours: dict[str, str]) -> str:
     """Explain those keywords of a layer that are torch's arguments, for a layer that is no drop-in.
 
     Args:
-        keywords: what the layer was given.
+        keywords: keywords that the layer was given.
         ours: our words for some arguments, where they differ from those for all layers.
 
     Returns:

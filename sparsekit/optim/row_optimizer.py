@@ -268,7 +268,7 @@ class RowOptimizer(torch.optim.Optimizer):
             False, with nothing done, if one pass cannot do it.
         """
         if group["maximize"]:
-            return False  # the gradients change sign, so they are needed themselves
+            return False  # the gradients change sign, which one pass cannot do
         calls = self._calls(group, weights, [False] * len(weights))
         if len(calls) > 1:
             return False
@@ -288,7 +288,7 @@ class RowOptimizer(torch.optim.Optimizer):
     def _calls(
         self, group: dict[str, Any], parameters: Sequence[torch.Tensor], dense: Sequence[bool]
     ) -> list[UpdateCall]:
-        """Sort parameters of a group into those that one call can update."""
+        """Split parameters of a group by what one call can update."""
         names = list(self._initial_states(group))
         needed = {"step", *names, *(["row_step"] if self._has_row_step(group) else [])}
         states = [self.state[parameter] for parameter in parameters]

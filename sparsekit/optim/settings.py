@@ -56,7 +56,7 @@ Betas: TypeAlias = Annotated[
     tuple[float, float], Allowed("two numbers in [0, 1)", _are_betas, False)
 ]
 BiasCorrection: TypeAlias = Annotated[str, one_of("global", "per_row")]
-# Where eps is added: to the root of v after its bias correction, or before.
+# The place where eps is added: to the root of v after its bias correction, or before.
 EpsConvention: TypeAlias = Annotated[str, one_of("torch", "tensorflow")]
 
 

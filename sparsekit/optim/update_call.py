@@ -34,10 +34,10 @@ def by_kind(
     names: Sequence[str],
     row_states: Collection[str],
 ) -> list[UpdateCall]:
-    """Sort parameters into those that one call can update.
+    """Group parameters by what one call can update.
 
     Args:
-        parameters: those to update.
+        parameters: the parameters to update.
         dense: for each, whether it has a gradient for all rows.
         states: states of each parameter.
         names: names of the rule's states, in its order.

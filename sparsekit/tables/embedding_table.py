@@ -61,7 +61,7 @@ class EmbeddingTable(TableTensors):
     # Largest norm of a row that is read, and the p of that norm; see `Embedding`.
     max_norm: float | None = None
     norm_type: float = 2.0
-    # Whether the name was given; a generated name also says how large the table is.
+    # True if the name was given; a generated name also says how large the table is.
     _named: bool = True
     # Number of changes of attributes, by which a cache can tell whether its content is still valid.
     changes: int = 0
@@ -79,17 +79,17 @@ class EmbeddingTable(TableTensors):
         device = cast(torch.device, options.device)
         self._process_group = _OfThisProcess(options.process_group)
         self.rank, self.world_size = _place(self.process_group, device)
-        # Whether a rank sends each distinct key once. False sends keys as they come, for
+        # True if a rank sends each distinct key once. False sends keys as they come, for
         # measurements.
         self.dedupe = True
-        # How pooled vectors come from other ranks; see DistributedEmbedding.
+        # The way of pooled vectors from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
         # Dtype of vectors and gradients between ranks; None means their own.
         self.wire_dtype = options.wire_dtype
         # Largest number of distinct keys that a call may ask another rank for; see
         # DistributedEmbedding.
         self.max_keys_per_rank = options.max_keys_per_rank
-        # Whether keys that are new in training get rows; see DistributedEmbedding.
+        # True if keys that are new in training get rows; see DistributedEmbedding.
         self.insert = options.insert
         self.capacity = options.max_vocabulary_size_per_gpu
         self.embedding_vec_size = options.embedding_vec_size
@@ -229,7 +229,7 @@ class EmbeddingTable(TableTensors):
 
     @property
     def inserts(self) -> bool:
-        """Whether a lookup gives rows to new keys."""
+        """Return whether a lookup gives rows to new keys."""
         return self.training and self.insert
 
     def owned(self, keys: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class HashTable(torch.nn.Module):
 
     Args:
         capacity: largest number of keys, in [1, 2^31 - 1]; the table holds exactly this number.
-        device: where the buffers live.
+        device: device of the buffers.
         load_factor: share of places in use when full, in (0, 1]. Lower is faster and larger: a row
             takes 12.8 / load_factor bytes.
         name: name of the table in errors.

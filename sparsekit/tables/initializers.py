@@ -1,4 +1,4 @@
-"""Initializers: what a new embedding row starts from."""
+"""Initializers: distributions from which new embedding rows start."""
 
 from dataclasses import dataclass
 from functools import cached_property

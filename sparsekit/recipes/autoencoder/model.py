@@ -213,7 +213,7 @@ class Autoencoder(torch.nn.Module):
         return torch.nn.functional.pad(codes, (1, 0), value=1.0), found["scored"][:, 0]
 
     def _draw(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw which entries stay in their bag, bool, and columns of other items, rising."""
+        """Draw a bool mask of entries that stay in their bag, and sorted columns of other items."""
         # Hashes instead of a generator: they are equal on all ranks, whatever a rank's share of a
         # batch.
         seed = (self._noise + 2 * int(self.steps)) % 2**63
