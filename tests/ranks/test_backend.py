@@ -62,6 +62,24 @@ def test_torch_is_chosen(two_ranks, backend, device, reasons):
     assert two_ranks(choose, [backend] * 2, device, reasons) == ["TorchTransport"] * 2
 
 
+def connected(rank, backend, device):
+    """Return what is connected for a device, and how long it may wait."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (nccl, shared_memory):
+            name = module.__name__.rpartition(".")[2]
+            patch.setattr(module, "connect", lambda teller, *rest, name=name: (name, *rest))
+        timeout = timedelta(seconds=20 + rank)
+        group = torch.distributed.group.WORLD
+        return choice.make_transport(backend, group, torch.device(device), timeout)
+
+
+@pytest.mark.parametrize("backend", ["auto", "of the device"])
+def test_what_is_connected_for_a_device(two_ranks, backend):
+    for device, own, *rest in (("cuda", "nccl", torch.device("cuda")), ("cpu", "shared_memory")):
+        found = two_ranks(connected, backend if backend == "auto" else own, device)
+        assert found == [(own, *rest, timedelta(seconds=20 + rank)) for rank in range(2)]
+
+
 @pytest.mark.parametrize(
     ("backends", "device", "reasons", "message"),
     [

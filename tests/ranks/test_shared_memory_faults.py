@@ -86,6 +86,9 @@ def test_a_rank_that_dies(fresh_ranks, how, world_size):
         assert "rank 1 is gone: its process has ended" in text
 
 
+KEPT = []  # as by the traceback of an error
+
+
 def leave(rank, way):
     transport = made()
     if rank == 1:
@@ -96,8 +99,8 @@ def leave(rank, way):
             del transport
         if way in ("exchange", "abandon"):
             exchange = Exchange(None, torch.device("cpu"), transport)
-            exchange.group = None
-            del transport
+            exchange.group = object()
+            KEPT.append(transport)
             if way == "abandon":
                 exchange.abandon(KeyboardInterrupt("here"))
             else:
