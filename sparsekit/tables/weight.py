@@ -146,14 +146,13 @@ def free_rows_hold(weight: torch.Tensor, keys: int) -> bool:
 
 
 @contextmanager
-def own_writes(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+def own_writes(weights: Sequence[torch.Tensor]) -> Iterator[None]:
     """Count writes in the body as the library's own, for tensors that are layers' weights."""
-    each = list(weights)
-    for weight in each:
+    for weight in weights:
         if isinstance(weight, EmbeddingWeight):
             weight.begin_writing()
     yield
-    for weight in each:
+    for weight in weights:
         # Torch may have swapped the weight for another kind.
         if isinstance(weight, EmbeddingWeight):
             weight.end_writing()

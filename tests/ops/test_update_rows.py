@@ -451,6 +451,12 @@ def test_what_is_refused(changes, error, message):
         ops.update_rows_(**{**GOOD, **changes})
 
 
+def test_a_refusal_of_a_single_table_names_no_table():
+    for weight in (ZEROS, [ZEROS]):
+        with pytest.raises(ValueError, match=r"^update_rows_: all tensors must .* grad on meta"):
+            ops.update_rows_(**{**GOOD, "weight": weight, "grad": ZEROS[:2].to("meta")})
+
+
 @pytest.mark.parametrize("k", range(7))
 def test_a_refusal_names_the_table_and_its_tensor(k):
     names = ["weight", "states[0]", "states[1]", "row_step", "rows", "grad", "step"]

@@ -129,6 +129,14 @@ def test_states_of_a_table_tell_their_keys():
     assert moments[0] == moments[2] != 0
 
 
+def test_steps_do_not_add_up_hooks_of_torchs_optimizers():
+    layer = table()
+    optimizer = torch.optim.Adagrad(layer.parameters())
+    for _ in range(3):
+        train(layer, optimizer, [1])
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == 1
+
+
 def test_a_state_without_keys_waits_for_the_model():
     """A state of torch's optimizers names no keys: it belongs to the rows of the model's state."""
     layer, other = table(), table()
