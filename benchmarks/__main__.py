@@ -206,7 +206,7 @@ def _run_all(suite: str, benchmarks: Benchmarks, device: Cpu | Gpu, path: Path |
                 rows.append({"benchmark": name, **result.row()})
                 write()  # written at once, since the run may be cut short
         except Exception:
-            # A later benchmark has its own inputs, and time on a GPU is scarce.
+            # Go on: the later benchmarks have their own inputs, and time on a GPU is scarce.
             traceback.print_exc()
             failed.append(name)
     write()

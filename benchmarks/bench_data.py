@@ -58,7 +58,7 @@ def _read(cpu: Cpu, path: Path, rows: int) -> Iterator[Comparison]:
         yield Comparison(case, against, samples, theirs, line, target, size)
     if cpu.has_module("pandas", "pandas"):
         samples = samples or cpu.time([[ours]], rounds=3)[0]
-        # Only once: it takes most of a minute.
+        # Time pandas only once, since it takes most of a minute.
         start = time.perf_counter()
         _pandas(path)
         once = [1e3 * (time.perf_counter() - start)]

@@ -71,7 +71,8 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
                 timing = gpu.time(ours)
                 case = f"bags of {per_bag}, {len(rows):,} of {len(weight):,} x {dim} {name}"
                 num_bytes = len(rows) * (4 * dim + 8) + len(offsets) * (4 * dim + 8)
-                # Most rows of a zipf batch are in the cache, so it may well pass this roof.
+                # Most rows of a zipf batch are in the cache, so the op may well be faster than this
+                # roof.
                 goal = target.get(dim, "embedding_bag, D >= 128") if name == "uniform" else ""
                 yield gpu.against_r1(case, timing, num_bytes, goal)
                 yield from gpu.against(case, timing, "F.embedding_bag", gpu.time(theirs))

@@ -14,7 +14,7 @@ from .peers import native
 
 
 def run(cpu: Cpu) -> Iterator[Comparison]:
-    """Time finds of present keys in random order, out of and in cache, and inserts; one thread."""
+    """Time finds of known keys in random order, in and out of cache, and inserts, on one thread."""
     for full, line in (
         (30_000_000, "find, 10M+ keys, 1 thread"),
         (10_000_000, "find, 10M+ keys, 1 thread"),

@@ -1,4 +1,4 @@
-"""init_rows_, compared with torch's own random numbers, on a GPU; torch's depend on no key."""
+"""init_rows_, compared with torch's random numbers, which do not depend on keys, on a GPU."""
 
 from collections.abc import Iterator
 from functools import partial

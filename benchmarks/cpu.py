@@ -62,7 +62,7 @@ class Cpu:
         return quick if self.quick else full
 
     def copies(self, num_bytes: int, most: int = 24) -> int:
-        """Return how many inputs of this size exceed the cache together."""
+        """Return how many inputs of this size together exceed the cache."""
         return max(2, min(most, -(-self.cache_bytes // max(1, num_bytes))))
 
     def has(self, against: str, reason: str | None) -> bool:
@@ -125,8 +125,8 @@ class Cpu:
         sides = [x if isinstance(x, Side) else Side(x) for x in calls_or_sides]
         loops, round_ms = [], 0.0
         for i, side in enumerate(sides):
-            # Warm up: the first call may load code, start threads, grow a heap. A long call does so
-            # in passing.
+            # Warm up: the first call may load code, start threads, grow a heap. In a long call this
+            # hardly counts.
             ms = _time(side, i * 7, 1)
             if ms < 500:
                 ms = _time(side, i * 7 + 1, 1)
@@ -149,7 +149,7 @@ class Cpu:
     # ---- roofs ----
 
     def copy_ms(self, num_bytes: int, threads: int | None = None) -> list[float]:
-        """Return the milliseconds that R1 allows for moving these bytes."""
+        """Return the milliseconds that moving these bytes takes at R1, the speed of a copy."""
         threads = threads or self.threads
         if threads not in self._copy_ms_per_byte:
             best: list[float] = []

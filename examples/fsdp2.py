@@ -14,7 +14,8 @@ torch.manual_seed(0)
 model = Clicks()
 tables = set(sparsekit.distributed.ignored_parameters(model).values())  # already sharded
 fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=tables)
-optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)  # takes DTensors beside tables
+# Takes DTensors as well as tables.
+optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 batches = DataLoader(data(), batch_size=32, sampler=DistributedSampler(data()))
 for epoch in range(5):
     batches.sampler.set_epoch(epoch)

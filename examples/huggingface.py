@@ -27,7 +27,8 @@ optimizer = sparsekit.optim.LazyAdam(model.parameters(), lr=0.02)
 schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
 rows = [dict(zip(("user", "tags", "clicked"), row, strict=True)) for row in data()]
 trainer = Trainer(model, args, train_dataset=rows, optimizers=(optimizer, schedule))
-trainer.accelerator.clip_grad_norm_ = sparsekit.optim.clip_grad_norm_  # torch's own refuses tables
+# Torch's own function refuses tables.
+trainer.accelerator.clip_grad_norm_ = sparsekit.optim.clip_grad_norm_
 trainer.train()
 with torch.no_grad():
     loss = model.eval()(*data().tensors)["loss"].item()  # on all ranks: each has a part of the rows

@@ -1,5 +1,5 @@
-// Forks while other threads take and give back large memory; see test_memory.py. It is a program of
-// its own because forking a process that has loaded torch takes ten times as long.
+// Forks while other threads take and give back large memory; see test_memory.py. It is a separate
+// program because forking a process that has loaded torch takes ten times as long.
 #include <sys/wait.h>
 #include <unistd.h>
 

@@ -88,13 +88,13 @@ class Counts(dict[tuple[str, str], Count]):
 
 
 class _Request(IntEnum):
-    """The enum of the same name in csrc/core/simt/host.h."""
+    """Copy of the enum of the same name in csrc/core/simt/host.h."""
 
     KERNEL, MEMSET, LIBRARY, READ_BACK = range(4)
 
 
 class _Record(ctypes.Structure):
-    """The struct of the same name in csrc/core/simt/counts.h."""
+    """Copy of the struct of the same name in csrc/core/simt/counts.h."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),

@@ -49,7 +49,7 @@ def written(folder: Path, name: str, run: dict[str, Any]) -> str:
         (synthetic(), 0),
         (synthetic(1.3), 2),
         (synthetic(1.3, noise=0.03), 2),
-        (synthetic(1.3, peer=1.3), 0),  # the machine is slower, not we
+        (synthetic(1.3, peer=1.3), 0),  # the machine is slower, not our code
         (synthetic(1.0, peer=0.75), 0),  # peers happen to be quicker
         (synthetic(0.7), 0),
         (synthetic(1.1), 0),  # below the threshold

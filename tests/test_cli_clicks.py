@@ -67,7 +67,7 @@ def test_what_is_logged_and_drawn(clicks, tmp_path, capsys):
     one = ["--ranks", "1", "--epochs", "2", "--log-to", str(folder), "--set", "trainer.log_every=5"]
     command = arguments("dlrm", clicks, *one, "--set", f"data.validation={clicks}")
     run(capsys, *command)
-    run(capsys, *command)  # starts over
+    run(capsys, *command)  # the run starts over
     records = read_run(folder)
     assert [r["step"] for r in records if r["kind"] == "epoch"] == [12, 24]
     assert [r["step"] for r in records if r["kind"] == "step"] == [5, 10, 15, 20]

@@ -141,7 +141,7 @@ def test_what_is_refused(tmp_path, capsys):
 # The first reads its data at once, the second as a stream.
 @pytest.mark.parametrize("model", ["ratings", "dlrm"])
 def test_data_that_have_changed_are_refused(model, tmp_path, capsys):
-    """A finished run refuses them too: its figures would stand beside those of the new data."""
+    """A finished run refuses them too: its figures are those of the old data."""
     data = write_data(tmp_path, model)
     run = command(model, data, tmp_path / "a", "--resume", "--ranks", "1", "--epochs", "1")
     assert cli.main(run) == 0

@@ -1,1 +1,1 @@
-"""Peers besides torch; each is optional, and skipped with a reason."""
+"""Peers other than torch. All are optional: a missing one is skipped, and the reason is printed."""

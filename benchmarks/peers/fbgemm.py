@@ -13,7 +13,7 @@ from . import optional
 
 
 def missing() -> str | None:
-    """Return why it cannot be measured; None if it can."""
+    """Return why FBGEMM cannot be measured; None if it can."""
     return optional.missing("fbgemm_gpu", "fbgemm-gpu-cpu")
 
 

@@ -1,4 +1,4 @@
-// boost::unordered_flat_map behind a C interface. Compiled by native.py on first use.
+// boost::unordered_flat_map with a C interface. Compiled by native.py on first use.
 
 #include <boost/unordered/unordered_flat_map.hpp>
 #include <cstdint>
@@ -24,7 +24,7 @@ void map_clear(void* map) {
   static_cast<Map*>(map)->clear();
 }
 
-// Writes the value of each key, or -1 without one.
+// Writes the value of each key, or -1 for an unknown key.
 void map_find(const void* map, const int64_t* keys, int64_t n, int64_t* out) {
   const Map& m = *static_cast<const Map*>(map);
   const auto end = m.end();
@@ -34,7 +34,7 @@ void map_find(const void* map, const int64_t* keys, int64_t n, int64_t* out) {
   }
 }
 
-// Writes the value of each key; a new key gets the size before it.
+// Writes the value of each key; a new key gets the number of earlier keys.
 void map_emplace(void* map, const int64_t* keys, int64_t n, int64_t* out) {
   Map& m = *static_cast<Map*>(map);
   for (int64_t i = 0; i < n; ++i) {

@@ -134,11 +134,11 @@ class FlatMap:
         _function("flat_map", "map_clear")(self._map)
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the values of keys ``[n]``, -1 without one."""
+        """Return the values of keys ``[n]``, -1 for unknown ones."""
         return self._call("map_find", keys)
 
     def emplace(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the values of keys ``[n]``; a new key's is the number of keys before it."""
+        """Return the values of keys ``[n]``; a new key gets the number of earlier keys."""
         return self._call("map_emplace", keys)
 
     def _call(self, name: str, keys: torch.Tensor) -> torch.Tensor:

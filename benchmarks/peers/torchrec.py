@@ -16,7 +16,7 @@ NAME = "TorchRec DMP"
 
 
 def missing() -> str | None:
-    """Return why it cannot be measured; None if it can."""
+    """Return why TorchRec cannot be measured; None if it can."""
     return optional.missing("torchrec") or fbgemm.missing()
 
 

@@ -184,7 +184,7 @@ sys.exit(status)
 
 
 def _reshard(folder: Path) -> int:
-    """Return the peak of the command's process in MiB, less that of an idle one."""
+    """Return the peak of the command's process in MiB, minus that of an idle process."""
     idle = _peak("inspect", str(folder / "saved"))
     return _peak("reshard", str(folder / "saved"), str(folder / "three"), "--world", "3") - idle
 

@@ -191,7 +191,7 @@ def test_after_a_failure_nothing_is_taken_as_saved(tmp_path, monkeypatch, what, 
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_the_start_of_a_thread_is_interrupted(tmp_path, monkeypatch, runs):
-    """The thread may or may not run: Python does not tell."""
+    """The thread may or may not run: Python does not say which."""
     model, optimizers = made()
     keep = keeps_changes(tmp_path)
     keep.save(0, model, optimizers)

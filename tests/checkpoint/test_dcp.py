@@ -169,7 +169,7 @@ def test_a_save_before_a_load(tmp_path):
         dcp.save(state, checkpoint_id=tmp_path / "b")
     assert not list((tmp_path / "b").glob("**/.metadata"))
     dcp.load(state, checkpoint_id=tmp_path / "a")
-    dcp.save(state, checkpoint_id=tmp_path / "b")  # after the load, the state can be saved
+    dcp.save(state, checkpoint_id=tmp_path / "b")  # once loaded, the state can be saved
     loaded, of_loaded = made(seed=2)
     load(tmp_path / "b", loaded, of_loaded)
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))

@@ -75,7 +75,7 @@ def test_each_sync_may_fail(there, monkeypatch, work):
 
 
 def test_a_column_that_yields_too_little(tmp_path):
-    """Neither too little nor too much data gives a file."""
+    """A save or a reshard with too little or too much data raises."""
     for rows in (1, 3):
         column = Column("x", torch.int64, (2,), lambda rows=rows: [np.zeros(rows, "<u8")])
         said = {1: "-8 bytes", 3: r"\+8 bytes"}[rows]

@@ -13,7 +13,7 @@ from sparsekit.checkpoint.snapshot import Snapshot
 
 @pytest.mark.parametrize("block", [1, 500, 1 << 18])
 def test_the_highest_bits_of_any_words(monkeypatch, block):
-    """Such changes would be lost with an even factor, or in a sum without mixing."""
+    """Changes of these bits would be lost with an even factor, or in a sum without mixing."""
     monkeypatch.setattr(changes, "_BLOCK", block)
     words = 24
     choices = [{i} for i in range(words)]

@@ -203,7 +203,7 @@ def test_states_that_were_loaded_and_not_used_are_saved_by_key(tmp_path):
 
 @pytest.mark.parametrize("kind", [optim.LazyAdam, torch.optim.SparseAdam])
 def test_states_that_were_loaded_follow_the_keys(tmp_path, kind):
-    """As those of an optimizer that has made a step here."""
+    """This holds before the optimizer takes a step, as it does afterwards."""
     layers = [layer_of(1, 2, 3), layer_of()]
     optimizers = [kind([*each.parameters()], lr=0.1) for each in layers]
     layers[0](torch.tensor([1])).sum().backward()

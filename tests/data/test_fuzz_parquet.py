@@ -1,4 +1,5 @@
-"""Structural faults in Parquet files raise documented errors, in memory fit for the file's size.
+"""Structural faults in Parquet files raise documented errors, and memory stays in proportion to the
+file.
 
 Numbers, names, lists and types in footers and page headers change while the rest of the file stays
 whole; flipped bytes rarely have this effect. SPARSEKIT_FUZZ_FILES=10000 tries that many files

@@ -19,7 +19,7 @@ ROWS = "".join(f"{row},key {row}\n" for row in range(3000))
 
 @pytest.fixture
 def pipe(tmp_path):
-    """Return a function that creates a pipe, which a thread writes the content to once."""
+    """Return a function that creates a pipe; a thread writes the content to it once."""
     path, threads = tmp_path / "pipe", []
 
     def make(content):

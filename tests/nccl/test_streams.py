@@ -21,7 +21,7 @@ from sparsekit.tables import embedding_table
 from .fake import CPU, calls, on_threads
 from .streams import Noted, Stream, Streams, note_collectives
 
-# A collective on the own stream: after earlier work of the current stream, and before its later
+# A collective on its own stream comes after earlier work of the current stream, and before later
 # work.
 BEGIN = ["current records", "own waits for current"]
 SEND = ["own sends", "own records", "own records"]  # one for the watching thread, one for the wait
@@ -95,7 +95,7 @@ def on_two_ranks(function, tables=1, strategy="all_to_all", max_keys=None):
     return on_threads(2, of_rank, Streams)
 
 
-# The order of a step.
+# The order of events in a step.
 
 
 def log_of_a_step(rank, tables):
@@ -275,8 +275,8 @@ def waits_of_a_step(rank, tables, ahead=False, streams=True, max_keys=None):
             of.step(current, batch if ahead else None)
 
         found = waits_of(step, of.group, of.dense, batches)
-        found.pop("ops of sparsekit", None)  # those of both ranks, see below
-        found.pop("numpy", None)  # of heads of messages, which are written by kernels on a device
+        found.pop("ops of sparsekit", None)  # counted for both ranks, see below
+        found.pop("numpy", None)  # reads of message heads, which kernels write on a device
         found["streams"] = of.streams.log.count("host waits")
         return dict(found)
 
@@ -291,7 +291,7 @@ def test_the_host_waits_no_more_for_streams_than_without(fake, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("tables", [1, 26])
 def test_waits_of_a_step_on_two_ranks(fake, tables, ahead):
-    """Beside those of ops. The gradients of several tables are taken apart by their counts."""
+    """Waits of ops are left out. With several tables, splitting their gradients costs one more."""
     parts = int(tables > 1)
     handshake = {"tolist": 4 + parts, "to the device": 1, "to the host": 1, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead) == [handshake] * 2
@@ -345,7 +345,7 @@ def test_what_is_ahead_waits_for_what_the_current_stream_has_by_then():
     streams, stream = own()
     with stream.ahead():
         assert streams.current_stream() is stream.stream
-        with stream.ahead():  # the own stream is current already
+        with stream.ahead():  # its own stream is current already
             pass
     assert streams.current_stream() is not stream.stream
     assert streams.log == BEGIN
@@ -360,7 +360,8 @@ def test_a_result_is_waited_for_by_the_stream_that_takes_it():
     with streams.stream(other):
         assert finish() == 7
     assert streams.log == ["other waits for own"]
-    # Memory made on the own stream returns to it, while the other stream may still use it.
+    # Memory allocated on a collective's own stream returns to it, while another stream may still
+    # use it.
     streams.log.clear()
     with stream.ahead():
         pass

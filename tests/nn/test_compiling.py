@@ -1,4 +1,5 @@
-"""Layers under torch.compile: lookups break graphs, whose number stays small; some tools refuse."""
+"""Layers under torch.compile: lookups break graphs, whose number stays small; some tools refuse
+them."""
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ def test_uniform(low, high):
     assert low - 1e-9 <= values.min()
     assert values.max() < high
     width = high - low
-    # Of 100,000 draws: a deviation of five standard errors fails.
+    # With 100,000 draws, a deviation of more than five standard errors fails.
     assert values.mean() == pytest.approx((low + high) / 2, abs=5 * width / math.sqrt(12 * N * DIM))
     bins = torch.histc((values - low) / width, bins=20, min=0, max=1)
     expected = N * DIM / 20

@@ -177,7 +177,7 @@ def test_unseen_key_in_evaluation_has_no_gradient():
     assert layer.weight.grad.values().tolist() == [[2.0] * 5]
     layer.zero_grad()
     layer((torch.tensor([5, 7]), torch.arange(3))).sum().backward()
-    # The gradient of key 7, beside an unseen key.
+    # Key 7 has a gradient, but the unseen key has none.
     assert layer.weight.grad.indices().tolist() == [[0]]
 
 

@@ -119,7 +119,7 @@ def test_what_cannot_follow_is_a_reason_to_leave(case):
     assert model.tags is before
     assert done.reason.startswith(STUCK[case][1])
     assert done.reason.endswith("cannot be given another")
-    # The other layers are free to be swapped, except under an optimizer of all parameters.
+    # The other layers can be swapped, except under an optimizer of all parameters.
     (other,) = replace_embeddings(model, "history", verbose=False)
     assert (other.new is None) == (case == "optimizer")
 

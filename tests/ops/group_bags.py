@@ -75,7 +75,7 @@ def check_pool(group, found, initial=False):
     longest = int(bags[: num_bags + 1].diff().max()) if initial and num_bags else 0
     each = zip(outs, pooled(weights), pooled([w.abs() for w in weights]), strict=True)
     for out, expected, magnitude in each:
-        # Initial values count too; most keys' weights are below 1, and so are those values.
+        # Initial values count as well; like most weights of keys, they are below 1.
         assert_equal_but_for_rounding(out, expected, magnitude + longest)
     return outs
 
@@ -185,7 +185,7 @@ def backward_at(group, grads, found, out, row_strides, placed):
 
 
 def check_backward_at(group, found, seed=0):
-    """The gradients have the bits of those in one piece, and nothing else is written."""
+    """Check that gradients equal those in one piece bit for bit, and nothing else is written."""
     grads = random_grads(group)
     if not grads:
         return
@@ -213,7 +213,7 @@ def check_backward_at(group, found, seed=0):
 
 
 def check_strided(group, found):
-    """Rows may lie anywhere in one piece of memory, as do vectors that ranks have sent."""
+    """Check rows anywhere in one piece of memory, like vectors that ranks have sent."""
     counts = found[2]
     space, row_strides, placed = places_for(group, found, seed=1)
     space = misaligned(space) if len(space) % 2 else space

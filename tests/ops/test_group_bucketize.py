@@ -143,7 +143,7 @@ def test_large_and_small_tables(device):
         keys = key_pattern("half on one" if t else "distinct", n)
         group.sources.append(Source(keys, NONE, torch.empty(0)))
         group.ask(t, t, 0, n, "none")
-    # Two sources ask the last table, one of them in int32.
+    # Two sources ask for keys of the last table, one of them in int32.
     keys = key_pattern("few", 20_000, torch.int32)
     group.sources.append(Source(keys, NONE, torch.empty(0)))
     group.ask(3, 4, 0, 20_000, "none")

@@ -15,7 +15,7 @@ SEEDS = range(20)
 
 
 def one_table(device, keys, offsets=NONE, *, bags=None, capacity=100, dim=4, hashed=True, **other):
-    """Return a group of one table that one source asks."""
+    """Return a group of one table and one source."""
     group = Group(torch.float32, [dim], [capacity], [hashed], [1], device)
     keys = torch.as_tensor(keys)
     group.sources.append(Source(keys, torch.as_tensor(offsets), torch.empty(0)))
@@ -82,7 +82,7 @@ def test_large_and_small_tables(device):
         keys = key_pattern("half on one" if t else "distinct", n)
         group.sources.append(Source(keys, NONE, torch.empty(0)))
         group.ask(t, t, 0, n, "none")
-    # Two sources ask the last table, one of them in int32.
+    # Two sources ask for keys of the last table, one of them in int32.
     keys = key_pattern("few", 20_000, torch.int32)
     group.sources.append(Source(keys, NONE, torch.empty(0)))
     group.ask(3, 4, 0, 20_000, "none")

@@ -212,7 +212,7 @@ def test_a_large_table_beside_small_ones(device, threads, case):
 
 
 def test_tables_that_threads_do_alone():
-    """The tables suffice for several threads, and none is large enough to be split among all."""
+    """There are enough tables for several threads, and none is large enough to be split."""
     group = mixed_group(40, torch.float32, "cpu", keys=3000, others=3000)
     try:
         for threads in (2, 4):

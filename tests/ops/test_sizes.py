@@ -1,4 +1,4 @@
-"""For sizes beyond any memory, no op computes with them, loops over them or allocates by them.
+"""No op computes with sizes beyond any memory, loops over them or allocates by them.
 
 A tensor without elements may have any other size, and a number of rows is only a number, so the
 tests need no memory for these sizes.

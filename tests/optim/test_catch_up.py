@@ -154,7 +154,7 @@ def test_only_so_many_steps_are_kept(name, most, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16], ids=str)
 def test_both_modes_give_the_same_bits(dtype):
-    # A row never misses enough steps for catching up to cut any off.
+    # Rows miss too few steps for catching up to leave any out.
     layers = layer_of(dtype), layer_of(dtype)
     optimizers = [
         optim.Adam([layer.weight], lr=0.1, mode=mode)

@@ -270,7 +270,7 @@ def test_a_state_of_torch_before_its_first_step_with_momentum():
     [({"amsgrad": True}, "max_exp_avg_sq"), ({"bias_correction": "per_row"}, "row_step")],
 )
 def test_a_setting_that_needs_another_state(setting, state):
-    """The new state starts as in a first step, and the moments go on."""
+    """The new state starts from zeros, and the moments go on."""
     weight, other = start(), start()
     changed, same = (optim.LazyAdam([p], lr=0.1) for p in (weight, other))
     grads = list(gradients(steps=4))

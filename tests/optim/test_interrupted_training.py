@@ -138,7 +138,7 @@ def batch_of(rng, known):
     return torch.tensor((new + rng.choices(known, k=6))[:6])
 
 
-# Raised by signals in destructors.
+# Signals raise this warning in destructors.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("name", "fused"), CASES)
 def test_interrupted_training_is_what_was_completed_of_it(name, fused):

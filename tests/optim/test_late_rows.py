@@ -68,7 +68,7 @@ def test_a_new_key_after_a_dense_gradient_under_momentum(nesterov):
     ours = optim.SGD([layer.weight], mode="catch_up", **settings)
     theirs = torch.optim.SGD([dense], **settings)
     for weight in (layer.weight, dense):
-        weight.grad = torch.ones_like(weight)  # like that of a penalty on all rows
+        weight.grad = torch.ones_like(weight)  # like the gradient of a penalty on all rows
     for step in range(10):
         ours.step()
         theirs.step()

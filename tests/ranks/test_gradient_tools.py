@@ -36,7 +36,8 @@ def backward(rank, share, keys_of, dtype, use_hashtable=True):
     begin = sum(share[:rank])
     mine = slice(begin, begin + share[rank])
     error = model(keys[mine]) - target[mine]
-    # Divide by the global batch: a mean over the rank's samples would weigh ranks, not samples.
+    # Divide by the global batch: a mean over the rank's samples would weigh ranks equally, not
+    # samples.
     ((error * error).sum() * len(share) / BATCH).backward()
     return model, layer, head
 
@@ -109,7 +110,7 @@ def clip_in_groups(rank):
     try:
         weight = sparsekit.nn.EmbeddingWeight(torch.zeros(1, 1))
         weight.grad = torch.tensor([[3.0 + rank]])
-        # A group passed as an argument wins over that of init.
+        # A group passed as an argument takes precedence over that of init.
         of_all = clip_grad_norm_([weight], math.inf, process_group=dist.group.WORLD).item()
         return clip_grad_norm_([weight], 1).item(), of_all
     finally:
@@ -218,7 +219,7 @@ def test_the_group_may_be_given(two_ranks):
 
 
 def twice(rank, strategy):
-    """Gradients of the output can be differentiated again; those of the table refuse it."""
+    """Gradients of the output can be differentiated again; for those of the table this raises."""
     layer = sparsekit.DistributedEmbedding("sum", 90, DIM, 1, NNZ, name="layer", strategy=strategy)
     keys = torch.arange(6).view(2, 1, 3) + rank
     out = layer(keys)
@@ -303,7 +304,7 @@ def test_the_group_of_the_check_may_be_given(two_ranks):
 
 
 def test_what_is_made_of_a_shards_gradient_is_one():
-    """The result is marked wherever the gradient is among the arguments: a norm would be wrong."""
+    """A result with such a gradient among its arguments is marked: a norm would be wrong."""
     own = ShardGradient.of(torch.ones(3, 2), "users")
     ones = torch.ones(3, 2)
     for made in (own * 2, torch.add(ones, own), torch.where(ones > 0, own, ones), own + ones):

@@ -87,7 +87,7 @@ def collectives_of_steps(rank, in_backward):
         if in_backward:
             sparsekit.optim.fuse_in_backward(optimizer, group)
         exchange = tables["t0"].exchange
-        for seed in range(2):  # the handshake of the first may be longer
+        for seed in range(2):  # the first step's handshake may be longer
             before = exchange.collectives
             outputs = group(inputs(tables, rank, seed))
             torch.stack(list(outputs.values())).sum().backward()

@@ -19,7 +19,7 @@ def frozen(rank, options):
     layer = layer_with(**options)
     bags = torch.arange(10, 30) + rank, T([0, 3, 20])
     twin = layer_with(**options).eval()
-    for _ in range(2):  # the second may skip the handshake
+    for _ in range(2):  # the second time may need no handshake
         out, expected = layer(bags), twin(bags)
         assert torch.equal(out, expected)
         out.square().sum().backward()

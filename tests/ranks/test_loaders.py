@@ -1,4 +1,4 @@
-"""The trainer on loaders, each of which reads its rank's samples."""
+"""The trainer with loaders, each of which reads its rank's samples."""
 
 import io
 

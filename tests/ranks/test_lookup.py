@@ -132,7 +132,7 @@ def test_the_way_that_moves_fewer_bytes(ranks):
 
 # For each world size and dtype: the most keys at which auto still sends keys to owners, and the
 # fewest at which it receives bags. A bag has 8 columns and keys of its own, spread evenly over
-# ranks. At equal bytes keys go.
+# ranks. With equal bytes, keys are sent.
 THRESHOLDS = {
     (2, torch.float32): (6, 8),  # bytes by key and by bag: 120 and 128; then 160 and 144
     (2, torch.float64): (4, 6),  # 144 and 144; then 216 and 160

@@ -160,7 +160,7 @@ def late(rank):
     begin = time.monotonic()
     for number in range(100):
         if rank == number % world_size:
-            time.sleep(0.002)  # the others sleep by then
+            time.sleep(0.002)  # gives the others time to fall asleep
         splits = [8] * world_size
         transport.all_to_all(torch.zeros(sum(splits)), splits, splits)
     middle = time.monotonic()

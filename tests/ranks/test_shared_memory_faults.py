@@ -66,7 +66,7 @@ def die(rank, how):
     transport = made()
     check(transport, all_to_all(transport)())
     if rank == 1:
-        time.sleep(0.3)  # the others wait by then
+        time.sleep(0.3)  # gives the others time to begin their wait
         if how == "exit":
             os._exit(1)
         if os.fork() == 0:

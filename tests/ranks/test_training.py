@@ -64,7 +64,8 @@ def train(rank, world_size, combiner, use_hashtable, dtype, optimizer, reduction
     for keys, target in batches(dtype):
         keys = keys if use_hashtable else keys.abs()
         error = model(keys[mine]) - target[mine]
-        # Divide by the global batch: a mean over the rank's samples would weigh ranks, not samples.
+        # Divide by the global batch: a mean over the rank's samples would weigh ranks equally, not
+        # samples.
         ((error * error).sum() * world_size / BATCH).backward()
         for each in optimizers:
             each.step()
@@ -112,7 +113,7 @@ SETTINGS = [
 @pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
 def test_equals_one_rank(any_ranks, combiner, use_hashtable, optimizer, dtype):
     world_size = any_ranks.world_size
-    # Each placement in half of the cases: all cases with both would take long.
+    # Each placement is used in half of the cases: all cases with both would take long.
     placement = "modulo" if dtype == torch.float64 or not use_hashtable else "hash"
     settings = (combiner, use_hashtable, dtype, optimizer, "mean", "auto", placement)
     one = gathered([train(0, 1, *settings)])

@@ -13,7 +13,7 @@ from sparsekit.train.metrics import gather
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 
-# 104 columns do not divide by three ranks: one table has an extra row.
+# 104 columns cannot be divided evenly among three ranks: one table has an extra row.
 LENGTHS = {"city": 300, "age": 50}
 SAMPLES = 131
 

@@ -362,7 +362,7 @@ def test_other_data_are_refused_in_mid_epoch(tmp_path, name):
 
 
 def test_other_data_are_refused_by_a_finished_run(tmp_path):
-    """The finished run's figures would stand beside those of the other data."""
+    """The finished run's figures are those of the old data."""
     fit(trainer_for(tmp_path), tensors())
     again = trainer_for(tmp_path)
     with unchanged(again), pytest.raises(ResumeError, match="checksum="):

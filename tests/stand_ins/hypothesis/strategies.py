@@ -1,4 +1,4 @@
-"""The strategies that these tests use; ends of ranges come up often."""
+"""The strategies that the tests use; they draw the ends of ranges often."""
 
 from collections.abc import Callable, Sequence
 from random import Random
