@@ -32,13 +32,20 @@ class ByKey:
     Args:
         exchange: the exchange with the owners.
         plan: the plan of the tables.
+
+    Attributes:
+        of_plan: the signature of the plan.
         signature: names the call, the same on all ranks.
+
+    Raises:
+        RuntimeError, ValueError: as `LookupPlan.signature`.
     """
 
-    def __init__(self, exchange: Exchange, plan: LookupPlan, signature: str) -> None:
+    def __init__(self, exchange: Exchange, plan: LookupPlan) -> None:
         self.exchange = exchange
         self.plan = plan
-        self.signature = signature
+        self.of_plan = plan.signature()
+        self.signature = f"look up in {self.of_plan}, lookup number {exchange.lookups}"
         self._clients: list[KeyClient] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
         # Places of the keys from all ranks; with max_keys_per_rank they arrive with the keys.
@@ -87,7 +94,7 @@ class ByKey:
         if most is not None:
             # From now on, parts of this size may come without a handshake.
             exchange.expect([self._size_at_once(most)] * exchange.world_size)
-            exchange.at_once.add(self.plan.signature())
+            exchange.at_once.add(self.of_plan)
         words = [8] * len(self._row_bytes)
         own_keys, self._keys = Layout(agreed.own, words), Layout(agreed.counts, words)
 

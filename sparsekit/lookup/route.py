@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -103,57 +102,39 @@ def _begin_here(cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
     return Local(plan, asked)
 
 
-@dataclass(kw_only=True)
-class _Proposal(Proposal):
-    """A proposal with the requests and their route by key, which is the default."""
-
-    by_key: ByKey
-    requests: Sequence[Request]
-
-
 def _begin_on_ranks(
     exchange: Exchange, cache: PlanCache, tables: Sequence[EmbeddingTable], asked: Asked
 ) -> ByKey | ByBag:
     # Counted before anything can fail or be interrupted, so that all ranks count alike.
     exchange.lookups += 1
 
-    def by_key_of(plan: LookupPlan) -> ByKey:
-        signature = f"look up in {plan.signature()}, lookup number {exchange.lookups}"
-        return ByKey(exchange, plan, signature)
-
-    def plan_of_call() -> LookupPlan:
+    def default_route() -> ByKey:
         plan = cache.plan_for(tables)
         plan.check_exchange(exchange)
-        return plan
-
-    def agreed_before() -> LookupPlan | None:
-        plan = plan_of_call()
-        return plan if plan.signature() in exchange.at_once else None
-
-    def propose() -> _Proposal:
-        by_key = by_key_of(plan_of_call())
-        if isinstance(asked, Exception):
-            raise asked
-        by_key.ask(asked)
-        facts = *_compare(by_key, asked), exchange.parts_saved
-        return _Proposal(by_key.signature, by_key.counts, facts, by_key=by_key, requests=asked)
+        return ByKey(exchange, plan)
 
     # If the plan cannot be made, the handshake tells the other ranks of the error.
-    plan = attempt(agreed_before) if exchange.at_once else None
-    if isinstance(plan, LookupPlan):
-        by_key = by_key_of(plan)
-        by_key.begin_at_once(asked)
-        return by_key
+    made = attempt(default_route)
+    if isinstance(made, ByKey) and made.of_plan in exchange.at_once:
+        made.begin_at_once(asked)
+        return made
+
+    def propose() -> Proposal:
+        if isinstance(made, Exception):
+            raise made
+        if isinstance(asked, Exception):
+            raise asked
+        made.ask(asked)
+        facts = *_compare(made, asked), exchange.parts_saved
+        return Proposal(made.signature, made.counts, facts)
 
     # A bad input here is raised on all ranks, none of which has changed anything yet.
-    proposal = attempt(propose)
-    agreed = exchange.agree("look up", proposal)
-    proposal = cast(_Proposal, proposal)
-    by_key = proposal.by_key
+    agreed = exchange.agree("look up", attempt(propose))
+    by_key, requests = cast(ByKey, made), cast("Sequence[Request]", asked)
     exchange.parts_saved = 0
     warn_of_parts_not_saved([saved for *_, saved in agreed.facts])
     if all(by_bag for by_bag, *_ in agreed.facts):
-        by_bag = ByBag(exchange, by_key.signature, by_key.plan, proposal.requests)
+        by_bag = ByBag(exchange, by_key.signature, by_key.plan, requests)
         by_bag.begin([size for _, size, _ in agreed.facts])
         return by_bag
     by_key.begin(agreed)

@@ -295,7 +295,7 @@ def test_waits_of_a_step_on_two_ranks(fake, tables, ahead):
     parts = int(tables > 1)
     handshake = {"tolist": 4 + parts, "to the device": 1, "to the host": 1, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead) == [handshake] * 2
-    at_once = {"tolist": 6 + parts, "streams": 0}
+    at_once = {"tolist": 5 + parts, "streams": 0}
     assert fake(waits_of_a_step, tables, ahead, True, 24) == [at_once] * 2
 
 
