@@ -23,7 +23,7 @@ class _Enough(Exception):
 def profile_fit(fit: Callable[[Any, argparse.Namespace], int], data: Any, args: Any) -> int:
     """Call fit until ``args.steps`` steps after the warm-up are done, and print their profile.
 
-    A step ends when the optimizer has made its step; with several, the one that steps first.
+    A step ends when the optimizer has stepped; of several optimizers, the first to step counts.
 
     Raises:
         UsageError: training ends before that, or ``args.trace`` cannot be written.

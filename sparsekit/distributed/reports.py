@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..errors import TableFullError
 
-# Characters of a plan that an error shows at most.
+# Largest number of characters of a plan in an error.
 _SHOWN = 800
 
 INTERRUPTED = (

@@ -23,7 +23,7 @@ from .transport import OutOfResources, TorchTransport, Transport, Unavailable, r
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-# Keep a process from cutting off memory that another one has mapped.
+# These seals keep a process from cutting off memory that another one has mapped.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 # Errors of a process that lacks resources or permissions.
 _LACKING = {

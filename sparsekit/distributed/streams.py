@@ -1,7 +1,7 @@
 """An exchange's own stream of a device, ordered with the current stream by events.
 
 Collectives run on it, and so does everything that a lookup does ahead. It waits for work that the
-current stream has already, not for later work; to take a result makes the current stream wait for
+current stream has already, not for later work; taking a result makes the current stream wait for
 it. The host waits for neither.
 """
 

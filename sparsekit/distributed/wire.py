@@ -43,7 +43,7 @@ def part_bytes(payload: int) -> int:
 
 
 def write_heads(data: torch.Tensor, begins: Sequence[int], head: Sequence[int]) -> None:
-    """Write the same head to the parts that begin there."""
+    """Write the same head to the parts that begin at these bytes."""
     words = data.view(torch.int64)
     places = [(begin // 8 + word, value) for begin in begins for word, value in enumerate(head)]
     if data.is_cpu:
@@ -189,7 +189,7 @@ class RaggedBags(NamedTuple):
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:
-    """Return the size of a part with bags: for each table bags, keys and bytes of weights."""
+    """Return the size of a part with bags, given bags, keys and weight bytes of each table."""
     arrays = [24 * len(bags)]
     for count, keys, weights in bags:
         arrays += [8 * count, 8 * keys, *([weights] if weights else [])]

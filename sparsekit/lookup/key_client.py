@@ -15,7 +15,7 @@ from .plan import TableBatch
 from .request import Request
 from .table_ops import new_outs
 
-# Called directly: a request has read their arguments, and explains what they refuse.
+# Ops that are called directly: a request has checked their arguments, and explains refusals.
 _bucketize = torch.ops.sparsekit.group_bucketize.default
 _rows_of = torch.ops.sparsekit.group_exchange_rows.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -141,7 +141,7 @@ class KeyClient:
     def _found(
         self, vectors: Layout, columns: slice, of_parts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return index, rows, counts and bags for vectors in parts that begin there."""
+        """Return index, rows, counts and bags for vectors in parts that begin at these bytes."""
         unit_bytes = np.array(self._row_strides) * self.batch.wire_dtype.itemsize
         come = np.empty((len(unit_bytes), len(vectors.sizes), 2), dtype=np.int64)
         come[:, :, 0] = (vectors.begins(of_parts)[:, columns] // unit_bytes).T

@@ -62,7 +62,7 @@ class KeyServer:
         return run_into(self._plan, asked, memory)
 
     def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the features of `answer`, but for vectors in parts that begin there."""
+        """Return the features of `answer`, but for vectors in parts that begin at these bytes."""
         begins = self._vectors.begins(of_parts)
         features = []
         each = zip(self._plan.batches, self._plan.columns, self._features, strict=True)

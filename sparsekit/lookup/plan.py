@@ -96,7 +96,7 @@ class TableBatch:
         ]
         self._shapes = [(table.capacity, table.embedding_vec_size) for table in tables]
         self.seen = False
-        self._process = -1  # the process that was found to be one that may insert
+        self._process = -1  # process that is known to be allowed to insert
         self.features: dict[Any, torch.Tensor] = {}
 
     @property

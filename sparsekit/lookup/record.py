@@ -15,7 +15,7 @@ from .numbered import numbered
 from .plan import TableBatch
 from .second import Gradients, pooled_again
 
-# Called directly with the results of a lookup, which need no checks.
+# Ops that are called directly with the results of a lookup, which need no checks.
 _backward = torch.ops.sparsekit.group_embedding_bag_backward.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
 

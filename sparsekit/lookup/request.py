@@ -178,7 +178,7 @@ class LazyRequests(Sequence[Request]):
 
 
 def name_of(table: EmbeddingTable, feature: str | None) -> str:
-    """Return how errors name a table, or a feature of a group that asks it."""
+    """Return the name of a table, or of a feature that asks it, for errors."""
     return table.name if feature is None else f"{table.name}: feature {feature!r}"
 
 

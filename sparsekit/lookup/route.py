@@ -87,7 +87,7 @@ def finish(route: Route, error: Exception | None) -> list[torch.Tensor]:
 
 
 def _exchange(tables: Sequence[EmbeddingTable]) -> Exchange | None:
-    # Most processes have no ranks; to find that out from a layer takes longer.
+    # Most processes have no ranks, and asking a layer for them takes longer than this check.
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return tables[0].process_exchange()

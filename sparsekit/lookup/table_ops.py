@@ -20,7 +20,7 @@ from .plan import LookupPlan, TableBatch
 from .record import CallRecord, LookupRecord, LookupResult, entries_of_tables
 from .request import Request, one_by_one
 
-# Called directly: a request has read their arguments, and explains what they refuse.
+# Ops that are called directly: a request has checked their arguments, and explains refusals.
 _find = torch.ops.sparsekit.group_find.default
 _find_or_insert = torch.ops.sparsekit.group_find_or_insert_.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -245,6 +245,6 @@ def _output(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def _numbers(sizes: Sequence[torch.Tensor]) -> list[int]:
-    """Return the elements of CPU tensors of one; an op would take a good part of a small lookup."""
+    """Return the values of one-element CPU tensors; an op would be slow for a small lookup."""
     at = ctypes.c_int64.from_address
     return [at(size.data_ptr()).value for size in sizes]

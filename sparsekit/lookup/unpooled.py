@@ -19,7 +19,7 @@ from .request import LazyRequests, Request, one_by_one
 def as_vectors(
     requests: Sequence[Request],
 ) -> tuple[Sequence[Request], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]:
-    """Let these requests ask for vectors; return all requests, and a function for the outputs."""
+    """Turn such requests into ones for vectors; return all, and a function that ends outputs."""
     if not _any_such(requests):
         return requests, list
     asked = [_vectors_of(r) if r.pooled_here else r for r in requests]

@@ -284,7 +284,7 @@ def _request(
 
 
 def share_columns(requests: Sequence[Request]) -> None:
-    """Let outputs be columns of one tensor, where they can be written there.
+    """Make outputs columns of one tensor, if they can be written there directly.
 
     Raises:
         ValueError: features have different numbers of samples.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# Objects that are searched at most, of each container in turn, since an attribute may lead
+# Largest number of objects to search, of each container in turn, since an attribute may lead
 # anywhere.
 _MOST_OBJECTS = 100_000
 # Types of objects that hold no others.

@@ -186,7 +186,7 @@ def _refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_dense(optimizer: torch.optim.SparseAdam) -> None:
-    """Raise TypeError for a dense gradient beside a table's: SparseAdam would name Adam."""
+    """Raise TypeError for a dense gradient beside a table's; SparseAdam's error suggests Adam."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     tables = any(isinstance(weight, EmbeddingWeight) for weight in weights)
     dense = [w for w in weights if w.grad is not None and not w.grad.is_sparse]

@@ -55,13 +55,16 @@ def group_bucketize(
     Returns:
         ``by_owner``, int64 with one element per entry: the keys for rank 0, table by table, those
         of a table in order of first occurrence; then those for rank 1 and so on. The rest is
-        undefined. ``counts``, int64 ``[world_size, T]``: how many keys of each table each rank
-        owns. ``numbers``, int64 ``[T]``: the number of keys of each table. ``inverse``, int32 with
-        one element per entry: the number of its key among those of its table, in order of first
-        occurrence. ``places``, int32 with one element per entry. From the first entry of table t
-        on, numbers[t] elements give the place of each of the table's keys, taken in order of first
-        occurrence, among the table's keys for rank 0, then for rank 1 and so on; the rest of the
-        table's part is undefined. ``bags`` and ``key_starts`` are those of `group_find`.
+        undefined.
+        ``counts``, int64 ``[world_size, T]``: how many keys of each table each rank owns.
+        ``numbers``, int64 ``[T]``: the number of keys of each table.
+        ``inverse``, int32 with one element per entry: the number of its key among those of its
+        table, in order of first occurrence.
+        ``places``, int32 with one element per entry. From the first entry of table t on, numbers[t]
+        elements give the place of each of the table's keys, taken in order of first occurrence,
+        among the table's keys for rank 0, then for rank 1 and so on; the rest of the table's part
+        is undefined.
+        ``bags`` and ``key_starts`` are those of `group_find`.
 
     Raises:
         TypeError: a wrong dtype.

@@ -18,7 +18,7 @@ from ..tables.weight import EmbeddingWeight, count_own_writes
 from .row_optimizer import RowOptimizer, Rows
 from .update_call import Update, matrix
 
-# Missed steps that are kept at most; then all rows catch up.
+# Largest number of missed steps that are kept; after that all rows catch up.
 _MOST = 65536
 
 

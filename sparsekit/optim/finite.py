@@ -10,7 +10,8 @@ from ..distributed.world import group_of
 from ..tables.embedding_table import EmbeddingTable
 from ..tables.weight import update_of
 
-_LINES = 8  # lines of a message at most; if one gradient is not finite, often all of them are
+# Largest number of lines of a message; often all gradients are not finite if one is not.
+_LINES = 8
 
 Report = tuple[str, int | None, str]  # name, key, what is wrong
 

@@ -160,7 +160,7 @@ def _rows(tensor: torch.Tensor) -> int:
 def _rows_saved(
     parameter: torch.Tensor, states: Mapping[str, torch.Tensor], values: Mapping[str, Any]
 ) -> int:
-    """Return the rows of saved states; the parameter's own if those must match or disagree."""
+    """Return the number of saved rows; the parameter's if these must match or states disagree."""
     own = _rows(local(parameter))
     if not isinstance(parameter, EmbeddingWeight):
         return own

@@ -20,7 +20,7 @@ Update = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
 class UpdateCall:
     """Parameters that are updated together: one tensor of each, and all states of each."""
 
-    positions: Sequence[int]  # of these parameters in the list that was given
+    positions: Sequence[int]  # positions of these parameters in the list that was given
     weights: Sequence[torch.Tensor]  # as matrices
     states: list[torch.Tensor]
     row_steps: list[torch.Tensor]
@@ -101,7 +101,7 @@ def rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of any shape as a matrix of rows, a view, so that changes reach both."""
+    """View a tensor of any shape as a matrix of rows, so that changes reach the tensor."""
     if tensor.dim() == 2:
         return tensor
     # No size is left to view() as -1, which it cannot infer if there are no elements.

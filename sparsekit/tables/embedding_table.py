@@ -82,7 +82,7 @@ class EmbeddingTable(TableTensors):
         # True if a rank sends each distinct key once. False sends keys as they come, for
         # measurements.
         self.dedupe = True
-        # The way of pooled vectors from other ranks; see DistributedEmbedding.
+        # How pooled vectors come from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
         # Dtype of vectors and gradients between ranks; None means their own.
         self.wire_dtype = options.wire_dtype
@@ -238,7 +238,7 @@ class EmbeddingTable(TableTensors):
         return order.split(counts.tolist())[self.rank]
 
     def _placed(self) -> str:
-        """Describe the placement; texts of two ranks are equal only if all keys' owners are."""
+        """Describe the placement in a text that is equal on two ranks only if all owners are."""
         if self.owners is None:
             return "modulo"
         return f"hash {self._code_of_map.of(self.name, self.owners, self.world_size)}"

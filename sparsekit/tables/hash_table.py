@@ -20,7 +20,7 @@ from ..ops._checks import KEY_DTYPES
 from ..ops.hash_table import SLOTS_PER_BUCKET
 from . import saved_state as saved
 
-# Called directly, since keys and table have been checked before.
+# Ops that are called directly, since keys and table have been checked before.
 _find = torch.ops.sparsekit.hash_table_find.default
 _find_or_insert = torch.ops.sparsekit.hash_table_find_or_insert_.default
 
@@ -171,7 +171,7 @@ class HashTable(torch.nn.Module):
         return self
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return rows of keys: int64 in the shape of keys (int64 or int32, any); -1 = absent."""
+        """Return int64 rows in the shape of keys (int64 or int32, any shape); -1 means absent."""
         self._check_keys(keys)
         buckets, hash_seed, _ = self.tensors()
         if keys.dim() == 1:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .initializers import Constant, Initializer, Normal, Uniform
 
 _aten = torch.ops.aten
-# No normal draw is more standard deviations from the mean: u is at least 2^-32 in sqrt(-2 log(u)).
+# No normal draw is farther from the mean, in standard deviations: u >= 2^-32 in sqrt(-2 log(u)).
 _FARTHEST = math.sqrt(64 * math.log(2))
 
 

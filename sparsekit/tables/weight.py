@@ -153,7 +153,7 @@ def own_writes(weights: Sequence[torch.Tensor]) -> Iterator[None]:
             weight.begin_writing()
     yield
     for weight in weights:
-        # Torch may have swapped the weight for another kind.
+        # torch may have swapped the weight for another kind.
         if isinstance(weight, EmbeddingWeight):
             weight.end_writing()
 

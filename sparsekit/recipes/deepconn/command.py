@@ -1,4 +1,4 @@
-"""``sparsekit train deepconn``: predicts ratings from text, with layers on one rank or two."""
+"""``sparsekit train deepconn``: predicts ratings from text, with whole or split layers."""
 
 from __future__ import annotations
 
