@@ -33,7 +33,7 @@ class Background:
     is killed, no new checkpoint appears and older ones stay as they were.
 
     Attributes:
-        waited: whether the caller knows the outcome, from `wait` or from an earlier error.
+        waited: whether `wait` has returned or raised an error of the save.
     """
 
     def __init__(self, writing: CheckpointWriter, copies: Copies | None = None) -> None:
@@ -60,7 +60,6 @@ class Background:
                 if not isinstance(error, Exception):
                     self._fail("was interrupted before it had begun")
                 writing.end()
-                self.waited = True
             raise
 
     def lost(self) -> bool:

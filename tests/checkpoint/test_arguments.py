@@ -40,6 +40,34 @@ def test_all_that_is_given_is_saved(tmp_path, way):
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
 
 
+def test_paths_may_be_texts_and_relative(tmp_path, monkeypatch):
+    """Those of what was written are neither, as the program may go to another folder."""
+    layer = sparsekit.Embedding(9, 2, name="ids")
+    layer.assign(torch.arange(3), torch.ones(3, 2))
+    monkeypatch.chdir(tmp_path)
+    keep = Checkpoints("run")
+    written = {
+        "run/step-000000000001": lambda: keep.save(1, layer),
+        "run/step-000000000002": lambda: keep.async_save(2, layer).wait(),
+        "a": lambda: checkpoint.save(layer, "a"),
+        "b": lambda: checkpoint.async_save(layer, "b").wait(),
+        "c": lambda: checkpoint.reshard("a", "c", 1),
+        "d": lambda: checkpoint.export("a", "d", "npz"),
+        "e": lambda: checkpoint.import_tables(checkpoint.sources_of("npz", "d"), "e"),
+    }
+    for name, write in written.items():
+        assert write() == tmp_path / name
+    assert keep.latest() == tmp_path / "run/step-000000000002"
+    assert checkpoint.latest("run").name == "step-000000000002"
+    assert checkpoint.load(layer, "run").step == 2
+    assert [path.name for path in checkpoint.verify("run")] == ["step-000000000002"]
+    assert not checkpoint.diff("a", "run")
+    saving = keep.async_save(3, layer)
+    monkeypatch.chdir("/")
+    assert saving.wait() == tmp_path / "run/step-000000000003"
+    keep.close()
+
+
 def load_latest(model, path, *arguments, **options):
     return Checkpoints(path).load(model, *arguments, **options)
 
@@ -171,9 +199,11 @@ def test_what_a_load_waits_for(tmp_path, monkeypatch, again):
 
     monkeypatch.setitem(checkpoint.save.__globals__, "write", write)
     keep, layer = Checkpoints(tmp_path), sparsekit.Embedding(9, 2, name="ids")
-    keep.async_save(3, layer)
+    saving = keep.async_save(3, layer)
+    assert not saving.done()
     threading.Timer(0.2, go_on.set).start()
     assert keep.load(layer).step == 3
+    assert saving.done()
 
     def fail(*_):
         raise CheckpointError("no")

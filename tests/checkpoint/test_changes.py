@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import sys
 import threading
 import zlib
@@ -344,6 +345,38 @@ def test_an_interrupted_rank_tells_the_first(tmp_path, monkeypatch):
     writing.write_own()
     with pytest.raises(CheckpointError, match=f"rank 1: {said}"):
         background._wait_for_others(writing)
+
+
+def test_an_error_that_nobody_thought_of_is_told_by_wait(tmp_path, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError("odd")
+
+    monkeypatch.setattr(SAVE, "write", fail)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)a: not saved: Traceback.*ZeroDivisionError: odd"
+    ):
+        checkpoint.async_save(table(1), tmp_path / "a").wait()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_failure_that_cannot_be_noted_as_it_is(tmp_path, monkeypatch, gone):
+    """Its text is no UTF-8, or the folder of the note is gone; the thread ends well."""
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+
+    def fail(file, *_):
+        if gone:
+            shutil.rmtree(file.parent)
+        raise CheckpointError(f"{file}: no")
+
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(SAVE, "write", fail)
+    saving = checkpoint.async_save(table(1), path)
+    with pytest.raises(CheckpointError, match=f"{path}: not saved: .*: no"):
+        saving.wait()
+    saving._task._thread.join()
+    assert not raised
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_was_replaced_goes_before_it_is_asked_for(tmp_path):

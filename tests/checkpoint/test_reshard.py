@@ -40,6 +40,7 @@ def test_inspect_and_verify(saved, capsys):
     assert f"changed rows of {len(expected['users keys'])}, dim 8, float32, hash table" in text
     assert "Ftrl: accumulator, linear" in text
     assert "whole, with 2 before it" in run(capsys, "verify", folder)
+    assert checkpoint.verify(folder) == sorted(folder.glob("step-*"))
     file = folder / "step-000000000000" / "table-0001-rank-0000.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
