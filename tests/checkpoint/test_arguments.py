@@ -41,7 +41,7 @@ def test_all_that_is_given_is_saved(tmp_path, way):
 
 
 def test_paths_may_be_texts_and_relative(tmp_path, monkeypatch):
-    """Those of what was written are neither, as the program may go to another folder."""
+    """Results are absolute, as the program may change its folder."""
     layer = sparsekit.Embedding(9, 2, name="ids")
     layer.assign(torch.arange(3), torch.ones(3, 2))
     monkeypatch.chdir(tmp_path)

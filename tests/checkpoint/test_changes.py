@@ -283,9 +283,9 @@ def test_a_file_that_takes_a_few_bytes_at_a_time(monkeypatch):
     monkeypatch.setattr(checksum, "_TO_DISK", 50)
     monkeypatch.setattr(checksum, "_begin_to_write", lambda _, *part: asked.append(part))
     content = bytes(range(200))
-    with checksum.Summed() as total:
-        for begin in range(0, 200, 20):
-            total.write(File(), content[begin : begin + 20])
+    total = checksum.Summed()
+    for begin in range(0, 200, 20):
+        total.write(File(), content[begin : begin + 20])
     assert bytes(taken) == content
     assert total.crc32() == zlib.crc32(content)
     assert asked == [(0, 60), (60, 60), (120, 60)]
@@ -379,6 +379,21 @@ def test_a_failure_that_cannot_be_noted_as_it_is(tmp_path, monkeypatch, gone):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failed_save_removes_what_another_rank_has_still_written(tmp_path, monkeypatch):
+    def fail(*_):
+        raise CheckpointError("no")
+
+    monkeypatch.setattr(SAVE, "write", fail)
+    saving = checkpoint.async_save(table(1), tmp_path / "a")
+    saving._task.wait()
+    folder = saving._writing.draft.folder
+    folder.mkdir(exist_ok=True)
+    (folder / "table-0000-rank-0001.safetensors").touch()
+    with pytest.raises(CheckpointError, match="not saved: no"):
+        saving.wait()
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_replaced_goes_before_it_is_asked_for(tmp_path):
     keep = Checkpoints(tmp_path)
     for _ in range(2):
@@ -414,7 +429,11 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
     writing.write_own()
     writing.together.world_size = 2
 
+    # A file that is renamed once its name has been listed: its size cannot be read.
+    (writing.draft.folder / "rank-0001.new").symlink_to("rank-0001.part")
+
     def at_look(looks):
+        (writing.draft.folder / "rank-0001.new").unlink(missing_ok=True)
         if grows:
             with open(writing.draft.folder / "table-0000-rank-0001.safetensors", "ab") as file:
                 file.write(b"more")
