@@ -139,8 +139,7 @@ class TensorBoard:
 
     def forget_after(self, step: int) -> None:
         """Go on behind a step: hide what a run has written beyond it."""
-        if self._writer is None:
-            self._step = step
+        self._step = step
 
     def write(self, record: Record) -> None:
         """Write the record's numbers at its step."""

@@ -119,3 +119,14 @@ def test_another_name_of_a_setting():
 def test_names():
     assert list(names(Outer()))[:2] == ["inner.lr", "inner.steps"]
     assert list(names(Outer()))[-1] == "seed"
+
+
+def test_yaml_keeps_the_order_and_reads_well():
+    """A list in a dataclass has one line."""
+    assert (
+        to_yaml({"b": (1, 2), "a": {"d": (), "c": None}})
+        == "b:\n- 1\n- 2\na:\n  d: []\n  c: null\n"
+    )
+    lines = to_yaml(Outer()).splitlines()
+    assert lines[:5] == ["inner:", "  lr: 0.5", "  steps: 3", "  widths: [4, 2]", "  files: []"]
+    assert lines[-1] == "seed: 0"

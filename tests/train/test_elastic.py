@@ -53,3 +53,22 @@ def test_a_rank_that_does_not_come():
         agree(store, 0, 2, 0.5)
     with pytest.raises(RuntimeError, match="have not come"):
         agree(store, 1, 2, 0.5)
+
+
+@pytest.mark.time_limit(30)
+def test_attempts_have_keys_of_their_own_in_the_agents_store(monkeypatch):
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(server.port), "RANK": "0", "WORLD_SIZE": "1",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    first, second = store_of_attempt(20), store_of_attempt(20)
+    first.set("address", "of a dead rank")
+    assert first.get("address") == b"of a dead rank"
+    assert not second.check(["address"])
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"of 2 have not come within 0\.1 s"):
+        store_of_attempt(0.1)

@@ -8,10 +8,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsekit
-from sparsekit.data import Batch, CsvReader, KeyedJaggedTensor
+from sparsekit.data import Batch, CsvReader, KeyedJaggedTensor, Prefetcher
 from sparsekit.errors import DataFormatError
-from sparsekit.train import EarlyStopping, Trainer
+from sparsekit.train import EarlyStopping, Trainer, fit_data
 from sparsekit.train.feed import rows_of
+from sparsekit.train.fit_data import FitData, checksum
 
 
 class Linear(torch.nn.Module):
@@ -317,8 +318,10 @@ def test_early_stopping_without_its_metric():
     stop = EarlyStopping("AUC")
     with pytest.raises(ValueError, match=r"no metric 'AUC'; evaluate returns \['loss'\]"):
         trained(some_data(), batch_size=20, evaluate=lambda model: {"loss": 1.0}, stop=stop)
-    with pytest.raises(ValueError, match="patience=0"):
-        EarlyStopping("AUC", patience=0)
+    for wrong in ({"patience": 0}, {"min_delta": -0.1}, {"min_delta": float("nan")}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            EarlyStopping("AUC", **wrong)
 
 
 def test_a_next_batch_is_not_prefetched_on_one_rank():
@@ -326,3 +329,44 @@ def test_a_next_batch_is_not_prefetched_on_one_rank():
     model.prefetch = lambda batch: pytest.fail("nothing is exchanged")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     Trainer(model, squares, [sgd], stream=io.StringIO()).fit(batches_of([4, 4]), epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "threads"), [(list, 0), (iter, 1), (Prefetcher, 1), (lambda data: DataLoader(data), 1)]
+)
+def test_batches_are_read_ahead_by_one_thread(make, threads):
+    """None for a list, which is in memory."""
+    seen = []
+
+    def losses(model, batch):
+        seen.append([t.name for t in threading.enumerate()].count("sparsekit-prefetch"))
+        return model(batch).sum(1).flatten(), 0.0
+
+    trainer = Trainer(torch.nn.Linear(3, 1), losses, [], stream=io.StringIO())
+    trainer.fit(make([torch.ones(1, 3)] * 5), epochs=1)
+    assert seen[0] == threads
+
+
+def test_data_say_what_they_are():
+    assert str(FitData((torch.arange(4.0),), 2, None, 3)) == "[4] samples in batches of 6"
+    assert str(FitData((torch.arange(4.0),), None, 3, 3)) == "[4] samples in batches of 3"
+    assert str(FitData([], None, None, 3)) == "batches of loaders"
+
+
+def test_a_checksum_is_of_dtypes_shapes_and_order_whatever_the_pieces(monkeypatch):
+    x = torch.arange(12).view(3, 4)
+    others = [
+        (x.int(),),
+        (x.view(4, 3),),
+        (x.T,),
+        (x + 1,),
+        (x, x[:0]),
+        (x[:2], x[2:]),
+        (x[2:], x[:2]),
+    ]
+    codes = [checksum(each) for each in [(x,), *others]]
+    assert len(set(codes)) == len(codes)
+    monkeypatch.setattr(fit_data, "_PIECE", 20)
+    assert [checksum(each) for each in [(x,), *others]] == codes
+    assert checksum((x.T.contiguous().T,)) == codes[0]
+    assert checksum((x.float().requires_grad_(),)) == checksum((x.float(),))

@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,3 +246,37 @@ def test_no_run(tmp_path):
     path.write_text("")
     with pytest.raises(ValueError, match="no record of training yet"):
         plot_run(tmp_path, tmp_path / "run.png")
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 5, 6])
+def test_lines_that_are_gone_are_named(tmp_path, damaged):
+    path, stream = tmp_path / "metrics.jsonl", io.StringIO()
+    path.write_text("{\n" * damaged)
+    go_on([object(), JsonLines(path)], 2, stream)
+    numbers = ", ".join(map(str, range(1, min(damaged, 5) + 1))) + ", ..." * (damaged > 5)
+    said = f"{path}: lines {numbers} were no records of training and are gone\n"
+    if damaged == 1:
+        said = f"{path}: line 1 was no record of training and is gone\n"
+    assert stream.getvalue() == said * bool(damaged)
+
+
+def test_a_run_goes_on_where_nothing_was_logged(tmp_path):
+    log = JsonLines(tmp_path / "new" / "metrics.jsonl")
+    assert log.forget_after(3) == []
+    log.write({"kind": "step", "step": 4})
+    assert [record["step"] for record in read_run(tmp_path / "new")] == [4]
+
+
+def test_bytes_and_rows_are_those_since_the_last_time():
+    layer = sparsekit.DistributedEmbedding("sum", 50, 2, 1, 1, name="t")
+    figures = Telemetry(layer)
+    exchange = SimpleNamespace(bytes_sent=100)
+    assert figures.bytes_sent(exchange) == 100
+    exchange.bytes_sent = 250
+    assert figures.bytes_sent(exchange) == 150
+    assert Telemetry(layer).bytes_sent(None) == 0
+    for keys, step, new in ((6, 2, 3.0), (6, 4, 0.0), (16, 9, 2.0)):
+        layer(torch.arange(keys).view(-1, 1, 1))
+        found = figures.read(step, None)["t"]
+        assert found["new_rows_per_step"] == new
+        assert figures.read(step, None)["t"] == found

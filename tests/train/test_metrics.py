@@ -87,6 +87,21 @@ def test_what_has_no_answer_is_refused():
             log_loss(torch.tensor(p), torch.ones(len(p)))
 
 
+def test_metrics_of_ranking_by_hand():
+    """Of the first two; the second user has nothing relevant, and the third no hit there."""
+    hits = torch.tensor(
+        [[False, True, True], [False] * 3, [False, False, True], [True, True, False]]
+    )
+    relevant = torch.tensor([4, 0, 1, 2])
+    assert precision_at_k(hits, relevant, 2) == pytest.approx((1 / 2 + 0 + 1) / 3)
+    assert recall_at_k(hits, relevant, 2) == pytest.approx((1 / 4 + 0 + 1) / 3)
+    second, best = 1 / math.log2(3), 1 + 1 / math.log2(3)
+    assert ndcg_at_k(hits, relevant, 2) == pytest.approx((second / best + 0 + 1) / 3)
+    assert ndcg_at_k(hits, relevant, 3) == pytest.approx(
+        ((second + 1 / 2) / (best + 1 / 2) + 1 / 2 + 1) / 3
+    )
+
+
 def test_gather_on_one_process():
     tensor = torch.arange(3)
     assert gather(tensor) is tensor

@@ -3,7 +3,7 @@
 import pytest
 
 from sparsekit.train import JsonLines
-from sparsekit.train.plots import MOST_TABLES, plot_run, plot_scaling
+from sparsekit.train.plots import MOST_TABLES, plot_run, plot_scaling, read_run
 
 matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -83,3 +83,9 @@ def test_no_screen_is_asked_for(tmp_path):
         assert matplotlib.get_backend().lower() == "agg"
     finally:
         matplotlib.use(before)
+
+
+def test_a_line_that_was_cut_off_with_the_run_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "step", "step": 1}\n{"kind": "step", "st')
+    assert [record["step"] for record in read_run(tmp_path)] == [1]

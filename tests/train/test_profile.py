@@ -1,11 +1,15 @@
 """A profile adds up ranks and ops."""
 
+import json
 import re
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from sparsekit.train.profile import Op, Profile, _ops
+from sparsekit.distributed import Exchange
+from sparsekit.train.profile import Op, Profile, _ops, profiled
 
 
 def rows(table):
@@ -45,3 +49,46 @@ def test_ops_of_ranks_are_added_up(gpu):
         expected = [Op("z", 7, 8.0, 0.5, 0), Op("x", 5, 7.0, 7 / 16, 1)]
         expected += [Op("y", 1, 1.0, 1 / 16, 0), Op("sent", 0, 0.0, 0.0, 11)]
     assert found == expected
+
+
+def test_code_is_profiled_until_it_ends_or_fails(tmp_path):
+    def fail():
+        with profiled():
+            with pytest.raises(RuntimeError, match="has been entered before"), profiled():
+                pass
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    trace = tmp_path / "trace.json"
+    with profiled(trace) as profile:
+        for sent in (5, 6):
+            with Exchange.watch(SimpleNamespace(purpose="towers"), sent):
+                torch.ones(3).cumsum(0)
+    assert Exchange.watch is None
+    ops = {op.name: op for op in profile.ops}
+    assert (ops["exchange: towers"].calls, ops["exchange: towers"].bytes_moved) == (2, 11)
+    assert (ops["aten::cumsum"].calls, ops["aten::cumsum"].bytes_moved) == (2, 0)
+    assert (profile.bytes_moved, profile.ranks) == (11, 1)
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"exchange: towers", "aten::cumsum"} <= names
+    with pytest.raises(FileNotFoundError), profiled(tmp_path / "none" / "trace.json"):
+        pass
+
+
+def test_ranks_add_up_and_write_traces_of_their_own(tmp_path, monkeypatch):
+    def gathered(into, own):
+        into[:] = [own, own]
+
+    dist = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 2,
+        get_rank=lambda: 1,
+        all_gather_object=gathered,
+    )
+    monkeypatch.setattr("sparsekit.train.profile.dist", dist)
+    with profiled(tmp_path / "trace.json") as profile:
+        torch.ones(3).cumsum(0)
+    assert profile.ranks == 2
+    assert [op.calls for op in profile.ops if op.name == "aten::cumsum"] == [2]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.rank1.json"]

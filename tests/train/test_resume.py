@@ -399,3 +399,34 @@ def test_fewer_batches_than_are_done(tmp_path):
         fit(trainer_for(tmp_path, last=16), Stream(150))
     with pytest.raises(ResumeError, match="behind batch 14 of an epoch, which has 7 batches here"):
         fit(trainer_for(tmp_path), Stream(50))
+
+
+@pytest.mark.parametrize(
+    ("last", "said"), [(0, "0 of 3 {}none"), (25, "1 of 3 {}step-000000000021")]
+)
+def test_ctrl_c_names_the_latest_checkpoint(tmp_path, last, said):
+    passed = losses_until(last)
+
+    def losses(model, batch):
+        try:
+            return passed(model, batch)
+        except Stopped:
+            raise KeyboardInterrupt from None
+
+    stream = io.StringIO()
+    trainer = trainer_for(tmp_path, loss=losses, stream=stream)
+    trainer.fit(tensors(), epochs=EPOCHS, batch_size=BATCH)
+    trainer.checkpoints.close()
+    assert trainer.interrupted
+    text = said.format("epochs are finished; the latest checkpoint is ")
+    assert stream.getvalue().splitlines()[-1] == f"interrupted: {text}"
+
+
+def test_data_must_fit_a_state_that_was_loaded_by_hand(tmp_path):
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path, last=16), tensors())
+    again = trainer_for(tmp_path)
+    again.checkpoints.load(again.model, again.optimizers, state={"trainer": again})
+    with pytest.raises(ResumeError, match="samples=150, and these have 50"):
+        again.fit(few(50), epochs=1, batch_size=BATCH)
+    again.checkpoints.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sparsekit
-from sparsekit.train import DivergedError, Progress, Trainer, spinning
+from sparsekit.train import DivergedError, Progress, Trainer, spinning, step
 
 
 class Recorder(torch.nn.Module):
@@ -68,8 +68,9 @@ def test_loss_is_the_mean_over_samples_and_leaves_the_penalty_out():
     assert epoch.loss == pytest.approx(10_014 / 5, rel=1e-12)
 
 
-def test_gradient_is_of_mean_plus_penalty():
-    trainer = make(lambda model, batch: (model.weight * batch[0], 5 * model.weight), lr=1.0)
+@pytest.mark.parametrize("penalties", [5.0, torch.tensor([3.0, 7.0])])  # a number, of samples
+def test_gradient_is_of_mean_plus_penalty(penalties):
+    trainer = make(lambda model, batch: (model.weight * batch[0], penalties * model.weight), lr=1.0)
     trainer.fit((torch.tensor([1.0, 3.0]),), epochs=1, batch_size=2)
     assert trainer.model.weight.item() == -(2 + 5)
 
@@ -191,6 +192,20 @@ def test_a_loss_that_is_a_mean_already_is_refused():
     trainer = make(lambda model, batch: (squared(model, batch)[0].mean(), 0.0))
     with pytest.raises(ValueError, match=r"one loss for each of the 3 samples, got shape \(\)"):
         trainer.fit((torch.arange(3.0),), epochs=1, batch_size=3)
+
+
+def test_a_penalty_of_another_number_of_samples_is_refused():
+    trainer = make(lambda model, batch: (squared(model, batch)[0], torch.zeros(2)))
+    with pytest.raises(ValueError, match=r"one for each of the 3 samples, got shape \(2,\)"):
+        trainer.fit((torch.arange(3.0),), epochs=1, batch_size=3)
+
+
+def test_layers_that_normalise_over_a_batch_are_refused_on_ranks():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.BatchNorm1d(2)))
+    with pytest.raises(ValueError, match=r"^1\.0 is BatchNorm1d, .* by each rank's part"):
+        step._refuse_batch_norm(model)
+    step._refuse_batch_norm(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    make()  # of one rank
 
 
 class Terminal(io.StringIO):
