@@ -121,6 +121,24 @@ def copies(rank):
         assert torch.equal(mine.eval()(keys(9)), theirs.eval()(keys(9)))
 
 
+def made_on_meta(rank, use_hashtable):
+    made, expected = (
+        layer("met", use_hashtable=use_hashtable, device=device) for device in ("meta", "cpu")
+    )
+    assert (made.rank, made.world_size) == (rank, 2)
+    made.to_empty(device="cpu")
+    assert made.shard.tolist() == [rank, 2]
+    if use_hashtable:
+        assert made.owners is expected.owners
+    ids = torch.arange(9).view(-1, 1, 1)
+    assert torch.equal(made(ids), expected(ids))
+
+
+@pytest.mark.parametrize("use_hashtable", [False, True])
+def test_a_layer_made_on_meta(two_ranks, use_hashtable):
+    two_ranks(made_on_meta, use_hashtable)
+
+
 def test_copies_have_the_map(two_ranks):
     two_ranks(copies)
 
