@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -312,5 +313,23 @@ def test_what_is_made_of_a_shards_gradient_is_one():
         with pytest.raises(RuntimeError, match="users: this gradient has the rows of one rank"):
             torch.linalg.vector_norm(made)
     assert not isinstance(own.sum(), ShardGradient)
-    with pytest.raises(RuntimeError, match="users"):
-        torch._foreach_norm([ones, own])
+
+
+NORMS = {
+    "linalg.vector_norm": torch.linalg.vector_norm,
+    "linalg.matrix_norm": torch.linalg.matrix_norm,
+    "linalg.norm": torch.linalg.norm,
+    "norm": torch.norm,
+    "method": lambda gradient: gradient.norm(),
+    "foreach": lambda gradient: torch._foreach_norm([torch.ones(2), gradient]),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_every_norm_of_torch_is_refused(norm):
+    own = ShardGradient.of(torch.ones(3, 2), "users")
+    for gradient in (own, copy.deepcopy(own)):
+        with pytest.raises(RuntimeError, match="users: this gradient has the rows of one rank"):
+            norm(gradient)
+    # A file has a tensor that needs nothing of sparsekit.
+    assert type(pickle.loads(pickle.dumps(own))) is torch.Tensor
