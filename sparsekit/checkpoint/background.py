@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..distributed.world import settings
 from ..errors import CheckpointError
 from .files import write_small
-from .save import CheckpointWriter, checked_step
+from .save import CheckpointWriter
 from .snapshot import Copies, Optimizers, Stateful
 from .task import Task
 
@@ -173,7 +173,7 @@ def async_save(
         A `Background`; all ranks call ``wait()`` on it before they save again.
     """
     target = Path(path).absolute()
-    writing = CheckpointWriter(module, target, optimizer, state, checked_step(step), process_group)
+    writing = CheckpointWriter(module, target, optimizer, state, step, process_group)
     background = Background(writing)
     background.begin()
     return background

@@ -65,9 +65,9 @@ class CheckpointWriter:
         marked: bool = False,
         follows: Marks | None = None,
     ) -> None:
+        self._step = None if step is None else check_int("save", "step", step, 0, 2**63 - 1)
         module = unwrapped(module)
         self.together = Together(module, group)
-        self._step = step
         self._keep = keep
         self._notices: list[str] = []
         self._what = f"save {target}"
@@ -253,10 +253,5 @@ def save(
         RuntimeError: a layer is on meta; or another rank raised.
     """
     target = Path(path).absolute()
-    CheckpointWriter(module, target, optimizer, state, checked_step(step), process_group).now()
+    CheckpointWriter(module, target, optimizer, state, step, process_group).now()
     return target
-
-
-def checked_step(step: int | None) -> int | None:
-    """Return the step if a manifest can have it; else raise."""
-    return None if step is None else check_int("save", "step", step, 0, 2**63 - 1)

@@ -1,11 +1,16 @@
-"""Converts Arrow columns to keys and numbers, and checks which types are allowed."""
+"""Converts Arrow columns to keys and numbers, and checks which types are allowed.
+
+Imported only to read Parquet, since pyarrow need not be installed.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import compute, types
 
 from ..hashing import xxh64
 from .columns import Keys
@@ -22,10 +27,8 @@ def check_type(place: str, kind: Any, keys: Keys | None) -> None:
         kind: the column's pyarrow type.
         keys: how its values become keys; None for a column of numbers.
     """
-    from pyarrow import types
-
     if keys is None:
-        if not (_is_number(kind) or types.is_date(kind) or types.is_decimal(kind)):
+        if not (_is_plain(kind) or types.is_floating(kind) or types.is_decimal(kind)):
             raise ValueError(
                 f"{place} must have numbers, booleans, decimals or dates, but has {kind}"
             )
@@ -33,9 +36,7 @@ def check_type(place: str, kind: Any, keys: Keys | None) -> None:
     item = kind.value_type if is_list(kind) else kind
     if types.is_dictionary(item):
         item = item.value_type
-    if types.is_null(item) or types.is_boolean(item) or types.is_integer(item):
-        return
-    if types.is_date(item):
+    if _is_plain(item):
         return
     if keys.kind == "hash":
         if not (_is_text(item) or types.is_decimal(item)):
@@ -52,9 +53,7 @@ def check_type(place: str, kind: Any, keys: Keys | None) -> None:
 
 def floats(column: Any, missing: float) -> np.ndarray:
     """Return float32 in new memory; null and NaN become `missing`, dates become days since 1970."""
-    from pyarrow import compute, float32
-
-    column = compute.cast(_days(column), float32(), safe=False)
+    column = compute.cast(_days(column), pa.float32(), safe=False)
     numbers = np.array(column.to_numpy(), np.float32)
     numbers[np.isnan(numbers)] = missing
     return numbers
@@ -62,8 +61,6 @@ def floats(column: Any, missing: float) -> np.ndarray:
 
 def bags(column: Any, keys: Keys) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the keys of all bags, and the number of keys in each."""
-    from pyarrow import compute
-
     column = _one_array(column)
     if is_list(column.type):
         lengths = torch.from_numpy(
@@ -98,51 +95,34 @@ def without_views(table: Any) -> Any:
 
 def is_list(kind: Any) -> bool:
     """Return whether values of a type are bags."""
-    from pyarrow import types
-
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
 
 
-def _is_number(kind: Any) -> bool:
-    from pyarrow import types
-
-    return (
-        types.is_integer(kind)
-        or types.is_floating(kind)
-        or types.is_boolean(kind)
-        or types.is_null(kind)
-    )
+def _is_plain(kind: Any) -> bool:
+    """Return whether a type suits numbers, and keys of every kind."""
+    tests = types.is_integer, types.is_boolean, types.is_date, types.is_null
+    return any(test(kind) for test in tests)
 
 
 def _is_text(kind: Any) -> bool:
-    from pyarrow import types
-
-    return (
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_string_view(kind)
-        or types.is_binary_view(kind)
-        or types.is_fixed_size_binary(kind)
-    )
+    strings = types.is_string, types.is_large_string, types.is_string_view
+    binary = types.is_binary, types.is_large_binary, types.is_binary_view
+    return any(test(kind) for test in (*strings, *binary, types.is_fixed_size_binary))
 
 
 def _without_views(kind: Any) -> Any:
-    from pyarrow import large_binary, large_list, large_string, list_, types
-
     if types.is_string_view(kind):
-        return large_string()
+        return pa.large_string()
     if types.is_binary_view(kind):
-        return large_binary()
+        return pa.large_binary()
     if not is_list(kind):
         return kind
     item = _without_views(kind.value_type)
     if item == kind.value_type:
         return kind
     if types.is_fixed_size_list(kind):
-        return list_(item, kind.list_size)
-    return large_list(item) if types.is_large_list(kind) else list_(item)
+        return pa.list_(item, kind.list_size)
+    return pa.large_list(item) if types.is_large_list(kind) else pa.list_(item)
 
 
 def _one_array(column: Any) -> Any:
@@ -151,26 +131,22 @@ def _one_array(column: Any) -> Any:
 
 def _days(column: Any) -> Any:
     """Convert dates to days since 1970; leave other columns as they are."""
-    from pyarrow import compute, date32, int32, types
-
     if not types.is_date(column.type):
         return column
-    return compute.cast(compute.cast(column, date32(), safe=False), int32())
+    return compute.cast(compute.cast(column, pa.date32(), safe=False), pa.int32())
 
 
 def _keys(items: Any, keys: Keys) -> torch.Tensor:
     """Return int64 keys of an Arrow array without nulls."""
-    from pyarrow import int64, types
-
     if types.is_dictionary(items.type) and not _is_text(items.type.value_type):
         items = items.dictionary_decode()
     if keys.kind == "hash":
         return xxh64(_as_in_text(items), keys.seed)
     items = _days(items)
     if types.is_uint64(items.type):
-        items = items.view(int64())
+        items = items.view(pa.int64())
     if not types.is_int64(items.type):
-        items = items.cast(int64())
+        items = items.cast(pa.int64())
     return (
         torch.utils.dlpack.from_dlpack(items) if len(items) else torch.empty(0, dtype=torch.int64)
     )
@@ -178,12 +154,10 @@ def _keys(items: Any, keys: Keys) -> torch.Tensor:
 
 def _as_in_text(items: Any) -> Any:
     """Convert booleans, decimals and dates to the strings or integers that text files have."""
-    from pyarrow import date32, string, types, uint8
-
     if types.is_boolean(items.type):
-        return items.cast(uint8())
+        return items.cast(pa.uint8())
     if types.is_decimal(items.type):
-        return items.cast(string())
+        return items.cast(pa.string())
     if types.is_date(items.type):
-        return items.cast(date32(), safe=False).cast(string())
+        return items.cast(pa.date32(), safe=False).cast(pa.string())
     return items

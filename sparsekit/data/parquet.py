@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .._extras import needed
 from ..errors import DataFormatError
-from .arrow_columns import bags, check_type, floats, without_views
 from .batch import Batch, joined
 from .columns import Columns, Keys, Kind
 from .parquet_file import ParquetFiles
@@ -82,6 +82,9 @@ class ParquetReader(Reader):
                 raise ValueError(
                     f"{name}: sparse[{column!r}]: kind 'hex' and separator are for text, got {keys}"
                 )
+        needed("pyarrow", name)
+        from .arrow_columns import check_type
+
         paths = list_files(name, files)
         self._features = list(self.columns.sparse)
         how = _How(ParquetFiles(), self.columns, missing)
@@ -180,6 +183,8 @@ class _TableChunk(Chunk):
     """Row groups of one file, in memory; an error names the first of them."""
 
     def __init__(self, groups: Sequence[_RowGroup]) -> None:
+        from .arrow_columns import without_views
+
         path, numbers = groups[0].path, [group.number for group in groups]
         self._groups, self._how = groups, groups[0].how
         columns, place = self._how.columns.names(), f"row group {numbers[0]}"
@@ -201,6 +206,8 @@ class _TableChunk(Chunk):
         return self._fault(row, self._how.columns.label, reason)
 
     def read(self, rows: np.ndarray) -> tuple[Batch | None, list[Fault]]:
+        from .arrow_columns import bags, floats
+
         # A slice copies nothing.
         adjacent = len(rows) > 0 and bool((np.diff(rows) == 1).all())
         table = self._table.slice(int(rows[0]), len(rows)) if adjacent else self._table.take(rows)

@@ -43,7 +43,18 @@ def go_on(
 
     Lines that are no records are named. What is raised, all ranks raise.
     """
-    _on_first(exchange, lambda: _forget_after(logs, step, stream))
+
+    def forget() -> None:
+        for log in logs:
+            damaged = log.forget_after(step) if isinstance(log, JsonLines | TensorBoard) else None
+            if damaged:
+                listed = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
+                text = f"line {listed} was no record of training and is gone"
+                if len(damaged) > 1:
+                    text = f"lines {listed} were no records of training and are gone"
+                Progress(f"{log}:", 0, stream).finish(text)
+
+    _on_first(exchange, forget)
 
 
 def _on_first(exchange: Exchange | None, act: Callable[[], None]) -> None:
@@ -51,18 +62,6 @@ def _on_first(exchange: Exchange | None, act: Callable[[], None]) -> None:
         act()
     else:
         exchange.agree("write records of training", attempt(act) if exchange.rank == 0 else None)
-
-
-def _forget_after(logs: Sequence[Log], step: int, stream: TextIO | None) -> None:
-    for log in logs:
-        if isinstance(log, JsonLines | TensorBoard):
-            damaged = log.forget_after(step) or []
-            if damaged:
-                listed = ", ".join(map(str, damaged[:5])) + ", ..." * (len(damaged) > 5)
-                text = f"line {listed} was no record of training and is gone"
-                if len(damaged) > 1:
-                    text = f"lines {listed} were no records of training and are gone"
-                Progress(f"{log}:", 0, stream).finish(text)
 
 
 class JsonLines:

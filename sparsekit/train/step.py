@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +50,10 @@ class Step:
         if self._ranks > 1:
             _refuse_batch_norm(model)
         self._loss = wrap_ddp(_Loss(model))
+        # Keeps dense gradients local for now; they are averaged later.
+        self._without_averaging: Callable[[], AbstractContextManager[None]] = nullcontext
         if isinstance(self._loss, DistributedDataParallel):
+            self._without_averaging = self._loss.no_sync
             # Broadcasting buffers before each batch is for layers that change them in training,
             # which are refused.
             self._loss.broadcast_buffers = False
@@ -75,7 +78,7 @@ class Step:
         for number, share in enumerate(shares, 1):
             ends = number == len(shares)
             after = following if ends else shares[number]
-            with contextlib.nullcontext() if ends else self._without_averaging():
+            with nullcontext() if ends else self._without_averaging():
                 total += self._backward(loss_fn, share, after, samples, len(shares))
         if self._clip_norm is not None:
             # Values that are not finite show up in the loss, with the number of the step.
@@ -86,15 +89,9 @@ class Step:
             scheduler.step()
         return total
 
-    def _without_averaging(self) -> contextlib.AbstractContextManager[None]:
-        """Keep dense gradients local for now; they are averaged later."""
-        if isinstance(self._loss, DistributedDataParallel):
-            return self._loss.no_sync()
-        return contextlib.nullcontext()
-
-    def _cast(self) -> contextlib.AbstractContextManager[object]:
+    def _cast(self) -> AbstractContextManager[object]:
         if self._autocast is None:
-            return contextlib.nullcontext()
+            return nullcontext()
         return torch.autocast(self._device.type, self._autocast)
 
     def _backward(

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from sparsekit.data import Keys, ParquetReader, arrow_columns
+from sparsekit.data import Keys, ParquetReader
 from sparsekit.errors import DataFormatError
 from sparsekit.hashing import xxh64
 
 pa = pytest.importorskip("pyarrow")
 from pyarrow import parquet  # noqa: E402
+
+from sparsekit.data import arrow_columns  # noqa: E402
 
 
 def write(path, columns, **settings):
