@@ -84,6 +84,19 @@ def test_an_export_that_cannot_be_written(tmp_path, monkeypatch, format):
     assert os.listdir(tmp_path) == ["saved"]
 
 
+def test_no_group_of_rows_of_a_parquet_file_is_empty(tmp_path):
+    """Though all rows of the base have changed since."""
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow")
+    keep = checkpoint.Checkpoints(tmp_path / "saved", complete_every=2)
+    layer = sparsekit.Embedding(9, 2, name="t")
+    for step in range(2):
+        layer.assign(torch.arange(3), torch.full((3, 2), float(step)))
+        keep.save(step, layer)
+    out = checkpoint.export(tmp_path / "saved", tmp_path / "out", "parquet")
+    about = parquet.ParquetFile(out / "table.parquet").metadata
+    assert [about.row_group(i).num_rows for i in range(about.num_row_groups)] == [3]
+
+
 def test_arrays_of_a_npz_may_be_of_any_size(tmp_path):
     """zipfile does not know their size in advance, so it must use the format for large ones."""
     checkpoint.save(sparsekit.Embedding(9, 2, name="t"), tmp_path / "saved")

@@ -149,6 +149,7 @@ def test_only_what_has_the_name_of_a_draft_is_removed(tmp_path):
     for name in [*OTHERS, *REMAINS]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("")
+    (tmp_path / DRAFT / "folder").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "file").write_text("")
     (tmp_path / f".b.part-{'0' * 32}").symlink_to("elsewhere")
@@ -158,6 +159,18 @@ def test_only_what_has_the_name_of_a_draft_is_removed(tmp_path):
     assert left >= {"elsewhere", *OTHERS}
     assert not left & set(REMAINS)
     assert os.listdir(tmp_path / "elsewhere") == ["file"]
+
+
+def test_a_draft_that_is_removed_again_and_again(tmp_path, monkeypatch):
+    def taken(*_, **__):
+        raise BlockingIOError
+
+    monkeypatch.setattr(draft, "Lock", taken)
+    monkeypatch.setattr(draft.time, "sleep", lambda _: None)
+    said = r"\.a\.part-.*: cannot be made: another job removes it again and again"
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.save(model(), tmp_path / "a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_set_aside_one_goes_back_unless_another_has_come(tmp_path):
