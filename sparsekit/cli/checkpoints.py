@@ -21,7 +21,7 @@ RUN = "run.json"
 _FREE = {
     "run", "checkpoint", "checkpoint_every", "keep", "resume", "threads", "log", "ranks", "save",
     "run_folder", "recs", "show_config", "trainer.log_every", "trainer.tensorboard",
-    "config", "settings",  # their content is compared, as settings with a dot in the name
+    "config", "settings",  # compared by their content, as settings with a dot in the name
 }  # fmt: skip
 # Options that name data files: `data` of models that load them, the rest of models that stream
 # them.

@@ -14,7 +14,7 @@ from .world import exchange_of
 
 
 class Averaging:
-    """Averages gradients in `average`, a communication hook of DistributedDataParallel.
+    """An average of gradients over ranks, computed by the communication hook `average`.
 
     Each rank adds up a piece of a bucket, in the order of the ranks, so all get the same bits.
     Nothing waits before the end of backward. It has an exchange of its own, since ranks may reach a

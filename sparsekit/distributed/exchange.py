@@ -113,7 +113,7 @@ class Exchange:
         """Agree with the other ranks that all do what their proposals say.
 
         Args:
-            what: what this rank is about to do, if its proposal does not say.
+            what: description of what this rank is about to do, if its proposal has none.
             proposal: None if nothing follows; or an error, which is raised on all ranks.
 
         Raises:
@@ -187,7 +187,7 @@ class Exchange:
         """Begin to send a part to each rank, of a size that both know.
 
         Args:
-            what: what is sent, the same on all ranks.
+            what: description of the data, which must be the same on all ranks.
             write: writes the payloads of the parts for the ranks.
             splits: bytes for each rank, multiples of 8, or of the size of wider data.
             sizes: bytes from each rank, the same multiples.

@@ -130,7 +130,7 @@ class _Offer(NamedTuple):
 
 
 class _Meeting:
-    """Connects the processes, and passes the memory of rank 0 to all."""
+    """A meeting of the processes, at which rank 0 passes its memory to all."""
 
     def __init__(
         self, rank: int, world_size: int, seconds: float, stack: contextlib.ExitStack

@@ -32,7 +32,7 @@ class Cuda:
 
 
 class NoStream:
-    """Replaces `OwnStream` on the CPU, where everything runs in the host's order."""
+    """A replacement of `OwnStream` on the CPU, where everything runs in the host's order."""
 
     def ahead(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that does nothing."""

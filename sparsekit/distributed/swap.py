@@ -18,7 +18,7 @@ def swap(exchange: Exchange, tensor: torch.Tensor, what: str) -> torch.Tensor:
     Args:
         exchange: exchange of two ranks.
         tensor: any shape and dtype, on the device of the exchange.
-        what: what is swapped, the same on both ranks.
+        what: description of the tensor, which must be the same on both ranks.
 
     Raises:
         ValueError: there are not two ranks.

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 
 class Unavailable(Exception):
-    """Raised on all ranks, with the same reason, if a transport is not available."""
+    """An error on all ranks, with the same reason: a transport is not available."""
 
 
 class OutOfResources(Unavailable):
-    """Raised if a process lacks memory, files or permissions for a transport."""
+    """An error of a process that lacks memory, files or permissions for a transport."""
 
 
 class Transport(ABC):

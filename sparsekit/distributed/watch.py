@@ -87,7 +87,7 @@ class Watch(threading.Thread):
             self._launching = False
 
     def close(self, reason: str = "") -> None:
-        """End the communicator and the thread; with a reason, without waiting for other ranks."""
+        """End the communicator and the thread; given a reason, do not wait for other ranks."""
         self._reason = reason
         self._over.set()
         if threading.current_thread() is not self:  # the garbage collector may run on this thread

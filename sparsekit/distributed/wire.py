@@ -24,7 +24,7 @@ class Parts(NamedTuple):
 
     data: torch.Tensor  # uint8, may hold other data as well
     begins: list[int]  # position of each rank's part, with its head
-    words: np.ndarray = np.empty((0, 0), np.int64)  # [world_size - 1, n], see `Exchange.send`
+    words: np.ndarray = np.empty((0, 0), np.int64)  # shape [world_size - 1, n]; see `Exchange.send`
 
     def payload(self, rank: int, size: int) -> torch.Tensor:
         """Return the first bytes behind the head of a rank's part."""
@@ -185,7 +185,7 @@ class RaggedBags(NamedTuple):
 
     counts: torch.Tensor  # int64 [bags], keys in each
     keys: torch.Tensor  # int64 [n]
-    weights: torch.Tensor | None  # [n]
+    weights: torch.Tensor | None  # shape [n]
 
 
 def bags_bytes(bags: Sequence[tuple[int, int, int]]) -> int:

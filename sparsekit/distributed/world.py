@@ -49,7 +49,7 @@ settings = _Settings()
 
 
 class _Keep(enum.Enum):
-    """Marks an argument that was not given."""
+    """A mark of an argument that was not given."""
 
     KEEP = 0
 

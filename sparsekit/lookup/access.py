@@ -192,7 +192,7 @@ class _ToOwners:
     Args:
         exchange: the exchange with the owners.
         layer: the layer of the keys.
-        what: what is about to happen, the same on all ranks.
+        what: description of the operation, which must be the same on all ranks.
         keys: makes the keys, int64 ``[n]``; what it raises is raised on every rank.
 
     Attributes:
@@ -254,7 +254,7 @@ def _exchanged(
 
     Args:
         exchange: the exchange of the ranks.
-        what: what is sent, the same on all ranks.
+        what: description of the data, which must be the same on all ranks.
         make: makes the rows, those for rank 0 first; what it raises is raised on every rank.
         sent: number of rows for each rank.
         come: number of rows from each rank.

@@ -157,7 +157,7 @@ class _Bags:
     counts: list[int]  # number of bags of each rank
     keys: torch.Tensor  # int64 [m]
     offsets: torch.Tensor  # int64 [all bags + 1]
-    weights: torch.Tensor | None  # [m]
+    weights: torch.Tensor | None  # shape [m]
 
 
 def _bags_of_ranks(tables: Sequence[EmbeddingTable], come: Parts) -> list[_Bags]:

@@ -28,12 +28,12 @@ class Bags:
     Bags lie sample by sample (bag = sample * slot_num + slot), or slot by slot if slot_major.
     """
 
-    values: torch.Tensor  # [n] keys
+    values: torch.Tensor  # keys, shape [n]
     offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each value is a bag of its own
-    weights: torch.Tensor | None  # [n] or None
+    weights: torch.Tensor | None  # shape [n]
     slot_major: bool = False
     slots: int | None = None  # slots of a sample, if the form says
-    order: torch.Tensor | None = None  # [n] the place of each value in the input; None: in place
+    order: torch.Tensor | None = None  # place of each value in the input; None: in order from start
     start: int = 0  # place of the first value in the input, without an order
     count: int = field(init=False)  # number of bags; -1 if offsets have no element
     # Number of keys in every bag, if the form says it, so that offsets need no check. A copy with
@@ -295,7 +295,7 @@ _OF_LAYOUT = {torch.sparse_coo: _from_coo, torch.sparse_csr: _from_csr, torch.st
 
 
 def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
-    """Return offsets of bags of nnz keys each, mostly kept from another layer or batch."""
+    """Return offsets of bags of nnz keys each, usually ones kept from an earlier batch."""
     on_device = device.type == "cuda"
     # Memory that is allocated in a capture belongs to its graph.
     if bags > _MOST_KEPT or (on_device and torch.cuda.is_current_stream_capturing()):

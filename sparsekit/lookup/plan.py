@@ -306,7 +306,7 @@ def remember(values: dict[Any, Any], form: Any, value: Any) -> None:
 
 
 class PlanCache:
-    """Keeps the plan of a caller's last call; a copy of the caller begins without one."""
+    """A cache of the plan of a caller's last call; a copy of the caller begins without a plan."""
 
     def __init__(self) -> None:
         self._plan: LookupPlan | None = None

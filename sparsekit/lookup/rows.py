@@ -25,7 +25,7 @@ def exchange_rows(
 
     Args:
         exchange: the exchange of the ranks.
-        what: what these rows are, the same on all ranks.
+        what: description of these rows, which must be the same on all ranks.
         plan: the plan of their tables.
         write: writes the rows.
         sent: places of the rows for each rank.

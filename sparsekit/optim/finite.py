@@ -17,7 +17,7 @@ Report = tuple[str, int | None, str]  # name, key, what is wrong
 
 
 class NonFiniteGradientError(ArithmeticError):
-    """Raised on all ranks, with the same message, if a gradient has a NaN or an infinity.
+    """An error on all ranks, with the same message: a gradient has a NaN or an infinity.
 
     The attributes are those of the first such gradient, in the order of ranks and then of
     parameters.

@@ -14,7 +14,7 @@ MISSING = (None, "", "?")
 
 
 class QuantileBuckets:
-    """Cuts numeric columns into buckets, whose numbers can be hashed like categories.
+    """Buckets of numeric columns, whose numbers can be hashed like categories.
 
     Bucket i of a column has the numbers x with ``edges[i - 1] <= x < edges[i]``; a missing number
     is in bucket -1. A number that was not in the data for the edges shares a bucket with its

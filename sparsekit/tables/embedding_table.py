@@ -82,7 +82,7 @@ class EmbeddingTable(TableTensors):
         # True if a rank sends each distinct key once. False sends keys as they come, for
         # measurements.
         self.dedupe = True
-        # How pooled vectors come from other ranks; see DistributedEmbedding.
+        # Strategy that brings pooled vectors from other ranks; see DistributedEmbedding.
         self.strategy = "all_to_all"
         # Dtype of vectors and gradients between ranks; None means their own.
         self.wire_dtype = options.wire_dtype

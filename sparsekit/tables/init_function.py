@@ -49,7 +49,7 @@ class Filled(Initializer):
 
 
 class _Record(TorchDispatchMode):
-    """Records the ops that are called."""
+    """A record of the ops that are called."""
 
     def __init__(self) -> None:
         super().__init__()

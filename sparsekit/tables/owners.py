@@ -52,7 +52,7 @@ class CodeOfMap:
         self._made: tuple[torch.Tensor, int, str] | None = None
 
     def of(self, name: str, owners: torch.Tensor, world_size: int) -> str:
-        """Return the hash, after `check_ranks_of`."""
+        """Return the hash of a map; check a new map by `check_ranks_of` first."""
         version = -1 if owners.is_inference() else owners._version
         made = self._made
         if made is None or made[0] is not owners or made[1] != version:

@@ -22,7 +22,7 @@ FORMAT = "sparsekit autoencoder 1"
 
 
 class Autoencoder(torch.nn.Module):
-    r"""Scores all items for a user from the items that the user has rated.
+    r"""A model that scores all items for a user from the items that the user has rated.
 
     .. math::
         h = \tanh(W_1 \tanh(\sum_{j \in N} w_j e_j / |w| + b_0) + b_1), \quad
