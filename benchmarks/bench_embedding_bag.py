@@ -80,7 +80,7 @@ def run_gpu(gpu: Gpu) -> Iterator[Comparison]:
 
 
 def _pooled_keys(gpu: Gpu, weight: torch.Tensor) -> Iterator[Comparison]:
-    """Compare the way from raw keys to bags with pooling of known rows plus the table's lines."""
+    """Time bags from raw keys; the roof is pooling of known rows plus reading the table's lines."""
     table = sparsekit.HashTable(len(weight), device=gpu.device)
     keys = gpu.distinct_keys(0, table.capacity)
     for part in keys.split(4 << 20):

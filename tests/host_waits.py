@@ -3,18 +3,18 @@
     waits = waits_of(step, layer, keys)
     assert waits.total() == 0, waits
 
-Tensors are on the CPU here, so which of them a device would have is followed: what is named to
-begin with, what is made with ``device=`` of a tensor or a module (and not with the literal
-``"cpu"``), and whatever an op makes of such a tensor. An event of these kinds is a wait:
+Tensors are on the CPU here. Those that a device would have are tracked: the given ones, those made
+with the ``device=`` of a tensor or a module (but not with the literal ``"cpu"``), and all that an
+op makes from such tensors. These events are waits:
 
-- the value or the number of elements of a device's tensor is asked for: item, bool, int, tolist,
-  numpy, nonzero, a boolean mask, masked_select, unique, equal, repeat_interleave;
-- bytes go from the device's memory to the host's, or from pageable memory of the host to the
-  device's: cpu, to, copy_, tensor(device=), and an element that is set to a number, which torch
-  copies there as a tensor of the CPU;
-- an op of sparsekit reads words back, as the host runner counts it.
+- a value or the number of elements of a device's tensor is read: item, bool, int, tolist, numpy,
+  nonzero, a boolean mask, masked_select, unique, equal, repeat_interleave;
+- bytes are copied from the device's memory to the host's, or from pageable memory of the host to
+  the device's: cpu, to, copy_, tensor(device=), and an element set to a number, which torch copies
+  there as a CPU tensor;
+- an op of sparsekit reads words back, as counted by the host runner.
 
-It follows the thread that counts, and backward. Streams and events have a stand-in of their own
+This tracks the calling thread and its backward. Streams and events have a separate stand-in
 (tests/nccl/streams.py).
 """
 
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsekit.lookup.inputs import _kept_offsets
 
-# Overloads that read a tensor of the device to know how much they return.
+# Overloads that read a tensor on the device to compute the size of their result.
 _SIZED_BY_VALUES = {
     *("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select"),
     *("nonzero", "repeat_interleave", "unique_consecutive", "unique_dim"),
@@ -46,11 +46,11 @@ _READS = {"tolist", "numpy", "__array__", "__dlpack__"}
 
 
 class HostWaits(Counter[str]):
-    """How often each kind of wait was met."""
+    """Number of waits of each kind."""
 
 
 class _Device:
-    """Storages that a device would have, kept alive so that no other takes their address."""
+    """Storages that a device would have; kept alive, so that no other gets their address."""
 
     def __init__(self) -> None:
         self._storages: dict[int, Any] = {}
@@ -70,7 +70,7 @@ class _Device:
 
 
 class _Functions(TorchFunctionMode):
-    """Sees calls before they reach an op: what is made, read, copied and set."""
+    """Mode that sees calls before they reach an op: tensors are made, read, copied or set."""
 
     def __init__(self, device: _Device, waits: HostWaits) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class _Functions(TorchFunctionMode):
         self._waits = waits
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it, and count."""
+        """Call the function and count its wait."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         of_device = bool(args) and isinstance(args[0], torch.Tensor) and self._device.has(args[0])
@@ -102,7 +102,7 @@ class _Functions(TorchFunctionMode):
         return result
 
     def _moved(self, name: str, of_device: bool, func: Any, args: Any, kwargs: Any) -> Any:
-        """A copy between the host's memory and the device's, or a change of dtype."""
+        """Count a copy between the host's memory and the device's; a change of dtype is none."""
         asked = [kwargs.get("device"), *args[1:]]
         to_host = name == "cpu" or "cpu" in [a for a in asked if isinstance(a, str)]
         to_device = any(isinstance(a, torch.device) for a in asked)
@@ -121,7 +121,7 @@ class _Functions(TorchFunctionMode):
     def _set(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensor, index, value = args[:3]
         number = not isinstance(value, torch.Tensor)
-        # torch makes a tensor of the CPU of it, and copies that if the shapes are equal.
+        # torch makes a CPU tensor from the number, and copies it if the shapes are equal.
         if number and tensor[index].dim() == 0:
             self._waits["an element set to a number"] += 1
         elif not number and not self._device.has(value) and value.dim() > 0:
@@ -130,7 +130,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Ops(TorchDispatchMode):
-    """Sees ops, those in backward too: what they read, and what they make of a device's tensors."""
+    """Mode that sees ops, also those in backward: the tensors that they read and make."""
 
     def __init__(self, device: _Device, waits: HostWaits) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class _Ops(TorchDispatchMode):
         self._waits = waits
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it, and count."""
+        """Call the op and count its wait."""
         name = func._schema.name.split("::")[1]
         inputs = _tensors([args, kwargs or {}])
         of_device = [self._device.has(tensor) for tensor in inputs]
@@ -158,13 +158,13 @@ class _Ops(TorchDispatchMode):
 
 
 def _counted_backward(*args: Any, **kwargs: Any) -> Any:
-    """Backward, with the mode on: torch calls it from a handler, which runs without."""
+    """Run backward with the mode on: torch calls it from a handler, where modes are off."""
     with _following.mode or nullcontext():
         return _run_backward(*args, **kwargs)
 
 
 class _Following(threading.local):
-    """The mode of a thread that counts."""
+    """The counting mode of each thread."""
 
     mode: _Functions | None = None
 
@@ -185,13 +185,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> HostWaits:
-    """Count what this thread would wait for in a call.
+    """Count how often this thread would wait in a call.
 
     Args:
-        step: is called `warm_ups` times before it is counted, since what it keeps from call to
-            call must be followed as well. Its ops of sparsekit run on the host runner.
+        step: function to call and count. Its ops of sparsekit run on the host runner.
         of_device: tensors, modules, or lists and dicts of tensors that a device would have.
-        warm_ups: how often.
+        warm_ups: number of calls before the counted one, because tensors that `step` keeps from
+            call to call must be tracked as well.
     """
     simt.load()
     library = ctypes.CDLL(str(simt.LIBRARY))
@@ -202,7 +202,7 @@ def waits_of(step: Callable[[], object], *of_device: Any, warm_ups: int = 2) -> 
         for tensor in [*thing.parameters(), *thing.buffers()] if module else _tensors(thing):
             device.add(tensor)
     checked = library.sparsekit_set_checked(0)
-    _kept_offsets.cache_clear()  # made before anything was followed
+    _kept_offsets.cache_clear()  # these were made before tensors were tracked
     try:
         with _Functions(device, waits) as _following.mode, _Ops(device, waits):
             for _ in range(warm_ups):

@@ -92,7 +92,7 @@ def test_what_is_made_of_the_tensors_of_a_device_is_its_own():
     assert waits_of(step, x) == {"tolist": 1}
 
 
-# One wait of the op, which asks whether the keys have found room.
+# The op waits once, to learn whether the keys have found room.
 ROOM = {"ops of sparsekit": 1}
 KEYS = torch.randint(0, 500, (16, 2, 3), generator=generator(0))
 FLAT, OFFSETS = KEYS.view(-1), torch.arange(0, 97, 3)
@@ -180,7 +180,7 @@ def test_waits_of_a_fused_step(case):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("tables", [1, 26])
 def test_waits_of_a_group(tables, fused):
-    """A step that is not fused asks how long the gradient is, and which part is whose."""
+    """A step that is not fused waits for the gradient's length and for each table's part of it."""
     layers = {
         f"t{i}": sparsekit.DistributedEmbedding("sum", 1000, 8, 2, 3, seed=1, name=f"group {i}")
         for i in range(tables)
@@ -198,7 +198,7 @@ def test_an_evaluation_waits_for_nothing():
 
 
 class OnDevice:
-    """Says of a tensor that it is on a device."""
+    """Stand-in for a tensor on a device."""
 
     is_cpu = False
 

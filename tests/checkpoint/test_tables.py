@@ -106,7 +106,7 @@ def test_steps_that_are_due_are_not_those_of_what_is_loaded(tmp_path, with_optim
 
 
 class Overwrites:
-    """An object that is handed its state, and then another process writes to a file."""
+    """Object that, when it loads its state, overwrites a file as another process might."""
 
     def __init__(self, file, old, new):
         self.change = file, struct.pack("<q", old), struct.pack("<q", new)
@@ -118,7 +118,7 @@ class Overwrites:
 
 @pytest.mark.parametrize("key", [100, 101, 103])
 def test_a_file_that_changes_while_it_is_loaded(tmp_path, key):
-    """No row of a key that the table does not have is written."""
+    """The load writes no row for a key that the table does not have."""
     keep = Checkpoints(tmp_path, complete_every=2)
     layer = layer_of(*range(100, 105))
     keep.save(0, layer, state={"it": State()})

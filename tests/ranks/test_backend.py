@@ -63,7 +63,7 @@ def test_torch_is_chosen(two_ranks, backend, device, reasons):
 
 
 def connected(rank, backend, device):
-    """Return what is connected for a device, and how long it may wait."""
+    """Return which transport is connected for a device, and its timeout."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (nccl, shared_memory):
             name = module.__name__.rpartition(".")[2]

@@ -86,7 +86,7 @@ def test_a_rank_that_dies(fresh_ranks, how, world_size):
         assert "rank 1 is gone: its process has ended" in text
 
 
-KEPT = []  # as by the traceback of an error
+KEPT = []  # keeps transports alive, as the traceback of an error does
 
 
 def leave(rank, way):
