@@ -1,5 +1,6 @@
 """Examples in docstrings print what they say, and texts avoid words that need a second reading."""
 
+import ast
 import doctest
 import importlib
 import re
@@ -74,4 +75,21 @@ def test_comments_of_python_need_no_guess() -> None:
     others = [path for path in TEXTS if not folders.isdisjoint(path.parents)]
     assert len(others) > 550
     found = [f"{path}: {match[0]}" for path in others for match in words.finditer(path.read_text())]
+    assert found == []
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    """Docstrings of functions say what these do; a noun phrase is for classes and properties."""
+    nouns = ("The", "A", "An", "Each", "All", "Those", "These", "Its", "Their", "This")
+    found, checked = [], 0
+    for path in (ROOT / "sparsekit").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef) or ast.get_docstring(node) is None:
+                continue
+            if any("property" in ast.unparse(decorator) for decorator in node.decorator_list):
+                continue
+            checked += 1
+            if (ast.get_docstring(node) or "").split()[0] in nouns:
+                found.append(f"{path}:{node.lineno} {node.name}")
+    assert checked > 700
     assert found == []

@@ -124,7 +124,7 @@ class TableShard:
     facts: dict[str, Any]
 
     def identity(self) -> tuple[Any, ...]:
-        """A value that changes whenever old rows say nothing about new ones."""
+        """Return a value that changes whenever old rows say nothing about new ones."""
         layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
         return layer.table is None, layer.rank, layer.world_size, layer.capacity, tuple(shapes)

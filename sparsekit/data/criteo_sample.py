@@ -80,7 +80,7 @@ def write_criteo_sample(
 
 
 def _lines(draw: np.random.Generator, rows: int, keys: tuple[int, ...], wanted: int) -> bytes:
-    """The first of that many lines."""
+    """Draw rows lines, and return the first ``wanted`` of them."""
     numbers, weights = _categories(draw, rows, keys)
     chance = 1 / (1 + np.exp(1.3 - weights))
     label = (draw.random(rows) < chance) + np.uint8(ord("0"))
@@ -115,7 +115,7 @@ def _categories(
 
 
 def _mix(words: np.ndarray) -> np.ndarray:
-    """A permutation of the 32-bit words (the finalizer of MurmurHash3)."""
+    """Permute the 32-bit words (by the finalizer of MurmurHash3)."""
     words = (words ^ words >> 16) * np.uint32(0x85EBCA6B)
     words = (words ^ words >> 13) * np.uint32(0xC2B2AE35)
     return words ^ words >> 16

@@ -130,7 +130,7 @@ class Reader(IterableDataset):
         self._labels = least, most, between
 
     def count_rows(self) -> int:
-        """Rows of the whole data set, malformed ones included; reads all of it the first time."""
+        """Count the rows of the data set, also malformed ones; the first call reads all of it."""
         missing = [unit for unit, rows in zip(self._units, self._rows, strict=True) if rows is None]
         if missing:
             with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:

@@ -22,11 +22,11 @@ OF_TABLES = {
 
 
 def read_run(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a run.
+    """Read the records of a run.
 
     Raises:
         OSError: there is no metrics.jsonl in the folder.
-        ValueError: one of its lines, named, is none that `JsonLines` has written.
+        ValueError: a line of that file was not written by `JsonLines`; the message names it.
     """
     path = Path(folder) / METRICS
     records = []
