@@ -9,6 +9,7 @@ from patience import patience
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsekit
+from sparsekit.distributed import exchange_of
 from sparsekit.distributed.averaging import averaging_of
 from sparsekit.distributed.shared_memory import SharedMemoryTransport
 from sparsekit.train import Trainer
@@ -118,6 +119,7 @@ def only_where_memory_is_shared(rank):
     averaging = averaging_of(CPU)
     assert isinstance(averaging._exchange.transport, SharedMemoryTransport)
     assert averaging._exchange is averaging_of(CPU)._exchange
+    assert averaging._exchange is not exchange_of(None, CPU)
     trainer = Trainer(Dense(torch.float32), None, [])
     hooks = [hook.__qualname__ for hook, _ in trainer._step._loss._comm_hooks]
     assert hooks == ["Averaging.average"]

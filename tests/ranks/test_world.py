@@ -35,11 +35,16 @@ def test_a_seed_changes_all_initial_vectors(restore):
     assert not torch.equal(vectors(), first)
     sparsekit.init(seed=0)
     assert torch.equal(vectors(), first)
+    sparsekit.init(seed=-1)  # which has the same 64 bits
+    last = vectors()
+    sparsekit.init(seed=2**64 - 1)
+    assert torch.equal(vectors(), last)
 
 
 def test_what_init_begins_with():
     first = type(settings)()
     assert (first.seed, first.process_group, first.backend) == (0, None, "auto")
+    assert first.wire_dtype is None
     assert first.timeout == timedelta(minutes=5)
 
 
