@@ -173,6 +173,15 @@ def test_a_draft_that_is_removed_again_and_again(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_checkpoint_disappears_before_its_files_do(tmp_path, monkeypatch):
+    saved, seen = checkpoint.save(model(), tmp_path / "a"), []
+    files = sorted(os.listdir(saved))
+    monkeypatch.setattr(draft, "discard", lambda path: seen.append(sorted(os.listdir(path))))
+    draft.remove(saved)
+    assert seen == [files]
+    assert not saved.exists()
+
+
 def test_a_set_aside_one_goes_back_unless_another_has_come(tmp_path):
     for name in (".a.old-" + "0" * 16, ".b.old-" + "0" * 16, "b", ".c\nd.old-" + "0" * 16):
         (tmp_path / name).mkdir()
