@@ -232,6 +232,38 @@ def test_a_reader(tmp_path):
     assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
 
 
+@pytest.mark.parametrize("name", [None, ""])
+def test_a_state_that_is_all_that_was_saved(tmp_path, name):
+    model, optimizers = made()
+    train(model, optimizers, 0, 2)
+    dcp.save(DcpState(model, optimizers).state_dict(), checkpoint_id=tmp_path)
+    loaded, of_loaded = made(seed=2)
+    state = DcpState(loaded, of_loaded, load_from=tmp_path, name=name)
+    entries = state.state_dict()
+    dcp.load(entries, checkpoint_id=tmp_path)
+    state.load_state_dict(entries)
+    assert_equal(contents(loaded, of_loaded), contents(model, optimizers))
+
+
+class Unnamed(dcp.FileSystemReader):
+    """A reader of a storage that has no paths."""
+
+    @property
+    def checkpoint_id(self):
+        raise AttributeError
+
+
+def test_errors_name_the_path_or_the_kind_of_reader(tmp_path):
+    dcp.save({"app": {"x": torch.ones(1)}}, checkpoint_id=tmp_path)
+    for load_from, said in (
+        (tmp_path, tmp_path), (str(tmp_path), tmp_path), (dcp.FileSystemReader(tmp_path), tmp_path),
+        (Unnamed(tmp_path), "Unnamed"),
+    ):  # fmt: skip
+        state = DcpState(Model(), load_from=load_from)
+        with pytest.raises(CheckpointError, match=f"^{said}: has nothing that a DcpState"):
+            state.state_dict()
+
+
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_in_the_background(tmp_path, kind):
     torch.distributed.init_process_group(
