@@ -41,7 +41,7 @@ def number(kind: type, least: float, most: float) -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         value = kind(text)
-        if not least <= value <= most:  # rejects nan as well
+        if not least <= value <= most:  # nan fails this as well
             raise argparse.ArgumentTypeError(f"{text} is not in [{least}, {most}]")
         return value
 

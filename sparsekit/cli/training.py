@@ -44,7 +44,7 @@ class TrainingParser(Parser):
         return found, unknown
 
     def _flags(self) -> dict[str, argparse.Action]:
-        # The first is --help.
+        # The first action is --help.
         named = {action.option_strings[0][2:]: action for action in self._actions[1:]}
         return {name: action for name, action in named.items() if name not in _NO_SETTINGS}
 

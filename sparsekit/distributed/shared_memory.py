@@ -139,7 +139,7 @@ class _Meeting:
         self.world_size = world_size
         self._seconds = seconds
         self._patience = min(seconds, _PATIENCE)
-        self._sockets: dict[int, socket.socket] = {}  # by rank
+        self._sockets: dict[int, socket.socket] = {}  # socket of each rank
         self.communicator: _pybind.SharedMemoryCommunicator | None = None
         self._stack = stack  # closes everything that is opened here
         self._token = secrets.token_bytes(_TOKEN_BYTES)

@@ -146,7 +146,7 @@ class Watch(threading.Thread):
         if reason:
             self._communicator.abort(reason)
         else:
-            with contextlib.suppress(RuntimeError):  # it was aborted, which ends it as well
+            with contextlib.suppress(RuntimeError):  # an aborted one has ended already
                 self._communicator.destroy()
 
     def _through(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-# Keys, offsets and weights.
+# Keys, offsets and weights of bags.
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

@@ -35,7 +35,7 @@ class Request:
     """
 
     table: EmbeddingTable
-    bags: Bags  # without padding
+    bags: Bags  # bags of keys, without padding
     # "none": a bag has at most one key, whose vector is the output, or zeros without a key. A tuple
     # has a combiner for each slot, and bags lie slot by slot.
     combiner: str | tuple[str, ...]

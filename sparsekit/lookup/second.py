@@ -18,7 +18,7 @@ def differentiable(
     """Return the gradients of weights, in the backward of a lookup.
 
     Args:
-        make: makes them from the gradients of the outputs, of which they are a linear function.
+        make: makes the gradients of weights from those of the outputs, a linear function.
         again: makes the gradients of the outputs' gradients from those of the weights' gradients.
         grads: gradients of the outputs.
     """

@@ -30,7 +30,7 @@ def takes_table_options(drop_in: str = "", **ours: str) -> Callable[[_Init], _In
         signature = inspect.signature(init)
         own = [each for each in signature.parameters.values() if each.kind != each.VAR_KEYWORD]
         parameters = [*own, *keyword_parameters()]
-        known = {each.name: each.annotation for each in parameters[1:]}  # without self
+        known = {each.name: each.annotation for each in parameters[1:]}  # self is left out
 
         @functools.wraps(init)
         def checking(self: Any, *args: Any, **keywords: Any) -> None:

@@ -13,7 +13,7 @@ from ..tables.weight import update_of
 # Largest number of lines of a message; often all gradients are not finite if one is not.
 _LINES = 8
 
-Report = tuple[str, int | None, str]  # name, key, what is wrong
+Report = tuple[str, int | None, str]  # name, key, and fault of the gradient
 
 
 class NonFiniteGradientError(ArithmeticError):

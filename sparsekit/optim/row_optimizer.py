@@ -184,7 +184,7 @@ class RowOptimizer(torch.optim.Optimizer):
             self._take_over(weight)
         groups = [g for g in self.param_groups if not wanted.isdisjoint(g["params"])]
         alone = groups[0] if update is not None and len(groups) == 1 else None
-        if alone is None:  # otherwise the op checks them
+        if alone is None:  # the op of a single group checks its weights
             for weight in weights:
                 check_parameter(type(self).__name__, weight)
         self._updated |= wanted  # set first, so that an interrupted update is not made twice

@@ -21,7 +21,7 @@ class UpdateCall:
     """Parameters that are updated together: one tensor of each, and all states of each."""
 
     positions: Sequence[int]  # positions of these parameters in the list that was given
-    weights: Sequence[torch.Tensor]  # as matrices
+    weights: Sequence[torch.Tensor]  # weights as matrices
     states: list[torch.Tensor]
     row_steps: list[torch.Tensor]
     steps: list[torch.Tensor]

@@ -70,7 +70,7 @@ class EmbeddingTable(TableTensors):
         super().__init__()
         name = options.name
         self._named = name is not None
-        if name is None:  # with the table's size, which tells layers apart in errors
+        if name is None:  # the size in the name tells layers apart in errors
             rows, dim = options.max_vocabulary_size_per_gpu, options.embedding_vec_size
             name = f"{type(self).__name__}_{next(_names)} ({rows} rows of {dim})"
         self.name = name

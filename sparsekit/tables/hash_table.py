@@ -164,7 +164,7 @@ class HashTable(torch.nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> HashTable:
         was_meta = self.buckets.is_meta
-        self._note_maker()  # this may be a call of share_memory
+        self._note_maker()  # share_memory calls this method
         super()._apply(*args, **kwargs)
         if was_meta and not self.buckets.is_meta:
             self.clear_()  # memory that comes from meta has arbitrary content
@@ -209,7 +209,7 @@ class HashTable(torch.nn.Module):
             raise RuntimeError(f"{self.name}: {error}") from None
         increment_version(state)
         before, entries_refused = status.tolist()
-        if entries_refused < 0:  # only on CUDA; the CPU's op raises an error itself
+        if entries_refused < 0:  # set on CUDA only; the CPU's op raises an error
             raise ValueError(
                 f"{self.name}: the table is damaged: its size is {before} of {self.capacity}, and "
                 f"no slot was free for the new keys"

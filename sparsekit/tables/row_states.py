@@ -76,7 +76,7 @@ def _initial_values(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> M
     own: Callable[..., Mapping[str, float]] | None = getattr(optimizer, "initial_values", None)
     if own is not None:
         return own(weight, group)
-    return {"sum": group.get("initial_accumulator_value", 0.0)}  # torch's Adagrad
+    return {"sum": group.get("initial_accumulator_value", 0.0)}  # as in torch's Adagrad
 
 
 def _moved_sparse(state: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> torch.Tensor:

@@ -238,7 +238,7 @@ def _copy(
     ]
     own = layer.owners
     if owners is not None and own is not None and not torch.equal(owners.to(own.device), own):
-        # Other layers may share the map, so a copy of it is written to.
+        # Other layers may share the map, so write to a copy.
         layer.owners = own.clone()
         pairs.append((layer.owners, owners))
     if layer.table is not None:

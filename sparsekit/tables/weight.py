@@ -97,7 +97,7 @@ class EmbeddingWeight(torch.nn.Parameter):
     def note_keys(self) -> None:
         """Record the keys in states of optimizers, since the keys of rows are about to change."""
         self.catch_up()  # missed steps belong to the old keys
-        self.noted_version = None  # writes so far belong to them as well
+        self.noted_version = None  # earlier writes belong to the old keys as well
         keys: torch.Tensor | None = None
         for optimizer in list(self._optimizers or ()):
             state = optimizer.state.get(self)

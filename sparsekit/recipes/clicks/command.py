@@ -39,7 +39,7 @@ from .config import (
 from .trained import MODELS, scores
 
 TEST_FRACTION, SPLIT_SEED = 0.2, 0
-NUMBER_BUCKETS = 32  # for each numeric column of the census
+NUMBER_BUCKETS = 32  # buckets for each numeric column of the census
 
 
 def add(models: argparse._SubParsersAction[training.TrainingParser]) -> None:
@@ -250,7 +250,7 @@ def _model(reader: Reader, config: RunConfig, args: argparse.Namespace) -> torch
     settings = vars(config.model)
     try:
         return kind(list(columns.sparse), len(columns.dense), **settings, seed=args.seed)
-    except RuntimeError as error:  # torch's allocator raises it when memory runs out
+    except RuntimeError as error:  # torch's allocator is out of memory
         raise UsageError(
             f"no memory for tables of {config.model.rows:,} rows of dim {config.model.dim}: use a "
             f"smaller model.rows or model.dim"

@@ -24,7 +24,7 @@ class DataConfig:
     label: str = "label"
     dense: tuple[str, ...] = ()
     sparse: tuple[str, ...] = ()
-    separator: str | None = None  # between the values of a bag
+    separator: str | None = None  # text between the values of a bag
 
 
 @dataclass(frozen=True)
