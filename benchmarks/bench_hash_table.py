@@ -55,7 +55,7 @@ def _find(cpu: Cpu, full: int, line: str) -> Iterator[Comparison]:
 
 
 def _insert(cpu: Cpu, n: int) -> Iterator[Comparison]:
-    """Time inserts into tables made before, with room for all keys and every page touched."""
+    """Time inserts into prepared tables, with room for all keys and all pages touched."""
     table = sparsekit.HashTable(n)
     inputs = [random_keys(n, seed) for seed in range(2)]
 

@@ -235,7 +235,7 @@ def test_divergence_ends_with_1(clicks, capsys):
 
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_the_adult_data_as_files(tmp_path, split):
-    """Files written for training read as any others; validation rows are part of training's."""
+    """Files written for training read as any others; validation rows are training rows."""
     columns = {name: np.array(["a", "b", "?"] * 20) for name in CATEGORIES}
     columns |= {name: np.array(list(map(str, range(60)))) for name in NUMBERS}
     people = Adult(columns, torch.arange(60) % 2.0)

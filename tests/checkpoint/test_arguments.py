@@ -41,7 +41,7 @@ def test_all_that_is_given_is_saved(tmp_path, way):
 
 
 def test_paths_may_be_texts_and_relative(tmp_path, monkeypatch):
-    """Results are absolute, as the program may change its folder."""
+    """Results are absolute paths, since the program may change its folder."""
     layer = sparsekit.Embedding(9, 2, name="ids")
     layer.assign(torch.arange(3), torch.ones(3, 2))
     monkeypatch.chdir(tmp_path)

@@ -360,7 +360,7 @@ def test_an_error_that_nobody_thought_of_is_told_by_wait(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_failure_that_cannot_be_noted_as_it_is(tmp_path, monkeypatch, gone):
-    """Its text is no UTF-8, or the folder of the note is gone; the thread ends well."""
+    """The text of the error is no UTF-8, or the note's folder is gone; the thread ends normally."""
     path = tmp_path / os.fsdecode(b"caf\xe9")
 
     def fail(file, *_):
@@ -429,7 +429,7 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
     writing.write_own()
     writing.together.world_size = 2
 
-    # A file that is renamed once its name has been listed: its size cannot be read.
+    # This file was renamed after its name was listed, so its size cannot be read.
     (writing.draft.folder / "rank-0001.new").symlink_to("rank-0001.part")
 
     def at_look(looks):

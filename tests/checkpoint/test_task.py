@@ -1,4 +1,4 @@
-"""A thread's function is called once or never, and whoever gives it up knows which."""
+"""A thread's function is called once or never, and whoever gives up on it knows which."""
 
 import threading
 
@@ -8,7 +8,7 @@ from sparsekit.checkpoint.task import Task
 
 
 class Late:
-    """A thread that the system has started but not yet run."""
+    """Stand-in for a thread that the system has started but not yet run."""
 
     def start(self):
         pass
@@ -27,7 +27,7 @@ def test_a_function_whose_start_has_returned_is_called():
 
 
 def test_a_function_that_was_given_up_is_never_called():
-    """As where `start` was interrupted, and the thread runs after all."""
+    """This happens when `start` is interrupted, and the thread runs after all."""
     task = Task(lambda: pytest.fail("it is called"), "late")
     assert not task.done()
     assert task.cancel()

@@ -321,7 +321,7 @@ def waits_of_ops(rank, tables):
 def test_ops_wait_no_more_for_many_tables(fake):
     fake(waits_of_ops, 1)  # the very first call waits once more
     one, many = (fake(waits_of_ops, tables) for tables in (1, 26))
-    # The waits tell whether keys found room and how long a gradient is, in two steps on two ranks.
+    # Each step on each rank waits to learn whether keys found room and how long a gradient is.
     assert one == many == 8
 
 

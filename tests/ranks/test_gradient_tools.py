@@ -331,5 +331,5 @@ def test_every_norm_of_torch_is_refused(norm):
     for gradient in (own, copy.deepcopy(own)):
         with pytest.raises(RuntimeError, match="users: this gradient has the rows of one rank"):
             norm(gradient)
-    # A file has a tensor that needs nothing of sparsekit.
+    # Only a plain tensor is pickled, so a file can be read without sparsekit.
     assert type(pickle.loads(pickle.dumps(own))) is torch.Tensor

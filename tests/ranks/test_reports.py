@@ -37,6 +37,6 @@ def test_plans_are_shown_where_they_differ(at):
     for text, whole in zip(shown, (plan, other), strict=True):
         assert len(text) < 1000
         assert text.startswith(whole[:200])
-        # With what comes before and behind, which tells the table.
+        # The text around the difference is shown as well, since it names the table.
         assert whole[max(200, at - 150) : at + 350] in text
     assert where_they_differ(["ab", "abc"]) == ["ab", "abc"]

@@ -16,7 +16,7 @@ def swapped(rank, shape, dtype):
     own = of_ranks[rank].clone().requires_grad_()
     other = swap(exchange, own, "halves")
     assert torch.equal(other, of_ranks[1 - rank])
-    # It does not keep the memory of the message.
+    # The result does not keep the message's memory alive.
     assert other.untyped_storage().nbytes() == other.nbytes
     other.backward(of_ranks[rank] * 2)
     assert torch.equal(own.grad, of_ranks[1 - rank] * 2)

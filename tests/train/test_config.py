@@ -122,7 +122,7 @@ def test_names():
 
 
 def test_yaml_keeps_the_order_and_reads_well():
-    """A list in a dataclass has one line."""
+    """A list inside a dataclass takes one line."""
     assert (
         to_yaml({"b": (1, 2), "a": {"d": (), "c": None}})
         == "b:\n- 1\n- 2\na:\n  d: []\n  c: null\n"

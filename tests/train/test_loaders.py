@@ -1,4 +1,4 @@
-"""The trainer on loaders, and the settings of a step."""
+"""The trainer with loaders, and the settings of a step."""
 
 import io
 import threading
@@ -335,7 +335,7 @@ def test_a_next_batch_is_not_prefetched_on_one_rank():
     ("make", "threads"), [(list, 0), (iter, 1), (Prefetcher, 1), (lambda data: DataLoader(data), 1)]
 )
 def test_batches_are_read_ahead_by_one_thread(make, threads):
-    """None for a list, which is in memory."""
+    """A list is in memory, so no thread reads ahead."""
     seen = []
 
     def losses(model, batch):

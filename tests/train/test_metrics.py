@@ -88,7 +88,7 @@ def test_what_has_no_answer_is_refused():
 
 
 def test_metrics_of_ranking_by_hand():
-    """Of the first two; the second user has nothing relevant, and the third no hit there."""
+    """The first two items count. User 2 has no relevant item, and user 3 no hit among these."""
     hits = torch.tensor(
         [[False, True, True], [False] * 3, [False, False, True], [True, True, False]]
     )

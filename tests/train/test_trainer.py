@@ -68,7 +68,8 @@ def test_loss_is_the_mean_over_samples_and_leaves_the_penalty_out():
     assert epoch.loss == pytest.approx(10_014 / 5, rel=1e-12)
 
 
-@pytest.mark.parametrize("penalties", [5.0, torch.tensor([3.0, 7.0])])  # a number, of samples
+# One number, or one for each sample.
+@pytest.mark.parametrize("penalties", [5.0, torch.tensor([3.0, 7.0])])
 def test_gradient_is_of_mean_plus_penalty(penalties):
     trainer = make(lambda model, batch: (model.weight * batch[0], penalties * model.weight), lr=1.0)
     trainer.fit((torch.tensor([1.0, 3.0]),), epochs=1, batch_size=2)
@@ -205,7 +206,7 @@ def test_layers_that_normalise_over_a_batch_are_refused_on_ranks():
     with pytest.raises(ValueError, match=r"^1\.0 is BatchNorm1d, .* by each rank's part"):
         step._refuse_batch_norm(model)
     step._refuse_batch_norm(torch.nn.SyncBatchNorm.convert_sync_batchnorm(model))
-    make()  # of one rank
+    make()  # one rank accepts the layer
 
 
 class Terminal(io.StringIO):
