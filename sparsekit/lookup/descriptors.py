@@ -60,7 +60,7 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
         )
     features = batch.features.get(form)
     if features is None:
-        features = _features(requests, batch.places, numbers, width is not None)
+        features = _features(requests, batch.table_of_request, numbers, width is not None)
         remember(batch.features, form, features)
     sample_weights: list[torch.Tensor] = []
     if any(bags.weights is not None for bags in of_requests):

@@ -45,7 +45,7 @@ class Bags:
         self.count = self.values.numel() if offsets is None else offsets.numel() - 1
         self.each = 1 if offsets is None else None
 
-    def place(self, i: int) -> int:
+    def position(self, i: int) -> int:
         """Return the place of value i in the input."""
         return self.start + i if self.order is None else int(self.order[i])
 

@@ -61,7 +61,7 @@ class KeyClient:
 
     def bytes_of_bags(self) -> int:
         """Return the bytes of one sum for each bag."""
-        each = zip(self._shapes, self.batch.places, strict=True)
+        each = zip(self._shapes, self.batch.table_of_request, strict=True)
         return sum(math.prod(shape) * self.batch.sum_bytes[t] for shape, t in each)
 
     def write_keys(self, parts: Parts, keys: Layout, columns: slice) -> None:

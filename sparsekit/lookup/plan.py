@@ -38,7 +38,7 @@ class TableBatch:
 
     Attributes:
         positions: positions of the requests for these tables among all requests of a call.
-        places: for each of these requests, the number of its table.
+        table_of_request: for each of these requests, the number of its table.
         dims: dims of the tables.
         divisor: divisor of gradients.
         dtype: dtype of the weights.
@@ -61,9 +61,9 @@ class TableBatch:
     ) -> None:
         self.positions = positions
         self.inserts = inserts
-        places: dict[EmbeddingTable, int] = {}
-        self.places = [places.setdefault(table, len(places)) for table in asked]
-        tables = list(places)
+        indices: dict[EmbeddingTable, int] = {}
+        self.table_of_request = [indices.setdefault(table, len(indices)) for table in asked]
+        tables = list(indices)
         for table in tables:
             table.refuse_meta()
         self._tables = [ref(table) for table in tables]
@@ -183,7 +183,7 @@ class TableBatch:
         bags = features.new_zeros(len(grads))
         column = features.T
         bags.index_add_(0, column[FeatureColumn.tensor], column[FeatureColumn.bags])
-        each = zip(grads, bags.tolist(), self.places, strict=True)
+        each = zip(grads, bags.tolist(), self.table_of_request, strict=True)
         return [given[0].new_zeros(n * dims[t]) if g is None else g for g, n, t in each]
 
     def have_keys(self) -> None:

@@ -130,8 +130,14 @@ class CallRecord:
             index, rows, counts = numbered(
                 index, entries_of_tables(bags, self.features, len(self.weights))
             )
-        of_requests = list(grads) * len(self.batch.places) if self.width is not None else grads
-        asked = {t for t, g in zip(self.batch.places, of_requests, strict=True) if g is not None}
+        of_requests = (
+            list(grads) * len(self.batch.table_of_request) if self.width is not None else grads
+        )
+        asked = {
+            t
+            for t, g in zip(self.batch.table_of_request, of_requests, strict=True)
+            if g is not None
+        }
         taken = [t for t, w in enumerate(self.weights) if w.requires_grad and t in asked]
         if not taken:
             return [None] * len(self.weights)

@@ -299,7 +299,7 @@ def check_keys(
         outside &= ~is_padding(keys, table.padding_key)
     if outside.any():
         first = int(outside.nonzero()[0])
-        position = first if bags is None else bags.place(first)
+        position = first if bags is None else bags.position(first)
         raise IndexError(
             f"{name or table.name}: key {int(keys[first])} at position {position} is outside "
             f"[0, {end}), the range of keys without the hash table"

@@ -228,7 +228,7 @@ def new_outs(
     """Return outputs for requests of these shapes, or the one of which they have columns."""
     if width is not None:
         return [_output(like, shapes[0][0], width)]
-    each = zip(shapes, batch.places, strict=True)
+    each = zip(shapes, batch.table_of_request, strict=True)
     return [_output(like, *shape, batch.dims[t]) for shape, t in each]
 
 
