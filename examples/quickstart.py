@@ -15,7 +15,7 @@ if "RANK" in os.environ:  # under torchrun; must come before the layers
 
 
 class Clicks(torch.nn.Module):
-    """Predicts whether a user clicks an item, from the user, the item and the items seen before."""
+    """Model of whether a user clicks an item, given the user, the item and those seen before."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def files(package):
 
 
 class Imports(ast.NodeVisitor):
-    """Collects the modules that a file imports, also in functions and for type checkers only."""
+    """Visitor that collects the imports of a file, also in functions and for type checkers."""
 
     def __init__(self, name, path, modules):
         self.package = name if path.name == "__init__.py" else name.rpartition(".")[0]

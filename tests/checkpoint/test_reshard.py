@@ -141,7 +141,7 @@ def test_nothing_is_left_of_what_fails(saved, tmp_path, monkeypatch, work):
 
 
 class ShortFile(io.FileIO):
-    """Moves few bytes per call. Linux moves at most 2 GiB, and other systems may move less."""
+    """File that moves few bytes per call. Linux moves at most 2 GiB, other systems maybe less."""
 
     def readinto(self, room):
         return super().readinto(memoryview(room)[:999])

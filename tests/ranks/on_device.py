@@ -64,7 +64,7 @@ def begin() -> None:
 
 @contextlib.contextmanager
 def where() -> Any:
-    """Context in which a rank runs functions: what they make is on the device."""
+    """Return a context for the functions of a rank; tensors made in it are on the device."""
     if NAME == "cpu":
         yield
         return

@@ -29,7 +29,7 @@ class Raised:
 
 
 class Died:
-    """Stands for the result of a rank that has died."""
+    """Result of a rank that has died."""
 
 
 class Ranks:

@@ -71,7 +71,7 @@ def test_several_buckets(ranks):
 
 
 class _Both(torch.autograd.Function):
-    """Adds two inputs; backward may reach either first."""
+    """Sum of two inputs; backward may reach either first."""
 
     @staticmethod
     def forward(ctx, one, other):

@@ -94,7 +94,7 @@ def trial(rank, way, interruption):
 
 
 class InCall:
-    """Interrupts the `number`-th call of a function of sparsekit."""
+    """Context that interrupts the `number`-th call of a function of sparsekit."""
 
     def __init__(self, name, number):
         self.name, self.number = f"sparsekit.{name}", number
@@ -115,7 +115,7 @@ class InCall:
 
 
 class AtLine:
-    """Interrupts at the `number`-th line that sparsekit runs after a lookup is counted.
+    """Context that interrupts the `number`-th line of sparsekit after a lookup is counted.
 
     Ranks cannot notice an earlier interrupt, which is like one in the model's own code. They need
     not notice one after the last line of `Exchange.alone`: by then everything is computed, and

@@ -117,7 +117,7 @@ def test_gradients_are_averaged_once_a_step(two_ranks):
 
 
 class Loader:
-    """Yields batches of two samples; on the last rank, `what` happens after the second batch."""
+    """Batches of two samples; on the last rank, `what` happens after the second batch."""
 
     def __init__(self, rank, what):
         self.last = rank == dist.get_world_size() - 1

@@ -42,7 +42,7 @@ def strike(kind):
 
 
 class Lines:
-    """Counts the lines of sparsekit that run inside it, and causes a fault at one of them."""
+    """Context that counts the lines of sparsekit run in it, and causes a fault at one of them."""
 
     def __init__(self, kind=None, number=None):
         self.kind, self.number, self.count = kind, number, 0

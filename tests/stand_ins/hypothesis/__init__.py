@@ -17,7 +17,7 @@ __all__ = ["HealthCheck", "given", "settings", "strategies"]
 
 
 class HealthCheck:
-    """Accepted and ignored."""
+    """Setting that is accepted and ignored."""
 
     too_slow = None
 
