@@ -324,6 +324,16 @@ def test_one_in_so_many_is_complete(tmp_path, every):
         assert (base and base.folder) == (f"step-{step - 1:012d}" if step % every else None)
 
 
+def test_a_checkpoint_that_has_all_rows_follows_none(tmp_path):
+    """Nor does the next one count those before it."""
+    keep = Checkpoints(tmp_path, keep=9, complete_every=3)
+    bases = []
+    for step, layer in enumerate((table(1), table(2), table(2), table(2), table(2))):
+        base = read_manifest(keep.save(step, layer)).base
+        bases.append(base and int(base.folder[-1]))
+    assert bases == [None, None, 1, 2, None]
+
+
 def test_an_interrupted_rank_tells_the_first(tmp_path, monkeypatch):
     """Rank 1 says that it will write nothing, so that rank 0 need not wait for it."""
     writing = checkpoint.save.__globals__["CheckpointWriter"](

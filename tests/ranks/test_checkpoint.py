@@ -11,7 +11,7 @@ from checkpoint.models import assert_equal, contents, keys_of_step, made, train
 
 import sparsekit
 from sparsekit import checkpoint
-from sparsekit.checkpoint import Checkpoints
+from sparsekit.checkpoint import Checkpoints, DcpState
 from sparsekit.checkpoint.together import Together
 
 from .pool import Died, Ranks
@@ -375,6 +375,18 @@ def tables_of_other_kinds(rank, world, folder):
 def test_ranks_with_other_tables(pools, tmp_path):
     pools[2](tables_of_other_kinds, 2, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def layers_of_other_names(rank, world, folder):
+    """As those that are given none have after another number of layers."""
+    layers = {"t": sparsekit.Embedding(9, 2, name=f"of {rank}", seed=3)}
+    checkpoint.save(torch.nn.ModuleDict(layers), folder / "a")
+    DcpState(torch.nn.ModuleDict(layers)).state_dict()
+
+
+def test_ranks_whose_layers_have_other_names(pools, tmp_path):
+    pools[2](layers_of_other_names, 2, tmp_path)
+    assert checkpoint.verify(tmp_path / "a")
 
 
 def said_by_first(rank, world):
