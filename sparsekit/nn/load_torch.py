@@ -52,7 +52,7 @@ def load_torch_state_dict(
         if f"{prefix}weight" in state_dict and f"{prefix}seed" not in state_dict:
             weights[f"{prefix}weight"] = _checked(name, layer, state_dict[f"{prefix}weight"])
     rest = {name: value for name, value in state_dict.items() if name not in weights}
-    own = model.state_dict()
+    own = model.state_dict()  # for which late rows catch up
     given = tuple(name.removesuffix("weight") for name in weights)
     missing = [n for n in own if n not in state_dict and not (given and n.startswith(given))]
     unexpected = [name for name in rest if name not in own]
@@ -113,7 +113,6 @@ def _owners(layer: EmbeddingTable, weight: torch.Tensor) -> torch.Tensor | None:
 
 @torch.no_grad()
 def _load(layer: EmbeddingTable, weight: torch.Tensor) -> None:
-    layer.catch_up()
     if isinstance(layer.weight, EmbeddingWeight):
         layer.weight.moved = False
     device = layer.weight.device

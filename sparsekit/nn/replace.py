@@ -235,7 +235,7 @@ def _swap(model: torch.nn.Module, new: dict[Any, DropIn], held: dict[Any, list[R
                     undo.append(functools.partial(parent._modules.__setitem__, attribute, module))
                     setattr(parent, attribute, new[module])
     except BaseException:  # a module's __setattr__ may raise
-        for step in reversed(undo):
+        for step in undo:
             step()
         raise
 

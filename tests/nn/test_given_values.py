@@ -135,6 +135,13 @@ def test_optimizers_may_move_rows_without_a_key(kind):
         assert same_bits(vectors(one, [2]), vectors(single(), [2]))
 
 
+def test_a_copy_of_rows_that_an_optimizer_moved_before_any_key():
+    layer = single()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optim.SGD(layer.parameters(), lr=0.1).step()
+    assert same_bits(vectors(copy.deepcopy(layer), [2]), vectors(single(), [2]))
+
+
 def test_own_writes_of_zeros_are_no_such_write():
     layer = single()
     layer.assign(torch.tensor([1, 2]), torch.zeros(2, 5))

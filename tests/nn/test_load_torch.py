@@ -81,6 +81,13 @@ def test_what_does_not_fit_is_refused_and_nothing_changed(name, kind):
         assert [*found.missing_keys, *found.unexpected_keys][:1] == [name]
 
 
+def test_both_sides_are_told_apart():
+    model, state = swapped(), Model().state_dict()
+    state["more"] = state.pop("top.0.bias")
+    found = sparsekit.load_torch_state_dict(model, state, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["top.0.bias"], ["more"])
+
+
 def test_a_weight_is_looked_at_again_after_an_optimizer_moved_all_rows():
     layer = sparsekit.Embedding(5, 2, name="t")
     layer.weight.grad = torch.ones(5, 2)

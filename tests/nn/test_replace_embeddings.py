@@ -242,6 +242,28 @@ def test_new_ids_start_like_the_old_ones():
     assert (model(torch.tensor([BIG])) == 2).all()
 
 
+def test_a_new_id_starts_like_a_single_number():
+    model = nn.Sequential(nn.Embedding(1, 1))
+    replace_embeddings(model, extra_rows=1, verbose=False)
+    assert model(torch.tensor([BIG])).item() == pytest.approx(model[0].weight[0].item(), rel=0.01)
+
+
+def test_settings_are_those_of_the_old_layer():
+    norms = {"padding_idx": 1, "max_norm": 1.5, "norm_type": 1.0}
+    model = nn.Sequential(
+        nn.Embedding(5, 2, **norms),
+        nn.EmbeddingBag(5, 2, mode="max", include_last_offset=True, **norms),
+    )
+    model[1].weight.requires_grad_(False)
+    old = list(model.eval())
+    replace_embeddings(model, verbose=False)
+    for new, before in zip(model, old, strict=True):
+        found = {name: getattr(new, name) for name in [*norms, "num_embeddings", "training"]}
+        assert found == {**norms, "num_embeddings": 5, "training": False}
+        assert new.weight.requires_grad == before.weight.requires_grad
+    assert (model[1].mode, model[1].include_last_offset) == ("max", True)
+
+
 def test_options_are_for_all_layers():
     model = model_of()
     replace_embeddings(model, use_hashtable=False, gradient_reduction="sum", verbose=False)

@@ -115,6 +115,15 @@ def ignored(rank):
     assert all(torch.equal(tensor, before[name]) for name, tensor in found.items())
 
 
+def test_tensors_of_a_table_that_a_model_has_first_by_another_name():
+    layer = sparsekit.Embedding(9, 2, name="t")
+    made = torch.nn.Module()
+    made.tied = layer.weight
+    made.register_buffer("first", layer.seed)
+    made.layer = layer
+    assert {"layer.weight", "layer.seed"} <= ignored_parameters(made).keys()
+
+
 def test_ignored_parameters(two_ranks):
     two_ranks(ignored)
 

@@ -234,6 +234,16 @@ def test_an_average_of_other_rows():
     assert torch.equal(averaged.module[0](keys(1, 2, 3)), expected)
 
 
+def test_an_average_of_rows_that_an_optimizer_moved_before_any_key():
+    made = model()
+    averaged = AveragedModel(made)
+    made[0].weight.grad = torch.ones_like(made[0].weight)
+    torch.optim.SGD(made[0].parameters(), lr=0.1).step()
+    averaged.update_parameters(made)
+    expected = model()[0].eval()(keys(1))
+    assert torch.equal(averaged.module[0].eval()(keys(1)), expected)
+
+
 def test_an_average_of_buffers_is_refused():
     made = model()
     averaged = AveragedModel(made, use_buffers=True)
