@@ -222,6 +222,12 @@ CALLS = {
         ValueError,
         ["sample 0", "3 keys", "max_feature_num=2"],
     ),
+    "max_feature_num dense": (
+        lambda: pooled(max_feature_num=3),
+        [DENSE],
+        ValueError,
+        ["sample 0", "4 keys", "max_feature_num=3"],
+    ),
     # keys of layers without a hash table
     "key too large": (
         lambda: pooled(use_hashtable=False, max_vocabulary_size_per_gpu=90),

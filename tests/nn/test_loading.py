@@ -270,6 +270,24 @@ def test_an_assigned_weight_is_as_frozen_as_the_one_before(frozen):
     assert sparsekit.split_embedding_variable_from_others(layer)[0] == [layer.weight]
 
 
+def test_an_assigned_weight_is_contiguous():
+    layer, expected = single(), trained()
+    state = state_of(expected)
+    state["weight"] = state["weight"].T.contiguous().T
+    layer.load_state_dict(state, assign=True)
+    assert layer.weight.is_contiguous()
+    keys = expected.table.keys()
+    assert torch.equal(layer.vectors(keys), expected.vectors(keys))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_rows_that_a_loaded_table_does_not_use_are_zeros(assign):
+    layer, other = trained([1, 2, 3, 4]), trained([2])
+    layer.table.load_state_dict(other.table.state_dict(), assign=assign)
+    assert not layer.weight[1:].any()
+    layer((torch.tensor([9]), torch.tensor([0, 1])))  # no row looks as if it was written to
+
+
 @pytest.mark.parametrize("assign", [False, True])
 def test_an_interrupted_load_leaves_the_old_state_or_the_new_one(assign):
     old, new = trained([17, 4, 5]), trained(max_vocabulary_size_per_gpu=200)

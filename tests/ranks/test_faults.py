@@ -84,6 +84,18 @@ def test_an_error_that_cannot_be_sent_comes_as_its_message(two_ranks_over):
     raised(outcomes[1:], "Odd", "key 3: odd")
 
 
+def lookups_after_an_error(rank):
+    exchange = exchange_of(None, torch.device("cpu"))
+    exchange.lookups = before = 300 + rank
+    with pytest.raises(ValueError, match="on one"):
+        exchange.agree("test", ValueError("on one") if rank == 1 else None)
+    return exchange.lookups - before
+
+
+def test_ranks_count_alike_again_after_an_error(two_ranks_over):
+    assert two_ranks_over(lookups_after_an_error) == [1, 0]
+
+
 def missing_input(rank):
     group = sparsekit.EmbeddingGroup({"a": layer("a"), "b": layer("b")})
     keys = torch.tensor([[[1, 2]]])
