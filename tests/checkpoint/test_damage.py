@@ -169,8 +169,9 @@ def test_a_malicious_manifest_is_refused(saved, tmp_path, kind):
     shutil.copytree(saved / "step-000000000000", folder)
     rewritten(folder, change)
     model, optimizers = made()
-    with pytest.raises(CheckpointError, match=expected):
+    with pytest.raises(CheckpointError, match=expected) as caught:
         checkpoint.load(model, folder, optimizers)
+    assert str(caught.value).startswith(str(folder))
     assert len(model.users.table) == 0
 
 
