@@ -194,7 +194,9 @@ def export(
     """
     if format not in FORMATS:
         raise ValueError(f"export: format={format!r} is none of {', '.join(FORMATS)}")
-    parquet = needed("pyarrow.parquet", "format 'parquet'") if format == "parquet" else None
+    if format == "parquet":
+        needed("pyarrow.parquet", "format 'parquet'")
+    writers = {"npz": _write_npz, "parquet": _write_parquet, "safetensors": _write_safetensors}
     verify(path, on_progress)
     links = chain(resolved(path))
     with published(out) as draft:
@@ -205,12 +207,7 @@ def export(
             taken.add(stem)
             file = draft.folder / f"{stem}.{format}"
             with naming(file, "cannot be written"):
-                if format == "npz":
-                    _write_npz(file, parts, name)
-                elif format == "parquet":
-                    _write_parquet(parquet, file, parts, name)
-                else:
-                    _write_safetensors(file, parts, name)
+                writers[format](file, parts, name)
     return draft.target
 
 
@@ -271,9 +268,11 @@ def _write_npz(path: Path, parts: Parts, name: str) -> None:
     _sync(path)
 
 
-def _write_parquet(parquet: Any, path: Path, parts: Parts, name: str) -> None:
+def _write_parquet(path: Path, parts: Parts, name: str) -> None:
     """Write row group after row group; a vector is a list of fixed size."""
-    arrow = needed("pyarrow", "format 'parquet'")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     columns = columns_of(parts[-1][1], 0)
 
     def batch(values: Mapping[str, torch.Tensor]) -> Any:

@@ -17,7 +17,7 @@ from .encoding import decoded
 from .files import check_sum
 from .folder import chain, check_sizes, resolved
 from .load_optimizer import OptimizerPlan
-from .load_table import Chain, Links, TablePlan, file_in
+from .load_table import Links, TablePlan, file_in
 from .manifest import DENSE, rank_file
 from .snapshot import (
     Optimizers,
@@ -96,22 +96,17 @@ def load(
     newest = links[-1][1]
 
     def check() -> Plan:
-        if verify:
-            _verify(links, together.rank, together.world_size)
+        for folder, manifest in links if verify else ():
+            check_sizes(folder, manifest)
+            # The ranks share the reading.
+            for name in sorted(manifest.files)[together.rank :: together.world_size]:
+                check_sum(folder / name, manifest.files[name])
         return Plan(module, together, links, listed(optimizer), state or {}, strict, cast)
 
     plan = together.do(what, check)
     together.do(what, plan.hand_out)
     together.do(what, plan.carry_out)
     return Loaded(found, newest.step, plan.missing, plan.unexpected)
-
-
-def _verify(links: Chain, rank: int, world_size: int) -> None:
-    """Verify this rank's share of the files, and the sizes of all."""
-    for folder, manifest in links:
-        check_sizes(folder, manifest)
-        for name in sorted(manifest.files)[rank::world_size]:
-            check_sum(folder / name, manifest.files[name])
 
 
 class Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from .._nearest import did_you_mean
@@ -114,8 +114,5 @@ class Columns:
 
     def settings(self) -> dict[str, object]:
         """Return all settings as plain values, for the state of a reader."""
-        sparse = {
-            name: [getattr(how, field.name) for field in fields(how)]
-            for name, how in self.sparse.items()
-        }
+        sparse = {name: list(astuple(how)) for name, how in self.sparse.items()}
         return {"label": self.label, "dense": list(self.dense), "sparse": sparse}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from .. import _pybind
 from .._content import Content, open_content
@@ -227,9 +226,9 @@ class _Block(Unit):
             return self._begin
         # The previous byte tells whether a line begins here.
         place = self._begin - 1
-        with open(self._file.path, "rb", buffering=0) as file:
+        with open(self._file.path, "rb") as file:
             while place < self._end:
-                text = self._pread(file.fileno(), place, min(_PIECE, self._end - place))
+                text = self._text(file, place, min(_PIECE, self._end - place))
                 if (newline := text.find(b"\n")) >= 0:
                     return place + newline + 1
                 place += len(text)
@@ -238,35 +237,30 @@ class _Block(Unit):
     def _read(self, first: int) -> tuple[_pybind.TextLines, bytes, int, bool]:
         """Return the lines from byte `first` on, their text, their end, and `MakeChunk`'s flag."""
         stop = self._end - first
-        with open(self._file.path, "rb", buffering=0) as file:
-            text = self._pread(file.fileno(), first, stop)
+        with open(self._file.path, "rb") as file:
+            text = self._text(file, first, stop)
             lines = self._file.lines(text, stop, False)
             if lines.end >= stop:
                 return lines, text, first + lines.end, False
             most = self._file.max_line_bytes + 2  # too long even if the last byte is a "\r"
-            last, place = text[lines.end :], first + len(text)
+            last = text[lines.end :]
 
             def more() -> bytes:
-                nonlocal last, place
-                piece = os.pread(file.fileno(), 1 << 16, place)
-                place += len(piece)
+                nonlocal last
+                piece = file.read(1 << 16)
                 if len(last) < most:
                     last += piece
                 return piece
 
             rest, _, unclosed = self._file.skip_line(last, more)
-        end = place - len(rest)
+            end = file.tell() - len(rest)
         text = text[: lines.end] + last[: min(most, end - first - lines.end)]
         return self._file.lines(text, min(stop, len(text)), True), text, end, unclosed
 
-    def _pread(self, handle: int, begin: int, size: int) -> bytes:
-        """Read at least `size` bytes from `begin` on, or as many as there are."""
-        text = os.pread(handle, size + _PIECE, begin)
-        while 0 < len(text) < size:
-            more = os.pread(handle, size - len(text), begin + len(text))
-            if not more:
-                break
-            text += more
+    def _text(self, file: BinaryIO, begin: int, size: int) -> bytes:
+        """Read at least `size` bytes from `begin` on."""
+        file.seek(begin)
+        text = file.read(size + _PIECE)
         if len(text) < size:
             raise DataFormatError(
                 f"{self._file.path}: it had {self._file.size} bytes, and now it ends before"

@@ -56,12 +56,12 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any)
         KeyboardInterrupt: after Ctrl-C.
         SystemExit: after another signal to terminate.
     """
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        _handlers_restored(),
-        _interrupts_held_back(),
-        _quiet_launcher(),
-    ):
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            undo.callback(signal.signal, number, signal.getsignal(number))  # the launcher sets them
+        undo.enter_context(_interrupts_held_back())
+        undo.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)  # the launcher logs what is raised below
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -109,18 +109,6 @@ def start_rank() -> None:
 
 
 @contextlib.contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Undo what the launcher does to the handling of signals."""
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT]
-    before = [signal.getsignal(number) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
     """Start processes with SIGINT blocked until `start_rank`.
 
@@ -140,14 +128,3 @@ def _interrupts_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         done.set()
         thread.join()
-
-
-@contextlib.contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Keep the launcher from logging what `run_on_ranks` raises."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,21 +142,19 @@ def profiled(trace: str | os.PathLike[str] | None = None) -> Iterator[Profile]:
 
 
 def _ops(ranks: Sequence[tuple[list[tuple[str, int, float, float]], Counter[str]]]) -> list[Op]:
-    calls: Counter[str] = Counter()
-    cpu: Counter[str] = Counter()
-    device: Counter[str] = Counter()
+    # Calls, and microseconds on the CPU and on the device.
+    sums: defaultdict[str, tuple[int, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     moved: Counter[str] = Counter()
     for events, sent in ranks:
         moved.update(sent)
-        for name, count, of_cpu, of_device in events:
-            calls[name] += count
-            cpu[name] += of_cpu  # type: ignore[assignment]  # microseconds are floats
-            device[name] += of_device  # type: ignore[assignment]
-    taken = device if sum(device.values()) > 0 else cpu
-    total = sum(taken.values()) or 1.0
+        for name, calls, cpu, device in events:
+            before = sums[name]
+            sums[name] = before[0] + calls, before[1] + cpu, before[2] + device
+    taken = 2 if any(each[2] > 0 for each in sums.values()) else 1
+    total = sum(each[taken] for each in sums.values()) or 1.0
     found = [
-        Op(name, calls[name], taken[name] / 1e6, taken[name] / total, moved[name])
-        for name in calls | moved
+        Op(name, sums[name][0], sums[name][taken] / 1e6, sums[name][taken] / total, moved[name])
+        for name in {*sums, *moved}
     ]
     return sorted(found, key=lambda op: (-op.seconds, op.name))
 
