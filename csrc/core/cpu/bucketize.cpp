@@ -90,9 +90,7 @@ int64_t bucketize(const Key* keys, int64_t n, const Owners& owners, Key* by_owne
               parallel_for);
 }
 
-template int64_t bucketize(const int32_t*, int64_t, const Owners&, int32_t*, int64_t*, int64_t*,
-                           void*, const ParallelFor&);
-template int64_t bucketize(const int64_t*, int64_t, const Owners&, int64_t*, int64_t*, int64_t*,
-                           void*, const ParallelFor&);
+template decltype(bucketize<int32_t>) bucketize<int32_t>;
+template decltype(bucketize<int64_t>) bucketize<int64_t>;
 
 }  // namespace sparsekit::cpu

@@ -73,10 +73,7 @@ int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, 
   return -1;
 }
 
-#define SPARSEKIT_INSTANTIATE(Rule, T)                                                     \
-  template int64_t catch_up_rows(const RowTable<T>&, const int64_t*, int64_t, const Rule&, \
-                                 const MissedSteps&, const ParallelFor&);
-SPARSEKIT_FOR_EACH_REPLAYED_RULE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE_RULE(catch_up_rows, Sgd<true>)
+SPARSEKIT_INSTANTIATE_RULE(catch_up_rows, Adam<false>)
 
 }  // namespace sparsekit::cpu

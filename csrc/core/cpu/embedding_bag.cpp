@@ -106,17 +106,9 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
                });
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                   \
-  template int64_t embedding_bag(const T*, int64_t, int64_t, const Bags&, const Acc<T>*, Combiner, \
-                                 T*, const ParallelFor&);                                          \
-  template int64_t embedding_bag_backward_workspace_bytes<T>(const Bags&, int64_t, int64_t,        \
-                                                             const ParallelFor&);                  \
-  template int64_t embedding_bag_backward(const T*, int64_t, int64_t, const Bags&, const Acc<T>*,  \
-                                          Combiner, T*, void*, const ParallelFor&);                \
-  template void embedding_bag_backward_sample_weights(const T*, const T*, int64_t, const Bags&,    \
-                                                      const Acc<T>*, Combiner, Acc<T>*,            \
-                                                      const ParallelFor&);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(embedding_bag)
+SPARSEKIT_INSTANTIATE(embedding_bag_backward_workspace_bytes)
+SPARSEKIT_INSTANTIATE(embedding_bag_backward)
+SPARSEKIT_INSTANTIATE(embedding_bag_backward_sample_weights)
 
 }  // namespace sparsekit::cpu

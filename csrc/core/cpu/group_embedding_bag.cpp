@@ -375,17 +375,9 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
   return bad.position();
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                              \
-  template int64_t group_embedding_bag_workspace_bytes(                                       \
-      const PooledTable<T>*, const FeatureBags<T>*, int64_t, const ParallelFor&);             \
-  template int64_t group_embedding_bag(const PooledTable<T>*, const FeatureBags<T>*, int64_t, \
-                                       EntryNumbers, void*, const ParallelFor&);              \
-  template int64_t group_embedding_bag_backward_workspace_bytes(                              \
-      const SummedTable<T>*, int64_t, int32_t*, const ParallelFor&, bool);                    \
-  template int64_t group_embedding_bag_backward(const SummedTable<T>*, int64_t, EntryNumbers, \
-                                                int64_t, int32_t*, void*, const ParallelFor&, \
-                                                const GradientTaker<T>*);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(group_embedding_bag_workspace_bytes)
+SPARSEKIT_INSTANTIATE(group_embedding_bag)
+SPARSEKIT_INSTANTIATE(group_embedding_bag_backward_workspace_bytes)
+SPARSEKIT_INSTANTIATE(group_embedding_bag_backward)
 
 }  // namespace sparsekit::cpu

@@ -103,11 +103,6 @@ void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const Ne
                 });
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                   \
-  template void group_find_or_insert<T>(const GroupTable*, int64_t, const NewRows*, const Source*, \
-                                        const Feature*, int64_t, int32_t*, int32_t*, int64_t*,     \
-                                        int64_t*, int32_t*, void*, const ParallelFor&);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(group_find_or_insert)
 
 }  // namespace sparsekit::cpu

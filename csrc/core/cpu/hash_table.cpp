@@ -270,15 +270,11 @@ bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, i
   return sound && surplus == 0;
 }
 
-#define SPARSEKIT_INSTANTIATE(Key)                                                              \
-  template void hash_table_find(const Bucket*, int64_t, int64_t, const Key*, int64_t, int64_t*, \
-                                const ParallelFor&);                                            \
-  template void hash_table_find(const Bucket*, int64_t, int64_t, const Key*, int64_t, int32_t*, \
-                                const ParallelFor&);                                            \
-  template int64_t hash_table_find_or_insert(Bucket*, int64_t, int64_t, int64_t*, int64_t,      \
-                                             const Key*, int64_t, int64_t*, const ParallelFor&);
-SPARSEKIT_INSTANTIATE(int32_t)
-SPARSEKIT_INSTANTIATE(int64_t)
-#undef SPARSEKIT_INSTANTIATE
+template decltype(hash_table_find<int32_t, int32_t>) hash_table_find<int32_t, int32_t>;
+template decltype(hash_table_find<int32_t, int64_t>) hash_table_find<int32_t, int64_t>;
+template decltype(hash_table_find<int64_t, int32_t>) hash_table_find<int64_t, int32_t>;
+template decltype(hash_table_find<int64_t, int64_t>) hash_table_find<int64_t, int64_t>;
+template decltype(hash_table_find_or_insert<int32_t>) hash_table_find_or_insert<int32_t>;
+template decltype(hash_table_find_or_insert<int64_t>) hash_table_find_or_insert<int64_t>;
 
 }  // namespace sparsekit::cpu

@@ -23,10 +23,6 @@ int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, co
   return bad.position();
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                            \
-  template int64_t init_rows(T*, int64_t, int64_t, const int64_t*, const int64_t*, int64_t, \
-                             int64_t, const Initializer&, const ParallelFor&);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(init_rows)
 
 }  // namespace sparsekit::cpu

@@ -34,11 +34,7 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
                          workspace, out, parallel_for);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                  \
-  template int64_t segment_sum_workspace_bytes<T>(int64_t, int64_t, int64_t, const ParallelFor&); \
-  template int64_t unsorted_segment_sum(const T*, const int64_t*, int64_t, int64_t, int64_t, T*,  \
-                                        void*, const ParallelFor&);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(segment_sum_workspace_bytes)
+SPARSEKIT_INSTANTIATE(unsorted_segment_sum)
 
 }  // namespace sparsekit::cpu

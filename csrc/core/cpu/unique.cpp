@@ -78,12 +78,8 @@ int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index
       .run(keys, distinct, unique_keys, inverse, counts, parallel_for);
 }
 
-#define SPARSEKIT_INSTANTIATE(Key, Index)                                              \
-  template int64_t unique(const Key*, int64_t, int64_t, Key*, Index*, int64_t*, void*, \
-                          const ParallelFor&);
-SPARSEKIT_INSTANTIATE(int32_t, int64_t)
-SPARSEKIT_INSTANTIATE(int64_t, int64_t)
-SPARSEKIT_INSTANTIATE(int64_t, int32_t)
-#undef SPARSEKIT_INSTANTIATE
+template decltype(unique<int32_t, int64_t>) unique<int32_t, int64_t>;
+template decltype(unique<int64_t, int64_t>) unique<int64_t, int64_t>;
+template decltype(unique<int64_t, int32_t>) unique<int64_t, int32_t>;
 
 }  // namespace sparsekit::cpu

@@ -154,10 +154,6 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
   return {};
 }
 
-#define SPARSEKIT_INSTANTIATE(Rule, T)                                                 \
-  template BadRow update_rows(const SteppedTable<T>*, const RowGradients<T>*, int64_t, \
-                              const Rule&, StepNumber, Rounding, const ParallelFor&);
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE_RULES(update_rows)
 
 }  // namespace sparsekit::cpu

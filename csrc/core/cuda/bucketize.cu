@@ -167,9 +167,7 @@ void bucketize(const Key* keys, DeviceCount n, const Owners& owners, Key* by_own
                per_warp, work.starts, by_owner, counts, permutation);
 }
 
-template void bucketize(const int32_t*, DeviceCount, const Owners&, int32_t*, int64_t*, int64_t*,
-                        int64_t*, void*, void*);
-template void bucketize(const int64_t*, DeviceCount, const Owners&, int64_t*, int64_t*, int64_t*,
-                        int64_t*, void*, void*);
+template decltype(bucketize<int32_t>) bucketize<int32_t>;
+template decltype(bucketize<int64_t>) bucketize<int64_t>;
 
 }  // namespace sparsekit::cuda

@@ -86,10 +86,7 @@ void catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, con
                shape.log2_lanes);
 }
 
-#define SPARSEKIT_INSTANTIATE(Rule, T)                                                  \
-  template void catch_up_rows(const RowTable<T>&, const int64_t*, int64_t, const Rule&, \
-                              const MissedSteps&, int64_t*, void*);
-SPARSEKIT_FOR_EACH_REPLAYED_RULE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE_RULE(catch_up_rows, Sgd<true>)
+SPARSEKIT_INSTANTIATE_RULE(catch_up_rows, Adam<false>)
 
 }  // namespace sparsekit::cuda

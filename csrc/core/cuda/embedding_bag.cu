@@ -284,17 +284,10 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
                grad_sample_weights);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                \
-  template int64_t embedding_bag_workspace_bytes<T>(const Bags&, int64_t);                      \
-  template void embedding_bag(const T*, int64_t, int64_t, const Bags&, const Acc<T>*, Combiner, \
-                              T*, const BagErrors&, void*, void*);                              \
-  template int64_t embedding_bag_backward_workspace_bytes<T>(const Bags&, int64_t, int64_t);    \
-  template void embedding_bag_backward(const T*, int64_t, int64_t, const Bags&, const Acc<T>*,  \
-                                       Combiner, bool, T*, const BagErrors&, void*, void*);     \
-  template void embedding_bag_backward_sample_weights(const T*, const T*, int64_t, int64_t,     \
-                                                      const Bags&, const Acc<T>*, Combiner,     \
-                                                      Acc<T>*, const BagErrors&, void*);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(embedding_bag_workspace_bytes)
+SPARSEKIT_INSTANTIATE(embedding_bag)
+SPARSEKIT_INSTANTIATE(embedding_bag_backward_workspace_bytes)
+SPARSEKIT_INSTANTIATE(embedding_bag_backward)
+SPARSEKIT_INSTANTIATE(embedding_bag_backward_sample_weights)
 
 }  // namespace sparsekit::cuda

@@ -362,10 +362,7 @@ void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t*
   launch(group, work.long_bags, short_bags, pooled.back().first_block, longest, stream);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                \
-  template int64_t group_embedding_bag_workspace_bytes(const GroupPooling<T>&); \
-  template void group_embedding_bag(const GroupPooling<T>&, int64_t*, int64_t*, void*, void*);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(group_embedding_bag_workspace_bytes)
+SPARSEKIT_INSTANTIATE(group_embedding_bag)
 
 }  // namespace sparsekit::cuda

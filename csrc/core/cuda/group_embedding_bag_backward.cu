@@ -411,16 +411,12 @@ RowRuns<T> find_row_runs(const GroupSums<T>& sums, Descriptors& descriptors, int
   return {group, work.sums.levels.level[0].values};
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                  \
-  template int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>&);             \
-  template void group_embedding_bag_backward(const GroupSums<T>&, int64_t*, void*, void*);        \
-  template int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>&);          \
-  template void group_embedding_bag_backward_at(const GroupSums<T>&, const SumRoom<T>&, int64_t*, \
-                                                int64_t*, void*, void*);                          \
-  template int64_t sum_descriptor_bytes(const GroupSums<T>&);                                     \
-  template int64_t row_runs_workspace_bytes(const GroupSums<T>&);                                 \
-  template RowRuns<T> find_row_runs(const GroupSums<T>&, Descriptors&, int64_t*, void*, void*);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(group_embedding_bag_backward_workspace_bytes)
+SPARSEKIT_INSTANTIATE(group_embedding_bag_backward)
+SPARSEKIT_INSTANTIATE(group_embedding_bag_backward_at_workspace_bytes)
+SPARSEKIT_INSTANTIATE(group_embedding_bag_backward_at)
+SPARSEKIT_INSTANTIATE(sum_descriptor_bytes)
+SPARSEKIT_INSTANTIATE(row_runs_workspace_bytes)
+SPARSEKIT_INSTANTIATE(find_row_runs)
 
 }  // namespace sparsekit::cuda

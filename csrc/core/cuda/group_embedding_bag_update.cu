@@ -152,15 +152,7 @@ void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>*
   launch_update<Rule, T, 1>(narrow, all, rule, number, rounding, bad_row, stream);
 }
 
-#define SPARSEKIT_INSTANTIATE(Rule, T)                                                            \
-  template void group_embedding_bag_update(const GroupSums<T>&, const SteppedTable<T>*,           \
-                                           const Rule&, StepNumber, Rounding, int64_t*, int64_t*, \
-                                           const std::function<void()>&, void*, void*);
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
-#define SPARSEKIT_INSTANTIATE(T) \
-  template int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>&);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(group_embedding_bag_update_workspace_bytes)
+SPARSEKIT_INSTANTIATE_RULES(group_embedding_bag_update)
 
 }  // namespace sparsekit::cuda

@@ -173,10 +173,6 @@ void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t 
                inverse, rows, status);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                               \
-  template void group_find_or_insert<T>(const GroupCall&, const GroupBags&, int64_t, int32_t*, \
-                                        int32_t*, int64_t*, int64_t*, void*, void*);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(group_find_or_insert)
 
 }  // namespace sparsekit::cuda

@@ -178,14 +178,9 @@ void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* 
                unsound);
 }
 
-#define SPARSEKIT_INSTANTIATE(Key)                                                               \
-  template void hash_table_find(const Bucket*, int64_t, const int64_t*, const Key*, DeviceCount, \
-                                int64_t*, void*);                                                \
-  template void hash_table_find_or_insert(Bucket*, int64_t, const int64_t*, int64_t*, int64_t,   \
-                                          const Key*, DeviceCount, int64_t*, int64_t*, void*,    \
-                                          void*);
-SPARSEKIT_INSTANTIATE(int32_t)
-SPARSEKIT_INSTANTIATE(int64_t)
-#undef SPARSEKIT_INSTANTIATE
+template decltype(hash_table_find<int32_t>) hash_table_find<int32_t>;
+template decltype(hash_table_find<int64_t>) hash_table_find<int64_t>;
+template decltype(hash_table_find_or_insert<int32_t>) hash_table_find_or_insert<int32_t>;
+template decltype(hash_table_find_or_insert<int64_t>) hash_table_find_or_insert<int64_t>;
 
 }  // namespace sparsekit::cuda

@@ -56,10 +56,6 @@ void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const
                bad, shape.log2_lanes);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                         \
-  template void init_rows(T*, int64_t, int64_t, const int64_t*, const int64_t*, int64_t, \
-                          const int64_t*, const Initializer&, const int64_t*, int64_t*, void*);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(init_rows)
 
 }  // namespace sparsekit::cuda

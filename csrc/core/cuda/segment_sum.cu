@@ -19,11 +19,7 @@ void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, 
   reduce_segments<T>(segments, {data, nullptr, dim}, deterministic, out, work, stream);
 }
 
-#define SPARSEKIT_INSTANTIATE(T)                                                                \
-  template int64_t segment_sum_workspace_bytes<T>(int64_t, int64_t, int64_t);                   \
-  template void unsorted_segment_sum(const T*, const int64_t*, int64_t, int64_t, int64_t, bool, \
-                                     T*, int64_t*, void*, void*);
-SPARSEKIT_FOR_EACH_DTYPE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE(segment_sum_workspace_bytes)
+SPARSEKIT_INSTANTIATE(unsorted_segment_sum)
 
 }  // namespace sparsekit::cuda

@@ -92,9 +92,7 @@ void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int6
                unique_keys, inverse, counts, num_unique);
 }
 
-template void unique(const int32_t*, DeviceCount, int64_t, int32_t*, int64_t*, int64_t*, int64_t*,
-                     void*, void*);
-template void unique(const int64_t*, DeviceCount, int64_t, int64_t*, int64_t*, int64_t*, int64_t*,
-                     void*, void*);
+template decltype(unique<int32_t>) unique<int32_t>;
+template decltype(unique<int64_t>) unique<int64_t>;
 
 }  // namespace sparsekit::cuda

@@ -148,11 +148,6 @@ void count_steps(int64_t* const* steps, int64_t count, void* stream) {
   }
 }
 
-#define SPARSEKIT_INSTANTIATE(Rule, T)                                                    \
-  template void update_rows(const SteppedTable<T>*, const SteppedTable<T>*,               \
-                            const RowGradients<T>*, int64_t, const int64_t*, const Rule&, \
-                            StepNumber, Rounding, int64_t*, void*);
-SPARSEKIT_FOR_EACH_RULE(SPARSEKIT_INSTANTIATE)
-#undef SPARSEKIT_INSTANTIATE
+SPARSEKIT_INSTANTIATE_RULES(update_rows)
 
 }  // namespace sparsekit::cuda

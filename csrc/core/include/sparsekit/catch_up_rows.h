@@ -23,11 +23,6 @@ struct MissedSteps {
   SPARSEKIT_HOST_DEVICE int64_t last_step() const { return first_step + count - 1; }
 };
 
-// Calls use(RULE, T) for every rule that moves rows without a gradient, and every dtype of rows.
-#define SPARSEKIT_FOR_EACH_REPLAYED_RULE(use)                                                   \
-  use(Sgd<true>, float) use(Sgd<true>, double) use(Sgd<true>, BFloat16) use(Adam<false>, float) \
-      use(Adam<false>, double) use(Adam<false>, BFloat16)
-
 namespace cpu {
 
 // Takes each of the rows `rows` [n], which must be distinct, or all rows if null, from the step in

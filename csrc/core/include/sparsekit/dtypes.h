@@ -52,7 +52,15 @@ SPARSEKIT_HOST_DEVICE inline BFloat16 store<BFloat16>(float x) {
   return BFloat16{static_cast<uint16_t>(x != x ? nan : rounded)};
 }
 
-// Calls use(T) for every dtype of rows.
-#define SPARSEKIT_FOR_EACH_DTYPE(use) use(float) use(double) use(BFloat16)
+// Instantiates function<T>, or function<Rule, T>, for every dtype of rows, at the end of the file
+// that defines it.
+#define SPARSEKIT_INSTANTIATE(function)                 \
+  template decltype(function<float>) function<float>;   \
+  template decltype(function<double>) function<double>; \
+  template decltype(function<BFloat16>) function<BFloat16>;
+#define SPARSEKIT_INSTANTIATE_RULE(function, Rule)                  \
+  template decltype(function<Rule, float>) function<Rule, float>;   \
+  template decltype(function<Rule, double>) function<Rule, double>; \
+  template decltype(function<Rule, BFloat16>) function<Rule, BFloat16>;
 
 }  // namespace sparsekit

@@ -126,16 +126,17 @@ struct Adam {
     A step_size, eps, beta1, rest1, beta2, rest2, keep;
   };
   template <class A>
+  SPARSEKIT_HOST_DEVICE StepConstants<A> constants(double step_size, double step_eps,
+                                                   double keep) const {
+    return {static_cast<A>(step_size), static_cast<A>(step_eps), static_cast<A>(beta1),
+            static_cast<A>(1 - beta1), static_cast<A>(beta2),    static_cast<A>(1 - beta2),
+            static_cast<A>(keep)};
+  }
+  template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> at(int64_t t) const {
     const double root = std::sqrt(1 - std::pow(beta2, static_cast<double>(t)));
     const double step_size = lr * root / (1 - std::pow(beta1, static_cast<double>(t)));
-    return {static_cast<A>(step_size),
-            static_cast<A>(rescale_eps ? eps * root : eps),
-            static_cast<A>(beta1),
-            static_cast<A>(1 - beta1),
-            static_cast<A>(beta2),
-            static_cast<A>(1 - beta2),
-            static_cast<A>(1 - lr * weight_decay)};
+    return constants<A>(step_size, rescale_eps ? eps * root : eps, 1 - lr * weight_decay);
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static void step(const StepConstants<A>& k, A g, A& w, A* s) {
@@ -153,13 +154,7 @@ struct Adam {
   // Takes step_size and eps_t.
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_size, double step_eps) const {
-    return {static_cast<A>(step_size),
-            static_cast<A>(step_eps),
-            static_cast<A>(beta1),
-            static_cast<A>(1 - beta1),
-            static_cast<A>(beta2),
-            static_cast<A>(1 - beta2),
-            A{1}};
+    return constants<A>(step_size, step_eps, 1);
   }
   int64_t most_replayed() const {
     return beta1 == 0 ? 0 : steps_to_vanish(beta1 / std::sqrt(beta2));
@@ -389,12 +384,19 @@ struct Lamb {
   }
 };
 
-// Calls use(RULE, T) for every rule and every dtype of rows.
-#define SPARSEKIT_FOR_EACH_RULE(use) \
-  SPARSEKIT_RULES_OF(use, float) SPARSEKIT_RULES_OF(use, double) SPARSEKIT_RULES_OF(use, BFloat16)
-#define SPARSEKIT_RULES_OF(use, T)                                                            \
-  use(Sgd<false>, T) use(Sgd<true>, T) use(Adam<false>, T) use(Adam<true>, T) use(Adagrad, T) \
-      use(RowWiseAdagrad<false>, T) use(RowWiseAdagrad<true>, T) use(RmsProp<false>, T)       \
-          use(RmsProp<true>, T) use(Ftrl, T) use(PartialRowWiseAdam, T) use(Lamb, T)
+// Instantiates function<Rule, T> for every rule and every dtype of rows.
+#define SPARSEKIT_INSTANTIATE_RULES(function)                 \
+  SPARSEKIT_INSTANTIATE_RULE(function, Sgd<false>)            \
+  SPARSEKIT_INSTANTIATE_RULE(function, Sgd<true>)             \
+  SPARSEKIT_INSTANTIATE_RULE(function, Adam<false>)           \
+  SPARSEKIT_INSTANTIATE_RULE(function, Adam<true>)            \
+  SPARSEKIT_INSTANTIATE_RULE(function, Adagrad)               \
+  SPARSEKIT_INSTANTIATE_RULE(function, RowWiseAdagrad<false>) \
+  SPARSEKIT_INSTANTIATE_RULE(function, RowWiseAdagrad<true>)  \
+  SPARSEKIT_INSTANTIATE_RULE(function, RmsProp<false>)        \
+  SPARSEKIT_INSTANTIATE_RULE(function, RmsProp<true>)         \
+  SPARSEKIT_INSTANTIATE_RULE(function, Ftrl)                  \
+  SPARSEKIT_INSTANTIATE_RULE(function, PartialRowWiseAdam)    \
+  SPARSEKIT_INSTANTIATE_RULE(function, Lamb)
 
 }  // namespace sparsekit
