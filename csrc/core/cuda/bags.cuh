@@ -15,12 +15,13 @@ struct Range {
   int64_t end;
 };
 
-// Returns the entries of a bag; none if its offsets are bad, that is, out of order or beyond the
-// rows.
+// Returns the entries of a bag; none if its bounds are bad, that is, out of order or beyond the
+// n entries.
+SPARSEKIT_DEVICE Range good_range(int64_t begin, int64_t end, int64_t n) {
+  return 0 <= begin && begin <= end && end <= n ? Range{begin, end} : Range{0, 0};
+}
 SPARSEKIT_DEVICE Range bag_range(const Bags& bags, int64_t bag) {
-  const Range range{bags.offsets[bag], bags.offsets[bag + 1]};
-  const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= bags.n;
-  return good ? range : Range{0, 0};
+  return good_range(bags.offsets[bag], bags.offsets[bag + 1], bags.n);
 }
 
 // Reports offsets[position], for position <= num_bags, if it breaks the rule of Bags.

@@ -261,7 +261,7 @@ void embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, co
                simt::grid_for(std::max(bags.n, bags.num_bags + 1)), stream, bags, sample_weights,
                combiner, entries, errors.bad_offset);
   const Segments segments{bags.rows, entries.bag, bags.n, num_rows, errors.bad_row};
-  reduce_segments<T>(segments, {grad_out, entries.scaled, dim}, deterministic, grad_weight,
+  reduce_segments<T>(segments, {grad_out, entries.scaled, dim, dim}, deterministic, grad_weight,
                      work.segments, stream);
 }
 

@@ -31,25 +31,44 @@ SPARSEKIT_HOST_DEVICE inline int64_t num_slots(int64_t n) {
   return n + n * 2 / 3 + 1;
 }
 
-struct FirstSeen {
-  Slot* slots;      // [num_slots(n) + 1]
-  uint32_t* bits;   // [words] bit i is set if the key at position i occurs there first
-  int32_t* before;  // [words + 1] number of bits in earlier words; the last is the total
+// Ranks of a marked subset of the entries, in order: a bit for each entry, and for each word of
+// bits the number of marked entries before it.
+struct Ranks {
+  uint32_t* bits;   // [words]
+  int32_t* before;  // [words + 1]
   void* scan;
   int64_t words;
 
-  FirstSeen(Arena& arena, int64_t n)
-      : slots(arena.take<Slot>(num_slots(n) + 1)),
-        bits(arena.take<uint32_t>((n + 31) / 32)),
+  Ranks(Arena& arena, int64_t n)
+      : bits(arena.take<uint32_t>((n + 31) / 32)),
         before(arena.take<int32_t>((n + 31) / 32 + 1)),
         scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
         words((n + 31) / 32) {}
 
-  SPARSEKIT_DEVICE int64_t rank(int32_t first) const {
-    const uint32_t word = bits[first / 32];
-    return before[first / 32] + simt::count_bits(simt::lanes_before(word, first % 32));
+  // Marks the entries of a word, one per lane. All lanes of the warp with word `word` call it.
+  SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
+    const uint32_t mask = simt::warp_ballot(counts);
+    if (simt::lane() != 0) return;
+    if (word < words) bits[word] = mask;
+    before[word] = simt::count_bits(mask);
   }
-  SPARSEKIT_DEVICE int64_t total() const { return before[words]; }
+  void scan_marks(void* stream) const { exclusive_scan(before, before, words + 1, scan, stream); }
+
+  // Returns the number of marked entries before e.
+  SPARSEKIT_DEVICE int32_t rank(int32_t e) const {
+    const int in_word = e % 32;
+    const int32_t whole = before[e / 32];
+    return in_word == 0 ? whole
+                        : whole + simt::count_bits(simt::lanes_before(bits[e / 32], in_word));
+  }
+  SPARSEKIT_DEVICE int32_t total() const { return before[words]; }
+};
+
+struct FirstSeen {
+  Slot* slots;  // [num_slots(n) + 1]
+  Ranks ranks;  // of the positions at which a key occurs first
+
+  FirstSeen(Arena& arena, int64_t n) : slots(arena.take<Slot>(num_slots(n) + 1)), ranks(arena, n) {}
 };
 
 // Returns the slot of `key` among `capacity` slots; claims one if the key is new.

@@ -121,13 +121,6 @@ struct RouteWorkspace {
   }
 };
 
-// Returns the number of bits that numbers up to `most` need.
-int bits_up_to(int64_t most) {
-  int bits = 1;
-  while (most >> bits != 0) ++bits;
-  return bits;
-}
-
 // ---- where vectors have come ----
 
 struct ExchangeTable {
@@ -210,7 +203,7 @@ void group_bucketize(const GroupCall& call, const GroupBags& bags, int64_t world
                simt::strided_grid_for(call.entries, kGroupThreads), stream, group, work.firsts,
                distinct, pieces, work.piece_of, work.entries_of, to.inverse, bad_owners);
   sort_pairs(work.piece_of, pieces.piece, work.entries_of, pieces.entry, call.entries,
-             bits_up_to(pieces.count()), work.sort, stream);
+             bits_of(pieces.count()), work.sort, stream);
   simt::launch("group_bucketize: count", count_pieces_kernel,
                simt::grid_for(pieces.count() + 1, kGroupThreads), stream, pieces,
                static_cast<int32_t>(call.entries), to.counts);

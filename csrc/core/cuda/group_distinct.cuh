@@ -4,42 +4,11 @@
 // of the table's first entry.
 #pragma once
 
+#include "cuda/first_seen.cuh"
 #include "cuda/group.cuh"
 #include "cuda/hash_table.cuh"
-#include "cuda/primitives.h"
 
 namespace sparsekit::cuda {
-
-// Ranks of a marked subset of the entries, in order: a bit for each entry, and for each word of
-// bits the number of marked entries before it.
-struct Ranks {
-  uint32_t* bits;   // [words]
-  int32_t* before;  // [words + 1]
-  void* scan;
-  int64_t words;
-
-  Ranks(Arena& arena, int64_t n)
-      : bits(arena.take<uint32_t>((n + 31) / 32)),
-        before(arena.take<int32_t>((n + 31) / 32 + 1)),
-        scan(arena.take<char>(scan_workspace_bytes((n + 31) / 32 + 1))),
-        words((n + 31) / 32) {}
-
-  // Marks the entries of a word, one per lane. All lanes of the warp with word `word` call it.
-  SPARSEKIT_DEVICE void mark(int64_t word, bool counts) const {
-    const uint32_t mask = simt::warp_ballot(counts);
-    if (simt::lane() != 0) return;
-    if (word < words) bits[word] = mask;
-    before[word] = simt::count_bits(mask);
-  }
-  void scan_marks(void* stream) const { exclusive_scan(before, before, words + 1, scan, stream); }
-
-  SPARSEKIT_DEVICE int32_t rank(int32_t e) const {
-    const int in_word = e % 32;
-    const int32_t whole = before[e / 32];
-    return in_word == 0 ? whole
-                        : whole + simt::count_bits(simt::lanes_before(bits[e / 32], in_word));
-  }
-};
 
 // The slots of all tables: a part for each table of the call, with 5 slots per 3 entries. A slot
 // holds the smallest entry so far with some key, or -1 while it is free. Returns where a table's

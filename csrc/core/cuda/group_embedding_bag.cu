@@ -106,9 +106,7 @@ struct FeaturePooling {
   SPARSEKIT_DEVICE int64_t num_entries() const { return group.entries; }
   SPARSEKIT_DEVICE int64_t offset(int64_t bag) const { return bags[bag]; }
   SPARSEKIT_DEVICE Range range(int64_t bag) const {
-    const Range range{bags[bag], bags[bag + 1]};
-    const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= group.entries;
-    return good ? range : Range{0, 0};
+    return good_range(bags[bag], bags[bag + 1], group.entries);
   }
   SPARSEKIT_DEVICE T* vector(int64_t bag) const {
     return simt::global(feature.out) + bag * feature.stride;

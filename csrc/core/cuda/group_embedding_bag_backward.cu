@@ -52,12 +52,6 @@ struct SumCall {
   }
 };
 
-inline int bits_of(int64_t number) {
-  int bits = 1;
-  while (bits < 32 && number >> bits != 0) ++bits;
-  return bits;
-}
-
 template <class T>
 struct SumWorkspace {
   int32_t* entry;
@@ -83,24 +77,15 @@ struct SumWorkspace {
     keys = arena.take<uint32_t>(call.entries);
     values = arena.take<int32_t>(call.entries);
     sort = arena.take<char>(sort_workspace_bytes(call.entries));
-    add_level(arena, call.entries, 0);
+    levels.level[0].take(arena, call.entries, 0);
     for (int64_t chunks = (call.longest + kChunk - 1) / kChunk;;
          chunks = (2 * chunks + kChunk - 1) / kChunk) {
       SumLevel<T>& level = levels.level[levels.count++];
       level.chunks = arena.take<int32_t>(call.num_tables + 1);
       level.blocks = arena.take<int64_t>(call.num_tables + 1);
-      add_level(arena, 2 * (level.n / kChunk + call.num_tables), call.stride);
+      levels.level[levels.count].take(arena, 2 * (level.n / kChunk + call.num_tables), call.stride);
       if (chunks <= 1) break;
     }
-  }
-
- private:
-  void add_level(Arena& arena, int64_t n, int64_t stride) {
-    SumLevel<T>& level = levels.level[levels.count];
-    level.keys = arena.take<uint32_t>(n);
-    level.values = arena.take<int32_t>(n);
-    level.rows = arena.take<Acc<T>>(n * stride);
-    level.n = n;
   }
 };
 

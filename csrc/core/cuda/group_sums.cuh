@@ -77,9 +77,7 @@ struct SumGroup {
     return last_up_to(bag, num_features, [this](int f) { return features[f].first_bag; });
   }
   SPARSEKIT_DEVICE Range range(int64_t bag) const {
-    const Range range{bags[bag], bags[bag + 1]};
-    const bool good = 0 <= range.begin && range.begin <= range.end && range.end <= entries;
-    return good ? range : Range{0, 0};
+    return good_range(bags[bag], bags[bag + 1], entries);
   }
   // A table has a range of sort keys: one for each row, and a last one for its entries without a
   // row.
@@ -98,14 +96,10 @@ struct SumGroup {
   }
 };
 
-// The entries of a level of the reduction, as in segment_reduce.cuh. Chunks, and the blocks that
-// sum them, are counted over all tables.
+// A level of the reduction, with room for n entries, whose rows are `stride` apart. Chunks, and the
+// blocks that sum them, are counted over all tables.
 template <class T>
-struct SumLevel {
-  uint32_t* keys;
-  int32_t* values;
-  Acc<T>* rows;  // [n, stride]
-  int64_t n;     // capacity in entries
+struct SumLevel : Level<T> {
   int32_t* chunks;
   int64_t* blocks;
 };
@@ -156,23 +150,6 @@ struct GradientRows {
       from = own.grad + (bag - own.first_bag) * own.stride;
     }
     piece.read(simt::global(from + element));
-  }
-};
-
-// Partial sums, as the RowsOf that sum_runs takes.
-template <class A>
-struct PartialRows {
-  using Scalar = A;
-  const A* rows;
-  int64_t stride, dim;
-
-  SPARSEKIT_DEVICE ScaledRow<A> find(int32_t value) const {
-    return {value, value < 0 ? A{0} : A{1}};
-  }
-  template <int kWidth>
-  SPARSEKIT_DEVICE void read(int32_t row, int64_t element, RowPiece<A, kWidth>& piece) const {
-    piece = {};
-    if (row >= 0 && element < dim) piece.read(rows + row * stride + element);
   }
 };
 
@@ -311,7 +288,7 @@ SPARSEKIT_DEVICE void sum_chunks_of_block(const SumGroup<T>& group, const SumLev
     const GradientRows<T> rows(group, t);
     sum_chunk<kWidth, true, kAllRows>(group, from, begins, to, t, own, element, rows);
   } else {
-    const PartialRows<Acc<T>> rows{from.rows, group.stride, table.dim};
+    const Rows<Acc<T>> rows{from.rows, nullptr, table.dim, group.stride};
     sum_chunk<kWidth, false, kAllRows>(group, from, begins, to, t, own, element, rows);
   }
 }

@@ -50,7 +50,7 @@ SPARSEKIT_KERNEL enter_missing_kernel(const int64_t* seed, const Key* keys, Devi
 SPARSEKIT_KERNEL admit_kernel(FirstSeen seen, const int64_t* misses, int64_t* size,
                               int64_t capacity, int64_t slots, int64_t* status) {
   if (simt::global_thread() != 0) return;
-  const int64_t before = *size, after = before + seen.total();
+  const int64_t before = *size, after = before + seen.ranks.total();
   status[0] = before;
   status[1] = before < 0 || before > slots ? -1 : after > capacity ? *misses : 0;
   if (status[1] == 0) *size = after;
@@ -70,7 +70,7 @@ SPARSEKIT_KERNEL insert_kernel(Bucket* buckets, int64_t num_buckets, const int64
       continue;
     }
     const Slot slot = seen.slots[coded(rows[i])];
-    const int64_t row = size_before + seen.rank(slot.first);
+    const int64_t row = size_before + seen.ranks.rank(slot.first);
     rows[i] = row;
     if (slot.first == i && !insert_absent(buckets, num_buckets, *seed, keys[i],
                                           static_cast<int32_t>(row), &status[1])) {

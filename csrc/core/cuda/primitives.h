@@ -12,6 +12,13 @@ int64_t sort_workspace_bytes(int64_t n);
 // out[i] = in[0] + ... + in[i - 1] for i in [0, n). `out` may be `in`. n < 2^31.
 void exclusive_scan(const int32_t* in, int32_t* out, int64_t n, void* workspace, void* stream);
 
+// Returns the number of bits that sort keys up to `most` need.
+inline int bits_of(int64_t most) {
+  int bits = 1;
+  while (bits < 32 && most >> bits != 0) ++bits;
+  return bits;
+}
+
 // Sorts pairs stably by the low `bits` bits of the key; the arrays do not overlap. n < 2^31.
 void sort_pairs(const uint32_t* keys, uint32_t* sorted_keys, const int32_t* values,
                 int32_t* sorted_values, int64_t n, int bits, void* workspace, void* stream);

@@ -40,7 +40,7 @@ struct Rows {
 
   const S* rows;
   const ScaledRow<Acc<S>>* scaled;
-  int64_t dim;
+  int64_t dim, stride;
 
   SPARSEKIT_DEVICE ScaledRow<Acc<S>> find(int32_t value) const {
     if (value < 0) return {-1, Acc<S>{0}};
@@ -49,7 +49,7 @@ struct Rows {
   template <int kWidth>
   SPARSEKIT_DEVICE void read(int32_t row, int64_t element, RowPiece<S, kWidth>& piece) const {
     piece = {};
-    if (row >= 0 && element < dim) piece.read(rows + row * dim + element);
+    if (row >= 0 && element < dim) piece.read(rows + row * stride + element);
   }
 };
 
@@ -137,6 +137,13 @@ struct Level {
   int32_t* values;
   Acc<T>* rows;
   int64_t n;
+
+  void take(Arena& arena, int64_t entries, int64_t dim) {
+    keys = arena.take<uint32_t>(entries);
+    values = arena.take<int32_t>(entries);
+    rows = arena.take<Acc<T>>(entries * dim);
+    n = entries;
+  }
 };
 
 template <class T>
@@ -155,25 +162,16 @@ struct SegmentWorkspace {
         positions(arena.take<int32_t>(n)),
         present(arena.take<uint32_t>(present_words(num_segments))),
         sort(arena.take<char>(sort_workspace_bytes(n))) {
-    add_level(arena, n, 0);
+    levels[num_levels++].take(arena, n, 0);
     for (int64_t entries = n; entries > 0;) {
       const int64_t chunks = (entries + kChunk - 1) / kChunk;
       entries = 2 * chunks;
-      add_level(arena, entries, dim);
+      levels[num_levels++].take(arena, entries, dim);
       if (chunks == 1) break;
     }
   }
 
   static int64_t present_words(int64_t num_segments) { return (num_segments + 31) / 32; }
-
- private:
-  void add_level(Arena& arena, int64_t n, int64_t dim) {
-    Level<T>& level = levels[num_levels++];
-    level.keys = arena.take<uint32_t>(n);
-    level.values = arena.take<int32_t>(n);
-    level.rows = arena.take<Acc<T>>(n * dim);
-    level.n = n;
-  }
 };
 
 SPARSEKIT_KERNEL segment_keys_kernel(Segments in, uint32_t* keys, int32_t* positions) {
@@ -249,10 +247,9 @@ SPARSEKIT_KERNEL zero_absent_kernel(const uint32_t* present, int64_t num_segment
 template <class T, int kWidth>
 void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& shape,
                      const SegmentWorkspace<T>& work, T* out, void* stream) {
-  int bits = 1;  // enough for num_segments, the key of dropped entries
-  while (bits < 32 && in.num_segments >> bits != 0) ++bits;
+  // num_segments is the key of dropped entries.
   sort_pairs(work.keys, work.levels[0].keys, in.values == nullptr ? work.positions : in.values,
-             work.levels[0].values, in.n, bits, work.sort, stream);
+             work.levels[0].values, in.n, bits_of(in.num_segments), work.sort, stream);
 
   const int64_t words = SegmentWorkspace<T>::present_words(in.num_segments);
   simt::fill_bytes(work.present, 0, words * 4, stream);
@@ -264,7 +261,7 @@ void reduce_in_order(const Segments& in, const Rows<T>& rows, const RowShape& sh
       simt::launch("segment_sum: rows", sum_chunks_kernel<T, T, kWidth>, grid, stream, from, rows,
                    in.num_segments, shape.log2_lanes, to, work.present, out);
     } else {
-      const Rows<Acc<T>> sums{from.rows, nullptr, rows.dim};
+      const Rows<Acc<T>> sums{from.rows, nullptr, rows.dim, rows.dim};
       simt::launch("segment_sum: partial sums", sum_chunks_kernel<T, Acc<T>, kWidth>, grid, stream,
                    from, sums, in.num_segments, shape.log2_lanes, to, nullptr, out);
     }

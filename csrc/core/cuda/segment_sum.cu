@@ -16,7 +16,7 @@ void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, 
   Arena arena(workspace);
   const SegmentWorkspace<T> work(arena, n, dim, num_segments);
   const Segments segments{segment_ids, nullptr, n, num_segments, bad};
-  reduce_segments<T>(segments, {data, nullptr, dim}, deterministic, out, work, stream);
+  reduce_segments<T>(segments, {data, nullptr, dim, dim}, deterministic, out, work, stream);
 }
 
 SPARSEKIT_INSTANTIATE(segment_sum_workspace_bytes)

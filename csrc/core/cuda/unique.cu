@@ -11,8 +11,8 @@ SPARSEKIT_KERNEL clear_kernel(FirstSeen seen, DeviceCount n) {
     // Slot{kNoKey, INT32_MAX, 0} in one store.
     reinterpret_cast<simt::Vec<int64_t, 2>*>(seen.slots)[i] = {{kNoKey, INT32_MAX}};
   }
-  for (int64_t i = simt::global_thread(); i < seen.words; i += simt::global_threads()) {
-    seen.bits[i] = 0;
+  for (int64_t i = simt::global_thread(); i < seen.ranks.words; i += simt::global_threads()) {
+    seen.ranks.bits[i] = 0;
   }
 }
 
@@ -35,23 +35,23 @@ SPARSEKIT_KERNEL mark_kernel(FirstSeen seen, DeviceCount n) {
   const int64_t end = num_slots(n.get()) + 1;
   for (int64_t i = simt::global_thread(); i < end; i += simt::global_threads()) {
     const Slot slot = seen.slots[i];
-    if (slot.count > 0) simt::atomic_or(&seen.bits[slot.first / 32], 1u << (slot.first % 32));
+    if (slot.count > 0) simt::atomic_or(&seen.ranks.bits[slot.first / 32], 1u << (slot.first % 32));
   }
 }
 
-SPARSEKIT_KERNEL count_bits_kernel(FirstSeen seen) {
+SPARSEKIT_KERNEL count_bits_kernel(Ranks ranks) {
   const int64_t i = simt::global_thread();
-  if (i <= seen.words) seen.before[i] = i < seen.words ? simt::count_bits(seen.bits[i]) : 0;
+  if (i <= ranks.words) ranks.before[i] = i < ranks.words ? simt::count_bits(ranks.bits[i]) : 0;
 }
 
 template <class Key>
 SPARSEKIT_KERNEL emit_kernel(const Key* keys, DeviceCount n, FirstSeen seen, Key* unique_keys,
                              int64_t* inverse, int64_t* counts, int64_t* num_unique) {
   const int64_t i = simt::global_thread();
-  if (i == 0) *num_unique = seen.total();
+  if (i == 0) *num_unique = seen.ranks.total();
   if (i >= n.get()) return;
   const Slot slot = seen.slots[inverse[i]];
-  const int64_t rank = seen.rank(slot.first);
+  const int64_t rank = seen.ranks.rank(slot.first);
   inverse[i] = rank;
   if (slot.first == i) {
     unique_keys[rank] = keys[i];
@@ -69,9 +69,9 @@ void clear_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
 void rank_first_seen(const FirstSeen& seen, DeviceCount n, void* stream) {
   simt::launch("unique: mark", mark_kernel, simt::strided_grid_for(num_slots(n.most) + 1), stream,
                seen, n);
-  simt::launch("unique: count bits", count_bits_kernel, simt::grid_for(seen.words + 1), stream,
-               seen);
-  exclusive_scan(seen.before, seen.before, seen.words + 1, seen.scan, stream);
+  simt::launch("unique: count bits", count_bits_kernel, simt::grid_for(seen.ranks.words + 1),
+               stream, seen.ranks);
+  seen.ranks.scan_marks(stream);
 }
 
 int64_t unique_workspace_bytes(int64_t n) {

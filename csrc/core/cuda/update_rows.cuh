@@ -3,16 +3,12 @@
 
 #include <algorithm>
 
+#include "cuda/descriptors.cuh"
 #include "cuda/table_access.cuh"
 #include "sparsekit/device_memory.h"
 #include "sparsekit/update_rows.h"
 
 namespace sparsekit::cuda {
-
-constexpr int kUpdateThreads = 256;
-// Minimum blocks per multiprocessor. With this hint ptxas uses a few registers more instead of
-// spilling.
-constexpr int kUpdateBlocksAtOnce = 2;
 
 // The share of one table in a launch: its blocks are those from first_block on to first_block of
 // the next share. `columns` consecutive blocks handle the same rows; see row_shape.h.
@@ -29,18 +25,6 @@ struct Share {
         columns(static_cast<uint16_t>(shape.columns)),
         log2_lanes(static_cast<uint16_t>(shape.log2_lanes)) {}
 };
-
-// Finds the table of a block.
-template <class Tables>
-SPARSEKIT_DEVICE int table_of_block(const Tables& tables, int64_t block) {
-  int first = 0, count = tables.count;
-  while (count > 1) {
-    const int half = count / 2;
-    if (tables.shares[first + half].first_block <= block) first += half;
-    count -= half;
-  }
-  return first;
-}
 
 // Returns the means that a rule needs over a row, the same on all lanes of its tile; 0 for a
 // negative row. All lanes of the warp call it. The bits of the means must not depend on kWidth,
@@ -102,14 +86,15 @@ struct Block {
 //   find(i)                          the location of gradient i, and its `row`; -1 from n on;
 //   read<kWidth>(found, i, dim, at)  elements [at, at + kWidth) of that gradient.
 template <class Rule, class T, int kWidth, class Tables>
-SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
+SPARSEKIT_KERNEL __launch_bounds__(kGroupThreads, kGroupBlocksAtOnce)
     update_rows_kernel(SPARSEKIT_GRID_CONSTANT(Tables) tables, Rule rule, StepNumber number,
                        Rounding rounding, int64_t* bad) {
   using A = Acc<T>;
   using Gradients = typename Tables::Gradients;
   using StepConstants = typename Rule::template StepConstants<A>;
   constexpr int kOwn = kElementStates<Rule>;
-  const int at_table = table_of_block(tables, simt::block());
+  const int at_table =
+      last_up_to(simt::block(), tables.count, [&](int i) { return tables.shares[i].first_block; });
   const Share& share = tables.shares[at_table];
   const int64_t t = number.get(simt::global(tables.table(at_table).step));
   if (t < 1) return;
@@ -122,13 +107,13 @@ SPARSEKIT_KERNEL __launch_bounds__(kUpdateThreads, kUpdateBlocksAtOnce)
     const int64_t end = is_last ? simt::blocks() : tables.shares[at_table + 1].first_block;
     own.table = tables.table(at_table).table;
     own.gradients = tables.gradients(at_table);
-    own.tiles = (end - share.first_block) / columns * kUpdateThreads >> log2_lanes;
+    own.tiles = (end - share.first_block) / columns * kGroupThreads >> log2_lanes;
     own.numbers = rule.template at<A>(t);
   }
   simt::barrier();
   StepConstants numbers = own.numbers;
 
-  const int64_t thread = int64_t{block / columns} * kUpdateThreads + simt::thread();
+  const int64_t thread = int64_t{block / columns} * kGroupThreads + simt::thread();
   const int lane_in_tile = simt::lane() & ((1 << log2_lanes) - 1);
   const int leader = simt::lane() - lane_in_tile;
   const int column = ((block % columns << log2_lanes) + lane_in_tile) * kWidth;
@@ -226,7 +211,7 @@ simt::Grid share_out_blocks(Share* shares, int count, const RowsOf& rows) {
   // that it computes for the step.
   constexpr int64_t kMaxBlocks = 2048;
   const auto wanted = [&](int i) {
-    return simt::grid_for(rows(i) << shares[i].log2_lanes, kUpdateThreads).blocks;
+    return simt::grid_for(rows(i) << shares[i].log2_lanes, kGroupThreads).blocks;
   };
   double all = 0;
   for (int i = 0; i < count; ++i) all += static_cast<double>(wanted(i)) * shares[i].columns;
@@ -237,7 +222,7 @@ simt::Grid share_out_blocks(Share* shares, int count, const RowsOf& rows) {
     const auto own = static_cast<int64_t>(static_cast<double>(wanted(i)) * part);
     blocks += std::max<int64_t>(own, 1) * shares[i].columns;
   }
-  return {blocks, kUpdateThreads};
+  return {blocks, kGroupThreads};
 }
 
 }  // namespace sparsekit::cuda
