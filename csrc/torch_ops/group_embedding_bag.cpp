@@ -162,8 +162,8 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides
     } else {
       gradients.check_rows(
           tables, [&](size_t t) { return room.num_rows(static_cast<int64_t>(t), dims[t]); });
-      auto write = [&](int64_t t, const int64_t* own_rows, const T* grad,
-                       const ParallelFor& parallel_for) {
+      const GradientTaker<T> write = [&](int64_t t, const int64_t* own_rows, const T* grad,
+                                         const ParallelFor& parallel_for) {
         const int64_t dim = dims[t], stride = row_strides[t];
         parallel_for(0, gradients.counts[t], 1024, [=](int64_t begin, int64_t end) {
           for (int64_t j = begin; j < end; ++j) {
@@ -171,8 +171,7 @@ void pool_backward_at(const Tensor& out, const std::vector<int64_t>& row_strides
           }
         });
       };
-      const GradientTaker<T> taker(write);
-      gradients.sum(tables, true, &taker);
+      gradients.sum(tables, true, &write);
     }
   });
 }
@@ -211,13 +210,12 @@ void pool_update(const Tensors& grads, const Tensor& index, const Tensor& rows,
     } else {
       const std::vector<SummedTable<T>> summed = gradients.tables<T>(features_of, nullptr, nullptr);
       gradients.check_rows(summed, [&](size_t t) { return tables[t].table.num_rows; });
-      auto update = [&](int64_t t, const int64_t* own_rows, const T* grad,
-                        const ParallelFor& parallel_for) {
+      const GradientTaker<T> update = [&](int64_t t, const int64_t* own_rows, const T* grad,
+                                          const ParallelFor& parallel_for) {
         const RowGradients<T> of_rows{own_rows, grad, gradients.counts[t]};
         cpu::update_rows(&tables[t], &of_rows, 1, chosen, number, rounding, parallel_for);
       };
-      const GradientTaker<T> taker(update);
-      gradients.sum(summed, true, &taker);
+      gradients.sum(summed, true, &update);
     }
     if (counted) count_steps(gradients.context, tables);
   });

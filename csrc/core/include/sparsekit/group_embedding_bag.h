@@ -76,23 +76,8 @@ struct SummedTable {
 // [num_rows, dim] of the int64 `rows` [num_rows]. Both arrays are reused after the call. Called for
 // several tables at a time, each with the threads that it may use. Must not throw.
 template <class T>
-class GradientTaker {
- public:
-  template <class F>
-  explicit GradientTaker(F& take)
-      : take_([](int64_t table, const int64_t* rows, const T* grad, const ParallelFor& parallel_for,
-                 void* context) { (*static_cast<F*>(context))(table, rows, grad, parallel_for); }),
-        context_(&take) {}
-
-  void operator()(int64_t table, const int64_t* rows, const T* grad,
-                  const ParallelFor& parallel_for) const {
-    take_(table, rows, grad, parallel_for, context_);
-  }
-
- private:
-  void (*take_)(int64_t, const int64_t*, const T*, const ParallelFor&, void*);
-  void* context_;
-};
+using GradientTaker = std::function<void(int64_t table, const int64_t* rows, const T* grad,
+                                         const ParallelFor& parallel_for)>;
 
 // Output for the sums of all tables: the sum for row r of table t begins at out + r *
 // row_strides[t].
