@@ -107,6 +107,13 @@ class Arguments {
     throw std::out_of_range(message(where(), parts...));
   }
 
+  // Raises an IndexError for a row number, at a position of `rows`, that is beyond the last row of
+  // `table`.
+  [[noreturn]] void row_error(int64_t position, int64_t row, const char* table,
+                              int64_t num_rows) const {
+    index_error("rows[", position, "] is ", row, ", but ", table, " has ", num_rows, " rows");
+  }
+
   // Checks an argument that is only read: it must be on the device of the first argument, and have
   // this dtype and number of dimensions. It may overlap other arguments that are only read.
   const Tensor& read(const Item& name, const Tensor& tensor, ScalarType dtype = kAnyDtype,

@@ -39,10 +39,7 @@ void catch_up_rows(Tensor weight, std::vector<Tensor> states, Tensor row_step,
         } else {
           bad = cpu::catch_up_rows(table, row_numbers, n, chosen, missed, torch_parallel_for());
         }
-        if (bad >= 0) {
-          given.index_error("rows[", bad, "] is ", context.value(*rows, bad), ", but weight has ",
-                            table.num_rows, " rows");
-        }
+        if (bad >= 0) given.row_error(bad, context.value(*rows, bad), "weight", table.num_rows);
       } else {
         given.error("rows do not move without a gradient under ", rule, " with ", states.size(),
                     " states");

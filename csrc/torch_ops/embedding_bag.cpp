@@ -56,9 +56,7 @@ struct BagArguments {
   }
 
   void check_row(int64_t bad, int64_t num_rows, const DeviceContext& context) const {
-    if (bad < 0) return;
-    given.index_error("rows[", bad, "] is ", context.value(rows, bad), ", but weight has ",
-                      num_rows, " rows");
+    if (bad >= 0) given.row_error(bad, context.value(rows, bad), "weight", num_rows);
   }
 
   // With checks on, raises errors that the device has found. Reads both words before it raises one,

@@ -27,10 +27,7 @@ Tensor gather_rows(Tensor table, Tensor rows) {
     bad = cpu::gather_rows(table.const_data_ptr(), table.size(0), row_bytes, int64_data(rows),
                            rows.numel(), out.mutable_data_ptr(), torch_parallel_for());
   }
-  if (bad >= 0) {
-    given.index_error("rows[", bad, "] is ", context.value(rows, bad), ", but table has ",
-                      table.size(0), " rows");
-  }
+  if (bad >= 0) given.row_error(bad, context.value(rows, bad), "table", table.size(0));
   return out;
 }
 

@@ -44,10 +44,7 @@ void init_rows(Tensor out, Tensor keys, std::optional<Tensor> rows, std::optiona
                            row_numbers, n, first_row ? std::max<int64_t>(0, *first_row) : 0,
                            initializer, torch_parallel_for());
     }
-    if (bad >= 0) {
-      given.index_error("rows[", bad, "] is ", context.value(*rows, bad), ", but out has ",
-                        out.size(0), " rows");
-    }
+    if (bad >= 0) given.row_error(bad, context.value(*rows, bad), "out", out.size(0));
   });
 }
 

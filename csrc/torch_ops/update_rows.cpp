@@ -92,8 +92,8 @@ void update(const Lists& lists, const Rule& rule, StepNumber number, Rounding ro
   if (bad.table >= 0) {
     const auto i = static_cast<size_t>(bad.table);
     given.of_table(i, count);
-    given.index_error("rows[", bad.position, "] is ", context.value(lists.rows[i], bad.position),
-                      ", but weight has ", tables[i].table.num_rows, " rows");
+    given.row_error(bad.position, context.value(lists.rows[i], bad.position), "weight",
+                    tables[i].table.num_rows);
   }
   if (number.counted) count_steps(context, tables);
 }
