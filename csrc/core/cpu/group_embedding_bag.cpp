@@ -50,19 +50,10 @@ template <class T>
   return scratch;
 }
 
-template <class Index>
-const Index* numbers_of(const EntryNumbers& numbers) {
-  if constexpr (std::is_same_v<Index, int64_t>) {
-    return numbers.wide;
-  } else {
-    return numbers.narrow;
-  }
-}
-
-// Pools the bags [begin, end) of a feature.
+// Pools the bags [begin, end) of a feature, of which `bounds` says where each begins.
 template <class T, class Index>
-void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const Index* index,
-               int64_t begin, int64_t end, T* scratch, FirstBad* bad) {
+void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const Index* bounds,
+               const Index* index, int64_t begin, int64_t end, T* scratch, FirstBad* bad) {
   const int64_t first_entry = bags.first_entry(), n = bags.num_entries();
   const EntryRows<T, Index> rows{table.weight,        table.num_rows, table.stride,
                                  index + first_entry, table.rows,     table.num_listed};
@@ -118,7 +109,6 @@ void pool_bags(const PooledTable<T>& table, const FeatureBags<T>& bags, const In
     }
   };
   T* pooled = bags.out + begin * stride;
-  const Index* bounds = numbers_of<Index>(bags.bags);
   int64_t first = bounds[begin] - first_entry;
   for (int64_t b = begin; b < end; ++b, pooled += stride) {
     const int64_t last = bounds[b + 1] - first_entry;
@@ -314,10 +304,11 @@ int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* 
                 const int64_t begin = unit * grain(bags);
                 const int64_t end = std::min(bags.num_bags, begin + grain(bags));
                 T* own = work.scratch + thread * work.scratch_of_thread;
-                if (bags.bags.wide != nullptr) {  // index may be null if it has no elements
-                  pool_bags(table, bags, index.wide, begin, end, own, &bad);
+                const auto& [wide, narrow] = bags.bags;
+                if (wide != nullptr) {  // index may be null if it has no elements
+                  pool_bags(table, bags, wide, index.wide, begin, end, own, &bad);
                 } else {
-                  pool_bags(table, bags, index.narrow, begin, end, own, &bad);
+                  pool_bags(table, bags, narrow, index.narrow, begin, end, own, &bad);
                 }
               });
   return bad.position();
