@@ -177,7 +177,7 @@ def test_layouts(layout, name, capfd, tmp_path):
         assert cli.main(command(name, file)) == 0, variant
         shown = capfd.readouterr().out
         found[variant] = re.findall(r"\d\.\d{4}\b", shown)[:2]
-    if not name.startswith("hash") and "clicks" not in layout:  # their texts contain newlines
+    if not name.startswith("hash") and "clicks" not in layout:  # other texts contain newlines
         assert found["plain"]
         assert len({tuple(x) for x in found.values()}) == 1, found
 

@@ -6,7 +6,7 @@ import conftest
 import pytest
 import simt
 
-RUNS = 50  # of each kernel in csrc/core/simt/selftest.cpp
+RUNS = 50  # runs of each kernel in csrc/core/simt/selftest.cpp
 
 
 @pytest.fixture(scope="module")

@@ -226,7 +226,7 @@ def _input(case: Case, layer, unseen: bool = False) -> Input:
     if samples == 0:  # torch has no jagged tensor without rows
         usable = ["values_offsets", "coo", "csr", "dense"]
     if weights is not None:
-        usable = [f for f in usable if f != "uncoalesced_coo"]  # it takes weights in its own order
+        usable = [f for f in usable if f != "uncoalesced_coo"]  # has its own order of weights
     form = case.any_of(*usable)
     case.note(form=form, bags=bags, weights=weights)
     with warnings.catch_warnings():

@@ -345,7 +345,7 @@ def test_what_is_ahead_waits_for_what_the_current_stream_has_by_then():
     streams, stream = own()
     with stream.ahead():
         assert streams.current_stream() is stream.stream
-        with stream.ahead():  # its own stream is current already
+        with stream.ahead():  # the collective's own stream is current already
             pass
     assert streams.current_stream() is not stream.stream
     assert streams.log == BEGIN

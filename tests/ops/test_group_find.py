@@ -143,7 +143,7 @@ def test_bags_that_are_refused(device, offsets, max_nnz, message, find):
     group = one_table(device, [5, 6, 7], offsets, max_nnz=max_nnz)
     refused(group, ValueError, message, group.find if find else None)
     rest = one_table(device, [5, 6, 7], offsets, bags=0, max_nnz=max_nnz)
-    if max_nnz == NO_LIMIT:  # also if no feature takes these bags
+    if max_nnz == NO_LIMIT:  # refused even if no feature takes these bags
         refused(rest, ValueError, "must rise")
 
 

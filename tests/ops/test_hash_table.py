@@ -377,7 +377,7 @@ def use(fill, seed):
                 assert 0 <= count <= slots
 
 
-signal.setitimer(signal.ITIMER_VIRTUAL, 20)  # of the processor, however busy it is
+signal.setitimer(signal.ITIMER_VIRTUAL, 20)  # seconds of processor time, however busy it is
 """
 
 
@@ -405,7 +405,7 @@ def test_a_call_that_finds_no_free_slot_changes_nothing():
     """This holds on the CPU; on a device the damaged table is lost."""
     table = HashTable(20, load_factor=1.0)
     table.find_or_insert(torch.arange(20))
-    table.size.fill_(10)  # although all places are used
+    table.size.fill_(10)  # fewer than the places, all of which are used
     before = snapshot(table)
     with pytest.raises(ValueError, match="damaged: no slot is free for row 10"):
         table.find_or_insert(torch.tensor([3, 20, 21]))

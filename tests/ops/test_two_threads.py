@@ -186,7 +186,7 @@ for attempt in range(4):
             if pid == 0:
                 code = 1
                 try:
-                    table.find_or_insert(keys[:3])  # of a table that may be half done
+                    table.find_or_insert(keys[:3])  # the table may be half done
                     code = 0
                 except ValueError:
                     code = 0

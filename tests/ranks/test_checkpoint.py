@@ -17,7 +17,7 @@ from sparsekit.checkpoint.together import Together
 from .pool import Died, Ranks
 
 WORLDS = (1, 2, 3, 4)
-ROWS = 600  # of the second table, over all ranks
+ROWS = 600  # rows of the second table, over all ranks
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def die(rank, how):
 def test_a_rank_that_dies(fresh_ranks, how, world_size):
     outcomes = fresh_ranks(world_size).outcomes(die, how)
     dead = outcomes.pop(1)
-    assert isinstance(dead, (Died, Raised))  # its child keeps the connection to the pool open
+    assert isinstance(dead, (Died, Raised))  # its child keeps the pool's connection open
     for seconds, text in outcomes:
         assert seconds < SOON
         assert "rank 1 is gone: its process has ended" in text
@@ -316,7 +316,7 @@ def test_positions_that_are_overwritten(two_ranks, word):
 
 def overwrite_messages(rank, word):
     transport = made(2)
-    wait = all_to_all(transport)  # its messages are in the memory now
+    wait = all_to_all(transport)  # the messages are in the memory now
     dist.barrier()
     if rank == 1:
         fill(RINGS, RINGS + 2 * MEBIBYTE, word)

@@ -35,7 +35,7 @@ def test_a_seed_changes_all_initial_vectors(restore):
     assert not torch.equal(vectors(), first)
     sparsekit.init(seed=0)
     assert torch.equal(vectors(), first)
-    sparsekit.init(seed=-1)  # which has the same 64 bits
+    sparsekit.init(seed=-1)  # has the same 64 bits as the seed below
     last = vectors()
     sparsekit.init(seed=2**64 - 1)
     assert torch.equal(vectors(), last)
