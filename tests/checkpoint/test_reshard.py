@@ -157,8 +157,8 @@ def test_short_reads_and_writes_go_on(saved, tmp_path, monkeypatch):
     model, optimizers = made("Ftrl", seed=1, hash_table=False)
     checkpoint.load(model, tmp_path / "out", optimizers)
     assert_equal(contents(model, optimizers), expected)
-    with ShortFile(tmp_path / "piece", "x") as file, Summed() as total:
-        total.write(file, bytes(range(256)))
+    with ShortFile(tmp_path / "piece", "x") as file:
+        Summed().write(file, bytes(range(256)))
     assert (tmp_path / "piece").read_bytes() == bytes(range(256))
 
 
