@@ -38,6 +38,12 @@ class Summed:
         # One is written while the other is filled.
         self._room = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
+    def __enter__(self) -> Summed:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._wait()  # so that a failed save leaves no thread
+
     def write(self, file: io.FileIO, piece: bytes | np.ndarray) -> None:
         """Write bytes, or a uint8 array [n]."""
         if not len(piece):

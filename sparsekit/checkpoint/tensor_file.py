@@ -140,8 +140,12 @@ def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {
     Raises:
         CheckpointError: the file cannot be written, or a tensor yielded more or less than its size.
     """
-    columns, total = list(columns), Summed()
-    with naming(path, "cannot be written"), open(path, "xb", buffering=0) as file:
+    columns = list(columns)
+    with (
+        naming(path, "cannot be written"),
+        open(path, "xb", buffering=0) as file,
+        Summed() as total,
+    ):
         total.write(file, header_of(columns, metadata))
         for column in columns:
             expected = total.bytes + column.nbytes

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import zlib
 from datetime import timedelta
 
@@ -387,6 +388,26 @@ def test_a_failure_that_cannot_be_noted_as_it_is(tmp_path, monkeypatch, gone):
     saving._task._thread.join()
     assert not raised
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_save_leaves_no_thread(tmp_path, monkeypatch):
+    add, ended = checksum.Summed._add, []
+
+    def slow(summed, view):
+        time.sleep(0.2)
+        add(summed, view)
+        ended.append(len(view))
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checksum.Summed, "_add", slow)
+    monkeypatch.setattr(checksum, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(checksum, "_TO_DISK", 1)
+    monkeypatch.setattr(checksum, "_begin_to_write", fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        checkpoint.save(table(*range(9)), tmp_path / "a")
+    assert len(ended) == 1
 
 
 def test_a_failed_save_removes_what_another_rank_has_still_written(tmp_path, monkeypatch):
