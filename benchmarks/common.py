@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def ms(self) -> float:
-        """Return our median."""
+        """Return the median of ours."""
         return median_and_spread(self.samples)[0]
 
     @property

@@ -15,7 +15,7 @@ class Interrupted(BaseException):
 
 
 def interrupt(call, moment):
-    """Call, and raise Interrupted at bytecode number `moment` of those that sparsekit's code runs.
+    """Call a function; raise Interrupted at bytecode number `moment` that sparsekit's code runs.
 
     Python runs signal handlers between bytecodes, so this reaches every place that a signal can.
 

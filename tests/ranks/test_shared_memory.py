@@ -175,7 +175,7 @@ def late(rank):
 
 
 def test_ranks_that_sleep_are_woken(ranks):
-    # A sleeping rank that is not woken looks every 0.1 s: ten seconds for these collectives.
+    # A sleeping rank that is not woken looks every 0.1 s: these collectives would take ten seconds.
     for small, large in ranks(late):
         assert small < patience(4)
         assert large < patience(4)

@@ -22,7 +22,7 @@ def keys(begin):
 
 
 def in_turns(rank, exchange, first, second):
-    """Call both; on rank 0 the second runs in a thread once the first has sent a header."""
+    """Call two functions; on rank 0 the second runs in a thread once the first sent a header."""
     if rank == 1:
         first()
         second()
