@@ -294,9 +294,9 @@ CALLS = {
     ),
     "weights in other columns of CSR": (
         pooled,
-        [csr(VALUES), csr(ONES, columns=(0, 1, 0, 2))],
+        [csr(VALUES), csr(ONES, columns=(0, 2, 0, 2))],
         ValueError,
-        ["sample_weights", "col_indices", "position 3", "2 and 0"],
+        ["sample_weights", "col_indices", "position 1", "2 and 1"],
     ),
     "weights elsewhere in nested": (
         pooled,
