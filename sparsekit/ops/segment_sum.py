@@ -1,10 +1,10 @@
 """Sums rows by segment."""
 
-import operator
 from typing import Any
 
 import torch
 
+from ..errors import check_int
 from ._checks import KEY_DTYPES, ROW_DTYPES
 from ._op import Of, Op
 
@@ -37,7 +37,8 @@ def unsorted_segment_sum(
         IndexError: an id >= num_segments; the message gives its position.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _sum(data, segment_ids, operator.index(num_segments), deterministic)
+    num_segments = check_int("unsorted_segment_sum", "num_segments", num_segments, 0, 2**48 - 1)
+    return _sum(data, segment_ids, num_segments, deterministic)
 
 
 @_sum.fake

@@ -209,6 +209,7 @@ def test_the_first_bad_id_is_named(device, position):
         (torch.ones(2, 2), torch.tensor([[0]]), 1, ValueError, "segment_ids must have 1 dim"),
         (torch.ones(2, 2), torch.tensor([0]), 1, ValueError, "segment_ids must have size 2"),
         (torch.ones(2, 2), torch.tensor([0, 0]), -1, ValueError, "num_segments .*, got -1"),
+        (torch.ones(2, 2), torch.tensor([0, 0]), 3.0, TypeError, "num_segments .*, got 3.0"),
         (torch.ones(2, 2), torch.ones(2), 1, TypeError, "segment_ids must be int64 or int32"),
         (torch.ones(2, 2).int(), torch.tensor([0, 0]), 1, TypeError, "data must be float32"),
         (torch.ones(1, 2), torch.tensor([0]), 0, IndexError, r"\[0\] is 0, but num_segments is 0"),
