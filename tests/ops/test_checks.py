@@ -63,6 +63,8 @@ def test_what_is_refused(name, engine):
 def test_what_is_no_tensor_is_named():
     with pytest.raises(TypeError, match="init_rows_: status must be a tensor, got list"):
         ops.init_rows_(torch.ones(2, 2), KEYS, status=[0, 0])
+    with pytest.raises(TypeError, match="embedding_bag: weight must be a tensor, got list"):
+        ops.embedding_bag([[1.0]], KEYS, KEYS, sample_weights=torch.ones(2))
     with pytest.raises(TypeError, match="catch_up_rows_: row_step must be a tensor, got NoneType"):
         ops.catch_up_rows_(
             torch.ones(2, 2), [torch.ones(2, 2)], None, None, torch.ones(1, 2), 1, "sgd", [0.1]

@@ -4,12 +4,18 @@ opcheck compares an op with its schema (what it changes, what aliases what), its
 and dtypes without data) and its gradient under AOT autograd, as torch.compile uses it.
 """
 
+import functools
+
 import pytest
 import torch
 from conftest import KEY_DTYPES, ROW_DTYPES, randn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from sparsekit import HashTable, ops
 from sparsekit.ops._checks import accumulate_dtype
+from sparsekit.ops._group import TENSORS
 
 from .groups import Group, Source
 from .optimizer_rules import CASES as RULES
@@ -299,6 +305,28 @@ def test_a_meta_tensor_among_those_of_the_cpu_is_refused(name):
                 ValueError, match=rf"^{name}: (table \d: )?all tensors must be on one"
             ):
                 op(*mix)
+
+
+ON_CPU = {name for name, of in TENSORS.items() if of.on_cpu}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_where_the_keys_and_rows_are(name):
+    """As the fake kernel says; only descriptors are on the CPU. It takes no GPU to ask for it."""
+    op = getattr(torch.ops.sparsekit, name).default
+    names = [argument.name for argument in op._schema.arguments]
+    arguments = next(iter(CASES[name]()))
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
+
+        def moved(on_cpu, tensor):
+            fake = mode.from_tensor(tensor)
+            return fake if on_cpu else torch.empty_like(fake, device="cuda:0")
+
+        moves = [functools.partial(moved, name in ON_CPU) for name in names]
+        each = zip(moves, arguments, strict=False)
+        results = op(*(tree_map_only(torch.Tensor, move, argument) for move, argument in each))
+    for result in tree_leaves(results):
+        assert result is None or result.device.type == "cuda"
 
 
 WRITES = {
