@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -159,7 +160,7 @@ class _Rows:
         rows = sum(shard.rows for _, part in parts for shard in part.shards)
         self.table = HashTable(max(1, rows))
         self._files: dict[Path, dict[str, Place]] = {}
-        self._maps: dict[tuple[Path, str], np.ndarray] = {}
+        self._mapped = functools.lru_cache(_MOST_MAPS)(_mapped)
         numbers: dict[Path, int] = {}
         where = [torch.empty(0, dtype=torch.int64)]
         with live_pieces(parts) as pieces:
@@ -172,7 +173,7 @@ class _Rows:
 
     def close(self) -> None:
         """Close the files."""
-        self._maps.clear()
+        self._mapped.cache_clear()
 
     def gather(self, column: str, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Return a column of some rows of the table, in the dtype and shape of ``like``."""
@@ -183,19 +184,14 @@ class _Rows:
         for number in np.unique(numbers):
             here = numbers == number
             path, columns = files[number]
-            into[here] = self._map(path, column, columns[column])[places[here]]
+            into[here] = self._mapped(path, columns[column])[places[here]]
         return gathered
 
-    def _map(self, path: Path, column: str, place: Place) -> np.ndarray:
-        """Map a column of a file; only the pages that are read come into memory."""
-        if (path, column) not in self._maps:
-            if len(self._maps) == _MOST_MAPS:
-                self._maps.clear()
-            with naming(path, "cannot be read"):
-                integers = f"<u{place.dtype.itemsize}"
-                mapped = np.memmap(path, integers, "r", place.begin, place.shape)
-            self._maps[path, column] = mapped
-        return self._maps[path, column]
+
+def _mapped(path: Path, place: Place) -> np.ndarray:
+    """Map a tensor of a file; only the pages that are read come into memory."""
+    with naming(path, "cannot be read"):
+        return np.memmap(path, f"<u{place.dtype.itemsize}", "r", place.begin, place.shape)
 
 
 def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:

@@ -201,35 +201,32 @@ class TablePlan:
 
     def load(self) -> None:
         """Replace the layer's rows, and the optimizer's states for them."""
-        with self.layer.rows_changing():
-            self._load()
-
-    def _load(self) -> None:
         layer, table = self.layer, self.table
-        columns: dict[str, torch.Tensor] = {"vectors": layer.weight.detach()}
-        if self.optimizer is not None:
-            columns |= self._fresh_states(self.optimizer)
-        if isinstance(layer.weight, EmbeddingWeight):
-            layer.weight.moved = False
-        layer.checked_modes = set()
-        layer.seed.fill_(table.seed)
-        if layer.table is not None and self._new_table is not None:
-            copy_all(zip(layer.table.tensors(), self._new_table.tensors(), strict=True))
-            self._new_table = None
-        elif not self._same_place or table.shards[layer.rank].size < layer.capacity:
-            layer.initializer.fill_(
-                layer.weight.detach(), layer.rank, layer.world_size, seed=table.seed
-            )
-        for number, (folder, part) in enumerate(self._parts):
-            for file, begin, keys in self._own_keys(folder, part, self._row_bytes()):
-                self._take(file, begin, keys, columns, first=number == 0)
-        if layer.table is not None:
-            layer.weight.detach()[len(layer.table) :].zero_()
-        if self.optimizer is not None:
-            kept = {name: value for name, value in columns.items() if name != "vectors"}
-            self.optimizer.state[layer.weight] = kept | self._settings()
+        with layer.rows_changing():
+            columns: dict[str, torch.Tensor] = {"vectors": layer.weight.detach()}
+            if self.optimizer is not None:
+                columns |= self._fresh_states(self.optimizer)
             if isinstance(layer.weight, EmbeddingWeight):
-                layer.weight.is_stepped_by(self.optimizer)
+                layer.weight.moved = False
+            layer.checked_modes = set()
+            layer.seed.fill_(table.seed)
+            if layer.table is not None and self._new_table is not None:
+                copy_all(zip(layer.table.tensors(), self._new_table.tensors(), strict=True))
+                self._new_table = None
+            elif not self._same_place or table.shards[layer.rank].size < layer.capacity:
+                layer.initializer.fill_(
+                    layer.weight.detach(), layer.rank, layer.world_size, seed=table.seed
+                )
+            for number, (folder, part) in enumerate(self._parts):
+                for file, begin, keys in self._own_keys(folder, part, self._row_bytes()):
+                    self._take(file, begin, keys, columns, first=number == 0)
+            if layer.table is not None:
+                layer.weight.detach()[len(layer.table) :].zero_()
+            if self.optimizer is not None:
+                kept = {name: value for name, value in columns.items() if name != "vectors"}
+                self.optimizer.state[layer.weight] = kept | self._settings()
+                if isinstance(layer.weight, EmbeddingWeight):
+                    layer.weight.is_stepped_by(self.optimizer)
 
     def _settings(self) -> dict[str, Any]:
         settings = cast(dict[str, Any], decoded(self.table.settings, {}))

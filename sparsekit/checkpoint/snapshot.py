@@ -40,14 +40,13 @@ class Stateful(Protocol):
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside DistributedDataParallel and torch.compile, to keep its names."""
-    while True:
-        for inner in ("_orig_mod", "module"):
-            wrapper = type(module).__name__ in ("OptimizedModule", "DistributedDataParallel")
-            if wrapper and isinstance(getattr(module, inner, None), torch.nn.Module):
-                module = getattr(module, inner)
-                break
-        else:
-            return module
+    within = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+    while name := within.get(type(module).__name__):
+        inner = getattr(module, name, None)
+        if not isinstance(inner, torch.nn.Module):
+            break  # another class of this name
+        module = inner
+    return module
 
 
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:

@@ -84,11 +84,6 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def rows_per_piece(row_bytes: int) -> int:
-    """Return the number of rows in a piece."""
-    return max(1, PIECE // max(row_bytes, 1))
-
-
 def carried(tensor: torch.Tensor) -> np.ndarray:
     """View a CPU tensor's bytes as unsigned integers of the same width and shape."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
@@ -102,7 +97,8 @@ def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -
     count = (len(tensor) if tensor.dim() else 1) if rows is None else len(rows)
     shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
     table = tensor.reshape(1) if not tensor.dim() else tensor
-    step = rows_per_piece(math.prod(tensor.shape[1:]) * tensor.dtype.itemsize)
+    row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    step = max(1, PIECE // max(1, row_bytes))
 
     def pieces() -> Iterator[np.ndarray]:
         for begin in range(0, count, step):
