@@ -23,7 +23,9 @@ def test_equal_arguments_give_equal_bytes(tmp_path):
     assert files["d"].startswith(files["a"])
     assert files["d"].count(b"\n") == 50_000
     write_criteo_sample(tmp_path / "a.gz", 2000, 1)
-    assert gzip.decompress((tmp_path / "a.gz").read_bytes()) == files["a"]
+    packed = (tmp_path / "a.gz").read_bytes()
+    assert gzip.decompress(packed) == files["a"]
+    assert packed[3:8] == bytes(5)  # no name, and no time
     write_criteo_sample(tmp_path / "none", 0)
     assert (tmp_path / "none").read_bytes() == b""
 
@@ -37,7 +39,8 @@ def test_it_looks_like_criteo(tmp_path):
     assert batch.dense.frac().eq(0).all()
     lengths = batch.sparse.lengths().view(26, -1)
     assert lengths.max() == 1
-    assert 0.03 < (lengths == 0).float().mean() < 0.3
+    missing = (lengths == 0).float().mean(1).tolist()
+    assert missing == pytest.approx(([0.0, 0.03, 0.1, 0.4] * 7)[:26], abs=0.01)
     for (values, _), most in zip(batch.sparse.to_dict().values(), CARDINALITIES, strict=True):
         distinct, counts = values.unique(return_counts=True)
         assert len(distinct) <= most
@@ -116,3 +119,13 @@ def test_integers_are_written_with_all_their_digits(column):
     assert all(abs(each) == number for each, number in shown)
     assert any(each < 0 for each, _ in shown) == (column == 1)
     assert len(shown) / 2000 == pytest.approx(1 - 0.05 * column, abs=0.05)
+
+
+@pytest.mark.parametrize("multi_hot", [False, True])
+def test_rows_are_written_in_blocks_of_bounded_keys(tmp_path, monkeypatch, multi_hot):
+    keys = sum(KEYS_PER_BAG) if multi_hot else 26
+    monkeypatch.setattr(criteo_sample, "_BLOCK_KEYS", 10 * keys + 1)
+    written = []
+    write_criteo_sample(tmp_path / "x", 25, multi_hot=multi_hot, on_rows=written.append)
+    assert written == [10, 10, 5]
+    assert (tmp_path / "x").read_bytes().count(b"\n") == 25

@@ -54,6 +54,15 @@ def test_memory_is_bounded_by_blocks_and_lines(tmp_path):
             tracemalloc.stop()
 
 
+def test_no_more_of_the_names_is_read_than_a_line_may_have(tmp_path):
+    path = write(tmp_path / "x", "a" * 5_000_000 + "\n1\n")
+    tracemalloc.start()
+    with pytest.raises(DataFormatError, match="line 1: longer than max_line_bytes=1000"):
+        CsvReader(path, 10, dense=["a"], max_line_bytes=1000)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
 @pytest.mark.parametrize("compress", [False, True])
 def test_lines_are_counted_within_names_and_long_lines(tmp_path, compress):
     text = 'a,"b\nb"\n1,"x\nx"\n2,"' + "y\n" * 100 + '"\n3,"u\n'

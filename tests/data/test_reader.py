@@ -432,3 +432,14 @@ def test_labels_outside_a_range_are_malformed(files, format, shuffle):
     assert skipping.skipped == 200
     skipping.limit_labels(100, 899, between=False)
     assert sorted(numbers(skipping)) == [100, 899]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_reads_nothing_behind_its_share(files, format, tmp_path):
+    copies = [tmp_path / path.name for path in files[format]]
+    for path, copy in zip(files[format], copies, strict=True):
+        copy.write_bytes(path.read_bytes())
+    first = reader({format: copies}, format, rank=0, world_size=2)
+    assert first.count_rows() == ROWS
+    copies[1].unlink()
+    assert numbers(first) == list(range(ROWS // 2))

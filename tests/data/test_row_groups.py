@@ -3,6 +3,8 @@
 import itertools
 import os
 import pickle
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -215,3 +217,32 @@ def test_few_footers_are_kept(tmp_path, counts, monkeypatch, bound):
     assert counts.parsed == before
     kept.shape(files[1])
     assert counts.parsed == before + 1
+
+
+@pytest.mark.parametrize("rows", [[3, -1], [3, 4], []])
+def test_row_groups_that_do_not_add_up(rows):
+    groups = [SimpleNamespace(num_rows=each, total_byte_size=-5) for each in rows]
+    metadata = SimpleNamespace(num_rows=2, row_group=groups.__getitem__)
+    file = SimpleNamespace(metadata=metadata, num_row_groups=len(rows), schema_arrow=None)
+    files, path = parquet_file.ParquetFiles(), Path("x.parquet")
+    with pytest.raises(DataFormatError, match=f"damaged: 2 rows, but its row .* {sum(rows)}$"):
+        files._check(path, file)
+    metadata.num_rows = 7
+    if rows == [3, 4]:
+        files._check(path, file)
+        assert files._shapes[path] == (rows, [0, 0], None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError("bad"), pa.ArrowInvalid("bad"), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad")],
+)
+def test_errors_while_a_file_is_open_name_the_place(tmp_path, error):
+    path = write(tmp_path / "x.parquet", 30, 10)
+    for place in ("row group 3", ""):
+        message = rf"x\.parquet{place and ', '}{place}: .*bad"
+        with (
+            pytest.raises(DataFormatError, match=message),
+            parquet_file.ParquetFiles().open(path, place),
+        ):
+            raise error

@@ -299,6 +299,18 @@ def test_lines_that_end_with_a_return_alone_are_refused(tmp_path, text, settings
         CsvReader(path, 5, **settings)
 
 
+def test_a_return_within_a_line_is_text(tmp_path):
+    path = write(tmp_path / "x.csv", "x\ry\nz\n")
+    batch = one(path, columns=["a"], sparse=["a"])
+    assert batch.sparse.values().tolist() == [xxh("x\ry"), xxh("z")]
+
+
+def test_bytes_of_no_text_are_shown(tmp_path):
+    path = write(tmp_path / "x.csv", b"a,b\n1,\xff\n\xfe,2\n")
+    with pytest.raises(DataFormatError, match=r"line 3, column 1 .*: '\\\\xfe,2'$"):
+        list(CsvReader(path, 5, dense=["a"]))
+
+
 def test_byte_order_mark(tmp_path):
     for compress in (False, True):
         path = write(tmp_path / "x.csv", b"\xef\xbb\xbfa,b\n1,x\n", compress)

@@ -67,6 +67,7 @@ def test_bad_files(tmp_path):
         ('"a,b\n1,2\n', {}, DataFormatError, r"csv, line 1: no names of columns: "),
         ("a" * 100 + ",b\n", {}, DataFormatError, "csv, line 1: longer than max_line_bytes=98"),
         ("\na,b\n1,2\n", {}, ValueError, "csv is empty, or begins with an empty line"),
+        ("\na,b\n", {"quote": None}, ValueError, "csv is empty, or begins with an empty line"),
         ("alpha,b\n1,2\n", {"dense": ["alhpa"]}, ValueError, "did you mean alpha. Its columns"),
     ]:
         path = write(tmp_path / "z.csv", text)

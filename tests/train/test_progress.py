@@ -76,3 +76,22 @@ def test_a_terminal_has_a_bar_that_goes(clock):
     assert stream.getvalue() == f"\r\033[Kepoch [{'#' * 10}{'.' * 10}] 400 samples/s"
     bar.finish("done")
     assert stream.getvalue().endswith("\r\033[Kepoch done\n")
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_all_that_is_written_is_seen_at_once(clock, live):
+    class Buffered(io.StringIO):
+        seen = ""
+
+        def flush(self):
+            self.seen = self.getvalue()
+
+        def isatty(self):
+            return live
+
+    stream = Buffered()
+    bar = progress.Progress("epoch", 100, stream)
+    for act in (lambda: bar.update(10), bar.clear, lambda: bar.finish("done")):
+        clock.now += 31
+        act()
+        assert stream.seen == stream.getvalue() != ""

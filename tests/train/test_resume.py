@@ -430,3 +430,20 @@ def test_data_must_fit_a_state_that_was_loaded_by_hand(tmp_path):
     with pytest.raises(ResumeError, match="samples=150, and these have 50"):
         again.fit(few(50), epochs=1, batch_size=BATCH)
     again.checkpoints.close()
+
+
+def test_other_data_may_follow_a_run_that_was_finished(tmp_path):
+    fit(trainer_for(tmp_path / "run"), tensors())
+    again = trainer_for(tmp_path / "run")
+    fit(again, tensors())  # nothing is left
+    assert again.state_dict()["place"] is None
+    again.checkpoints = None
+    again.fit(few(20), epochs=1, batch_size=BATCH)
+    # And a state of other data, in mid-epoch, loaded by hand.
+    with pytest.raises(Stopped):
+        fit(trainer_for(tmp_path / "other", last=8), few(64))
+    other = trainer_for(tmp_path / "other")
+    other.checkpoints.load(other.model, other.optimizers, state={"trainer": other})
+    other.checkpoints.close()
+    again.load_state_dict(other.state_dict())
+    assert again.steps == 8
