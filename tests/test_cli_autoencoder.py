@@ -14,10 +14,9 @@ from sparsekit.datasets import (
     movielens_100k_titles,
 )
 from sparsekit.datasets.fetch import PackagedFile
-from sparsekit.models import Autoencoder, DenseAutoencoder, load_recommender
+from sparsekit.models import Autoencoder, DenseAutoencoder, RatingModel, load_recommender
 from sparsekit.recipes.autoencoder import command as train_autoencoder
 from sparsekit.recipes.autoencoder import recommend as command
-from sparsekit.recipes.ratings import model as ratings
 from sparsekit.recipes.saved import write
 from sparsekit.train.plots import read_run
 
@@ -149,7 +148,7 @@ def test_titles_of_movielens_are_of_its_films():
 )
 def test_files_that_are_no_use(arguments, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write("ratings", {"format": ratings.FORMAT})  # what `train ratings --save` writes
+    write("ratings", {"format": RatingModel.FORMAT})  # what `train ratings --save` writes
     write("foreign", {"format": "pt 2"})
     assert cli.main(arguments) == 2
     errors = capsys.readouterr().err

@@ -3,13 +3,53 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .._replacing import replacing
 from ..nn import DistributedEmbedding
+
+_Model = TypeVar("_Model", bound="SavedModel")
+
+
+class SavedModel(torch.nn.Module):
+    """Base of models that one file holds, whatever the number of ranks."""
+
+    FORMAT: ClassVar[str]
+    """Format name in the file."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to one file, for any number of ranks.
+
+        A collective, since each rank holds a part of the tables. Rank 0 writes, and needs memory
+        for all of them.
+
+        Raises:
+            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
+        """
+        write(path, {"format": self.FORMAT, **self.content()})
+
+    @classmethod
+    def load(cls: type[_Model], path: str | os.PathLike[str]) -> _Model:
+        """Read a model that `save` has written, onto the CPU; a collective.
+
+        Raises:
+            ValueError: the file holds something else.
+            OSError: the file cannot be read.
+        """
+        return cls.restored(read(path, cls.FORMAT))
+
+    def content(self) -> dict[str, Any]:
+        """Return all that `restored` needs, on rank 0; a collective."""
+        raise NotImplementedError
+
+    @classmethod
+    def restored(cls: type[_Model], state: Mapping[str, Any]) -> _Model:
+        """Rebuild a model from the content of its file; a collective."""
+        raise NotImplementedError
 
 
 def all_items(layer: DistributedEmbedding) -> tuple[torch.Tensor, torch.Tensor]:

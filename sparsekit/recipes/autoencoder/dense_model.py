@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...optim import RMSProp
-from .. import saved
+from ..saved import SavedModel
 from .rated_items import RatedItems
 
 # Units of the hidden layers; input and output have one unit per item.
 HIDDEN = (10, 5, 10)
-# Format name in the file of a saved model.
-FORMAT = "sparsekit dense autoencoder 1"
 
 
-class DenseAutoencoder(torch.nn.Module):
+class DenseAutoencoder(SavedModel):
     """An autoencoder with layers n-10-5-10-n, on rows of the dense matrix of users and items.
 
     All activations are sigmoids, weights and biases start from N(0, 1), and the loss is the squared
@@ -36,6 +33,7 @@ class DenseAutoencoder(torch.nn.Module):
         - rows: int64 ``[n]``, indices into ``history.users``. Output: float32 ``[n, items]``.
     """
 
+    FORMAT = "sparsekit dense autoencoder 1"
     _cells: torch.Tensor  # float32 [entries], scaled ratings
 
     def __init__(self, history: RatedItems, *, seed: int = 0, source: str = "") -> None:
@@ -83,24 +81,9 @@ class DenseAutoencoder(torch.nn.Module):
         """Return TensorFlow's RMSProp: decay 0.9, accumulator from 1, eps 1e-10 inside the root."""
         return [RMSProp(self.parameters(), lr=lr, form="tensorflow")]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model and its history to one file; of several ranks, rank 0 writes.
-
-        Raises:
-            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
-        """
-        state = {"format": FORMAT, "source": self.source, "model": self.state_dict()}
-        saved.write(path, state)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> DenseAutoencoder:
-        """Read a model that `save` has written, onto the CPU.
-
-        Raises:
-            ValueError: the file holds something else.
-            OSError: the file cannot be read.
-        """
-        return cls.restored(saved.read(path, FORMAT))
+    def content(self) -> dict[str, Any]:
+        """Return the model, its history and the name of its data."""
+        return {"source": self.source, "model": self.state_dict()}
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> DenseAutoencoder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -15,13 +14,11 @@ from ...errors import check_int
 from ...nn import DistributedEmbedding, EmbeddingGroup
 from ...optim import LazyAdam, split_embedding_variable_from_others
 from .. import saved
+from ..saved import SavedModel
 from .rated_items import RatedItems
 
-# Format name in the file of a saved model.
-FORMAT = "sparsekit autoencoder 1"
 
-
-class Autoencoder(torch.nn.Module):
+class Autoencoder(SavedModel):
     r"""A model that scores all items for a user from the items that the user has rated.
 
     .. math::
@@ -56,6 +53,8 @@ class Autoencoder(torch.nn.Module):
     Shape:
         - rows: int64 ``[n]``, indices into ``history.users``. Losses: float32 ``[n]``.
     """
+
+    FORMAT = "sparsekit autoencoder 1"
 
     _weights: torch.Tensor  # float32 [entries], w
     steps: torch.Tensor  # int64 []
@@ -156,34 +155,15 @@ class Autoencoder(torch.nn.Module):
         sparse, dense = split_embedding_variable_from_others(self)
         return [LazyAdam(sparse, lr=lr), torch.optim.Adam(dense, lr=lr)]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model and its history to one file, for any number of ranks.
-
-        A collective, since each rank holds a part of the tables. Rank 0 writes, and needs memory
-        for all of them.
-
-        Raises:
-            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
-        """
-        model = {
-            "format": FORMAT,
+    def content(self) -> dict[str, Any]:
+        """Return the model and its history."""
+        return {
             "settings": self._settings,
             "steps": int(self.steps),
             "history": self.history.state_dict(),
             "tables": {name: saved.all_items(self._table(name)) for name in ("rated", "scored")},
             "dense": {"bias": self.bias.detach(), "hidden": self.hidden.state_dict()},
         }
-        saved.write(path, model)
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Autoencoder:
-        """Read a model that `save` has written, onto the CPU; a collective.
-
-        Raises:
-            ValueError: the file holds something else.
-            OSError: the file cannot be read.
-        """
-        return cls.restored(saved.read(path, FORMAT))
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Autoencoder:

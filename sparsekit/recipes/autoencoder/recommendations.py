@@ -16,7 +16,8 @@ from ...datasets import Ratings
 from ...errors import check_int
 from ...train.metrics import gather
 from .. import saved
-from . import dense_model, model
+from .dense_model import DenseAutoencoder
+from .model import Autoencoder
 from .rated_items import RatedItems
 
 # Largest numbers of users and items that are scored at a time.
@@ -161,10 +162,10 @@ def load_recommender(path: str | os.PathLike[str]) -> Recommender:
         ValueError: the file holds something else.
         OSError: the file cannot be read.
     """
-    state = saved.read(path, model.FORMAT, dense_model.FORMAT)
-    if state["format"] == model.FORMAT:
-        return model.Autoencoder.restored(state)
-    return dense_model.DenseAutoencoder.restored(state)
+    state = saved.read(path, Autoencoder.FORMAT, DenseAutoencoder.FORMAT)
+    if state["format"] == Autoencoder.FORMAT:
+        return Autoencoder.restored(state)
+    return DenseAutoencoder.restored(state)
 
 
 def _best(

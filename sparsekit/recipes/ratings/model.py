@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -11,6 +11,7 @@ from ...datasets import Ratings
 from ...nn import DistributedEmbedding, EmbeddingGroup, Uniform
 from ...tables.hash_table import HashTable
 from .. import saved
+from ..saved import SavedModel
 
 # Biases and vectors start small, so that the first predictions are near the mean.
 INITIAL = Uniform(-0.05, 0.05)
@@ -18,8 +19,6 @@ INITIAL = Uniform(-0.05, 0.05)
 L2_VECTORS = 0.15
 L2_RATED = 0.4
 L2_BIASES = 0.01
-# Format name in the file of a saved model.
-FORMAT = "sparsekit ratings 1"
 
 
 class UserHistory(torch.nn.Module):
@@ -66,7 +65,7 @@ class UserHistory(torch.nn.Module):
         return values[keep], torch.nn.functional.pad(keep.cumsum(0), (1, 0))[offsets]
 
 
-class RatingModel(torch.nn.Module):
+class RatingModel(SavedModel):
     r"""SVD++: matrix factorisation with biases and the history of the user.
 
     .. math::
@@ -84,6 +83,8 @@ class RatingModel(torch.nn.Module):
         history_size: largest number of items in a history.
         seed: seed of the initial vectors.
     """
+
+    FORMAT = "sparsekit ratings 1"
 
     def __init__(
         self,
@@ -153,18 +154,10 @@ class RatingModel(torch.nn.Module):
         tables = {name: layer.table for name, layer in self.embeddings.layers.items()}
         return {name: len(table) for name, table in tables.items() if isinstance(table, HashTable)}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model to one file, for any number of ranks.
-
-        A collective, since each rank holds a part of the tables. Rank 0 writes, and needs memory
-        for all of them.
-
-        Raises:
-            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
-        """
+    def content(self) -> dict[str, Any]:
+        """Return the model, without its training ratings."""
         tables = {name: saved.all_items(self._layer(name)) for name in self.embeddings.layers}
-        model = {
-            "format": FORMAT,
+        return {
             "settings": self._settings,
             "range": (self.low, self.high),
             "tables": tables,
@@ -172,7 +165,6 @@ class RatingModel(torch.nn.Module):
             "mean": self.mean.detach(),
             "history": self.history.state_dict(),
         }
-        saved.write(path, model)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, capacity: int | None = None) -> RatingModel:
@@ -188,7 +180,7 @@ class RatingModel(torch.nn.Module):
             OSError: the file cannot be read.
             TableFullError: the rows do not fit.
         """
-        state = saved.read(path, FORMAT)
+        state = saved.read(path, cls.FORMAT)
         most = max(len(keys) for keys, _ in state["tables"].values())
         settings = state["settings"]
         settings["capacity"] = capacity or max(settings["capacity"], most)

@@ -17,14 +17,13 @@ from ...nn import DistributedEmbedding
 from ...optim import Adam, Ftrl
 from .. import saved
 from ..buckets import QuantileBuckets
+from ..saved import SavedModel
 
 LOSSES = ("bce", "mse")
 OPTIMIZERS = ("adam", "ftrl")
-# Format name in the file of a saved model.
-FORMAT = "sparsekit wide 1"
 
 
-class WideModel(torch.nn.Module):
+class WideModel(SavedModel):
     r"""Two linear layers on hashed categories: ``[n, width]`` -> ``int(width ** 0.3)`` -> 1.
 
     The first layer is the table of a `DistributedEmbedding`: the columns of a row's nonzeros are
@@ -47,6 +46,8 @@ class WideModel(torch.nn.Module):
         >>> model(model.encode({"city": ["Bern", "Oslo"], "day": [3, None]})).shape
         torch.Size([2])
     """
+
+    FORMAT = "sparsekit wide 1"
 
     def __init__(
         self,
@@ -142,18 +143,10 @@ class WideModel(torch.nn.Module):
         columns = torch.arange(self.encoder.width, device=self.head.weight.device)
         return self.embedding.vectors(columns)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model to one file, for any number of ranks.
-
-        A collective, since each rank holds a part of the table. Rank 0 writes, and needs memory for
-        all of it.
-
-        Raises:
-            OSError: on rank 0, the file cannot be written; an existing one is left unchanged.
-        """
+    def content(self) -> dict[str, Any]:
+        """Return the model and its encoder."""
         encoder = self.encoder
-        model = {
-            "format": FORMAT,
+        return {
             "lengths": encoder.feature_lengths,
             "encoder": {
                 "splits": encoder.splits,
@@ -165,7 +158,6 @@ class WideModel(torch.nn.Module):
             "table": saved.all_items(self.embedding),
             "head": self.head.state_dict(),
         }
-        saved.write(path, model)
 
     @classmethod
     def load(
@@ -183,7 +175,7 @@ class WideModel(torch.nn.Module):
                 in name, order or length.
             OSError: the file cannot be read.
         """
-        state = saved.read(path, FORMAT)
+        state = saved.read(path, cls.FORMAT)
         if feature_lengths is not None:
             check_same_features(os.fspath(path), state["lengths"], dict(feature_lengths))
         encoder = SplitHashEncoder(state["lengths"], **state["encoder"])
