@@ -126,7 +126,7 @@ class TableShard:
         """Return a value that changes whenever old rows say nothing about new ones."""
         layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
-        return layer.table is None, layer.rank, layer.world_size, layer.capacity, tuple(shapes)
+        return layer.table is None, layer.rank, layer.world_size, tuple(shapes)
 
     def copy_to(self, copies: Copies) -> None:
         """Copy the columns; later writes read the copies."""

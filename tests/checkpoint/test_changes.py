@@ -485,12 +485,21 @@ def test_rank_0_waits_as_long_as_others_write(tmp_path, monkeypatch, grows):
 def test_changes_far_behind_the_first_rows_into_another_dtype(tmp_path, monkeypatch):
     """Unchanged keys fill whole pieces before the first change; the load casts all rows."""
     monkeypatch.setattr(snapshot, "_KEYS", 2)
+    keys_of_rows, looked = snapshot._keys_of_rows, []
+
+    def look(table, buckets, begin, end):
+        looked.append(begin)
+        return keys_of_rows(table, buckets, begin, end)
+
+    monkeypatch.setattr(snapshot, "_keys_of_rows", look)
     model = torch.nn.ModuleDict({"ids": sparsekit.Embedding(9, 2, name="ids")})
     keep = Checkpoints(tmp_path, complete_every=2)
     model["ids"].assign(torch.arange(8), torch.zeros(8, 2))
     keep.save(0, model)
     model["ids"].assign(torch.tensor([4, 7]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    looked.clear()
     keep.save(1, model)
+    assert looked == [4, 6]
     rounded = torch.nn.ModuleDict({"ids": sparsekit.Embedding(9, 2, name="ids").bfloat16()})
     keep.load(rounded, cast=True)
     values = rounded["ids"](torch.tensor([0, 4, 7]))

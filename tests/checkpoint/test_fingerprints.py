@@ -45,7 +45,7 @@ def test_rows_of_another_kind_or_place_are_others(monkeypatch, name, value):
     shard = shard_of(sparsekit.Embedding(9, 2, name="ids"))
     before = shard.identity()
     assert shard.identity() == before
-    names = ("table", "rank", "world_size", "capacity")
+    names = ("table", "rank", "world_size")
     layer = {each: getattr(shard.layer, each) for each in names}
     monkeypatch.setattr(shard, "layer", SimpleNamespace(**layer | {name: value}))
     assert shard.identity() != before

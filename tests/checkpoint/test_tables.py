@@ -216,6 +216,64 @@ def test_states_that_were_loaded_follow_the_keys(tmp_path, kind):
     assert average[:3].ne(0).tolist() == [[False] * 2] * 2 + [[True] * 2]
 
 
+def wide_from(offset):
+    """Return three states of each element side by side, from some place of their memory on."""
+
+    def make(state):
+        memory = torch.zeros(3 * state.numel() + offset)
+        wide = torch.empty(0).set_(memory.untyped_storage(), offset, (*state.shape, 3))
+        wide[..., 1] = state
+        return wide[..., 1]
+
+    return make
+
+
+def permuted(state):
+    rows, dim = state.shape
+    memory = torch.empty_strided((rows, dim, 2), (2 * dim, 1, dim))
+    memory[..., 1] = state
+    return memory[..., 1]
+
+
+def rows_of_a_longer_one(state):
+    memory = torch.zeros(len(state) + 4, state.shape[1])
+    memory[3:-1] = state
+    return memory[3:-1]
+
+
+def second_half(state):
+    memory = torch.zeros(len(state), 2, state.shape[1])
+    half = memory.view(-1, state.shape[1])[len(state) :]
+    half[:] = state
+    return half
+
+
+@pytest.mark.parametrize(
+    "make", [wide_from(0), wide_from(5), permuted, rows_of_a_longer_one, second_half]
+)
+def test_states_of_any_memory_are_copied(tmp_path, make):
+    layer, loaded = layer_of(1, 2, 3), layer_of()
+    optimizers = [optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (layer, loaded)]
+    layer(torch.tensor([1, 2])).sum().backward()
+    optimizers[0].step()
+    state = optimizers[0].state[layer.weight]
+    expected = state["momentum_buffer"].clone()
+    state["momentum_buffer"] = make(expected)
+    path = checkpoint.async_save(layer, tmp_path / "a", optimizers[0]).wait()
+    checkpoint.load(loaded, path, optimizers[1])
+    assert torch.equal(optimizers[1].state[loaded.weight]["momentum_buffer"], expected)
+
+
+def test_states_side_by_side_are_copied_once(tmp_path):
+    layer = layer_of(1)
+    optimizer = optim.LazyAdam(layer.parameters(), lr=0.1)
+    layer(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    saving = checkpoint.async_save(layer, tmp_path / "a", optimizer)
+    saving.wait()
+    assert set(saving._copies._kept) == {"table.vectors", "table.exp_avg", "table.buckets"}
+
+
 def test_nothing_that_is_saved_or_copied_is_part_of_a_graph(tmp_path):
     model, optimizers = made()
     train(model, optimizers, 0, 1)
@@ -249,6 +307,8 @@ def test_what_is_written_in_the_background_is_as_it_was(tmp_path, monkeypatch):
         with torch.no_grad():
             for tensor in (*model.parameters(), state.tensor):
                 tensor += 1
+        layer.reset_parameters()
+        layer.assign(torch.tensor([7]), torch.zeros(1, 2))
         return original(*arguments)
 
     monkeypatch.setitem(checkpoint.save.__globals__, "write", write)
