@@ -1,4 +1,4 @@
-"""Atomic checkpoints that describe themselves and load on any number of ranks."""
+"""Atomic, self-describing checkpoints that any number of ranks can load."""
 
 from ..errors import CheckpointError
 from .background import Background, async_save

@@ -1,4 +1,4 @@
-"""Saving in a background thread, from a copy, while training goes on."""
+"""Saves a copy of the model in a background thread while training continues."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _NICE = 10
 
 
 class Background:
-    """A checkpoint that is written while training goes on; returned by `async_save`.
+    """A checkpoint that is being written in the background; returned by `async_save`.
 
-    Several ranks call `wait` together. Python waits for the thread before it exits. If the process
+    All ranks must call `wait` together. Python waits for the thread before it exits. If the process
     is killed, no new checkpoint appears and older ones stay as they were.
 
     Attributes:
-        waited: whether `wait` has returned or raised an error of the save.
+        waited: whether `wait` has returned, or has raised the error that made the save fail.
     """
 
     def __init__(self, writing: CheckpointWriter, copies: Copies | None = None) -> None:
@@ -44,7 +44,7 @@ class Background:
         self.waited = False
 
     def begin(self) -> None:
-        """Copy the tables and start to write; a collective.
+        """Copy the tables and start writing; a collective.
 
         Raises:
             CheckpointError: the draft cannot be made, or there is no memory for the copy.
@@ -56,7 +56,7 @@ class Background:
             self._task.start()
         except BaseException as error:
             if self.lost():
-                # An interrupt, which the other ranks do not know of.
+                # An interrupt of this rank alone: the other ranks do not know of it.
                 if not isinstance(error, Exception):
                     self._fail("was interrupted before it had begun")
                 writing.end()
@@ -67,14 +67,14 @@ class Background:
         return self._task.cancel()
 
     def done(self) -> bool:
-        """Return whether this rank's part is written or has failed; no collective."""
+        """Return whether this rank has finished or failed to write its part; not a collective."""
         return self._task.done()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint has appeared; a collective.
+        """Wait until the checkpoint is complete and visible; a collective.
 
         Returns:
-            Its folder.
+            The checkpoint's folder.
 
         Raises:
             CheckpointError: some rank could not write it; older checkpoints are unchanged.
@@ -125,7 +125,7 @@ class Background:
             writing.end()
 
     def _fail(self, text: str) -> None:
-        """Keep an error for `wait`, and report it to rank 0."""
+        """Store an error for `wait` to raise, and report it to rank 0."""
         writing = self._writing
         self._error = CheckpointError(f"{writing.draft.target}: not saved: {text}")
         with contextlib.suppress(OSError, CheckpointError):
@@ -163,7 +163,7 @@ def async_save(
     step: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Background:
-    """Like `save`, but a background thread writes while training goes on.
+    """Save as `save` does, but write in a background thread while training continues.
 
     Saves the state at the time of the call: tables and states are copied to host memory, which must
     have room for all of them, before the call returns. `Checkpoints.async_save` is quicker, since

@@ -20,9 +20,9 @@ from .manifest import Base
 from .snapshot import TableShard
 from .tensor_file import carried
 
-# Bytes processed at a time, so that intermediate results stay in the cache.
+# Size of a block in bytes, chosen so that intermediate results stay in the cache.
 _BLOCK = 1 << 18
-# Buckets of 64 bytes scanned at a time.
+# Number of 64-byte buckets scanned at a time.
 _BUCKETS = 1 << 15
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, -0x7A1435883D4D519D)  # odd
 
@@ -32,17 +32,17 @@ class Fingerprints:
 
     def __init__(self, rows: int) -> None:
         self.of_rows = np.zeros(rows, dtype=np.uint64)
-        self.count = 0  # rows that have a fingerprint
+        self.count = 0  # number of rows that have a fingerprint
 
     def update(self, tensors: Sequence[torch.Tensor], rows: int) -> np.ndarray:
-        """Update the fingerprints of rows ``[0, rows)``, each taken over all tensors together.
+        """Update the fingerprints of rows ``[0, rows)``; each covers the row in all tensors.
 
         Args:
-            tensors: each with at least as many rows as the table's capacity; on any device.
-            rows: how many are in use.
+            tensors: on any device, each with at least as many rows as the table's capacity.
+            rows: number of rows in use.
 
         Returns:
-            int64, rising: rows whose fingerprint is new.
+            Indices of the rows that are new or have changed: int64, in ascending order.
         """
         widths = [math.prod(t.shape[1:]) * t.dtype.itemsize for t in tensors]
         words = [-(-width // 8) for width in widths]
@@ -77,7 +77,7 @@ class Fingerprints:
 
 
 def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
-    """Return, for each size, an order-dependent sum over the keys of rows ``[0, size)``."""
+    """Return one checksum for each size: of the keys of rows ``[0, size)`` and their rows."""
     sums = [0] * len(sizes)
     table = shard.layer.table
     if table is None:
@@ -97,12 +97,12 @@ def sums_of_keys(shard: TableShard, sizes: Sequence[int]) -> list[int]:
 
 @dataclass
 class MarkedTable:
-    """Marks of a rank's part of a table.
+    """Fingerprints of a rank's part of a table, kept by a save to find later changes.
 
     Attributes:
-        identity: the part's, see `TableShard.identity`.
-        size: rows in use.
-        keys: the sum of the keys, see `sums_of_keys`.
+        identity: result of `TableShard.identity` at the time of the save.
+        size: number of rows in use.
+        keys: checksum of the keys, from `sums_of_keys`.
         prints: fingerprints of the rows.
     """
 
@@ -114,14 +114,14 @@ class MarkedTable:
 
 @dataclass
 class Marks:
-    """Marks that a process keeps of a checkpoint, so that the next can hold changes alone.
+    """Fingerprints of a saved checkpoint's tables, kept so that the next can be incremental.
 
-    They belong to that one checkpoint, so a user of them must first check that it is on disk.
+    Marks are valid for that one checkpoint only: check that it is on disk before using them.
 
     Attributes:
-        base: the checkpoint.
-        links: length of the chain of checkpoints that it follows.
-        tables: all its tables, by name.
+        base: the checkpoint that the marks belong to.
+        links: number of checkpoints that precede it in its chain.
+        tables: marks of all its tables, by name.
     """
 
     base: Base
@@ -129,11 +129,15 @@ class Marks:
     tables: dict[str, MarkedTable] = field(default_factory=dict)
 
     def follow(self, shards: Sequence[TableShard], before: Mapping[str, MarkedTable]) -> set[str]:
-        """Prepare marks of tables, given those of the checkpoint that this one may follow.
+        """Prepare the marks of all tables.
+
+        Args:
+            shards: this rank's parts of the tables to save.
+            before: marks of the tables in the checkpoint that this one may follow.
 
         Returns:
-            Tables that must be written in full: they are new or replaced, or some of their rows are
-            gone or stand for other keys.
+            Names of the tables that must be written in full, because they are new or replaced, or
+            because some of their rows are gone or belong to other keys now.
         """
         complete = set()
         for shard in shards:
@@ -149,6 +153,6 @@ class Marks:
         return complete
 
     def changed(self, shard: TableShard) -> np.ndarray:
-        """Return the rows changed since these marks, and bring the marks up to date."""
+        """Return the rows that are new or changed since the last save, and update their marks."""
         prints = self.tables[shard.name].prints
         return prints.update(list(shard.columns.values()), shard.size)

@@ -1,4 +1,4 @@
-"""Writing to a file, and the CRC-32 of what was written."""
+"""Writes to a file and computes the CRC-32 of the bytes written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 
 from .task import Task
 
-# Bytes after which we ask the disk to begin, so that fsync has little left to wait for.
+# Ask the system to start writing to disk after this many bytes, so that fsync waits less.
 _TO_DISK = 64 << 20
-# Smaller pieces are summed in this thread: starting another would take longer.
+# Minimum size in bytes of a piece whose checksum is computed in another thread: for a smaller
+# piece, starting the thread would take longer.
 _WORTH_A_THREAD = 1 << 16
 
 
 def _begin_to_write(file: int, begin: int, count: int) -> None:
-    """Ask Linux to start writing to disk; other systems write when they like."""
+    """Ask Linux to start writing a range of the file to disk; do nothing on other systems."""
     with contextlib.suppress(AttributeError):
         ask = ctypes.CDLL(None).sync_file_range
         ask.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -26,7 +27,7 @@ def _begin_to_write(file: int, begin: int, count: int) -> None:
 
 
 class Summed:
-    """Writes pieces while another thread adds up their CRC-32.
+    """Writes pieces to a file while another thread computes their CRC-32.
 
     A piece is copied first, since it may lie in a table that changes meanwhile.
     """
@@ -35,7 +36,7 @@ class Summed:
         self.bytes = self._begun = 0
         self._crc = 0
         self._task: Task | None = None
-        # One is written while the other is filled.
+        # Two buffers: one is written while the other is filled.
         self._room = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def __enter__(self) -> Summed:
@@ -45,7 +46,7 @@ class Summed:
         self._wait()  # so that a failed save leaves no thread
 
     def write(self, file: io.FileIO, piece: bytes | np.ndarray) -> None:
-        """Write bytes, or a uint8 array [n]."""
+        """Write a piece: bytes, or a uint8 array [n]."""
         if not len(piece):
             return
         view = self._copied(np.frombuffer(piece, np.uint8))

@@ -33,7 +33,7 @@ from .tensor_file import carried, write
 
 KINDS = ("sok1", "sok2", "npz", "torchrec")
 FORMATS = ("npz", "parquet", "safetensors")
-_MOST_KEYS = 2**31 - 1  # most rows of a HashTable
+_MOST_KEYS = 2**31 - 1  # largest number of rows in a HashTable
 _FEW_KEYS = 1 << 16
 _LONGEST_STEM = 100
 
@@ -48,8 +48,8 @@ def sources_of(
             ``vectors`` and perhaps ``keys``; ``"torchrec"``: a saved state of an
             EmbeddingBagCollection or EmbeddingCollection.
         path: a file or a folder, depending on the kind.
-        dims: for sok1, whose files do not say: variable -> elements of a vector; ``""`` is for all
-            others.
+        dims: for sok1, whose files do not record it: variable name -> elements of a vector;
+            ``""`` stands for all variables not named.
 
     Raises:
         CheckpointError: no such table was found, or a file is damaged; the message names it.
@@ -73,17 +73,17 @@ def import_tables(
 ) -> Path:
     """Write tables of another library as a checkpoint, which any number of ranks can load.
 
-    It has no dense tensors and no optimizers; a model that has some loads it with ``strict=False``
-    and without its optimizers.
+    The checkpoint has no dense tensors and no optimizers: load it without ``optimizer``, and with
+    ``strict=False`` into a model that has dense tensors.
 
     Args:
         sources: see `sources_of`.
-        out: folder of the checkpoint.
+        out: folder of the new checkpoint.
         names: name of a table -> name of the layer in the module, where the two differ.
-        on_progress: called with the bytes of vectors after each piece.
+        on_progress: called after each piece with the size of its vectors in bytes.
 
     Raises:
-        CheckpointError: a file is damaged, a key comes twice, two tables have the same name, names
+        CheckpointError: a file is damaged, a key occurs twice, two tables have the same name, names
             has an unknown table, or out already exists or cannot be written.
     """
     unknown = sorted(names.keys() - {source.name for source in sources})
@@ -117,7 +117,7 @@ def import_tables(
 
 
 def _table(name: str, source: ForeignTable, file: str) -> Table:
-    # The seed that a layer of this name would have.
+    # Use the seed that a layer of this name would have.
     seed = int(hashing.xxh64([name], seed=settings.seed))
     return Table(
         layer=name, dim=source.dim, dtype=str(source.dtype).removeprefix("torch."),
@@ -128,7 +128,7 @@ def _table(name: str, source: ForeignTable, file: str) -> Table:
 
 
 def _distinct(source: ForeignTable) -> Pieces:
-    """Yield a source's pieces; raise if a key comes twice."""
+    """Yield a source's pieces; raise CheckpointError if a key occurs twice."""
     seen = _Seen(source.path)
     done = 0
     with contextlib.closing(source.pieces()) as pieces:
@@ -146,14 +146,14 @@ def _distinct(source: ForeignTable) -> Pieces:
 
 
 class _Seen:
-    """The keys seen so far; memory grows with these, not with what a file claims to hold."""
+    """The keys read so far. Memory grows with their number, not with the size a file claims."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._table = HashTable(_FEW_KEYS)
 
     def rows(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of keys in order of first occurrence."""
+        """Return each key's row: keys get consecutive rows in the order of first occurrence."""
         return torch.cat([self._rows(part) for part in keys.split(_FEW_KEYS)])
 
     def _rows(self, keys: torch.Tensor) -> torch.Tensor:
@@ -173,19 +173,19 @@ def export(
     format: str,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write each table of a checkpoint, with the rows of its whole chain, as one file.
+    """Export each table of a checkpoint, with the rows of its whole chain, as one file.
 
     A file has ``keys`` int64 [rows], ``vectors`` [rows, dim] and the optimizer's states. bfloat16
     becomes float32, since NumPy lacks it; safetensors keeps it.
 
     Args:
         path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
-        out: folder of the files, ``<table>.<format>``. A file's name is cut after 100 characters,
-            has ``_`` for characters that some file systems refuse, and a number if the name is
-            taken. The table's full name is in the file: in the metadata of Parquet and safetensors
-            as ``table``, and in the comment of a .npz.
+        out: folder to make for the files, ``<table>.<format>``. In a file's name, characters that
+            some file systems refuse become ``_``; a long name is cut to 100 characters, and gets
+            a number if it is taken. The table's full name is in the file: in the metadata of
+            Parquet and safetensors as ``table``, and in the comment of a .npz.
         format: ``"npz"``, ``"parquet"`` (needs pyarrow) or ``"safetensors"``.
-        on_progress: called with the bytes of each file as it is verified.
+        on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
         CheckpointError: path is damaged; out already exists or cannot be written.
@@ -212,7 +212,7 @@ def export(
 
 
 def _stem(name: str, taken: Container[str]) -> str:
-    """Return a file name for a table."""
+    """Return a table's file name without suffix, different from all names in ``taken``."""
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", name).lstrip(".")[:_LONGEST_STEM] or "_"
     numbered = (f"{safe}-{number}" for number in itertools.count(1))
     return next(stem for stem in itertools.chain([safe], numbered) if stem not in taken)
@@ -247,7 +247,7 @@ def _write_safetensors(path: Path, parts: Parts, name: str) -> None:
 
 
 def _write_npz(path: Path, parts: Parts, name: str) -> None:
-    """Write a .npz, column after column."""
+    """Write a .npz file, one column after the other."""
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
         archive.comment = name_note(name)
         for column in columns_of(parts[-1][1], _rows(parts)):
@@ -269,7 +269,7 @@ def _write_npz(path: Path, parts: Parts, name: str) -> None:
 
 
 def _write_parquet(path: Path, parts: Parts, name: str) -> None:
-    """Write row group after row group; a vector is a list of fixed size."""
+    """Write a Parquet file, one row group after the other; vectors are fixed-size lists."""
     import pyarrow as arrow
     from pyarrow import parquet
 

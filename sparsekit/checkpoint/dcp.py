@@ -1,4 +1,4 @@
-"""Saving and loading through torch.distributed.checkpoint."""
+"""Saves and loads through torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -30,37 +30,39 @@ if TYPE_CHECKING:
 
 
 class DcpState:
-    """A module, its tables and optimizers, as a Stateful of torch.distributed.checkpoint.
+    """Wraps a module, its tables and optimizers as a Stateful of torch.distributed.checkpoint.
 
     ``dcp.save({"app": DcpState(model, optimizer)}, checkpoint_id=path)`` saves on any number of
     ranks, and ``dcp.load({"app": DcpState(model, optimizer, load_from=path)}, checkpoint_id=path)``
     loads on any other number, as `load` does after `save`: tables may have another placement or
     capacity, and the module is left unchanged if something does not fit. Other entries of the dict
-    are saved and loaded as usual. A rank needs memory for one part of one table at a time. It reads
-    its own part if the placement and the number of ranks are the same, else the parts of all ranks.
-    There are no checksums. All ranks call dcp.save and dcp.load together.
+    are saved and loaded as usual. A rank holds one part of one table in memory at a time. It reads
+    only its own part if the placement and the number of ranks are the same, else the parts of all
+    ranks. There are no checksums. All ranks must call dcp.save and dcp.load together.
 
     Args:
-        module: as for `save`; wrapped by DistributedDataParallel or not. What fully_shard has
-            sharded is saved beside it.
+        module: as for `save`; may be wrapped by DistributedDataParallel. Parameters sharded by
+            fully_shard must be saved separately, as another entry of the dict.
         optimizer: as for `save` and `load`.
         state: as for `save` and `load`.
-        load_from: the path or StorageReader that dcp.load reads; None to save. Once loaded, the
-            object can save.
-        name: under which the state was saved, "app" above; needed if there are several.
+        load_from: the path or StorageReader given to dcp.load; None to save. After the load the
+            object can save, too.
+        name: the name under which the state was saved, "app" above; required if the checkpoint
+            has several DcpStates.
         strict: as for `load`.
         cast: as for `load`.
         process_group: as for `save`.
 
     Attributes:
-        missing: after a load, names that the module has and the checkpoint lacks.
-        unexpected: after a load, names that the checkpoint has and the module lacks.
+        missing: after a load, names in the module that are not in the checkpoint.
+        unexpected: after a load, names in the checkpoint that are not in the module.
 
     Raises:
-        CheckpointError: (in save and load) as `save` and `load` do; or load_from is missing, or is
-            not the checkpoint that dcp.load reads. torch.distributed.checkpoint's own checks raise
-            its CheckpointException.
-        ValueError: (in save and load) a table of other ranks than those of process_group.
+        CheckpointError: (while saving or loading) as `save` and `load` do; or load_from is missing,
+            or is not the checkpoint that dcp.load reads. torch.distributed.checkpoint's own checks
+            raise its CheckpointException.
+        ValueError: (while saving or loading) a table is distributed over other ranks than those of
+            process_group.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class DcpState:
         self.unexpected: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Called by torch.distributed.checkpoint on all ranks, to save and before it loads."""
+        """Called by torch.distributed.checkpoint on all ranks, for a save and before a load."""
         together = Together(self._module, self._group)
         load_from = self._load_from
         if load_from is None:
@@ -97,7 +99,7 @@ class DcpState:
         return self._source.to_load()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Called by torch.distributed.checkpoint on all ranks with what `state_dict` returned."""
+        """Called by torch.distributed.checkpoint on all ranks with the result of `state_dict`."""
         source = self._source
         if source is None:
             raise CheckpointError(NEEDS_LOAD_FROM)
@@ -147,7 +149,7 @@ class DcpState:
 
 
 def _told(snapshot: Snapshot) -> str:
-    """Return what ranks must agree on; each entry names its table, as errors cut texts short."""
+    """Describe the tables for ranks to compare; entries name the table, as errors are cut short."""
     return ", ".join(
         f"{shard.name}.{key} {value}"
         for shard in snapshot.shards
@@ -157,7 +159,7 @@ def _told(snapshot: Snapshot) -> str:
 
 
 def _keys(shard: TableShard) -> torch.Tensor:
-    """Return the keys of a rank's rows."""
+    """Return the keys of the rows in a rank's part of a table."""
     keys, done = np.empty(shard.size, dtype=np.int64), 0
     for piece in shard.columns_to_write(None)[0].pieces():
         keys[done : done + len(piece)] = piece.view(np.int64)

@@ -1,4 +1,4 @@
-"""Reads what a `DcpState` has saved as if it were a checkpoint's files."""
+"""Reads a state saved by `DcpState` as if it were the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.storage import StorageReader
 
-# Entries of a DcpState: one for each rank below `NOTES`; the others are named like files.
+# Names of entries in a saved DcpState: the format, and below `NOTES` a note of each rank. All
+# other entries are named like the files of a checkpoint.
 FORMAT, NOTES = "sparsekit_format", "notes"
 VERSION = 1
 
 
 def stem(file: str) -> str:
-    """Return the name of the entry that stands for a file of a checkpoint's folder."""
+    """Return the name of the entry that replaces a file of a checkpoint's folder."""
     return file.removesuffix(".safetensors")
 
 
@@ -78,7 +79,7 @@ class DcpSource:
         return self._where
 
     def _found(self, name: str | None) -> str:
-        """Return the prefix of the names of the state's entries."""
+        """Return the prefix that the names of the saved state's entries share."""
         prefixes = {
             entry.removesuffix(FORMAT).removesuffix("."): entry.removesuffix(FORMAT)
             for entry in self._metadata.state_dict_metadata
@@ -120,14 +121,14 @@ class DcpSource:
             raise CheckpointError(f"{self}: is damaged: notes of ranks: {error!r:.200}") from error
 
     def to_load(self) -> dict[str, Any]:
-        """Return the entries that torch.distributed.checkpoint reads by itself."""
+        """Return the entries that torch.distributed.checkpoint is to read itself."""
         return {
             FORMAT: ToLoad.of(torch.zeros(1, dtype=torch.int64), self._where),
             NOTES: {rank: torch.zeros_like(note) for rank, note in self._notes.items()},
         }
 
     def check_read(self, state: Mapping[str, Any]) -> None:
-        """Raise unless torch.distributed.checkpoint has read this state."""
+        """Raise CheckpointError unless torch.distributed.checkpoint has read this very state."""
         notes = state.get(NOTES, {})
         if notes.keys() != self._notes.keys() or not all(
             torch.equal(notes[rank], note) for rank, note in self._notes.items()
@@ -138,15 +139,15 @@ class DcpSource:
             )
 
     def file(self, name: str) -> TensorFile:
-        """See `TensorStore`."""
+        """Open a file, as `TensorStore.file` does."""
         part = stem(name)
         return _Part(self, Path(self._where) / part, part, self._parts.get(part, {}))
 
     def read(self, part: str, tensor: str) -> torch.Tensor:
-        """Read a whole tensor.
+        """Read a whole tensor of a part.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the tensor cannot be read.
         """
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -167,7 +168,7 @@ class DcpSource:
 
 
 class _Part(TensorFile):
-    """Entries read like a file; loaded tensors stay in memory until `close`."""
+    """Reads the entries of one part like a file; keeps loaded tensors in memory until `close`."""
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ NEEDS_LOAD_FROM = (
 
 
 class ToSave(torch.Tensor):
-    """A tensor that is saved like any other, and refuses calls that would damage others."""
+    """A tensor that can be saved, but neither pickled nor overwritten by a load."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -211,7 +212,8 @@ class ToSave(torch.Tensor):
         raise CheckpointError(NEEDS_LOAD_FROM)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A planner that does not see the entries takes all ranks' for one object and keeps one.
+        # A planner that does not flatten the state takes it for one object that all ranks share,
+        # and saves one rank's.
         raise CheckpointError(
             "a DcpState has entries of each rank, so it cannot be pickled whole: give "
             "torch.distributed.checkpoint a planner with flatten_state_dict=True"
@@ -219,14 +221,14 @@ class ToSave(torch.Tensor):
 
 
 class ToLoad(torch.Tensor):
-    """A tensor that is read like any other, and refuses to be saved before it is loaded."""
+    """A tensor that can be loaded, but raises if it is saved before that."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     load_from: str
 
     @staticmethod
     def of(tensor: torch.Tensor, load_from: str) -> ToLoad:
-        """Mark a tensor as yet to be loaded."""
+        """Return a view of a tensor that is marked as not loaded yet."""
         marked = tensor.as_subclass(ToLoad)
         marked.load_from = load_from
         return marked

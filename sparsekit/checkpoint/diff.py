@@ -20,24 +20,24 @@ from .manifest import DENSE, Table
 from .reshard import OnProgress, columns_of, live_pieces, verify
 from .tensor_file import Place, TensorFile, carried
 
-# A row's place in one number: that of the file above these bits, the row below.
+# A row's location is one integer: the file's index above these bits, the row's index below.
 _ROW_BITS = 40
-# Most maps at a time: each keeps a file open, and there may be more files than the limit.
+# Largest number of memory maps at a time: each keeps a file open, and the system limits those.
 _MOST_MAPS = 32
 
 
 @dataclass
 class TableDifference:
-    """Differences of a table between two checkpoints, A and B.
+    """Differences between a table in checkpoint A and the same table in checkpoint B.
 
     Attributes:
-        same: rows of keys that both have, with equal vectors and states, bit for bit.
-        only_a: keys that B lacks.
-        only_b: keys that A lacks.
-        changed: for vectors and each state: the number of rows that differ in it, and the largest
-            absolute difference (nan if any difference is).
-        shape: a difference between the tables themselves, such as "dim 8 and 16", for which rows
-            are not compared; else empty.
+        same: number of keys in A and B whose vectors and states are equal, bit for bit.
+        only_a: number of keys that B lacks.
+        only_b: number of keys that A lacks.
+        changed: name of a column (``vectors`` or a state) -> number of rows that differ there, and
+            the largest absolute difference (nan if any difference is nan).
+        shape: a difference between the tables themselves, such as "dim 8 and 16", which keeps rows
+            from being compared; empty if there is none.
     """
 
     same: int = 0
@@ -52,13 +52,13 @@ class TableDifference:
 
 @dataclass
 class Difference:
-    """Differences of two checkpoints; false if there are none.
+    """Differences between two checkpoints, A and B; false in a condition if there are none.
 
     Attributes:
-        only_a: tables and dense tensors that B lacks.
-        only_b: tables and dense tensors that A lacks.
-        tables: differences of the tables that both have.
-        dense: names of dense tensors, optimizers' among them, that differ.
+        only_a: names of tables and dense tensors that B lacks.
+        only_b: names of tables and dense tensors that A lacks.
+        tables: name -> differences, of each table that is in A and B.
+        dense: names of the dense tensors that differ, including those of optimizers.
     """
 
     only_a: list[str]
@@ -73,17 +73,17 @@ class Difference:
 def diff(
     a: str | os.PathLike[str], b: str | os.PathLike[str], on_progress: OnProgress = lambda _: None
 ) -> Difference:
-    """Compare two checkpoints, each with its whole chain: tables by key, and dense tensors.
+    """Compare the tables (key by key) and dense tensors of two checkpoints, with their chains.
 
-    It does not matter which rank has a row. Takes about 30 bytes of memory for each row.
+    Rows may be on different ranks in the two. Needs about 30 bytes of memory for each row.
 
     Args:
         a: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
-        b: the other one.
-        on_progress: called with the bytes of each file as it is verified.
+        b: the other checkpoint, or a folder of them.
+        on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
-        CheckpointError: one is damaged; the message names the file.
+        CheckpointError: a checkpoint is damaged; the message names the file.
     """
     a, b = resolved(a), resolved(b)
     for path in (a, b):
@@ -140,7 +140,7 @@ def _table(ours: Chain, theirs: Chain, name: str) -> TableDifference:
 def _compare(
     found: TableDifference, column: str, ours: torch.Tensor, theirs: torch.Tensor
 ) -> torch.Tensor:
-    """Record which rows differ; return a mask of those that are equal."""
+    """Record the rows that differ in a column; return a mask of the equal rows."""
     differs = torch.from_numpy(
         (carried(ours) != carried(theirs)).reshape(len(ours), -1).any(axis=1)
     )
@@ -153,10 +153,10 @@ def _compare(
 
 
 class _Rows:
-    """The file and the row in it of each key of a table."""
+    """Finds each key of a table: the file that has it, and the row in that file."""
 
     def __init__(self, parts: Sequence[tuple[Path, Table]]) -> None:
-        # Count the rows in the file; its rank may have had more.
+        # Count the rows in the files: a rank may have had more than its file holds.
         rows = sum(shard.rows for _, part in parts for shard in part.shards)
         self.table = HashTable(max(1, rows))
         self._files: dict[Path, dict[str, Place]] = {}
@@ -172,11 +172,11 @@ class _Rows:
         self.at = torch.cat(where)
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the mapped files."""
         self._mapped.cache_clear()
 
     def gather(self, column: str, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return a column of some rows of the table, in the dtype and shape of ``like``."""
+        """Read a column of the given rows of the table, in the dtype and shape of ``like``."""
         gathered = torch.empty_like(like)
         into, at = carried(gathered), self.at[rows]
         numbers, places = (at >> _ROW_BITS).numpy(), (at & ((1 << _ROW_BITS) - 1)).numpy()
@@ -189,7 +189,7 @@ class _Rows:
 
 
 def _mapped(path: Path, place: Place) -> np.ndarray:
-    """Map a tensor of a file; only the pages that are read come into memory."""
+    """Map a tensor of a file; the system loads only the pages that are read."""
     with naming(path, "cannot be read"):
         return np.memmap(path, f"<u{place.dtype.itemsize}", "r", place.begin, place.shape)
 
@@ -198,8 +198,8 @@ def lines(difference: Difference, names: Mapping[str, str]) -> Iterator[str]:
     """Describe a difference in words.
 
     Args:
-        difference: what `diff` returned.
-        names: ``"a"`` and ``"b"`` -> what the two are called.
+        difference: result of `diff`.
+        names: the name to print for each checkpoint, under ``"a"`` and ``"b"``.
     """
     for where, only in (("a", difference.only_a), ("b", difference.only_b)):
         yield from (f"only in {names[where]}: {name}" for name in only)

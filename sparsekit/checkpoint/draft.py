@@ -1,4 +1,4 @@
-"""Drafts: folders in which checkpoints are written, and from which they appear all at once."""
+"""Drafts: hidden folders in which checkpoints are written, then renamed in one step."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _DRAFT = re.compile(r"\..+\.part-[0-9a-f]{32}\Z", re.DOTALL)
 _OLD = re.compile(r"\.(.+)\.old-[0-9a-f]{16}\Z", re.DOTALL)
 # Name of a checkpoint that is being removed.
 _GONE = re.compile(r"\..+\.gone-[0-9a-f]{16}\Z", re.DOTALL)
-# Attempts to make a draft while another job takes it for abandoned, a millisecond apart.
+# Attempts to make a draft, a millisecond apart, while another job takes it for abandoned.
 _ATTEMPTS = 1000
 _CURRENT_FOLDER, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
 
 
 def entries(folder: Path) -> list[Path]:
-    """List the paths in a folder; none if there is no such folder.
+    """List the paths in a folder; an empty list if the folder does not exist.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the folder cannot be read.
     """
     with naming(folder, "cannot be read"), contextlib.suppress(FileNotFoundError):
         return list(folder.iterdir())
@@ -42,7 +42,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder, so that its names reach the disk."""
+    """Sync a folder to disk, so that the names of its files survive a crash."""
     opened: list[int] = []
     try:
         # Open and append in one step of Python: an interrupt in between could leak the descriptor,
@@ -55,10 +55,10 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, and sync them to disk.
+    """Make a folder and its missing parents, and sync them to disk.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: the folder cannot be made.
     """
     missing = [each for each in (path, *path.parents) if not each.exists()]
     with naming(path, "cannot be made"):
@@ -68,11 +68,11 @@ def make_folder(path: Path) -> None:
 
 
 class Draft:
-    """A folder in which a checkpoint is written, beside the place where it will appear.
+    """A hidden folder in which a checkpoint is written, beside the path where it will appear.
 
     Args:
-        target: that place.
-        id: the checkpoint's.
+        target: path where the checkpoint will appear.
+        id: the checkpoint's id.
         replace: whether it may replace a checkpoint at target.
     """
 
@@ -116,7 +116,7 @@ class Draft:
         )
 
     def publish(self) -> None:
-        """Make the folder appear in its place, whole or not at all.
+        """Rename the draft to target: the checkpoint appears whole or not at all.
 
         Raises:
             CheckpointError: the rename fails, or target has appeared meanwhile.
@@ -141,7 +141,7 @@ class Draft:
             ) from error
 
     def end(self) -> None:
-        """Remove the folder of the draft's name: the draft, or the checkpoint it replaced."""
+        """Remove the draft, or the replaced checkpoint that `publish` has swapped it with."""
         try:
             discard(self.folder)
         finally:
@@ -151,7 +151,7 @@ class Draft:
 
 @contextlib.contextmanager
 def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
-    """Yield a draft to write to; it appears at target at the end, or is removed on an error.
+    """Yield a draft to write to; publish it at target at the end, or remove it on an error.
 
     Raises:
         CheckpointError: target already exists, or cannot be made.
@@ -166,7 +166,7 @@ def published(target: str | os.PathLike[str]) -> Iterator[Draft]:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; return whether the file system can."""
+    """Swap two names in one step; return False if the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -180,7 +180,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def _replace(draft: Path, target: Path) -> None:
-    """Move a draft to its place, over a checkpoint that may be there."""
+    """Move a draft to target, replacing any checkpoint there."""
     if not os.path.lexists(target):
         os.rename(draft, target)
     elif not exchange(draft, target):
@@ -191,7 +191,7 @@ def _replace(draft: Path, target: Path) -> None:
                 try:
                     os.rename(draft, target)
                 except OSError as error:
-                    # A process that looks for the latest may have put the old one back in between.
+                    # A process looking for the latest may have restored the old one meanwhile.
                     if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                         raise
         except BaseException:
@@ -201,7 +201,7 @@ def _replace(draft: Path, target: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of files, as far as possible."""
+    """Remove a folder and its files; ignore errors."""
     if folder.is_symlink():
         return
     # Like rmtree, which can leak a descriptor when it is interrupted.
@@ -210,11 +210,11 @@ def discard(folder: Path) -> None:
             os.unlink(folder / name)
         os.rmdir(folder)
         return
-    shutil.rmtree(folder, ignore_errors=True)  # for folders in it, or files that others remove
+    shutil.rmtree(folder, ignore_errors=True)  # for subfolders and files removed meanwhile
 
 
 def recover(folder: Path) -> None:
-    """Put back checkpoints that a killed process had set aside and not replaced."""
+    """Restore checkpoints that a process set aside to replace them, before it was killed."""
     for path in entries(folder):
         old = _OLD.match(path.name)
         if old and not os.path.lexists(folder / old[1]):
@@ -227,7 +227,7 @@ def _beside(path: Path, what: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint: its name disappears at once, then its files one by one."""
+    """Remove a checkpoint: rename it, so that it disappears at once, then delete its files."""
     gone = _beside(path, "gone")
     with contextlib.suppress(OSError):
         os.rename(path, gone)
@@ -235,7 +235,7 @@ def remove(path: Path) -> None:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the drafts of processes that are gone."""
+    """Remove drafts whose process no longer exists."""
     recover(folder)
     for path in entries(folder):
         if _DRAFT.match(path.name):
@@ -257,7 +257,7 @@ def _remove_if_abandoned(draft: Path) -> None:
     except OSError:
         return  # a live process is writing it
     try:
-        # It may have been locked meanwhile: its writer notices, and makes it again.
+        # The writer may have locked it meanwhile: it notices, and makes a new draft.
         discard(draft)
     finally:
         lock.close()

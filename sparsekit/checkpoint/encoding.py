@@ -1,4 +1,4 @@
-"""Nested states as JSON and tensors: what ``state_dict`` returns, without pickle."""
+"""Encodes nested states, such as results of ``state_dict``, as JSON and tensors, without pickle."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .tensor_file import check_storable
 _TENSOR, _TUPLE, _ITEMS, _FLOAT = "$tensor", "$tuple", "$items", "$float"
 _SCALAR = "$scalar"
 _SCALARS = {"float32": torch.float32, "float64": torch.float64, "int32": torch.int32}
-# Most levels of lists, tuples and dicts in a saved or loaded state.
+# Largest nesting depth of lists, tuples and dicts in a saved or loaded state.
 MOST_NESTED = 100
 
 
 def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int = 2) -> Any:
-    """Encode a value as JSON; its tensors go to ``tensors`` under their paths.
+    """Encode a value as JSON, and collect its tensors by path.
 
     Args:
-        value: any part of a state; a manifest has it two levels deep, as
+        value: a state, or a part of one.
+        name: path of the value, used in errors and as a prefix of the tensors' paths.
+        tensors: receives each tensor under its path.
+        depth: nesting level of the value in the manifest, for `check_nesting`; 2 for
             ``ranks[0]["state"]["name"]``.
-        name: the value's, for errors and the tensors' paths.
-        tensors: receives the tensors.
-        depth: level of the value in the manifest, for `check_nesting`.
 
     Raises:
-        CheckpointError: something that is no tensor, number, text, None, or a list, tuple or dict
-            of these, or is nested deeper than `check_nesting` lets through; named by its path.
+        CheckpointError: a part is not a tensor, number, string, None, or a list, tuple or dict of
+            these, or it is nested deeper than `check_nesting` allows; the message has its path.
     """
     if depth > MOST_NESTED:
         raise CheckpointError(f"{name}: a state is nested deeper than {MOST_NESTED - 2}")
@@ -76,7 +76,7 @@ def encoded(value: Any, name: str, tensors: dict[str, torch.Tensor], depth: int 
 
 
 def scalar(tensor: torch.Tensor, name: str) -> Any:
-    """Encode a 0-dim tensor: int64, which counts steps, as a number; ``name`` is for errors."""
+    """Encode a 0-dim tensor, int64 as a number since it counts steps; ``name`` is for errors."""
     value = tensor.item()
     if tensor.dtype == torch.int64:
         return value
@@ -87,7 +87,7 @@ def scalar(tensor: torch.Tensor, name: str) -> Any:
 
 
 def check_nesting(value: Any, depth: int = 0) -> None:
-    """Raise CheckpointError for more levels than the recursive `decoded` can take."""
+    """Raise CheckpointError for a value nested too deeply for `decoded`, which is recursive."""
     if depth > MOST_NESTED:
         raise CheckpointError(f"a state is nested deeper than {MOST_NESTED}")
     if isinstance(value, dict) and value.keys() in ({_TUPLE}, {_ITEMS}):
@@ -119,7 +119,7 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _special(kind: str, content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode an object that marks a value JSON cannot express; the caller catches any error."""
+    """Decode an object that stands for a value JSON cannot express; the caller catches errors."""
     if kind == _TENSOR:
         return tensors[content]
     if kind == _TUPLE and isinstance(content, list):

@@ -1,4 +1,4 @@
-"""Plain files, opened and written so that errors name them and an interrupt leaks none."""
+"""Opens and writes plain files; errors name the file, and an interrupt leaks no descriptor."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 
-# Bytes of a file or of a tensor in memory at a time.
+# Largest number of bytes of a file or a tensor to hold in memory at a time.
 PIECE = 8 << 20
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file as the manifest lists it: its size in bytes and its CRC-32."""
+    """A file's entry in the manifest: its size in bytes and its CRC-32."""
 
     bytes: int
     crc32: int
@@ -28,7 +28,7 @@ class FileRecord:
 
 @contextlib.contextmanager
 def naming(path: Path, what: str) -> Iterator[None]:
-    """Raise an OSError as a CheckpointError: the path, what it cannot be, and the reason."""
+    """Raise an OSError as a CheckpointError with the path, ``what`` failed, and the reason."""
     try:
         yield
     except OSError as error:
@@ -36,10 +36,10 @@ def naming(path: Path, what: str) -> Iterator[None]:
 
 
 def plain_file(path: Path) -> io.BufferedReader:
-    """Open a plain file for reading; it closes with its last reference.
+    """Open a plain file for reading; it is closed when the last reference to it is gone.
 
     Raises:
-        CheckpointError: the path is a link or no plain file, or cannot be read.
+        CheckpointError: the path is a link, is not a plain file, or cannot be read.
     """
     with naming(path, "cannot be read"):
         try:
@@ -56,7 +56,7 @@ def plain_file(path: Path) -> io.BufferedReader:
 
 
 def size_of(path: Path) -> int:
-    """Return the size of a plain file in bytes; errors are those of `plain_file`."""
+    """Return the size of a plain file in bytes; raise the same errors as `plain_file`."""
     with naming(path, "cannot be read"), plain_file(path) as file:
         return os.fstat(file.fileno()).st_size
 
@@ -65,7 +65,7 @@ def check_size(path: Path, expected: FileRecord) -> None:
     """Compare the size of a file with its record.
 
     Raises:
-        CheckpointError: the file is missing, no plain file, or has another size.
+        CheckpointError: the file is missing, is not a plain file, or has another size.
     """
     size = size_of(path)
     if size != expected.bytes:
@@ -75,10 +75,10 @@ def check_size(path: Path, expected: FileRecord) -> None:
 
 
 def check_sum(path: Path, expected: FileRecord) -> None:
-    """Read a whole file and compare it with its record.
+    """Read a whole file, and compare its size and CRC-32 with its record.
 
     Raises:
-        CheckpointError: the file is missing, no plain file, or has other bytes.
+        CheckpointError: the file is missing, is not a plain file, or its content has changed.
     """
     check_size(path, expected)
     crc32 = record_of(path).crc32

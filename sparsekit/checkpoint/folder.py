@@ -1,4 +1,4 @@
-"""Folders of checkpoints: finding the latest, following chains, removing old ones."""
+"""Finds the latest checkpoint in a folder, follows chains, and removes old checkpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LONGEST_CHAIN = 100_000
 
 
 def step_folder(step: int) -> str:
-    """Return the folder name of a step's checkpoint."""
+    """Return the name of the folder for a step's checkpoint."""
     return f"step-{step:012d}"
 
 
 def steps_in(folder: Path) -> dict[int, Path]:
-    """List the checkpoints in a folder by step, rising; they may be damaged."""
+    """Return step -> path of the checkpoints in a folder, in step order; they may be damaged."""
     found = {
         int(match[1]): path
         for path in entries(folder)
@@ -36,8 +36,8 @@ def steps_in(folder: Path) -> dict[int, Path]:
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Find the newest whole checkpoint in a folder; None if there is none.
 
-    A checkpoint that has lost files, or whose base is gone, is skipped with a warning. Only sizes
-    of files are checked; `load` checks their contents.
+    A checkpoint that has lost files, or whose base is gone, is skipped with a warning. Only the
+    sizes of files are checked; `load` checks their contents.
 
     Args:
         folder: one that `Checkpoints` writes to.
@@ -71,7 +71,7 @@ def resolved(path: str | os.PathLike[str]) -> Path:
 
 
 def chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """List a checkpoint and those it follows, the complete one first.
+    """List a checkpoint and all that it builds on, each with its manifest, the complete one first.
 
     Raises:
         CheckpointError: one is missing or damaged, or is not the base that the next one names.
@@ -103,20 +103,20 @@ def chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Check that the files of a checkpoint are there, and their sizes.
+    """Check that all files of a checkpoint exist and have the right sizes.
 
     Raises:
-        CheckpointError: a file is missing or damaged; the message names the first.
+        CheckpointError: a file is missing or has another size; the message names the first one.
     """
     for name, written in manifest.files.items():
         check_size(folder / name, written)
 
 
 def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """List a checkpoint's `chain` after checking the size of every file.
+    """Check the size of every file of a checkpoint's `chain`, and return the chain.
 
     Raises:
-        CheckpointError: the checkpoint, or one that it follows, is not whole.
+        CheckpointError: the checkpoint, or another one in its chain, is not whole.
     """
     links = chain(path)
     for folder, manifest in links:
@@ -125,9 +125,9 @@ def whole_chain(path: Path) -> list[tuple[Path, Manifest]]:
 
 
 def retain(folder: Path, keep: int, written: Path) -> list[str]:
-    """Remove all but the newest whole checkpoints, the one just written, and their bases.
+    """Remove old checkpoints: all but the newest ``keep`` whole ones, ``written``, and their bases.
 
-    Nothing is removed while one of them is damaged, since its base is unknown.
+    Nothing is removed while a checkpoint to keep is damaged, since its base is unknown.
 
     Returns:
         Warnings for the user about checkpoints that prevent removal.

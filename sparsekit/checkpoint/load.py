@@ -1,4 +1,4 @@
-"""Loading: any number of ranks read what any other number has written."""
+"""Loads checkpoints, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Loaded:
 
     Attributes:
         path: folder of the checkpoint.
-        step: the one that `save` was given.
-        missing: names that the module has and the checkpoint lacks; none if strict.
-        unexpected: names that the checkpoint has and the module lacks; none if strict.
+        step: the step that was passed to `save`, or None.
+        missing: names in the module that are not in the checkpoint; empty if strict.
+        unexpected: names in the checkpoint that are not in the module; empty if strict.
     """
 
     path: Path
@@ -60,7 +60,7 @@ def load(
     verify: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
-    """Load what `save` has written, on any number of ranks.
+    """Load a checkpoint that `save` has written, on any number of ranks.
 
     Tables may have another placement, another capacity if their rows fit, and a hash table or none;
     each rank reads the rows that it owns, piece by piece. Everything is checked first: the module
@@ -71,22 +71,23 @@ def load(
     With several ranks it is a collective.
 
     Args:
-        module: made like the one that was saved.
+        module: constructed like the module that was saved.
         path: a checkpoint, or a folder of them, of which the latest whole one is taken.
-        optimizer: as for `save`, of the same kinds with the same parameters; their settings become
-            those that were saved. None loads the module's tensors only.
-        state: name -> objects that load what the object of the same name saved; on another number
-            of ranks all load rank 0's.
-        strict: whether names of tables and tensors must be the same on both sides.
-        cast: whether vectors and dense tensors of another dtype are rounded to the module's.
+        optimizer: one, or several, as for `save`: of the same classes, with the same parameters.
+            They also take on the saved settings. None loads the module's tensors only.
+        state: name -> object that loads the state saved under this name; if the number of ranks
+            has changed, all ranks load rank 0's.
+        strict: whether the module and the checkpoint must have tables and tensors of the same
+            names.
+        cast: whether to convert vectors and dense tensors of another dtype to the module's.
         verify: whether to compare the checksums of all files first; without it, damaged values may
             be loaded.
         process_group: as for `save`.
 
     Raises:
         CheckpointError: on all ranks: a file is missing or damaged, a table is missing, extra or of
-            another dim or dtype, or has more rows than fit, or the optimizers are others.
-        ValueError: a table of other ranks than those of process_group.
+            another dim or dtype, or has more rows than fit, or the optimizers do not match.
+        ValueError: a table is distributed over other ranks than those of process_group.
     """
     module = unwrapped(module)
     together = Together(module, process_group)
@@ -110,7 +111,7 @@ def load(
 
 
 class Plan:
-    """A load that has passed all checks."""
+    """A load that has passed all checks and is ready to be carried out."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class Plan:
             ) from error
 
     def _named(self, what: str, error: CheckpointError) -> CheckpointError:
-        """Return the error with the checkpoint's name in front."""
+        """Return the error with the checkpoint's path and ``what`` in front."""
         text = str(error)
         known = text.startswith(str(self._folder))
         return error if known else CheckpointError(f"{self._folder}: {what}: {text}")
@@ -237,14 +238,14 @@ class Plan:
         return cast(dict[str, Any], values)
 
     def hand_out(self) -> None:
-        """Give the other objects their states, which they may refuse."""
+        """Load the states of the objects passed as ``state``, which may raise."""
         for name, each in self._state.items():
             if name in self._own["state"]:
                 each.load_state_dict(self._own["state"][name])
 
     @torch.no_grad()
     def carry_out(self) -> None:
-        """Change the module and the optimizers."""
+        """Load the tensors, tables and optimizers."""
         for tensor, value in self._dense:
             tensor.copy_(value)
         for table in self._tables:

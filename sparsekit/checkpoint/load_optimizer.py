@@ -1,4 +1,4 @@
-"""Checks whether an optimizer's saved state fits another, and loads it."""
+"""Checks that a saved optimizer state fits an optimizer, and loads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .snapshot import parameter_names
 
 
 class OptimizerPlan:
-    """An optimizer whose saved state has been found to fit."""
+    """A load of an optimizer's saved state, which has been checked to fit."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class OptimizerPlan:
         self._try()
 
     def _try(self) -> None:
-        """Raise whatever `load` would raise, and leave the optimizer unchanged."""
+        """Raise any error that `load` would raise, without changing the optimizer."""
         for own, saved in zip(
             self._optimizer.param_groups, self._loaded["param_groups"], strict=True
         ):
@@ -80,7 +80,7 @@ class OptimizerPlan:
             kept = self._optimizer.state.get(parameter, {})
             for name, value in self._loaded["state"].get(number, {}).items():
                 if isinstance(known := kept.get(name), torch.Tensor):
-                    one = torch.as_tensor(value)  # a number may stand for a one-element tensor
+                    one = torch.as_tensor(value)  # a number may replace a one-element tensor
                     if one.shape != known.shape:
                         raise ValueError(f"{name} is {list(one.shape)}, not {list(known.shape)}")
         if isinstance(self._optimizer, RowOptimizer):
@@ -94,17 +94,17 @@ class OptimizerPlan:
 
 
 def _twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return a copy of the optimizer that shares nothing that loading a state changes."""
+    """Return a copy of the optimizer, whose state can be loaded without changing the original."""
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # they run only once, in load
+    twin._optimizer_load_state_dict_pre_hooks = OrderedDict()  # only `load` runs hooks
     twin._optimizer_load_state_dict_post_hooks = OrderedDict()
     return twin
 
 
 def _check_shapes(groups: Any, states: Any) -> None:
-    """Raise TypeError unless these are groups and states of optimizers."""
+    """Raise TypeError unless the values have the structure of an optimizer's groups and states."""
     if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
         raise TypeError("groups must be a list of objects")
     for group in groups:

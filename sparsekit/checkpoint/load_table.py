@@ -1,4 +1,4 @@
-"""Checks whether a checkpoint's table fits a layer, and loads its rows."""
+"""Checks that a checkpoint's table fits a layer, and loads its rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Chain = Sequence[tuple[Path, Manifest]]
 
 
 class TensorStore(Protocol):
-    """A storage of tensors that takes the place of a folder's files."""
+    """A storage that provides a checkpoint's tensors where there is no folder of files."""
 
     def file(self, name: str) -> TensorFile:
-        """Return the file of a name in the manifest."""
+        """Open the file that has this name in the manifest."""
 
 
 Folder = Path | TensorStore
@@ -37,13 +37,13 @@ AnyFolder = TypeVar("AnyFolder", bound=Folder)
 
 
 class TablePlan:
-    """A layer and the places of its rows in the checkpoint.
+    """A load of one table, which has been checked to fit its layer.
 
-    All keys are read on construction: they get their rows in a temporary hash table, which takes 21
+    The constructor reads all keys and assigns their rows in a temporary hash table, which takes 21
     bytes for each row of the layer's capacity until `load` has copied it.
 
     Raises:
-        CheckpointError: the table does not fit the layer, or a key is impossible.
+        CheckpointError: the table does not fit the layer, or a key is invalid.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -96,7 +96,7 @@ class TablePlan:
         )
 
     def _is_same_place(self) -> bool:
-        """Return whether this rank's rows are exactly those of its own file, in all parts."""
+        """Return whether this rank's rows are exactly those in its own file of each checkpoint."""
         layer = self.layer
         return all(
             len(table.shards) == layer.world_size
@@ -107,9 +107,9 @@ class TablePlan:
         )
 
     def _place_keys(self) -> None:
-        """Give the keys of all parts their rows, in the order in which `load` reads them."""
+        """Assign rows to the keys of the whole chain, in the order in which `load` reads them."""
         folder, rows = self._parts[-1][0], self.layer.capacity * self.layer.world_size
-        numbers = torch.empty(0, dtype=torch.bool)  # rows read so far, without a hash table
+        numbers = torch.empty(0, dtype=torch.bool)  # without a hash table: True for rows read
         if self._new_table is None:
             numbers = torch.zeros(rows, dtype=torch.bool)
         for number, (at, part) in enumerate(self._parts):
@@ -144,14 +144,17 @@ class TablePlan:
     def _own_keys(
         self, at: Folder, part: Table, row_bytes: int
     ) -> Iterator[tuple[TensorFile, int, torch.Tensor]]:
-        """Yield keys of a part, piece by piece, from all files that may have this rank's."""
+        """Yield a part's keys by pieces, from all files that may have keys of this rank.
+
+        A piece is a file, the row of the piece's first key, and the keys.
+        """
         for shard in [part.shards[self.layer.rank]] if self._same_place else part.shards:
             with opened(at, part, shard.file, shard.rows) as file:
                 for begin, keys in key_pieces(file, shard.rows, row_bytes):
                     yield file, begin, keys.to(self.layer.weight.device)
 
     def _check_keys(self, file: TensorFile, begin: int, keys: torch.Tensor) -> None:
-        """Raise unless each key is valid for the layer, and is this rank's if it must be."""
+        """Raise CheckpointError for a key that the layer cannot take, or that another rank owns."""
         layer = self.layer
         least, most, what = -(2**63), 2**63 - 1, ""
         if layer.table is None:
@@ -177,7 +180,7 @@ class TablePlan:
             )
 
     def check_states(self, settings: Mapping[str, Any]) -> None:
-        """Raise unless the optimizer, with these settings of its group, has the saved states."""
+        """Raise unless the optimizer, with these settings of its group, keeps the saved states."""
         optimizer, saved = self.optimizer, self.table.states
         step = decoded(self.table.settings, {}).get("step", 0)
         if isinstance(step, torch.Tensor) and not isinstance(optimizer, RowOptimizer):
@@ -237,7 +240,7 @@ class TablePlan:
         return settings
 
     def _fresh_states(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Return states for all rows as if no step had touched them."""
+        """Return states for all rows as they are before the first step."""
         weight = self.layer.weight
         if isinstance(optimizer, RowOptimizer):
             group = next(g for g in optimizer.param_groups if any(p is weight for p in g["params"]))
@@ -261,7 +264,7 @@ class TablePlan:
         columns: Mapping[str, torch.Tensor],
         first: bool,
     ) -> None:
-        """Load the rows of a piece of keys; ``first`` is true for the first part."""
+        """Load the rows of a piece of keys; ``first`` is true in the complete checkpoint."""
         layer = self.layer
         mine = None if self._same_place else layer.owned(keys)
         own = keys if mine is None else keys[mine]
@@ -297,19 +300,19 @@ class TablePlan:
 def parts_of(
     links: Sequence[tuple[AnyFolder, Manifest]], name: str
 ) -> list[tuple[AnyFolder, Table]]:
-    """Return a table's complete part and the changes to it, along a chain."""
+    """Return a table's entries, from its last complete one to the end of the chain."""
     parts = [(at, manifest.tables[name]) for at, manifest in links if name in manifest.tables]
     complete = [i for i, (_, table) in enumerate(parts) if table.complete]
     return parts[complete[-1] :]
 
 
 def file_in(folder: Folder, name: str) -> TensorFile:
-    """Open a file of a checkpoint."""
+    """Open a file of a checkpoint by its name in the manifest."""
     return TensorFile(folder / name) if isinstance(folder, Path) else folder.file(name)
 
 
 def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
-    """Open a shard's file after checking that it has what the manifest says."""
+    """Open a shard's file; raise CheckpointError unless its columns match the manifest."""
     file = file_in(folder, name)
     expected = {"keys": ("int64", (rows,)), "vectors": (table.dtype, (rows, table.dim))}
     expected |= {key: (state.dtype, (rows, *state.shape)) for key, state in table.states.items()}
@@ -325,7 +328,7 @@ def opened(folder: Folder, table: Table, name: str, rows: int) -> TensorFile:
 
 
 def key_pieces(file: TensorFile, rows: int, row_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield keys piece by piece, with the number of the first of each."""
+    """Yield keys piece by piece, each with the row of its first key."""
     step = max(1, PIECE // row_bytes)
     for begin in range(0, rows, step):
         yield begin, file.read("keys", begin, min(step, rows - begin))
