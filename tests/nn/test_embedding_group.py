@@ -290,6 +290,15 @@ def test_names_that_do_not_fit(inputs, weights, message):
         group(inputs, weights)
 
 
+def test_layers_on_two_devices():
+    made = {place: sparsekit.Embedding(9, 4, name=place, device=place) for place in ("cpu", "meta")}
+    with pytest.raises(ValueError, match=r"^EmbeddingGroup: meta is on meta, cpu on cpu$"):
+        sparsekit.EmbeddingGroup(made)
+    name = "group_embedding_lookup_sparse"
+    with pytest.raises(ValueError, match=rf"^{name}: meta is on meta, cpu on cpu$"):
+        sparsekit.group_embedding_lookup_sparse(list(made.values()), [KEYS] * 2, ["sum"] * 2)
+
+
 def test_layers_that_are_no_mapping():
     with pytest.raises(TypeError, match=r"^EmbeddingGroup: layers must be a mapping, got list$"):
         sparsekit.EmbeddingGroup([sparsekit.DistributedEmbedding("sum", 9, 4, 1, 2)])

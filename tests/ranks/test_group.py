@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import sparsekit
 
@@ -215,6 +216,20 @@ def prefetched_whole_bags(rank):
 
 def test_another_batch_than_the_one_prefetched_by_bags(two_ranks):
     two_ranks(prefetched_whole_bags)
+
+
+def layers_of_two_groups(rank):
+    group = dist.new_group([0, 1])
+    made = {
+        n: sparsekit.Embedding(9, 4, name=n, process_group=g)
+        for n, g in (("a", None), ("b", group))
+    }
+    with pytest.raises(ValueError, match="EmbeddingGroup: b and a have two process groups"):
+        sparsekit.EmbeddingGroup(made)
+
+
+def test_layers_have_one_process_group(two_ranks):
+    two_ranks(layers_of_two_groups)
 
 
 def pool(rank):
