@@ -1,11 +1,11 @@
-// Cuts the one block of workspace that a caller passes in into parts.
+// Divides the caller's single block of workspace into parts.
 #pragma once
 
 #include <cstdint>
 
 namespace sparsekit {
 
-// An allocator that hands out the parts in turn, each at a multiple of kAlignment bytes.
+// Bump allocator over the workspace. Each part begins at a multiple of kAlignment bytes.
 // Constructed with null, it only counts bytes, so the code that lays out the workspace also
 // computes its size.
 template <int64_t kAlignment>
@@ -22,7 +22,8 @@ class BasicArena {
 
   int64_t bytes() const { return bytes_; }
 
-  // Returns the bytes that Parts takes; its constructor receives an arena and `sizes`.
+  // Returns the size in bytes of the workspace that Parts lays out. The constructor of Parts takes
+  // an arena and `sizes`.
   template <class Parts, class... Sizes>
   static int64_t bytes_of(const Sizes&... sizes) {
     BasicArena arena;

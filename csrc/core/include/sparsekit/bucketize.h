@@ -13,11 +13,11 @@ namespace cpu {
 
 int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size);
 
-// Partitions keys [n] stably by owner: by_owner [n] has the keys of rank 0, then those of rank 1
-// and so on, each group in the order of `keys`; counts [world_size] is the number of keys of each
-// rank, and permutation [n] tells where each key came from: by_owner[i] = keys[permutation[i]].
-// Returns -1, or the smallest virtual shard of a key whose owner in the map is not a rank; results
-// are then undefined.
+// Partitions keys [n] stably by owner: by_owner [n] receives the keys of rank 0, then the keys of
+// rank 1 and so on, each group in the order of `keys`. counts [world_size] receives the number of
+// keys of each rank, and permutation [n] the original position of each key: by_owner[i] =
+// keys[permutation[i]]. Returns -1, or the smallest virtual shard of a key whose owner in the map
+// is not a rank; the results are then undefined.
 template <class Key>
 int64_t bucketize(const Key* keys, int64_t n, const Owners& owners, Key* by_owner, int64_t* counts,
                   int64_t* permutation, void* workspace, const ParallelFor& parallel_for);
@@ -28,9 +28,9 @@ namespace cuda {
 
 int64_t bucketize_workspace_bytes(int64_t n, int64_t world_size);
 
-// Like the CPU version; entries of by_owner and permutation beyond n.get() are undefined. n.most <
-// 2^31. *bad becomes the minimum of its old value and of the virtual shards of keys whose owner in
-// the map is not a rank; such keys are counted for rank 0.
+// Like the CPU version; entries of by_owner and permutation beyond n.get() are undefined.
+// Precondition: n.most < 2^31. *bad becomes the minimum of its old value and of the virtual shards
+// of keys whose owner in the map is not a rank; such keys are counted for rank 0.
 template <class Key>
 void bucketize(const Key* keys, DeviceCount n, const Owners& owners, Key* by_owner, int64_t* counts,
                int64_t* permutation, int64_t* bad, void* workspace, void* stream);

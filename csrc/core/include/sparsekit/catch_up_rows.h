@@ -13,8 +13,8 @@
 
 namespace sparsekit {
 
-// Two numbers for each of the steps first_step, first_step + 1, ..., first_step + count - 1: the
-// arguments of the rule's without_gradient().
+// The steps first_step, first_step + 1, ..., first_step + count - 1. `numbers` has two numbers for
+// each step: the arguments of the rule's without_gradient().
 struct MissedSteps {
   const double* numbers;  // [count, 2]
   int64_t first_step;
@@ -25,12 +25,12 @@ struct MissedSteps {
 
 namespace cpu {
 
-// Takes each of the rows `rows` [n], which must be distinct, or all rows if null, from the step in
-// row_step to missed.last_step(), as if update_rows had been called with a gradient of zeros for
-// each step between, and sets its row_step to missed.last_step(). Without steps, nothing changes. A
-// row_step of 0 marks a row that never had a gradient; it does not move. The rule's own rates are
-// not used. Negative rows are skipped. Returns -1, or the first position whose row is >= num_rows;
-// then nothing has been changed.
+// Advances the rows `rows` [n], which must be distinct, or all rows if `rows` is null, from the
+// step in row_step to missed.last_step(), as if update_rows had been called with a zero gradient
+// for each step in between. Sets their row_step to missed.last_step(). Does nothing if no steps are
+// given. A row_step of 0 marks a row that has never had a gradient; such a row does not move.
+// Learning rates come from `missed`, not from `rule`. Negative rows are skipped. Returns -1, or the
+// first position whose row is >= num_rows; then nothing has been changed.
 template <class Rule, class T>
 int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, const Rule& rule,
                       const MissedSteps& missed, const ParallelFor& parallel_for);
@@ -39,8 +39,8 @@ int64_t catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, 
 
 namespace cuda {
 
-// Rows >= num_rows are skipped and reported in *bad, as in gather_rows. missed.numbers is in device
-// memory.
+// Like the CPU version, but rows >= num_rows are skipped and reported in *bad, as in gather_rows.
+// missed.numbers is in device memory.
 template <class Rule, class T>
 void catch_up_rows(const RowTable<T>& table, const int64_t* rows, int64_t n, const Rule& rule,
                    const MissedSteps& missed, int64_t* bad, void* stream);

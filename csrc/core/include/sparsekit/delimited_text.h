@@ -14,15 +14,16 @@ enum class FieldKind : uint8_t { kSkip, kFloat, kHash, kInteger, kHex };
 struct Field {
   FieldKind kind = FieldKind::kSkip;
 
-  // For kFloat: the number of row i goes to output[i * stride]. An empty field becomes `missing`,
-  // unless the field is required.
+  // For kFloat: the value of row i is written to output[i * stride]. An empty field gives the value
+  // `missing`, or makes the row malformed if `required` is set.
   float* output = nullptr;
   int64_t stride = 1;
   float missing = 0;
   bool required = false;
 
-  // For the kinds of keys: each text between separators is a key; with separator 0 the whole field
-  // is one key. An empty text is no key; an empty field becomes `missing_key` if has_missing_key.
+  // For the kinds that hold keys: each text between separators is a key; if `separator` is 0, the
+  // whole field is one key. Empty texts are skipped. An empty field gives `missing_key` if
+  // has_missing_key is set, otherwise no key.
   char separator = 0;
   bool has_missing_key = false;
   int64_t missing_key = 0;
@@ -50,20 +51,22 @@ struct FoundLines {
   bool unclosed = false;  // true if the last line ends within a quoted field
 };
 
-// Finds the lines that begin in [0, stop); a line must begin at 0. A line ends with "\n" or "\r\n"
-// outside quoted fields, or at the end of the text if that is `complete`; otherwise an unfinished
-// line is left out. A field is quoted if it begins with `quote` (0: no field is); two quotes in a
-// row inside it stand for one. Blank lines are left out if `skip_blank`.
+// Finds the lines that begin in [0, stop); a line must begin at 0. A line ends with "
+// " or "\r
+// " outside quoted fields. The end of the text also ends a line if `complete` is true; otherwise an
+// unfinished last line is left out. A field is quoted if it begins with `quote` (0: no field is
+// quoted); inside it, two quotes in a row stand for one. Blank lines are left out if `skip_blank`
+// is true.
 FoundLines find_lines(const char* text, int64_t size, int64_t stop, char delimiter, char quote,
                       bool skip_blank, bool complete);
 
-// Returns the position after the newline that ends the line which `begin` is in, or -1 if the text
+// Returns the position after the newline that ends the line containing `begin`, or -1 if the text
 // ends first. `place` is the state at `begin` on entry and at the end of the text on return. The
 // byte before `begin` must be readable, unless the line begins at 0.
 int64_t skip_line(const char* text, int64_t begin, int64_t size, char delimiter, char quote,
                   Place& place);
 
-// Reasons why a line cannot be read.
+// Reasons why a line cannot be parsed.
 enum class Malformed : int32_t {
   kTooFewFields,
   kTooManyFields,
@@ -79,20 +82,20 @@ const char* malformed_reason(Malformed why);
 
 struct MalformedRow {
   int64_t row;
-  int32_t field;  // counted from 0
+  int32_t field;  // zero-based index
   Malformed why;
 };
 
 struct ParsedKeys {
-  // Row i has offsets[f * rows + i + 1] - offsets[f * rows + i] keys for field f; fields without
-  // keys are not counted.
+  // Row i has offsets[f * rows + i + 1] - offsets[f * rows + i] keys for field f, where f counts
+  // only the fields that hold keys.
   std::vector<int64_t> offsets;
-  // All keys: field by field, and row by row within a field, when the parts are read in turn.
+  // All keys, when the parts are concatenated: field by field, and row by row within a field.
   std::vector<std::vector<int64_t>> parts;
 };
 
-// Reads lines[order[i]] of `text` as row i, for i in [0, rows). A line is read up to its first
-// fault; the contents of a malformed row are undefined.
+// Parses lines[order[i]] of `text` as row i, for i in [0, rows). Parsing of a line stops at the
+// first error; the contents of a malformed row are undefined.
 void parse_lines(const TextFormat& format, const char* text, const Line* lines,
                  const int64_t* order, int64_t rows, ParsedKeys& keys,
                  std::vector<MalformedRow>& malformed, const ParallelFor& parallel_for);

@@ -8,12 +8,13 @@
 
 namespace sparsekit::cuda {
 
-// Value of a position word until an error is found: all bytes are equal, so a memset can set it.
+// Initial value of an error position: no error found. All bytes are equal, so a memset can set it.
 constexpr int kNoPositionByte = 0x7F;
 constexpr int64_t kNoPosition = 0x7F7F7F7F7F7F7F7F;
 
-// For ops on several tables, a position word holds the table in its upper bits and the position
-// within the table in its lower ones, so errors of the first table are the smallest.
+// In ops on several tables, an error position holds the table in its upper bits and the position
+// within the table in its lower bits. So the smallest value is the first error of the first bad
+// table.
 constexpr int kPositionBits = 40;
 SPARSEKIT_HOST_DEVICE inline int64_t position_of_table(int64_t table, int64_t position) {
   return table << kPositionBits | position;
@@ -37,10 +38,10 @@ struct Piece {
   int64_t bytes;
 };
 
-// Copies a few small pieces to the host and waits once for all of them.
+// Copies a few small pieces of device memory to the host, with a single wait for all of them.
 void read_back(const Piece* pieces, int count, void* stream);
 
-// Copies to the device, in stream order. The caller may reuse the host's memory right after.
+// Copies host memory to the device, in stream order. The caller may reuse `host` immediately.
 void copy_to_device(void* device, const void* host, int64_t bytes, void* stream);
 
 // Returns how often read_back has waited in this process.

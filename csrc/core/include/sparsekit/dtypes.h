@@ -13,7 +13,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The type in which rows of type T are added and multiplied.
+// The type in which arithmetic on rows of type T is done.
 template <class T>
 struct Accumulate {
   using type = T;
@@ -52,8 +52,8 @@ SPARSEKIT_HOST_DEVICE inline BFloat16 store<BFloat16>(float x) {
   return BFloat16{static_cast<uint16_t>(x != x ? nan : rounded)};
 }
 
-// Instantiates function<T>, or function<Rule, T>, for every dtype of rows, at the end of the file
-// that defines it.
+// Instantiates function<T>, or function<Rule, T>, for every dtype of rows. Used at the end of the
+// file that defines the function.
 #define SPARSEKIT_INSTANTIATE(function)                 \
   template decltype(function<float>) function<float>;   \
   template decltype(function<double>) function<double>; \

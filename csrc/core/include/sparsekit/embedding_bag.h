@@ -8,47 +8,47 @@
 
 namespace sparsekit {
 
-// Combines the rows x_i of a bag, with weights w_i (1 when there are none), to one vector:
+// Combines the rows x_i of a bag, with weights w_i (1 when there are none), into one vector:
 //   sum: S = sum w_i x_i;   mean: S / sum w_i;   sqrtn: S / sqrt(sum w_i^2).
 // A divisor of zero, as for an empty bag, gives zeros. With kNone a bag has at most one row, which
-// is copied; only the ops on many tables accept it.
+// is copied; only the ops on many tables accept kNone.
 enum class Combiner : int64_t { kSum = 0, kMean = 1, kSqrtn = 2, kNone = 3 };
 
 // Bag b pools rows[offsets[b] : offsets[b + 1]].
 struct Bags {
-  const int64_t* rows;  // [n] row numbers; a negative one stands for a row of zeros
+  const int64_t* rows;  // [n] row indices; a negative index stands for a row of zeros
   int64_t n;
-  const int64_t* offsets;  // [num_bags + 1], from 0 to n, never decreasing
+  const int64_t* offsets;  // [num_bags + 1], non-decreasing, from 0 to n
   int64_t num_bags;
 };
 
 namespace cpu {
 
-// Returns -1, or the first index at which `offsets` breaks the rule of Bags.
+// Returns the first index at which `offsets` violates the requirements of Bags, or -1 if none does.
 int64_t check_offsets(const Bags& bags, const ParallelFor& parallel_for);
 
-// out [num_bags, dim] = pooled rows of weight [num_rows, dim]; sample_weights [n] may be null.
-// Returns -1, or a position in `rows` whose row is >= num_rows; out is then undefined.
+// Pools rows of weight [num_rows, dim] into out [num_bags, dim]; sample_weights [n] may be null.
+// Returns -1, or a position in `rows` whose row is >= num_rows; `out` is then undefined.
 template <class T>
 int64_t embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& bags,
                       const Acc<T>* sample_weights, Combiner combiner, T* out,
                       const ParallelFor& parallel_for);
 
-// Returns the bytes of workspace for embedding_bag_backward.
+// Returns the workspace size in bytes of embedding_bag_backward.
 template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows,
                                                const ParallelFor& parallel_for);
 
-// Computes grad_weight [num_rows, dim] from grad_out [num_bags, dim]; rows that no bag uses are
-// zero. The order of additions is fixed, as in unsorted_segment_sum. Returns the same as
-// embedding_bag.
+// Computes grad_weight [num_rows, dim] from grad_out [num_bags, dim]; rows that no bag uses become
+// zero. The order of additions is fixed, as in unsorted_segment_sum. Returns -1 or a bad position,
+// like embedding_bag.
 template <class T>
 int64_t embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
                                const Acc<T>* sample_weights, Combiner combiner, T* grad_weight,
                                void* workspace, const ParallelFor& parallel_for);
 
-// Computes grad_sample_weights [n], the gradient of the weights themselves. The forward has checked
-// the rows, so nothing is checked again.
+// Computes grad_sample_weights [n], the gradient of sample_weights. Relies on the checks that the
+// forward has made.
 template <class T>
 void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, int64_t dim,
                                            const Bags& bags, const Acc<T>* sample_weights,
@@ -57,10 +57,10 @@ void embedding_bag_backward_sample_weights(const T* grad_out, const T* weight, i
 
 }  // namespace cpu
 
-// On a device, offsets and rows are checked by the kernels: *bad_offset and *bad_row, which the
-// caller has set to INT64_MAX, become the smallest position at which offsets break the rule of Bags
-// (the position that cpu::check_offsets reports) and the smallest position of a row >= num_rows. A
-// bag with bad offsets counts as empty, a bad row as a row of zeros. n and num_bags < 2^31.
+// On a device, the kernels check offsets and rows. The caller sets *bad_offset and *bad_row to
+// INT64_MAX. *bad_offset becomes the position that cpu::check_offsets would return, and *bad_row
+// the smallest position of a row >= num_rows, if there are any. A bag with bad offsets is treated
+// as empty, and a bad row as a row of zeros. Preconditions: n < 2^31 and num_bags < 2^31.
 namespace cuda {
 
 struct BagErrors {
@@ -79,7 +79,8 @@ void embedding_bag(const T* weight, int64_t num_rows, int64_t dim, const Bags& b
 template <class T>
 int64_t embedding_bag_backward_workspace_bytes(const Bags& bags, int64_t dim, int64_t num_rows);
 
-// Like the CPU version. `deterministic` as in unsorted_segment_sum. num_rows < 2^32 - 1.
+// Like the CPU version. `deterministic` is that of unsorted_segment_sum. Precondition: num_rows <
+// 2^32 - 1.
 template <class T>
 void embedding_bag_backward(const T* grad_out, int64_t num_rows, int64_t dim, const Bags& bags,
                             const Acc<T>* sample_weights, Combiner combiner, bool deterministic,

@@ -1,4 +1,4 @@
-// Row numbers and segment ids in either of two widths.
+// Row indices or segment ids, stored as int64 or as int32.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace sparsekit {
 
-// One number per entry: int64 if `wide` is not null, otherwise int32 in `narrow`.
+// An array with one integer per entry: int64 in `wide` if it is not null, otherwise int32 in
+// `narrow`.
 struct EntryNumbers {
   const int64_t* wide;
   const int32_t* narrow;

@@ -8,7 +8,7 @@
 namespace sparsekit {
 namespace cpu {
 
-// out[i] = table[rows[i]], or zeros where rows[i] < 0. Rows are row_bytes bytes of any dtype. table
+// out[i] = table[rows[i]], or zeros where rows[i] < 0. A row is row_bytes bytes of any dtype. table
 // [num_rows, row_bytes], rows [n], out [n, row_bytes]. Returns -1, or the first position whose row
 // is >= num_rows; out is then undefined.
 int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
@@ -18,8 +18,8 @@ int64_t gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, cons
 
 namespace cuda {
 
-// *bad, which the caller has set to INT64_MAX, becomes the smallest position whose row is
-// >= num_rows, if there is one; such rows are copied as zeros.
+// Like the CPU version, but a row >= num_rows gives zeros. The caller sets *bad to INT64_MAX; it
+// becomes the smallest position of such a row, if there is one.
 void gather_rows(const void* table, int64_t num_rows, int64_t row_bytes, const int64_t* rows,
                  int64_t n, void* out, int64_t* bad, void* stream);
 

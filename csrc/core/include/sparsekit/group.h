@@ -1,4 +1,5 @@
-// Arguments of an op on many tables: sources of keys, and the table that each run of bags asks.
+// Arguments of ops that work on many tables at once: where the keys are, and which table each run
+// of bags looks up.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +9,10 @@
 
 namespace sparsekit {
 
-// Keys and how they are cut into bags.
+// An array of keys, divided into bags.
 struct Source {
   const void* keys;     // [n], int64 or int32
-  const void* offsets;  // [bags + 1], int64 or int32, from 0 to n; null: each key is a bag
+  const void* offsets;  // [bags + 1], int64 or int32, from 0 to n; null: one key per bag
   bool wide_keys, wide_offsets;
   int64_t n, bags;
 
@@ -25,21 +26,22 @@ struct Source {
   }
 };
 
-// A run of a source's bags, for one table. An entry is a key of such a bag. Entries are numbered
-// feature by feature; the features of a table are neighbours, so its entries are contiguous.
+// Consecutive bags of a source, which look up one table. Each key of these bags is an entry.
+// Entries are numbered feature by feature. Features of the same table are adjacent, so the entries
+// of a table are contiguous.
 struct Feature {
   int64_t table, source;
   int64_t first_bag, bags;
   int64_t max_nnz;
-  // Known on the host only if the offsets are in its memory:
+  // Known on the host only if the source's offsets are in host memory:
   int64_t key_start, n, first_entry;
 };
 
-// Features and entries of one table of a call.
+// The ranges of features and entries that belong to one table of a call.
 struct AskedTable {
   int64_t first_feature, features;
-  int64_t first_entry, n;  // known on the host only if offsets are in its memory
-  int64_t end;             // keys are in [0, end); -1 if any key is allowed
+  int64_t first_entry, n;  // known on the host only if offsets are in host memory
+  int64_t end;             // keys must be in [0, end); -1 if any key is allowed
 };
 
 namespace cpu {
@@ -56,13 +58,12 @@ struct BagCheck {
 BagCheck check_bags(const Source& source, int64_t first, int64_t last, int64_t most,
                     const ParallelFor& parallel_for);
 
-// Returns the first position of a key outside [0, end) among [first, last), or -1.
+// Returns the first position in [first, last) of a key outside [0, end), or -1 if there is none.
 int64_t check_keys(const Source& source, int64_t first, int64_t last, int64_t end,
                    const ParallelFor& parallel_for);
 
-// Writes the entry at which each bag of the features begins, feature by feature, and then the
-// number of entries, to bags [bags of all features + 1]; and each feature's key_start to
-// key_starts.
+// Writes the first entry of each bag, feature by feature, followed by the number of entries, to
+// bags [bags of all features + 1]. Writes each feature's key_start to key_starts [num_features].
 void write_bags(const Source* sources, const Feature* features, int64_t num_features, int32_t* bags,
                 int64_t* key_starts, const ParallelFor& parallel_for);
 
@@ -72,43 +73,44 @@ struct GroupTable;
 struct NewRows;
 struct RoutedTable;
 
-// On a device, bad offsets are clamped to the range of their source's keys. Fields that follow from
-// offsets (key_start, n and first_entry of features; n and first_entry of tables) are not read.
+// On a device, bad offsets are clamped to the range of their source's keys. Fields that the host
+// would compute from offsets (key_start, n and first_entry of features; n and first_entry of
+// tables) are not read.
 namespace cuda {
 
 // Tables, sources and features of a call; all arrays are in host memory.
 struct GroupCall {
   const GroupTable* tables;   // [num_tables], unless `routed` is given
-  const RoutedTable* routed;  // [num_tables] if keys go to their owners, else null
+  const RoutedTable* routed;  // [num_tables] if keys are sent to their owners, else null
   const NewRows* new_rows;    // [num_tables], or null if nothing is inserted
   int64_t num_tables;
   const Source* sources;
   int64_t num_sources;
   const Feature* features;
   int64_t num_features;
-  int64_t num_bags;  // number of bags of all features
-  int64_t entries;   // upper bound of the number of entries
+  int64_t num_bags;  // total number of bags of all features
+  int64_t entries;   // upper bound on the number of entries
 };
 
-// Smallest positions of errors, each set to INT64_MAX by the caller. The position of an offset or a
-// bag counts from the first offset of the first source, that of a key from the first key of the
-// first source.
+// The smallest position of each kind of error; the caller initializes them to INT64_MAX. Positions
+// are counted across all sources: those of offsets and bags from the first offset of the first
+// source, those of keys from its first key.
 struct GroupErrors {
   int64_t* bad_offset;
   int64_t* long_bag;
   int64_t* bad_key;
 };
 
-// Output of begin_group, the same as that of cpu::write_bags.
+// Outputs of begin_group, the same as those of cpu::write_bags.
 struct GroupBags {
   int32_t* bags;        // [num_bags + 1]
   int64_t* key_starts;  // [num_features]
 };
 
-// Runs before any other function that uses the entries of a call, in the same workspace. Writes
-// `bags` and makes the checks of cpu::check_bags and cpu::check_keys; checks also that the offsets
-// of each source begin at 0 and end at n. With bad offsets, there may be more entries than
-// `entries`; the excess is cut off.
+// Must be called before all other functions that use the entries of a call, with the same
+// workspace. Writes `bags` and makes the same checks as cpu::check_bags and cpu::check_keys. Also
+// checks that the offsets of each source begin at 0 and end at n. Bad offsets may describe more
+// than call.entries entries; the excess is dropped.
 void begin_group(const GroupCall& call, const GroupBags& bags, const GroupErrors& errors,
                  void* workspace, void* stream);
 

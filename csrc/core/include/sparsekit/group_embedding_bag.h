@@ -1,4 +1,4 @@
-// Pools the rows of many tables at once; computes the gradients of pooling.
+// Pools rows of many tables in one call; computes the gradients of pooling.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace sparsekit {
 
-// The part of a table that pooling reads.
+// The fields of a table that pooling reads.
 template <class T>
 struct PooledTable {
   const T* weight;
@@ -21,28 +21,28 @@ struct PooledTable {
   // [num_listed], or null. If given, `index` holds positions in this list instead of rows.
   const int32_t* rows;
   int64_t num_listed;
-  // Entries with a negative row read the initial vector of this seed, or zeros if it is null.
+  // Seed of the initial vectors that replace negative rows; if null, zeros replace them.
   const int64_t* seed;
-  Initializer initializer;  // without its seed
+  Initializer initializer;  // its own seed is not used
 };
 
-// The bags of a feature. The vector of bag b begins at out + b * stride, its gradient at grad + b *
-// stride.
+// The bags of a feature. The vector of bag b begins at out + b * stride, the gradient of this
+// vector at grad + b * stride.
 template <class T>
 struct FeatureBags {
   int64_t table, num_bags;
-  EntryNumbers bags;  // [num_bags + 1] the entry at which each bag begins; the last one is the end
+  EntryNumbers bags;  // [num_bags + 1] first entry of each bag, then the end of the last bag
   Combiner combiner;
   T* out;
   const T* grad;
   int64_t stride;
-  // Weights of the whole source, or null; the feature's own begin at key_start.
+  // Weights of all keys of the source, or null; the feature's weights begin at *key_start.
   const Acc<T>* sample_weights;
   const void* keys;
   bool wide_keys;
   int64_t num_keys;
   const int64_t* key_start;  // null means 0
-  int64_t max_nnz;           // read only on a device
+  int64_t max_nnz;           // used only on a device
 
   int64_t first_entry() const { return bags[0]; }
   int64_t num_entries() const { return bags[num_bags] - bags[0]; }
@@ -54,11 +54,11 @@ struct FeatureBags {
   }
 };
 
-// Gradients of a table begin at a multiple of this many elements, so that they can be loaded in
-// vectors.
+// The gradient of each table begins at a multiple of this many elements, so that vector loads can
+// be used.
 constexpr int64_t kPartElements = 16;
 
-// Inputs of the gradient of one table.
+// Arguments of the gradient of one table.
 template <class T>
 struct SummedTable {
   const FeatureBags<T>* features;
@@ -66,28 +66,29 @@ struct SummedTable {
   int64_t first_entry, n;
   int64_t num_rows, dim;  // shape of the gradient
   T* grad;                // [num_rows, dim]
-  // [num_rows], or null. If given, gradients are written in ascending order of these rows, which
-  // are written to sorted_rows [num_rows].
+  // [num_rows], or null. If given, gradients are written in ascending order of row, and the sorted
+  // rows are written to sorted_rows [num_rows].
   const int32_t* rows;
   int64_t* sorted_rows;
 };
 
-// Consumes the gradient of a table on the thread that summed it, while it is in the cache: grad
-// [num_rows, dim] of the int64 `rows` [num_rows]. Both arrays are reused after the call. Called for
-// several tables at a time, each with the threads that it may use. Must not throw.
+// Callback that consumes the gradient of a table on the thread that summed it, while it is in the
+// cache: grad [num_rows, dim] is the gradient of `rows` [num_rows]. Both arrays are valid only
+// during the call. Calls for several tables may run concurrently; `parallel_for` has the threads
+// that a call may use. Must not throw.
 template <class T>
 using GradientTaker = std::function<void(int64_t table, const int64_t* rows, const T* grad,
                                          const ParallelFor& parallel_for)>;
 
-// Output for the sums of all tables: the sum for row r of table t begins at out + r *
+// Output buffer for the sums of all tables: the sum for row r of table t begins at out + r *
 // row_strides[t].
 template <class T>
 struct SumRoom {
   T* out;
-  int64_t elements;            // number of elements of `out`
+  int64_t elements;            // size of `out` in elements
   const int64_t* row_strides;  // [tables]
 
-  // Returns the number of rows of table t whose vector of `dim` elements fits within out.
+  // Returns how many rows of table t, with `dim` elements each, fit in `out`.
   int64_t num_rows(int64_t t, int64_t dim) const {
     return elements < dim ? 0 : (elements - dim) / row_strides[t] + 1;
   }
@@ -95,35 +96,36 @@ struct SumRoom {
 
 namespace cpu {
 
-// Returns the bytes of workspace for group_embedding_bag, aligned to 64: without initial vectors, 8
-// for each feature and 8 more.
+// Returns the workspace size in bytes of group_embedding_bag; the workspace must be 64-byte
+// aligned. Without initial vectors, the size is 8 * (num_features + 1).
 template <class T>
 int64_t group_embedding_bag_workspace_bytes(const PooledTable<T>* tables,
                                             const FeatureBags<T>* features, int64_t num_features,
                                             const ParallelFor& parallel_for);
 
 // Pools the bags of all features. index[e] is the row of entry e, or a position in its table's
-// `rows`; bags are as wide as index. Returns -1, or an entry whose row or position does not exist;
-// the result is then undefined.
+// `rows`; `bags` and `index` must have the same integer type. Returns -1, or an entry whose row or
+// position is out of range; the output is then undefined.
 template <class T>
 int64_t group_embedding_bag(const PooledTable<T>* tables, const FeatureBags<T>* features,
                             int64_t num_features, EntryNumbers index, void* workspace,
                             const ParallelFor& parallel_for);
 
-// Returns the bytes of workspace, aligned to 64, for group_embedding_bag_backward, with a taker or
-// without. Pass the same `order` [tables] to both.
+// Returns the workspace size in bytes of group_embedding_bag_backward, with or without a taker; the
+// workspace must be 64-byte aligned. Pass the same `order` [tables] to both functions.
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const SummedTable<T>* tables,
                                                      int64_t num_tables, int32_t* order,
                                                      const ParallelFor& parallel_for,
                                                      bool has_taker = false);
 
-// Computes the gradients of the rows of all tables, each like embedding_bag_backward of the table's
-// entries, then divides by `divisor`. index[e] is the number of entry e's row in its table; entries
-// with a negative one are skipped. Returns -1, or the first entry whose number is >= num_rows.
+// Computes the gradient of each table as embedding_bag_backward would from the table's entries,
+// then divides it by `divisor`. index[e] is the index of entry e's row among the num_rows rows of
+// its table's gradient; entries with a negative index are skipped. Returns -1, or the first entry
+// with an index >= num_rows.
 //
-// With a taker, gradients go to it, in the order of `rows`, and grad and sorted_rows are not used;
-// a bad entry is then found before the taker is called.
+// With a taker, gradients are passed to the taker, in the order of `rows`, and grad and sorted_rows
+// are not used. Bad entries are then found before the taker is first called.
 template <class T>
 int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_tables,
                                      EntryNumbers index, int64_t divisor, int32_t* order,
@@ -132,11 +134,11 @@ int64_t group_embedding_bag_backward(const SummedTable<T>* tables, int64_t num_t
 
 }  // namespace cpu
 
-// Like the CPU versions. Bad bags are clamped to `entries`; an entry whose row does not exist
-// counts as one without a row and is reported in *bad_index or *bad_row. counts [tables] is the
-// number of valid elements of `rows` [entries] that each table has from its first entry on;
-// PooledTable::rows and num_listed are not read, nor is SummedTable::first_entry. A feature has at
-// most max_nnz entries per bag.
+// Like the CPU versions. Bad bags are clamped to `entries`. An entry whose row is out of range is
+// treated as having no row, and is reported in *bad_index or *bad_row. Each table's part of `rows`
+// [entries] begins at the table's first entry; counts [tables] is the number of valid elements in
+// each part. PooledTable::rows, PooledTable::num_listed and SummedTable::first_entry are not read.
+// No bag has more entries than its feature's max_nnz.
 namespace cuda {
 
 template <class T>
@@ -157,7 +159,7 @@ template <class T>
 void group_embedding_bag(const GroupPooling<T>& call, int64_t* bad_row, int64_t* bad_index,
                          void* workspace, void* stream);
 
-// Terms of the gradients of all tables. Features are ordered by table, and so are their bags,
+// Arguments of the gradients of all tables. Features are ordered by table, and so are bags,
 // gradients and sorted rows.
 template <class T>
 struct GroupSums {
@@ -173,7 +175,7 @@ struct GroupSums {
 template <class T>
 int64_t group_embedding_bag_backward_workspace_bytes(const GroupSums<T>& sums);
 
-// Computes the gradients of all tables. The order of additions is always fixed.
+// Computes the gradients of all tables. The order of additions is fixed.
 template <class T>
 void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, void* workspace,
                                   void* stream);
@@ -181,10 +183,11 @@ void group_embedding_bag_backward(const GroupSums<T>& sums, int64_t* bad_index, 
 template <class T>
 int64_t group_embedding_bag_backward_at_workspace_bytes(const GroupSums<T>& sums);
 
-// Writes the same sums, for the rows sums.rows, into `room`. grad of sums.tables is not read, and
-// num_rows is an upper bound; a table has at most as many rows as entries, whatever counts say.
-// Sums for rows that do not fit in `room` are dropped; the position of such a row among the rows of
-// all tables is reported in *bad_row. The host does not wait for the number of rows.
+// Like group_embedding_bag_backward, but writes the sums for the rows sums.rows to `room`. The
+// field `grad` of sums.tables is not read, and num_rows is only an upper bound; the number of a
+// table's rows is also limited to the number of its entries, even if `counts` is larger. Sums that
+// do not fit in `room` are dropped; the position of such a sum's row among the rows of all tables
+// is reported in *bad_row. The host does not wait for the number of rows.
 template <class T>
 void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>& room,
                                      int64_t* bad_index, int64_t* bad_row, void* workspace,
@@ -193,12 +196,13 @@ void group_embedding_bag_backward_at(const GroupSums<T>& sums, const SumRoom<T>&
 template <class T>
 int64_t group_embedding_bag_update_workspace_bytes(const GroupSums<T>& sums);
 
-// Makes an optimizer's step with the gradients that group_embedding_bag_backward would write, as
-// update_rows would, but keeps gradients out of memory: only sums of rows whose entries are far
-// apart are stored. The host does not wait for the number of rows. grad of sums.tables is not read,
-// and num_rows is an upper bound; a table has at most as many rows as entries, whatever counts say.
-// Positions in *bad_row count the distinct rows of a table. before_changes() is called after the
-// launches that check `index` and before anything is changed; it may throw.
+// Makes the optimizer step that update_rows would make with the gradients of
+// group_embedding_bag_backward, but without writing these gradients to memory: it stores only the
+// sums of rows whose sorted entries span several chunks. The host does not wait for the number of
+// rows. The field `grad` of sums.tables is not read, and num_rows is only an upper bound; the
+// number of a table's rows is also limited to the number of its entries, even if `counts` is
+// larger. Positions in *bad_row are counted among the distinct rows of a table. before_changes() is
+// called after the launches that check `index` and before anything is changed; it may throw.
 template <class Rule, class T>
 void group_embedding_bag_update(const GroupSums<T>& sums, const SteppedTable<T>* tables,
                                 const Rule& rule, StepNumber number, Rounding rounding,

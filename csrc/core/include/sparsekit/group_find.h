@@ -1,4 +1,4 @@
-// Finds rows of the keys of many tables at once, and inserts new keys.
+// Looks up keys in many tables at once, and inserts new keys.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct GroupTable : AskedTable {
   int64_t capacity, world_size;
 };
 
-// The destination of the initial vectors of a table's new rows.
+// Where the initial vectors of a table's new rows are written, and how they are initialized.
 struct NewRows {
   void* weight;  // [capacity, dim]
   int64_t dim;
@@ -30,22 +30,23 @@ struct NewRows {
 
 namespace cpu {
 
-// rows[e] = row of the key of entry e, or -1 if the key is absent. workspace [features + 1].
+// Sets rows[e] to the row of entry e's key, or to -1 if the key is absent. workspace [num_features
+// + 1].
 void group_find(const GroupTable* tables, const Source* sources, const Feature* features,
                 int64_t num_features, int32_t* rows, int64_t* workspace,
                 const ParallelFor& parallel_for);
 
-// Returns the bytes of workspace, aligned to 64, for group_find_or_insert. Pass the same `order`
-// [tables] to both.
+// Returns the workspace size in bytes of group_find_or_insert; the workspace must be 64-byte
+// aligned. Pass the same `order` [tables] to both functions.
 int64_t group_find_or_insert_workspace_bytes(const GroupTable* tables, int64_t num_tables,
                                              int32_t* order, const ParallelFor& parallel_for);
 
-// Handles each table separately: finds the distinct keys in order of first occurrence, like
-// unique(); their rows, like hash_table_find_or_insert; and writes initial vectors of new rows,
-// like init_rows. rows[first_entry + j] is the row of a table's distinct key j < counts[t];
-// inverse[e] is the j of entry e. `seed` as in unique(). refused [tables] is the result of
+// For each table t: finds the distinct keys in order of first occurrence, like unique(); finds or
+// inserts their rows, like hash_table_find_or_insert; and writes the initial vectors of new rows,
+// like init_rows. rows[first_entry + j] is the row of distinct key j, for j < counts[t]; inverse[e]
+// is the index j of entry e's key. `seed` is that of unique(). refused[t] is the result of
 // hash_table_find_or_insert; if it is not 0, the table is unchanged. Preconditions: check_bags and
-// check_keys find nothing; n < 2^31 for each table; sizes are at most 5 per bucket.
+// check_keys report no error; n < 2^31 and *size <= kSlotsPerBucket * num_buckets for each table.
 template <class T>
 void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const NewRows* new_rows,
                           const Source* sources, const Feature* features, int64_t seed,
@@ -54,18 +55,18 @@ void group_find_or_insert(const GroupTable* tables, int64_t num_tables, const Ne
 
 }  // namespace cpu
 
-// On a device, the same launches handle all tables.
+// On a device, each launch handles all tables.
 namespace cuda {
 
-// Returns the size of the workspace, which must be passed to begin_group first.
+// Returns the workspace size in bytes. The same workspace must be passed to begin_group first.
 int64_t group_find_workspace_bytes(const GroupCall& call);
 
-// rows[e] as on the CPU, but -1 for a key out of range.
+// Like the CPU version, but rows[e] is -1 for a key out of range.
 void group_find(const GroupCall& call, const GroupBags& bags, int32_t* rows, void* workspace,
                 void* stream);
 
-// Like the CPU version. status [tables, 2] is what hash_table_find_or_insert writes, counting
-// distinct keys; zeros for a table without buckets.
+// Like the CPU version. status [tables, 2] has the two words that hash_table_find_or_insert writes,
+// with distinct keys counted instead of entries; they are 0 for a table without buckets.
 template <class T>
 void group_find_or_insert(const GroupCall& call, const GroupBags& bags, int64_t seed, int32_t* rows,
                           int32_t* inverse, int64_t* counts, int64_t* status, void* workspace,

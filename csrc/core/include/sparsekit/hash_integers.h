@@ -1,4 +1,4 @@
-// XXH64 of the decimal text of integers, so that 3 and "3" have one code.
+// XXH64 of the decimal text of integers, so that 3 and "3" have the same hash.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 namespace sparsekit {
 
 // Returns the decimal digits of value < 10^8 in the 8 bytes of a word, the first digit in the
-// lowest byte. Divides in parallel: two numbers of four digits become four of two, then eight of
-// one.
+// lowest byte. Divides in parallel: the two halves of four digits become four pairs of digits, then
+// eight digits.
 SPARSEKIT_HOST_DEVICE inline uint64_t eight_digits(uint64_t value) {
   const uint64_t fours = value / 10000 | value % 10000 << 32;
   const uint64_t hundreds = (fours * 10486 >> 20) & 0x0000007F0000007Fu;
@@ -29,8 +29,8 @@ SPARSEKIT_HOST_DEVICE inline int zero_bytes(uint64_t word) {
   return count;
 }
 
-// Returns the XXH64 of the decimal text of an integer. The text is never in memory: it is assembled
-// in three words, whose leading zeros are shifted out.
+// Returns the XXH64 of the decimal text of an integer. The text is never stored in memory: it is
+// assembled in three words, whose leading zeros are shifted out.
 SPARSEKIT_HOST_DEVICE inline uint64_t hash_decimal(uint64_t magnitude, bool negative,
                                                    uint64_t seed) {
   namespace steps = xxh64_steps;

@@ -1,4 +1,4 @@
-// A hash table from int64 keys to dense row numbers.
+// A hash table that maps int64 keys to dense row indices.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace sparsekit {
 
 constexpr int kSlotsPerBucket = 5;
 
-// One 64-byte line, which is all that most lookups read. A slot is empty when its row is -1, so
+// One 64-byte cache line: most lookups read nothing else. A slot is empty when its row is -1, so
 // every int64 is a legal key; an empty slot's key is 0. Slots fill in order.
 struct Bucket {
   int64_t keys[kSlotsPerBucket];
@@ -19,9 +19,9 @@ struct Bucket {
   // Number of keys that found this bucket full and moved on. 0 ends the search for a key.
   int32_t spilled;
 
-  // Returns true if keys whose search reached this bucket may be in later ones. Keys only pass full
-  // buckets, so a count in a bucket that is not full is damage, which must not prolong every
-  // search.
+  // Returns true if a search that reaches this bucket must go on to the next one. Keys pass only
+  // full buckets, so a nonzero count in a bucket that is not full is damage; it must not prolong
+  // every search.
   SPARSEKIT_HOST_DEVICE bool passed() const {
     return spilled > 0 && rows[kSlotsPerBucket - 1] >= 0;
   }
@@ -51,7 +51,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t home_bucket(int64_t key, int64_t seed, int6
   return bucket_of_hash(hash_key(key ^ seed), num_buckets);
 }
 
-// Returns the number of buckets that a key in bucket `b` has passed.
+// Returns how many buckets `b` is past the home bucket of `key`.
 SPARSEKIT_HOST_DEVICE inline int64_t buckets_passed(int64_t b, int64_t key, int64_t seed,
                                                     int64_t num_buckets) {
   const int64_t distance = b - home_bucket(key, seed, num_buckets);
@@ -69,47 +69,48 @@ template <class Key, class Row>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, int64_t seed, const Key* keys,
                      int64_t n, Row* rows, const ParallelFor& parallel_for);
 
-// Like find, but absent keys get the rows *size, *size + 1, ... in order of first occurrence, and
-// *size grows. All or nothing: if the rows would exceed `capacity`, the table and *size are left as
-// they were, byte for byte, rows[i] of absent keys is -1, and the call returns the number of
-// entries of `keys` that are absent (repeats counted); otherwise it returns 0. It returns -1 if the
-// table is damaged (by a bad file, say): no slot is free though *size is below `capacity`.
+// Like hash_table_find, but inserts absent keys with the rows *size, *size + 1, ... in order of
+// first occurrence, and increases *size. All or nothing: if the rows would exceed `capacity`, the
+// table and *size are left unchanged, byte for byte, rows[i] of absent keys is -1, and the call
+// returns the number of absent entries of `keys` (repeats counted). Returns 0 on success, and -1 if
+// the table is damaged (by a bad file, say): no slot is free although *size is below `capacity`.
 // Precondition: capacity <= kSlotsPerBucket * num_buckets and capacity < 2^31.
 template <class Key>
 int64_t hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t* size,
                                   int64_t capacity, const Key* keys, int64_t n, int64_t* rows,
                                   const ParallelFor& parallel_for);
 
-// keys[row] = key for every entry whose row is below `size`. rows [size] is workspace. Returns
-// false if the table is damaged: it does not have exactly one key for each row, or its counts of
-// spilled keys do not match its keys; `keys` is then undefined.
+// Writes keys[row] = key for every key in the table whose row is below `size`. rows [size] is
+// workspace. Returns false if the table is damaged: it does not have exactly one key for each row,
+// or its counts of spilled keys do not match its keys; `keys` is then undefined.
 bool hash_table_keys(const Bucket* buckets, int64_t num_buckets, int64_t seed, int64_t size,
                      int64_t* keys, int64_t* rows, const ParallelFor& parallel_for);
 
 }  // namespace cpu
 
-// On a device, all pointers, including the one to the seed, are to device memory, `stream` is a
-// cudaStream_t, and nothing waits for the host.
+// On a device, all pointers, including `seed`, point to device memory, `stream` is a cudaStream_t,
+// and the host never waits for the device.
 namespace cuda {
 
 void hash_table_clear(Bucket* buckets, int64_t num_buckets, void* stream);
 
-// Rows of entries beyond n.get() are -1.
+// Like the CPU version; rows[i] is -1 for i >= n.get().
 template <class Key>
 void hash_table_find(const Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                      const Key* keys, DeviceCount n, int64_t* rows, void* stream);
 
 int64_t hash_table_find_or_insert_workspace_bytes(int64_t n);
 
-// Like the CPU version. status[0] becomes the size before the call; status[1] the number of entries
-// refused, 0 on success, or -1 if the table is damaged: *size is out of range, or no slot was free.
-// A table without a free slot is then unusable.
+// Like the CPU version. status[0] becomes the size before the call. status[1] becomes 0 on success,
+// the number of refused entries, or -1 if the table is damaged: *size is out of range, or no slot
+// was free. A table without a free slot is then unusable.
 template <class Key>
 void hash_table_find_or_insert(Bucket* buckets, int64_t num_buckets, const int64_t* seed,
                                int64_t* size, int64_t capacity, const Key* keys, DeviceCount n,
                                int64_t* rows, int64_t* status, void* workspace, void* stream);
 
-// *unsound [1] becomes nonzero if the table is damaged, else 0. rows [size] is workspace.
+// Like the CPU version. *unsound becomes nonzero if the table is damaged, otherwise 0. rows [size]
+// is workspace.
 void hash_table_keys(const Bucket* buckets, int64_t num_buckets, const int64_t* seed, int64_t size,
                      int64_t* keys, int64_t* rows, int64_t* unsound, void* stream);
 

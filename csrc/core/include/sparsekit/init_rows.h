@@ -10,9 +10,9 @@ namespace sparsekit {
 
 enum class Distribution : int64_t { kConstant = 0, kUniform = 1, kNormal = 2 };
 
-// The initial value of (seed, key, column): one draw of Philox4x32-10 with the seed as its key and
-// (key, column / 4) as its counter. So it does not depend on the device, the number of ranks or the
-// order of insertion.
+// The initial value is a function of (seed, key, column): one draw of Philox4x32-10 with the seed
+// as its key and (key, column / 4) as its counter. So it does not depend on the device, the number
+// of ranks or the order of insertion.
 //   kConstant: a;   kUniform: [a, b);   kNormal: mean a, standard deviation b (Box-Muller).
 // Values are computed in float for every storage type, so that all dtypes start from the same
 // numbers; rounding to BFloat16 may turn a uniform value into b.
@@ -37,10 +37,10 @@ int64_t init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, co
 
 namespace cuda {
 
-// The first row to write is max(0, *first_row), read on the device; null means 0. If device_seed is
-// not null, it replaces the initializer's seed. Rows >= num_rows are skipped and reported in *bad,
-// as in gather_rows. Uniform and constant values match the CPU bit for bit; normal ones may differ
-// in the last bit.
+// Like the CPU version, but the first row to write is max(0, *first_row), read on the device; null
+// means 0. If device_seed is not null, it replaces the initializer's seed. Rows >= num_rows are
+// skipped and reported in *bad, as in gather_rows. Uniform and constant values match the CPU bit
+// for bit; normal ones may differ in the last bit.
 template <class T>
 void init_rows(T* out, int64_t num_rows, int64_t dim, const int64_t* keys, const int64_t* rows,
                int64_t n, const int64_t* first_row, const Initializer& initializer,

@@ -1,4 +1,4 @@
-// The numbers of init_rows, computed by the same code on the CPU and on devices.
+// The values that init_rows writes, computed by the same code on the CPU and on devices.
 #pragma once
 
 #include <cmath>

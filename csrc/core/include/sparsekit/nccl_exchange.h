@@ -26,19 +26,19 @@ int library_version();
 
 UniqueId unique_id();
 
-// Creates a communicator on the current CUDA device. Waits for all ranks, and nothing can end the
-// wait: a caller with a time limit calls this on a thread that it can leave behind.
+// Creates a communicator on the current CUDA device. Waits for all ranks, and the wait cannot be
+// interrupted: a caller with a time limit should call this on a thread that it can abandon.
 ncclComm* connect(int rank, int world_size, const UniqueId& id);
 
-// Throws if something has gone wrong since the last call, for example on the network. Does not
-// depend on other ranks, and may be called while another thread is in all_to_all.
+// Throws if the communicator has failed since the last call, for example because of the network.
+// Does not depend on other ranks, and may be called while another thread is in all_to_all.
 void check(ncclComm* communicator);
 
-// Sends a part of `send` to each rank and receives a part of `receive` from each, rank 0's first,
-// without gaps. The sizes are [world_size], in bytes; both ends of a transfer must agree on its
-// size. The parts are read and written in stream order; the call itself returns once the work is
-// queued in the stream. The first transfer with a rank waits for that rank, since NCCL connects
-// then.
+// Sends a part of `send` to each rank, and receives a part of `receive` from each rank. Parts are
+// contiguous and ordered by rank. send_bytes [world_size] and receive_bytes [world_size] are the
+// sizes of the parts; sender and receiver must agree on the size of a transfer. The parts are read
+// and written in stream order; the call returns once the work is queued in the stream. The first
+// transfer with a rank waits for that rank, since NCCL connects then.
 void all_to_all(ncclComm* communicator, int world_size, const void* send, const int64_t* send_bytes,
                 void* receive, const int64_t* receive_bytes, void* stream);
 
@@ -50,7 +50,7 @@ void disconnect(ncclComm* communicator);
 bool revoke(ncclComm* communicator) noexcept;
 
 // Frees the communicator at once, ending pending work on the device too. Does nothing for null.
-// NCCL requires that no other thread be in a call.
+// NCCL requires that no other thread be inside a call on the communicator.
 void abort(ncclComm* communicator) noexcept;
 
 }  // namespace sparsekit::nccl

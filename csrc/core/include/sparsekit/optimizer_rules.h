@@ -1,25 +1,25 @@
 // The update of one element of a row, for each optimizer; shared by both engines.
 //
 // A rule is a struct of the optimizer's settings with
-//   kStates       the number of states, each an element for every element of the weight;
-//   kRowWise      whether the last state is one number for a whole row;
-//   kRowMeans     the number of means over a row that step() depends on, up to two;
-//   kPerRow       whether a row may count its own steps;
-//   StepConstants<A>    the numbers that all elements of a step share;
-//   at<A>(t)      those numbers for step t >= 1;
-//   step(...)     the step of one element: gradient g, weight w, states s[kStates].
-// A rule with means has
-//   kMeansReadWeight, kMeansReadStates   whether the means depend on weight or states too;
-//   of_element(k, g, w, s)               the terms that are averaged; s is a copy to work on;
-//   of_row(k, means, before)             a number of the row, which step() reads from s, after the
-//                                        states of the element; with kRowWise it is the row's new
+//   kStates       number of states; each has one element for each element of the weight;
+//   kRowWise      true if the last state is instead one number for a whole row;
+//   kRowMeans     number of means over a row that step() depends on, up to two;
+//   kPerRow       true if a row may count its own steps;
+//   StepConstants<A>    struct of the numbers that all elements of a step share;
+//   at<A>(t)      returns the StepConstants of step t >= 1;
+//   step(...)     makes the step of one element: gradient g, weight w, states s[kStates].
+// A rule with means also has
+//   kMeansReadWeight, kMeansReadStates   true if the means depend on the weight or the states too;
+//   of_element(k, g, w, s)               returns the terms to average; s is a copy to work on;
+//   of_row(k, means, before)             returns a number of the row that step() reads from s after
+//                                        the element's states; with kRowWise it is the row's new
 //                                        state, and before is the old one.
 // A rule that also moves rows without a gradient has what catch_up_rows needs:
-//   without_gradient(a, b)  the numbers of such a step, made of its two numbers in MissedSteps;
-//   most_replayed()         the number of such steps worth replaying: all later ones together would
-//                           move a weight by less than 2^-53 of the first one's move at equal
-//                           rates;
-//   decay(k, steps)         the factor by which `steps` such steps shrink state k.
+//   without_gradient(a, b)  returns the StepConstants of a missed step, given its two numbers;
+//   most_replayed()         returns the number of missed steps worth replaying: all later ones
+//                           together would move a weight by less than 2^-53 of the move in the
+//                           first one, at equal learning rates;
+//   decay(k, steps)         returns the factor by which `steps` missed steps shrink state k.
 // A is the type in which rows are computed. Expressions are in the order in which torch.optim
 // evaluates them.
 #pragma once
@@ -54,8 +54,8 @@ SPARSEKIT_HOST_DEVICE inline double power_of(double base, int64_t steps) {
 template <class Rule>
 constexpr int kElementStates = Rule::kStates - (Rule::kRowWise ? 1 : 0);
 
-// The terms that a rule averages over a row, or their means; 0 for a row without elements. An array
-// would cost the CUDA kernel 6 registers.
+// The terms that a rule averages over a row, or their means; 0 for a row without elements. Not an
+// array, since that would cost the CUDA kernel 6 registers.
 template <class A>
 struct RowMeans {
   A first, second;
@@ -93,7 +93,7 @@ struct Sgd {
     w -= k.lr * g;
   }
 
-  // Takes lr; the second number is not used.
+  // The first number of a missed step is the learning rate; the second is not used.
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_lr, double) const {
     return {static_cast<A>(step_lr), static_cast<A>(momentum), A{0}, nesterov};
@@ -144,14 +144,14 @@ struct Adam {
     s[1] = k.beta2 * s[1] + k.rest2 * g * g;
     A v = s[1];
     if constexpr (kAmsgrad) {
-      // This way round, the comparison keeps a NaN of v.
+      // Written this way round, the comparison keeps a NaN in v.
       s[2] = s[2] > v ? s[2] : v;
       v = s[2];
     }
     w = w * k.keep - k.step_size * (s[0] / (std::sqrt(v) + k.eps));
   }
 
-  // Takes step_size and eps_t.
+  // The two numbers of a missed step are step_size and eps_t.
   template <class A>
   SPARSEKIT_HOST_DEVICE StepConstants<A> without_gradient(double step_size, double step_eps) const {
     return constants<A>(step_size, step_eps, 1);
@@ -199,7 +199,7 @@ struct Adagrad {
   }
 };
 
-// Adagrad with one v per row, to which the mean of g^2 over the row is added: FBGEMM's
+// Adagrad with a single v per row, which accumulates the mean of g^2 over the row: FBGEMM's
 // EXACT_ROWWISE_ADAGRAD. Without kL2 there is no penalty; a runtime flag would cost the CUDA kernel
 // 6 to 20 registers.
 template <bool kL2>
@@ -226,9 +226,9 @@ struct RowWiseAdagrad : Adagrad {
 };
 
 // v = alpha v + (1 - alpha) g^2, and with d = sqrt(v) + eps, or sqrt(v + eps) with eps_inside:
-//   without momentum   w -= lr g / d;
-//   with it            b = momentum b + g / d,      w -= lr b   (torch.optim.RMSprop), or
-//   with eps_inside    b = momentum b + lr g / d,   w -= b      (TensorFlow's RMSProp).
+//   without momentum               w -= lr g / d;
+//   with momentum                  b = momentum b + g / d,      w -= lr b   (torch.optim.RMSprop);
+//   with momentum and eps_inside   b = momentum b + lr g / d,   w -= b      (TensorFlow's RMSProp).
 // Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
 // Weight decay comes first: g += weight_decay w, or, if decoupled, w *= 1 - lr weight_decay.
 template <bool kMomentum>
@@ -307,7 +307,7 @@ struct Ftrl {
     const A after = power(k, s[0]);
     s[1] += g - (after - before) / k.lr * w;
     const A z = s[1];
-    // Test for the zero, not for the opposite, so that a NaN does not become a zero.
+    // Test for `<=`, not for `>`, so that a NaN does not become zero.
     w = std::abs(z) <= k.l1 ? A{0} : ((z < 0 ? -k.l1 : k.l1) - z) / (after / k.lr + k.l2);
   }
 };
@@ -373,7 +373,7 @@ struct Lamb {
   }
   template <class A>
   SPARSEKIT_HOST_DEVICE static A of_row(const StepConstants<A>& k, const RowMeans<A>& means, A) {
-    // A NaN fails both comparisons, and so stays.
+    // A NaN fails both comparisons, so it propagates.
     if (means.first == 0 || means.second == 0) return k.lr;
     return k.lr * (std::sqrt(means.first) / std::sqrt(means.second));
   }

@@ -1,4 +1,4 @@
-// Maps a key to the rank that it lives on.
+// Maps keys to the ranks that own them.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,17 @@
 
 namespace sparsekit {
 
-// Largest number of ranks.
+// Maximum number of ranks.
 constexpr int64_t kMaxWorldSize = 2048;
 
-// Keys are hashed to this many virtual shards; a map says which rank owns each.
+// Keys are hashed to this many virtual shards; a map says which rank owns each shard.
 constexpr int64_t kVirtualShards = int64_t{1} << 16;
 
 // Returns the virtual shard of a key; an int32 key counts as the int64 of the same value. Saved
-// tables are placed by it, so it must be the same on all ranks and in all versions. It is the
-// finaliser of MurmurHash3 (Appleby). The hash of the buckets (hash_table.h) would not do: the keys
-// of a rank would share its leading bits and fill only some of the rank's buckets.
+// tables are divided among ranks by this value, so it must be the same on all ranks and in all
+// versions. The hash is the finaliser of MurmurHash3 (Appleby). hash_key() (hash_table.h) would not
+// do: its leading bits would be the same for all keys of a rank, which would fill only some of the
+// rank's buckets.
 SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   uint64_t x = static_cast<uint64_t>(key);
   x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDu;
@@ -25,7 +26,7 @@ SPARSEKIT_HOST_DEVICE inline int64_t virtual_shard_of(int64_t key) {
   return static_cast<int64_t>(x >> 48);  // the last step, x ^ (x >> 33), leaves these bits alone
 }
 
-// The placement of keys on world_size ranks; world_size is in [1, kMaxWorldSize].
+// The assignment of keys to world_size ranks; world_size is in [1, kMaxWorldSize].
 struct Owners {
   const int16_t* map = nullptr;  // [kVirtualShards] ranks, or null: unsigned key modulo world_size
   uint64_t world_size = 1;

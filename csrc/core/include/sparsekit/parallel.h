@@ -8,8 +8,8 @@ namespace sparsekit {
 
 // A parallel loop over [begin, end) that may call its body on several threads, each with a
 // sub-range of at least `grain` items. The body must not throw. Every kernel gives the same bits
-// for any number of threads, so ranges may decide who works but not the order in which values are
-// added.
+// for any number of threads, so ranges may decide which thread does the work, but not the order in
+// which values are added.
 class ParallelFor {
  public:
   using Body = void (*)(int64_t begin, int64_t end, void* context);
@@ -17,7 +17,7 @@ class ParallelFor {
 
   explicit ParallelFor(Run run, int num_threads = 1) : run_(run), num_threads_(num_threads) {}
 
-  // Number of parts to cut work into. Like the ranges, it must not affect results.
+  // Number of parts to split work into. Like the ranges, this number must not affect results.
   int num_threads() const { return num_threads_; }
 
   template <class F>

@@ -29,15 +29,15 @@ SPARSEKIT_HOST_DEVICE inline int32_t row_step_of(int64_t step) {
   return static_cast<int32_t>(step < kMost ? step : kMost);
 }
 
-// Mode of rounding new weights to BFloat16: to nearest, or stochastically up or down with odds that
-// make the mean exact. Other types are not rounded.
+// How new weights are rounded to BFloat16: to nearest, or stochastically, up or down with
+// probabilities that make the expected value exact. Other types are not rounded.
 struct Rounding {
   bool stochastic;
   uint64_t seed;
 };
 
-// Returns 16 random bits for each of the columns [8 block, 8 block + 8) of a row in a step: two
-// columns share a word, the lower half first.
+// Returns 16 random bits for each of the columns [8 * block, 8 * block + 8) of a row in a step. Two
+// columns share a word; the first one uses the lower half.
 SPARSEKIT_HOST_DEVICE inline Philox4x32 rounding_bits(uint64_t seed, int64_t step, int64_t row,
                                                       int64_t block) {
   const Philox4x32 counter{{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32),

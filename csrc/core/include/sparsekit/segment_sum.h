@@ -9,7 +9,7 @@
 namespace sparsekit {
 namespace cpu {
 
-// Returns the bytes of workspace for the segment sum of n rows of `dim` elements of type T.
+// Returns the workspace size in bytes for the segment sum of n rows of `dim` elements of type T.
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments,
                                     const ParallelFor& parallel_for);
@@ -28,14 +28,15 @@ int64_t unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t 
 
 namespace cuda {
 
-// Returns the bytes of workspace, in either mode. n < 2^31 and num_segments < 2^32 - 1.
+// Returns the workspace size in bytes, for either mode. Preconditions: n < 2^31 and num_segments <
+// 2^32 - 1.
 template <class T>
 int64_t segment_sum_workspace_bytes(int64_t n, int64_t dim, int64_t num_segments);
 
 // If `deterministic`, the order of additions depends only on the ids, as on the CPU. Otherwise the
-// fastest way is taken: float sums may differ in the last bits from run to run, and numbers below
-// the smallest normal float may be lost. *bad, which the caller has set to INT64_MAX, becomes the
-// smallest position of an id >= num_segments, if there is one; such rows are dropped.
+// fastest method is used: float sums may differ in the last bits from run to run, and subnormal
+// numbers may be flushed to zero. The caller sets *bad to INT64_MAX; it becomes the smallest
+// position of an id >= num_segments, if there is one. Rows with such an id are dropped.
 template <class T>
 void unsorted_segment_sum(const T* data, const int64_t* segment_ids, int64_t n, int64_t dim,
                           int64_t num_segments, bool deterministic, T* out, int64_t* bad,

@@ -9,14 +9,15 @@
 namespace sparsekit {
 namespace cpu {
 
-// Returns the bytes of workspace, aligned to 64, that unique() needs for n keys.
+// Returns the workspace size in bytes of unique() for n keys; the workspace must be 64-byte
+// aligned.
 int64_t unique_workspace_bytes(int64_t n);
 
-// Writes the distinct keys to unique_keys [n], in order of first occurrence; to inverse [n] the
-// position of each key in unique_keys; to counts [n], unless null, how often each distinct key
-// occurs. Returns the number u of distinct keys; elements from u on are undefined. `seed` should be
-// unknown to anyone who chooses keys; results do not depend on it. Index is int64_t, or int32_t for
-// int64_t keys. Precondition: n < 2^31.
+// Writes the distinct keys to unique_keys [n], in order of first occurrence; the position of each
+// key in unique_keys to inverse [n]; and, unless `counts` is null, the number of occurrences of
+// each distinct key to counts [n]. Returns the number u of distinct keys; elements of unique_keys
+// and counts from u on are undefined. `seed` should be unknown to anyone who chooses keys; results
+// do not depend on it. Index is int64_t, or int32_t for int64_t keys. Precondition: n < 2^31.
 template <class Key, class Index>
 int64_t unique(const Key* keys, int64_t n, int64_t seed, Key* unique_keys, Index* inverse,
                int64_t* counts, void* workspace, const ParallelFor& parallel_for);
@@ -28,7 +29,8 @@ namespace cuda {
 int64_t unique_workspace_bytes(int64_t n);
 
 // Like the CPU version, but writes the number of distinct keys to *num_unique in device memory.
-// Elements of inverse, unique_keys and counts beyond these numbers are undefined.
+// Elements of inverse from n.get() on, and of unique_keys and counts from *num_unique on, are
+// undefined.
 template <class Key>
 void unique(const Key* keys, DeviceCount n, int64_t seed, Key* unique_keys, int64_t* inverse,
             int64_t* counts, int64_t* num_unique, void* workspace, void* stream);

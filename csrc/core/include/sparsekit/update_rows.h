@@ -10,15 +10,15 @@
 
 namespace sparsekit {
 
-// A table and its step number; both stay the same from call to call.
+// A table and a pointer to its step count; these fields do not change from call to call.
 template <class T>
 struct SteppedTable {
   RowTable<T> table;
   int64_t* step;
 };
 
-// The gradients that a call brings: grad [n, dim] of the rows `rows` [n], which must be distinct.
-// With rows null, gradient i is for row i.
+// The gradients of one table in a call: grad [n, dim] for the rows `rows` [n], which must be
+// distinct. If `rows` is null, gradient i is for row i.
 template <class T>
 struct RowGradients {
   const int64_t* rows;
@@ -26,10 +26,11 @@ struct RowGradients {
   int64_t n;
 };
 
-// The number of a step is *step, or *step + 1 if *step counts the steps made before (`counted`).
-// With per_row, for rules with kPerRow, each row counts its own steps in row_step and is updated
-// with that count; otherwise row_step, if not null, is set to the step. A count that row_step
-// cannot hold stays at its largest value.
+// Determines the number of a step. If `counted` is true, *step is the number of steps made so far,
+// and the step has the number *step + 1; otherwise it has the number *step. If per_row is true,
+// which requires a rule with kPerRow, each row counts its own steps in row_step and is updated with
+// that count; otherwise row_step, if not null, is set to the step number. Counts in row_step
+// saturate at the largest int32.
 struct StepNumber {
   bool counted;
   bool per_row;
@@ -37,8 +38,8 @@ struct StepNumber {
   SPARSEKIT_HOST_DEVICE int64_t get(const int64_t* step) const { return *step + (counted ? 1 : 0); }
 };
 
-// A row outside [0, num_rows): its table and its position among that table's gradients; -1 if there
-// is none.
+// Identifies a row outside [0, num_rows) by its table and its position among the table's gradients.
+// Both fields are -1 if there is no such row.
 struct BadRow {
   int64_t table = -1;
   int64_t position = -1;
@@ -46,9 +47,9 @@ struct BadRow {
 
 namespace cpu {
 
-// Updates the rows of gradients[i] in tables[i] by the rule. All other rows and their states keep
-// their bits, and so does *step. Returns the first bad row, if there is one; then nothing has been
-// changed.
+// Applies the rule to the rows of tables[i] that gradients[i] lists. All other rows and their
+// states are left unchanged, and so is *step. Returns the first bad row, if there is one; in that
+// case nothing has been changed.
 template <class Rule, class T>
 BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradients,
                    int64_t num_tables, const Rule& rule, StepNumber number, Rounding rounding,
@@ -58,22 +59,22 @@ BadRow update_rows(const SteppedTable<T>* tables, const RowGradients<T>* gradien
 
 namespace cuda {
 
-// Up to this many tables travel in the launch's arguments. With more, only the gradients do, and
-// `on_device` must be a copy of `tables` in device memory.
+// Up to this many tables are passed as launch arguments. With more tables, only the gradients are,
+// and `on_device` must be a copy of `tables` in device memory.
 constexpr int64_t kTablesOfLaunch = 30;
 
-// Makes one launch for up to 768 tables, or two if rows of some are aligned to 16 bytes and rows of
-// others are not. The step is read on the device; a table whose step is below 1 is not changed.
-// Rows outside [0, num_rows) are skipped, and the smallest position_of_table(table, position) of
-// them is reported in *bad. counts [tables], on the device, gives the number of gradients, at most
-// n; null means n.
+// Makes one launch for up to 768 tables, or two if the rows of some tables are aligned to 16 bytes
+// and the rows of others are not. The step number is read on the device; a table whose step number
+// is below 1 is left unchanged. Rows outside [0, num_rows) are skipped, and the smallest
+// position_of_table(table, position) of such a row is reported in *bad. counts [tables], in device
+// memory, is the number of gradients of each table, at most n; null means n.
 template <class Rule, class T>
 void update_rows(const SteppedTable<T>* tables, const SteppedTable<T>* on_device,
                  const RowGradients<T>* gradients, int64_t num_tables, const int64_t* counts,
                  const Rule& rule, StepNumber number, Rounding rounding, int64_t* bad,
                  void* stream);
 
-// Adds one to each of the numbers, which are in device memory.
+// Adds one to each step count *steps[i], for i in [0, count). The counts are in device memory.
 void count_steps(int64_t* const* steps, int64_t count, void* stream);
 
 }  // namespace cuda

@@ -9,8 +9,8 @@ namespace sparsekit {
 
 // Returns the XXH64 of the `length` bytes at `data`, which needs no alignment and may be null if
 // `length` is 0. Equal bytes and seeds give equal results on every machine, whatever its byte
-// order. O(length); allocates nothing and is safe to call from any thread. Not for secrets: anyone
-// who chooses the bytes can choose the hash.
+// order. O(length); allocates nothing and is safe to call from any thread. Not a cryptographic
+// hash: anyone who chooses the bytes can choose the hash.
 uint64_t xxh64(const void* data, size_t length, uint64_t seed);
 
 }  // namespace sparsekit

@@ -10,32 +10,33 @@
 
 namespace sparsekit {
 
-// A text whose code goes to codes[place].
+// A text whose hash is to be written to codes[place].
 struct WaitingText {
   const char* data;
   int64_t place;
 };
 
-constexpr int kTogether = 32;    // texts of equal length that are hashed together
-constexpr int kFew = 5;          // fewer than this are hashed one by one
-constexpr size_t kTooLong = 64;  // bytes; texts of at least this size are hashed at once
+constexpr int kTogether = 32;    // number of texts of equal length that are hashed together
+constexpr int kFew = 5;          // fewer texts than this are hashed one by one
+constexpr size_t kTooLong = 64;  // bytes; longer texts, and texts of this size, do not wait
 
 // Prefetch distances ahead of the current text, in codes and in bytes of text.
 constexpr size_t kCodesAhead = 256;
 constexpr size_t kBytesAhead = 1024;
 
 // Hashes `count` texts of `size` < kTooLong bytes each. Reads no byte beyond a text. An engine
-// works in steps of several texts, so the array must have kTogether elements; those from `count` on
-// may be copies.
+// processes several texts per step, so the array must have kTogether elements; elements from
+// `count` on may be copies of other elements.
 using HashTogether = void (*)(const WaitingText* texts, int count, size_t size, uint64_t seed,
                               int64_t* codes);
 
-// Selects the engine, for tests: "avx512", "avx2" or "portable", or the next simpler one that the
-// processor has. Returns the name of the selected engine, or null if `wanted` is not an engine.
+// Selects the engine, for tests: "avx512", "avx2" or "portable". If the processor does not support
+// it, selects the next simpler one. Returns the name of the selected engine, or null if `wanted` is
+// not an engine.
 const char* use_xxh64_engine(const char* wanted);
 HashTogether xxh64_engine();
 
-// `address` need not be valid.
+// Prefetches a cache line; `address` need not be valid.
 inline void prefetch(uintptr_t address) {
 #if defined(__GNUC__)
   __builtin_prefetch(reinterpret_cast<const void*>(address));
@@ -47,14 +48,16 @@ inline void prefetch(const void* address, size_t ahead) {
   prefetch(reinterpret_cast<uintptr_t>(address) + ahead);
 }
 
-// A hasher that collects texts by length, and hashes those of a length as soon as there are enough.
+// Hashes texts in batches: collects texts by length, and hashes kTogether texts of equal length at
+// a time.
 class TextHasher {
  public:
   TextHasher(uint64_t seed, int64_t* codes) : seed_(seed), codes_(codes) {
     for (size_t size = 0; size < kTooLong; ++size) end_[size] = waiting_[size];
   }
 
-  // codes[place] = XXH64 of the text, which must stay in memory until flush().
+  // Sets codes[place] to the XXH64 of the text, at the latest in flush(). The text must stay in
+  // memory until then.
   void add(const char* text, size_t size, int64_t place) {
     if (size >= kTooLong) {
       codes_[place] = static_cast<int64_t>(xxh64(text, size, seed_));

@@ -1,4 +1,5 @@
-// The steps of XXH64 for both engines. They work on words in registers, wherever these come from.
+// The steps of XXH64, shared by the CPU and CUDA code. They work on words in registers, however
+// these words were loaded.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +41,7 @@ SPARSEKIT_HOST_DEVICE inline uint64_t absorb(uint64_t accumulator, uint64_t lane
   return rotate_left(accumulator + lane * kPrime2, 31) * kPrime1;
 }
 
-// Mix in the bytes that remain after the stripes of 32: 8, 4 or 1 at a time.
+// Mix in the bytes that remain after the 32-byte stripes: 8, 4 or 1 at a time.
 SPARSEKIT_HOST_DEVICE inline uint64_t add8(uint64_t hash, uint64_t word) {
   return rotate_left(hash ^ absorb(0, word), 27) * kPrime1 + kPrime4;
 }
