@@ -1,10 +1,10 @@
-"""Lookups in several tables with one call, by one of three routes.
+"""Looks up keys in several tables with one call, by one of three routes.
 
     look_up -> begin -> one rank       Local   rows here, vectors, outputs
     (route.py)       -> several ranks  ByKey   distinct keys out, vectors back, pooled here
                                        ByBag   whole bags out, sums back
 
-A route is an object that owns the state of one call: it is begun, then asked for its outputs.
+A route is an object that owns the state of one lookup; its method `outputs` finishes the lookup.
 """
 
 from .plan import LookupPlan, PlanCache, remember

@@ -1,6 +1,6 @@
-"""Reads, writes and lists a layer's vectors by key, wherever keys live.
+"""Reads, writes and lists a layer's vectors by key, on whichever ranks own the keys.
 
-On several ranks each rank passes any keys, which go to the ranks that own them.
+With several ranks, each rank may pass any keys; they are sent to the ranks that own them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .table_ops import insert
 
 
 class Items(NamedTuple):
-    """Keys of a layer's rows, and their vectors.
+    """Keys of a layer's rows, with a vector for each key.
 
     Attributes:
         keys: int64 ``[n]``.
@@ -66,7 +66,7 @@ def vectors_of(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
 @uncompiled
 @torch.no_grad()
 def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-    """Give keys these vectors; see `EmbeddingLayer.assign`."""
+    """Set the vectors of keys; see `EmbeddingLayer.assign`."""
 
     def checked() -> torch.Tensor:
         return _checked_pairs(layer, keys, vectors)[0]
@@ -80,14 +80,14 @@ def assign(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
         way = _ToOwners(exchange, layer, "assign vectors", checked)
         come = way.send("keys", way.keys)
         values = way.send("vectors", vectors[way.order].to(layer.weight.dtype))
-        # If a table is full, all ranks raise.
+        # If the table is full on one rank, all ranks raise.
         written = attempt(lambda: _write(layer, come, values))
         exchange.agree(f"assigned: {way.signature}", written)
 
 
 @torch.no_grad()
 def assign_own(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-    """Run `EmbeddingLayer.assign` with the same arguments on all ranks, without communication."""
+    """Run `EmbeddingLayer.assign` without communication; all ranks must pass the same arguments."""
     keys, vectors = _checked_pairs(layer, keys, vectors)
     if layer.world_size > 1:
         mine = layer.owned(keys)
@@ -115,7 +115,7 @@ def _items(layer: EmbeddingTable, chunk: int) -> Iterator[Items]:
 
 
 def _checked_keys(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
-    """Return keys of any shape as int64, after a check that the table can take them.
+    """Check that the table can take these keys, of any shape; return them as int64.
 
     Raises:
         TypeError, ValueError, IndexError: the table cannot take the keys.
@@ -168,14 +168,14 @@ def _own_vectors(layer: EmbeddingTable, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _read(layer: EmbeddingTable, rows: torch.Tensor) -> torch.Tensor:
-    """Return the vectors of rows; zeros for negative ones."""
+    """Return the vectors of the given rows; a negative row gives zeros."""
     if getattr(layer.weight, "before_read", None) is not None:
         layer.catch_up(ops.unique(rows[rows >= 0])[0])
     return ops.gather_rows(layer.weight.detach(), rows)
 
 
 def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> None:
-    """Give this rank's int64 keys these vectors; of equal keys the last one counts."""
+    """Set the vectors of this rank's int64 keys; for a repeated key, the last vector is kept."""
     distinct, numbers, _ = ops.unique(keys)
     if len(distinct) < len(keys):
         last = torch.zeros_like(distinct)
@@ -187,20 +187,20 @@ def _write(layer: EmbeddingTable, keys: torch.Tensor, vectors: torch.Tensor) -> 
 
 
 class _ToOwners:
-    """Keys of this rank for the ranks that own them, agreed on but not sent yet.
+    """Keys of this rank, grouped by owner; all ranks know the counts, but nothing is sent yet.
 
     Args:
         exchange: the exchange with the owners.
         layer: the layer of the keys.
         what: description of the operation, which must be the same on all ranks.
-        keys: makes the keys, int64 ``[n]``; what it raises is raised on every rank.
+        keys: returns the keys, int64 ``[n]``; an error that it raises is raised on every rank.
 
     Attributes:
-        keys: the keys, by owner.
-        order: the place of each key in the input.
-        own: numbers of keys for each rank.
-        theirs: numbers of keys from each rank.
-        signature: names this call on all ranks.
+        keys: the keys, grouped by owner.
+        order: position of each key in the input.
+        own: number of keys to send to each rank.
+        theirs: number of keys to receive from each rank.
+        signature: text that identifies this call, the same on all ranks.
     """
 
     def __init__(
@@ -231,7 +231,7 @@ class _ToOwners:
         exchange.expect(packed_sizes([layer.weight], [self.own]))
 
     def send(self, what: str, values: torch.Tensor) -> torch.Tensor:
-        """Send a value for each key, in the order of keys; return the values from other ranks."""
+        """Send the owners one value per key, in the order of `keys`; return the values received."""
         return _exchanged(
             self._exchange,
             f"{what}: {self.signature}",
@@ -250,18 +250,19 @@ def _exchanged(
     come: Sequence[int],
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """Send each rank its rows, and wait for the rows from all ranks.
+    """Send each rank the rows meant for it, and wait for the rows from all ranks.
 
     Args:
         exchange: the exchange of the ranks.
         what: description of the data, which must be the same on all ranks.
-        make: makes the rows, those for rank 0 first; what it raises is raised on every rank.
-        sent: number of rows for each rank.
-        come: number of rows from each rank.
-        like: rows of the same dtype and shape.
+        make: returns the rows to send, those for rank 0 first; an error that it raises is raised on
+            every rank.
+        sent: number of rows to send to each rank.
+        come: number of rows to receive from each rank.
+        like: a tensor with the dtype of the rows and the shape of a row.
 
     Returns:
-        The rows of rank 0, then those of rank 1 and so on.
+        The rows received from rank 0, then those from rank 1, and so on.
     """
     sizes = packed_sizes([like], [sent]), packed_sizes([like], [come])
     parts = exchange.send(what, lambda to: pack(to, [make()], [sent]), *sizes)()

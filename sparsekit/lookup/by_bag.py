@@ -1,9 +1,9 @@
-"""The route by bag: every rank gets all keys and pools those that it owns.
+"""The route by bag: every rank gets all keys and adds up the vectors of those that it owns.
 
-This is SOK's way. Every rank sends its keys to all ranks. Each adds up, for every bag of every
-rank, the vectors of the keys that it owns, and sends each rank the sums of its bags, which that
-rank adds up and divides. Apart from the keys themselves, the bytes that move do not depend on the
-number of keys in a bag.
+This is SOK's algorithm. Every rank sends its keys to all ranks. For every bag of every rank, each
+rank adds up the vectors of the keys that it owns, and sends the sum to the rank that the bag came
+from. That rank adds up the sums from all ranks and divides. Apart from the keys themselves, the
+number of bytes sent does not depend on the number of keys in a bag.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from .table_ops import run
 
 
 def can_go_by_bag(request: Request) -> bool:
-    """Return whether a request pools by sums, without weights that need a gradient."""
+    """Return whether a request is pooled by sums and its sample weights need no gradient."""
     return request.combiner != "none" and not request.pooled_here
 
 
 def payload_bytes(requests: Sequence[Request]) -> int:
-    """Return the size of the part with the bags of requests, the same for every rank."""
+    """Return the size in bytes of the part with this rank's bags, which every rank receives."""
     return bags_bytes(
         [
             (
@@ -61,7 +61,7 @@ def payload_bytes(requests: Sequence[Request]) -> int:
 
 
 def bytes_to_move(requests: Sequence[Request]) -> int:
-    """Return the bytes to and from other ranks, without heads and backward."""
+    """Return the number of bytes that the forward exchanges with other ranks, without heads."""
     per_rank = payload_bytes(requests) - part_bytes(0)
     for request in requests:
         row = request.table.embedding_vec_size * request.table.sum_dtype_on_wire.itemsize
@@ -82,7 +82,7 @@ def _sum_dtype(table: EmbeddingTable) -> torch.dtype:
 
 
 class ByBag:
-    """One call of several tables by bag: every rank adds up a part of each bag."""
+    """One lookup by bag in several tables: every rank adds up its part of each bag."""
 
     def __init__(
         self, exchange: Exchange, signature: str, plan: LookupPlan, requests: Sequence[Request]
@@ -93,7 +93,7 @@ class ByBag:
         self.requests = requests
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Send this rank's bags to all ranks; sizes are the bytes from each rank."""
+        """Send this rank's bags to all ranks; `sizes` are the bytes to receive from each rank."""
         ranks = self.exchange.world_size
         self._received = self.exchange.send(
             f"bags: {self.signature}",
@@ -111,7 +111,7 @@ class ByBag:
             for table, bags in zip(tables, _bags_of_ranks(tables, self._received()), strict=True)
         ]
 
-        # Rows as they are sent: a vector for each bag.
+        # Empty tensors with the dtype and row length of the sums that are sent.
         like = [
             self.requests[0].keys.new_empty(
                 0, table.embedding_vec_size, dtype=table.sum_dtype_on_wire
@@ -152,7 +152,7 @@ class ByBag:
 
 @dataclass
 class _Bags:
-    """The part of all ranks' bags that this rank owns, for one table."""
+    """The bags of all ranks for one table, reduced to the keys that this rank owns."""
 
     counts: list[int]  # number of bags of each rank
     keys: torch.Tensor  # int64 [m]
@@ -161,7 +161,7 @@ class _Bags:
 
 
 def _bags_of_ranks(tables: Sequence[EmbeddingTable], come: Parts) -> list[_Bags]:
-    """Return this rank's part of the bags of all ranks, for each table."""
+    """Return, for each table, the bags of all ranks reduced to the keys that this rank owns."""
     dtypes = [_sum_dtype(table) for table in tables]
     of_ranks = [read_bags_of(come, rank, dtypes) for rank in range(len(come.begins))]
     return [_owned(table, of_table) for table, *of_table in zip(tables, *of_ranks, strict=True)]
@@ -173,7 +173,7 @@ def _owned(table: EmbeddingTable, parts: Sequence[RaggedBags]) -> _Bags:
     mine = table.owned(keys)
     weights = None
     if any(part.weights is not None for part in parts):
-        # A rank may have weights where others have none.
+        # Some ranks may pass sample weights and others none, which means weights of 1.
         filled = [
             torch.ones_like(k, dtype=_sum_dtype(table)) if w is None else w for _, k, w in parts
         ]
@@ -207,10 +207,10 @@ def _divided(total: torch.Tensor, request: Request) -> torch.Tensor:
 
 
 class _Owned:
-    """Sums of the bags of all ranks over the keys that this rank owns, for one table.
+    """Sums all ranks' bags of one table over the keys that this rank owns.
 
-    Rows are added in float32 or float64. Pooling rounds its result to the dtype of the rows, so if
-    that is another one, this class asks for vectors and adds them up itself.
+    Sums are computed in float32 or float64. The pooling ops round their results to the dtype of the
+    rows; if that dtype is another one, this class looks up single vectors and adds them up itself.
     """
 
     def __init__(self, table: EmbeddingTable, bags: _Bags) -> None:
@@ -232,7 +232,7 @@ class _Owned:
         return ops.embedding_bag(vectors, places, self.bags.offsets, "sum", self.bags.weights)
 
     def gradient(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the output of `request`, given that of `sums`."""
+        """Return the gradient of the output of `request`, given the gradient of the sums."""
         if not self._adds:
             return sums
         lengths = self.bags.offsets.diff()
@@ -242,18 +242,18 @@ class _Owned:
 
 @dataclass
 class _WayBack:
-    """The state that one call saves for its gradients."""
+    """The state that one lookup saves for its backward."""
 
     exchange: Exchange
     signature: str
-    like: list[torch.Tensor]  # rows of each table as they are sent
+    like: list[torch.Tensor]  # for each table, an empty tensor in the form of its sums
     owned: list[_Owned]
-    sizes: tuple[list[int], list[int]]  # bytes of sums, for the ranks and from them
+    sizes: tuple[list[int], list[int]]  # bytes of sums to send to and receive from each rank
     record: LookupRecord
     found: list[torch.Tensor | None]
 
     def gradients(self, grads: Gradients) -> Gradients:
-        """Return the gradients of this rank's weights, given those of all sums."""
+        """Return the gradients of this rank's weights, given those of the sums of its bags."""
         given = cast("Sequence[torch.Tensor]", grads)
         exchange, owned = self.exchange, self.owned
         theirs, own = self.sizes

@@ -1,8 +1,8 @@
 """The route by key: each rank gets the vectors of its distinct keys and pools them itself.
 
-A rank sends each owner its distinct keys; the owner answers with their vectors, in the order in
-which they came, and the rank pools them in the memory in which they arrive. The backward sends the
-gradients of these vectors back to the owner, which adds up the gradients of all ranks for each row.
+A rank sends its distinct keys to their owners. Each owner sends back the vectors in the order of
+the keys, and the rank pools them straight from the receive buffer. The backward sends the gradients
+of these vectors to the owner, which adds up the gradients of all ranks for each row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .unpooled import as_vectors
 
 
 class ByKey:
-    """One call of several tables by key: this rank asks the owners of its keys.
+    """One lookup by key in several tables: this rank requests vectors from the owners of its keys.
 
     Args:
         exchange: the exchange with the owners.
@@ -35,7 +35,7 @@ class ByKey:
 
     Attributes:
         of_plan: the signature of the plan.
-        signature: names the call, the same on all ranks.
+        signature: text that identifies the call, the same on all ranks.
 
     Raises:
         RuntimeError, ValueError: as `LookupPlan.signature`.
@@ -48,15 +48,16 @@ class ByKey:
         self.signature = f"look up in {self.of_plan}, lookup number {exchange.lookups}"
         self._clients: list[KeyClient] = []
         self._row_bytes = [row for batch in plan.batches for row in batch.row_bytes]
-        # Places of the keys from all ranks; with max_keys_per_rank they arrive with the keys.
+        # Layout of the keys from all ranks; with max_keys_per_rank, their counts arrive with the
+        # keys.
         self._keys: Layout | None = None
 
     def ask(self, requests: Sequence[Request]) -> None:
-        """Take the requests of the call.
+        """Take the requests of the call, and group their distinct keys by owner.
 
         Raises:
-            TypeError, ValueError, IndexError: a table cannot take the keys or offsets, or there are
-                more distinct keys for a rank than its max_keys_per_rank.
+            TypeError, ValueError, IndexError: a table cannot take the keys or offsets, or a rank
+                would get more distinct keys than max_keys_per_rank.
         """
         asked, self._finished = as_vectors(requests)
         for batch in self.plan.batches:
@@ -70,12 +71,12 @@ class ByKey:
 
     @property
     def counts(self) -> torch.Tensor:
-        """Numbers of keys that this rank asks each rank for, int64 ``[world_size, tables]``."""
+        """Number of keys that this rank requests from each rank, int64 ``[world_size, tables]``."""
         counts = [client.counts for client in self._clients]
         return counts[0] if len(counts) == 1 else torch.cat(counts, 1)
 
     def bytes_to_move(self) -> int:
-        """Return the bytes to and from other ranks, without heads and backward."""
+        """Return the number of bytes that the forward exchanges with other ranks, without heads."""
         others, world_size = self.exchange.world_size - 1, self.exchange.world_size
         keys = self.counts.sum(0).tolist()
         return sum(
@@ -84,15 +85,15 @@ class ByKey:
         )
 
     def bytes_of_bags(self) -> int:
-        """Return the bytes that would move by bag, without the keys."""
+        """Return the number of bytes of the sums that the route by bag would send."""
         others = self.exchange.world_size - 1
         return sum(client.bytes_of_bags() * others for client in self._clients)
 
     def begin(self, agreed: Agreement) -> None:
-        """Send the keys, in the numbers that all ranks have agreed on."""
+        """Send the keys; `agreed` has the counts that all ranks have agreed on."""
         exchange, most = self.exchange, self.plan.most_keys
         if most is not None:
-            # From now on, parts of this size may come without a handshake.
+            # From now on, parts of this size may arrive without a handshake.
             exchange.expect([self._size_at_once(most)] * exchange.world_size)
             exchange.at_once.add(self.of_plan)
         words = [8] * len(self._row_bytes)
@@ -109,7 +110,7 @@ class ByKey:
         """Send the keys and their counts together, in parts of a size that all ranks know.
 
         Args:
-            requests: the requests, or an error, which all ranks raise in `outputs`.
+            requests: the requests, or an error for all ranks to raise in `outputs`.
         """
         most, exchange = cast("list[int]", self.plan.most_keys), self.exchange
         size = self._size_at_once(most)
@@ -128,11 +129,11 @@ class ByKey:
         self._received = exchange.send(what, write, sizes, sizes, words=len(most))
 
     def _size_at_once(self, most: Sequence[int]) -> int:
-        """Return the size of a part with counts and that many keys at most."""
+        """Return the size of a part with the counts and up to `most` keys of each table."""
         return self._behind_counts(np.array([most])).sizes[0]
 
     def _behind_counts(self, counts: np.ndarray) -> Layout:
-        """Return the places of that many keys in parts that begin with counts."""
+        """Return the layout of parts that hold counts, followed by keys in these numbers."""
         tables = len(self._row_bytes)
         return Layout(counts, [8] * tables, words=tables)
 
@@ -141,7 +142,7 @@ class ByKey:
             client.write_keys(parts, keys, columns)
 
     def _expected(self, counts: np.ndarray) -> Layout:
-        """Return the places of the vectors, or gradients, of that many keys; expect these parts."""
+        """Return the layout of the vectors or gradients of `counts` keys; expect such parts."""
         layout = Layout(counts, self._row_bytes, ALIGNMENT)
         self.exchange.expect(layout.sizes)
         return layout
@@ -188,7 +189,7 @@ class ByKey:
 
 @dataclass(frozen=True)
 class _WayBack:
-    """The state of one call that pools its outputs and sends back their gradients."""
+    """The state of one lookup, with which it pools outputs and sends gradients back."""
 
     exchange: Exchange
     signature: str
@@ -200,7 +201,7 @@ class _WayBack:
     record: LookupRecord
 
     def pooled(self, come: list[torch.Tensor], begins: Sequence[int]) -> list[torch.Tensor]:
-        """Return the outputs of all requests, or the one of which they are columns."""
+        """Return an output for each request, or a single one that has all outputs as columns."""
         outputs: dict[int, torch.Tensor] = {}
         joined: list[torch.Tensor] = []
         for client, columns, rows in zip(self.clients, self.plan.columns, come, strict=True):
@@ -214,7 +215,7 @@ class _WayBack:
     def gradients(
         self, grads: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], list[int]]:
-        """Return the gradients of this rank's rows, given those of the outputs."""
+        """Send gradients to the owners; return those received here as `exchange_rows` does."""
 
         def write(memory: list[torch.Tensor], begins: Sequence[int]) -> None:
             for client, columns, rows in zip(self.clients, self.plan.columns, memory, strict=True):

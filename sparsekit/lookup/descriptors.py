@@ -18,23 +18,23 @@ from .request import LazyRequests, Request
 
 @dataclass(slots=True)
 class Descriptors:
-    """Requests as the ops on many tables take them; see `sparsekit/ops/_group.py`."""
+    """Requests in the form that ops on many tables take; see `sparsekit/ops/_group.py`."""
 
     keys: list[torch.Tensor]
     offsets: list[torch.Tensor]
     sample_weights: list[torch.Tensor]  # empty if there are none
     features: torch.Tensor
-    shapes: Sequence[tuple[int, ...]]  # shapes of the outputs, without dim
-    width: int | None  # columns of the output that all requests share, or None
+    shapes: Sequence[tuple[int, ...]]  # shapes of the outputs without the last dimension
+    width: int | None  # columns of the shared output; None if each request has one
 
 
 def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tensor) -> Descriptors:
-    """Describe requests; requests of the same bags share a source.
+    """Convert requests to arguments of the ops; requests with the same bags share a source.
 
     Args:
-        requests: one for each of the tables.
+        requests: one for each of `TableBatch.positions`.
         batch: the tables.
-        weight: the weight of any of the tables.
+        weight: the weight of any of these tables.
     """
     shapes: Sequence[tuple[int, ...]]
     if type(requests) is LazyRequests:
@@ -51,7 +51,7 @@ def describe(requests: Sequence[Request], batch: TableBatch, weight: torch.Tenso
         shapes = [request.shape for request in requests]
         columns = [request.columns for request in requests]
         width = None if None in columns else cast(Any, columns[0])[1]
-        # Everything on which the descriptor depends.
+        # Everything that ``features`` depends on.
         form = tuple(
             [
                 (r.shape, r.combiner, r.max_nnz, r.first_bag, r.columns, r.bags.slot_major, s)
@@ -88,7 +88,7 @@ def no_offsets(device: torch.device) -> torch.Tensor:
 def _features(
     requests: Sequence[Request], places: Sequence[int], sources: Sequence[int], join: bool
 ) -> torch.Tensor:
-    """Return ``features``, whose rows are in order of their tables."""
+    """Return ``features``, with its rows sorted by table."""
     rows = [
         _rows(request, table, source, None if join else i)
         for i, (request, table, source) in enumerate(zip(requests, places, sources, strict=True))
@@ -98,7 +98,7 @@ def _features(
 
 
 def _rows(request: Request, table: int, source: int, out: int | None) -> list[tuple[int, ...]]:
-    """Describe a request whose output is tensor `out`, or columns of the joint output."""
+    """Return the rows of ``features`` for a request; `out` is None if the output is shared."""
     dim = request.table.embedding_vec_size
     combiners = [GROUP_COMBINERS[combiner] for combiner in request.combiners]
     how = request.max_nnz, out or 0

@@ -1,4 +1,4 @@
-"""Explains in a layer's words why an op refused its input."""
+"""Explains, in terms of the layer, why an op refused its input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .request import Request
 
 
 def explain(requests: Sequence[Request]) -> None:
-    """Raise the error that explains why an op has refused requests, if they are wrong."""
+    """Raise the error of the first invalid request; return if all requests are valid."""
     for request in requests:
         request.check()
 
@@ -22,7 +22,7 @@ def explain(requests: Sequence[Request]) -> None:
 def explain_refusal(
     refusal: Exception, requests: Sequence[Request], tables: Sequence[EmbeddingTable]
 ) -> NoReturn:
-    """Raise the error behind a refusal of the op that finds or inserts keys."""
+    """Raise an error that explains the refusal of an op that finds or inserts keys."""
     explain(requests)
     if isinstance(refusal, RuntimeError):
         if "another thread" in str(refusal):

@@ -1,4 +1,4 @@
-"""CSR feature matrices as bags: the columns of a row are its keys, their values its weights."""
+"""Reads CSR feature matrices as bags: columns are keys, and values are sample weights."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def read_torch_csr(inputs: torch.Tensor, sample_weights: Any, layer: str) -> Parts:
-    """Return the parts of a CSR tensor ``[bags, columns]`` of floats, uncopied."""
+    """Return keys, offsets and weights of a float CSR tensor ``[bags, columns]``, uncopied."""
     _check_no_weights(sample_weights, layer)
     return inputs.col_indices(), inputs.crow_indices(), inputs.values()
 
 
 def is_scipy_csr(inputs: Any) -> bool:
-    """Return whether this is a CSR matrix or array of scipy, which need not be installed."""
+    """Return whether inputs is a CSR matrix or array of scipy, which need not be installed."""
     return getattr(inputs, "format", None) == "csr" and hasattr(inputs, "indptr")
 
 
 def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.device) -> Parts:
-    """Return the parts of a CSR matrix ``[bags, columns]`` on the device; the CPU shares floats.
+    """Return keys, offsets and weights of a scipy CSR matrix ``[bags, columns]`` on the device.
 
     Raises:
-        TypeError: the numbers are complex, or wider than 64 bits.
+        TypeError: the values are complex, or wider than 64 bits.
         ValueError: the matrix has one dimension, or sample_weights are given as well.
     """
     _check_no_weights(sample_weights, layer)
@@ -43,7 +43,7 @@ def read_scipy_csr(inputs: Any, sample_weights: Any, layer: str, device: torch.d
             f"{layer}: a feature matrix must have real numbers of at most 64 bits, got "
             f"{weights.dtype}"
         )
-    # torch warns of memory that is read-only.
+    # torch warns about read-only memory.
     parts = (
         np.require(part, requirements="W") for part in (inputs.indices, inputs.indptr, weights)
     )

@@ -1,4 +1,4 @@
-"""Converts every form in which a layer takes bags of keys to values and offsets."""
+"""Converts bags of keys, in any form that a layer takes, to values and offsets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ..ops._checks import KEY_DTYPES, ROW_DTYPES
 from .feature_matrix import is_scipy_csr, read_scipy_csr, read_torch_csr
 
-# Offsets of up to this number of bags are kept: half a megabyte for each of up to 64 shapes.
+# Offsets of at most this number of bags are cached: half a megabyte for each of up to 64 shapes.
 _MOST_KEPT = 65536
 
 FORMS = (
@@ -25,19 +25,19 @@ FORMS = (
 class Bags:
     """Bags of keys: bag b holds ``values[offsets[b]:offsets[b + 1]]``.
 
-    Bags lie sample by sample (bag = sample * slot_num + slot), or slot by slot if slot_major.
+    Bags are sorted by sample (bag = sample * slot_num + slot), or by slot if slot_major.
     """
 
     values: torch.Tensor  # keys, shape [n]
     offsets: torch.Tensor | None  # int64 or int32 [bags + 1]; None: each value is a bag of its own
     weights: torch.Tensor | None  # shape [n]
     slot_major: bool = False
-    slots: int | None = None  # slots of a sample, if the form says
-    order: torch.Tensor | None = None  # place of each value in the input; None: in order from start
-    start: int = 0  # place of the first value in the input, without an order
-    count: int = field(init=False)  # number of bags; -1 if offsets have no element
-    # Number of keys in every bag, if the form says it, so that offsets need no check. A copy with
-    # other offsets does not have it.
+    slots: int | None = None  # number of slots, if the form of the input tells it
+    order: torch.Tensor | None = None  # position of each value in the input; None: from start on
+    start: int = 0  # position of the first value in the input if order is None
+    count: int = field(init=False)  # number of bags; -1 if offsets is empty
+    # Number of keys in every bag, if the form of the input implies it: then offsets need no check.
+    # `dataclasses.replace` does not copy it.
     each: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -46,11 +46,11 @@ class Bags:
         self.each = 1 if offsets is None else None
 
     def position(self, i: int) -> int:
-        """Return the place of value i in the input."""
+        """Return the position of value i in the input."""
         return self.start + i if self.order is None else int(self.order[i])
 
     def part(self, first: int, count: int, begin: int, end: int) -> Bags:
-        """Return `count` of the bags, from bag `first` on, with the values from begin to end."""
+        """Return `count` bags from bag `first` on, whose values are ``values[begin:end]``."""
         offsets, weights = self.offsets, self.weights
         return Bags(
             self.values[begin:end],
@@ -63,18 +63,19 @@ class Bags:
 def read_bags(
     inputs: Any, sample_weights: Any, layer: str, device: torch.device, matrix: bool = False
 ) -> Bags:
-    """Read bags in any form of `DistributedEmbedding`; with matrix also a dense ``[bags, m]``.
+    """Read bags in any form that `DistributedEmbedding` takes; if matrix, also ``[bags, m]``.
 
-    Everything is checked that does not need the values of offsets; see `check_bags` for those.
+    The values of offsets are not read here; `check_bags` checks them.
 
     Raises:
-        TypeError: inputs has none of the forms, or a wrong dtype.
-        ValueError: a wrong shape or device, or sample_weights that do not fit.
+        TypeError: inputs has none of these forms, or a wrong dtype.
+        ValueError: a shape or device is wrong, or sample_weights do not match inputs.
     """
     form = _form(inputs, layer, device)
     if matrix and form is _from_dense and inputs.dim() == 2:
         form = partial(_padded, count=inputs.shape[0], slots=None)
-    # Checked before values are read: the meta device has none, and other devices would wait.
+    # Checked before values are read: the meta device has none, and reading others waits for the
+    # device.
     check_device(layer, "inputs", inputs, device)
     if sample_weights is not None:
         check_device(layer, "sample_weights", sample_weights, device)
@@ -91,7 +92,7 @@ def read_bags(
 
 
 def check_device(layer: str, argument: str, tensor: Any, device: torch.device) -> None:
-    """Raise ValueError for a tensor on another device; other objects have no device."""
+    """Raise ValueError for a tensor on another device; accept any object that is no tensor."""
     if isinstance(tensor, torch.Tensor) and tensor.device != device:
         raise ValueError(f"{layer}: {argument} is on {tensor.device}, the weight on {device}")
 
@@ -114,12 +115,12 @@ def _form(inputs: Any, layer: str, device: torch.device) -> Callable[[Any, Any, 
 
 
 def is_keyed_jagged(inputs: Any) -> bool:
-    """Return whether this has the methods of a KeyedJaggedTensor; torchrec is not needed."""
+    """Return whether inputs looks like torchrec's KeyedJaggedTensor, without importing torchrec."""
     return all(callable(getattr(inputs, name, None)) for name in ("keys", "values", "offsets"))
 
 
 def is_jagged(inputs: Any) -> bool:
-    """Return whether this has bags like a nested tensor or a JaggedTensor of torchrec."""
+    """Return whether inputs is a nested tensor or looks like torchrec's JaggedTensor."""
     if isinstance(inputs, torch.Tensor):
         return inputs.is_nested
     return all(callable(getattr(inputs, name, None)) for name in ("values", "offsets"))
@@ -134,7 +135,7 @@ def _kind(value: Any) -> str:
 
 
 def _flat_weights(weights: Any, n: int, layer: str, like: str) -> torch.Tensor | None:
-    """Return weights that are given flat, after a check that there is one for each value."""
+    """Check that flat weights have one element for each value, and return them."""
     if weights is None:
         return None
     plain = isinstance(weights, torch.Tensor) and weights.layout == torch.strided
@@ -169,7 +170,7 @@ def _same_form(inputs: torch.Tensor, weights: Any) -> bool:
 
 
 def _check_structure(layer: str, **parts: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Raise ValueError unless these parts of inputs and of sample_weights are equal."""
+    """Raise ValueError unless inputs and sample_weights are equal in these parts."""
     for name, (mine, theirs) in parts.items():
         if mine.shape != theirs.shape:
             raise ValueError(
@@ -248,7 +249,7 @@ def _from_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
 def _from_keyed_jagged(inputs: Any, weights: Any, layer: str) -> Bags:
     if getattr(inputs, "variable_stride_per_key", lambda: False)():
         strides = list(inputs.stride_per_key())
-        # With inverse_indices samples share bags, even if every key has equally many.
+        # With inverse_indices samples share bags, even if all keys have the same stride.
         if len(set(strides)) > 1 or inputs.inverse_indices_or_none() is not None:
             raise ValueError(
                 f"{layer}: inputs has a stride of its own for each key, {strides} samples; expand "
@@ -278,7 +279,7 @@ def _from_dense(inputs: torch.Tensor, weights: Any, layer: str) -> Bags:
 
 
 def _padded(inputs: torch.Tensor, weights: Any, layer: str, count: int, slots: int | None) -> Bags:
-    """Return `count` bags, each along the last dimension."""
+    """Return `count` bags of equal length, each along the last dimension of inputs."""
     nnz = inputs.shape[-1]
     if weights is not None:
         if _same_form(inputs, weights) and weights.shape == inputs.shape:
@@ -295,12 +296,12 @@ _OF_LAYOUT = {torch.sparse_coo: _from_coo, torch.sparse_csr: _from_csr, torch.st
 
 
 def _equal_offsets(bags: int, nnz: int, device: torch.device) -> torch.Tensor:
-    """Return offsets of bags of nnz keys each, usually ones kept from an earlier batch."""
+    """Return the offsets of `bags` bags with nnz keys each, usually from a cache."""
     on_device = device.type == "cuda"
     # Memory that is allocated in a capture belongs to its graph.
     if bags > _MOST_KEPT or (on_device and torch.cuda.is_current_stream_capturing()):
         return _new_offsets(bags, nnz, device)
-    # Kept by stream, so that no stream has to wait for another one to make the offsets.
+    # Cached by stream, so that no stream has to wait for another one to make the offsets.
     stream = torch.cuda.current_stream(device).cuda_stream if on_device else 0
     return _kept_offsets(bags, nnz, device, stream)
 
@@ -325,7 +326,7 @@ def _check_types(bags: Bags, layer: str) -> None:
 
 
 def offsets_of(counts: torch.Tensor) -> torch.Tensor:
-    """Return where each bag begins, given the size of each; the end of the last comes last."""
+    """Return the offsets ``[bags + 1]`` of bags, given their sizes ``[bags]``."""
     offsets = counts.new_zeros(len(counts) + 1)
     torch.cumsum(counts, 0, out=offsets[1:])
     return offsets
@@ -334,7 +335,7 @@ def offsets_of(counts: torch.Tensor) -> torch.Tensor:
 def check_bags(
     bags: Bags, layer: str, slot_num: int, max_nnz: int, max_feature_num: int | None
 ) -> Bags:
-    """Return the bags with int64 offsets, after a check.
+    """Check bags, and return them with int64 offsets.
 
     Raises:
         ValueError: offsets do not rise from 0 to len(values), slot_num does not divide the number

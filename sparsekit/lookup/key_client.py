@@ -1,4 +1,4 @@
-"""The client's side of the route by key: a rank's keys, and the vectors that owners send."""
+"""The client's side of the route by key: sends keys, and pools the vectors received."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import TableBatch
 from .request import Request
 from .table_ops import new_outs
 
-# Ops that are called directly: a request has checked their arguments, and explains refusals.
+# Ops called without their wrappers: requests check the arguments, or explain an op's refusal.
 _bucketize = torch.ops.sparsekit.group_bucketize.default
 _rows_of = torch.ops.sparsekit.group_exchange_rows.default
 _pool = torch.ops.sparsekit.group_embedding_bag_.default
@@ -23,7 +23,7 @@ _backward_at = torch.ops.sparsekit.group_embedding_bag_backward_at_.default
 
 
 class KeyClient:
-    """Distinct keys of tables of one dtype, by owner, and the bags in which they are pooled.
+    """The distinct keys of a batch of tables, grouped by owner, and the bags that pool them.
 
     Args:
         batch: the tables.
@@ -31,7 +31,7 @@ class KeyClient:
         world_size: number of ranks.
 
     Attributes:
-        counts: int64 ``[world_size, tables]``, numbers of keys of each table for each rank.
+        counts: int64 ``[world_size, tables]``, number of keys to send to each rank, by table.
 
     Raises:
         TypeError, ValueError, IndexError: a table cannot take the keys or offsets.
@@ -60,17 +60,17 @@ class KeyClient:
         self._row_strides = [math.gcd(dim, wide) for dim in batch.dims]
 
     def bytes_of_bags(self) -> int:
-        """Return the bytes of one sum for each bag."""
+        """Return the size in bytes of the sums of all bags."""
         each = zip(self._shapes, self.batch.table_of_request, strict=True)
         return sum(math.prod(shape) * self.batch.sum_bytes[t] for shape, t in each)
 
     def write_keys(self, parts: Parts, keys: Layout, columns: slice) -> None:
-        """Write the keys for each rank to the parts that are sent.
+        """Write the keys for each rank to the part for that rank.
 
         Args:
             parts: the parts to write to.
-            keys: places of the keys in the parts.
-            columns: these tables among those of the layout.
+            keys: layout of the keys in the parts.
+            columns: columns of the layout that belong to these tables.
         """
         words = parts.data.view(torch.int64)
         first = 0
@@ -87,14 +87,14 @@ class KeyClient:
         columns: slice,
         outs: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Pool the vectors that have come to outputs; with a width, to `outs` if there are any yet.
+        """Pool the received vectors into outputs; with a width, into `outs` unless it is empty.
 
         Args:
-            come: the memory with the vectors, as elements.
-            begins: the byte at which each rank's part begins on the wire.
-            vectors: places of the vectors in the parts.
-            columns: these tables among those of the layout.
-            outs: outputs that were made for other tables before.
+            come: the receive buffer with the vectors, 1-D.
+            begins: byte offset of each rank's part on the wire.
+            vectors: layout of the vectors in the parts.
+            columns: columns of the layout that belong to these tables.
+            outs: outputs that an earlier batch of tables has begun to fill; empty for the first.
         """
         outs = outs or new_outs(self.batch, self._shapes, self.width, self._like)
         found = self._found(vectors, columns, begins)
@@ -117,14 +117,14 @@ class KeyClient:
         columns: slice,
         grads: Sequence[torch.Tensor | None],
     ) -> None:
-        """Write the gradients of the vectors, given those of the outputs, to the memory to send.
+        """Write the gradients of the vectors to the send buffer, given those of the outputs.
 
         Args:
-            gradients: the memory for the gradients, as elements.
-            begins: the byte at which each rank's part begins on the wire.
-            vectors: places of the gradients in the parts.
-            columns: these tables among those of the layout.
-            grads: gradients of the outputs; None for an output without one.
+            gradients: the send buffer for the gradients, 1-D.
+            begins: byte offset of each rank's part on the wire.
+            vectors: layout of the gradients in the parts.
+            columns: columns of the layout that belong to these tables.
+            grads: gradients of the outputs; None for an output without a gradient.
         """
         batch = self.batch
         if self.width is None:
@@ -141,7 +141,7 @@ class KeyClient:
     def _found(
         self, vectors: Layout, columns: slice, of_parts: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return index, rows, counts and bags for vectors in parts that begin at these bytes."""
+        """Return index, rows, counts and bags for vectors in parts at these byte offsets."""
         unit_bytes = np.array(self._row_strides) * self.batch.wire_dtype.itemsize
         come = np.empty((len(unit_bytes), len(vectors.sizes), 2), dtype=np.int64)
         come[:, :, 0] = (vectors.begins(of_parts)[:, columns] // unit_bytes).T

@@ -1,4 +1,4 @@
-"""The owner's side of the route by key: answers with vectors, and takes their gradients."""
+"""The owner's side of the route by key: sends vectors, and receives their gradients."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .table_ops import run_into
 
 
 class KeyServer:
-    """The keys that all ranks ask this one for.
+    """Serves the keys that all ranks request from this one, without copies.
 
-    Keys are read in the memory in which they arrive, vectors are written to the memory that is
-    sent, and gradients are read where they arrive.
+    It reads keys and gradients from the receive buffers, and writes vectors straight into the
+    send buffers.
 
     Args:
-        plan: the plan of the tables that are asked.
-        come: the parts with the keys.
-        keys: places of the keys in the parts.
-        vectors: places of the vectors, and of their gradients, in the parts.
+        plan: the plan of the tables.
+        come: the received parts with the keys.
+        keys: layout of the keys in the parts.
+        vectors: layout of the vectors, and of their gradients, in the parts.
     """
 
     def __init__(self, plan: LookupPlan, come: Parts, keys: Layout, vectors: Layout) -> None:
@@ -40,11 +40,11 @@ class KeyServer:
         self._features: list[torch.Tensor] = []
 
     def answer(self, memory: Sequence[torch.Tensor], of_parts: Sequence[int]) -> LookupResult:
-        """Write the vectors of all keys; in training, insert the new keys.
+        """Write the vectors of all received keys; in training, insert new keys.
 
         Args:
-            memory: for each of `LookupPlan.batches`, the memory to write to.
-            of_parts: the byte at which each rank's part begins on the wire.
+            memory: for each of `LookupPlan.batches`, the buffer to write to.
+            of_parts: byte offset of each rank's part on the wire.
         """
         begins = self._vectors.begins(of_parts)
         offsets = [no_offsets(self._keys[0].device)] * len(self._keys)
@@ -62,7 +62,7 @@ class KeyServer:
         return run_into(self._plan, asked, memory)
 
     def features_at(self, of_parts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the features of `answer`, but for vectors in parts that begin at these bytes."""
+        """Return the features of `answer`, moved to parts at these byte offsets."""
         begins = self._vectors.begins(of_parts)
         features = []
         each = zip(self._plan.batches, self._plan.columns, self._features, strict=True)
@@ -94,7 +94,7 @@ class KeyServer:
 def _features(
     counts: np.ndarray, first: np.ndarray, begins: np.ndarray, dims: Sequence[int]
 ) -> torch.Tensor:
-    """Describe keys from all ranks: a feature for each table and rank, a bag for each key."""
+    """Return ``features`` for keys from all ranks: a row per table and rank, a bag per key."""
     world_size, tables = counts.shape
     column = np.empty((len(FeatureColumn), tables, world_size), dtype=np.int64)
     column[FeatureColumn.table] = np.arange(tables)[:, None]
@@ -110,7 +110,7 @@ def _features(
 
 
 class _OnDemand(Sequence[Request]):
-    """Requests that are made only when an error or late rows need them."""
+    """Requests that are made only if an error or late rows need them."""
 
     def __init__(self, make: Callable[[], list[Request]]) -> None:
         self._make = make
