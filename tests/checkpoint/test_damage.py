@@ -149,6 +149,10 @@ MALICIOUS = {
         put("ranks", 0, "state", {"$items": [[5, 1]]}),
         "state has what is no name",
     ),
+    "random numbers": (
+        put("ranks", 0, "random", {"cpu": {"$scalar": ["int32", 5]}}),
+        r"ranks\[0\].random is damaged",
+    ),
     "random state": (put("ranks", 0, "random", {"cuda": [1]}), "random is damaged: cuda is no ten"),
     "optimizers": (put("optimizers", {}), "optimizers must be a list"),
     "groups": (put("optimizers", 0, "groups", 3), "is damaged"),

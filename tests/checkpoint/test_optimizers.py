@@ -169,9 +169,21 @@ def tables():
 def test_a_table_that_another_optimizer_trains(tmp_path):
     model, optimizers = tables()
     checkpoint.save(model, tmp_path / "a", optimizers)
+    checkpoint.load(model, tmp_path / "a", optimizers)
     rewritten(tmp_path / "a", put("tables", "b", "optimizer", 0))
     with pytest.raises(CheckpointError, match=r"optimizers: .*table b is of 0"):
         checkpoint.load(model, tmp_path / "a", optimizers)
+
+
+@pytest.mark.parametrize("kind", [optim.LazyAdam, torch.optim.SparseAdam])
+def test_a_state_that_was_only_asked_for(tmp_path, kind):
+    layer = sparsekit.Embedding(9, 2, name="ids")
+    optimizer = kind([*layer.parameters()], lr=0.1)
+    assert not optimizer.state[layer.weight]  # which is there from now on
+    checkpoint.load(layer, checkpoint.save(layer, tmp_path / "a", optimizer), optimizer)
+    layer(torch.arange(3)).sum().backward()
+    optimizer.step()
+    assert int(optimizer.state[layer.weight]["step"]) == 1
 
 
 @pytest.mark.parametrize("step", [-1, 2**63, 1.0, True, "1", None, {"$float": "nan"}])
