@@ -1,4 +1,4 @@
-"""Lock files by which a process shows that it is at work in a folder."""
+"""Lock files that tell other processes that a folder is in use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _LOCK = ".lock"
 
 
 class Lock:
-    """A file that stays locked until `close`, or until this object is garbage.
+    """A file that stays locked until `close`, or until this object is collected.
 
     A Python file owns the descriptor: it is closed exactly once, wherever an interrupt comes. A
     forked child closes its own, since it may outlive this process.
 
     Args:
-        path: the file's.
-        make: whether to create a missing file.
+        path: path of the file.
+        make: whether to create the file if it is missing.
 
     Raises:
         BlockingIOError: another process, or another object of this process, has locked it.
-        OSError: it cannot be opened or locked.
+        OSError: the file cannot be opened or locked.
     """
 
     def __init__(self, path: Path, make: bool = True) -> None:
@@ -41,7 +41,7 @@ class Lock:
             raise
 
     def is_at(self, path: Path) -> bool:
-        """Return whether it is open, and still the file at this path."""
+        """Return whether the lock is held and its file is still the one at this path."""
         if self._file.closed:
             return False
         try:
@@ -50,7 +50,7 @@ class Lock:
             return False
 
     def note(self, text: str) -> None:
-        """Write a text to the file that says who holds it."""
+        """Write a text to the file, to tell users who holds the lock."""
         self._file.truncate(0)
         self._file.write(text.encode())
 
@@ -60,7 +60,7 @@ class Lock:
 
 
 _held: weakref.WeakSet[Lock] = weakref.WeakSet()
-# Locks of folders, one for all of a process, which counts as one job.
+# The locks of folders. All objects of a process share them, since a process is one job.
 _of_folders: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 
 
@@ -73,10 +73,10 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def lock_folder(folder: Path) -> Lock:
-    """Keep other jobs from writing to a folder for as long as the returned lock lives.
+    """Keep other jobs from writing to a folder until the returned lock is collected.
 
     Raises:
-        CheckpointError: another job writes there, or the folder cannot be written.
+        CheckpointError: another job is writing to the folder, or this process cannot.
     """
     folder = folder.resolve()
     path = folder / _LOCK

@@ -1,4 +1,4 @@
-"""A folder of checkpoints saved every few steps; only the newest are kept."""
+"""Manages a folder of checkpoints, of which only the newest are kept."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .together import Together
 
 
 class Checkpoints:
-    """Saves into a folder, ``step-000000000100`` and so on, and loads the latest.
+    """Saves checkpoints into a folder, as ``step-000000000100`` and so on, and loads the latest.
 
-    One job at a time writes to a folder, from its first save until `close`, or until this object is
-    gone. The next save removes what a killed job has left. A run's first save refuses a folder that
-    has checkpoints of its step or later ones, which this object has neither written nor loaded:
-    they would stay the latest. See `claim`.
+    Only one job at a time can write to a folder, from its first save until `close`, or until this
+    object is collected. The next save removes the leftovers of a killed job. A run's first save
+    raises if the folder has checkpoints of the same or a later step that this object has neither
+    written nor loaded, since they would remain the latest. See `claim`.
 
     Args:
-        folder: made if need be; on a disk that all ranks share.
-        keep: how many of the newest stay; what they follow stays as well.
-        complete_every: one checkpoint in this many has all rows, the others only those changed
-            since the one before. 1 makes all complete.
-        process_group: whose ranks save; None is the default group.
+        folder: created if it is missing; on a disk that all ranks share.
+        keep: number of checkpoints to keep, the newest; those that they build on are kept too.
+        complete_every: every checkpoint of this number is complete, the others are incremental:
+            they have only the rows that changed since the checkpoint before. 1 makes all complete.
+        process_group: group of the ranks that save; None is the default group.
 
     Raises:
-        TypeError, ValueError: a number is not an integer >= 1.
+        TypeError, ValueError: keep or complete_every is not an integer >= 1.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Checkpoints:
             "Checkpoints", "complete_every", complete_every, 1, 2**31 - 1
         )
         self._group = process_group
-        self._marks: Marks | None = None  # of the last save begun, which may not have appeared
+        self._marks: Marks | None = None  # of the last save that began; it may have failed
         self._copies = Copies()
         self._background: Background | None = None
         self._lock: Lock | None = None
         self._claimed = False
 
     def latest(self) -> Path | None:
-        """Return the newest whole checkpoint, or None; no collective. See `latest`."""
+        """Return the newest whole checkpoint, or None; not a collective. See `latest`."""
         return latest(self.folder)
 
     def save(
@@ -73,16 +73,16 @@ class Checkpoints:
         *,
         state: Mapping[str, Stateful] | None = None,
     ) -> Path:
-        """Save as `sparsekit.checkpoint.save` does, into a folder named by the step, >= 0.
+        """Save as `sparsekit.checkpoint.save` does, into a folder named after the step.
 
-        A checkpoint of this step is replaced.
+        The step must be >= 0. An existing checkpoint of this step is replaced.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            CheckpointError: as there; or another job writes into this folder; or the last save in
-                the background has failed.
+            CheckpointError: as for `sparsekit.checkpoint.save`; or another job is writing to this
+                folder; or the last background save has failed.
         """
         writing = self._writing(step, module, optimizer, state)
         writing.now()
@@ -96,9 +96,9 @@ class Checkpoints:
         *,
         state: Mapping[str, Stateful] | None = None,
     ) -> Background:
-        """Save in the background, after the save before has finished. See `async_save`.
+        """Wait for the previous save to finish, then save in the background. See `async_save`.
 
-        The memory for copies of tables is kept until `close`.
+        The copies of tables reuse one block of memory, which is freed by `close`.
         """
         background = Background(self._writing(step, module, optimizer, state), self._copies)
         # Set before it begins: an interrupt may leave the thread at work.
@@ -107,7 +107,7 @@ class Checkpoints:
         return background
 
     def wait(self) -> None:
-        """Wait for a background save, if there is one; a collective."""
+        """Wait for the background save to finish, if there is one; a collective."""
         # Cleared only at the end, so that an interrupted wait can be repeated.
         background = self._background
         if background is not None and not background.waited and not background.lost():
@@ -123,7 +123,10 @@ class Checkpoints:
         strict: bool = True,
         cast: bool = False,
     ) -> Loaded | None:
-        """Load the latest whole checkpoint, if there is one; see `sparsekit.checkpoint.load`."""
+        """Load the latest whole checkpoint; return None if there is none.
+
+        See `sparsekit.checkpoint.load` for the arguments.
+        """
         self.wait()
         together = Together(unwrapped(module), self._group)
         found = together.text_of_first("the latest", lambda: os.fspath(self.latest() or ""))
@@ -137,18 +140,19 @@ class Checkpoints:
         return loaded
 
     def claim(self, step: int, module: torch.nn.Module) -> None:
-        """Claim the folder for a run whose first save is of this step or later; a collective.
+        """Claim the folder for a run that starts saving at this step or later; a collective.
 
-        The first save does so by itself. A run that trains for long before it should call this.
+        The first save claims the folder by itself. Call this earlier to learn at the start of a
+        long run whether the folder can be used.
 
         Args:
-            step: >= 0.
-            module: the one that will be saved.
+            step: earliest step that will be saved, >= 0.
+            module: the module that will be saved.
 
         Raises:
-            CheckpointError: another job writes into this folder, or it cannot be written; or it has
-                whole checkpoints of this step or later ones, and this object, since it was made or
-                closed, has neither loaded from the folder nor claimed it.
+            CheckpointError: another job is writing to this folder, or this process cannot; or the
+                folder has whole checkpoints of this step or later, and this object has not loaded
+                from it or claimed it since it was made or closed.
         """
         together = Together(unwrapped(module), self._group)
 
@@ -176,12 +180,12 @@ class Checkpoints:
             module, target, optimizer, state, step, self._group, self.keep,
             marked=self.complete_every > 1, follows=self._follows(target, module),
         )  # fmt: skip
-        # This save overwrites the marks of the one before, whether or not it succeeds.
+        # This save overwrites the previous save's marks, whether or not it succeeds.
         self._marks = writing.marks
         return writing
 
     def _follows(self, target: Path, module: torch.nn.Module) -> Marks | None:
-        """Return the last checkpoint's marks, if it is whole and the next can follow it."""
+        """Return the last checkpoint's marks if the next one can build on it, else None."""
         marks = self._marks
 
         def of_base() -> str:
@@ -202,7 +206,7 @@ class Checkpoints:
         return marks if marks is not None and marks.base.id == base else None
 
     def close(self) -> None:
-        """Wait for a background save, then let other jobs write to the folder."""
+        """Wait for the background save to finish, then let other jobs write to the folder."""
         self.wait()
         self._copies = Copies()
         self._claimed = False

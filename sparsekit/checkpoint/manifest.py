@@ -1,4 +1,4 @@
-"""The table of contents of a checkpoint, ``manifest.json``: written last, checked first."""
+"""Contents of ``manifest.json``, which describes a checkpoint: written last, checked first."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from .files import FileRecord
 FORMAT = "sparsekit checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-# File of the CRC-32 of the manifest's bytes, in hexadecimal: it detects a changed number.
+# Name of the file with the manifest's CRC-32 in hexadecimal, which detects a changed digit.
 CHECKSUM = "manifest.crc32"
 DENSE = "dense.safetensors"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a table.
+    """One rank's part of a table in a checkpoint.
 
     Attributes:
-        rank: the one whose part this is.
-        file: its name in the folder. It has ``keys`` int64 [rows], ``vectors`` [rows, dim] and
-            each state, and may have ``removed`` int64 [n], keys that are gone since the base.
+        rank: the rank that wrote it.
+        file: name of the file in the folder. It has ``keys`` int64 [rows], ``vectors`` [rows, dim]
+            and each state, and may have ``removed`` int64 [n], keys removed since the base.
         rows: number of rows in this file.
-        size: rows of the rank's table when it was saved: more than ``rows`` in a checkpoint of
-            changes.
+        size: number of rows in the rank's table when it was saved; an incremental checkpoint may
+            have fewer in the file.
     """
 
     rank: int
@@ -37,11 +37,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class State:
-    """A number or vector that an optimizer keeps for each row.
+    """Description of a number or vector that an optimizer keeps for each row.
 
     Attributes:
-        dtype: name of its dtype.
-        shape: that of one row's state: ``[dim]``, or ``[]`` for one number.
+        dtype: name of the dtype.
+        shape: shape of one row's state: ``[dim]``, or ``[]`` for one number.
     """
 
     dtype: str
@@ -50,25 +50,24 @@ class State:
 
 @dataclass(frozen=True)
 class Table:
-    """An embedding table.
+    """Description of an embedding table in a checkpoint.
 
     Attributes:
-        layer: the layer's name.
+        layer: name of the layer.
         dim: elements of a vector.
         dtype: name of the vectors' dtype.
         key_dtype: dtype of the layer's input; keys in files are int64.
-        capacity: rows on each rank.
-        hash_table: true if any int64 can be a key, false if keys are row numbers.
+        capacity: largest number of rows on each rank.
+        hash_table: true if any int64 can be a key, false if keys are row indices.
         placement: ``"hash"`` or ``"modulo"``.
-        owners: None where no map places keys, else CRC-32 of the map from virtual shard to rank,
-            as 65536 int16.
+        owners: CRC-32 of the map from virtual shard to rank, as 65536 int16; None without a map.
         seed: seed of the initial vectors.
-        initializer: text of the initializer.
-        optimizer: number of its optimizer, or None.
-        states: name -> state that the optimizer keeps for each row.
-        settings: numbers that the optimizer keeps for the whole table: ``step``.
-        complete: true if all rows are here, false if only those changed since the base.
-        shards: by rank.
+        initializer: the initializer as text.
+        optimizer: index of the table's optimizer, or None.
+        states: name -> description of a state that the optimizer keeps for each row.
+        settings: name -> number that the optimizer keeps for the whole table, such as ``step``.
+        complete: true if all rows are here, false if only rows changed since the base.
+        shards: the parts of all ranks, in rank order.
     """
 
     layer: str
@@ -89,13 +88,13 @@ class Table:
 
     @property
     def size(self) -> int:
-        """Return the rows of all ranks."""
+        """Return the total number of rows on all ranks."""
         return sum(shard.size for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class Base:
-    """The checkpoint that a checkpoint of changes follows: a folder beside it, and its id."""
+    """The checkpoint that an incremental one builds on: its id, and its folder, a sibling."""
 
     folder: str
     id: str
@@ -106,15 +105,15 @@ class Manifest:
     """Everything about a checkpoint except its tensors.
 
     Attributes:
-        id: random, 32 hexadecimal digits.
-        step: the one that the user gave, or None.
-        base: the checkpoint that a checkpoint of changes follows.
-        world_size: ranks that wrote it.
-        tables: by the name of the layer in the module.
-        files: name -> size and CRC-32 of every file but the manifest.
-        optimizers: kind, settings of groups and dense states of each.
-        ranks: each rank's own states: random generators, and the objects given as state.
-        version: version of sparsekit.
+        id: 32 random hexadecimal digits.
+        step: the step that was passed to `save`, or None.
+        base: the checkpoint that an incremental one builds on; None in a complete one.
+        world_size: number of ranks that wrote the checkpoint.
+        tables: name of the layer in the module -> description of its table.
+        files: name -> size and CRC-32, of every file but the manifest.
+        optimizers: class, settings of groups and dense states of each optimizer.
+        ranks: each rank's own states: random generators, and the objects passed as ``state``.
+        version: version of sparsekit that wrote the checkpoint.
     """
 
     id: str
@@ -129,15 +128,15 @@ class Manifest:
 
 
 def new_id() -> str:
-    """Return a random id."""
+    """Return a random id for a checkpoint."""
     return secrets.token_hex(16)
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file of a rank's own states."""
+    """Return the name of the file that holds a rank's own states."""
     return f"rank-{rank:04d}.safetensors"
 
 
 def table_file(number: int, rank: int) -> str:
-    """Return the name of the file of a rank's part of a table."""
+    """Return the name of the file that holds a rank's part of a table."""
     return f"table-{number:04d}-rank-{rank:04d}.safetensors"

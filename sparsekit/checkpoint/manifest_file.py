@@ -1,4 +1,4 @@
-"""Writes and reads ``manifest.json``, which is checked before it is believed."""
+"""Writes ``manifest.json``, and reads it with checks of everything in it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _MOST_BYTES = 256 << 20
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}\Z")
 _MOST_ROWS = 2**40
 ROW_DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
-# Column names that no state may have; see docs/checkpoint_format.md.
+# Reserved names of columns, which no state may have; see docs/checkpoint_format.md.
 _OWN_COLUMNS = {"keys", "vectors", "scores", "removed"}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest and checksum, which makes a folder of files a checkpoint.
+    """Write the manifest and its checksum, which makes a folder of files a checkpoint.
 
     Raises:
-        CheckpointError: they cannot be written, or `read_manifest` would refuse them.
+        CheckpointError: the files cannot be written, or `read_manifest` would refuse them.
     """
     path = folder / MANIFEST
     try:
@@ -53,7 +53,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         raise CheckpointError(
             f"{path}: {len(text)} bytes are too many; it has {_MOST_BYTES} at most"
         )
-    _parsed(path, text)  # a checkpoint that cannot be read again must not appear
+    _parsed(path, text)  # raises if `read_manifest` would
     for name, content in ((MANIFEST, text), (CHECKSUM, b"%08x\n" % zlib.crc32(text))):
         write_small(folder / name, content)
 
@@ -71,7 +71,7 @@ def _values_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def without_files(path: Path, manifest: Manifest) -> Manifest:
-    """Return a manifest for a storage without files, checked as if read from a file.
+    """Check a manifest of a storage without files as if it were read from a file; return it.
 
     Raises:
         CheckpointError: see `read_manifest`.
@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a manifest and check everything in it.
 
     Raises:
-        CheckpointError: it is missing, damaged, malicious or of a newer format.
+        CheckpointError: the manifest is missing, damaged, malicious or of a newer format.
     """
     path = folder / MANIFEST
     if not folder.is_dir():
@@ -119,12 +119,12 @@ def _read_small(path: Path, most: int) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A value in parsed JSON, and its place, which errors name.
+    """A value in parsed JSON, with its path in the document for errors.
 
     Attributes:
-        path: the file.
-        where: the place; empty for the whole file.
-        value: None if it is missing.
+        path: path of the file.
+        where: path of the value in the document, such as ``tables['a'].dim``; empty for all of it.
+        value: the value; None if it is missing.
     """
 
     path: Path
@@ -136,22 +136,22 @@ class _Value:
         return CheckpointError(f"{self.path}: {where} must be {expected}, got {self.value!r:.80}")
 
     def must(self, fits: bool, expected: str) -> Any:
-        """Return the value; raise CheckpointError unless it fits."""
+        """Return the value; raise CheckpointError unless ``fits`` is true."""
         if not fits:
             raise self.refusal(expected)
         return self.value
 
     def instead(self, value: Any) -> _Value:
-        """Return another value with the same place."""
+        """Return another value with this one's path in the document."""
         return dataclasses.replace(self, value=value)
 
     def __getitem__(self, name: str) -> _Value:
-        """Return a member of an object."""
+        """Return the member of an object with this name."""
         where = f"{self.where}.{name}" if self.where else name
         return _Value(self.path, where, self.object().get(name))
 
     def members(self) -> Iterator[tuple[str, _Value]]:
-        """Yield the members of an object that may have any."""
+        """Yield the members of an object whose names are not fixed."""
         for name, value in self.object().items():
             yield name, _Value(self.path, f"{self.where}[{name!r:.100}]", value)
 
@@ -186,7 +186,7 @@ class _Value:
         return self.must(type(self.value) is bool, "true or false")
 
     def file(self) -> str:
-        # Files lie in the folder itself, so that no name can lead out of it.
+        # Only files in the folder itself are allowed, so that no name can lead out of it.
         fits = type(self.value) is str and _FILE.match(self.value)
         return self.must(bool(fits), "the name of a file in the folder")
 
@@ -199,11 +199,11 @@ class _Value:
 
 
 class _Reader:
-    """Makes a `Manifest` of parsed JSON.
+    """Converts parsed JSON to a `Manifest`, and checks it.
 
     Args:
-        root: all of it.
-        has_files: whether the files that it names exist.
+        root: the whole document.
+        has_files: whether the manifest belongs to a folder of files.
     """
 
     def __init__(self, root: _Value, has_files: bool = True) -> None:

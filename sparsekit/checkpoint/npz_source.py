@@ -34,7 +34,7 @@ from .sources import (
     rows_at_a_time,
 )
 
-# NumPy has the same limit: Python's parser needs far more memory than the text has.
+# Largest header in bytes, as in NumPy: Python's parser needs far more memory than the text.
 _MOST_HEADER = 10_000
 _LENGTHS = {1: "<H", 2: "<I", 3: "<I"}
 _DTYPE = re.compile(r"[<>=|]?(?:f[248]|[iu][1248])\Z")
@@ -48,7 +48,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True)
 class _Array:
-    """Shape, dtype and memory order of an array, from its header."""
+    """Shape, dtype and memory order of an array, read from its header."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -62,10 +62,10 @@ class _Array:
 def npz(path: Path) -> list[ForeignTable]:
     """List the tables in ``<table>.npz``.
 
-    A file has ``vectors`` [rows, dim] and perhaps ``keys`` [rows]; else row i is key i.
+    A file has ``vectors`` [rows, dim] and optionally ``keys`` [rows]; without keys, row i is key i.
 
     Args:
-        path: a file, or a folder of such files.
+        path: a .npz file, or a folder of them.
     """
     files = sorted(path.glob("*.npz")) if os.path.isdir(path) else [path]
     if not files:
@@ -74,7 +74,7 @@ def npz(path: Path) -> list[ForeignTable]:
 
 
 def name_note(table: str) -> bytes:
-    """Return an archive comment that holds the table's name, as the file's may differ."""
+    """Return an archive comment with the table's name, since the file's name may differ."""
     return json.dumps({"table": table}).encode()
 
 
@@ -116,7 +116,7 @@ def _table(path: Path) -> ForeignTable:
 
 
 def _noted_name(comment: bytes) -> str:
-    """Return the name that `name_note` wrote; other programs' comments have none."""
+    """Return the table's name from a comment of `name_note`; empty for any other comment."""
     try:
         name = json.loads(comment)["table"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -133,7 +133,7 @@ def _by_rows(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator
 
 
 def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Generator[np.ndarray]:
-    """Yield rows of an array stored column by column, by way of a temporary file."""
+    """Yield the rows of an array that is stored by column; it goes through a temporary file."""
     with tempfile.TemporaryFile() as unpacked:
         left = array.nbytes
         while left:
@@ -154,7 +154,7 @@ def _by_columns(path: Path, file: IO[bytes], array: _Array, step: int) -> Genera
 
 @contextlib.contextmanager
 def _archive(path: Path, what: str) -> Iterator[zipfile.ZipFile]:
-    """Open an archive; errors name it."""
+    """Open a zip archive, naming it in errors."""
     with plain_file(path) as file:
         try:
             archive = zipfile.ZipFile(file)
@@ -171,7 +171,7 @@ def _archive(path: Path, what: str) -> Iterator[zipfile.ZipFile]:
 
 @contextlib.contextmanager
 def _array(path: Path, name: str, kinds: str, dims: int) -> Iterator[tuple[IO[bytes], _Array]]:
-    """Open an array of an archive, past its header; yield it with what the header says."""
+    """Open an array of an archive; yield the file, positioned after the header, and the header."""
     with _archive(path, name) as archive:
         entry = archive.getinfo(f"{name}.npy")
         if entry.compress_type not in _METHODS:

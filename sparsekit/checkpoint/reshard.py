@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint, or a whole chain, for another number of ranks, from files alone."""
+"""Rewrites the files of a checkpoint, or of a whole chain, for another number of ranks."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from .manifest_file import write_manifest
 from .snapshot import owners_crc
 from .tensor_file import Column, TensorFile, header_of
 
-# Called with the number of bytes of each file or piece that has been read.
+# Callback that receives the size in bytes of each file or piece that has been read.
 OnProgress = Callable[[int], None]
 
 
 def verify(path: str | os.PathLike[str], on_progress: OnProgress = lambda _: None) -> list[Path]:
-    """Read all files of a checkpoint and of those it follows, and compare checksums and headers.
+    """Verify the checksums and headers of all files of a checkpoint, and of its whole chain.
 
     Args:
         path: a checkpoint, or a folder of them, of which the latest is taken.
-        on_progress: called with the bytes of each file.
+        on_progress: called with the size in bytes of each file that has been read.
 
     Returns:
-        The folders, the complete one first.
+        The folders of the chain, that of the complete checkpoint first.
 
     Raises:
-        CheckpointError: a file is missing or damaged; the message names the first.
+        CheckpointError: a file is missing or damaged; the message names the first one.
     """
     links = chain(resolved(path))
     for folder, manifest in links:
@@ -61,16 +61,16 @@ def reshard(
     world_size: int,
     on_progress: OnProgress = lambda _: None,
 ) -> Path:
-    """Write a complete checkpoint for some number of ranks, with the rows of a whole chain.
+    """Write the rows of a checkpoint's whole chain as one complete checkpoint for some ranks.
 
-    Keys go to ranks as in a layer with the table's placement and the even map of owners. Ranks keep
-    their own states if their number stays the same, else all get rank 0's.
+    Keys are assigned to ranks as in a layer with the table's placement and the even map of owners.
+    Ranks keep their own states if the number of ranks is unchanged; else all get rank 0's states.
 
     Args:
         path: a checkpoint, or a folder of them, of which the latest is taken; it is verified.
-        out: folder of the new one.
-        world_size: ranks, >= 1.
-        on_progress: called with the bytes of each file as it is verified.
+        out: folder of the new checkpoint.
+        world_size: number of ranks that the new checkpoint is divided among, >= 1.
+        on_progress: called with the size in bytes of each file that has been verified.
 
     Raises:
         CheckpointError: path is damaged; out already exists or cannot be written.
@@ -149,11 +149,11 @@ Pieces = Generator[tuple[TensorFile, int, torch.Tensor, torch.Tensor]]
 
 
 def live_pieces(parts: Sequence[tuple[Path, Table]]) -> contextlib.closing[Pieces]:
-    """Yield a file, a first row, the keys from there on, and which of them are the latest.
+    """Yield a table's keys by pieces: the file, the first row, the keys, and indices of live keys.
 
-    The newest checkpoint comes first. Keys of checkpoints of changes are kept in memory, those of a
-    complete one never. Use it in ``with``, or a caller's error would keep the file open for as long
-    as its traceback lives.
+    A key is live if no newer checkpoint has it. The newest checkpoint comes first. Keys of
+    incremental checkpoints are kept in memory, those of the complete one are not. Use the result in
+    ``with``, or a caller's error would keep the file open for as long as its traceback lives.
     """
     return contextlib.closing(_live_pieces(parts))
 
@@ -175,7 +175,7 @@ def _live_pieces(parts: Sequence[tuple[Path, Table]]) -> Pieces:
 
 
 def columns_of(table: Table, rows: int) -> list[Column]:
-    """Return the columns of a table's file with this number of rows, for the caller to write."""
+    """Describe the columns of a table's file; the caller writes their contents."""
     columns = [
         Column("keys", torch.int64, (rows,), list),
         Column("vectors", getattr(torch, table.dtype), (rows, table.dim), list),
@@ -187,9 +187,9 @@ def columns_of(table: Table, rows: int) -> list[Column]:
 
 
 class ColumnWriter:
-    """A file whose columns grow side by side, each at its place.
+    """Writes a file of tensors by appending rows to all columns at once.
 
-    The file is open only during a write, so that there can be any number of writers.
+    The file is open only during a write, so that any number of writers can exist.
     """
 
     def __init__(self, path: Path, columns: list[Column], metadata: Mapping[str, str] = {}) -> None:
@@ -206,7 +206,7 @@ class ColumnWriter:
             file.write(header)
 
     def append(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Append rows, the same number to each column."""
+        """Append the same number of rows to each column."""
         with self._opened("r+b") as file:
             for name, tensor in values.items():
                 if tensor.numel():
@@ -215,7 +215,7 @@ class ColumnWriter:
                     self._ends[name] += tensor.nbytes
 
     def finish(self) -> FileRecord:
-        """Sync the file to disk, and read it once more for its CRC-32."""
+        """Sync the file to disk, then read it again to compute its CRC-32."""
         with self._opened("r+b") as file:
             os.fsync(file)
         record = record_of(self.path)
@@ -230,7 +230,7 @@ class ColumnWriter:
 
 
 def _copy(source: Path, target: Path) -> FileRecord:
-    """Copy a small file."""
+    """Copy a small file and return the copy's record."""
     with plain_file(source) as file:
         content = file.read()
     write_small(target, content)

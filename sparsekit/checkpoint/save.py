@@ -1,4 +1,4 @@
-"""Saving: each rank writes its part, and the checkpoint appears at once."""
+"""Saves a checkpoint: each rank writes its part, then the whole appears in one step."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ from .together import Together
 
 
 class CheckpointWriter:
-    """A checkpoint that is being written: its draft, the draft's lock, and marks of its rows.
+    """A checkpoint that is being written, and the marks that the next save needs.
 
     Nothing is on disk before `begin`, after which the caller must call `end`, also on an error.
-    Only the folder tells whether the checkpoint appeared: an interrupt may come just after.
+    Look for the folder to learn whether the checkpoint was published: an interrupt may come just
+    after that.
 
     Args:
         target: folder of the checkpoint.
-        keep: how many of the checkpoints beside it stay; it may then replace one. With None all
-            stay, and it replaces nothing.
-        marked: whether to keep `marks`.
-        follows: marks of a checkpoint, whole on disk, that this one may be based on.
+        keep: number of checkpoints to keep in the folder around it; it may then replace one of its
+            own name. With None it removes and replaces nothing.
+        marked: whether to record `marks`.
+        follows: marks of a whole checkpoint on disk that this one may build on.
         others: as for `save`.
 
     Attributes:
-        marks: the marks of this checkpoint, if ``marked``.
+        marks: the marks of this checkpoint; None unless ``marked``.
     """
 
     def __init__(
@@ -92,21 +93,21 @@ class CheckpointWriter:
         self.marks = marks
 
     def begin(self) -> None:
-        """Make the draft; a collective."""
+        """Create the draft; a collective."""
         self.together.on_first(self._what, self.draft.begin)
 
     def end(self) -> None:
-        """Remove the rest of the draft, once it has appeared or never will; no collective."""
+        """Remove the draft, or what publishing has left of it; not a collective."""
         if self.together.rank == 0:
             self.draft.end()
 
     def tell(self) -> None:
-        """Warn of checkpoints that prevent removal of old ones."""
+        """Issue warnings about checkpoints that keep old ones from being removed."""
         while self._notices:
             warnings.warn(self._notices.pop(0), stacklevel=4)
 
     def now(self) -> None:
-        """Write and publish; on an error remove the draft and raise on all ranks."""
+        """Write and publish the checkpoint; on an error remove the draft and raise on all ranks."""
         try:
             self.begin()
             self.together.do(self._what, self.write_own)
@@ -116,7 +117,7 @@ class CheckpointWriter:
         self.tell()
 
     def write_own(self) -> None:
-        """Write this rank's files, and a note about them for rank 0."""
+        """Write this rank's files, and a note that describes them to rank 0."""
         rank, folder = self.together.rank, self.draft.folder
         files: dict[str, FileRecord] = {}
         tables: dict[str, Any] = {}
@@ -163,7 +164,7 @@ class CheckpointWriter:
             notes, self.draft.id, self._step, self._base, self.snapshot.optimizers
         )
         write_manifest(folder, manifest)
-        whole_chain(folder)  # check what `load` will read: the base may be gone, or a name too long
+        whole_chain(folder)  # check as `load` will: the base may be gone, or a name too long
         self.draft.publish()
         if self._keep is not None:
             self._notices += retain(self.draft.target.parent, self._keep, self.draft.target)
@@ -176,7 +177,7 @@ def manifest_of(
     base: Base | None,
     optimizers: list[dict[str, Any]],
 ) -> Manifest:
-    """Return the manifest that follows from each rank's notes on its part.
+    """Combine the ranks' notes on their parts into the manifest.
 
     Raises:
         CheckpointError: ranks have different tables.
@@ -199,7 +200,7 @@ def manifest_of(
 
 
 def _table(name: str, notes: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table from the notes of each rank."""
+    """Combine the ranks' notes on a table into its entry in the manifest."""
     facts = [dict(note["tables"].get(name, {})) for note in notes]
     shards = tuple(Shard(**each.pop("shard")) for each in facts if each)
     first = facts[0]
@@ -228,29 +229,30 @@ def save(
 ) -> Path:
     """Save a module, its tables and optimizers; `load` reads it on any number of ranks.
 
-    Every rank writes its part of each table in pieces of a few MB; then the checkpoint appears at
-    once, or, after an error or a crash, not at all. With several ranks it is a collective, and path
-    is on a disk that all share. docs/checkpoint_format.md describes the files.
+    Every rank writes its part of each table in pieces of a few MB. Then the checkpoint appears in
+    one step; after an error or a crash it does not appear at all. With several ranks this is a
+    collective, and path must be on a disk that all ranks share. docs/checkpoint_format.md describes
+    the files.
 
     Args:
-        module: with sparsekit layers anywhere in it; wrapped by DistributedDataParallel or not.
-        path: folder of the checkpoint, to be made; see `Checkpoints` for a folder of many.
-        optimizer: one, or several, of the module's parameters.
-        state: name -> other objects with ``state_dict`` and ``load_state_dict``: schedulers, a
-            `Trainer`, a reader. Each rank's own are saved.
-        step: number of the training step, for the manifest; 0 or more.
-        process_group: whose ranks save; None is the default group.
+        module: has sparsekit layers anywhere in it; may be wrapped by DistributedDataParallel.
+        path: folder to create for the checkpoint; see `Checkpoints` for a folder of several.
+        optimizer: the optimizer or optimizers of the module's parameters.
+        state: name -> other object with ``state_dict`` and ``load_state_dict``: a scheduler, a
+            `Trainer`, a reader. Each rank saves its own objects.
+        step: training step at which this is saved, for the manifest; 0 or more.
+        process_group: group of the ranks that save; None is the default group.
 
     Returns:
-        The folder.
+        The checkpoint's folder.
 
     Raises:
         CheckpointError: on all ranks: path already exists, the disk is full, a folder is missing or
             read-only, or the state has something other than tensors, numbers and text. Nothing
             appears at path.
         TypeError, ValueError: step is not an integer >= 0.
-        ValueError: a table of other ranks than those of process_group.
-        RuntimeError: a layer is on meta; or another rank raised.
+        ValueError: a table is distributed over other ranks than those of process_group.
+        RuntimeError: a layer is on the meta device, or another rank has raised.
     """
     target = Path(path).absolute()
     CheckpointWriter(module, target, optimizer, state, step, process_group).now()

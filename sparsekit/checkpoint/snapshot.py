@@ -20,26 +20,26 @@ from .encoding import encoded, scalar
 from .manifest_file import ROW_DTYPES
 from .tensor_file import Column, carried, check_storable, column_of
 
-# Rows whose keys are in memory at a time while a table is written.
+# Number of rows whose keys are in memory at a time while a table is written.
 _KEYS = 1 << 23
-# Buckets of 64 bytes scanned at a time.
+# Number of 64-byte buckets scanned at a time.
 _BUCKETS = 1 << 17
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class Stateful(Protocol):
-    """Anything that can be saved beside a module: a scheduler, a `Trainer`, a reader."""
+    """An object that can be saved with a module: a scheduler, a `Trainer`, a reader."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors, numbers and text, in lists, tuples and dicts."""
+        """Return the state: tensors, numbers and strings, in lists, tuples and dicts."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Load what `state_dict` returned."""
+        """Load a state that `state_dict` has returned."""
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside DistributedDataParallel and torch.compile, to keep its names."""
+    """Unwrap DistributedDataParallel and torch.compile, which would change the module's names."""
     within = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
     while name := within.get(type(module).__name__):
         inner = getattr(module, name, None)
@@ -50,24 +50,24 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tables(module: torch.nn.Module) -> dict[str, EmbeddingTable]:
-    """Return tables by name; a layer that is itself the module is named ``"table"``."""
+    """Return name -> table; if the module itself is a layer, its name is ``"table"``."""
     return {name or "table": layer for name, layer in tables_of(module).items()}
 
 
 def listed(optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list."""
+    """Return one optimizer, several or None as a list."""
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def owners_crc(owners: torch.Tensor | None) -> int | None:
-    """Return the CRC-32 of the map that places keys; None without a map."""
+    """Return the CRC-32 of the map from virtual shard to rank; None without a map."""
     return None if owners is None else zlib.crc32(owners.cpu().numpy().astype("<i2").tobytes())
 
 
 def dense_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module's state that belong to no table, by name."""
+    """Return name -> tensor, of the tensors in a module's state that belong to no table."""
     prefixes = tuple(f"{name}." if name else "" for name in tables_of(module))
     named = [*module.named_parameters(), *_persistent_buffers(module)]
     dense = {name: tensor.detach() for name, tensor in named if not name.startswith(prefixes)}
@@ -89,16 +89,16 @@ def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Te
 
 
 class Copies:
-    """Host memory for copies, reused by the next save: allocating it takes long."""
+    """Host memory for copies of tensors, kept for the next save since allocating it is slow."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def of(self, name: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """Copy the first rows of a tensor, over an earlier copy of the same name."""
+        """Copy the first rows of a tensor, overwriting the last copy of this name."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            # Memory for all rows costs nothing until it is used.
+            # Allocate memory for all rows: it costs nothing until it is used.
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             self._kept[name] = prefer_huge_pages(kept)
         return kept[:rows].copy_(tensor[:rows])
@@ -109,10 +109,10 @@ class TableShard:
     """A rank's part of a table, ready to be written.
 
     Attributes:
-        name: the table's.
-        layer: the one that the table belongs to.
-        columns: name -> tensor with a row for each of the table's; ``vectors`` is the first.
-        size: rows in use.
+        name: name of the table.
+        layer: the layer that the table belongs to.
+        columns: name -> tensor with one row for each row of the table; ``vectors`` is the first.
+        size: number of rows in use.
         facts: the table's entry in the manifest, without its shards.
     """
 
@@ -123,13 +123,13 @@ class TableShard:
     facts: dict[str, Any]
 
     def identity(self) -> tuple[Any, ...]:
-        """Return a value that changes whenever old rows say nothing about new ones."""
+        """Return a value that differs if old rows must not be compared with the new ones."""
         layer = self.layer
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in self.columns.items()]
         return layer.table is None, layer.rank, layer.world_size, tuple(shapes)
 
     def copy_to(self, copies: Copies) -> None:
-        """Copy the columns; later writes read the copies."""
+        """Copy the columns, and use the copies for later writes."""
         wholes: dict[int, torch.Tensor] = {}
         columns = {}
         for name, tensor in self.columns.items():
@@ -153,12 +153,12 @@ class TableShard:
     _buckets: torch.Tensor | None = None
 
     def note(self, rank: int, file: str, rows: int, complete: bool) -> dict[str, Any]:
-        """Describe this rank's part, for `manifest_of`."""
+        """Describe this rank's part for `manifest_of`."""
         part = {"rank": rank, "file": file, "rows": rows, "size": self.size}
         return {**self.facts, "complete": complete, "shard": part}
 
     def columns_to_write(self, rows: np.ndarray | None) -> list[Column]:
-        """Return the columns to write: keys, vectors and states of some rows, or of all."""
+        """Return the columns to write: keys, vectors and states of the given rows, or of all."""
         count = self.size if rows is None else len(rows)
         keys = Column("keys", torch.int64, (count,), lambda: self._keys(rows))
         others = [
@@ -185,7 +185,7 @@ class TableShard:
 
 
 def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the contiguous tensor that this one is a slice of, or the tensor itself."""
+    """Return the contiguous tensor of which this one is a slice, or the tensor itself."""
     base = tensor._base
     if base is None or not base.is_contiguous() or base.shape[:1] != tensor.shape[:1]:
         return tensor
@@ -193,7 +193,7 @@ def _with_neighbours(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int) -> np.ndarray:
-    """Return the int64 keys of rows ``[begin, end)``, without memory for any others."""
+    """Return the int64 keys of rows ``[begin, end)``; allocate memory for these alone."""
     keys = np.empty(end - begin, dtype=np.int64)
     found = 0
     for first in range(0, len(buckets), _BUCKETS):
@@ -210,15 +210,15 @@ def _keys_of_rows(table: HashTable, buckets: torch.Tensor, begin: int, end: int)
 
 
 class Snapshot:
-    """All that a rank writes, by reference: nothing is copied before it is written.
+    """Lists all that a rank writes, by reference; nothing is copied before it is written.
 
     Args:
-        module: with tables anywhere in it.
-        optimizers: those of its parameters.
-        state: name -> other objects.
+        module: has tables anywhere in it.
+        optimizers: the optimizers of its parameters.
+        state: name -> other object to save.
 
     Raises:
-        CheckpointError: the state has something that cannot be saved.
+        CheckpointError: the state has a value that cannot be saved.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Snapshot:
             layer.refuse_meta()
             layer.catch_up()
             if layer.table is not None:
-                layer.weight.follow_keys()  # applies states that were loaded and not used yet
+                layer.weight.follow_keys()  # applies loaded states that are still pending
         table_of: dict[torch.Tensor, str] = {layer.weight: name for name, layer in layers.items()}
         names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self.optimizers: list[dict[str, Any]] = []
@@ -265,7 +265,7 @@ class Snapshot:
         names: Mapping[torch.Tensor, str],
         tables: Container[torch.Tensor],
     ) -> dict[str, Any]:
-        """Return an optimizer's entry in the manifest, without the states in tables' files."""
+        """Return an optimizer's entry in the manifest, without the states of tables' rows."""
         parameters = parameter_names(optimizer, names)
         state = optimizer.state_dict()
         kept = {
@@ -298,7 +298,7 @@ class Snapshot:
 def parameter_names(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[torch.Tensor, str]:
-    """Return the names of an optimizer's parameters: those in the module, or else numbers."""
+    """Name an optimizer's parameters as the module does, or ``#i`` if they are not in it."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {p: names.get(p, f"#{number}") for number, p in enumerate(parameters)}
 
@@ -354,7 +354,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Return states of torch's generators: the CPU's, and the current GPU's once in use."""
+    """Return the states of torch's generators: the CPU's, and the current GPU's if in use."""
     state = {"cpu": torch.random.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -371,7 +371,7 @@ def check_random_state(state: Mapping[str, Any]) -> None:
 
 
 def restore_random_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Set torch's generators as they were saved; imported checkpoints have no such state."""
+    """Restore the states of torch's generators; an imported checkpoint has none to restore."""
     if "cpu" not in state:
         return
     torch.random.set_rng_state(state["cpu"])

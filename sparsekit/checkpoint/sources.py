@@ -1,4 +1,4 @@
-"""Tables that other libraries have saved, read piece by piece; nothing in their files is trusted.
+"""Reads tables saved by other libraries, piece by piece; nothing in their files is trusted.
 
 SOK is HugeCTR's sparse_operation_kit; the layout of its version 2 is defined in its
 ``dump_load.py``.
@@ -28,23 +28,23 @@ _MOST_TABLES = 1 << 16
 MOST_DIM = 2**24
 _VECTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
-# Keys int64 [n] and their vectors [n, dim].
+# Yields pieces of a table: keys int64 [n], vectors [n, dim].
 Pieces = Generator[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class ForeignTable:
-    """A table of another library.
+    """A table saved by another library, which can be read piece by piece.
 
     Attributes:
-        name: the table's.
-        dtype: that of the vectors once imported.
+        name: name of the table.
+        dtype: dtype of the vectors after the import.
         dim: elements of a vector.
         rows: number of rows.
-        path: the file, for errors.
-        pieces: yields int64 keys ``[n]`` with vectors ``[n, dim]``; may be called repeatedly.
-        left: the parts of the table that are not imported, as text; may be empty.
-        distinct: whether keys are the numbers of rows, so that none can come twice.
+        path: path of the file, for errors.
+        pieces: yields int64 keys ``[n]`` with vectors ``[n, dim]``; can be called repeatedly.
+        left: description of the parts of the table that are not imported; may be empty.
+        distinct: true if keys are row indices, so that no key can occur twice.
     """
 
     name: str
@@ -58,28 +58,28 @@ class ForeignTable:
 
 
 def rows_at_a_time(dim: int, itemsize: int) -> int:
-    """Return the number of rows in a piece."""
-    return max(1, PIECE // (8 + dim * itemsize))  # a row with its key
+    """Return the number of rows to read in one piece."""
+    return max(1, PIECE // (8 + dim * itemsize))  # bytes of a row and its key
 
 
 def as_keys(keys: np.ndarray) -> torch.Tensor:
-    """Convert keys to int64; unsigned 64-bit keys keep their bits."""
+    """Convert keys to int64; unsigned 64-bit keys are reinterpreted bit by bit."""
     return torch.from_numpy(keys.astype(np.int64))
 
 
 def as_vectors(values: np.ndarray) -> torch.Tensor:
-    """Convert vectors to torch's byte order and row order; float16 becomes float32."""
+    """Convert vectors to the native byte order and to C order; float16 becomes float32."""
     dtype = np.dtype(np.float32) if values.itemsize < 4 else values.dtype.newbyteorder("=")
     return torch.from_numpy(values.astype(dtype, order="C"))
 
 
 def here(dtype: np.dtype[Any]) -> torch.dtype:
-    """Return the dtype of the vectors that `as_vectors` returns."""
+    """Return the dtype that `as_vectors` gives vectors of this dtype."""
     return torch.float64 if dtype.itemsize == 8 else torch.float32
 
 
 def exactly(file: Any, count: int, path: Path) -> bytes:
-    """Read exactly this number of bytes.
+    """Read exactly ``count`` bytes.
 
     Raises:
         CheckpointError: the file has fewer, or cannot be read.
@@ -95,7 +95,7 @@ def _raw_pieces(
     keys_path: Path, key_dtype: np.dtype[Any], values_path: Path, dtype: np.dtype[Any],
     dim: int, rows: int, head: int,
 ) -> Pieces:  # fmt: skip
-    """Read two files of raw numbers, after their headers."""
+    """Read keys and vectors from two files of raw numbers, skipping the headers."""
     step = rows_at_a_time(dim, dtype.itemsize)
     with plain_file(keys_path) as keys, plain_file(values_path) as values:
         keys.seek(head)
@@ -109,14 +109,14 @@ def _raw_pieces(
 
 
 def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
-    """List variables in ``<variable>_keys.file`` and ``<variable>_values.file`` (float32).
+    """List the variables in ``<variable>_keys.file`` and ``<variable>_values.file`` (float32).
 
-    The files give neither the width of keys nor that of vectors, so the dim must be known; 4-byte
-    keys are uint32.
+    The files record neither the width of keys nor that of vectors, so the caller must pass dim.
+    4-byte keys are uint32.
 
     Args:
-        path: their folder.
-        dims: variable -> dim; ``""`` is that of all others.
+        path: folder of the files.
+        dims: variable name -> dim; ``""`` stands for all variables not named.
     """
     found = []
     for keys_path in sorted(path.glob("*_keys.file")):
@@ -148,10 +148,10 @@ def sok1(path: Path, dims: dict[str, int]) -> list[ForeignTable]:
 
 
 def sok2(path: Path) -> list[ForeignTable]:
-    """List tables in ``meta_info``, with ``<table>-key`` and ``<table>-weight`` for each.
+    """List the tables named in ``meta_info``, each in ``<table>-key`` and ``<table>-weight``.
 
     Args:
-        path: their folder.
+        path: folder of these files.
     """
     meta = path / "meta_info"
     with plain_file(meta) as file:
@@ -218,14 +218,14 @@ def _sok2_table(
 
 
 def torchrec(path: Path) -> list[ForeignTable]:
-    """List tables of an EmbeddingBagCollection or EmbeddingCollection saved by ``torch.save``.
+    """List the tables of an EmbeddingBagCollection or EmbeddingCollection saved by ``torch.save``.
 
     Row i of a table is key i. Only tensors are read from the pickle.
 
     Args:
-        path: the file.
+        path: the saved file.
     """
-    size_of(path)  # refuses links and missing files
+    size_of(path)  # raises for links and missing files
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises any error of pickle, zip or file

@@ -1,8 +1,8 @@
-"""Files of tensors in the safetensors layout, written and read piece by piece.
+"""Writes and reads files of tensors in the safetensors layout, piece by piece.
 
-A file has a little-endian uint64, the length of the header; the header, which maps each tensor's
-name to dtype, shape and place in JSON; and the tensors' bytes, one after the other. See
-https://huggingface.co/docs/safetensors for the layout.
+A file begins with the length of its header, a little-endian uint64. The header is JSON that maps
+each tensor's name to its dtype, shape and offsets. The contents of the tensors follow without gaps.
+See https://huggingface.co/docs/safetensors for the layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from .checksum import Summed
 from .files import PIECE, FileRecord, naming, plain_file
 
-# A header lists the states of one table, or the dense parameters of a model.
+# Largest header in bytes: it lists the states of one table, or the dense parameters of a model.
 MOST_HEADER = 64 << 20
 
 _CODES: dict[torch.dtype, str] = {
@@ -45,7 +45,8 @@ _CODES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
-# NumPy has no bfloat16, and this module only moves bytes.
+# Integers of the same width stand for each dtype: NumPy has no bfloat16, and this module only
+# moves bytes.
 _CARRIED: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("<u2"),
@@ -56,7 +57,7 @@ _CARRIED: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor to write: its description, and a function that yields its bytes in order."""
+    """A tensor to write: name, dtype, shape, and a function that yields its bytes in order."""
 
     name: str
     dtype: torch.dtype
@@ -65,12 +66,12 @@ class Column:
 
     @property
     def nbytes(self) -> int:
-        """Size of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError, naming the tensor, unless a file can hold it."""
+    """Raise CheckpointError with the tensor's name if a file cannot store the tensor."""
     if tensor.layout != torch.strided or hasattr(tensor, "device_mesh"):
         kind = str(tensor.layout).removeprefix("torch.")
         kind = "a distributed tensor" if kind == "strided" else f"a tensor that is {kind}"
@@ -85,7 +86,7 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
 
 
 def carried(tensor: torch.Tensor) -> np.ndarray:
-    """View a CPU tensor's bytes as unsigned integers of the same width and shape."""
+    """View a CPU tensor as an array of unsigned integers of the same width and shape."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     array: np.ndarray = tensor.view(same).numpy()
@@ -93,7 +94,7 @@ def carried(tensor: torch.Tensor) -> np.ndarray:
 
 
 def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -> Column:
-    """Return a tensor, or some of its rows (rising numbers), as a column."""
+    """Make a column of a tensor, or of some of its rows (indices in ascending order)."""
     count = (len(tensor) if tensor.dim() else 1) if rows is None else len(rows)
     shape = (count, *tensor.shape[1:]) if tensor.dim() else ()
     table = tensor.reshape(1) if not tensor.dim() else tensor
@@ -115,7 +116,7 @@ def column_of(name: str, tensor: torch.Tensor, rows: np.ndarray | None = None) -
 
 
 def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file of these columns."""
+    """Return the length and the header with which a file of these columns begins."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for column in columns:
@@ -131,10 +132,10 @@ def header_of(columns: Iterable[Column], metadata: Mapping[str, str]) -> bytes:
 
 
 def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {}) -> FileRecord:
-    """Write a file and sync it to disk.
+    """Write columns to a new file, sync it to disk, and return its record.
 
     Raises:
-        CheckpointError: the file cannot be written, or a tensor yielded more or less than its size.
+        CheckpointError: the file cannot be written, or a column yields too many or too few bytes.
     """
     columns = list(columns)
     with (
@@ -158,7 +159,7 @@ def write(path: Path, columns: Iterable[Column], metadata: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor in a file; begin counts from the start of the file."""
+    """Dtype and shape of a tensor in a file; ``begin`` is its byte offset in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -166,10 +167,10 @@ class Place:
 
 
 class TensorFile:
-    """A file of tensors that is read by rows; nothing in it is trusted.
+    """Reads rows of the tensors in a file; nothing in the file is trusted.
 
     Args:
-        path: a plain file; a link is refused.
+        path: a plain file, not a link.
 
     Raises:
         CheckpointError: the file cannot be read, or has another format.
@@ -217,7 +218,7 @@ class TensorFile:
         return places
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """Read rows ``[first, first + count)`` of a tensor, or all of it."""
+        """Read rows ``[first, first + count)`` of a tensor, or the whole tensor."""
         place = self.places[name]
         row_bytes = math.prod(place.shape[1:]) * place.dtype.itemsize
         if count is None:

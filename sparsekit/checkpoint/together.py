@@ -1,4 +1,4 @@
-"""Ranks that save or load together: either all succeed or all raise."""
+"""Runs the steps of a save or load on all ranks, so that all succeed or all raise."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SLOTS = 1 << 14
 
 
 class Together:
-    """The ranks of a process group.
+    """Runs functions on the ranks of a process group; an error on one is raised on all.
 
     Args:
-        module: its device decides how the ranks communicate.
-        group: None means torch.distributed's default group.
+        module: module whose device decides how the ranks communicate.
+        group: the process group; None is torch.distributed's default group.
     """
 
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
         tensor = next(module.parameters(), torch.empty(0))
-        # A separate purpose: a background save must not get between the lookups of layers.
+        # Use an exchange of its own: a background save must not interfere with lookups of layers.
         self._exchange = exchange_of(group, tensor.device, "checkpoints")
         self.rank = self._exchange.rank if self._exchange else 0
         self.world_size = self._exchange.world_size if self._exchange else 1
@@ -44,7 +44,7 @@ class Together:
                 )
 
     def do(self, what: str, make: Callable[[], T]) -> T:
-        """Call a function on each rank; if one raises, all raise."""
+        """Call a function on each rank and return its result; if one rank raises, all raise."""
         if self._exchange is None:
             return make()
         made = attempt(make)
@@ -59,7 +59,7 @@ class Together:
         self.do(what, make if self.rank == 0 else lambda: None)
 
     def text_of_first(self, what: str, make: Callable[[], str]) -> str:
-        """Return the result of a function on rank 0: a text of at most 4096 bytes.
+        """Call a function on rank 0 and return its result, at most 4096 bytes, on all ranks.
 
         Raises:
             CheckpointError: the text is longer.
@@ -81,7 +81,7 @@ class Together:
         return os.fsdecode(bytes(shared.cpu().numpy()).rstrip(b"\0"))
 
     def union(self, names: set[str]) -> Callable[[str], bool]:
-        """Return a test whether any rank's set has a name; false positives are rare."""
+        """Return a function that tests whether any rank has a name; false positives are rare."""
         if self._exchange is None:
             return names.__contains__
         slots = torch.zeros(_SLOTS, dtype=torch.int32)
