@@ -128,43 +128,28 @@ def _table(name: str, source: ForeignTable, file: str) -> Table:
 
 
 def _distinct(source: ForeignTable) -> Pieces:
-    """Yield a source's pieces; raise CheckpointError if a key occurs twice."""
-    seen = _Seen(source.path)
-    done = 0
+    """Yield a source's pieces; raise CheckpointError if a key occurs twice.
+
+    Memory grows with the number of keys read so far, not with the size a file claims.
+    """
+    seen, done = HashTable(_FEW_KEYS), 0
     with contextlib.closing(source.pieces()) as pieces:
         for keys, vectors in pieces:
-            if not source.distinct:
-                again = (seen.rows(keys) != torch.arange(done, done + len(keys))).nonzero()
+            for part in () if source.distinct else keys.split(_FEW_KEYS):
+                size = done + len(part)
+                if size > _MOST_KEYS:
+                    raise CheckpointError(f"{source.path}: has more than {_MOST_KEYS} keys")
+                if size > seen.capacity:
+                    smaller, seen = seen, HashTable(min(2 * size, _MOST_KEYS))
+                    seen.find_or_insert(smaller.keys())
+                again = (seen.find_or_insert(part) != torch.arange(done, size)).nonzero()
                 if len(again):
-                    key = int(keys[again[0, 0]])
                     raise CheckpointError(
-                        f"{source.path}: key {key} is there twice, the second time in row "
-                        f"{done + int(again[0, 0])}"
+                        f"{source.path}: key {int(part[again[0, 0]])} is there twice, the second "
+                        f"time in row {done + int(again[0, 0])}"
                     )
-            done += len(keys)
+                done = size
             yield keys, vectors
-
-
-class _Seen:
-    """The keys read so far. Memory grows with their number, not with the size a file claims."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._table = HashTable(_FEW_KEYS)
-
-    def rows(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return each key's row: keys get consecutive rows in the order of first occurrence."""
-        return torch.cat([self._rows(part) for part in keys.split(_FEW_KEYS)])
-
-    def _rows(self, keys: torch.Tensor) -> torch.Tensor:
-        size = len(self._table) + len(keys)
-        if size > _MOST_KEYS:
-            raise CheckpointError(f"{self._path}: has more than {_MOST_KEYS} keys")
-        if size > self._table.capacity:
-            larger = HashTable(min(2 * size, _MOST_KEYS))
-            larger.find_or_insert(self._table.keys())
-            self._table = larger
-        return self._table.find_or_insert(keys)
 
 
 def export(

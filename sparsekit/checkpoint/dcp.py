@@ -15,14 +15,7 @@ from ..errors import CheckpointError
 from .dcp_source import FORMAT, NEEDS_LOAD_FROM, NOTES, VERSION, DcpSource, ToSave, stem
 from .load import Plan
 from .manifest import DENSE, new_id, rank_file, table_file
-from .snapshot import (
-    Optimizers,
-    Snapshot,
-    Stateful,
-    TableShard,
-    listed,
-    unwrapped,
-)
+from .snapshot import Optimizers, Snapshot, Stateful, TableShard, listed, unwrapped
 from .together import Together
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ class DcpSource:
     def file(self, name: str) -> TensorFile:
         """Open a file, as `TensorStore.file` does."""
         part = stem(name)
-        return _Part(self, Path(self._where) / part, part, self._parts.get(part, {}))
+        return _Part(self, part, self._parts.get(part, {}))
 
     def read(self, part: str, tensor: str) -> torch.Tensor:
         """Read a whole tensor of a part.
@@ -171,13 +171,9 @@ class _Part(TensorFile):
     """Reads the entries of one part like a file; keeps loaded tensors in memory until `close`."""
 
     def __init__(
-        self,
-        source: DcpSource,
-        path: Path,
-        part: str,
-        entries: Mapping[str, TensorStorageMetadata],
+        self, source: DcpSource, part: str, entries: Mapping[str, TensorStorageMetadata]
     ) -> None:
-        self.path = path
+        self.path = Path(str(source)) / part
         self.places = {
             name: Place(about.properties.dtype, tuple(about.size), 0)
             for name, about in entries.items()

@@ -133,9 +133,7 @@ def _reshard_table(
     for file, writer in zip(names, writers, strict=True):
         files[file] = writer.finish()
     sizes = counts.tolist()
-    capacity = max(table.capacity, *sizes)
-    if not table.hash_table:
-        capacity = max(1, *sizes)
+    capacity = max(table.capacity if table.hash_table else 1, *sizes)
     return replace(
         table, capacity=capacity, owners=owners_crc(owners), complete=True,
         shards=tuple(

@@ -18,17 +18,7 @@ from .changes import Marks
 from .draft import Draft
 from .files import FileRecord, naming, write_small
 from .folder import retain, whole_chain
-from .manifest import (
-    DENSE,
-    Base,
-    Manifest,
-    Shard,
-    State,
-    Table,
-    new_id,
-    rank_file,
-    table_file,
-)
+from .manifest import DENSE, Base, Manifest, Shard, State, Table, new_id, rank_file, table_file
 from .manifest_file import write_manifest
 from .snapshot import Optimizers, Snapshot, Stateful, listed, unwrapped
 from .tensor_file import column_of, write

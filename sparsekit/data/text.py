@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -222,21 +223,17 @@ class _Lines:
         return _Lines, self._settings  # a worker makes its own TextFormat, which has no pickle
 
 
+@dataclass(frozen=True)
 class _TextChunk(Chunk):
     """Lines in memory; see `MakeChunk`."""
 
-    def __init__(
-        self,
-        how: _Lines,
-        file: TextFile,
-        lines: _pybind.TextLines,
-        text: bytes,
-        start: int,
-        line: int,
-        unclosed: bool,
-    ) -> None:
-        self._how, self._file, self._lines, self._text = how, file, lines, text
-        self._start, self._line, self._unclosed = start, line, unclosed
+    _how: _Lines
+    _file: TextFile
+    _lines: _pybind.TextLines
+    _text: bytes
+    _start: int
+    _line: int
+    _unclosed: bool
 
     def __len__(self) -> int:
         return len(self._lines)

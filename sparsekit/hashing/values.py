@@ -134,36 +134,33 @@ def _check_buffers(values: Any) -> None:
 
 
 def _hash_array(values: np.ndarray, seed: int) -> torch.Tensor:
-    kind = values.dtype.kind
-    if kind in "iu" and not isinstance(values, np.ma.MaskedArray):
+    kind, masked = values.dtype.kind, isinstance(values, np.ma.MaskedArray)
+    if kind in "iu" and not masked:
         # torch accepts neither foreign byte order nor negative strides, and warns about read-only
         # memory.
         if not (values.flags.carray and values.dtype.isnative and values.strides[0] > 0):
             values = np.array(values, values.dtype.newbyteorder("="))
         return hash_integers(torch.from_numpy(values), seed)
-    return torch.from_numpy(_hash_array_of_text(values, kind, seed))
-
-
-def _hash_array_of_text(values: np.ndarray, kind: str, seed: int) -> np.ndarray:
     threads = torch.get_num_threads()
     # A masked array takes the general path: its tolist() has None for masked items.
-    if kind == "O" or (kind in "iuSUT" and isinstance(values, np.ma.MaskedArray)):
-        return _pybind.xxh64_many(values.tolist(), seed, threads)
-    if kind in "SU":
+    if kind == "O" or (masked and kind in "iuSUT"):
+        codes = _pybind.xxh64_many(values.tolist(), seed, threads)
+    elif kind in "SU":
         texts = np.require(values, values.dtype.newbyteorder("="), ["C", "A"])
         size = texts.itemsize // (4 if kind == "U" else 1)
-        return _pybind.xxh64_fixed_width(
-            texts.ctypes.data, size, kind == "U", len(texts), seed, threads
-        )
-    if kind == "T":
+        place = texts.ctypes.data, size, kind == "U", len(texts)
+        codes = _pybind.xxh64_fixed_width(*place, seed, threads)
+    elif kind == "T":
         # If a str stands for missing strings, that str is hashed; else they count as None.
         stand_in = getattr(values.dtype, "na_object", None)
         missing = stand_in.encode() if isinstance(stand_in, str) else b""
-        place = values.ctypes.data, values.strides[0], len(values)
-        return _pybind.xxh64_numpy_strings(values.dtype, *place, missing, seed, threads)
-    raise TypeError(
-        f"values is an array of dtype {values.dtype}; expected integers, str, bytes or objects"
-    )
+        places = values.ctypes.data, values.strides[0], len(values)
+        codes = _pybind.xxh64_numpy_strings(values.dtype, *places, missing, seed, threads)
+    else:
+        raise TypeError(
+            f"values is an array of dtype {values.dtype}; expected integers, str, bytes or objects"
+        )
+    return torch.from_numpy(codes)
 
 
 def checked_seed(seed: int) -> int:
