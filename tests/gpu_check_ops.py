@@ -14,6 +14,8 @@ import time
 
 import simt
 import torch
+from ops import group_bags, test_group_bucketize, test_group_find, test_group_update
+from ops.groups import random_group
 from ops.optimizer_rules import CASES, PER_ROW, widths
 
 import sparsekit
@@ -152,7 +154,10 @@ def check_rows(device, mode, n, dim, dtype):
         weights = torch.rand(n, generator=generator).to(
             torch.float64 if dtype == torch.float64 else torch.float32
         )
-        both(bags, device, table, rows, offsets, "sum", weights + 0.5, mode=mode, exact=False)
+        for combiner in ("sum", "sqrtn"):
+            both(
+                bags, device, table, rows, offsets, combiner, weights + 0.5, mode=mode, exact=False
+            )
     torch.use_deterministic_algorithms(False)
     keys = torch.arange(n) * 12345678901
     for distribution in ("constant", "uniform", "normal"):
@@ -168,6 +173,21 @@ def check_rows(device, mode, n, dim, dtype):
             both(updated, device, *arguments, mode=mode, exact=False)
 
 
+def check_groups(device, mode, seed, dtype):
+    """Check the ops on many tables with random groups, by the functions of their suites."""
+    draw = random.Random(seed)
+
+    def group():
+        return random_group(seed, dtype, device, most_keys=draw.choice((10, 300)))
+
+    with mode():
+        test_group_find.check(group())
+        test_group_bucketize.check_all(group(), draw.choice((1, 2, 8)), draw.random() < 0.7, seed)
+        group_bags.check_all(group())
+        name = draw.choice(list(CASES))
+        test_group_update.check(group(), name, draw.choice((1, 3)), count_steps=True)
+
+
 def cases(device, mode):
     for n in SIZES:
         for keys in key_inputs(n):
@@ -175,6 +195,8 @@ def cases(device, mode):
                 yield functools.partial(check_keys, device, mode, keys.to(dtype))
     for n, dim, dtype in itertools.product((0, 1, 33, 300), DIMS, DTYPES):
         yield functools.partial(check_rows, device, mode, n, dim, dtype)
+    for seed, dtype in itertools.product(range(40), DTYPES):
+        yield functools.partial(check_groups, device, mode, seed, dtype)
 
 
 def main(device, seconds):
